@@ -1,0 +1,74 @@
+# Everything lives in $(VENV); nothing needs root. Needed beforehand: Python >= 3.11 with venv, a C++20 compiler.
+PYTHON ?= python3
+VENV   ?= .venv
+NPROC  ?= 2
+TIMEOUT ?= 300
+BIN    := $(VENV)/bin
+LINT   := build/lint
+GPU    := build/gpu-venv
+BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
+
+.PHONY: help demo test lint format bench gpu-test gpu-bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo       install, train a byte-level GPT at stage 3 on $(NPROC) processes, resume it on one"
+	@echo "make test       install with the test tools and run every test (TESTS=path narrows it)"
+	@echo "make lint       ruff, mypy, import-linter"
+	@echo "make bench      benchmarks/step.py on CPU"
+	@echo "make gpu-test   build in place, offline, against this machine's torch, and run tests/gpu"
+	@echo "make gpu-bench  the same build, benchmarks/step.py on CUDA"
+
+demo: $(VENV)/.installed
+	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/01_first_run.py
+	$(BIN)/python examples/02_resume.py
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest --timeout=$(TIMEOUT) $(TESTS)
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/step.py
+
+# Tools see one package tree: the folders passes/ and runtime/ sit inside zerograph/ only once installed.
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	rm -rf $(LINT) && mkdir -p $(LINT)/zerograph
+	ln -s $(CURDIR)/zerograph/* $(CURDIR)/passes $(CURDIR)/runtime $(LINT)/zerograph/
+	cd $(LINT) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p zerograph
+	.ci/imports $(BIN)/python $(LINT)
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "error: ZeroGraph needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)"; echo; \
+	  echo "hint: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; } >&2
+	$(PYTHON) -m venv $(VENV)
+
+# Build isolation brings scikit-build-core, pybind11 and, where they are missing, CMake and Ninja.
+$(VENV)/.installed: $(BUILD_INPUTS) | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(BUILD_INPUTS) | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev,hf]"
+	@touch $@ $(VENV)/.installed
+
+# On a GPU machine the image's own torch, pybind11, scikit-build-core and CMake are used, with no network.
+gpu-test: $(GPU)/.installed
+	$(GPU)/bin/python -m pytest tests/gpu
+
+gpu-bench: $(GPU)/.installed
+	$(GPU)/bin/python benchmarks/step.py --device cuda
+
+$(GPU)/.installed: $(BUILD_INPUTS)
+	PYTHON=$(PYTHON) .ci/gpu-venv $(GPU)
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -f $(VENV)/.installed $(VENV)/.installed-dev
+	find zerograph passes runtime tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
