@@ -1,0 +1,30 @@
+// Conversion and reduction over host memory. Every instruction set gives the same bits as the baseline.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "dtype.h"
+
+namespace zg {
+
+struct Kernels {
+  const char* name;
+
+  // dst[i] = src[i], rounded to nearest even; NaN stays NaN. Both types are floating point.
+  void (*convert)(const void* src, DType src_dtype, void* dst, DType dst_dtype, std::size_t count);
+
+  // out[i] = (sources[0][i] + sources[1][i] + ... in that order) * scale. The sum is kept in float32, or in
+  // float64 when the inputs are. `out` may be one of the sources if the types have the same size.
+  void (*reduce)(const void* const* sources, std::size_t ranks, DType dtype, std::size_t count, double scale,
+                 void* out, DType out_dtype);
+};
+
+// The best target this processor runs.
+const Kernels& kernels();
+
+// Every target in this binary that this processor runs, the baseline first.
+const std::vector<const Kernels*>& all_kernels();
+
+}  // namespace zg
