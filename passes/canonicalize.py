@@ -1,0 +1,101 @@
+"""One marker per parameter and one reduction per gradient.
+
+A parameter that is read several times (tied weights, two uses) leaves several ``unshard`` markers on one shard, and
+several ``reduce_grad`` markers whose results are added. This pass merges the former and moves the addition before the
+latter, so that each parameter is gathered together with its bucket and reduced once. Safe because ``unshard`` is pure
+and the mean over ranks is linear. Gathered parameters that the graph returns are cloned: the runtime frees the rest.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from zerograph.ops import REDUCE_GRAD, UNSHARD
+from zerograph.passes.graph import Marker, behind_identity, call, is_identity_view, is_view, markers, output_of
+
+aten = torch.ops.aten
+
+
+def canonicalize(gm: fx.GraphModule) -> int:
+    """Rewrite the joint (or inference) graph ``gm`` in place; returns the number of markers removed."""
+    before = _count(gm.graph)
+    _merge_unshards(gm.graph)
+    _merge_reductions(gm.graph)
+    _protect_outputs(gm.graph)
+    removed = before - _count(gm.graph)
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+    gm.recompile()
+    return removed
+
+
+def _count(graph: fx.Graph) -> int:
+    return len(markers(graph, UNSHARD)) + len(markers(graph, REDUCE_GRAD))
+
+
+def _merge_unshards(graph: fx.Graph) -> None:
+    first: dict[fx.Node, fx.Node] = {}
+    for marker in markers(graph, UNSHARD):
+        shard = behind_identity(marker.source)
+        kept = first.setdefault(shard, marker.node)
+        if kept is marker.node:
+            marker.node.update_arg(0, shard)
+        else:
+            marker.node.replace_all_uses_with(kept)
+            graph.erase_node(marker.node)
+
+
+def _merge_reductions(graph: fx.Graph) -> None:
+    by_name: dict[str, list[Marker]] = {}
+    for marker in markers(graph, REDUCE_GRAD):
+        by_name.setdefault(marker.name, []).append(marker)
+    for group in by_name.values():
+        total = _sum_of({m.node for m in group})
+        if total is not None:
+            _reduce_the_sum(graph, group, total)
+
+
+def _sum_of(reduced: set[fx.Node]) -> fx.Node | None:
+    """The node that adds up all of ``reduced`` (and nothing else) through additions and identity views, if any."""
+    partial, members = set(reduced), list(reduced)
+    while members:
+        for user in list(members.pop().users):
+            adds = user.target is aten.add.Tensor and not user.kwargs and set(user.all_input_nodes) <= partial
+            if user not in partial and (adds or is_identity_view(user)):
+                partial.add(user)
+                members.append(user)
+        if not members:
+            # An addition becomes eligible when its second operand does, so look again until nothing changes.
+            ready = [
+                u for n in partial for u in n.users
+                if u not in partial and u.target is aten.add.Tensor and set(u.all_input_nodes) <= partial
+            ]  # fmt: skip
+            partial.update(ready)
+            members = ready
+    ends = [n for n in partial if any(u not in partial for u in n.users)]
+    return ends[0] if len(ends) == 1 else None
+
+
+def _reduce_the_sum(graph: fx.Graph, group: list[Marker], total: fx.Node) -> None:
+    last = group[-1].node
+    with graph.inserting_before(last):
+        grad = group[0].source
+        for marker in group[1:]:
+            grad = call(graph, aten.add.Tensor, (grad, marker.source), marker.source.meta["val"], last)
+        merged = call(graph, REDUCE_GRAD, (grad, *last.args[1:]), last.meta["val"], last)
+    total.replace_all_uses_with(merged)
+
+
+def _protect_outputs(graph: fx.Graph) -> None:
+    output = output_of(graph)
+    for marker in markers(graph, UNSHARD):
+        for node in _with_views(marker.node):
+            if output in node.users:
+                with graph.inserting_before(output):
+                    copy = call(graph, aten.clone.default, (node,), node.meta["val"].clone(), node)
+                output.replace_input_with(node, copy)
+
+
+def _with_views(node: fx.Node) -> list[fx.Node]:
+    return [node] + [n for user in list(node.users) if is_view(user) for n in _with_views(user)]

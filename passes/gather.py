@@ -1,0 +1,141 @@
+"""Replace ``unshard`` markers by gathers of whole buckets, each freed after its last use.
+
+The uses of a bucket fall into *visits*: stretches of the graph in which the bucket stays whole. A bucket whose next use
+lies beyond ``plan.prefetch`` other buckets (tied weights: the embedding at the start, the head at the end) is freed and
+gathered again, so that at most ``prefetch + 1`` buckets are ever whole. Each visit becomes
+
+    pending = zg.gather(shards, bucket); full = zg.wait_gather(pending, shards, bucket); ...; zg.free(full, bucket)
+
+with the free at the next visit's start, so that a visit costs one cut of the graph. Views of parameters move to their
+users, so that none outlives its bucket. Safe because the shards do not change within a graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from zerograph.ops import FREE, GATHER, UNSHARD, WAIT_GATHER
+from zerograph.passes.graph import Marker, Transfer, call, is_view, markers, output_of, positions
+from zerograph.plan import Plan
+
+
+@dataclass(slots=True)
+class _Visit:
+    bucket: int
+    uses: list[fx.Node] = field(default_factory=list)
+    markers: dict[fx.Node, None] = field(default_factory=dict)
+
+
+def gather(gm: fx.GraphModule, plan: Plan) -> int:
+    """Rewrite ``gm`` (forward, backward or inference graph) in place; returns the number of gathers inserted."""
+    found = markers(gm.graph, UNSHARD)
+    if not found:
+        return 0
+    _sink_views(gm.graph, found)
+    visits = _visits(gm.graph, found, plan)
+    _insert(gm.graph, visits, plan)
+    for marker in found:
+        gm.graph.erase_node(marker.node)
+    gm.graph.lint()
+    gm.recompile()
+    return len(visits)
+
+
+def _sink_views(graph: fx.Graph, found: list[Marker]) -> None:
+    """Give every non-view user its own copy of the views between it and the marker, right before it."""
+    for marker in found:
+        _sink(graph, marker.node)
+
+
+def _sink(graph: fx.Graph, node: fx.Node) -> None:
+    for user in list(node.users):
+        if not is_view(user):
+            continue
+        _sink(graph, user)
+        for consumer in list(user.users):
+            with graph.inserting_before(consumer):
+                copy = graph.node_copy(user, lambda n: n)
+            consumer.replace_input_with(user, copy)
+        graph.erase_node(user)
+
+
+def _consumers(node: fx.Node) -> list[fx.Node]:
+    """The computing users of a marker, behind views."""
+    return [c for user in node.users for c in (_consumers(user) if is_view(user) else [user])]
+
+
+def _visits(graph: fx.Graph, found: list[Marker], plan: Plan) -> list[_Visit]:
+    bucket_of = plan.bucket_of()
+    order = positions(graph)
+    uses = sorted(
+        ((order[user], user, marker) for marker in found for user in _consumers(marker.node)), key=lambda use: use[0]
+    )
+    sequence = [bucket_of[marker.name].index for _, _, marker in uses]
+    open_visits: dict[int, _Visit] = {}
+    last_use: dict[int, int] = {}
+    visits: list[_Visit] = []
+    for i, (_, user, marker) in enumerate(uses):
+        bucket = sequence[i]
+        between = set(sequence[last_use[bucket] + 1 : i]) if bucket in last_use else set()
+        if bucket not in last_use or len(between - {bucket}) > plan.prefetch:
+            open_visits[bucket] = _Visit(bucket)
+            visits.append(open_visits[bucket])
+        visit = open_visits[bucket]
+        visit.uses.append(user)
+        visit.markers[marker.node] = None
+        last_use[bucket] = i
+    return visits
+
+
+def _insert(graph: fx.Graph, visits: list[_Visit], plan: Plan) -> None:
+    order = positions(graph)
+    starts = [_first_view_before(v) for v in visits]
+    cuts: dict[int, fx.Node] = {}
+    bucket_params = {b.index: {p.name: p for p in b.params} for b in plan.buckets}
+    frees: list[tuple[_Visit, list[fx.Node], Transfer]] = []
+    for i, visit in enumerate(visits):
+        names = [node.args[2] for node in visit.markers]
+        transfer = Transfer(visit.bucket, tuple(bucket_params[visit.bucket][n] for n in names))  # type: ignore[index]
+        shards = [node.args[0] for node in visit.markers]
+        with graph.inserting_before(starts[i]):
+            pending = call(graph, GATHER, (shards, visit.bucket), shards[0].meta["val"].new_empty(0), starts[i])  # type: ignore[union-attr]
+            vals = [node.meta["val"] for node in visit.markers]
+            wait = call(graph, WAIT_GATHER, (pending, shards, visit.bucket), vals, starts[i])
+            full = [call(graph, operator.getitem, (wait, k), val, starts[i]) for k, val in enumerate(vals)]
+        pending.meta["zg"] = wait.meta["zg"] = transfer
+        cuts[i] = pending
+        for marker, tensor in zip(visit.markers, full, strict=True):
+            for use in visit.uses:
+                _reroute(use, marker, tensor)
+        frees.append((visit, full, transfer))
+    for i, (visit, full, transfer) in enumerate(frees):
+        end = max(order[use] for use in visit.uses)
+        later = next((k for k in range(i + 1, len(visits)) if order[starts[k]] > end), None)
+        with graph.inserting_before(cuts[later] if later is not None else output_of(graph)):
+            free = call(graph, FREE, (full, visit.bucket), None)
+        free.meta["zg"] = transfer
+
+
+def _first_view_before(visit: _Visit) -> fx.Node:
+    """Where a visit starts: its first use, or the copied views that stand right before it."""
+    node = visit.uses[0]
+    while is_view(node.prev) and node in node.prev.users and _reads_marker(node.prev):
+        node = node.prev
+    return node
+
+
+def _reads_marker(node: fx.Node) -> bool:
+    source = node.args[0]
+    return isinstance(source, fx.Node) and (source.target is UNSHARD or (is_view(source) and _reads_marker(source)))
+
+
+def _reroute(use: fx.Node, marker: fx.Node, tensor: fx.Node) -> None:
+    """Let ``use`` read ``tensor`` where it read ``marker``, directly or through its own views."""
+    for source in list(use.all_input_nodes):
+        if source is marker:
+            use.replace_input_with(marker, tensor)
+        elif is_view(source) and _reads_marker(source):
+            _reroute(source, marker, tensor)

@@ -1,0 +1,117 @@
+"""What passes share: reading markers, no-op views, and the typed facts they leave on nodes."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerograph.ops import REDUCE_GRAD, UNSHARD
+from zerograph.plan import Param
+
+aten = torch.ops.aten
+
+VIEWS = frozenset(
+    {
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.alias.default,
+        aten.detach.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.permute.default,
+        aten.expand.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.unsqueeze.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.unbind.int,
+        aten.as_strided.default,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The fact on every ``zg::`` node that moves a bucket: which one, and which of its parameters, in order."""
+
+    bucket: int
+    params: tuple[Param, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """An ``unshard`` or ``reduce_grad`` node, read."""
+
+    node: fx.Node
+    name: str
+    group: str
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    sharded: bool
+
+    @property
+    def source(self) -> fx.Node:
+        """The shard (``unshard``) or the full gradient (``reduce_grad``)."""
+        return self.node.args[0]  # type: ignore[return-value]
+
+
+def markers(graph: fx.Graph, target: Any) -> list[Marker]:
+    """All ``unshard`` or all ``reduce_grad`` nodes in execution order."""
+    face_at = {UNSHARD: 2, REDUCE_GRAD: 3}[target]
+    return [Marker(n, *n.args[face_at:]) for n in graph.find_nodes(op="call_function", target=target, sort=True)]  # type: ignore[arg-type]
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether ``node`` only looks at its first argument's memory."""
+    return node.op == "call_function" and (node.target in VIEWS or _is_view_part(node))
+
+
+def _is_view_part(node: fx.Node) -> bool:
+    return node.target is operator.getitem and isinstance(node.args[0], fx.Node) and node.args[0].target in VIEWS
+
+
+def is_identity_view(node: fx.Node) -> bool:
+    """Whether ``node`` is a view with the very shape and strides of its argument."""
+    if not is_view(node) or not isinstance(node.args[0], fx.Node):
+        return False
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    return before.dtype == after.dtype and before.shape == after.shape and before.stride() == after.stride()
+
+
+def behind_identity(node: fx.Node) -> fx.Node:
+    """``node``, or what it is an identity view of."""
+    while is_identity_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Execution order of all nodes."""
+    return {node: index for index, node in enumerate(graph.nodes)}
+
+
+def output_of(graph: fx.Graph) -> fx.Node:
+    """The graph's output node."""
+    return next(iter(graph.find_nodes(op="output")))
+
+
+def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], val: Any, like: fx.Node | None = None) -> fx.Node:
+    """Insert a call at the graph's insertion point, with its fake value and the source location of ``like``."""
+    node = graph.call_function(target, args)
+    node.meta["val"] = val
+    if like is not None:
+        for key in ("stack_trace", "nn_module_stack", "partitioner_tag", "seq_nr"):
+            if key in like.meta:
+                node.meta[key] = like.meta[key]
+    return node
+

@@ -1,0 +1,50 @@
+"""Start each gather up to ``plan.prefetch`` visits before its bucket is needed.
+
+Moves ``zg.gather`` nodes up to the start of an earlier visit, after that visit's frees. Safe because a gather reads only
+shards, which do not change within a graph; never moves one where more than ``prefetch + 1`` buckets would be whole.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from zerograph.ops import FREE, WAIT_GATHER
+from zerograph.plan import Plan
+
+
+def prefetch(gm: fx.GraphModule, plan: Plan) -> int:
+    """Rewrite ``gm`` in place; returns the number of gathers moved."""
+    waits = list(gm.graph.find_nodes(op="call_function", target=WAIT_GATHER, sort=True))
+    ends = _ends(gm.graph, waits)
+    starts = list(range(len(waits)))
+    moved = 0
+    for i, wait in enumerate(waits):
+        starts[i] = _earliest(i, starts, ends, plan.prefetch)
+        if starts[i] < i:
+            waits[starts[i]].prepend(wait.args[0])  # type: ignore[arg-type]
+            moved += 1
+    if moved:
+        gm.graph.lint()
+        gm.recompile()
+    return moved
+
+
+def _ends(graph: fx.Graph, waits: list[fx.Node]) -> list[int]:
+    """For each visit, the number of the visit at whose start it is freed."""
+    end = {wait: len(waits) for wait in waits}
+    index = 0
+    for node in graph.nodes:
+        if node.target is WAIT_GATHER:
+            index += 1
+        elif node.target is FREE:
+            end[node.args[0][0].args[0]] = index  # type: ignore[index, union-attr]
+    return [end[wait] for wait in waits]
+
+
+def _earliest(i: int, starts: list[int], ends: list[int], distance: int) -> int:
+    """The first visit at whose start gather ``i`` may begin with at most ``distance + 1`` buckets whole."""
+    for start in range(max(0, i - distance), i):
+        whole = (sum(starts[k] <= at < ends[k] for k in range(i)) for at in range(start, i))
+        if max(whole) <= distance:
+            return start
+    return i

@@ -1,0 +1,96 @@
+"""Replace ``reduce_grad`` markers by one reduction per bucket, started as soon as its last gradient exists.
+
+A reduction starts at the first cut after its bucket's last gradient (usually where the next bucket of the backward is
+waited for), so that it costs no cut of its own, and is waited for where the next reduction starts, so that it travels
+while the bucket in between computes. Safe because nothing reads a reduced gradient but the graph's output.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from zerograph.ops import INSTRUCTIONS, REDUCE, REDUCE_GRAD, WAIT_REDUCE
+from zerograph.passes.graph import Marker, Transfer, call, markers, output_of, positions
+from zerograph.plan import Plan
+
+
+def reduce(gm: fx.GraphModule, plan: Plan) -> int:
+    """Rewrite the backward graph ``gm`` in place; returns the number of reductions inserted."""
+    groups = _groups(gm.graph, plan)
+    if not groups:
+        return 0
+    places = _places(gm.graph, groups)
+    pending: tuple[fx.Node, list[Marker], Transfer] | None = None
+    for (bucket, group), place in zip(groups, places, strict=True):
+        with gm.graph.inserting_before(place):
+            if pending is not None:
+                _finish(gm.graph, *pending)
+            pending = _start(gm.graph, plan, bucket, group)
+    assert pending is not None
+    with gm.graph.inserting_before(output_of(gm.graph)):
+        _finish(gm.graph, *pending)
+    for _, group in groups:
+        for marker in group:
+            gm.graph.erase_node(marker.node)
+    gm.graph.lint()
+    gm.recompile()
+    return len(groups)
+
+
+def _groups(graph: fx.Graph, plan: Plan) -> list[tuple[int, list[Marker]]]:
+    """The markers of each bucket in the plan's order, buckets in the order in which their last gradient exists."""
+    order, bucket_of = positions(graph), plan.bucket_of()
+    rank = {p.name: i for b in plan.buckets for i, p in enumerate(b.params)}
+    groups: dict[int, list[Marker]] = {}
+    for marker in markers(graph, REDUCE_GRAD):
+        groups.setdefault(bucket_of[marker.name].index, []).append(marker)
+    for group in groups.values():
+        group.sort(key=lambda m: rank[m.name])
+    return sorted(groups.items(), key=lambda item: max(order[m.source] for m in item[1]))
+
+
+def _places(graph: fx.Graph, groups: list[tuple[int, list[Marker]]]) -> list[fx.Node]:
+    """For each bucket, the node before which its reduction starts."""
+    order = positions(graph)
+    nodes = list(graph.nodes)
+    ready = [max(order[m.source] for m in group) for _, group in groups]
+    cuts = [i for i, n in enumerate(nodes) if n.target in INSTRUCTIONS and nodes[i - 1].target not in INSTRUCTIONS]
+    end = order[output_of(graph)]
+    places = []
+    for i, at in enumerate(ready):
+        limit = ready[i + 1] if i + 1 < len(ready) else end
+        cut = next((c for c in cuts if c > at), end)
+        places.append(nodes[cut] if cut <= limit or cut == end == limit else nodes[at].next)
+    return places
+
+
+def _start(
+    graph: fx.Graph, plan: Plan, bucket: int, group: list[Marker]
+) -> tuple[fx.Node, list[Marker], Transfer]:
+    params = {p.name: p for p in plan.buckets[bucket].params}
+    transfer = Transfer(bucket, tuple(params[m.name] for m in group))
+    grads = [m.source for m in group]
+    start = call(graph, REDUCE, (grads, bucket), grads[0].meta["val"].new_empty(0), group[0].node)
+    start.meta["zg"] = transfer
+    return start, group, transfer
+
+
+def _finish(graph: fx.Graph, start: fx.Node, group: list[Marker], transfer: Transfer) -> None:
+    vals = [m.node.meta["val"] for m in group]
+    wait = call(graph, WAIT_REDUCE, (start, start.args[0], transfer.bucket), vals, group[0].node)
+    wait.meta["zg"] = transfer
+    for k, marker in enumerate(group):
+        result = call(graph, operator.getitem, (wait, k), vals[k], marker.node)
+        for user in list(marker.node.users):
+            user.replace_input_with(marker.node, result)
+        _move_users_after(result)
+
+
+def _move_users_after(node: fx.Node) -> None:
+    """What reads a gradient (views, a sum that did not merge) cannot stay before the wait."""
+    for user in list(node.users):
+        if user.op != "output" and user < node:
+            node.append(user)
+            _move_users_after(user)

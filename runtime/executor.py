@@ -1,0 +1,132 @@
+"""Run a program: segments, collectives, and the memory in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from zerograph.plan import Param
+from zerograph.runtime.comm import Communicator, shard_shape, torch_dtype
+from zerograph.runtime.program import Compute, Free, Gather, Program, Reduce, WaitGather, WaitReduce
+from zerograph.runtime.residency import GatheredCache, GradientHold
+from zerograph.runtime.telemetry import Telemetry
+
+Callee = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What the programs of one frame share.
+
+    Attributes:
+        frame: number of the frame, for telemetry.
+        comm: the transport; None at world size 1, where programs hold no collectives.
+        cache: buckets that stay whole between programs.
+        hold: gradients kept back by ``no_sync``, shared by all frames of the backend.
+    """
+
+    frame: int
+    comm: Communicator | None
+    cache: GatheredCache
+    hold: GradientHold
+    telemetry: Telemetry
+
+
+class Executor:
+    """One program, ready to be called with a list of inputs, which it clears (AOTAutograd's boxed convention)."""
+
+    def __init__(self, program: Program, segments: Sequence[Callee], runtime: Runtime) -> None:
+        # AOTAutograd hands over its only references, so inputs die as early as they can. On the instance, because
+        # Dynamo's wrapper of the backward copies only those attributes.
+        self._boxed_call = True
+        self.program, self.segments = program, segments
+        self.frame, self.comm = runtime.frame, runtime.comm
+        self.cache, self.hold, self.telemetry = runtime.cache, runtime.hold, runtime.telemetry
+        self.unread = _unread_inputs(program)
+        self.steps = [(step, getattr(self, _METHODS[type(step)]), step.dead) for step in program.instructions]
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        """Run the program once."""
+        program = self.program
+        registers: list[Any] = args + [None] * (program.registers - program.inputs)
+        args.clear()
+        for register in self.unread:
+            registers[register] = None
+        self.cache.enter(program.kind)
+        for step, run, dead in self.steps:
+            run(step, registers)
+            for register in dead:
+                registers[register] = None
+        self.telemetry.finished(program.kind)
+        return [None if r is None else registers[r] for r in program.outputs]
+
+    def _compute(self, step: Compute, registers: list[Any]) -> None:
+        args = [registers[r] for r in step.args]
+        for register in step.dead:
+            registers[register] = None  # the segment's list is the last to know them
+        for register, value in zip(step.outs, self.segments[step.segment](args), strict=True):
+            registers[register] = value
+
+    def _gather(self, step: Gather, registers: list[Any]) -> None:
+        shards = [registers[r] for r in step.shards]
+        cached = self.cache.lookup(step.bucket, step.params)
+        if cached is None:
+            self.telemetry.gathering(self.frame, step.bucket)
+            cached = self.comm.start_gather(step.params, shards)
+            registers[step.out] = (step.params, cached)
+        else:
+            registers[step.out] = (None, cached)
+
+    def _wait_gather(self, step: WaitGather, registers: list[Any]) -> None:
+        params, pending = registers[step.pending]
+        full = pending
+        if params is not None:
+            full = self.comm.finish_gather(pending)
+            self.cache.store(step.bucket, params, full, self.program.kind)
+        for register, tensor in zip(step.outs, full, strict=True):
+            registers[register] = tensor
+
+    def _free(self, step: Free, registers: list[Any]) -> None:
+        for register in step.params:
+            registers[register] = None
+        if not self.cache.release(step.bucket, self.program.kind):
+            self.telemetry.freed(self.frame, step.bucket)
+
+    def _reduce(self, step: Reduce, registers: list[Any]) -> None:
+        grads: list[Tensor] = [registers[r] for r in step.grads]
+        if self.hold.active:
+            shards = [self._empty_shard(p, g) for p, g in zip(step.params, grads, strict=True)]
+            registers[step.out] = (False, self.hold.add(step.params, grads, shards))
+        else:
+            registers[step.out] = (True, self.comm.start_reduce(step.params, self.hold.take(step.params, grads)))
+
+    def _empty_shard(self, param: Param, grad: Tensor) -> Tensor:
+        shape = shard_shape(param, self.comm.rank, self.comm.world_size)
+        return grad.new_empty(shape, dtype=torch_dtype(param.dtype))
+
+    def _wait_reduce(self, step: WaitReduce, registers: list[Any]) -> None:
+        in_flight, pending = registers[step.pending]
+        results = self.comm.finish_reduce(pending) if in_flight else pending
+        for register, tensor in zip(step.outs, results, strict=True):
+            registers[register] = tensor
+
+
+_METHODS: dict[type, str] = {
+    Compute: "_compute",
+    Gather: "_gather",
+    WaitGather: "_wait_gather",
+    Free: "_free",
+    Reduce: "_reduce",
+    WaitReduce: "_wait_reduce",
+}
+
+
+def _unread_inputs(program: Program) -> list[int]:
+    used = {r for r in program.outputs if r is not None}
+    for step in program.instructions:
+        used.update(step.dead)
+        used.update(getattr(step, "args", ()))
+    return [r for r in range(program.inputs) if r not in used]

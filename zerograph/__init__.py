@@ -1,0 +1,33 @@
+"""ZeroGraph: ZeRO as a compiler pass.
+
+    model.compile(backend=zerograph.backend(stage=3))
+
+Importing this package does not import torch; that happens on first use of a name below.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zerograph.api import Backend, backend, backend_of, shard
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Backend": "api",
+    "backend": "api",
+    "backend_of": "api",
+    "shard": "api",
+}
+
+__all__ = ["Backend", "__version__", "backend", "backend_of", "shard"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

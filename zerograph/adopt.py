@@ -1,0 +1,152 @@
+"""Adoption: the first call of a compiled model turns its plain parameters into sharded ones.
+
+When Dynamo hands over a graph whose inputs are plain parameters, their modules are found, the parameters are sharded in
+place, optimizers and lists that hold the old objects are pointed at the new ones, and Dynamo traces the frame again.
+This file holds every touch of Dynamo's private interfaces that this needs.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from zerograph.errors import UnsupportedError
+
+
+class Retrace(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):  # type: ignore[misc]
+    """Asks Dynamo to trace the frame again.
+
+    The first base clears Dynamo's speculation log, the second is let through by ``call_user_compiler``.
+    """
+
+
+def traced_function() -> str:
+    """The user's function that Dynamo is tracing, as ``name (file:line)``."""
+    code = InstructionTranslator.current_tx().f_code
+    return f"{code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+
+
+def refuse_wrapped(roots: Iterable[nn.Module]) -> None:
+    """Refuse models that something else already distributes.
+
+    Raises:
+        UnsupportedError: naming the wrapper.
+    """
+    for root in roots:
+        for module in root.modules():
+            if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)):
+                raise UnsupportedError(
+                    f"the model is wrapped by {type(module).__name__}, which synchronizes gradients itself",
+                    "give torch.compile the plain model; ZeroGraph does what the wrapper did (stage=0 is DDP)",
+                )
+
+
+def parameters(gm: fx.GraphModule) -> list[nn.Parameter]:
+    """The parameters among the graph's inputs."""
+    found = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        arg = node.meta.get("grapharg")  # Dynamo's link from a graph input to the object it came from
+        example = getattr(arg, "example", None) if arg is not None else None
+        if isinstance(example, nn.Parameter):
+            found.append(example)
+    return found
+
+
+def roots_of_call(gm: fx.GraphModule) -> list[nn.Module]:
+    """The outermost modules of the call being compiled: those on the stack, and those that own the inputs."""
+    roots = [m for m in (*_modules_on_stack(), *_source_modules(gm)) if not isinstance(m, fx.GraphModule)]
+    return list(dict.fromkeys(roots))
+
+
+def _modules_on_stack() -> Iterator[nn.Module]:
+    """The ``self`` of every module call between the user's call of the compiled model and here."""
+    frame = sys._getframe(1)
+    inside = True
+    while frame is not None:
+        owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
+        if isinstance(owner, nn.Module):
+            yield getattr(owner, "_orig_mod", owner)
+        elif not inside:
+            return  # one module call beyond the wrapper: that of model.compile()
+        if not inside and isinstance(owner, nn.Module):
+            return
+        if frame.f_code.co_name == "compile_wrapper":
+            inside = False
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def _source_modules(gm: fx.GraphModule) -> Iterator[nn.Module]:
+    """For each parameter, the outermost module on the path by which the frame reached it."""
+    tx = InstructionTranslator.current_tx()  # the only way to the frame's own variables
+    scope = {"L": tx.output.local_scope, "G": tx.output.global_scope}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        arg = node.meta.get("grapharg")
+        source = getattr(arg, "source", None)
+        owner = None
+        while source is not None:
+            value = _evaluate(source, scope)
+            owner = value if isinstance(value, nn.Module) else owner
+            source = getattr(source, "base", None)
+        if owner is not None:
+            yield getattr(owner, "_orig_mod", owner)
+
+
+def _evaluate(source: Any, scope: Mapping[str, Any]) -> Any:
+    name = source.name() if callable(source.name) else source.name  # a method before torch 2.12
+    try:
+        return eval(name, dict(scope))
+    except (NameError, AttributeError, KeyError, IndexError, TypeError, SyntaxError):
+        return None  # closures and synthetic sources have no expression; the owners' scan finds those modules
+
+
+def modules_holding(params: Iterable[Tensor]) -> list[nn.Module]:
+    """Every live module that owns one of ``params`` (tied weights may live outside the compiled model)."""
+    wanted = {id(p) for p in params}
+    return [
+        obj
+        for obj in gc.get_objects()
+        if issubclass(type(obj), nn.Module)
+        and any(id(p) in wanted for p in obj.__dict__.get("_parameters", {}).values())
+    ]
+
+
+def replace_everywhere(pairs: Mapping[int, tuple[Tensor, Tensor]], convert_state: Any) -> None:
+    """Point optimizers, and lists of parameters, that hold an old parameter at its new one.
+
+    Args:
+        pairs: old and new parameter by ``id(old)``.
+        convert_state: function of (state tensor of an old parameter, new parameter) that shards optimizer state.
+    """
+    old = [pair[0] for pair in pairs.values()]
+    for holder in gc.get_referrers(*old):
+        if type(holder) is list and holder is not old and all(isinstance(p, Tensor) for p in holder):
+            holder[:] = [pairs[id(p)][1] if id(p) in pairs else p for p in holder]
+    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]:
+        _point_optimizer(optimizer, pairs, convert_state)
+
+
+def _point_optimizer(optimizer: Optimizer, pairs: Mapping[int, tuple[Tensor, Tensor]], convert_state: Any) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [pairs[id(p)][1] if id(p) in pairs else p for p in group["params"]]
+    for key in [k for k in optimizer.state if id(k) in pairs]:
+        new = pairs[id(key)][1]
+        state = optimizer.state.pop(key)
+        optimizer.state[new] = {name: convert_state(value, new) for name, value in state.items()}
+
+
+def skip_getters(cls: type) -> None:
+    """Keep Dynamo from compiling the generated properties as frames of their own, at graph breaks."""
+    for member in vars(cls).values():
+        if isinstance(member, property) and member.fget is not None:
+            torch._dynamo.eval_frame.skip_code(member.fget.__code__)

@@ -1,0 +1,85 @@
+"""All ranks agree on a frame's collectives before any of them runs one.
+
+Ranks exchange a digest of the sequence through the process group's key-value store, once per frame and set of
+parameters, when the first such program is made. Later programs of the same frame (other shapes, evaluation) may be
+compiled by one rank alone; they communicate nothing and are compared with the first one locally.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from zerograph.errors import CollectiveMismatch
+from zerograph.runtime.program import Program
+
+
+class Agreement:
+    """The sequences agreed so far, of one backend on one rank."""
+
+    def __init__(self, group: dist.ProcessGroup, scope: str, timeout: timedelta = timedelta(minutes=10)) -> None:
+        self.rank, self.world_size, self.timeout = group.rank(), group.size(), timeout
+        store = dist.distributed_c10d._get_default_store()
+        self._store = dist.PrefixStore(f"zerograph/{scope}", store)
+        self._first: dict[str, dict[str, list[str]]] = {}
+
+    @classmethod
+    def open(cls, group: dist.ProcessGroup) -> Agreement | None:
+        """An agreement between the ranks of ``group``, who all call this; None where ranks are simulated."""
+        if dist.get_backend(group) == "fake":
+            return None
+        scope = [uuid.uuid4().hex]
+        dist.broadcast_object_list(scope, src=dist.get_global_rank(group, 0), group=group)
+        return cls(group, scope[0])
+
+    def check(self, code: str, program: Program) -> None:
+        """Compare ``program``, compiled from the user's function ``code``, with other ranks or with its predecessor.
+
+        Raises:
+            CollectiveMismatch: naming the first collective that differs, or the ranks that never got here.
+        """
+        sequence = list(program.collectives())
+        if not sequence:
+            return
+        frame = f"{code} {program.kind}"
+        variants = self._first.setdefault(frame, {})
+        variant = "\n".join(sorted(sequence))
+        if variant in variants:
+            _compare(frame, "the first program of this frame", variants[variant], "this one", sequence)
+            return
+        key = f"{frame} #{len(variants)}"
+        variants[variant] = sequence
+        self._exchange(key, sequence)
+
+    def _exchange(self, key: str, sequence: list[str]) -> None:
+        self._store.set(f"{key}/{self.rank}", json.dumps(sequence))
+        for other in range(self.world_size):
+            theirs = self._fetch(key, other)
+            _compare(key, f"rank {other}", theirs, f"rank {self.rank}", sequence)
+
+    def _fetch(self, key: str, other: int) -> list[str]:
+        name = f"{key}/{other}"
+        try:
+            self._store.wait([name], self.timeout)
+        except (dist.DistStoreError, RuntimeError) as error:
+            raise CollectiveMismatch(
+                f"rank {other} did not compile {key} within {self.timeout.total_seconds():.0f} s of rank {self.rank}",
+                f"see whether rank {other} failed, or takes another path through the model than rank {self.rank}",
+            ) from error
+        return json.loads(self._store.get(name))  # type: ignore[no-any-return]
+
+
+def _compare(frame: str, who: str, theirs: list[str], me: str, mine: list[str]) -> None:
+    if theirs == mine:
+        return
+    differing = [line for line in difflib.ndiff(theirs, mine) if line[0] in "+-"]
+    shown = [f"  {who if line[0] == '-' else me} only: {line[2:]}" for line in differing[:6]]
+    raise CollectiveMismatch(
+        f"{frame}: {who} and {me} would run different collectives "
+        f"({len(theirs)} against {len(mine)}, {len(differing)} differ)\n" + "\n".join(shown),
+        "every rank must use the same parameters in the same order; make control flow in forward the same on all ranks",
+    )

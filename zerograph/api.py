@@ -1,0 +1,238 @@
+"""The backend object that ``torch.compile`` calls."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from zerograph import adopt
+from zerograph.agreement import Agreement
+from zerograph.compile import compile_frame
+from zerograph.config import Config
+from zerograph.errors import UnsupportedError, ZeroGraphError
+from zerograph.frame import Frame
+from zerograph.lower import SegmentCache
+from zerograph.plan import Plan
+from zerograph.report import BucketReport, Report
+from zerograph.runtime.comm import Communicator, connect
+from zerograph.runtime.program import Program
+from zerograph.runtime.residency import GradientHold, ShardWatch
+from zerograph.runtime.telemetry import Telemetry
+from zerograph.faces import resolve_mesh, shard_parameters
+
+log = logging.getLogger(__name__)
+
+
+class Backend:
+    """Compiles the frames of one model; made by :func:`backend`.
+
+    Attributes:
+        config: the validated arguments.
+        frames: every frame compiled so far, in order.
+        params: the outward faces this backend made, by name.
+        world_size: ranks sharded over; 1 until the first call.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.frames: list[Frame] = []
+        self.params: dict[str, nn.Parameter] = {}
+        self.segments = SegmentCache(config.compute)
+        self.telemetry = Telemetry()
+        self.watch = ShardWatch()
+        self.hold = GradientHold(self.watch)
+        self.communicator: Communicator | None = None
+        self.world_size = 1
+        self.compile_seconds = 0.0
+        self._mesh: Any = None
+        self._device: torch.device | None = None
+        self._agreement: Agreement | None = None
+        self._breaks_before = dict(torch._dynamo.utils.counters["graph_break"])
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        """Dynamo's entry: adopt the model on its first call, then compile the frame."""
+        mine = {id(p) for p in self.params.values()}
+        foreign = [p for p in adopt.parameters(gm) if id(p) not in mine]
+        if foreign:
+            roots = adopt.roots_of_call(gm)
+            adopt.refuse_wrapped(roots)
+            if self.shard(roots, foreign[0].device):
+                raise adopt.Retrace
+            self._refuse_foreign(foreign)
+        return compile_frame(self, gm, example_inputs)
+
+    def shard(self, roots: Sequence[nn.Module], device: torch.device) -> bool:
+        """Give the parameters of ``roots`` their faces; returns whether there was anything to do.
+
+        At world size 1 without a compute dtype there is not: the model stays as it is.
+        """
+        self._bind(device)
+        if self.world_size == 1 and self.config.dtype is None:
+            return False
+        new = shard_parameters(roots, self.config, self._mesh, self.params)
+        for name, param in new.items():
+            self.watch.add(name, param)
+        self.params |= new
+        if new:
+            log.info("stage %d: sharded %d parameters over %d ranks", self.config.stage, len(new), self.world_size)
+        return bool(new)
+
+    def _refuse_foreign(self, params: Sequence[nn.Parameter]) -> None:
+        """Parameters of no module on the call's path would train unsynchronized."""
+        if self.world_size > 1:
+            raise UnsupportedError(
+                f"the compiled code reads {len(params)} parameter(s) of no module that ZeroGraph can find, "
+                f"the first of shape {list(params[0].shape)}",
+                "compile the module that owns them, or call zerograph.shard(module, backend) first; "
+                "models wrapped or sharded by something else are not supported",
+            )
+
+    def _bind(self, device: torch.device) -> None:
+        """Find the mesh and connect to the other ranks, once."""
+        if self._device is not None:
+            return
+        self._device = device
+        self._mesh = resolve_mesh(self.config, device.type)
+        if self._mesh is None or self._mesh.size() == 1:
+            return
+        self.world_size = self._mesh.size()
+        group = self._mesh.get_group()
+        self.communicator = connect(group, device)
+        self._agreement = Agreement.open(group)
+
+    def new_frame(self) -> Frame:
+        """A frame that is about to be compiled."""
+        self.frames.append(Frame(self, len(self.frames), adopt.traced_function()))
+        return self.frames[-1]
+
+    def lowered(self, frame: Frame, program: Program, seconds: float) -> None:
+        """A graph became a program: all ranks must agree on it before it runs."""
+        self.compile_seconds += seconds
+        if self._agreement is not None:
+            self._agreement.check(frame.code, program)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Hold gradients back on each rank, whole, until the next backward outside of this context.
+
+        As with DistributedDataParallel, the reduction then covers all of them at once. Costs the memory of the full
+        gradients at every stage.
+        """
+        before, self.hold.active = self.hold.active, True
+        try:
+            yield
+        finally:
+            self.hold.active = before
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the last training frame (of the last frame, when there is none).
+
+        Raises:
+            ZeroGraphError: nothing was compiled yet.
+        """
+        return self._last_frame().plan
+
+    @property
+    def program(self) -> dict[str, Program]:
+        """The programs of that frame by kind: "forward" and "backward", or "inference"."""
+        return self._last_frame().programs
+
+    def _last_frame(self) -> Frame:
+        compiled = [f for f in self.frames if f.programs]
+        if not compiled:
+            raise ZeroGraphError("nothing was compiled yet", "call the compiled model once")
+        training = [f for f in compiled if "forward" in f.programs and f.plan.buckets]
+        return (training or compiled)[-1]
+
+    def report(self) -> Report:
+        """What was decided and what happened so far."""
+        frames = [f for f in self.frames if f.programs]
+        breaks = torch._dynamo.utils.counters["graph_break"]
+        return Report(
+            stage=self.config.stage,
+            world_size=self.world_size,
+            transport=type(self.communicator).__name__ if self.communicator is not None else "no communication",
+            buckets=tuple(
+                BucketReport(f.index, b.name, tuple(p.name for p in b.params), b.gathered_bytes, b.residency)
+                for f in frames
+                for b in f.plan.buckets
+            ),
+            programs=sum(len(f.programs) for f in frames),
+            segments=self.segments.requested,
+            distinct_segments=len(self.segments.callables),
+            compile_seconds=self.compile_seconds,
+            graph_breaks={k: n - self._breaks_before.get(k, 0) for k, n in breaks.items() if n > self._breaks_before.get(k, 0)},
+            runs=dict(self.telemetry.runs),
+            peak_whole_buckets=self.telemetry.peak_whole,
+        )
+
+
+def backend(**options: Any) -> Backend:
+    """A ``torch.compile`` backend that shards training over ranks (ZeRO).
+
+    Args:
+        stage: 0 (nothing sharded, like DistributedDataParallel), 1 (optimizer states), 2 (gradients too),
+            3 (parameters too).
+        mesh: 1-D ``DeviceMesh``; default: all ranks of the default process group, or one process without any.
+        dtype: compute and gather dtype; parameters stay as they are. Default: each parameter's own.
+        reduce_dtype: dtype gradients are summed over ranks in; default float32 under 16-bit compute.
+        bucket_size: bytes of gathered parameters per collective: an int, or a text such as ``"32MiB"``.
+        prefetch: buckets gathered ahead; at stage 3 at most ``prefetch + 1`` are whole at a time.
+        compute: "inductor", or "eager" to run the same program with uncompiled segments, for debugging.
+
+    Raises:
+        ConfigError: an argument is wrong; says which and what it may be.
+    """
+    return Backend(Config.of(**options))
+
+
+def dynamo_backend(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, **_: Any
+) -> Callable[..., Any]:
+    """What ``torch.compile(model, backend="zerograph", options={"stage": 3})`` calls, per frame."""
+    roots = adopt.roots_of_call(gm)
+    found = next((_BY_MODEL[root] for root in roots if root in _BY_MODEL), None)
+    config = Config.of(**(options or {}))
+    if found is None or found.config != config:
+        found = Backend(config)
+    for root in roots:
+        _BY_MODEL[root] = found
+    return found(gm, example_inputs)
+
+
+# torch.compile calls a backend given by name once per frame and keeps nothing in between, so the one Backend of a
+# model is found by the model. Entries die with their models.
+_BY_MODEL: weakref.WeakKeyDictionary[nn.Module, Backend] = weakref.WeakKeyDictionary()
+
+
+def backend_of(model: nn.Module) -> Backend:
+    """The backend of a model that was compiled with ``backend="zerograph"`` by name.
+
+    Raises:
+        ZeroGraphError: the model was not compiled that way, or not called yet.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if model not in _BY_MODEL:
+        raise ZeroGraphError("no backend belongs to this model", 'compile it with backend="zerograph" and call it once')
+    return _BY_MODEL[model]
+
+
+def shard(model: nn.Module, backend: Backend) -> nn.Module:
+    """Shard ``model`` for ``backend`` in place, before its first call; returns it.
+
+    All ranks call this together. A model on the meta device stays there, sharded: materialize it with
+    :func:`zerograph.materialize` before training.
+
+    Raises:
+        UnsupportedError: a parameter that cannot be sharded.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    backend.shard([model], device)
+    return model

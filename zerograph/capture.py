@@ -1,0 +1,94 @@
+"""A traced graph as a :class:`~zerograph.ir.Step`: what the planner reads."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import fx
+
+from zerograph.ir import Kind, Op, Param, Step, Value
+from zerograph.ops import REDUCE_GRAD, UNSHARD
+from zerograph.passes.graph import Marker, markers
+
+
+def capture(graph: fx.Graph, *, training: bool) -> Step:
+    """The step that ``graph`` (joint, or inference) performs on this rank.
+
+    Symbolic sizes are counted at the size that was traced.
+    """
+    nodes = [n for n in graph.nodes if n.op != "output"]
+    return Step(
+        ops=tuple(_op(n) for n in nodes if n.op == "call_function"),
+        values=tuple(_value(n) for n in nodes),
+        params=_params(graph),
+        training=training,
+    )
+
+
+def _params(graph: fx.Graph) -> tuple[Param, ...]:
+    reduced = {m.name for m in markers(graph, REDUCE_GRAD)}
+    return tuple(_param(m, m.name in reduced) for m in markers(graph, UNSHARD))
+
+
+def _param(marker: Marker, trainable: bool) -> Param:
+    return Param(
+        name=marker.name,
+        shape=tuple(marker.node.args[1]),  # type: ignore[arg-type]
+        dtype=dtype_name(marker.source.meta["val"].dtype),
+        compute_dtype=dtype_name(marker.dtype),
+        reduce_dtype=dtype_name(marker.reduce_dtype),
+        trainable=trainable,
+        sharded=marker.sharded,
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _op(node: fx.Node) -> Op:
+    backward = node.meta.get("partitioner_tag") == "is_backward"
+    inputs = node.all_input_nodes
+    return Op(
+        name=node.name,
+        target=str(node.target),
+        phase="backward" if backward else "forward",
+        reads=tuple(n.name for n in inputs),
+        writes=(node.name,),
+        params=tuple(str(n.args[2]) for n in inputs if n.target is UNSHARD),
+        source=source_line(node),
+    )
+
+
+def source_line(node: fx.Node) -> str:
+    """``file:line`` of the user's code that ``node`` comes from, innermost frame; empty when unknown."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return ":".join(found[-1]) if found else ""
+
+
+def _value(node: fx.Node) -> Value:
+    return Value(node.name, _bytes(node.meta.get("val")), _kind(node))
+
+
+def _kind(node: fx.Node) -> Kind:
+    if node.op == "placeholder":
+        return "input"
+    if node.target is UNSHARD:
+        return "gathered"
+    return "gradient" if node.target is REDUCE_GRAD else "temporary"
+
+
+def _bytes(val: object) -> int:
+    if isinstance(val, torch.Tensor):
+        return _traced_size(val.numel()) * val.element_size()
+    if isinstance(val, (list, tuple)):
+        return sum(_bytes(v) for v in val)
+    return 0
+
+
+def _traced_size(size: int | torch.SymInt) -> int:
+    if isinstance(size, int):
+        return size
+    return size.node.hint or 0  # data-dependent sizes have no hint

@@ -1,0 +1,91 @@
+"""How a traced frame becomes programs: the whole compiler on one screen.
+
+    Dynamo graph -> joint graph          AOTAutograd, with Inductor's decompositions
+    joint        -> Step -> Plan         capture, planner
+    joint        -> forward, backward    canonicalize, localize, recompute, min-cut partition
+    each         -> zg:: instructions    gather, prefetch, reduce, verify
+    each         -> Program -> Executor  lower, runtime
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import config as functorch_config
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+from zerograph import passes
+from zerograph.capture import capture
+from zerograph.frame import Frame
+from zerograph.lower import lower
+from zerograph.planner import plan_step
+from zerograph.runtime.executor import Executor
+
+if TYPE_CHECKING:
+    from zerograph.api import Backend
+
+log = logging.getLogger(__name__)
+
+
+def compile_frame(backend: Backend, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile one Dynamo graph whose parameters have their faces; returns what Dynamo calls."""
+    frame = backend.new_frame()
+    compiler = aot_autograd(
+        fw_compiler=partial(_compile_graph, frame, "forward"),
+        bw_compiler=partial(_compile_graph, frame, "backward"),
+        inference_compiler=partial(_compile_inference, frame),
+        partition_fn=partial(_partition, frame),
+        decompositions=select_decomp_table,
+        keep_inference_input_mutations=True,
+    )
+    with functorch_config.patch(unlift_effect_tokens=True):
+        return compiler(gm, example_inputs)
+
+
+def _partition(
+    frame: Frame, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Plan the step, then split the joint graph so that shards are saved and parameters gathered again."""
+    _prepare(frame, joint, training=True)
+    passes.recompute(joint)
+    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **kwargs)
+
+
+def _compile_inference(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    _prepare(frame, gm, training=False)
+    return _compile_graph(frame, "inference", gm, inputs)
+
+
+def _prepare(frame: Frame, gm: fx.GraphModule, *, training: bool) -> None:
+    passes.canonicalize(gm)
+    step = capture(gm.graph, training=training)
+    config = frame.backend.config
+    plan = plan_step(
+        step,
+        stage=config.stage,
+        world_size=frame.backend.world_size,
+        bucket_size=config.bucket_size,
+        prefetch=config.prefetch,
+    )
+    frame.planned(step, plan)
+    passes.localize(gm)
+    joint_graph_passes(gm)
+
+
+def _compile_graph(frame: Frame, kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    start = time.perf_counter()
+    for name, rewrite in passes.GRAPH_PASSES:
+        edits = rewrite(gm, frame.plan)
+        log.debug("%s of frame %d: pass %s: %d", kind, frame.index, name, edits)
+    program, segments = lower(gm, kind, frame.backend.segments)
+    frame.lowered(program, time.perf_counter() - start)
+    return Executor(program, segments, frame.runtime)

@@ -1,0 +1,122 @@
+"""What a user asks of :func:`zerograph.backend`, validated once and immutable afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from zerograph.errors import ConfigError, UnsupportedError
+from zerograph.units import parse_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+STAGES = (0, 1, 2, 3)
+Stage = Literal[0, 1, 2, 3]
+COMPUTE = ("inductor", "eager")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The arguments of one backend.
+
+    Attributes:
+        stage: what is sharded over ranks: nothing (0), optimizer states (1), gradients too (2), parameters too (3).
+        mesh: 1-D device mesh to shard over; None is the default process group.
+        dtype: dtype of gathered parameters and of compute; None is each parameter's own.
+        reduce_dtype: dtype gradients are summed in; None is float32 under 16-bit compute, else the gradient's own.
+        bucket_size: bytes of gathered parameters that travel in one collective, at most (one large parameter may
+            exceed it).
+        prefetch: buckets gathered ahead of the one in use, so that at most ``prefetch + 1`` are whole at stage 3.
+        compute: "inductor" compiles the segments between collectives; "eager" runs the same program uncompiled.
+    """
+
+    stage: Stage = 3
+    mesh: DeviceMesh | None = None
+    dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    bucket_size: int = 32 * 2**20
+    prefetch: int = 1
+    compute: Literal["inductor", "eager"] = "inductor"
+
+    @classmethod
+    def of(cls, **options: Any) -> Config:
+        """A validated config from keyword arguments.
+
+        Raises:
+            ConfigError: an unknown name or a value out of range.
+            UnsupportedError: ``stage="auto"``, which comes with the planner.
+        """
+        known = cls.__dataclass_fields__
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ConfigError(
+                f"zerograph.backend has no argument {unknown[0]!r}", f"it takes {', '.join(known)}"
+            )
+        config = cls(**{**options, **_sizes(options)})
+        config._validate()
+        return config
+
+    def _validate(self) -> None:
+        if isinstance(self.stage, str) and self.stage == "auto":
+            raise UnsupportedError('stage="auto" is not there yet', "choose stage=0, 1, 2 or 3")
+        _require(
+            type(self.stage) is int and self.stage in STAGES,
+            f"stage must be 0, 1, 2 or 3, got {self.stage!r}",
+            "3 shards parameters, gradients and optimizer states; 0 is data parallelism",
+        )
+        _require(
+            type(self.prefetch) is int and self.prefetch >= 0,
+            f"prefetch must be a number of buckets >= 0, got {self.prefetch!r}",
+            "1 gathers the next bucket while the current one computes",
+        )
+        _require(
+            self.compute in COMPUTE,
+            f"compute must be one of {COMPUTE}, got {self.compute!r}",
+            '"eager" runs the same program without compiling its segments, for debugging',
+        )
+        for name in ("dtype", "reduce_dtype"):
+            _require_dtype(name, getattr(self, name))
+        if self.mesh is not None:
+            _require_mesh(self.mesh)
+
+
+def _sizes(options: dict[str, Any]) -> dict[str, int]:
+    if "bucket_size" not in options:
+        return {}
+    size = options["bucket_size"]
+    try:
+        if not isinstance(size, (int, str)) or isinstance(size, bool):
+            raise ValueError(f"{size!r} is not a size")
+        size = parse_bytes(size)
+        if size == 0:
+            raise ValueError("it must be positive")
+    except ValueError as error:
+        raise ConfigError(f"bucket_size: {error}", "for example bucket_size='32MiB'") from None
+    return {"bucket_size": size}
+
+
+def _require(condition: bool, message: str, hint: str) -> None:
+    if not condition:
+        raise ConfigError(message, hint)
+
+
+def _require_dtype(argument: str, dtype: object) -> None:
+    name = str(dtype).removeprefix("torch.")
+    _require(
+        dtype is None or (type(dtype).__name__ == "dtype" and name in DTYPES),
+        f"{argument} must be a floating torch.dtype ({', '.join(DTYPES)}) or None, got {dtype!r}",
+        f"for example {argument}=torch.bfloat16",
+    )
+
+
+def _require_mesh(mesh: object) -> None:
+    ndim = getattr(mesh, "ndim", None)
+    _require(ndim is not None, f"mesh must be a torch DeviceMesh, got {type(mesh).__name__}", "see init_device_mesh")
+    _require(
+        ndim == 1,
+        f"mesh has {ndim} dimensions; ZeroGraph shards over one",
+        'pass the data-parallel slice, for example mesh["dp"]',
+    )

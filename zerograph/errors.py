@@ -1,0 +1,39 @@
+"""The errors ZeroGraph raises for what a user can cause.
+
+Every message says what failed, with numbers and names, and ends with a blank line and ``hint:`` with the next thing
+to do.
+"""
+
+from __future__ import annotations
+
+
+class ZeroGraphError(Exception):
+    """Base of all errors raised by ZeroGraph; ``hint`` is the next thing to do."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        self.hint = hint
+        super().__init__(f"{message}\n\nhint: {hint}" if hint else message)
+
+
+class ConfigError(ZeroGraphError, ValueError):
+    """An argument of :func:`zerograph.backend` or :func:`zerograph.shard` is wrong."""
+
+
+class UnsupportedError(ZeroGraphError, NotImplementedError):
+    """A model, optimizer or wrapper that ZeroGraph cannot train correctly."""
+
+
+class ShardingError(ZeroGraphError, RuntimeError):
+    """A parameter could not be sharded, gathered or replaced."""
+
+
+class CollectiveMismatch(ZeroGraphError, RuntimeError):
+    """Ranks disagree about the collectives they are about to run; raised instead of hanging."""
+
+
+class InvariantError(ZeroGraphError, AssertionError):
+    """A compiled program breaks an invariant of the design: a bug in ZeroGraph, located."""
+
+
+class CheckpointError(ZeroGraphError, RuntimeError):
+    """A checkpoint or export cannot be written or read."""

@@ -1,0 +1,295 @@
+"""Two faces of a parameter: a DTensor outward, the full plain tensor inward.
+
+A module that owns sharded parameters becomes an instance of a generated subclass of its class, where each such
+parameter is a property. ``self._parameters`` still holds the ``nn.Parameter`` (a DTensor, sharded by rows) that
+optimizers, ``state_dict`` and ``named_parameters`` see; reading ``self.weight`` yields the full tensor through the
+``zg::unshard`` marker.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import itertools
+import sys
+from collections.abc import Container, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from zerograph.adopt import modules_holding, replace_everywhere, skip_getters
+from zerograph.config import Config
+from zerograph.errors import ConfigError, ShardingError, UnsupportedError
+from zerograph.ops import UNSHARD
+
+
+class Face(NamedTuple):
+    """How the marker of one parameter is to be read; the constants that travel in the graph.
+
+    Attributes:
+        name: fully qualified name in the sharded model.
+        group: name of the process group, empty at world size 1.
+        dtype: dtype of the full tensor, for gather and compute.
+        reduce_dtype: dtype of the gradient's reduction over ranks.
+        sharded: split by rows over the ranks of ``group``, or whole on each.
+    """
+
+    name: str
+    group: str
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    sharded: bool
+
+
+class Faced:
+    """Mixin of generated module classes; its attributes describe the faces of this instance's parameters."""
+
+    _zg_faces: dict[str, Face]
+    _zg_base: type[nn.Module]
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse to replace a sharded parameter: the optimizer and the plan would go on with the old one."""
+        face = self._zg_faces.get(name)
+        if face is not None:
+            raise ShardingError(
+                f"parameter {face.name} is sharded and cannot be replaced",
+                "change its values inside `with zerograph.gathered(module, writeback=True):`, "
+                "or replace it before the model is sharded",
+            )
+        super().register_parameter(name, param)  # type: ignore[misc]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Accept full plain tensors for sharded parameters: each rank takes its own rows."""
+        for name in self._zg_faces:
+            key, param = prefix + name, self._parameters[name]  # type: ignore[attr-defined]
+            value = state_dict.get(key)
+            if isinstance(param, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+                if value.shape == param.shape:
+                    state_dict[key] = as_shard(value.to(param.device), param)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and deep-copy by base class: generated classes cannot be imported."""
+        _, (_, *args), *rest = super().__reduce_ex__(2)  # type: ignore[misc]
+        return (_rebuild, (self._zg_base, frozenset(self._zg_faces), *args), *rest)
+
+
+def _rebuild(base: type[nn.Module], names: frozenset[str], *args: Any) -> nn.Module:
+    return copyreg.__newobj__(faced_class(base, names), *args)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def faced_class(base: type[nn.Module], names: frozenset[str]) -> type[nn.Module]:
+    """Subclass of ``base`` in which the parameters ``names`` are properties that yield full tensors."""
+    members: dict[str, Any] = {name: property(_getter(name)) for name in sorted(names)}
+    if issubclass(base, nn.RNNBase):
+        # RNNs keep their parameters in a list as well, which would hold shards.
+        members["_flat_weights"] = property(
+            lambda self: [getattr(self, name) for name in self._flat_weights_names],
+            lambda self, _: None,
+        )
+    members |= {"_zg_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    cls = type(base.__name__, (Faced, base), members)
+    skip_getters(cls)
+    return cls
+
+
+def _getter(name: str) -> Any:
+    def full_parameter(self: Any) -> Tensor | None:
+        param = self._parameters[name]
+        if torch.compiler.is_compiling():
+            return unshard(param, self._zg_faces[name])
+        if param is None or _is_introspection(sys._getframe(1)):
+            return param
+        return unshard(param, self._zg_faces[name])
+
+    return full_parameter
+
+
+def _is_introspection(caller: Any) -> bool:
+    # DCP resolves names with getattr and throws the values away: each would cost a collective.
+    return caller.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+
+
+def unshard(param: Tensor, face: Face) -> Tensor:
+    """The full tensor of ``param``, in ``face.dtype``; its gradient arrives averaged over ranks."""
+    if isinstance(param, DTensor):
+        return UNSHARD(param.to_local(), list(param.shape), *face)
+    if face.sharded:
+        return param  # swapped in by torch.func.functional_call or inside zerograph.gathered
+    return UNSHARD(param, list(param.shape), *face)
+
+
+Places = list[tuple[nn.Module, str]]
+"""Where a parameter lives: the modules that own it and the attribute in each."""
+
+
+def shard_parameters(
+    roots: Sequence[nn.Module], config: Config, mesh: DeviceMesh | None, taken: Container[str] = ()
+) -> dict[str, nn.Parameter]:
+    """Give every parameter of ``roots`` its two faces, in place; returns the outward ones by name.
+
+    All ranks call this together; values are those of rank 0. Optimizers, and lists of parameters, that hold the old
+    objects hold the new ones afterwards. Parameters on the meta device become uninitialized shards on the meta device.
+
+    Raises:
+        UnsupportedError: a parameter that cannot be sharded, before anything was changed.
+    """
+    named, places = _owned(roots, taken)
+    faces = {name: face_of(param, name, config, mesh) for name, param in named.items()}
+    new = {name: _new_parameter(param, faces[name], mesh) for name, param in named.items()}
+    for module in modules_holding(named.values()):
+        for attribute, param in module._parameters.items():
+            if id(param) in places and (module, attribute) not in places[id(param)]:
+                places[id(param)].append((module, attribute))
+    for name, param in named.items():
+        for module, attribute in places[id(param)]:
+            present(module, attribute, new[name], faces[name])
+    replace_everywhere(
+        {id(old): (old, new[name]) for name, old in named.items()},
+        lambda value, param: _convert_state(value, param),
+    )
+    _share_buffers(roots, mesh)
+    return new
+
+
+def _owned(roots: Sequence[nn.Module], taken: Container[str]) -> tuple[dict[str, nn.Parameter], dict[int, Places]]:
+    """The parameters of ``roots`` that have no faces yet, by unique name, and where each lives."""
+    named: dict[str, nn.Parameter] = {}
+    places: dict[int, Places] = {}
+    for root in roots:
+        for prefix, module in root.named_modules():
+            for attribute, param in module._parameters.items():
+                if param is None or attribute in module.__dict__.get("_zg_faces", ()):
+                    continue
+                if id(param) not in places:
+                    name = f"{prefix}.{attribute}".removeprefix("_orig_mod.").lstrip(".")
+                    named[_unique(name, named, taken)] = param
+                if (module, attribute) not in places.setdefault(id(param), []):
+                    places[id(param)].append((module, attribute))
+    return named, places
+
+
+def _unique(name: str, *used: Container[str]) -> str:
+    candidates = itertools.chain([name], (f"{name}#{i}" for i in itertools.count(2)))
+    return next(c for c in candidates if not any(c in names for names in used))
+
+
+def _new_parameter(param: nn.Parameter, face: Face, mesh: DeviceMesh | None) -> nn.Parameter:
+    new = nn.Parameter(distribute(param, face, mesh), requires_grad=param.requires_grad)
+    if param.grad is not None:
+        new.grad = _convert_grad(param.grad, new)
+    return new
+
+
+def _convert_grad(grad: Tensor, new: nn.Parameter) -> Tensor:
+    """A gradient from before sharding: averaged over ranks, then split like its parameter."""
+    if not isinstance(new, DTensor):
+        return grad
+    grad = grad.detach().clone()
+    dist.all_reduce(grad, group=new.device_mesh.get_group())
+    return as_shard(grad / new.device_mesh.size(), new)
+
+
+def _convert_state(value: Any, param: nn.Parameter) -> Any:
+    """Optimizer state from before sharding: tensors of the parameter's shape are split like it."""
+    if isinstance(value, Tensor) and isinstance(param, DTensor) and value.shape == param.shape and value.ndim > 0:
+        return as_shard(value, param)
+    return value
+
+
+def _share_buffers(roots: Sequence[nn.Module], mesh: DeviceMesh | None) -> None:
+    """Start all ranks from rank 0's buffers, as DistributedDataParallel does."""
+    if mesh is None or mesh.size() == 1:
+        return
+    group = mesh.get_group()
+    for buffer in dict.fromkeys(b for root in roots for b in root.buffers()):
+        if not buffer.is_meta:
+            dist.broadcast(buffer, src=dist.get_global_rank(group, 0), group=group)
+
+
+def face_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -> Face:
+    """The face ``param`` gets under ``config``; checks that it can be trained.
+
+    Raises:
+        UnsupportedError: complex or sparse parameters, or one that is sharded already by something else.
+    """
+    if isinstance(param, DTensor):
+        raise UnsupportedError(
+            f"parameter {name} is a DTensor already ({param.placements})",
+            "give ZeroGraph the plain model; FSDP, tensor-parallel or already sharded ones are not supported",
+        )
+    if param.is_complex() or param.layout != torch.strided:
+        kind = "complex" if param.is_complex() else str(param.layout)
+        raise UnsupportedError(
+            f"parameter {name} is {kind}, which ZeroGraph cannot shard",
+            "store its real and imaginary parts as two real parameters, or make it dense",
+        )
+    floating = param.is_floating_point()
+    dtype = config.dtype if config.dtype is not None and floating else param.dtype
+    reduce_dtype = config.reduce_dtype
+    if reduce_dtype is None:
+        reduce_dtype = torch.float32 if dtype.itemsize < 4 and floating else dtype
+    world = mesh.size() if mesh is not None else 1
+    sharded = config.stage > 0 and world > 1 and param.ndim > 0 and param.shape[0] >= world
+    group = mesh.get_group().group_name if mesh is not None and world > 1 else ""
+    return Face(name, group, dtype, reduce_dtype if floating else dtype, sharded)
+
+
+def distribute(value: Tensor, face: Face, mesh: DeviceMesh | None) -> Tensor:
+    """``value`` as its outward face: a DTensor that starts from rank 0's values, or the plain tensor at world size 1."""
+    value = value.detach().contiguous()
+    if mesh is None or mesh.size() == 1 or face.group == "":
+        return value
+    placement = Shard(0) if face.sharded else Replicate()
+    if value.is_meta:
+        return _local_rows(value, mesh, placement)
+    return distribute_tensor(value, mesh, [placement])
+
+
+def as_shard(value: Tensor, like: DTensor) -> DTensor:
+    """The rows of the full ``value`` that this rank holds of ``like``; no communication."""
+    return _local_rows(value, like.device_mesh, like.placements[0])
+
+
+def _local_rows(value: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    local = value
+    if isinstance(placement, Shard):
+        chunks, rank = torch.chunk(value, mesh.size(), dim=0), mesh.get_local_rank()
+        local = chunks[rank] if rank < len(chunks) else value[:0]
+    local = local.contiguous() if local is value else local.clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=value.shape, stride=value.contiguous().stride()
+    )
+
+
+def present(module: nn.Module, name: str, param: nn.Parameter, face: Face) -> None:
+    """Hold ``param`` as the outward face of ``module.name`` and turn the attribute into its inward face."""
+    faces = {**module.__dict__.get("_zg_faces", {}), name: face}
+    base = getattr(module, "_zg_base", type(module))
+    module._parameters[name] = param
+    module.__dict__["_zg_faces"] = faces
+    module.__class__ = faced_class(base, frozenset(faces))
+
+
+def resolve_mesh(config: Config, device_type: str) -> DeviceMesh | None:
+    """The mesh to shard over: the user's, or a 1-D one over the default process group; None without any group.
+
+    Raises:
+        ConfigError: the mesh lies on another device type than the model.
+    """
+    if config.mesh is not None:
+        if config.mesh.device_type != device_type:
+            raise ConfigError(
+                f"mesh is on {config.mesh.device_type!r}, the model on {device_type!r}",
+                f'make it with init_device_mesh("{device_type}", (world_size,))',
+            )
+        return config.mesh
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return dist.device_mesh.init_device_mesh(device_type, (dist.get_world_size(),))

@@ -1,0 +1,42 @@
+"""One traced frame: its plan, its programs, and the agreement of all ranks about them."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from zerograph.ir import Step
+from zerograph.plan import Plan
+from zerograph.runtime.executor import Runtime
+from zerograph.runtime.program import Program
+from zerograph.runtime.residency import GatheredCache
+
+if TYPE_CHECKING:
+    from zerograph.api import Backend
+
+log = logging.getLogger(__name__)
+
+
+class Frame:
+    """What compiling one Dynamo graph produces, filled in as compilation goes on."""
+
+    def __init__(self, backend: Backend, index: int, code: str) -> None:
+        self.backend, self.index, self.code = backend, index, code
+        self.step: Step
+        self.plan: Plan
+        self.runtime: Runtime
+        self.programs: dict[str, Program] = {}
+
+    def planned(self, step: Step, plan: Plan) -> None:
+        """The planner has decided; from here on the runtime's shared parts exist."""
+        self.step, self.plan = step, plan
+        cache = GatheredCache(plan, self.backend.watch)
+        self.runtime = Runtime(
+            self.index, self.backend.communicator, cache, self.backend.hold, self.backend.telemetry
+        )
+
+    def lowered(self, program: Program, seconds: float) -> None:
+        """A graph of this frame became a program, ``seconds`` after its passes began."""
+        self.programs[program.kind] = program
+        self.backend.lowered(self, program, seconds)
+        log.debug("frame %d %s:\n%s", self.index, program.kind, program)

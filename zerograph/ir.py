@@ -1,0 +1,101 @@
+"""One training step as data: what the planner reads. No torch in here.
+
+A :class:`Step` lists operations in execution order with the values they read and write. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+Kind = Literal["param", "gathered", "activation", "gradient", "state", "temporary", "input"]
+Phase = Literal["forward", "backward"]
+
+ITEM_SIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2}
+ITEM_SIZE |= {"int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Param:
+    """One logical parameter, as the model sees it inward.
+
+    Attributes:
+        name: fully qualified name in the model (the first one, where weights are tied).
+        shape: the full shape.
+        dtype: dtype of the shard, the master copy.
+        compute_dtype: dtype of the gathered parameter.
+        reduce_dtype: dtype its gradient is summed over ranks in.
+        trainable: whether a gradient reaches it in this step.
+        sharded: split by rows over ranks; otherwise every rank holds it whole (scalars, fewer rows than ranks, stage 0).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    compute_dtype: str
+    reduce_dtype: str
+    trainable: bool
+    sharded: bool
+
+    @property
+    def elements(self) -> int:
+        """Number of elements of the full parameter."""
+        return prod(self.shape)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the whole parameter in the compute dtype."""
+        return self.elements * ITEM_SIZE[self.compute_dtype]
+
+    def chunk_rows(self, world_size: int) -> int:
+        """Rows of the largest shard, as ``torch.chunk`` splits them."""
+        return -(-self.shape[0] // world_size)
+
+    def chunk_elements(self, world_size: int) -> int:
+        """Elements of the largest shard; the padded length of every rank's part in a collective."""
+        if not self.sharded:
+            return self.elements
+        return self.chunk_rows(world_size) * prod(self.shape[1:])
+
+    def shard_rows(self, rank: int, world_size: int) -> tuple[int, int]:
+        """First and one-past-last row that ``rank`` holds (equal when it holds none)."""
+        rows, chunk = self.shape[0], self.chunk_rows(world_size)
+        return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor of the step: its name, bytes on this rank, and what it is."""
+
+    name: str
+    bytes: int
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One operation: values read and written by name, the parameters it reads, and where it comes from."""
+
+    name: str
+    target: str
+    phase: Phase
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    params: tuple[str, ...] = ()
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Forward and, when training, backward of one frame, in execution order.
+
+    Attributes:
+        params: in order of first use in the forward.
+        training: whether a backward follows.
+    """
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    params: tuple[Param, ...]
+    training: bool

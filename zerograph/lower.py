@@ -1,0 +1,349 @@
+"""Lower a rewritten graph to a :class:`~zerograph.runtime.program.Program`.
+
+The graph is cut at its ``zg::`` nodes; what lies between two cuts is a *segment*. Segments with the same structure
+(repeated layers) share one compiled callable, so that a deep model compiles in the time of one layer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing  # segments compile outside Dynamo's own context
+from torch._inductor.compile_fx import compile_fx_inner  # Inductor without another round of AOTAutograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import free_symbols
+
+from zerograph import ops
+from zerograph.runtime.program import (
+    Compute,
+    Free,
+    Gather,
+    Instruction,
+    Program,
+    Reduce,
+    Segment,
+    WaitGather,
+    WaitReduce,
+)
+
+Callee = Callable[[list[Any]], Sequence[Any]]
+"""A compiled segment: takes a list of inputs, which it may clear, and returns its outputs."""
+
+
+@dataclass(slots=True)
+class SegmentCache:
+    """Compiled segments of one backend, by structural digest, with what compiling them cost."""
+
+    compute: str
+    callables: dict[str, Callee] = field(default_factory=dict)
+    requested: int = 0
+    seconds: float = 0.0
+
+    def get(self, gm: fx.GraphModule, digest: str) -> Callee:
+        """The callable for ``gm``; compiled unless one of the same structure was."""
+        self.requested += 1
+        found = self.callables.get(digest)
+        if found is None:
+            start = time.perf_counter()
+            found = _compile(gm) if self.compute == "inductor" else _interpret(gm)
+            self.seconds += time.perf_counter() - start
+            self.callables[digest] = found
+        return found
+
+
+def lower(gm: fx.GraphModule, kind: str, cache: SegmentCache) -> tuple[Program, tuple[Callee, ...]]:
+    """The program that ``gm`` stands for, and the callables of its segments."""
+    return _Lowering(gm, kind, cache).run()
+
+
+class _Lowering:
+    def __init__(self, gm: fx.GraphModule, kind: str, cache: SegmentCache) -> None:
+        self.gm, self.kind, self.cache = gm, kind, cache
+        self.registers: dict[fx.Node, int] = {}
+        self.instructions: list[Instruction] = []
+        self.segments: dict[str, int] = {}
+        self.described: list[Segment] = []
+        self.callables: list[Callee] = []
+        self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        self.symbols = _symbol_inputs(gm.graph)
+
+    def run(self) -> tuple[Program, tuple[Callee, ...]]:
+        placeholders = list(self.gm.graph.find_nodes(op="placeholder"))
+        for node in placeholders:
+            self._register(node)
+        pending: list[fx.Node] = []
+        for node in self.gm.graph.nodes:
+            if node.op in ("placeholder", "get_attr") or _is_result(node):
+                continue
+            if node.target in ops.INSTRUCTIONS or node.op == "output":
+                self._flush(pending)
+                pending = []
+                self._emit(node)
+            else:
+                pending.append(node)
+        outputs = self._outputs()
+        program = Program(
+            kind=self.kind,
+            inputs=len(placeholders),
+            registers=len(self.registers),
+            instructions=_with_deaths(self.instructions, len(placeholders), outputs),
+            outputs=outputs,
+            segments=tuple(self.described),
+        )
+        return program, tuple(self.callables)
+
+    def _register(self, node: fx.Node) -> int:
+        return self.registers.setdefault(node, len(self.registers))
+
+    def _regs(self, nodes: Any) -> tuple[int, ...]:
+        return tuple(self.registers[n] for n in nodes)
+
+    def _outputs(self) -> tuple[int | None, ...]:
+        output = next(iter(self.gm.graph.find_nodes(op="output")))
+        return tuple(self.registers[v] if isinstance(v, fx.Node) else _none(v) for v in output.args[0])  # type: ignore[union-attr]
+
+    def _emit(self, node: fx.Node) -> None:
+        """Turn one ``zg::`` node into an instruction."""
+        if node.op == "output":
+            self._compute_sizes([n for n in node.all_input_nodes if _is_size(n) and n.op != "placeholder"])
+            return
+        info = node.meta["zg"]
+        results = _results(node)
+        outs = tuple(self._register(results[k]) for k in range(len(results)))
+        match node.target:
+            case ops.GATHER:
+                step: Instruction = Gather(info.bucket, info.params, self._regs(node.args[0]), self._register(node))
+            case ops.WAIT_GATHER:
+                step = WaitGather(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
+            case ops.FREE:
+                step = Free(info.bucket, self._regs(node.args[0]))
+            case ops.REDUCE:
+                step = Reduce(info.bucket, info.params, self._regs(node.args[0]), self._register(node))
+            case _:
+                step = WaitReduce(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
+        self.instructions.append(step)
+
+    def _flush(self, nodes: list[fx.Node]) -> None:
+        """Make a segment of the compute nodes between two cuts."""
+        inside = {n for n in nodes if not _is_size(n)}
+        if not inside:
+            return
+        outs = [n for n in nodes if n in inside and _leaves(n, inside)]
+        if not outs and not any(_mutates(n) for n in inside):
+            return
+        body, inputs = _extract(self.gm, [n for n in nodes if n in inside], outs, self.symbols)
+        digest = _digest(body)
+        callee = self.cache.get(body, digest)
+        self._append_compute(Segment(digest, len(inside)), callee, inputs, outs)
+
+    def _compute_sizes(self, sizes: list[fx.Node]) -> None:
+        """Symbolic sizes that the graph returns: plain integer arithmetic, not worth a compiler."""
+        if sizes:
+            body, inputs = _extract(self.gm, sizes, sizes, self.symbols)
+            self._append_compute(Segment(_digest(body), len(sizes)), _interpret(body), inputs, sizes)
+
+    def _append_compute(self, segment: Segment, callee: Callee, inputs: list[fx.Node], outs: list[fx.Node]) -> None:
+        if segment.digest not in self.segments:
+            self.segments[segment.digest] = len(self.callables)
+            self.described.append(segment)
+            self.callables.append(callee)
+        args, results = self._regs(inputs), tuple(self._register(n) for n in outs)
+        self.instructions.append(Compute(self.segments[segment.digest], args, results))
+
+
+def _none(value: Any) -> None:
+    if value is not None:
+        raise TypeError(f"graph output {value!r} is neither a node nor None")
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether ``node`` unpacks what a wait returns."""
+    source = node.args[0] if node.args else None
+    return (
+        node.target is operator.getitem
+        and isinstance(source, fx.Node)
+        and source.target in (ops.WAIT_GATHER, ops.WAIT_REDUCE)
+    )
+
+
+def _results(node: fx.Node) -> dict[int, fx.Node]:
+    return {user.args[1]: user for user in node.users if _is_result(user)}  # type: ignore[misc]
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether ``node`` is arithmetic on symbolic sizes only, which every segment that needs it repeats."""
+    if node.op == "placeholder":
+        return isinstance(node.meta.get("val"), torch.SymInt)
+    scalar = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return scalar and all(_is_size(n) for n in node.all_input_nodes)
+
+
+def _leaves(node: fx.Node, inside: set[fx.Node]) -> bool:
+    return any(user not in inside for user in node.users)
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _symbol_inputs(graph: fx.Graph) -> dict[Any, fx.Node]:
+    """The placeholder that carries each symbolic size."""
+    found = {}
+    for node in graph.find_nodes(op="placeholder"):
+        val = node.meta.get("val")
+        if isinstance(val, torch.SymInt) and val.node.expr.is_symbol:
+            found.setdefault(val.node.expr, node)
+    return found
+
+
+def _extract(
+    gm: fx.GraphModule, nodes: list[fx.Node], outs: list[fx.Node], symbols: dict[Any, fx.Node]
+) -> tuple[fx.GraphModule, list[fx.Node]]:
+    """The segment as a module of its own, and the outer nodes that are its inputs, in order."""
+    body, copies = fx.Graph(), {}
+    inputs = _inputs_of(nodes, symbols)
+    for i, source in enumerate(inputs):
+        copies[source] = body.placeholder(f"arg{i}")
+        copies[source].meta["val"] = source.meta["val"]
+    attributes: dict[str, Any] = {}
+
+    def copy(node: fx.Node) -> fx.Node:
+        if node not in copies:
+            if node.op == "get_attr":
+                attributes[str(node.target)] = _attribute(gm, str(node.target))
+            copies[node] = body.node_copy(node, copy)
+        return copies[node]
+
+    for node in nodes:
+        copy(node)
+    out = body.output(tuple(copies[n] for n in outs))
+    out.meta["user_visible_output_idxs"] = list(range(len(outs)))  # later segments rely on the strides traced here
+    return fx.GraphModule(attributes, body), inputs
+
+
+def _inputs_of(nodes: list[fx.Node], symbols: dict[Any, fx.Node]) -> list[fx.Node]:
+    inside, inputs = set(nodes), {}
+    needed: set[Any] = set()
+    queue = list(reversed(nodes))
+    seen: set[fx.Node] = set()
+    while queue:
+        node = queue.pop()
+        needed |= _symbols_in(node.meta.get("val"))
+        for source in node.all_input_nodes:
+            needed |= _symbols_in(source.meta.get("val"))
+            if source in inside or source in seen or source.op == "get_attr":
+                continue
+            seen.add(source)
+            if _is_size(source) and source.op != "placeholder":
+                queue.append(source)
+            else:
+                inputs[source] = None
+    for symbol in sorted(needed, key=str):
+        if symbol in symbols:
+            inputs[symbols[symbol]] = None
+    return list(inputs)
+
+
+def _symbols_in(val: Any) -> set[Any]:
+    if isinstance(val, (list, tuple)):
+        return set().union(*(_symbols_in(v) for v in val))
+    if isinstance(val, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return set(free_symbols(val))
+    return set()
+
+
+def _attribute(gm: fx.GraphModule, path: str) -> Any:
+    value: Any = gm
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _digest(gm: fx.GraphModule) -> str:
+    """Structural hash: equal for segments that differ only in which tensors they read."""
+    index = {node: i for i, node in enumerate(gm.graph.nodes)}
+    text = []
+    for node in gm.graph.nodes:
+        args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
+        target = node.target if node.op in ("call_function", "get_attr") else ""
+        identity = id(_attribute(gm, str(target))) if node.op == "get_attr" else ""
+        text.append(f"{node.op} {target} {identity} {args} {_layout(node.meta.get('val'))}")
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+
+
+def _layout(val: Any) -> str:
+    if isinstance(val, torch.Tensor):
+        offset = val.storage_offset()
+        aligned = isinstance(offset, int) and offset * val.element_size() % 16 == 0
+        return f"{val.dtype} {tuple(val.shape)} {val.stride()} {val.device} {aligned}"
+    if isinstance(val, (list, tuple)):
+        return " ".join(_layout(v) for v in val)
+    return str(val) if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) else ""
+
+
+def _compile(gm: fx.GraphModule) -> Callee:
+    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    mode = _fake_mode(inputs)
+    # Its own context: Dynamo's would check this segment's strides against the whole graph's outputs.
+    with tracing(TracingContext(mode)):
+        return compile_fx_inner(gm, inputs, is_inference=True)  # type: ignore[return-value]
+
+
+def _fake_mode(values: list[Any]) -> FakeTensorMode:
+    mode = torch._guards.detect_fake_mode(values)
+    return mode if mode is not None else FakeTensorMode()
+
+
+def _interpret(gm: fx.GraphModule) -> Callee:
+    def run(args: list[Any]) -> Sequence[Any]:
+        values = list(args)
+        args.clear()
+        return gm(*values)
+
+    return run
+
+
+def _with_deaths(
+    instructions: list[Instruction], inputs: int, outputs: tuple[int | None, ...]
+) -> tuple[Instruction, ...]:
+    """Note on each instruction the registers that nothing reads after it."""
+    import dataclasses
+
+    alive = {r for r in outputs if r is not None}
+    result: list[Instruction] = []
+    for step in reversed(instructions):
+        touched = dict.fromkeys(_reads(step) + _writes(step))
+        result.append(dataclasses.replace(step, dead=tuple(r for r in touched if r not in alive)))
+        alive |= set(touched)
+    return tuple(reversed(result))
+
+
+def _reads(step: Instruction) -> tuple[int, ...]:
+    match step:
+        case Compute():
+            return step.args
+        case Gather():
+            return step.shards
+        case Reduce():
+            return step.grads
+        case Free():
+            return step.params
+        case WaitGather() | WaitReduce():
+            return (step.pending,)
+
+
+def _writes(step: Instruction) -> tuple[int, ...]:
+    match step:
+        case Gather() | Reduce():
+            return (step.out,)
+        case Compute() | WaitGather() | WaitReduce():
+            return step.outs
+        case Free():
+            return ()

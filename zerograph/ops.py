@@ -1,0 +1,119 @@
+"""The ``zg::`` operators: all that passes and runtime share.
+
+``unshard`` and ``reduce_grad`` are the *markers* that Dynamo records and AOTAutograd carries into the joint graph; both
+also run eagerly, so that code outside a compiled region is slower and never wrong. The others stand for instructions:
+passes insert them in place of markers, and lowering turns them into a program. They are never dispatched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_LIB = torch.library.Library("zg", "DEF")
+_FACE = "str name, str group, ScalarType dtype, ScalarType reduce_dtype, bool sharded"
+_LIB.define(f"unshard(Tensor shard, int[] shape, {_FACE}) -> Tensor")
+_LIB.define(f"reduce_grad(Tensor grad, int[] shard_shape, ScalarType shard_dtype, {_FACE}) -> Tensor")
+_LIB.define("gather(Tensor[] shards, int bucket) -> Tensor")
+_LIB.define("wait_gather(Tensor pending, Tensor[] shards, int bucket) -> Tensor[]")
+_LIB.define("free(Tensor[] gathered, int bucket) -> ()")
+_LIB.define("reduce(Tensor[] grads, int bucket) -> Tensor")
+_LIB.define("wait_reduce(Tensor pending, Tensor[] grads, int bucket) -> Tensor[]")
+
+
+def world_size(group: str) -> int:
+    """Ranks in the process group of that name; 1 for the empty name."""
+    return resolve_group(group).size() if group else 1
+
+
+def resolve_group(group: str) -> dist.ProcessGroup:
+    """The process group of that name."""
+    # Private, and the only way from the name that graphs carry to the group.
+    return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
+
+
+def _unshard(
+    shard: Tensor, shape: Sequence[int], name: str, group: str, dtype: torch.dtype, reduce_dtype: torch.dtype,
+    sharded: bool,
+) -> Tensor:  # fmt: skip
+    if not sharded:
+        return shard.to(dtype, copy=True)  # an operator's result may not alias its input
+    world = world_size(group)
+    rows = -(-shape[0] // world)
+    send = shard.new_empty((rows, *shape[1:]), dtype=dtype)
+    send[: shard.shape[0]] = shard
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor(functional.all_gather_into_tensor(send, world, group))[: shape[0]]
+
+
+def _unshard_fake(
+    shard: Tensor, shape: Sequence[int], name: str, group: str, dtype: torch.dtype, reduce_dtype: torch.dtype,
+    sharded: bool,
+) -> Tensor:  # fmt: skip
+    return shard.new_empty(shape, dtype=dtype)
+
+
+def _reduce_grad(
+    grad: Tensor, shard_shape: Sequence[int], shard_dtype: torch.dtype, name: str, group: str, dtype: torch.dtype,
+    reduce_dtype: torch.dtype, sharded: bool,
+) -> Tensor:  # fmt: skip
+    world = world_size(group)
+    functional = torch.ops._c10d_functional
+    if not sharded:
+        summed = grad.to(reduce_dtype, copy=True)
+        if world > 1:
+            summed = functional.wait_tensor(functional.all_reduce(summed, "sum", group))
+        return (summed / world).to(shard_dtype)
+    rows = -(-grad.shape[0] // world)
+    send = grad.new_zeros((rows * world, *grad.shape[1:]), dtype=reduce_dtype)
+    send[: grad.shape[0]] = grad
+    summed = functional.wait_tensor(functional.reduce_scatter_tensor(send, "sum", world, group))
+    return (summed[: shard_shape[0]] / world).to(shard_dtype)
+
+
+def _reduce_grad_fake(
+    grad: Tensor, shard_shape: Sequence[int], shard_dtype: torch.dtype, name: str, group: str, dtype: torch.dtype,
+    reduce_dtype: torch.dtype, sharded: bool,
+) -> Tensor:  # fmt: skip
+    return grad.new_empty(shard_shape, dtype=shard_dtype)
+
+
+def _pending_fake(tensors: Sequence[Tensor], bucket: int) -> Tensor:
+    return tensors[0].new_empty(0)
+
+
+for _name, _kernel, _fake in (
+    ("unshard", _unshard, _unshard_fake),
+    ("reduce_grad", _reduce_grad, _reduce_grad_fake),
+):
+    _LIB.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"zg::{_name}", _fake, lib=_LIB)
+for _name in ("gather", "reduce"):
+    torch.library.register_fake(f"zg::{_name}", _pending_fake, lib=_LIB)
+
+
+def _save_shard(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
+    shard, _, *ctx.face = inputs
+    ctx.shard_shape, ctx.shard_dtype = list(shard.shape), shard.dtype
+
+
+def _unshard_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
+    shard_grad = torch.ops.zg.reduce_grad(grad, ctx.shard_shape, ctx.shard_dtype, *ctx.face)
+    return (shard_grad, *[None] * 6)
+
+
+torch.library.register_autograd("zg::unshard", _unshard_backward, setup_context=_save_shard, lib=_LIB)
+
+
+UNSHARD = torch.ops.zg.unshard.default
+REDUCE_GRAD = torch.ops.zg.reduce_grad.default
+GATHER = torch.ops.zg.gather.default
+WAIT_GATHER = torch.ops.zg.wait_gather.default
+FREE = torch.ops.zg.free.default
+REDUCE = torch.ops.zg.reduce.default
+WAIT_REDUCE = torch.ops.zg.wait_reduce.default
+INSTRUCTIONS = frozenset({GATHER, WAIT_GATHER, FREE, REDUCE, WAIT_REDUCE})

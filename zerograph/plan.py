@@ -1,0 +1,86 @@
+"""The planner's decisions as plain data: what passes carry out and the runtime obeys. No torch in here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from zerograph.errors import ZeroGraphError
+from zerograph.ir import Param
+
+VERSION = 1
+
+Residency = Literal["use", "backward", "step"]
+"""How long a gathered bucket stays whole: until its last use in a graph, until its use in the backward, or until
+the optimizer changes the shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters that are gathered, freed and reduced together.
+
+    Attributes:
+        index: position in :attr:`Plan.buckets`.
+        name: the module or parameters it holds, for people.
+        params: in order of first use.
+        residency: how long it stays gathered.
+    """
+
+    index: int
+    name: str
+    params: tuple[Param, ...]
+    residency: Residency
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the bucket's parameters when whole."""
+        return sum(p.gathered_bytes for p in self.params)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that was decided for one frame.
+
+    Attributes:
+        stage: the ZeRO stage the plan is a preset of.
+        world_size: ranks the parameters are sharded over.
+        buckets: in order of first use in the forward.
+        prefetch: buckets gathered ahead of the one in use.
+    """
+
+    stage: int
+    world_size: int
+    buckets: tuple[Bucket, ...]
+    prefetch: int
+
+    def bucket_of(self) -> dict[str, Bucket]:
+        """The bucket of every parameter, by name."""
+        return {p.name: bucket for bucket in self.buckets for p in bucket.params}
+
+    def to_json(self) -> str:
+        """Canonical JSON: sorted keys, one line, with the format's version."""
+        return json.dumps({"version": VERSION, **asdict(self)}, sort_keys=True, separators=(",", ":"))
+
+    @property
+    def digest(self) -> str:
+        """Short hash of the canonical JSON."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that :meth:`to_json` wrote.
+
+        Raises:
+            ZeroGraphError: another version, or not a plan.
+        """
+        data: dict[str, Any] = json.loads(text)
+        version = data.pop("version", None)
+        if version != VERSION:
+            raise ZeroGraphError(f"plan has version {version}, this ZeroGraph reads {VERSION}", "make the plan again")
+        buckets = tuple(
+            Bucket(**{**b, "params": tuple(Param(**{**p, "shape": tuple(p["shape"])}) for p in b["params"])})
+            for b in data.pop("buckets")
+        )
+        return cls(buckets=buckets, **data)

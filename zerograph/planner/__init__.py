@@ -1,0 +1,5 @@
+"""The planner: one step as data in, a plan out. Pure Python; never imports torch."""
+
+from zerograph.planner.rules import plan_step
+
+__all__ = ["plan_step"]

@@ -1,0 +1,73 @@
+"""Plan by rule: buckets follow the module structure, residency follows the stage.
+
+The rules are those of hand-tuned systems: one transformer block is one bucket (FSDP, SimpleFSDP), a block larger than
+the limit is split, and small neighbours travel together.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from itertools import groupby
+
+from zerograph.ir import Param, Step
+from zerograph.plan import Bucket, Plan, Residency
+
+_SMALL = 8  # groups below 1/8 of the bucket size join their neighbour
+
+
+def plan_step(step: Step, *, stage: int, world_size: int, bucket_size: int, prefetch: int) -> Plan:
+    """The plan for ``step`` at a fixed stage.
+
+    Args:
+        step: the traced step; its parameters are in order of first use.
+        stage: 0 to 3; from stage 3 on, parameters are whole only while they are used.
+        world_size: ranks to shard over.
+        bucket_size: bytes of gathered parameters per bucket, at most, unless one parameter is larger.
+        prefetch: buckets gathered ahead.
+    """
+    residency: Residency = "use" if stage == 3 else "step"
+    buckets = tuple(
+        Bucket(index, _name(params), params, residency)
+        for index, params in enumerate(_group(step.params, bucket_size))
+    )
+    return Plan(stage=stage, world_size=world_size, buckets=buckets, prefetch=prefetch)
+
+
+def layer_of(name: str) -> str:
+    """The repeated layer a parameter belongs to (``model.layers.3``), or the empty string."""
+    match = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", name)
+    return match[0] if match and match[0] != name else ""
+
+
+def _group(params: Iterable[Param], limit: int) -> list[tuple[Param, ...]]:
+    groups: list[tuple[Param, ...]] = []
+    for _, members in groupby(params, key=lambda p: layer_of(p.name)):
+        for part in _split(tuple(members), limit):
+            if groups and _bytes(groups[-1]) + _bytes(part) <= limit // _SMALL:
+                groups[-1] += part
+            else:
+                groups.append(part)
+    return groups
+
+
+def _split(params: tuple[Param, ...], limit: int) -> list[tuple[Param, ...]]:
+    """Consecutive parts of at most ``limit`` bytes; the parameters of one module stay together where they fit."""
+    parts: list[tuple[Param, ...]] = []
+    for _, members in groupby(params, key=lambda p: p.name.rpartition(".")[0]):
+        module = tuple(members)
+        for piece in [module] if _bytes(module) <= limit else [(p,) for p in module]:
+            if parts and _bytes(parts[-1]) + _bytes(piece) <= limit:
+                parts[-1] += piece
+            else:
+                parts.append(piece)
+    return parts
+
+
+def _bytes(params: tuple[Param, ...]) -> int:
+    return sum(p.gathered_bytes for p in params)
+
+
+def _name(params: tuple[Param, ...]) -> str:
+    layers = list(dict.fromkeys(layer_of(p.name) or p.name.rpartition(".")[0] or p.name for p in params))
+    return layers[0] if len(layers) == 1 else f"{layers[0]} .. {layers[-1]}"

@@ -1,0 +1,59 @@
+"""What a backend decided and what happened, for people and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zerograph.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class BucketReport:
+    """One bucket of one frame; ``bytes`` is its size when whole."""
+
+    frame: int
+    name: str
+    params: tuple[str, ...]
+    bytes: int
+    residency: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Returned by ``backend.report()``; ``print`` it.
+
+    Attributes:
+        segments: segments in all programs; ``distinct_segments`` of them were compiled.
+        compile_seconds: time in passes, lowering and segment compilation (not in tracing).
+        graph_breaks: reason and count of each graph break since the backend was made.
+        runs: executions per kind of program.
+        peak_whole_buckets: most buckets that were whole at one time.
+    """
+
+    stage: int
+    world_size: int
+    transport: str
+    buckets: tuple[BucketReport, ...]
+    programs: int
+    segments: int
+    distinct_segments: int
+    compile_seconds: float
+    graph_breaks: dict[str, int]
+    runs: dict[str, int]
+    peak_whole_buckets: int
+
+    def __str__(self) -> str:
+        lines = [
+            f"ZeroGraph stage {self.stage} on {self.world_size} rank(s), {self.transport}",
+            f"  {self.programs} programs, {self.segments} segments of which {self.distinct_segments} distinct, "
+            f"compiled in {self.compile_seconds:.1f} s",
+            f"  runs: {', '.join(f'{n} {kind}' for kind, n in self.runs.items()) or 'none yet'}; "
+            f"at most {self.peak_whole_buckets} buckets whole at a time",
+        ]
+        for b in self.buckets:
+            lines.append(
+                f"  frame {b.frame}  {b.name:32s} {len(b.params):4d} parameters  {format_bytes(b.bytes):>9s}  {b.residency}"
+            )
+        for reason, count in self.graph_breaks.items():
+            lines.append(f"  graph break x{count}: {reason.splitlines()[0]}")
+        return "\n".join(lines)

@@ -1,0 +1,35 @@
+"""Sizes in bytes, written for people: ``parse_bytes("32MiB")`` and ``format_bytes(33554432)``."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(text: str | int) -> int:
+    """Bytes in ``text``: an int, or a number with a unit such as ``"32MiB"`` or ``"1.5 GB"``.
+
+    Raises:
+        ValueError: the text is no size, or is negative.
+    """
+    if isinstance(text, int):
+        size = text
+    else:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError(f"{text!r} is not a size such as 33554432, '32MiB' or '1.5GB'")
+        size = int(float(match[1]) * _UNITS[match[2].upper()])
+    if size < 0:
+        raise ValueError(f"a size cannot be negative, got {text!r}")
+    return size
+
+
+def format_bytes(size: float) -> str:
+    """``size`` bytes with a binary unit and three significant digits: ``"32 MiB"``, ``"1.5 GiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
