@@ -218,7 +218,12 @@ def test_conversions_match_numpy_and_torch(target: str) -> None:
 @pytest.mark.parametrize("target", _core.kernel_targets()[1:])
 def test_every_target_gives_the_bits_of_the_baseline(target: str) -> None:
     halves = np.arange(65536, dtype=np.uint16)
-    for source, dtype in ((special_values(), F32), (halves, F16), (halves, BF16), (sample([1], 4099, F64), F64)):
+    for source, dtype in (
+        (special_values(), F32),
+        (halves, F16),
+        (halves, BF16),
+        (sample([1], 4099, F64), F64),
+    ):
         for out in (F32, BF16, F16, F64):
             results = []
             for name in ("baseline", target):
@@ -264,7 +269,12 @@ def test_gather(world: int) -> None:
 
 
 def raw_body(box: Mailbox, rank: int, world: int) -> None:
-    for raw, dtype in ((DType.raw1, np.uint8), (DType.raw2, np.int16), (DType.raw4, np.int32), (DType.raw8, np.int64)):
+    for raw, dtype in (
+        (DType.raw1, np.uint8),
+        (DType.raw2, np.int16),
+        (DType.raw4, np.int32),
+        (DType.raw8, np.int64),
+    ):
         own = np.arange(5, dtype=dtype) + rank
         out = np.zeros(5 * world, dtype)
         ticket = box.start_gather(0, [(address(own), 5, raw, raw)])
@@ -321,7 +331,9 @@ def stress_body(box: Mailbox, rank: int, world: int, rounds: int) -> int:
         chunk = -(-count // world) + int(rng.integers(0, 3))
         if kind == 0:
             counts = [int(rng.integers(0, count + 1)) for _ in range(world)]
-            flight.append(gather_case(box, rank, world, seed, [(counts, count, dtype, out), (counts, count, F32, BF16)]))
+            flight.append(
+                gather_case(box, rank, world, seed, [(counts, count, dtype, out), (counts, count, F32, BF16)])
+            )
         elif kind == 3:
             box.barrier(TIMEOUT)
         else:
