@@ -13,8 +13,6 @@ from torch import fx
 from zerograph.ops import REDUCE_GRAD, UNSHARD
 from zerograph.passes.graph import markers
 
-aten = torch.ops.aten
-
 
 def localize(gm: fx.GraphModule) -> int:
     """Rewrite the joint (or inference) graph ``gm`` in place; returns the number of markers removed."""
@@ -32,7 +30,7 @@ def _become_cast(graph: fx.Graph, node: fx.Node, source: fx.Node, dtype: torch.d
     replacement = source
     if source.meta["val"].dtype != dtype:
         with graph.inserting_before(node):
-            replacement = graph.call_function(aten._to_copy.default, (source,), {"dtype": dtype})
+            replacement = graph.call_function(torch.ops.prims.convert_element_type.default, (source, dtype))
         replacement.meta = {k: v for k, v in node.meta.items() if k not in ("recompute", "ac_graph_id")}
     node.replace_all_uses_with(replacement)
     graph.erase_node(node)

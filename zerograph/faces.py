@@ -142,7 +142,7 @@ def shard_parameters(
     """
     named, places = _owned(roots, taken)
     faces = {name: face_of(param, name, config, mesh) for name, param in named.items()}
-    new = {name: _new_parameter(param, faces[name], mesh) for name, param in named.items()}
+    new = {name: _new_parameter(param, faces[name], mesh, config.stage) for name, param in named.items()}
     for module in modules_holding(named.values()):
         for attribute, param in module._parameters.items():
             if id(param) in places and (module, attribute) not in places[id(param)]:
@@ -180,8 +180,8 @@ def _unique(name: str, *used: Container[str]) -> str:
     return next(c for c in candidates if not any(c in names for names in used))
 
 
-def _new_parameter(param: nn.Parameter, face: Face, mesh: DeviceMesh | None) -> nn.Parameter:
-    new = nn.Parameter(distribute(param, face, mesh), requires_grad=param.requires_grad)
+def _new_parameter(param: nn.Parameter, face: Face, mesh: DeviceMesh | None, stage: int) -> nn.Parameter:
+    new = nn.Parameter(distribute(param, face, mesh, stage), requires_grad=param.requires_grad)
     if param.grad is not None:
         new.grad = _convert_grad(param.grad, new)
     return new
@@ -241,15 +241,15 @@ def face_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -
     return Face(name, group, dtype, reduce_dtype if floating else dtype, sharded)
 
 
-def distribute(value: Tensor, face: Face, mesh: DeviceMesh | None) -> Tensor:
-    """``value`` as its outward face: a DTensor that starts from rank 0's values, or the plain tensor at world size 1."""
+def distribute(value: Tensor, face: Face, mesh: DeviceMesh | None, stage: int) -> Tensor:
+    """``value`` as its outward face, started from rank 0's values: a DTensor; at stage 0 and world size 1 a plain tensor."""
     value = value.detach().contiguous()
-    if mesh is None or mesh.size() == 1 or face.group == "":
+    if mesh is None or mesh.size() == 1:
         return value
     placement = Shard(0) if face.sharded else Replicate()
-    if value.is_meta:
-        return _local_rows(value, mesh, placement)
-    return distribute_tensor(value, mesh, [placement])
+    if stage == 0:
+        return value if value.is_meta else distribute_tensor(value, mesh, [placement]).to_local()
+    return _local_rows(value, mesh, placement) if value.is_meta else distribute_tensor(value, mesh, [placement])
 
 
 def as_shard(value: Tensor, like: DTensor) -> DTensor:

@@ -1,0 +1,112 @@
+"""Real processes for tests: ``run(2, function, *args)`` calls ``function`` on two gloo ranks and returns both results.
+
+Workers live as long as the session, so that importing torch is paid once; a failed or hung call ends its group, and
+the next call starts a fresh one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing as mp
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIMEOUT = 180.0
+"""Seconds a call may take before its group is killed and the test fails."""
+
+
+class RankFailure(AssertionError):
+    """One or more ranks raised; the message holds their tracebacks, ``ranks`` maps rank to traceback."""
+
+    def __init__(self, ranks: dict[int, str]) -> None:
+        self.ranks = ranks
+        super().__init__("\n".join(f"--- rank {r} ---\n{text}" for r, text in ranks.items()))
+
+
+def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+    """Results of ``function(*args)`` on every rank, by rank.
+
+    ``function`` must be importable (a module-level function) and its arguments and results picklable.
+    """
+    group = _GROUPS.get(world_size)
+    if group is None or not group.alive:
+        group = _GROUPS[world_size] = _Group(world_size)
+    return group.call(function, args, timeout)
+
+
+class _Group:
+    def __init__(self, world_size: int) -> None:
+        context = mp.get_context("spawn")
+        self.alive = True
+        store = tempfile.NamedTemporaryFile(prefix="zerograph-test-store-", delete=False)
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_worker, args=(rank, world_size, store.name, theirs), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((function, args))
+        results, failures = [], {}
+        for rank, pipe in enumerate(self.pipes):
+            # Once a rank failed, the others may wait for it in a collective: give them a moment only.
+            if not pipe.poll(timeout if not failures else 10.0):
+                failures[rank] = f"no answer within {timeout:.0f} s"
+                continue
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                ok, value = False, "the process ended"
+            if ok:
+                results.append(value)
+            else:
+                failures[rank] = value
+        if failures:
+            self.close()
+            raise RankFailure(failures)
+        return results
+
+    def close(self) -> None:
+        self.alive = False
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+def _worker(rank: int, world_size: int, store: str, pipe: Connection) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            result = (True, function(*args))
+        except BaseException:
+            result = (False, traceback.format_exc())
+        torch._dynamo.reset()
+        pipe.send(result)
+
+
+_GROUPS: dict[int, _Group] = {}
+
+
+@atexit.register
+def _close_all() -> None:
+    for group in _GROUPS.values():
+        group.close()
