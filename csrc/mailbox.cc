@@ -204,12 +204,15 @@ void Mailbox::close(double linger) {
     const auto deadline = Clock::now() + std::chrono::duration<double>(linger);
     reclaim();
     while (!posted_.empty() && !failed_ && tickets_.empty() && Clock::now() < deadline) {
-      bool reader = own_control().state.load() == kOpen;
-      for (std::uint32_t rank = 0; rank < world_; ++rank) {
-        if (rank != rank_ && connected_)
-          reader = reader && control_of(rank).state.load() == kOpen && is_alive(peers_[rank].pid, peers_[rank].watch);
+      // A rank that has closed has read what it wanted; stop when nobody is left to read, or someone gave up.
+      bool readers = false, aborted = own_control().state.load() == kAborted;
+      for (std::uint32_t rank = 0; rank < world_ && connected_; ++rank) {
+        if (rank == rank_) continue;
+        const std::uint32_t state = control_of(rank).state.load();
+        aborted = aborted || state == kAborted;
+        readers = readers || (state == kOpen && is_alive(peers_[rank].pid, peers_[rank].watch));
       }
-      if (!reader) break;
+      if (aborted || !readers) break;
       std::this_thread::sleep_for(std::chrono::microseconds(200));
       reclaim();
     }

@@ -500,17 +500,16 @@ def test_abort_reaches_waiting_peers() -> None:
 
 
 def closing_body(box: Mailbox, rank: int, world: int) -> None:
-    if rank == 1:
-        time.sleep(0.3)  # rank 0 has posted, finished and closed by now
     own, out = np.full(100_000, rank, np.float32), np.zeros(100_000 * world, np.float32)
     ticket = box.start_gather(1, [(address(own), own.size, F32, F32)])
+    time.sleep(0.3 * rank)  # the ranks below have read everything and closed by now
     box.finish_gather(ticket, [(address(out), own.size)], TIMEOUT)
     np.testing.assert_array_equal(out, np.repeat(np.arange(world), own.size))
     box.close()
 
 
 def test_close_waits_for_readers() -> None:
-    run(2, closing_body)
+    run(3, closing_body)
 
 
 def ctrl_c_body(box: Mailbox, rank: int, world: int) -> None:
