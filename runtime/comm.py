@@ -7,6 +7,7 @@ same parameters in the same order; programs see to that.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -16,10 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerograph.errors import ConfigError
 from zerograph.plan import Param
-
-ALIGNMENT = 128
-"""Bytes at which every full parameter starts: vector loads of any kernel, and of NCCL, are aligned."""
+from zerograph.runtime.buffers import Full, allocate_full, shard_shape, torch_dtype
 
 
 # Renamed in torch 2.13, which warns about the old names.
@@ -30,6 +30,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class Communicator(Protocol):
     """What the executor needs of a transport."""
 
+    name: str
     rank: int
     world_size: int
 
@@ -45,48 +46,8 @@ class Communicator(Protocol):
     def finish_reduce(self, pending: Any) -> list[Tensor]:
         """This rank's rows of the averaged gradients, in the shard's dtype."""
 
-
-@dataclass(slots=True)
-class Full:
-    """Full parameters of one bucket in one allocation, each padded to equal chunks per rank.
-
-    Rows are split as ``torch.chunk`` does, so only trailing chunks are short and the first ``shape[0]`` rows of the
-    padded buffer are the parameter itself: a view, no copy.
-    """
-
-    buffer: Tensor
-    padded: list[Tensor]
-    tensors: list[Tensor]
-
-
-def allocate_full(params: Sequence[Param], world_size: int, device: torch.device) -> Full:
-    """Uninitialized memory for the full ``params``."""
-    offsets, end = [], 0
-    for p in params:
-        offsets.append(end)
-        size = world_size * p.chunk_elements(world_size) * torch_dtype(p.compute_dtype).itemsize
-        end += -(-size // ALIGNMENT) * ALIGNMENT
-    buffer = torch.empty(end, dtype=torch.uint8, device=device)
-    padded = []
-    for p, offset in zip(params, offsets, strict=True):
-        dtype = torch_dtype(p.compute_dtype)
-        count = world_size * p.chunk_elements(world_size)
-        padded.append(buffer[offset : offset + count * dtype.itemsize].view(dtype))
-    tensors = [flat[: p.elements].view(p.shape) for p, flat in zip(params, padded, strict=True)]
-    return Full(buffer, padded, tensors)
-
-
-def torch_dtype(name: str) -> torch.dtype:
-    """``"bfloat16"`` as ``torch.bfloat16``."""
-    return getattr(torch, name)  # type: ignore[no-any-return]
-
-
-def shard_shape(param: Param, rank: int, world_size: int) -> tuple[int, ...]:
-    """Shape of what ``rank`` holds of ``param``."""
-    if not param.sharded:
-        return param.shape
-    first, last = param.shard_rows(rank, world_size)
-    return (last - first, *param.shape[1:])
+    def abort(self, reason: str) -> None:
+        """This rank failed: let the others fail too, if the transport can tell them."""
 
 
 @dataclass(slots=True)
@@ -115,6 +76,7 @@ class GroupCommunicator:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
+        self.name = f"torch.distributed ({dist.get_backend(group)})"
         self.rank, self.world_size = group.rank(), group.size()
         self.coalesces = dist.get_backend(group) == "nccl"
 
@@ -205,7 +167,25 @@ class GroupCommunicator:
             for p, result in zip(pending.params, pending.results, strict=True)
         ]
 
+    def abort(self, reason: str) -> None:
+        """Peers find out by torch.distributed's own timeout, or when this process ends."""
+
 
 def connect(group: dist.ProcessGroup, device: torch.device) -> Communicator:
-    """The fastest transport between the ranks of ``group``, who all call this."""
+    """The fastest transport between the ranks of ``group``, who all call this.
+
+    CPU ranks of one host share memory; ``ZEROGRAPH_TRANSPORT=group`` keeps to the process group.
+
+    Raises:
+        ConfigError: ``ZEROGRAPH_TRANSPORT`` is neither "auto" nor "group".
+    """
+    wanted = os.environ.get("ZEROGRAPH_TRANSPORT", "auto")
+    if wanted not in ("auto", "group"):
+        raise ConfigError(f"ZEROGRAPH_TRANSPORT={wanted!r}", 'it may be "auto" or "group"')
+    if device.type == "cpu" and wanted == "auto" and dist.get_backend(group) == "gloo":
+        from zerograph.runtime.mailbox import open_mailbox  # needs the native core, which other transports do not
+
+        mailbox = open_mailbox(group)
+        if mailbox is not None:
+            return mailbox
     return GroupCommunicator(group, device)

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from zerograph.plan import Param
-from zerograph.runtime.comm import Communicator, shard_shape, torch_dtype
+from zerograph.runtime.buffers import shard_shape, torch_dtype
+from zerograph.runtime.comm import Communicator
 from zerograph.runtime.program import Compute, Free, Gather, Program, Reduce, WaitGather, WaitReduce
 from zerograph.runtime.residency import GatheredCache, GradientHold
 from zerograph.runtime.telemetry import Telemetry
@@ -56,10 +57,15 @@ class Executor:
         for register in self.unread:
             registers[register] = None
         self.cache.enter(program.kind)
-        for step, run, dead in self.steps:
-            run(step, registers)
-            for register in dead:
-                registers[register] = None
+        try:
+            for step, run, dead in self.steps:
+                run(step, registers)
+                for register in dead:
+                    registers[register] = None
+        except BaseException as error:
+            if self.comm is not None:
+                self.comm.abort(f"{type(error).__name__}: {error}"[:400])
+            raise
         self.telemetry.finished(program.kind)
         return [None if r is None else registers[r] for r in program.outputs]
 

@@ -5,4 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # `import ranks`, also in the worker processes
+# Worker processes inherit this path: it lets them `import ranks`, and import test modules by the names pytest gives them.
+TESTS = Path(__file__).parent
+sys.path[:0] = [str(TESTS), str(TESTS.parent)]

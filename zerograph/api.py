@@ -158,7 +158,7 @@ class Backend:
         return Report(
             stage=self.config.stage,
             world_size=self.world_size,
-            transport=type(self.communicator).__name__ if self.communicator is not None else "no communication",
+            transport=self.communicator.name if self.communicator is not None else "no communication",
             buckets=tuple(
                 BucketReport(f.index, b.name, tuple(p.name for p in b.params), b.gathered_bytes, b.residency)
                 for f in frames

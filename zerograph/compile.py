@@ -1,10 +1,10 @@
 """How a traced frame becomes programs: the whole compiler on one screen.
 
-    Dynamo graph -> joint graph          AOTAutograd, with Inductor's decompositions
-    joint        -> Step -> Plan         capture, planner
-    joint        -> forward, backward    canonicalize, localize, recompute, min-cut partition
-    each         -> zg:: instructions    gather, prefetch, reduce, verify
-    each         -> Program -> Executor  lower, runtime
+Dynamo graph -> joint graph          AOTAutograd, with Inductor's decompositions
+joint        -> Step -> Plan         capture, planner
+joint        -> forward, backward    canonicalize, localize, recompute, min-cut partition
+each         -> zg:: instructions    gather, prefetch, reduce, verify
+each         -> Program -> Executor  lower, runtime
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config

@@ -52,9 +52,7 @@ class Config:
         known = cls.__dataclass_fields__
         unknown = sorted(set(options) - set(known))
         if unknown:
-            raise ConfigError(
-                f"zerograph.backend has no argument {unknown[0]!r}", f"it takes {', '.join(known)}"
-            )
+            raise ConfigError(f"zerograph.backend has no argument {unknown[0]!r}", f"it takes {', '.join(known)}")
         config = cls(**{**options, **_sizes(options)})
         config._validate()
         return config

@@ -31,6 +31,10 @@ class CollectiveMismatch(ZeroGraphError, RuntimeError):
     """Ranks disagree about the collectives they are about to run; raised instead of hanging."""
 
 
+class RankError(ZeroGraphError, RuntimeError):
+    """Another rank failed, ended, or did not answer in time."""
+
+
 class InvariantError(ZeroGraphError, AssertionError):
     """A compiled program breaks an invariant of the design: a bug in ZeroGraph, located."""
 

@@ -31,9 +31,7 @@ class Frame:
         """The planner has decided; from here on the runtime's shared parts exist."""
         self.step, self.plan = step, plan
         cache = GatheredCache(plan, self.backend.watch)
-        self.runtime = Runtime(
-            self.index, self.backend.communicator, cache, self.backend.hold, self.backend.telemetry
-        )
+        self.runtime = Runtime(self.index, self.backend.communicator, cache, self.backend.hold, self.backend.telemetry)
 
     def lowered(self, program: Program, seconds: float) -> None:
         """A graph of this frame became a program, ``seconds`` after its passes began."""

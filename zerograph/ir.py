@@ -27,7 +27,8 @@ class Param:
         compute_dtype: dtype of the gathered parameter.
         reduce_dtype: dtype its gradient is summed over ranks in.
         trainable: whether a gradient reaches it in this step.
-        sharded: split by rows over ranks; otherwise every rank holds it whole (scalars, fewer rows than ranks, stage 0).
+        sharded: split by rows over ranks; otherwise every rank holds it whole (scalars, fewer rows than ranks,
+            stage 0).
     """
 
     name: str

@@ -7,7 +7,6 @@ passes insert them in place of markers, and lowering turns them into a program. 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch

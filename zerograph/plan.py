@@ -10,6 +10,8 @@ from typing import Any, Literal
 from zerograph.errors import ZeroGraphError
 from zerograph.ir import Param
 
+__all__ = ["VERSION", "Bucket", "Param", "Plan", "Residency"]
+
 VERSION = 1
 
 Residency = Literal["use", "backward", "step"]

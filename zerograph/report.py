@@ -50,10 +50,9 @@ class Report:
             f"  runs: {', '.join(f'{n} {kind}' for kind, n in self.runs.items()) or 'none yet'}; "
             f"at most {self.peak_whole_buckets} buckets whole at a time",
         ]
-        for b in self.buckets:
-            lines.append(
-                f"  frame {b.frame}  {b.name:32s} {len(b.params):4d} parameters  {format_bytes(b.bytes):>9s}  {b.residency}"
-            )
-        for reason, count in self.graph_breaks.items():
-            lines.append(f"  graph break x{count}: {reason.splitlines()[0]}")
+        lines += [
+            f"  frame {b.frame}  {b.name:32s} {len(b.params):4d} parameters  {format_bytes(b.bytes):>9s}  {b.residency}"
+            for b in self.buckets
+        ]
+        lines += [f"  graph break x{n}: {reason.splitlines()[0]}" for reason, n in self.graph_breaks.items()]
         return "\n".join(lines)

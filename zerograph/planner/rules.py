@@ -28,8 +28,7 @@ def plan_step(step: Step, *, stage: int, world_size: int, bucket_size: int, pref
     """
     residency: Residency = "use" if stage == 3 else "step"
     buckets = tuple(
-        Bucket(index, _name(params), params, residency)
-        for index, params in enumerate(_group(step.params, bucket_size))
+        Bucket(index, _name(params), params, residency) for index, params in enumerate(_group(step.params, bucket_size))
     )
     return Plan(stage=stage, world_size=world_size, buckets=buckets, prefetch=prefetch)
 
