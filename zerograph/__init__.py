@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerograph.api import Backend, backend, backend_of, shard
+    from zerograph.checkpoint import export
+    from zerograph.meta_init import materialize
+    from zerograph.optim.clip import clip_grad_norm_
+    from zerograph.surgery import gathered
 
 __version__ = "0.1.0"
 
@@ -19,10 +23,24 @@ _HOMES = {
     "Backend": "api",
     "backend": "api",
     "backend_of": "api",
+    "clip_grad_norm_": "optim.clip",
+    "export": "checkpoint",
+    "gathered": "surgery",
+    "materialize": "meta_init",
     "shard": "api",
 }
 
-__all__ = ["Backend", "__version__", "backend", "backend_of", "shard"]
+__all__ = [
+    "Backend",
+    "__version__",
+    "backend",
+    "backend_of",
+    "clip_grad_norm_",
+    "export",
+    "gathered",
+    "materialize",
+    "shard",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo.exc import TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zerograph.errors import UnsupportedError
+from zerograph.errors import UnsupportedError, ZeroGraphError
 
 
 class Retrace(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):  # type: ignore[misc]
@@ -31,25 +31,33 @@ class Retrace(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):  # t
     """
 
 
+def unwrapped(error: ZeroGraphError) -> ZeroGraphError:
+    """``error`` in a form that Dynamo hands to the user as it is, instead of inside a BackendCompilerFailed."""
+    base = type(error)
+    clear = type(base.__name__, (base, ShortenTraceback), {"__module__": base.__module__, "__init__": Exception.__init__})
+    result = clear(*error.args)
+    result.hint, result.first_useful_frame = error.hint, None
+    return result  # type: ignore[no-any-return]
+
+
 def traced_function() -> str:
     """The user's function that Dynamo is tracing, as ``name (file:line)``."""
     code = InstructionTranslator.current_tx().f_code
     return f"{code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
 
 
-def refuse_wrapped(roots: Iterable[nn.Module]) -> None:
+def refuse_wrapped(modules: Iterable[nn.Module]) -> None:
     """Refuse models that something else already distributes.
 
     Raises:
         UnsupportedError: naming the wrapper.
     """
-    for root in roots:
-        for module in root.modules():
-            if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)):
-                raise UnsupportedError(
-                    f"the model is wrapped by {type(module).__name__}, which synchronizes gradients itself",
-                    "give torch.compile the plain model; ZeroGraph does what the wrapper did (stage=0 is DDP)",
-                )
+    for module in modules:
+        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)):
+            raise UnsupportedError(
+                f"the model is wrapped by {type(module).__name__}, which synchronizes gradients itself",
+                "give torch.compile the plain model; ZeroGraph does what the wrapper did (stage=0 is DDP)",
+            )
 
 
 def parameters(gm: fx.GraphModule) -> list[nn.Parameter]:
@@ -65,11 +73,11 @@ def parameters(gm: fx.GraphModule) -> list[nn.Parameter]:
 
 def roots_of_call(gm: fx.GraphModule) -> list[nn.Module]:
     """The outermost modules of the call being compiled: those on the stack, and those that own the inputs."""
-    roots = [m for m in (*_modules_on_stack(), *_source_modules(gm)) if not isinstance(m, fx.GraphModule)]
+    roots = [m for m in (*modules_on_stack(), *_source_modules(gm)) if not isinstance(m, fx.GraphModule)]
     return list(dict.fromkeys(roots))
 
 
-def _modules_on_stack() -> Iterator[nn.Module]:
+def modules_on_stack() -> Iterator[nn.Module]:
     """The ``self`` of every module call between the user's call of the compiled model and here."""
     frame = sys._getframe(1)
     inside = True

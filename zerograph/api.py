@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,11 @@ from zerograph import adopt
 from zerograph.agreement import Agreement
 from zerograph.compile import compile_frame
 from zerograph.config import Config
+from zerograph.copies import take_over
 from zerograph.errors import UnsupportedError, ZeroGraphError
 from zerograph.frame import Frame
 from zerograph.lower import SegmentCache
+from zerograph.optim.check import OptimizerCheck
 from zerograph.plan import Plan
 from zerograph.report import BucketReport, Report
 from zerograph.runtime.comm import Communicator, connect
@@ -25,6 +27,7 @@ from zerograph.runtime.program import Program
 from zerograph.runtime.residency import GradientHold, ShardWatch
 from zerograph.runtime.telemetry import Telemetry
 from zerograph.faces import resolve_mesh, shard_parameters
+from zerograph.surgery import is_open
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +53,8 @@ class Backend:
         self.communicator: Communicator | None = None
         self.world_size = 1
         self.compile_seconds = 0.0
+        self._known: set[int] = set()
+        self._optimizers = OptimizerCheck(self._known, lambda: bool(self.frames))
         self._mesh: Any = None
         self._device: torch.device | None = None
         self._agreement: Agreement | None = None
@@ -57,11 +62,19 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         """Dynamo's entry: adopt the model on its first call, then compile the frame."""
-        mine = {id(p) for p in self.params.values()}
-        foreign = [p for p in adopt.parameters(gm) if id(p) not in mine]
+        try:
+            return self._compile(gm, example_inputs)
+        except ZeroGraphError as error:
+            raise adopt.unwrapped(error) from error.__cause__
+
+    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        adopt.refuse_wrapped(adopt.modules_on_stack())  # DDP hands over pieces of its graph, without parameters
+        foreign = [p for p in adopt.parameters(gm) if id(p) not in self._known]
         if foreign:
+            if is_open(foreign):
+                return gm  # inside zerograph.gathered: plain parameters, on this rank alone
             roots = adopt.roots_of_call(gm)
-            adopt.refuse_wrapped(roots)
+            adopt.refuse_wrapped(m for root in roots for m in root.modules())
             if self.shard(roots, foreign[0].device):
                 raise adopt.Retrace
             self._refuse_foreign(foreign)
@@ -75,13 +88,32 @@ class Backend:
         self._bind(device)
         if self.world_size == 1 and self.config.dtype is None:
             return False
-        new = shard_parameters(roots, self.config, self._mesh, self.params)
+        new = take_over(roots, self.config, self._mesh, self.params)
+        new |= shard_parameters(roots, self.config, self._mesh, {**self.params, **new})
         for name, param in new.items():
             self.watch.add(name, param)
         self.params |= new
+        self._known.update(id(p) for p in new.values())
         if new:
             log.info("stage %d: sharded %d parameters over %d ranks", self.config.stage, len(new), self.world_size)
         return bool(new)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the shards live; the CPU until the backend has seen a model."""
+        return self._device or torch.device("cpu")
+
+    def replace(self, new: Mapping[int, nn.Parameter]) -> None:
+        """Go on with other outward faces, given by ``id`` of those they replace."""
+        for name, old in self.params.items():
+            if id(old) in new:
+                self.params[name] = new[id(old)]
+                self.watch.add(name, new[id(old)])
+        self._known.update(id(p) for p in new.values())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are fresh backends with the same arguments: programs belong to one model."""
+        return (Backend, (self.config,))
 
     def _refuse_foreign(self, params: Sequence[nn.Parameter]) -> None:
         """Parameters of no module on the call's path would train unsynchronized."""
@@ -224,15 +256,31 @@ def backend_of(model: nn.Module) -> Backend:
     return _BY_MODEL[model]
 
 
-def shard(model: nn.Module, backend: Backend) -> nn.Module:
+def shard(model: nn.Module, backend: Backend, device: torch.device | str | None = None) -> nn.Module:
     """Shard ``model`` for ``backend`` in place, before its first call; returns it.
 
     All ranks call this together. A model on the meta device stays there, sharded: materialize it with
     :func:`zerograph.materialize` before training.
 
+    Args:
+        device: where a model on the meta device will live; default: the accelerator when there is one, else the CPU.
+
     Raises:
         UnsupportedError: a parameter that cannot be sharded.
     """
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    backend.shard([model], device)
+    model = getattr(model, "_orig_mod", model)
+    _BY_MODEL[model] = backend
+    backend.shard([model], _home(model, backend, device))
     return model
+
+
+def _home(model: nn.Module, backend: Backend, device: torch.device | str | None) -> torch.device:
+    """The device that the shards of ``model`` belong on."""
+    if device is None:
+        device = next((p.device for p in model.parameters() if not p.is_meta), None)
+    if device is None and backend.config.mesh is not None:
+        device = backend.config.mesh.device_type
+    device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
+    if device.index is None and device.type != "cpu":
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return device

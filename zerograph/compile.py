@@ -1,10 +1,12 @@
 """How a traced frame becomes programs: the whole compiler on one screen.
 
-Dynamo graph -> joint graph          AOTAutograd, with Inductor's decompositions
-joint        -> Step -> Plan         capture, planner
-joint        -> forward, backward    canonicalize, localize, recompute, min-cut partition
-each         -> zg:: instructions    gather, prefetch, reduce, verify
-each         -> Program -> Executor  lower, runtime
+    Dynamo graph -> joint graph          AOTAutograd, with Inductor's decompositions
+    joint        -> Step -> Plan         capture, planner
+    joint        -> forward, backward    canonicalize, localize, recompute, min-cut partition
+    each         -> zg:: instructions    gather, prefetch, reduce, verify
+    each         -> Program -> Executor  lower, runtime
+
+What each step does is told where it lives, named on the right.
 """
 
 from __future__ import annotations

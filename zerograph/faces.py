@@ -106,6 +106,11 @@ def _getter(name: str) -> Any:
             return unshard(param, self._zg_faces[name])
         if param is None or _is_introspection(sys._getframe(1)):
             return param
+        if param.is_meta:
+            raise ShardingError(
+                f"parameter {self._zg_faces[name].name} is on the meta device and has no values",
+                "call zerograph.materialize(model) first; an init function may touch a module's own parameters only",
+            )
         return unshard(param, self._zg_faces[name])
 
     return full_parameter
@@ -169,13 +174,13 @@ def _owned(roots: Sequence[nn.Module], taken: Container[str]) -> tuple[dict[str,
                     continue
                 if id(param) not in places:
                     name = f"{prefix}.{attribute}".removeprefix("_orig_mod.").lstrip(".")
-                    named[_unique(name, named, taken)] = param
+                    named[unique(name, named, taken)] = param
                 if (module, attribute) not in places.setdefault(id(param), []):
                     places[id(param)].append((module, attribute))
     return named, places
 
 
-def _unique(name: str, *used: Container[str]) -> str:
+def unique(name: str, *used: Container[str]) -> str:
     candidates = itertools.chain([name], (f"{name}#{i}" for i in itertools.count(2)))
     return next(c for c in candidates if not any(c in names for names in used))
 
@@ -288,6 +293,11 @@ def resolve_mesh(config: Config, device_type: str) -> DeviceMesh | None:
             raise ConfigError(
                 f"mesh is on {config.mesh.device_type!r}, the model on {device_type!r}",
                 f'make it with init_device_mesh("{device_type}", (world_size,))',
+            )
+        if config.mesh.get_coordinate() is None:
+            raise ConfigError(
+                f"rank {dist.get_rank()} is not in the mesh, which has ranks {config.mesh.mesh.flatten().tolist()}",
+                "run the model only on ranks of its mesh, or make a mesh of all ranks",
             )
         return config.mesh
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:

@@ -6,6 +6,7 @@ The graph is cut at its ``zg::`` nodes; what lies between two cuts is a *segment
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import operator
 import time
@@ -21,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from zerograph import ops
+from zerograph.passes.graph import is_size  # arithmetic that every segment which needs it repeats
 from zerograph.runtime.program import (
     Compute,
     Free,
@@ -43,6 +45,7 @@ class SegmentCache:
 
     compute: str
     callables: dict[str, Callee] = field(default_factory=dict)
+    constants: list[Any] = field(default_factory=list)  # kept alive: digests know them by identity
     requested: int = 0
     seconds: float = 0.0
 
@@ -55,12 +58,28 @@ class SegmentCache:
             found = _compile(gm) if self.compute == "inductor" else _interpret(gm)
             self.seconds += time.perf_counter() - start
             self.callables[digest] = found
+            self.constants += [_attribute(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr")]
+            self.constants += _shape_envs(gm)
         return found
 
 
 def lower(gm: fx.GraphModule, kind: str, cache: SegmentCache) -> tuple[Program, tuple[Callee, ...]]:
     """The program that ``gm`` stands for, and the callables of its segments."""
+    _keep_together(gm.graph)
     return _Lowering(gm, kind, cache).run()
+
+
+def _keep_together(graph: fx.Graph) -> None:
+    """Move what unpacks a tuple to where it comes from, so that no cut comes between: registers hold tensors.
+
+    Random seeds move too: looked up where they are made, they leave the repeated layers without constants of their own.
+    """
+    *_, last_input = graph.find_nodes(op="placeholder", sort=True) or [None]
+    for node in list(graph.nodes):
+        if node.target is operator.getitem or node.target is torch.ops.prims.inductor_lookup_seed.default:
+            source = node.args[0]
+            anchor = last_input if source.op == "placeholder" else source
+            anchor.append(node)
 
 
 class _Lowering:
@@ -107,12 +126,15 @@ class _Lowering:
 
     def _outputs(self) -> tuple[int | None, ...]:
         output = next(iter(self.gm.graph.find_nodes(op="output")))
-        return tuple(self.registers[v] if isinstance(v, fx.Node) else _none(v) for v in output.args[0])  # type: ignore[union-attr]
+        values: Any = output.args[0]
+        if any(v is not None and not isinstance(v, fx.Node) for v in values):
+            raise TypeError(f"a graph output is neither a node nor None: {values}")
+        return tuple(None if v is None else self.registers[v] for v in values)
 
     def _emit(self, node: fx.Node) -> None:
         """Turn one ``zg::`` node into an instruction."""
         if node.op == "output":
-            self._compute_sizes([n for n in node.all_input_nodes if _is_size(n) and n.op != "placeholder"])
+            self._compute_sizes([n for n in node.all_input_nodes if is_size(n) and n.op != "placeholder"])
             return
         info = node.meta["zg"]
         results = _results(node)
@@ -132,7 +154,7 @@ class _Lowering:
 
     def _flush(self, nodes: list[fx.Node]) -> None:
         """Make a segment of the compute nodes between two cuts."""
-        inside = {n for n in nodes if not _is_size(n)}
+        inside = {n for n in nodes if not is_size(n)}
         if not inside:
             return
         outs = [n for n in nodes if n in inside and _leaves(n, inside)]
@@ -158,11 +180,6 @@ class _Lowering:
         self.instructions.append(Compute(self.segments[segment.digest], args, results))
 
 
-def _none(value: Any) -> None:
-    if value is not None:
-        raise TypeError(f"graph output {value!r} is neither a node nor None")
-
-
 def _is_result(node: fx.Node) -> bool:
     """Whether ``node`` unpacks what a wait returns."""
     source = node.args[0] if node.args else None
@@ -177,14 +194,6 @@ def _results(node: fx.Node) -> dict[int, fx.Node]:
     return {user.args[1]: user for user in node.users if _is_result(user)}  # type: ignore[misc]
 
 
-def _is_size(node: fx.Node) -> bool:
-    """Whether ``node`` is arithmetic on symbolic sizes only, which every segment that needs it repeats."""
-    if node.op == "placeholder":
-        return isinstance(node.meta.get("val"), torch.SymInt)
-    scalar = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
-    return scalar and all(_is_size(n) for n in node.all_input_nodes)
-
-
 def _leaves(node: fx.Node, inside: set[fx.Node]) -> bool:
     return any(user not in inside for user in node.users)
 
@@ -195,7 +204,7 @@ def _mutates(node: fx.Node) -> bool:
 
 def _symbol_inputs(graph: fx.Graph) -> dict[Any, fx.Node]:
     """The placeholder that carries each symbolic size."""
-    found = {}
+    found: dict[Any, fx.Node] = {}
     for node in graph.find_nodes(op="placeholder"):
         val = node.meta.get("val")
         if isinstance(val, torch.SymInt) and val.node.expr.is_symbol:
@@ -229,7 +238,8 @@ def _extract(
 
 
 def _inputs_of(nodes: list[fx.Node], symbols: dict[Any, fx.Node]) -> list[fx.Node]:
-    inside, inputs = set(nodes), {}
+    inside = set(nodes)
+    inputs: dict[fx.Node, None] = {}
     needed: set[Any] = set()
     queue = list(reversed(nodes))
     seen: set[fx.Node] = set()
@@ -241,7 +251,7 @@ def _inputs_of(nodes: list[fx.Node], symbols: dict[Any, fx.Node]) -> list[fx.Nod
             if source in inside or source in seen or source.op == "get_attr":
                 continue
             seen.add(source)
-            if _is_size(source) and source.op != "placeholder":
+            if is_size(source) and source.op != "placeholder":
                 queue.append(source)
             else:
                 inputs[source] = None
@@ -275,7 +285,19 @@ def _digest(gm: fx.GraphModule) -> str:
         target = node.target if node.op in ("call_function", "get_attr") else ""
         identity = id(_attribute(gm, str(target))) if node.op == "get_attr" else ""
         text.append(f"{node.op} {target} {identity} {args} {_layout(node.meta.get('val'))}")
+    # What was compiled for symbolic sizes holds under the guards of the frame that they belong to.
+    text += [str(id(env)) for env in _shape_envs(gm)]
     return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+
+
+def _shape_envs(gm: fx.GraphModule) -> list[Any]:
+    """The owner of the symbolic sizes in ``gm``; empty when all sizes are known."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        val = node.meta.get("val")
+        if isinstance(val, (torch.Tensor, torch.SymInt)) and _symbols_in(val):
+            sizes = [val] if isinstance(val, torch.SymInt) else val.shape
+            return [next(s for s in sizes if isinstance(s, torch.SymInt)).node.shape_env]
+    return []
 
 
 def _layout(val: Any) -> str:
@@ -314,8 +336,6 @@ def _with_deaths(
     instructions: list[Instruction], inputs: int, outputs: tuple[int | None, ...]
 ) -> tuple[Instruction, ...]:
     """Note on each instruction the registers that nothing reads after it."""
-    import dataclasses
-
     alive = {r for r in outputs if r is not None}
     result: list[Instruction] = []
     for step in reversed(instructions):

@@ -1,0 +1,90 @@
+"""Gradient clipping on local shards: one pass over this rank's memory and one scalar all-reduce."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Shard
+
+from zerograph.errors import UnsupportedError
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scale the gradients of ``parameters`` in place so that their joint norm is at most ``max_norm``.
+
+    Does what ``torch.nn.utils.clip_grad_norm_`` does, on the shards that this rank holds instead of on DTensors one by
+    one. All ranks call it together.
+
+    Args:
+        parameters: sharded or plain parameters; those without gradient are skipped.
+        max_norm: the largest norm allowed.
+        norm_type: the p of the norm; ``math.inf`` is the largest absolute value.
+        error_if_nonfinite: raise instead of scaling by a norm that is not finite.
+
+    Returns:
+        The norm before clipping, a 0-d tensor, the same on every rank.
+
+    Raises:
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+        UnsupportedError: a gradient that is partial over ranks, or sharded over more than one mesh dimension.
+    """
+    params = [parameters] if isinstance(parameters, Tensor) else parameters
+    grads = [p.grad for p in params if p.grad is not None]
+    split = [g for g in grads if _is_split(g)]
+    whole = [_local(g) for g in grads if not _is_split(g)]
+    norm = _norm_over_ranks(split, whole, float(norm_type))
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped")
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for group in _by_kind([_local(g) for g in split] + whole):
+        torch._foreach_mul_(group, scale.to(group[0].device))
+    return norm
+
+
+def _is_split(grad: Tensor) -> bool:
+    if not isinstance(grad, DTensor):
+        return False
+    if grad.device_mesh.ndim > 1 or isinstance(grad.placements[0], Partial):
+        raise UnsupportedError(f"cannot clip a gradient placed as {grad.placements}", "use torch.nn.utils.clip_grad_norm_")
+    return isinstance(grad.placements[0], Shard)
+
+
+def _local(grad: Tensor) -> Tensor:
+    return grad._local_tensor if isinstance(grad, DTensor) else grad
+
+
+def _norm_over_ranks(split: list[DTensor], whole: list[Tensor], p: float) -> Tensor:
+    """Norm of the split gradients (summed over ranks) and the whole ones (the same on every rank) together."""
+    power = _power_sum([_local(g) for g in split], p)
+    if split:
+        largest = math.isinf(p)
+        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+        dist.all_reduce(power, op=op, group=split[0].device_mesh.get_group())
+    power = power.to(whole[0].device) if whole and not split else power
+    both = torch.stack([power, _power_sum(whole, p).to(power.device)])
+    return both.max() if math.isinf(p) else both.sum() ** (1.0 / p)
+
+
+def _power_sum(grads: list[Tensor], p: float) -> Tensor:
+    """Sum of ``|g|**p`` over all elements, or their largest absolute value."""
+    if not grads:
+        return torch.zeros(())
+    norms = [n for group in _by_kind(grads) for n in torch._foreach_norm([g.reshape(-1) for g in group if g.numel()], p)]
+    if not norms:
+        return torch.zeros((), device=grads[0].device)
+    stacked = torch.stack([n.to(norms[0].device, torch.float32) for n in norms])
+    return stacked.max() if math.isinf(p) else (stacked**p).sum()
+
+
+def _by_kind(grads: list[Tensor]) -> list[list[Tensor]]:
+    """Grouped by device and dtype, as foreach kernels need them."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        groups.setdefault((grad.device, grad.dtype), []).append(grad)
+    return list(groups.values())
