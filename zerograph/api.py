@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,6 +79,8 @@ class Backend:
             if self.shard(roots, foreign[0].device):
                 raise adopt.Retrace
             self._refuse_foreign(foreign)
+        if not self.frames:
+            gc.collect()  # the abandoned trace holds the full parameters in reference cycles
         return compile_frame(self, gm, example_inputs)
 
     def shard(self, roots: Sequence[nn.Module], device: torch.device) -> bool:
@@ -107,6 +110,7 @@ class Backend:
         """Go on with other outward faces, given by ``id`` of those they replace."""
         for name, old in self.params.items():
             if id(old) in new:
+                self._known.discard(id(old))
                 self.params[name] = new[id(old)]
                 self.watch.add(name, new[id(old)])
         self._known.update(id(p) for p in new.values())
