@@ -28,4 +28,14 @@ GRAPH_PASSES: tuple[tuple[str, GraphPass], ...] = (
 )
 """What happens to a forward, backward or inference graph after partitioning."""
 
-__all__ = ["GRAPH_PASSES", "GraphPass", "canonicalize", "gather", "localize", "prefetch", "recompute", "reduce", "verify"]
+__all__ = [
+    "GRAPH_PASSES",
+    "GraphPass",
+    "canonicalize",
+    "gather",
+    "localize",
+    "prefetch",
+    "recompute",
+    "reduce",
+    "verify",
+]

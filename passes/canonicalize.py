@@ -23,11 +23,10 @@ def canonicalize(gm: fx.GraphModule) -> int:
     _merge_unshards(gm.graph)
     _merge_reductions(gm.graph)
     _protect_outputs(gm.graph)
-    removed = before - _count(gm.graph)
     gm.graph.eliminate_dead_code()
     gm.graph.lint()
     gm.recompile()
-    return removed
+    return before - _count(gm.graph)
 
 
 def _count(graph: fx.Graph) -> int:
@@ -57,24 +56,24 @@ def _merge_reductions(graph: fx.Graph) -> None:
 
 
 def _sum_of(reduced: set[fx.Node]) -> fx.Node | None:
-    """The node that adds up all of ``reduced`` (and nothing else) through additions and identity views, if any."""
-    partial, members = set(reduced), list(reduced)
-    while members:
-        for user in list(members.pop().users):
-            adds = user.target is aten.add.Tensor and not user.kwargs and set(user.all_input_nodes) <= partial
-            if user not in partial and (adds or is_identity_view(user)):
-                partial.add(user)
-                members.append(user)
-        if not members:
-            # An addition becomes eligible when its second operand does, so look again until nothing changes.
-            ready = [
-                u for n in partial for u in n.users
-                if u not in partial and u.target is aten.add.Tensor and set(u.all_input_nodes) <= partial
-            ]  # fmt: skip
-            partial.update(ready)
-            members = ready
-    ends = [n for n in partial if any(u not in partial for u in n.users)]
-    return ends[0] if len(ends) == 1 else None
+    """The node that adds up all of ``reduced``, each once and nothing else, through identity views, if any."""
+    terms, changed = set(reduced), True
+    while changed:
+        changed = False
+        for term in list(terms):
+            user = next(iter(term.users)) if len(term.users) == 1 else None
+            if user is None or term not in terms:
+                continue
+            if is_identity_view(user):
+                merged = {term}
+            elif user.target is aten.add.Tensor and not user.kwargs and len(terms & set(user.all_input_nodes)) == 2:
+                merged = set(user.all_input_nodes)
+            else:
+                continue
+            if all(len(n.users) == 1 for n in merged):
+                terms = terms - merged | {user}
+                changed = True
+    return terms.pop() if len(terms) == 1 else None
 
 
 def _reduce_the_sum(graph: fx.Graph, group: list[Marker], total: fx.Node) -> None:
@@ -82,7 +81,8 @@ def _reduce_the_sum(graph: fx.Graph, group: list[Marker], total: fx.Node) -> Non
     with graph.inserting_before(last):
         grad = group[0].source
         for marker in group[1:]:
-            grad = call(graph, aten.add.Tensor, (grad, marker.source), marker.source.meta["val"], last)
+            value = grad.meta["val"] + marker.source.meta["val"]
+            grad = call(graph, aten.add.Tensor, (grad, marker.source), value, last)
         merged = call(graph, REDUCE_GRAD, (grad, *last.args[1:]), last.meta["val"], last)
     total.replace_all_uses_with(merged)
 

@@ -120,9 +120,9 @@ def _insert(graph: fx.Graph, visits: list[_Visit], plan: Plan) -> None:
 
 
 def _first_view_before(visit: _Visit) -> fx.Node:
-    """Where a visit starts: its first use, or the copied views that stand right before it."""
+    """Where a visit starts: its first use, or the copied views (of any bucket) that stand right before it."""
     node = visit.uses[0]
-    while is_view(node.prev) and node in node.prev.users and _reads_marker(node.prev):
+    while is_view(node.prev) and _reads_marker(node.prev):
         node = node.prev
     return node
 

@@ -14,28 +14,8 @@ from zerograph.plan import Param
 
 aten = torch.ops.aten
 
-VIEWS = frozenset(
-    {
-        aten.view.default,
-        aten.reshape.default,
-        aten._unsafe_view.default,
-        aten.alias.default,
-        aten.detach.default,
-        aten.t.default,
-        aten.transpose.int,
-        aten.permute.default,
-        aten.expand.default,
-        aten.squeeze.dim,
-        aten.squeeze.dims,
-        aten.unsqueeze.default,
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.unbind.int,
-        aten.as_strided.default,
-    }
-)
+_VIEWS_BY_DECOMPOSITION = frozenset({aten._unsafe_view.default})
+"""Views whose schemas do not say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +51,15 @@ def markers(graph: fx.Graph, target: Any) -> list[Marker]:
 
 def is_view(node: fx.Node) -> bool:
     """Whether ``node`` only looks at its first argument's memory."""
-    return node.op == "call_function" and (node.target in VIEWS or _is_view_part(node))
+    return node.op == "call_function" and (_is_view_op(node.target) or _is_view_part(node))
+
+
+def _is_view_op(target: Any) -> bool:
+    return target in _VIEWS_BY_DECOMPOSITION or (isinstance(target, torch._ops.OpOverload) and target.is_view)
 
 
 def _is_view_part(node: fx.Node) -> bool:
-    return node.target is operator.getitem and isinstance(node.args[0], fx.Node) and node.args[0].target in VIEWS
+    return node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _is_view_op(node.args[0].target)
 
 
 def is_identity_view(node: fx.Node) -> bool:
@@ -93,6 +77,12 @@ def behind_identity(node: fx.Node) -> fx.Node:
     while is_identity_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether ``node`` is arithmetic on symbolic sizes only."""
+    scalar = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return scalar and (node.op == "placeholder" or all(is_size(n) for n in node.all_input_nodes))
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -114,4 +104,3 @@ def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], val: Any, like: fx
             if key in like.meta:
                 node.meta[key] = like.meta[key]
     return node
-

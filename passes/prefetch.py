@@ -1,7 +1,8 @@
 """Start each gather up to ``plan.prefetch`` visits before its bucket is needed.
 
-Moves ``zg.gather`` nodes up to the start of an earlier visit, after that visit's frees. Safe because a gather reads only
-shards, which do not change within a graph; never moves one where more than ``prefetch + 1`` buckets would be whole.
+Moves ``zg.gather`` nodes up to the start of an earlier visit, after that visit's frees. Safe because a gather reads
+only shards, which do not change within a graph; never moves one so early that more than
+``prefetch + 1`` buckets would be whole.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ def prefetch(gm: fx.GraphModule, plan: Plan) -> int:
     waits = list(gm.graph.find_nodes(op="call_function", target=WAIT_GATHER, sort=True))
     ends = _ends(gm.graph, waits)
     starts = list(range(len(waits)))
+    freed: dict[object, int] = {}  # where the last visit of a bucket ended: no bucket is gathered twice at a time
     moved = 0
     for i, wait in enumerate(waits):
-        starts[i] = _earliest(i, starts, ends, plan.prefetch)
+        bucket = wait.args[2]
+        starts[i] = _earliest(i, freed.get(bucket, 0), starts, ends, plan.prefetch)
+        freed[bucket] = ends[i]
         if starts[i] < i:
             waits[starts[i]].prepend(wait.args[0])  # type: ignore[arg-type]
             moved += 1
@@ -41,9 +45,9 @@ def _ends(graph: fx.Graph, waits: list[fx.Node]) -> list[int]:
     return [end[wait] for wait in waits]
 
 
-def _earliest(i: int, starts: list[int], ends: list[int], distance: int) -> int:
-    """The first visit at whose start gather ``i`` may begin with at most ``distance + 1`` buckets whole."""
-    for start in range(max(0, i - distance), i):
+def _earliest(i: int, first: int, starts: list[int], ends: list[int], distance: int) -> int:
+    """The visit, not before ``first``, at whose start gather ``i`` may begin with ``distance + 1`` buckets whole."""
+    for start in range(max(first, i - distance), i):
         whole = (sum(starts[k] <= at < ends[k] for k in range(i)) for at in range(start, i))
         if max(whole) <= distance:
             return start

@@ -7,14 +7,12 @@ again; whether that costs a collective is a matter of residency, decided by the 
 
 from __future__ import annotations
 
-import operator
-
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zerograph.ops import UNSHARD
-from zerograph.passes.graph import VIEWS
+from zerograph.passes.graph import is_size, is_view
 
 aten = torch.ops.aten
 
@@ -28,7 +26,7 @@ def recompute(gm: fx.GraphModule) -> int:
     """Tag parameter-only nodes of the joint graph ``gm``; returns how many were tagged. Edits metadata only."""
     tagged: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        inputs = node.all_input_nodes
+        inputs = [n for n in node.all_input_nodes if not is_size(n)]  # sizes are there in the backward too
         derived = bool(inputs) and all(n in tagged for n in inputs)
         if node.target is UNSHARD or (derived and _is_cheap(node)):
             tagged.add(node)
@@ -38,4 +36,4 @@ def recompute(gm: fx.GraphModule) -> int:
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    return node.target in VIEWS or node.target in _CASTS or node.target is operator.getitem
+    return is_view(node) or node.target in _CASTS

@@ -55,7 +55,8 @@ def _places(graph: fx.Graph, groups: list[tuple[int, list[Marker]]]) -> list[fx.
     """For each bucket, the node before which its reduction starts."""
     order = positions(graph)
     nodes = list(graph.nodes)
-    ready = [max(order[m.source] for m in group) for _, group in groups]
+    first = order[max(graph.find_nodes(op="placeholder"), key=order.__getitem__, default=nodes[0])]
+    ready = [max(first, *(order[m.source] for m in group)) for _, group in groups]
     cuts = [i for i, n in enumerate(nodes) if n.target in INSTRUCTIONS and nodes[i - 1].target not in INSTRUCTIONS]
     end = order[output_of(graph)]
     places = []
@@ -66,9 +67,7 @@ def _places(graph: fx.Graph, groups: list[tuple[int, list[Marker]]]) -> list[fx.
     return places
 
 
-def _start(
-    graph: fx.Graph, plan: Plan, bucket: int, group: list[Marker]
-) -> tuple[fx.Node, list[Marker], Transfer]:
+def _start(graph: fx.Graph, plan: Plan, bucket: int, group: list[Marker]) -> tuple[fx.Node, list[Marker], Transfer]:
     params = {p.name: p for p in plan.buckets[bucket].params}
     transfer = Transfer(bucket, tuple(params[m.name] for m in group))
     grads = [m.source for m in group]

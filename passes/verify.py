@@ -34,12 +34,13 @@ def verify(gm: fx.GraphModule, plan: Plan) -> int:
 def _check_gathers(graph: fx.Graph, plan: Plan) -> int:
     # One operator that reads parameters of several buckets needs them all at once.
     limit = max([plan.prefetch + 1, *(len(_buckets_read(n)) for n in graph.nodes if n.target is not FREE)])
-    whole: dict[int, fx.Node] = {}
+    whole: dict[object, fx.Node] = {}
+    waited: set[fx.Node] = set()
     freed: set[fx.Node] = set()
     checked = 0
     for node in graph.nodes:
         for source in node.all_input_nodes:
-            if source in freed:
+            if _memory_of(source) in freed:
                 raise _broken(node, f"it reads {source.name} after it was freed")
         if node.target is GATHER:
             bucket = node.args[1]
@@ -48,10 +49,19 @@ def _check_gathers(graph: fx.Graph, plan: Plan) -> int:
             if len(whole) >= limit:
                 raise _broken(node, f"{len(whole) + 1} buckets would be whole, at most {limit} may")
             whole[bucket] = node
+        elif node.target is WAIT_GATHER:
+            if node.args[0] in waited:
+                raise _broken(node, f"bucket {node.args[2]} is waited for twice")
+            waited.add(node.args[0])
         elif node.target is FREE:
-            if whole.pop(node.args[1], None) is None:
+            gather = whole.pop(node.args[1], None)
+            if gather is None:
                 raise _broken(node, f"bucket {node.args[1]} is freed and was not gathered")
-            freed.update(node.args[0])
+            if gather not in waited:
+                raise _broken(node, f"bucket {node.args[1]} is freed and was not waited for")
+            freed.update(results := {n for wait in gather.users for n in wait.users if n.target is operator.getitem})
+            if results != set(node.args[0]):
+                raise _broken(node, f"bucket {node.args[1]} is freed in part: {len(node.args[0])} of {len(results)}")
         checked += node.target in (GATHER, WAIT_GATHER, FREE)
     for bucket, node in whole.items():
         raise _broken(node, f"bucket {bucket} is never freed")
@@ -59,14 +69,16 @@ def _check_gathers(graph: fx.Graph, plan: Plan) -> int:
 
 
 def _buckets_read(node: fx.Node) -> set[object]:
-    return {bucket for source in node.all_input_nodes for bucket in _bucket_behind(source)}
+    sources = (_memory_of(source) for source in node.all_input_nodes)
+    waits = (n.args[0] for n in sources if n.target is operator.getitem)
+    return {w.args[2] for w in waits if isinstance(w, fx.Node) and w.target is WAIT_GATHER}
 
 
-def _bucket_behind(node: fx.Node) -> set[object]:
-    """The bucket that ``node`` is a full parameter of, or a view of one."""
-    while node.args and isinstance(node.args[0], fx.Node) and (is_view(node) or node.target is operator.getitem):
-        node = node.args[0]
-    return {node.args[2]} if node.target is WAIT_GATHER else set()
+def _memory_of(node: fx.Node) -> fx.Node:
+    """``node``, or what it is a view of."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _check_reductions(graph: fx.Graph) -> int:

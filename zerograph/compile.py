@@ -21,8 +21,10 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.virtualized import V
 
 from zerograph import passes
 from zerograph.capture import capture
@@ -56,17 +58,17 @@ def _partition(
     frame: Frame, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Plan the step, then split the joint graph so that shards are saved and parameters gathered again."""
-    _prepare(frame, joint, training=True)
+    _prepare(frame, joint, inputs, training=True)
     passes.recompute(joint)
     return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **kwargs)
 
 
 def _compile_inference(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    _prepare(frame, gm, training=False)
+    _prepare(frame, gm, inputs, training=False)
     return _compile_graph(frame, "inference", gm, inputs)
 
 
-def _prepare(frame: Frame, gm: fx.GraphModule, *, training: bool) -> None:
+def _prepare(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], *, training: bool) -> None:
     passes.canonicalize(gm)
     step = capture(gm.graph, training=training)
     config = frame.backend.config
@@ -79,7 +81,8 @@ def _prepare(frame: Frame, gm: fx.GraphModule, *, training: bool) -> None:
     )
     frame.planned(step, plan)
     passes.localize(gm)
-    joint_graph_passes(gm)
+    with V.set_fake_mode(detect_fake_mode(inputs)):  # where Inductor's passes look for it
+        joint_graph_passes(gm)
 
 
 def _compile_graph(frame: Frame, kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

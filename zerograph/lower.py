@@ -255,15 +255,16 @@ def _inputs_of(nodes: list[fx.Node], symbols: dict[Any, fx.Node]) -> list[fx.Nod
                 queue.append(source)
             else:
                 inputs[source] = None
-    for symbol in sorted(needed, key=str):
-        if symbol in symbols:
-            inputs[symbols[symbol]] = None
+    for symbol in sorted(needed & symbols.keys(), key=str):
+        inputs[symbols[symbol]] = None
     return list(inputs)
 
 
 def _symbols_in(val: Any) -> set[Any]:
     if isinstance(val, (list, tuple)):
         return set().union(*(_symbols_in(v) for v in val))
+    if isinstance(val, torch.Tensor) and all(type(s) is int for s in (*val.shape, *val.stride())):
+        return set()  # the common case, by far the cheapest
     if isinstance(val, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
         return set(free_symbols(val))
     return set()
