@@ -150,7 +150,11 @@ def _point_optimizer(optimizer: Optimizer, pairs: Mapping[int, tuple[Tensor, Ten
     for key in [k for k in optimizer.state if id(k) in pairs]:
         new = pairs[id(key)][1]
         state = optimizer.state.pop(key)
-        optimizer.state[new] = {name: convert_state(value, new) for name, value in state.items()}
+        optimizer.state[new] = {n: v if n in _COUNTERS else convert_state(v, new) for n, v in state.items()}
+
+
+# State of torch.optim that is 0-d for every parameter, so that its shape says nothing about a 0-d parameter.
+_COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 def skip_getters(cls: type) -> None:

@@ -203,7 +203,7 @@ def _convert_grad(grad: Tensor, new: nn.Parameter) -> Tensor:
 
 def _convert_state(value: Any, param: nn.Parameter) -> Any:
     """Optimizer state from before sharding: tensors of the parameter's shape are split like it."""
-    if isinstance(value, Tensor) and isinstance(param, DTensor) and value.shape == param.shape and value.ndim > 0:
+    if isinstance(value, Tensor) and isinstance(param, DTensor) and value.shape == param.shape:
         return as_shard(value, param)
     return value
 
