@@ -71,11 +71,16 @@ class GroupCommunicator:
     """Collectives of ``torch.distributed``: NCCL, gloo, or any other backend.
 
     On NCCL the all-gathers of a bucket are coalesced into one launch and write straight into the full parameters;
-    elsewhere a bucket travels as one flat message and is copied out.
+    elsewhere a bucket travels as one flat message and is copied out. An NCCL group runs its collectives on one stream
+    of its own, so reductions get a second group: they overlap gathers as well as compute.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
+        self.reduce_group = group
+        if dist.get_backend(group) == "nccl" and group.size() > 1:
+            ranks = dist.get_process_group_ranks(group)
+            self.reduce_group = dist.new_group(ranks, use_local_synchronization=True, group_desc="zerograph-reduce")
         self.name = f"torch.distributed ({dist.get_backend(group)})"
         self.rank, self.world_size = group.rank(), group.size()
         self.coalesces = dist.get_backend(group) == "nccl"
@@ -144,7 +149,7 @@ class GroupCommunicator:
                 send[rank, offset : offset + (last - first) * row] = flat[first * row : last * row]
             offset += length
         out = send.new_empty(sum(lengths))
-        work = _reduce_scatter(out, send.view(-1), group=self.group, async_op=True)
+        work = _reduce_scatter(out, send.view(-1), group=self.reduce_group, async_op=True)
         parts = [
             part[: prod(shard_shape(p, self.rank, self.world_size))]
             for p, part in zip(params, out.split(lengths), strict=True)
@@ -155,7 +160,7 @@ class GroupCommunicator:
         self, params: Sequence[Param], grads: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[list[Tensor], dist.Work, Tensor]:
         flat = torch.cat([g.reshape(-1).to(dtype) for g in grads])
-        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        work = dist.all_reduce(flat, group=self.reduce_group, async_op=True)
         return list(flat.split([p.elements for p in params])), work, flat  # type: ignore[return-value]
 
     def finish_reduce(self, pending: _PendingReduce) -> list[Tensor]:

@@ -1,0 +1,58 @@
+"""Training on one GPU: alone, and as two gloo ranks that share it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+from torch import nn
+
+import zerograph
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)]
+    return nn.Sequential(nn.Linear(32, 64), *layers, nn.Linear(64, 8))
+
+
+def _losses(backend: object, batch: torch.Tensor, steps: int = 4) -> list[float]:
+    model = _model().cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    compiled = torch.compile(model, backend=backend) if backend is not None else model
+    losses = []
+    for _ in range(steps):
+        loss = compiled(batch).float().pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        if dist.is_initialized() and backend is not None:
+            dist.all_reduce(mean)
+            mean /= dist.get_world_size()
+        losses.append(mean.item())
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_gpu_trains_like_plain_pytorch(stage: int) -> None:
+    batch = torch.randn(16, 32, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    plain = _losses(None, batch)
+    assert _losses(zerograph.backend(stage=stage), batch) == pytest.approx(plain, rel=1e-4)
+
+
+def _two_ranks(stage: int | None) -> list[float]:
+    torch.cuda.set_device(0)
+    batch = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).cuda()
+    if stage is None:
+        return _losses(None, batch)
+    half = batch.chunk(dist.get_world_size())[dist.get_rank()]
+    return _losses(zerograph.backend(stage=stage, bucket_size="64KB"), half)
+
+
+def test_stages_agree_on_two_ranks_of_one_gpu() -> None:
+    plain = run(2, _two_ranks, None)[0]
+    results = [run(2, _two_ranks, stage)[0] for stage in (1, 2, 3)]
+    assert results[0] == pytest.approx(plain, rel=1e-4)
+    assert results[0] == results[1] == results[2]
