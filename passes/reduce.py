@@ -11,7 +11,7 @@ import operator
 
 from torch import fx
 
-from zerograph.ops import INSTRUCTIONS, REDUCE, REDUCE_GRAD, WAIT_REDUCE
+from zerograph.ops import FREE, INSTRUCTIONS, REDUCE, REDUCE_GRAD, WAIT_REDUCE
 from zerograph.passes.graph import Marker, Transfer, call, markers, output_of, positions
 from zerograph.plan import Plan
 
@@ -58,6 +58,7 @@ def _places(graph: fx.Graph, groups: list[tuple[int, list[Marker]]]) -> list[fx.
     first = order[max(graph.find_nodes(op="placeholder"), key=order.__getitem__, default=nodes[0])]
     ready = [max(first, *(order[m.source] for m in group)) for _, group in groups]
     cuts = [i for i, n in enumerate(nodes) if n.target in INSTRUCTIONS and nodes[i - 1].target not in INSTRUCTIONS]
+    cuts = [next(k for k in range(i, len(nodes)) if nodes[k].target is not FREE) for i in cuts]  # free before sending
     end = order[output_of(graph)]
     places = []
     for i, at in enumerate(ready):

@@ -77,12 +77,18 @@ class Plan:
         Raises:
             ZeroGraphError: another version, or not a plan.
         """
-        data: dict[str, Any] = json.loads(text)
-        version = data.pop("version", None)
+        try:
+            data: dict[str, Any] = json.loads(text)
+            version = data.pop("version", None)
+        except (ValueError, TypeError, AttributeError):
+            raise ZeroGraphError("the text is no plan", "give what Plan.to_json wrote") from None
         if version != VERSION:
             raise ZeroGraphError(f"plan has version {version}, this ZeroGraph reads {VERSION}", "make the plan again")
-        buckets = tuple(
-            Bucket(**{**b, "params": tuple(Param(**{**p, "shape": tuple(p["shape"])}) for p in b["params"])})
-            for b in data.pop("buckets")
-        )
-        return cls(buckets=buckets, **data)
+        try:
+            return cls(**{**data, "buckets": tuple(_bucket(**b) for b in data["buckets"])})
+        except (KeyError, TypeError) as error:
+            raise ZeroGraphError(f"the plan is incomplete: {error}", "give what Plan.to_json wrote") from None
+
+
+def _bucket(params: list[dict[str, Any]], **rest: Any) -> Bucket:
+    return Bucket(params=tuple(Param(**{**p, "shape": tuple(p["shape"])}) for p in params), **rest)

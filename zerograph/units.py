@@ -30,6 +30,10 @@ def format_bytes(size: float) -> str:
     """``size`` bytes with a binary unit and three significant digits: ``"32 MiB"``, ``"1.5 GiB"``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
-            return f"{size:.3g} {unit}"
+            return f"{_digits(size)} {unit}"
         size /= 1024
-    return f"{size:.4g} TiB"
+    return f"{_digits(size)} TiB"
+
+
+def _digits(number: float) -> str:
+    return f"{number:.3g}" if abs(number) < 1000 else f"{number:.0f}"

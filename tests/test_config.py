@@ -1,0 +1,93 @@
+"""Every argument of ``zerograph.backend``, right and wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from graphs import fake_world
+from torch.distributed.device_mesh import init_device_mesh
+
+import zerograph
+from zerograph.config import Config
+from zerograph.errors import ConfigError, UnsupportedError, ZeroGraphError
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("stage", 4, "stage must be 0, 1, 2 or 3, got 4"),
+    ("stage", -1, "got -1"),
+    ("stage", "3", "got '3'"),
+    ("stage", 3.0, "got 3.0"),
+    ("stage", True, "got True"),
+    ("stage", None, "got None"),
+    ("prefetch", -1, "prefetch must be a number of buckets >= 0, got -1"),
+    ("prefetch", 1.0, "got 1.0"),
+    ("prefetch", "1", "got '1'"),
+    ("prefetch", True, "got True"),
+    ("prefetch", None, "got None"),
+    ("bucket_size", 0, "must be positive"),
+    ("bucket_size", -5, "negative"),
+    ("bucket_size", "big", "'big' is not a size"),
+    ("bucket_size", "32 apples", "is not a size"),
+    ("bucket_size", "0MiB", "must be positive"),
+    ("bucket_size", 1.5, "1.5 is not a size"),
+    ("bucket_size", None, "None is not a size"),
+    ("bucket_size", True, "True is not a size"),
+    ("compute", "triton", "compute must be one of"),
+    ("compute", None, "got None"),
+    ("compute", ["eager"], "got \\['eager'\\]"),
+    ("dtype", torch.int64, "dtype must be a floating torch.dtype"),
+    ("dtype", torch.complex64, "got torch.complex64"),
+    ("dtype", "bfloat16", "got 'bfloat16'"),
+    ("dtype", torch.float8_e4m3fn, "got torch.float8"),
+    ("reduce_dtype", torch.int32, "reduce_dtype must be"),
+    ("reduce_dtype", 32, "got 32"),
+    ("mesh", 8, "mesh must be a torch DeviceMesh, got int"),
+    ("mesh", "dp", "got str"),
+]
+
+
+@pytest.mark.parametrize(("argument", "value", "message"), WRONG, ids=lambda v: str(v)[:20])
+def test_a_wrong_argument_is_named_at_once_with_a_hint(argument: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        zerograph.backend(**{argument: value})
+    assert argument in str(caught.value)
+    assert caught.value.hint
+
+
+def test_an_unknown_argument() -> None:
+    with pytest.raises(ConfigError, match="has no argument 'stages'") as caught:
+        zerograph.backend(stages=3)
+    assert "stage, mesh, dtype" in caught.value.hint
+
+
+def test_stage_auto_is_not_there_yet() -> None:
+    with pytest.raises(UnsupportedError, match="not there yet"):
+        zerograph.backend(stage="auto")
+
+
+def test_a_mesh_of_two_dimensions_and_its_slice() -> None:
+    with fake_world(0, 8):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("tp", "dp"))
+        with pytest.raises(ConfigError, match="mesh has 2 dimensions") as caught:
+            zerograph.backend(mesh=mesh)
+        assert 'mesh["dp"]' in caught.value.hint
+        assert zerograph.backend(mesh=mesh["dp"]).config.mesh.size() == 4
+
+
+def test_every_argument_right() -> None:
+    config = Config.of(
+        stage=2, dtype=torch.bfloat16, reduce_dtype=torch.float32, bucket_size="16MiB", prefetch=0, compute="eager"
+    )
+    assert (config.stage, config.bucket_size, config.prefetch) == (2, 16 * 2**20, 0)
+    assert Config.of() == Config()
+
+
+def test_a_config_cannot_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config.of().stage = 1  # type: ignore[misc]
+
+
+def test_errors_have_one_base() -> None:
+    assert issubclass(ConfigError, ZeroGraphError)

@@ -1,0 +1,73 @@
+"""Plans as plain data."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerograph.errors import ZeroGraphError
+from zerograph.ir import Param
+from zerograph.plan import Bucket, Plan
+
+_DTYPES = st.sampled_from(["float32", "bfloat16", "float64"])
+_PARAMS = st.builds(
+    Param,
+    name=st.text(min_size=1),
+    shape=st.lists(st.integers(0, 2**40), max_size=4).map(tuple),
+    dtype=_DTYPES,
+    compute_dtype=_DTYPES,
+    reduce_dtype=_DTYPES,
+    trainable=st.booleans(),
+    sharded=st.booleans(),
+)
+_BUCKETS = st.builds(
+    Bucket,
+    index=st.integers(0, 100),
+    name=st.text(),
+    params=st.lists(_PARAMS, max_size=3).map(tuple),
+    residency=st.sampled_from(["use", "backward", "step"]),
+)
+_PLANS = st.builds(
+    Plan,
+    stage=st.integers(0, 3),
+    world_size=st.integers(1, 4096),
+    buckets=st.lists(_BUCKETS, max_size=4).map(tuple),
+    prefetch=st.integers(0, 8),
+)
+
+
+@given(plan=_PLANS)
+def test_a_plan_read_back_from_json_equals_itself(plan: Plan) -> None:
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.digest == plan.digest
+    assert "\n" not in plan.to_json()
+
+
+@given(one=_PLANS, other=_PLANS)
+def test_plans_that_differ_have_different_digests(one: Plan, other: Plan) -> None:
+    assert (one == other) == (one.digest == other.digest)
+
+
+def test_another_version_is_refused() -> None:
+    data = json.loads(Plan(3, 2, (), 1).to_json())
+    for version in (0, 99, None):
+        with pytest.raises(ZeroGraphError, match=f"plan has version {version}, this ZeroGraph reads 1"):
+            Plan.from_json(json.dumps({**data, "version": version}))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}', '{"version": 1, "buckets": 3}', "null"])
+def test_what_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(ZeroGraphError, match="plan"):
+        Plan.from_json(text)
+
+
+def test_bytes_and_lookup() -> None:
+    a = Param("a", (4, 4), "float32", "bfloat16", "float32", True, True)
+    b = Param("b", (2,), "float32", "float32", "float32", True, False)
+    bucket = Bucket(0, "both", (a, b), "use")
+    assert bucket.gathered_bytes == 16 * 2 + 2 * 4
+    assert Plan(3, 2, (bucket,), 1).bucket_of() == {"a": bucket, "b": bucket}

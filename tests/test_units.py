@@ -1,0 +1,54 @@
+"""Sizes for people."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerograph.units import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("33554432", 2**25),
+        ("32MiB", 2**25),
+        (" 32 mib ", 2**25),
+        ("1.5GB", 1_500_000_000),
+        ("2 TiB", 2**41),
+        ("7B", 7),
+        ("1KB", 1000),
+        ("0.5KiB", 512),
+        (12, 12),
+    ],
+)
+def test_parse(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "-1", "1e6", "32 MiBs", "1,5GB", "1.GB", "0x10", -1])
+def test_what_is_no_size(text: str | int) -> None:
+    with pytest.raises(ValueError, match="size"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1 KiB"),
+        (2**25, "32 MiB"),
+        (1.5 * 2**30, "1.5 GiB"),
+        (2**50, "1024 TiB"),
+    ],
+)
+def test_format(size: float, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+@given(size=st.integers(0, 2**60))
+def test_what_is_formatted_can_be_parsed_and_is_close(size: int) -> None:
+    assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.01)
