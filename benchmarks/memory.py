@@ -1,0 +1,241 @@
+"""Peak resident memory of one rank, beside what ZeRO promises.
+
+    python benchmarks/memory.py                            # 2 gloo ranks, 12 layers, d=1024: 168 M parameters
+    python benchmarks/memory.py --dtype bf16 --variants fsdp,zg3,zg3:bucket_size=16MiB
+
+Prediction. Stage 3 peaks below DDP (3.9 GB measured before), `fully_shard` (2.5) and DeepSpeed ZeRO-3 (5.2), and each
+stage within 10% of base + states / world size + gathered buckets + activations. Since gradients appear while
+activations go, the sum is an upper bound: a good program stays a little below it.
+
+Method. Each variant has fresh processes. "Base" is what a rank holds with torch, Inductor and its group loaded and no
+model; "start" the peak from there to the end of the second step (the whole model, its sharding, compilation);
+"steady" the peak of three more steps after the kernel forgot the first one (/proc/self/clear_refs). All are the
+kernel's counts (VmHWM), of the largest rank. "Expected" is of the steady peak. Its parts: parameters, gradients and
+Adam's two states, in fp32, each divided by the world size where the variant shards it; what is whole besides, in the
+compute dtype (DDP's buckets, the two largest blocks in flight and the root of `fully_shard`, all of the model at
+stages 1 and 2, `prefetch + 1` buckets at stage 3, and the unreduced gradients of a block or bucket); and what autograd
+saves for the backward, counted on one and two layers and extrapolated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from crew import Crew, CrewFailed, runnable
+from facts import append_json, describe, machine_facts
+from model import Workload, batches, build_model
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, fx
+from variants import autocast, parse, title
+
+OUT, ERR = Console(width=None if sys.stdout.isatty() else 140), Console(stderr=True)
+DEFAULT = ["ddp", "ddp-compiled", "fsdp", "fsdp-compiled", "zg0", "zg1", "zg2", "zg3", "ds3"]
+EAGER = ("eager", "ddp", "fsdp", "ds")
+MB = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Bytes of the parts of a rank's steady peak, without torch itself."""
+
+    states: int
+    whole: int
+    activations: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Bytes, of the largest rank."""
+
+    base: int
+    start: int
+    steady: int
+    between: int  # resident after a step
+    buckets: tuple[int, ...]
+
+
+def main() -> int:
+    args = arguments()
+    work = Workload(args.layers, args.dim, args.heads, 8192, args.batch, args.seq, args.dtype, args.device)
+    OUT.print(f"{work.describe()}\n{describe(facts := machine_facts(args.device))}", soft_wrap=True)
+    specs = args.variants.split(",")
+    for spec in specs:
+        parse(spec)
+    specs, skipped = runnable(specs)
+    saved = {compiled: activations(work, compiled) for compiled in (False, True)}
+    found: dict[str, Measured] = {}
+    failed: dict[str, str] = {}
+    for spec in specs:
+        with ERR.status(title(spec)):
+            try:
+                found[spec] = measure(spec, work, args.world, args.timeout)
+            except CrewFailed as error:
+                failed[spec] = str(error)
+                ERR.print(f"{title(spec)}: {error}\n{error.detail}", markup=False)
+    expected = {spec: expect(spec, work, args.world, saved, measured) for spec, measured in found.items()}
+    show(found, expected, args.world)
+    for spec, reason in {**{s: f"skipped: {r}" for s, r in skipped.items()}, **failed}.items():
+        OUT.print(f"{title(spec)}: {reason}", markup=False)
+    if args.json:
+        results = {s: {"measured": asdict(m), "expected": asdict(expected[s])} for s, m in found.items()}
+        append_json(args.json, {"benchmark": "memory", "command": " ".join(sys.argv), "machine": facts,
+                                "workload": asdict(work), "world": args.world, "results": results})  # fmt: skip
+    return 1 if failed else 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--layers", type=int, default=12)
+    add("--dim", type=int, default=1024)
+    add("--heads", type=int, default=16)
+    add("--batch", type=int, default=4, help="sequences per rank")
+    add("--seq", type=int, default=128)
+    add("--dtype", choices=["fp32", "bf16"], default="fp32")
+    add("--device", choices=["cpu", "cuda"], default="cpu")
+    add("--world", type=int, default=2)
+    add("--variants", default=",".join(DEFAULT))
+    add("--timeout", type=float, default=1200)
+    add("--json", type=Path, help="append the result to this JSON Lines file")
+    return parser.parse_args()
+
+
+def measure(spec: str, work: Workload, world: int, timeout: float) -> Measured:
+    with Crew(spec, work, world) as crew:
+        crew.call("imports", timeout=timeout)
+        base = crew.call("memory")
+        crew.call("build", timeout=timeout)
+        crew.call("steps", 2, 0, timeout=timeout)
+        start = crew.call("memory")
+        if not all(crew.call("reset_peak")):
+            ERR.print("the kernel does not let a process forget its peak: steady includes the start")
+        crew.call("steps", 3, 0, timeout=timeout)
+        steady = crew.call("memory")
+        buckets = crew.call("buckets")[0]
+    return Measured(
+        largest(base, "rss"), largest(start, "peak"), largest(steady, "peak"), largest(steady, "rss"), tuple(buckets)
+    )
+
+
+def largest(ranks: list[dict[str, int]], key: str) -> int:
+    return max(rank[key] for rank in ranks)
+
+
+def expect(spec: str, work: Workload, world: int, saved: dict[bool, int], measured: Measured) -> Expected:
+    name = spec.split(":")[0]
+    compiled = name.startswith("zg") or name.endswith(("compiled", "compile", "inside"))
+    states, whole = states_and_whole(name, parse(spec)[1], work, world, measured.buckets)
+    return Expected(states, whole, saved[compiled])
+
+
+def states_and_whole(
+    name: str, options: dict[str, Any], work: Workload, world: int, buckets: tuple[int, ...]
+) -> tuple[int, int]:
+    """Bytes of (parameters + gradients + Adam's moments, what is gathered or not yet reduced)."""
+    model = 4 * work.parameters
+    low = work.compute_dtype.itemsize * work.parameters
+    bucket = max(buckets, default=0)
+    gradient = bucket * 4 // work.compute_dtype.itemsize  # of one bucket, as it is reduced
+    match name:
+        case "eager" | "compile":
+            return 4 * model, 0
+        case "ddp" | "ddp-compiled" | "ddp-inside":
+            return 4 * model, model
+        case "zg0":
+            return 4 * model, gradient
+        case "zg1":
+            return 2 * model + 2 * model // world, low
+        case "zg2":
+            return model + 3 * model // world, low + gradient
+        case "zg3":
+            return 4 * model // world, (options.get("prefetch", 1) + 1) * bucket + gradient
+        case _:
+            block = 12 * work.dim**2 * work.compute_dtype.itemsize
+            root = (2 * work.vocab + work.seq) * work.dim * work.compute_dtype.itemsize
+            return 4 * model // world, 3 * block + root
+
+
+def activations(work: Workload, compiled: bool) -> int:
+    """Bytes saved for the backward by the model as it runs eagerly, or as Inductor's partitioner cuts it."""
+    count = saved_by_partition if compiled else saved_by_autograd
+    one, two = (count(replace(work, layers=layers, device="cpu")) for layers in (1, 2))
+    return one + (two - one) * (work.layers - 1)
+
+
+def saved_by_autograd(work: Workload) -> int:
+    model = build_model(work)
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = autocast(model, work)(*batches(work, 0)[0])
+    del loss
+    return sum(size for size, _ in saved.values())
+
+
+def saved_by_partition(work: Workload) -> int:
+    """Runs the partition that Inductor would compile, uncompiled, and adds up what its forward graph hands over."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    sizes: list[int] = []
+
+    def forward(graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        sizes.append(saved_bytes(graph))
+        return graph.forward
+
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=lambda graph, inputs: graph.forward,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    model = build_model(work)
+    torch._dynamo.reset()
+    model.compile(backend=backend)
+    autocast(model, work)(*batches(work, 0)[0])
+    return sizes[0]
+
+
+def saved_bytes(graph: fx.GraphModule) -> int:
+    """Bytes of a forward graph's outputs that are not views of its inputs, each storage once; the loss is 4 of them."""
+    inputs = {storage(node) for node in graph.graph.find_nodes(op="placeholder")}
+    outputs = (node for node in graph.graph.output_node().all_input_nodes if isinstance(node.meta["val"], Tensor))
+    held = {storage(node): node.meta["val"].untyped_storage().nbytes() for node in outputs}
+    return sum(size for key, size in held.items() if key not in inputs)
+
+
+def storage(node: fx.Node) -> int:
+    value = node.meta["val"]
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else id(node)
+
+
+def show(found: dict[str, Measured], expected: dict[str, Expected], world: int) -> None:
+    table = Table(title=f"resident memory per rank in MB, {world} rank(s)")
+    measurements, sums = ("start", "steady", "between"), ("= base", "+ states", "+ whole", "+ activations")
+    for column in ("variant", *measurements, "expected", *sums, "steady / expected"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    for spec, measured in found.items():
+        parts = expected[spec]
+        total = measured.base + parts.states + parts.whole + parts.activations
+        sizes = (measured.start, measured.steady, measured.between, total,
+                 measured.base, parts.states, parts.whole, parts.activations)  # fmt: skip
+        table.add_row(title(spec), *(f"{size / MB:.0f}" for size in sizes), f"{measured.steady / total:.2f}")
+    OUT.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

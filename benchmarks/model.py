@@ -1,0 +1,113 @@
+"""The GPT that every benchmark here trains, and the data it is trained on.
+
+It is GPT-2's block (LayerNorm and Linear with bias, fused qkv, gelu MLP of four times the width) with learned positions
+and an untied vocabulary head. The loss is part of `forward`, in fp32, so that every variant does the same work inside
+and outside of what it compiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One model and one batch: what a step of a benchmark computes on each rank."""
+
+    layers: int = 6
+    dim: int = 512
+    heads: int = 8
+    vocab: int = 8192
+    batch: int = 4
+    seq: int = 128
+    dtype: str = "fp32"  # "fp32" | "bf16": bf16 compute over fp32 master parameters
+    device: str = "cpu"
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.dtype == "bf16" else torch.float32
+
+    @property
+    def parameters(self) -> int:
+        """Elements in the model, without building it."""
+        block = 12 * self.dim**2 + 13 * self.dim
+        return self.layers * block + (2 * self.vocab + self.seq + 2) * self.dim
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the matrix products of one training step of one rank."""
+        tokens = self.batch * self.seq
+        weights = self.layers * 12 * self.dim**2 + self.vocab * self.dim
+        attention = self.layers * 2 * self.seq * self.dim
+        return 6 * tokens * (weights + attention)
+
+    def describe(self) -> str:
+        return (
+            f"GPT, {self.layers} layers, d={self.dim}, {self.heads} heads, vocabulary {self.vocab}: "
+            f"{self.parameters / 1e6:.1f} M parameters; batch {self.batch} x {self.seq} per rank, {self.dtype}, "
+            f"{self.flops / 1e9:.1f} GFLOP of matrix products per rank and step"
+        )
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 4 * dim), nn.Linear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+    def attention(self, x: Tensor) -> Tensor:
+        batch, seq, dim = x.shape
+        heads = self.qkv(x).view(batch, seq, 3, self.heads, dim // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.proj(mixed.transpose(1, 2).reshape(batch, seq, dim))
+
+
+class GPT(nn.Module):
+    """`forward(tokens, targets)`, both int64 of shape (batch, seq), gives the mean cross-entropy, a 0-d fp32 tensor."""
+
+    def __init__(self, work: Workload) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(work.vocab, work.dim)
+        self.positions = nn.Embedding(work.seq, work.dim)
+        self.blocks = nn.ModuleList(Block(work.dim, work.heads) for _ in range(work.layers))
+        self.norm = nn.LayerNorm(work.dim)
+        self.head = nn.Linear(work.dim, work.vocab, bias=False)
+        self.apply(self._init)
+
+    @staticmethod
+    def _init(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+def build_model(work: Workload, seed: int = 0) -> GPT:
+    """The same weights for every variant and rank."""
+    torch.manual_seed(seed)
+    with torch.device(work.device):
+        return GPT(work)
+
+
+def batches(work: Workload, rank: int, count: int = 4) -> list[tuple[Tensor, Tensor]]:
+    """`count` fixed batches of random tokens, different on each rank, the same for every variant."""
+    generator = torch.Generator().manual_seed(1000 + rank)
+    shape = (count, work.batch, work.seq + 1)
+    text = torch.randint(work.vocab, shape, generator=generator).to(work.device)
+    return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in text]

@@ -1,0 +1,91 @@
+"""What the executor adds to each instruction: ``python benchmarks/overhead.py`` prints microseconds.
+
+A program like that of one forward, with instructions that do nothing: segments return tensors that exist already, and
+the transport moves no data. Every bucket is gathered, waited for, computed with and freed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerograph.ir import Param
+from zerograph.plan import Bucket, Plan
+from zerograph.runtime.executor import Executor, Runtime
+from zerograph.runtime.program import Compute, Free, Gather, Instruction, Program, Segment, WaitGather
+from zerograph.runtime.residency import GatheredCache, GradientHold, ShardWatch
+from zerograph.runtime.telemetry import Telemetry
+
+BUCKETS, PARAMS, RUNS = 48, 12, 300
+
+
+class Nowhere:
+    """A transport that hands out what it holds."""
+
+    name, rank, world_size = "nowhere", 0, 2
+
+    def __init__(self) -> None:
+        self.full = [torch.zeros(1) for _ in range(PARAMS)]
+
+    def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> list[Tensor]:
+        """Nothing to do."""
+        return self.full
+
+    def finish_gather(self, pending: list[Tensor]) -> list[Tensor]:
+        """Nothing to wait for."""
+        return pending
+
+
+def executor() -> Executor:
+    """A forward of ``BUCKETS`` layers with ``PARAMS`` parameters each."""
+    steps: list[Instruction] = []
+    buckets, inputs = [], BUCKETS * PARAMS + 1
+    register, x = inputs, inputs - 1
+    for index in range(BUCKETS):
+        names = [f"layers.{index}.{k}" for k in range(PARAMS)]
+        params = tuple(Param(n, (2,), "float32", "float32", "float32", True, True) for n in names)
+        buckets.append(Bucket(index, f"layers.{index}", params, "use"))
+        shards = tuple(range(index * PARAMS, (index + 1) * PARAMS))
+        full = tuple(range(register + 1, register + 1 + PARAMS))
+        out = register + 1 + PARAMS
+        steps += [
+            Gather(index, params, shards, register, dead=shards),
+            WaitGather(index, register, full, dead=(register,)),
+            Compute(0, (x, *full), (out,), dead=(x,)),
+            Free(index, full, dead=full),
+        ]
+        register, x = out + 1, out
+    program = Program("forward", inputs, register, tuple(steps), (x,), (Segment("0" * 16, 1),))
+    watch = ShardWatch()
+    cache = GatheredCache(Plan(3, 2, tuple(buckets), 1), watch)
+    runtime = Runtime(0, Nowhere(), cache, GradientHold(watch), Telemetry())  # type: ignore[arg-type]
+    return Executor(program, [_first], runtime)
+
+
+def _first(args: list[Any]) -> list[Any]:
+    return args[:1]
+
+
+def main() -> None:
+    """Measure and print."""
+    run = executor()
+    inputs = [torch.zeros(1) for _ in range(run.program.inputs)]
+    times = []
+    for _ in range(RUNS):
+        args = list(inputs)
+        start = time.perf_counter()
+        run(args)
+        times.append((time.perf_counter() - start) / len(run.program.instructions))
+    print(
+        f"{statistics.median(times) * 1e6:.2f} microseconds per instruction "
+        f"(median of {RUNS} runs of {len(run.program.instructions)} instructions, {PARAMS} parameters per bucket)"
+    )
+
+
+if __name__ == "__main__":
+    main()

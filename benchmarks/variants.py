@@ -1,0 +1,228 @@
+"""Every way of training the benchmark's GPT that is compared: what wraps the model, and what one step of it is.
+
+A variant is named as `ddp` or, with options, as `zg3:bucket_size=8MiB:prefetch=2`; options are the keyword arguments
+of whatever the variant wraps the model in (`DistributedDataParallel`, `fully_shard`, `torch.compile`,
+`zerograph.backend`, DeepSpeed's "zero_optimization"). All use the same `torch.optim.AdamW`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from model import GPT, Workload
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+Options = dict[str, Any]
+UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+LEARNING_RATE = 3e-4
+
+
+@dataclass(slots=True)
+class Trainer:
+    """The four parts of a training step, as the loop of a user calls them."""
+
+    forward: Callable[[Tensor, Tensor], Tensor]
+    optimizer: torch.optim.Optimizer
+    backend: Any = None  # zerograph's, for its report
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def gradient_norm(self) -> float:
+        return gradient_norm(group_parameters(self.optimizer))
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@dataclass(slots=True)
+class DeepSpeedTrainer(Trainer):
+    engine: Any = None
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+
+    def gradient_norm(self) -> float:
+        """NaN: DeepSpeed knows its norm only after the update."""
+        return float("nan")
+
+    def update(self) -> None:
+        self.engine.step()
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    title: str
+    build: Callable[[GPT, Workload, Options], Trainer]
+    group: bool = True  # needs a process group even at world size 1
+    module: str = "torch"  # what must be installed
+
+
+def eager(model: GPT, work: Workload, options: Options) -> Trainer:
+    return Trainer(autocast(model, work), adamw(model))
+
+
+def compiled(model: GPT, work: Workload, options: Options) -> Trainer:
+    model.compile(**options)
+    return eager(model, work, {})
+
+
+def ddp(model: GPT, work: Workload, options: Options) -> Trainer:
+    wrapped = nn.parallel.DistributedDataParallel(model, **options)
+    return Trainer(autocast(wrapped, work), adamw(wrapped))
+
+
+def compiled_ddp(model: GPT, work: Workload, options: Options) -> Trainer:
+    """`torch.compile` around the wrapper, which splits the graph at DDP's buckets so that the all-reduces overlap."""
+    wrapped = nn.parallel.DistributedDataParallel(model, **options)
+    return Trainer(autocast(torch.compile(wrapped), work), adamw(wrapped))
+
+
+def compiled_inside_ddp(model: GPT, work: Workload, options: Options) -> Trainer:
+    model.compile()
+    return ddp(model, work, options)
+
+
+def sharded(model: GPT, work: Workload, options: Options) -> Trainer:
+    """`fully_shard` on each block, then on the rest."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    settings = {"mesh": init_device_mesh(work.device, (dist.get_world_size(),)), **options}
+    if work.dtype == "bf16":
+        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, **settings)
+    fully_shard(model, **settings)
+    return Trainer(model, adamw(model))
+
+
+def compiled_sharded(model: GPT, work: Workload, options: Options) -> Trainer:
+    """The usual recipe: each block is compiled, the gathers stay in eager hooks between them."""
+    for block in model.blocks:
+        block.compile(fullgraph=True)
+    return sharded(model, work, options)
+
+
+def zerograph_stage(stage: int) -> Callable[[GPT, Workload, Options], Trainer]:
+    def build(model: GPT, work: Workload, options: Options) -> Trainer:
+        import zerograph
+
+        precision = {"dtype": torch.bfloat16} if work.dtype == "bf16" else {}
+        backend = zerograph.backend(stage=stage, **precision, **options)
+        model.compile(backend=backend)
+        return Trainer(model, adamw(model), backend)
+
+    return build
+
+
+def deepspeed_stage(stage: int) -> Callable[[GPT, Workload, Options], Trainer]:
+    def build(model: GPT, work: Workload, options: Options) -> Trainer:
+        import deepspeed
+
+        settings = {
+            "train_micro_batch_size_per_gpu": work.batch,
+            "zero_optimization": {"stage": stage, **options},
+            "zero_allow_untested_optimizer": True,
+            "bf16": {"enabled": work.dtype == "bf16"},
+            "communication_data_type": "fp32",
+        }
+        inner = adamw(model)
+        engine, optimizer, _, _ = deepspeed.initialize(
+            model=model, optimizer=inner, config=settings, dist_init_required=False
+        )
+        for state in inner.state.values():
+            state["step"].zero_()  # DeepSpeed makes the state by a dummy step, which would shift Adam's bias correction
+        return DeepSpeedTrainer(engine, optimizer, engine=engine)
+
+    return build
+
+
+VARIANTS: dict[str, Variant] = {
+    "eager": Variant("eager", eager, group=False),
+    "compile": Variant("torch.compile", compiled, group=False),
+    "ddp": Variant("DDP", ddp),
+    "ddp-compiled": Variant("compiled DDP", compiled_ddp),
+    "ddp-inside": Variant("DDP of a compiled model", compiled_inside_ddp),
+    "fsdp": Variant("fully_shard", sharded),
+    "fsdp-compiled": Variant("fully_shard, compiled blocks", compiled_sharded),
+    **{f"zg{n}": Variant(f"zerograph stage {n}", zerograph_stage(n), False, "zerograph") for n in range(4)},
+    **{f"ds{n}": Variant(f"DeepSpeed ZeRO-{n}", deepspeed_stage(n), True, "deepspeed") for n in (1, 2, 3)},
+}
+
+
+def parse(spec: str) -> tuple[Variant, Options]:
+    """`zg3:bucket_size=8MiB` -> the variant and {"bucket_size": 8388608}. ValueError for a name that is not known."""
+    name, *pairs = spec.split(":")
+    if name not in VARIANTS or not all("=" in pair for pair in pairs):
+        raise ValueError(f"no variant {spec!r}\n\nhint: NAME[:OPTION=VALUE]..., NAME one of {', '.join(VARIANTS)}")
+    return VARIANTS[name], {key: literal(value) for key, value in (pair.split("=", 1) for pair in pairs)}
+
+
+def literal(text: str) -> Any:
+    """An option's value: an integer, a size such as 8MiB, true, false, none, or the text itself."""
+    if text[-3:] in UNITS:
+        return int(float(text[:-3]) * UNITS[text[-3:]])
+    try:
+        return int(text)
+    except ValueError:
+        return {"true": True, "false": False, "none": None}.get(text.lower(), text)
+
+
+def title(spec: str) -> str:
+    return ", ".join([parse(spec)[0].title, *spec.split(":")[1:]])
+
+
+def missing(spec: str) -> str | None:
+    """Why this variant cannot run here, or None."""
+    module = parse(spec)[0].module
+    return None if importlib.util.find_spec(module) else f"{module} is not installed"
+
+
+def autocast(model: Callable[[Tensor, Tensor], Tensor], work: Workload) -> Callable[[Tensor, Tensor], Tensor]:
+    """The model's call under autocast, which is how DDP and a single process compute in bf16."""
+    if work.dtype == "fp32":
+        return model
+
+    def call(tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(work.device, torch.bfloat16):
+            return model(tokens, targets)
+
+    return call
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+
+def group_parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """What the optimizer holds now: an adopting backend replaces the parameters it was made with."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """The 2-norm of the whole gradient. Every rank must call it: the shards' squares are summed over the ranks."""
+    shards, whole = 0.0, 0.0
+    for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
+        if isinstance(gradient, DTensor) and any(p.is_shard() for p in gradient.placements):
+            shards += float(gradient.to_local().double().square().sum())
+        else:
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            whole += float(local.double().square().sum())
+    return (whole + summed(shards, parameters)) ** 0.5
+
+
+def summed(value: float, parameters: Iterable[nn.Parameter]) -> float:
+    """`value` summed over the ranks, if there are several."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return value
+    total = torch.tensor(value, dtype=torch.float64, device=next(iter(parameters)).device)
+    dist.all_reduce(total)
+    return float(total)
