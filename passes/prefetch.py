@@ -1,15 +1,15 @@
 """Start each gather up to ``plan.prefetch`` visits before its bucket is needed.
 
-Moves ``zg.gather`` nodes up to the start of an earlier visit, after that visit's frees. Safe because a gather reads
-only shards, which do not change within a graph; never moves one so early that more than
-``prefetch + 1`` buckets would be whole.
+Moves ``zg.gather`` nodes up to the start of an earlier visit, after that visit's frees, and those of the first visit to
+the very start. Safe because a gather reads only shards, which do not change within a graph; never moves one so early
+that more than ``prefetch + 1`` buckets would be whole.
 """
 
 from __future__ import annotations
 
 from torch import fx
 
-from zerograph.ops import FREE, WAIT_GATHER
+from zerograph.ops import FREE, GATHER, WAIT_GATHER
 from zerograph.plan import Plan
 
 
@@ -17,6 +17,7 @@ def prefetch(gm: fx.GraphModule, plan: Plan) -> int:
     """Rewrite ``gm`` in place; returns the number of gathers moved."""
     waits = list(gm.graph.find_nodes(op="call_function", target=WAIT_GATHER, sort=True))
     ends = _ends(gm.graph, waits)
+    head = next(n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr") and n.target is not GATHER)
     starts = list(range(len(waits)))
     freed: dict[object, int] = {}  # where the last visit of a bucket ended: no bucket is gathered twice at a time
     moved = 0
@@ -24,8 +25,11 @@ def prefetch(gm: fx.GraphModule, plan: Plan) -> int:
         bucket = wait.args[2]
         starts[i] = _earliest(i, freed.get(bucket, 0), starts, ends, plan.prefetch)
         freed[bucket] = ends[i]
-        if starts[i] < i:
-            waits[starts[i]].prepend(wait.args[0])  # type: ignore[arg-type]
+        start: fx.Node = wait.args[0]  # type: ignore[assignment]
+        ready = all(n.op == "placeholder" for n in start.all_input_nodes)
+        place = head if starts[i] == 0 and ready else waits[starts[i]]
+        if starts[i] < i or place is head is not start.next:
+            place.prepend(start)
             moved += 1
     if moved:
         gm.graph.lint()

@@ -85,7 +85,7 @@ def _keep_together(graph: fx.Graph) -> None:
 class _Lowering:
     def __init__(self, gm: fx.GraphModule, kind: str, cache: SegmentCache) -> None:
         self.gm, self.kind, self.cache = gm, kind, cache
-        self.registers: dict[fx.Node, int] = {}
+        self.registers: dict[Any, int] = {}  # of nodes, and of constants that the graph returns
         self.instructions: list[Instruction] = []
         self.segments: dict[str, int] = {}
         self.described: list[Segment] = []
@@ -118,8 +118,8 @@ class _Lowering:
         )
         return program, tuple(self.callables)
 
-    def _register(self, node: fx.Node) -> int:
-        return self.registers.setdefault(node, len(self.registers))
+    def _register(self, node: Any) -> int:
+        return self.registers.setdefault(_key(node), len(self.registers))
 
     def _regs(self, nodes: Any) -> tuple[int, ...]:
         return tuple(self.registers[n] for n in nodes)
@@ -127,14 +127,13 @@ class _Lowering:
     def _outputs(self) -> tuple[int | None, ...]:
         output = next(iter(self.gm.graph.find_nodes(op="output")))
         values: Any = output.args[0]
-        if any(v is not None and not isinstance(v, fx.Node) for v in values):
-            raise TypeError(f"a graph output is neither a node nor None: {values}")
-        return tuple(None if v is None else self.registers[v] for v in values)
+        return tuple(None if v is None else self.registers[_key(v)] for v in values)
 
     def _emit(self, node: fx.Node) -> None:
         """Turn one ``zg::`` node into an instruction."""
         if node.op == "output":
             self._compute_sizes([n for n in node.all_input_nodes if is_size(n) and n.op != "placeholder"])
+            self._return_constants([v for v in node.args[0] if v is not None and not isinstance(v, fx.Node)])  # type: ignore[union-attr]
             return
         info = node.meta["zg"]
         results = _results(node)
@@ -171,13 +170,25 @@ class _Lowering:
             body, inputs = _extract(self.gm, sizes, sizes, self.symbols)
             self._append_compute(Segment(_digest(body), len(sizes)), _interpret(body), inputs, sizes)
 
-    def _append_compute(self, segment: Segment, callee: Callee, inputs: list[fx.Node], outs: list[fx.Node]) -> None:
+    def _return_constants(self, values: list[Any]) -> None:
+        """Sizes and conditions that tracing found to be constant, which AOTAutograd saves all the same."""
+        if values:
+            body = fx.Graph()
+            body.output(tuple(values))
+            gm = fx.GraphModule({}, body)
+            self._append_compute(Segment(_digest(gm), 0), _interpret(gm), [], values)
+
+    def _append_compute(self, segment: Segment, callee: Callee, inputs: list[fx.Node], outs: list[Any]) -> None:
         if segment.digest not in self.segments:
             self.segments[segment.digest] = len(self.callables)
             self.described.append(segment)
             self.callables.append(callee)
         args, results = self._regs(inputs), tuple(self._register(n) for n in outs)
         self.instructions.append(Compute(self.segments[segment.digest], args, results))
+
+
+def _key(value: Any) -> Any:
+    return value if isinstance(value, fx.Node) else (type(value), value)  # 1, 1.0 and True are equal
 
 
 def _is_result(node: fx.Node) -> bool:

@@ -76,6 +76,18 @@ return [mm_default_1]""",
     )
 
 
+def test_the_first_gathers_travel_while_computes_without_parameters_run() -> None:
+    b = Builder()
+    x = b.input("x", 4, 4)
+    u, v = b.params("u", "v")
+    gm = b.output(b.mm(b.mm(b.mm(x, x), u), v))
+    p = plan(gm, "u", "v")
+    gather(gm, p)
+    assert prefetch(gm, p) == 2
+    verify(gm, p)
+    assert _moves(gm) == "g0 g1 - w0 - f0 w1 - f1"
+
+
 def test_a_bucket_that_stays_whole_takes_the_place_of_one_ahead() -> None:
     gm, p = _chain("a", "b", "a", "c", "d", ahead=1)
     gather(gm, p)
