@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,9 @@ from toy import PeakMemory, Toy, adamw, build, compiled, differing, full, train
 
 import zerograph
 from zerograph.errors import CheckpointError
+
+
+Saved = tuple[str, list[float], dict[str, torch.Tensor]]
 
 
 def _gathers(profile: torch.profiler.profile) -> list[str]:
@@ -56,15 +58,15 @@ def _resume(path: str, stage: int, shard_first: bool) -> tuple[list[float], dict
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[float], dict[str, torch.Tensor]]]:
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     path = str(tmp_path_factory.mktemp("dcp"))
-    yield path, *run(2, _save, path)[0]
+    return path, *run(2, _save, path)[0]
 
 
 @pytest.mark.parametrize(
     ("world", "stage", "shard_first"), [(2, 3, True), (2, 1, True), (2, 3, False), (1, 3, True), (4, 3, True)]
 )
-def test_resume_from_dcp(saved: tuple, world: int, stage: int, shard_first: bool) -> None:
+def test_resume_from_dcp(saved: Saved, world: int, stage: int, shard_first: bool) -> None:
     path, losses, values = saved
     resumed, ours = run(world, _resume, path, stage, shard_first)[0]
     if world == 2:
@@ -139,7 +141,7 @@ def _exports_that_fail(folder: str) -> list[str]:
             zerograph.export(model, path)
         messages.append(str(caught.value))
     model.register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
-    with pytest.raises(CheckpointError, match="odd is torch.complex128"):
+    with pytest.raises(CheckpointError, match=r"odd is torch\.complex128"):
         zerograph.export(model, f"{folder}/odd")
     return messages
 
@@ -158,7 +160,7 @@ def _export_to_full_disk(path: str) -> str:
     Path(path).write_text("before")
     dist.barrier()
     with pytest.MonkeyPatch.context() as patch:
-        # A small RLIMIT_FSIZE is the full disk that needs no privileges; fallocate would notice before the first tensor.
+        # A small RLIMIT_FSIZE is a full disk without privileges; fallocate would notice before the first tensor.
         import resource
         import signal
 

@@ -88,9 +88,12 @@ def _submodule_and_nesting() -> None:
                 model.head.weight.fill_(7.0)
         assert type(model.up) is not nn.Linear and type(model.embed) is nn.Embedding
     assert torch.equal(model.embed.weight, torch.full((9, 4), 7.0))
-    with zerograph.gathered(model), pytest.raises(ShardingError, match="enclosing"):
-        with zerograph.gathered(model.embed, writeback=True):
-            pass
+    with (
+        zerograph.gathered(model),
+        pytest.raises(ShardingError, match="enclosing"),
+        zerograph.gathered(model.embed, writeback=True),
+    ):
+        pass
     assert type(model.up) is not nn.Linear
 
 
@@ -103,7 +106,7 @@ def _failures() -> None:
     compiled(model)
     model(torch.arange(4))
     before, outward = full(model), dict(model.named_parameters())
-    with pytest.raises(KeyError), zerograph.gathered(model, writeback=True):
+    with pytest.raises(KeyError), zerograph.gathered(model, writeback=True):  # noqa: PT012
         model.scale.data.fill_(5.0)
         raise KeyError
     with pytest.raises(ShardingError, match=r"became \[3\]"), zerograph.gathered(model, writeback=True):

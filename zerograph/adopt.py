@@ -7,9 +7,11 @@ This file holds every touch of Dynamo's private interfaces that this needs.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +19,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -155,6 +159,25 @@ def _point_optimizer(optimizer: Optimizer, pairs: Mapping[int, tuple[Tensor, Ten
 
 # State of torch.optim that is 0-d for every parameter, so that its shape says nothing about a 0-d parameter.
 _COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
+
+
+def one_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The first mesh equal to ``mesh`` that was seen, by process group.
+
+    DTensor's caches take equal meshes for the same, AOTAutograd tells them apart by identity: a graph that holds both
+    cannot be lowered. Copies and pickles of a DTensor bring a mesh of their own.
+    """
+    first = _MESHES.setdefault(mesh.get_group().group_name, mesh)
+    return first if first == mesh else mesh
+
+
+_MESHES: weakref.WeakValueDictionary[str, DeviceMesh] = weakref.WeakValueDictionary()
+
+
+def move_to_one_mesh(param: Tensor | None) -> None:
+    """Let ``param`` lie on :func:`one_mesh` of its own mesh; the only way in is private."""
+    if isinstance(param, DTensor):
+        param._spec = dataclasses.replace(param._spec, mesh=one_mesh(param.device_mesh))
 
 
 def skip_getters(cls: type) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from zerograph.adopt import modules_holding, replace_everywhere, skip_getters
+from zerograph.adopt import modules_holding, move_to_one_mesh, one_mesh, replace_everywhere, skip_getters
 from zerograph.config import Config
 from zerograph.errors import ConfigError, ShardingError, UnsupportedError
 from zerograph.ops import UNSHARD
@@ -77,6 +77,11 @@ class Faced:
         """Pickle and deep-copy by base class: generated classes cannot be imported."""
         _, (_, *args), *rest = super().__reduce_ex__(2)  # type: ignore[misc]
         return (_rebuild, (self._zg_base, frozenset(self._zg_faces), *args), *rest)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        for name in self._zg_faces:
+            move_to_one_mesh(self._parameters[name])  # type: ignore[attr-defined]
 
 
 def _rebuild(base: type[nn.Module], names: frozenset[str], *args: Any) -> nn.Module:
@@ -299,7 +304,7 @@ def resolve_mesh(config: Config, device_type: str) -> DeviceMesh | None:
                 f"rank {dist.get_rank()} is not in the mesh, which has ranks {config.mesh.mesh.flatten().tolist()}",
                 "run the model only on ranks of its mesh, or make a mesh of all ranks",
             )
-        return config.mesh
+        return one_mesh(config.mesh)
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return dist.device_mesh.init_device_mesh(device_type, (dist.get_world_size(),))
+    return one_mesh(dist.device_mesh.init_device_mesh(device_type, (dist.get_world_size(),)))
