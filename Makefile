@@ -20,7 +20,7 @@ help:
 	@echo "make gpu-bench  the same build, benchmarks/step.py on CUDA"
 
 demo: $(VENV)/.installed
-	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/01_first_run.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/01_first_run.py
 	$(BIN)/python examples/02_resume.py
 
 test: $(VENV)/.installed-dev

@@ -21,7 +21,6 @@ from zerograph.errors import ConfigError
 from zerograph.plan import Param
 from zerograph.runtime.buffers import Full, allocate_full, shard_shape, torch_dtype
 
-
 # Renamed in torch 2.13, which warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -78,12 +77,12 @@ class GroupCommunicator:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
         self.reduce_group = group
-        if dist.get_backend(group) == "nccl" and group.size() > 1:
+        if backend_name(group, device) == "nccl" and group.size() > 1:
             ranks = dist.get_process_group_ranks(group)
             self.reduce_group = dist.new_group(ranks, use_local_synchronization=True, group_desc="zerograph-reduce")
-        self.name = f"torch.distributed ({dist.get_backend(group)})"
+        self.name = f"torch.distributed ({backend_name(group, device)})"
         self.rank, self.world_size = group.rank(), group.size()
-        self.coalesces = dist.get_backend(group) == "nccl"
+        self.coalesces = backend_name(group, device) == "nccl"
 
     def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> _PendingGather:
         """See :class:`Communicator`."""
@@ -176,6 +175,11 @@ class GroupCommunicator:
         """Peers find out by torch.distributed's own timeout, or when this process ends."""
 
 
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """ "gloo", "nccl", ...: what carries tensors on ``device`` (a group made without a name has one per device)."""
+    return str(group._get_backend(device).name())  # dist.get_backend says "undefined" for such a group
+
+
 def connect(group: dist.ProcessGroup, device: torch.device) -> Communicator:
     """The fastest transport between the ranks of ``group``, who all call this.
 
@@ -187,7 +191,7 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> Communicator:
     wanted = os.environ.get("ZEROGRAPH_TRANSPORT", "auto")
     if wanted not in ("auto", "group"):
         raise ConfigError(f"ZEROGRAPH_TRANSPORT={wanted!r}", 'it may be "auto" or "group"')
-    if device.type == "cpu" and wanted == "auto" and dist.get_backend(group) == "gloo":
+    if device.type == "cpu" and wanted == "auto" and backend_name(group, device) == "gloo":
         from zerograph.runtime.mailbox import open_mailbox  # needs the native core, which other transports do not
 
         mailbox = open_mailbox(group)

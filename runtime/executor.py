@@ -44,7 +44,8 @@ class Executor:
         # Dynamo's wrapper of the backward copies only those attributes.
         self._boxed_call = True
         self.program, self.segments = program, segments
-        self.frame, self.comm = runtime.frame, runtime.comm
+        self.frame = runtime.frame
+        self.comm: Communicator = runtime.comm  # type: ignore[assignment]  # None where programs have no collectives
         self.cache, self.hold, self.telemetry = runtime.cache, runtime.hold, runtime.telemetry
         self.unread = _unread_inputs(program)
         self.steps = [(step, getattr(self, _METHODS[type(step)]), step.dead) for step in program.instructions]

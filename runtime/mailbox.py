@@ -1,7 +1,7 @@
 """Collectives between CPU ranks of one host, through shared memory.
 
-Starting an operation copies this rank's data into memory that its peers can map, and never waits; finishing it waits for
-the peers and reads theirs. There is no thread: the calling one does all copies, in C++, without the GIL. Gradients
+Starting an operation copies this rank's data into memory that its peers can map, and never waits; finishing it waits
+for the peers and reads theirs. There is no thread: the calling one does all copies, in C++, without the GIL. Gradients
 travel in their own dtype and are summed in rank order in float32 (float64 for float64), so every rank and every stage
 gets the same bits.
 """

@@ -38,7 +38,8 @@ class Retrace(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):  # t
 def unwrapped(error: ZeroGraphError) -> ZeroGraphError:
     """``error`` in a form that Dynamo hands to the user as it is, instead of inside a BackendCompilerFailed."""
     base = type(error)
-    clear = type(base.__name__, (base, ShortenTraceback), {"__module__": base.__module__, "__init__": Exception.__init__})
+    members = {"__module__": base.__module__, "__init__": Exception.__init__}
+    clear = type(base.__name__, (base, ShortenTraceback), members)
     result = clear(*error.args)
     result.hint, result.first_useful_frame = error.hint, None
     return result  # type: ignore[no-any-return]
@@ -167,7 +168,10 @@ def one_mesh(mesh: DeviceMesh) -> DeviceMesh:
     DTensor's caches take equal meshes for the same, AOTAutograd tells them apart by identity: a graph that holds both
     cannot be lowered. Copies and pickles of a DTensor bring a mesh of their own.
     """
-    first = _MESHES.setdefault(mesh.get_group().group_name, mesh)
+    name = mesh.get_group().group_name
+    first = _MESHES.setdefault(name, mesh)
+    if first.get_group() is not mesh.get_group():  # of a group that was destroyed; names are used again
+        first = _MESHES[name] = mesh
     return first if first == mesh else mesh
 
 

@@ -12,9 +12,11 @@ import json
 import uuid
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from zerograph.errors import CollectiveMismatch
+from zerograph.runtime.comm import backend_name
 from zerograph.runtime.program import Program
 
 
@@ -28,9 +30,9 @@ class Agreement:
         self._first: dict[str, dict[str, list[str]]] = {}
 
     @classmethod
-    def open(cls, group: dist.ProcessGroup) -> Agreement | None:
+    def open(cls, group: dist.ProcessGroup, device: torch.device) -> Agreement | None:
         """An agreement between the ranks of ``group``, who all call this; None where ranks are simulated."""
-        if dist.get_backend(group) == "fake":
+        if backend_name(group, device) == "fake":
             return None
         scope = [uuid.uuid4().hex]
         dist.broadcast_object_list(scope, src=dist.get_global_rank(group, 0), group=group)

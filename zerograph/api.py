@@ -6,6 +6,7 @@ import contextlib
 import gc
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from zerograph.compile import compile_frame
 from zerograph.config import Config
 from zerograph.copies import take_over
 from zerograph.errors import UnsupportedError, ZeroGraphError
+from zerograph.faces import resolve_mesh, shard_parameters
 from zerograph.frame import Frame
 from zerograph.lower import SegmentCache
 from zerograph.optim.check import OptimizerCheck
@@ -27,7 +29,6 @@ from zerograph.runtime.comm import Communicator, connect
 from zerograph.runtime.program import Program
 from zerograph.runtime.residency import GradientHold, ShardWatch
 from zerograph.runtime.telemetry import Telemetry
-from zerograph.faces import resolve_mesh, shard_parameters
 from zerograph.surgery import is_open
 
 log = logging.getLogger(__name__)
@@ -140,7 +141,7 @@ class Backend:
         self.world_size = self._mesh.size()
         group = self._mesh.get_group()
         self.communicator = connect(group, device)
-        self._agreement = Agreement.open(group)
+        self._agreement = Agreement.open(group, device)
 
     def new_frame(self) -> Frame:
         """A frame that is about to be compiled."""
@@ -190,7 +191,7 @@ class Backend:
     def report(self) -> Report:
         """What was decided and what happened so far."""
         frames = [f for f in self.frames if f.programs]
-        breaks = torch._dynamo.utils.counters["graph_break"]
+        breaks = Counter(torch._dynamo.utils.counters["graph_break"]) - Counter(self._breaks_before)
         return Report(
             stage=self.config.stage,
             world_size=self.world_size,
@@ -204,7 +205,7 @@ class Backend:
             segments=self.segments.requested,
             distinct_segments=len(self.segments.callables),
             compile_seconds=self.compile_seconds,
-            graph_breaks={k: n - self._breaks_before.get(k, 0) for k, n in breaks.items() if n > self._breaks_before.get(k, 0)},
+            graph_breaks=dict(breaks),
             runs=dict(self.telemetry.runs),
             peak_whole_buckets=self.telemetry.peak_whole,
         )

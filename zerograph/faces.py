@@ -68,14 +68,15 @@ class Faced:
         for name in self._zg_faces:
             key, param = prefix + name, self._parameters[name]  # type: ignore[attr-defined]
             value = state_dict.get(key)
-            if isinstance(param, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
-                if value.shape == param.shape:
-                    state_dict[key] = as_shard(value.to(param.device), param)
+            if not isinstance(param, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+                continue
+            if value.shape == param.shape:
+                state_dict[key] = as_shard(value.to(param.device), param)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deep-copy by base class: generated classes cannot be imported."""
-        _, (_, *args), *rest = super().__reduce_ex__(2)  # type: ignore[misc]
+        _, (_, *args), *rest = super().__reduce_ex__(2)  # type: ignore[misc, str-unpack]
         return (_rebuild, (self._zg_base, frozenset(self._zg_faces), *args), *rest)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -85,7 +86,7 @@ class Faced:
 
 
 def _rebuild(base: type[nn.Module], names: frozenset[str], *args: Any) -> nn.Module:
-    return copyreg.__newobj__(faced_class(base, names), *args)  # type: ignore[attr-defined]
+    return copyreg.__newobj__(faced_class(base, names), *args)  # type: ignore[attr-defined, arg-type]
 
 
 @functools.cache
@@ -162,7 +163,7 @@ def shard_parameters(
             present(module, attribute, new[name], faces[name])
     replace_everywhere(
         {id(old): (old, new[name]) for name, old in named.items()},
-        lambda value, param: _convert_state(value, param),
+        _convert_state,
     )
     _share_buffers(roots, mesh)
     return new
@@ -252,7 +253,7 @@ def face_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -
 
 
 def distribute(value: Tensor, face: Face, mesh: DeviceMesh | None, stage: int) -> Tensor:
-    """``value`` as its outward face, started from rank 0's values: a DTensor; at stage 0 and world size 1 a plain tensor."""
+    """``value`` as its outward face, started from rank 0's values: a DTensor; plain at stage 0 and world size 1."""
     value = value.detach().contiguous()
     if mesh is None or mesh.size() == 1:
         return value
@@ -284,7 +285,7 @@ def present(module: nn.Module, name: str, param: nn.Parameter, face: Face) -> No
     base = getattr(module, "_zg_base", type(module))
     module._parameters[name] = param
     module.__dict__["_zg_faces"] = faces
-    module.__class__ = faced_class(base, frozenset(faces))
+    module.__class__ = faced_class(base, frozenset(faces))  # type: ignore[arg-type]
 
 
 def resolve_mesh(config: Config, device_type: str) -> DeviceMesh | None:

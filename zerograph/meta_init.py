@@ -169,7 +169,10 @@ def _fill(
 
 
 def _refuse_half_filled(module: nn.Module, label: str) -> None:
-    filled = [a for a in module.__dict__.get("_zg_faces", ()) if not local_of(module._parameters[a]).is_meta]
+    shards = {
+        a: p for a, p in module._parameters.items() if p is not None and a in module.__dict__.get("_zg_faces", ())
+    }
+    filled = [a for a, p in shards.items() if not local_of(p).is_meta]
     if filled:
         raise ShardingError(
             f"{label} has values for {filled[0]!r} already, and others without",
@@ -187,7 +190,7 @@ def _blank(tensor: Tensor, device: torch.device) -> Tensor:
 def _shown_blank(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
     buffers = {name: module._buffers[name] for name in tensors if name in module._buffers}
     params = {
-        name: nn.Parameter(tensor, requires_grad=module._parameters[name].requires_grad)
+        name: nn.Parameter(tensor, requires_grad=getattr(module._parameters[name], "requires_grad", True))
         for name, tensor in tensors.items()
         if name not in buffers
     }

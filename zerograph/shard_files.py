@@ -45,7 +45,7 @@ def read_files(
     with ExitStack() as stack:
         found: dict[int, tuple[Any, str]] = {}
         _all_agree(group, lambda: found.update(_match(slots, _open_all(files, stack), strict)))
-        _all_agree(group, lambda: [_read(slot, *found[id(slot)], device) for slot in slots if id(slot) in found])
+        _all_agree(group, lambda: _read_all([s for s in slots if id(s) in found], found, device))
 
 
 def _open_all(files: Sequence[str | os.PathLike[str]], stack: ExitStack) -> dict[str, Any]:
@@ -106,6 +106,11 @@ def _check(slot: Wanted, file: Any, name: str) -> None:
 
 def _widens(stored: torch.dtype, wanted: torch.dtype) -> bool:
     return torch.promote_types(stored, wanted) == wanted and stored.is_floating_point == wanted.is_floating_point
+
+
+def _read_all(slots: Sequence[Wanted], found: dict[int, tuple[Any, str]], device: torch.device) -> None:
+    for slot in slots:
+        _read(slot, *found[id(slot)], device)
 
 
 def _read(slot: Wanted, file: Any, name: str, device: torch.device) -> None:

@@ -124,8 +124,8 @@ def together(group: dist.ProcessGroup | None, action: Callable[[], Any], error: 
     if is_first(group):
         try:
             action()
-        except Exception as failure:
-            caught = failure
+        except Exception as problem:
+            caught = problem
     failure = None if caught is None else (describe(caught), getattr(caught, "hint", ""))
     if group is not None and group.size() > 1:
         failure = _shared(group, failure)

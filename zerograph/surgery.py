@@ -144,11 +144,16 @@ def _values(o: _Opened) -> list[Tensor | None]:
 def _write(module: nn.Module, opened: list[_Opened], values: list[list[Tensor | None]]) -> None:
     """Rank 0's ``values`` into the shards of all ranks."""
     group = group_of(module)
-    together(group, lambda: [_check(o, v) for o, v in zip(opened, values, strict=True)], ShardingError)
+    together(group, lambda: _check_all(opened, values), ShardingError)
     for o, value in zip(opened, values, strict=True):
         rows = o.outward.shape[0] if o.outward.ndim else 1
         send_from_first(value[0], local_of(o.outward), rows, group, is_sharded(o.outward))
         torch.autograd.graph.increment_version(o.outward)  # buckets gathered before are stale
+
+
+def _check_all(opened: list[_Opened], values: list[list[Tensor | None]]) -> None:
+    for o, value in zip(opened, values, strict=True):
+        _check(o, value)
 
 
 def _check(o: _Opened, values: list[Tensor | None]) -> None:

@@ -45,11 +45,14 @@ class OptimizerCheck:
         """Raises:
         UnsupportedError: ``optimizer`` holds sharded parameters of this backend and is not elementwise.
         """
+        if all(group.get("lr") == 0 for group in optimizer.param_groups):
+            return  # DCP steps once without moving anything, to make the state
         self._warn_when_idle()
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)
-        reason = next((_NOT_ELEMENTWISE[c.__name__] for c in type(optimizer).__mro__ if c.__name__ in _NOT_ELEMENTWISE), "")
+        names = [c.__name__ for c in type(optimizer).__mro__]
+        reason = next((_NOT_ELEMENTWISE[n] for n in names if n in _NOT_ELEMENTWISE), "")
         params = (p for group in optimizer.param_groups for p in group["params"])
         if reason and any(isinstance(p, DTensor) and id(p) in self._params for p in params):
             raise UnsupportedError(

@@ -36,11 +36,13 @@ def clip_grad_norm_(
     """
     params = [parameters] if isinstance(parameters, Tensor) else parameters
     grads = [p.grad for p in params if p.grad is not None]
-    split = [g for g in grads if _is_split(g)]
+    split: list[DTensor] = [g for g in grads if _is_split(g)]  # type: ignore[misc]
     whole = [_local(g) for g in grads if not _is_split(g)]
     norm = _norm_over_ranks(split, whole, float(norm_type))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise RuntimeError(f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped")
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped"
+        )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for group in _by_kind([_local(g) for g in split] + whole):
         torch._foreach_mul_(group, scale.to(group[0].device))
@@ -51,7 +53,9 @@ def _is_split(grad: Tensor) -> bool:
     if not isinstance(grad, DTensor):
         return False
     if grad.device_mesh.ndim > 1 or isinstance(grad.placements[0], Partial):
-        raise UnsupportedError(f"cannot clip a gradient placed as {grad.placements}", "use torch.nn.utils.clip_grad_norm_")
+        raise UnsupportedError(
+            f"cannot clip a gradient placed as {grad.placements}", "use torch.nn.utils.clip_grad_norm_"
+        )
     return isinstance(grad.placements[0], Shard)
 
 
@@ -75,7 +79,8 @@ def _power_sum(grads: list[Tensor], p: float) -> Tensor:
     """Sum of ``|g|**p`` over all elements, or their largest absolute value."""
     if not grads:
         return torch.zeros(())
-    norms = [n for group in _by_kind(grads) for n in torch._foreach_norm([g.reshape(-1) for g in group if g.numel()], p)]
+    flat = [g.reshape(-1) for g in grads if g.numel()]
+    norms = [n for group in _by_kind(flat) for n in torch._foreach_norm(group, p)]
     if not norms:
         return torch.zeros((), device=grads[0].device)
     stacked = torch.stack([n.to(norms[0].device, torch.float32) for n in norms])
