@@ -42,12 +42,13 @@ class _Group:
     def __init__(self, world_size: int) -> None:
         context = mp.get_context("spawn")
         self.alive = True
-        store = tempfile.NamedTemporaryFile(prefix="zerograph-test-store-", delete=False)
+        handle, store = tempfile.mkstemp(prefix="zerograph-test-store-")
+        os.close(handle)
         self.pipes: list[Connection] = []
         self.processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_worker, args=(rank, world_size, store.name, theirs), daemon=True)
+            process = context.Process(target=_worker, args=(rank, world_size, store, theirs), daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
