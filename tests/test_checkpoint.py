@@ -20,7 +20,6 @@ from toy import PeakMemory, Toy, adamw, build, compiled, differing, full, train
 import zerograph
 from zerograph.errors import CheckpointError
 
-
 Saved = tuple[str, list[float], dict[str, torch.Tensor]]
 
 
