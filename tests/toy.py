@@ -94,12 +94,19 @@ def differing(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
 
 
 class PeakMemory:
-    """Growth of this process's resident memory inside the context: ``bytes``."""
+    """Growth of this process's memory inside the context.
+
+    ``bytes``: of its resident pages, at any time. ``private``: without mapped files, when it was looked at.
+    """
 
     def __enter__(self) -> PeakMemory:
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
-        self._before = self._status("VmRSS")
+        self._before, self._private = self._status("VmRSS"), self._status("RssAnon")
+        self.private = 0
         return self
+
+    def look(self) -> None:
+        self.private = max(self.private, self._status("RssAnon") - self._private)
 
     def __exit__(self, *_: object) -> None:
         self.bytes = self._status("VmHWM") - self._before

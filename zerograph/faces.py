@@ -123,8 +123,12 @@ def _getter(name: str) -> Any:
 
 
 def _is_introspection(caller: Any) -> bool:
-    # DCP resolves names with getattr and throws the values away: each would cost a collective.
-    return caller.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+    # DCP resolves names with getattr and throws the values away: each would cost a collective. get_parameter() is
+    # asked for the nn.Parameter.
+    return (
+        caller.f_code is nn.Module.get_parameter.__code__
+        or caller.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+    )
 
 
 def unshard(param: Tensor, face: Face) -> Tensor:
