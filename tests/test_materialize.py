@@ -168,7 +168,7 @@ def test_files_that_do_not_fit_are_refused_on_every_rank(tmp_path: Path) -> None
     assert "absent.safetensors" in first[3] and "(on rank 1)" in first[3]
 
 
-LAYERS, WIDTH = 24, 1024
+LAYERS, WIDTH = 12, 1024
 LAYER = 4 * WIDTH**2
 
 
@@ -204,7 +204,7 @@ def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
     zerograph.export(Deep(), path)
     for rank, (initialized, loaded) in enumerate(run(2, _memory, str(path))):
         shards = LAYERS * LAYER // 2
-        # Besides, rank 0 holds a layer, the check of its values, and what the transport sends.
-        assert shards <= initialized < shards + 6 * LAYER, f"rank {rank}"
+        # Besides, rank 0 holds a layer and the rows it sends.
+        assert shards <= initialized < shards + 2 * LAYER, f"rank {rank}"
         # Without the pages of the mapped file, which the system takes back when it needs them.
         assert shards <= loaded < shards + 2 * LAYER, f"rank {rank}"

@@ -108,6 +108,8 @@ def _initialize(
     """Fill the slots that are still empty, unit by unit, with rank 0's values."""
     by_place = {(module, attribute): slot for slot in slots for module, attribute in slot.at}
     names = {module: name for name, module in model.named_modules()}
+    # All shards before the first full tensor: otherwise they come to lie between the holes that those leave.
+    shards = {id(slot): _allocate(slot, device) for slot in slots if slot.local is None}
     for unit in _units(model):
         places = {(m, a): by_place[m, a] for m in unit for a in (*m._parameters, *m._buffers) if (m, a) in by_place}
         if all(slot.local is not None for slot in places.values()):
@@ -116,7 +118,7 @@ def _initialize(
         label = f"module {names[unit[-1]] or 'at the root'} ({type(unit[-1]).__name__})"
         together(group, lambda: full.update(_fill(unit, places, init, device, label)), ShardingError)  # noqa: B023
         for slot in {id(s): s for s in places.values() if s.local is None}.values():
-            slot.local = _allocate(slot, device)
+            slot.local = shards.pop(id(slot))
             send_from_first(full.pop(id(slot), None), slot.local, slot.rows, group, is_sharded(slot.tensor))
 
 
