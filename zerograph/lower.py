@@ -336,12 +336,34 @@ def _fake_mode(values: list[Any]) -> FakeTensorMode:
 
 
 def _interpret(gm: fx.GraphModule) -> Callee:
+    for node in gm.graph.nodes:
+        node.target = _SEEDED.get(node.target, node.target)
+    gm.recompile()
+
     def run(args: list[Any]) -> Sequence[Any]:
         values = list(args)
         args.clear()
         return gm(*values)
 
     return run
+
+
+def _random(size: Sequence[int], seed: torch.Tensor, mode: str, **_: Any) -> torch.Tensor:
+    draw = {"rand": torch.rand, "randn": torch.randn}[mode]
+    return draw(size, generator=_generator(seed), device=seed.device, dtype=torch.float32)
+
+
+def _randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor) -> torch.Tensor:
+    return torch.randint(low, high, size, generator=_generator(seed), device=seed.device)
+
+
+def _generator(seed: torch.Tensor) -> torch.Generator:
+    return torch.Generator(seed.device).manual_seed(int(seed))
+
+
+# Inductor's own random operators ignore their seed when they run uncompiled: a mask that the backward draws again would
+# not be the forward's.
+_SEEDED = {torch.ops.prims.inductor_random.default: _random, torch.ops.prims.inductor_randint.default: _randint}
 
 
 def _with_deaths(
