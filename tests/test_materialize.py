@@ -114,6 +114,8 @@ def _init_failures() -> list[str]:
         unknown = NoReset()
     attempt(unknown)
     model = _meta(NoReset)
+    with pytest.raises(ShardingError, match="8 of the 8 parameters"):
+        _meta()(torch.arange(4))
     with pytest.raises(ShardingError, match=r"first.weight is on the meta device"):
         model.first.weight
     return messages

@@ -18,7 +18,7 @@ from zerograph.agreement import Agreement
 from zerograph.compile import compile_frame
 from zerograph.config import Config
 from zerograph.copies import take_over
-from zerograph.errors import UnsupportedError, ZeroGraphError
+from zerograph.errors import ShardingError, UnsupportedError, ZeroGraphError
 from zerograph.faces import resolve_mesh, shard_parameters
 from zerograph.frame import Frame
 from zerograph.lower import SegmentCache
@@ -71,7 +71,9 @@ class Backend:
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         adopt.refuse_wrapped(adopt.modules_on_stack())  # DDP hands over pieces of its graph, without parameters
-        foreign = [p for p in adopt.parameters(gm) if id(p) not in self._known]
+        params = adopt.parameters(gm)
+        _refuse_meta(params)
+        foreign = [p for p in params if id(p) not in self._known]
         if foreign:
             if is_open(foreign):
                 return gm  # inside zerograph.gathered: plain parameters, on this rank alone
@@ -277,6 +279,15 @@ def shard(model: nn.Module, backend: Backend, device: torch.device | str | None 
     _BY_MODEL[model] = backend
     backend.shard([model], _home(model, backend, device))
     return model
+
+
+def _refuse_meta(params: Sequence[nn.Parameter]) -> None:
+    empty = sum(p.is_meta for p in params)
+    if empty:
+        raise ShardingError(
+            f"{empty} of the {len(params)} parameters that the compiled code reads are on the meta device",
+            "call zerograph.shard(model, backend) and then zerograph.materialize(model) before the first call",
+        )
 
 
 def _home(model: nn.Module, backend: Backend, device: torch.device | str | None) -> torch.device:
