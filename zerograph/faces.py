@@ -156,6 +156,7 @@ def shard_parameters(
         UnsupportedError: a parameter that cannot be sharded, before anything was changed.
     """
     named, places = _owned(roots, taken)
+    _refuse_sparse_gradients(roots)
     faces = {name: face_of(param, name, config, mesh) for name, param in named.items()}
     new = {name: _new_parameter(param, faces[name], mesh, config.stage) for name, param in named.items()}
     for module in modules_holding(named.values()):
@@ -226,6 +227,16 @@ def _share_buffers(roots: Sequence[nn.Module], mesh: DeviceMesh | None) -> None:
     for buffer in dict.fromkeys(b for root in roots for b in root.buffers()):
         if not buffer.is_meta:
             dist.broadcast(buffer, src=dist.get_global_rank(group, 0), group=group)
+
+
+def _refuse_sparse_gradients(roots: Sequence[nn.Module]) -> None:
+    for root in roots:
+        for name, module in root.named_modules():
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+                raise UnsupportedError(
+                    f"{type(module).__name__} {name or 'at the root'} makes sparse gradients, which cannot be reduced",
+                    "build it with sparse=False",
+                )
 
 
 def face_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -> Face:
