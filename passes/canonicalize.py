@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from zerograph.ops import REDUCE_GRAD, UNSHARD
-from zerograph.passes.graph import Marker, behind_identity, call, is_identity_view, is_view, markers, output_of
+from zerograph.passes.graph import Marker, behind_identity, call, is_identity_view, markers, protect_outputs
 
 aten = torch.ops.aten
 
@@ -22,7 +22,7 @@ def canonicalize(gm: fx.GraphModule) -> int:
     before = _count(gm.graph)
     _merge_unshards(gm.graph)
     _merge_reductions(gm.graph)
-    _protect_outputs(gm.graph)
+    protect_outputs(gm.graph)
     gm.graph.eliminate_dead_code()
     gm.graph.lint()
     gm.recompile()
@@ -85,17 +85,3 @@ def _reduce_the_sum(graph: fx.Graph, group: list[Marker], total: fx.Node) -> Non
             grad = call(graph, aten.add.Tensor, (grad, marker.source), value, last)
         merged = call(graph, REDUCE_GRAD, (grad, *last.args[1:]), last.meta["val"], last)
     total.replace_all_uses_with(merged)
-
-
-def _protect_outputs(graph: fx.Graph) -> None:
-    output = output_of(graph)
-    for marker in markers(graph, UNSHARD):
-        for node in _with_views(marker.node):
-            if output in node.users:
-                with graph.inserting_before(output):
-                    copy = call(graph, aten.clone.default, (node,), node.meta["val"].clone(), node)
-                output.replace_input_with(node, copy)
-
-
-def _with_views(node: fx.Node) -> list[fx.Node]:
-    return [node] + [n for user in list(node.users) if is_view(user) for n in _with_views(user)]

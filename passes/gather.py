@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from zerograph.ops import FREE, GATHER, UNSHARD, WAIT_GATHER
-from zerograph.passes.graph import Marker, Transfer, call, is_view, markers, output_of, positions
+from zerograph.passes.graph import Marker, Transfer, call, is_view, markers, output_of, positions, protect_outputs
 from zerograph.plan import Plan
 
 
@@ -34,6 +34,7 @@ def gather(gm: fx.GraphModule, plan: Plan) -> int:
     found = markers(gm.graph, UNSHARD)
     if not found:
         return 0
+    protect_outputs(gm.graph)  # again: Inductor's joint passes take the copies for superfluous
     _sink_views(gm.graph, found)
     visits = _visits(gm.graph, found, plan)
     _insert(gm.graph, visits, plan)

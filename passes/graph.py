@@ -104,3 +104,18 @@ def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], val: Any, like: fx
             if key in like.meta:
                 node.meta[key] = like.meta[key]
     return node
+
+
+def protect_outputs(graph: fx.Graph) -> None:
+    """Let the graph return copies of full parameters, which are freed, and of views of them."""
+    output = output_of(graph)
+    for marker in markers(graph, UNSHARD):
+        for node in _with_views(marker.node):
+            if output in node.users:
+                with graph.inserting_before(output):
+                    copy = call(graph, aten.clone.default, (node,), node.meta["val"].clone(), node)
+                output.replace_input_with(node, copy)
+
+
+def _with_views(node: fx.Node) -> list[fx.Node]:
+    return [node] + [n for user in list(node.users) if is_view(user) for n in _with_views(user)]
