@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import inspect
 import os
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch.distributed.device_mesh import DeviceMesh
@@ -134,6 +136,25 @@ def modules_holding(params: Iterable[Tensor]) -> list[nn.Module]:
     ]
 
 
+def modules_given_to(backend: object) -> list[nn.Module]:
+    """Every live module that torch.compile or module.compile() gave to ``backend``, called or not."""
+    return [owner for owner, context in _compiled_modules() if _backend_of(context) is backend]
+
+
+def _compiled_modules() -> Iterator[tuple[nn.Module, Any]]:
+    for obj in gc.get_objects():
+        if issubclass(type(obj), OptimizedModule):
+            yield obj._orig_mod, obj.dynamo_ctx
+        elif issubclass(type(obj), nn.Module) and obj.__dict__.get("_compiled_call_impl") is not None:
+            yield obj, inspect.getclosurevars(obj._compiled_call_impl).nonlocals.get("self")
+
+
+def _backend_of(context: Any) -> Any:
+    """What the user gave torch.compile, behind the wrappers that Dynamo put around it."""
+    wrapped = innermost_backend(getattr(context, "callback", None))
+    return getattr(wrapped, "compiler_fn", wrapped)
+
+
 def replace_everywhere(pairs: Mapping[int, tuple[Tensor, Tensor]], convert_state: Any) -> None:
     """Point optimizers, and lists of parameters, that hold an old parameter at its new one.
 
@@ -188,4 +209,9 @@ def skip_getters(cls: type) -> None:
     """Keep Dynamo from compiling the generated properties as frames of their own, at graph breaks."""
     for member in vars(cls).values():
         if isinstance(member, property) and member.fget is not None:
-            torch._dynamo.eval_frame.skip_code(member.fget.__code__)
+            skip_frame(member.fget)
+
+
+def skip_frame(function: Callable[..., Any]) -> None:
+    """Keep Dynamo from compiling ``function`` as a frame of its own; it is still inlined into other frames."""
+    torch._dynamo.eval_frame.skip_code(function.__code__)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx, nn
 
 from zerograph import adopt
@@ -56,7 +57,7 @@ class Backend:
         self.world_size = 1
         self.compile_seconds = 0.0
         self._known: set[int] = set()
-        self._optimizers = OptimizerCheck(self._known, lambda: bool(self.frames))
+        self._optimizers = OptimizerCheck(self._known, self._skipped)
         self._mesh: Any = None
         self._device: torch.device | None = None
         self._agreement: Agreement | None = None
@@ -121,6 +122,14 @@ class Backend:
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are fresh backends with the same arguments: programs belong to one model."""
         return (Backend, (self.config,))
+
+    def _skipped(self) -> list[nn.Parameter]:
+        """Parameters of models given to this backend that nothing has sharded."""
+        mesh = self.config.mesh
+        ranks = mesh.size() if mesh is not None else dist.get_world_size() if dist.is_initialized() else 1
+        if ranks == 1:
+            return []
+        return [p for m in adopt.modules_given_to(self) for p in m.parameters() if id(p) not in self._known]
 
     def _refuse_foreign(self, params: Sequence[nn.Parameter]) -> None:
         """Parameters of no module on the call's path would train unsynchronized."""
@@ -276,6 +285,7 @@ def shard(model: nn.Module, backend: Backend, device: torch.device | str | None 
         UnsupportedError: a parameter that cannot be sharded.
     """
     model = getattr(model, "_orig_mod", model)
+    adopt.refuse_wrapped(model.modules())
     _BY_MODEL[model] = backend
     backend.shard([model], _home(model, backend, device))
     return model

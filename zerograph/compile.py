@@ -50,8 +50,8 @@ def compile_frame(backend: Backend, gm: fx.GraphModule, example_inputs: Sequence
         decompositions=select_decomp_table,
         keep_inference_input_mutations=True,
     )
-    # The backward compiles with the forward on every rank: by default that depends on whether shapes are dynamic, which
-    # may differ between ranks, and a rank that asks the others about its backward would wait for ranks that run already.
+    # The backward compiles with the forward on every rank. By default that depends on whether shapes are dynamic, which
+    # may differ between ranks: one that asks the others about its backward would wait for ranks that run already.
     with functorch_config.patch(unlift_effect_tokens=True, force_non_lazy_backward_lowering=True):
         return compiler(gm, example_inputs)
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from zerograph.adopt import modules_holding, move_to_one_mesh, one_mesh, replace_everywhere, skip_getters
+from zerograph.adopt import modules_holding, move_to_one_mesh, one_mesh, replace_everywhere, skip_frame, skip_getters
 from zerograph.config import Config
 from zerograph.errors import ConfigError, ShardingError, UnsupportedError
 from zerograph.ops import UNSHARD
@@ -139,6 +139,8 @@ def unshard(param: Tensor, face: Face) -> Tensor:
         return param  # swapped in by torch.func.functional_call or inside zerograph.gathered
     return UNSHARD(param, list(param.shape), *face)
 
+
+skip_frame(unshard)
 
 Places = list[tuple[nn.Module, str]]
 """Where a parameter lives: the modules that own it and the attribute in each."""

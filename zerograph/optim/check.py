@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
-import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerograph.errors import UnsupportedError
-
-log = logging.getLogger(__name__)
 
 _NOT_ELEMENTWISE = {
     "LBFGS": "it works on the dot products of whole gradients",
@@ -28,9 +25,9 @@ _NOT_ELEMENTWISE = {
 class OptimizerCheck:
     """Looks at every optimizer once, before its first step on parameters of one backend."""
 
-    def __init__(self, params: Container[int], compiled: Callable[[], bool]) -> None:
-        self._params, self._compiled = params, compiled
-        self._warned = False
+    def __init__(self, params: Container[int], skipped: Callable[[], Iterable[Tensor]]) -> None:
+        """``params`` are the ids of the backend's own, ``skipped`` finds those that should be and are not."""
+        self._params, self._skipped = params, skipped
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         check = weakref.ref(self)
 
@@ -43,14 +40,15 @@ class OptimizerCheck:
 
     def look_at(self, optimizer: Optimizer) -> None:
         """Raises:
-        UnsupportedError: ``optimizer`` holds sharded parameters of this backend and is not elementwise.
+        UnsupportedError: ``optimizer`` holds sharded parameters of this backend and is not elementwise, or
+            parameters that should be sharded and are not.
         """
         if all(group.get("lr") == 0 for group in optimizer.param_groups):
             return  # DCP steps once without moving anything, to make the state
-        self._warn_when_idle()
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)
+        self._refuse_skipped(optimizer)
         names = [c.__name__ for c in type(optimizer).__mro__]
         reason = next((_NOT_ELEMENTWISE[n] for n in names if n in _NOT_ELEMENTWISE), "")
         params = (p for group in optimizer.param_groups for p in group["params"])
@@ -60,13 +58,15 @@ class OptimizerCheck:
                 "use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion, ...), or stage=0",
             )
 
-    def _warn_when_idle(self) -> None:
-        """Dynamo skips modules of torch.nn itself without a word, and ranks would drift apart."""
-        if self._warned or self._compiled() or not dist.is_initialized() or dist.get_world_size() == 1:
-            return
-        self._warned = True
-        log.warning(
-            "an optimizer steps, but this ZeroGraph backend has compiled nothing: ranks are not synchronized by it. "
-            "If the model is a module of torch.nn itself (nn.Sequential), module.compile() does nothing: "
-            "use torch.compile(model, backend=...)"
-        )
+    def _refuse_skipped(self, optimizer: Optimizer) -> None:
+        """Dynamo skips modules of torch.nn itself, and functions it cannot break, without a word."""
+        skipped = {id(p) for p in self._skipped()}
+        held = sum(id(p) in skipped for group in optimizer.param_groups for p in group["params"])
+        if held:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} steps on {held} parameters of a model that was given to this backend and "
+                "never sharded: Dynamo compiled nothing of it, and ranks would drift apart",
+                "call zerograph.shard(model, backend) first: what Dynamo skips (RNNs, graph breaks in loops) then runs "
+                "eagerly; of a module of torch.nn itself (nn.Sequential), module.compile() compiles nothing at all: "
+                "use torch.compile(model, backend=...)",
+            )
