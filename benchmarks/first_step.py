@@ -63,7 +63,7 @@ def main() -> int:
                     found.setdefault(case, []).append(first_step(case, workload(args, case.layers), args.timeout))
                 except CrewFailed as error:
                     failed[case] = str(error)
-                    ERR.print(f"{case}: {error}\n{error.detail}", markup=False)
+                    ERR.print(f"{case}: {error}\n{error.detail}", markup=False, soft_wrap=True)
     for world in args.worlds:
         show(world, {c: f for c, f in found.items() if c.world == world and f}, args.layers)
     for case, reason in failed.items():

@@ -77,7 +77,7 @@ def main() -> int:
                 found[spec] = measure(spec, work, args.world, args.timeout)
             except CrewFailed as error:
                 failed[spec] = str(error)
-                ERR.print(f"{title(spec)}: {error}\n{error.detail}", markup=False)
+                ERR.print(f"{title(spec)}: {error}\n{error.detail}", markup=False, soft_wrap=True)
     expected = {spec: expect(spec, work, args.world, saved, measured) for spec, measured in found.items()}
     show(found, expected, args.world)
     for spec, reason in {**{s: f"skipped: {r}" for s, r in skipped.items()}, **failed}.items():

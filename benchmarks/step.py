@@ -15,7 +15,8 @@ Method. Each variant has its own processes, of which only one crew runs at a tim
 warm-up step and `--steps` timed ones, the order rotating from round to round; a step takes as long as its slowest
 rank. A round gives one median per variant, and ratios are taken within a round, so that slow drifts of the machine
 cancel; the table shows the median of the ratios and their quartiles. The first steps' losses and gradient norms are
-compared with eager DDP's (at world size 1: eager's). When the variants do not fit in memory together they run in
+compared with eager DDP's (at world size 1: eager's). "CPU" is a rank's CPU time per step and "least" the fastest round:
+both move less than the median when other processes run; `--patience` repeats a burst that was disturbed. When the variants do not fit in memory together they run in
 waves, each with the references that the ratios need.
 """
 
@@ -283,7 +284,9 @@ def show(results: dict[str, Result], skipped: dict[str, str], args: argparse.Nam
         if result.mismatch:
             OUT.print(f"[bold red]LOSSES DIFFER[/] {title(result.spec)}: {result.mismatch}")
         if result.status != "ok":
-            ERR.print(f"[bold red]{title(result.spec)} {result.status}[/]\n{result.detail}", markup=False)
+            ERR.print(
+                f"[bold red]{title(result.spec)} {result.status}[/]\n{result.detail}", markup=False, soft_wrap=True
+            )
         if args.report and result.report:
             OUT.print(f"{title(result.spec)}:\n{result.report}", markup=False, soft_wrap=True)
     loud = "[bold red]NOISY[/]: " if load.share > QUIET else ""

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import zerograph
 
-STEPS, WARMUP, BATCH = 600, 60, 8  # the batch is per rank
+STEPS, WARMUP, BATCH = 400, 40, 8  # the batch is per rank
 FOLDER = sys.argv[1] if len(sys.argv) > 1 else "checkpoints/demo"
 
 
