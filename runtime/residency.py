@@ -27,6 +27,7 @@ class ShardWatch:
         self._params: dict[str, weakref.ref[Tensor]] = {}
         self._state: dict[str, tuple[int, int]] = {}
         self._grads: dict[str, tuple[int, int] | None] = {}
+        self._left: dict[str, tuple[int, int]] = {}
         watch = weakref.ref(self)
 
         def stepped(*_: Any) -> None:
@@ -41,16 +42,25 @@ class ShardWatch:
         """Watch ``param``, the outward face of the parameter ``name``."""
         self._params[name] = weakref.ref(param)
         self._state[name] = _state(param)
-        if param.requires_grad:
-            self._track_grad(name, param)
+        self._grads.pop(name, None)
+        self._track_grad(name, param)
+
+    def follow(self, names: Sequence[str]) -> None:
+        """Notice gradients of the parameters ``names``, some of which may have been frozen when they were added."""
+        for name in names:
+            param = self._params[name]() if name in self._params else None
+            if param is not None:
+                self._track_grad(name, param)
 
     def _track_grad(self, name: str, param: Tensor) -> None:
+        if name in self._grads or not param.requires_grad:
+            return
         watch = weakref.ref(self)
 
         def accumulated(p: Tensor) -> None:
             live = watch()
             if live is not None and p.grad is not None:
-                live._grads[name] = (id(p.grad), p.grad._version)
+                live._grads[name] = live._left[name] = (id(p.grad), p.grad._version)
 
         self._grads[name] = None
         param.register_post_accumulate_grad_hook(accumulated)
@@ -66,6 +76,7 @@ class ShardWatch:
             param = self._params[name]()
             if param is None:
                 continue
+            self._track_grad(name, param)
             state = _state(param)
             changed |= state != self._state[name] or self._grad_changed(name, param)
             self._state[name] = state
@@ -83,12 +94,12 @@ class ShardWatch:
         return False
 
     def grad_cleared(self, name: str) -> bool:
-        """Whether the gradient that the last backward left was taken away (``zero_grad``)."""
-        ref, seen = self._params.get(name), self._grads.get(name)
+        """Whether the gradient that the last backward left was taken away or zeroed (``zero_grad``)."""
+        ref, seen = self._params.get(name), self._left.get(name)
         param = ref() if ref is not None else None
         if param is None or seen is None:
             return False
-        return param.grad is None or id(param.grad) != seen[0]
+        return param.grad is None or seen != (id(param.grad), param.grad._version)
 
 
 def _state(param: Tensor) -> tuple[int, int]:
@@ -150,6 +161,7 @@ class GradientHold:
 
     def add(self, params: Sequence[Param], grads: Sequence[Tensor], shards: Sequence[Tensor]) -> list[Tensor]:
         """Hold ``grads`` back; returns zeros of the shards' shapes for autograd."""
+        self._watch.follow([p.name for p in params])
         for param, total in zip(params, self.take(params, grads), strict=True):
             self._held[param.name] = total
         return [torch.zeros_like(s) for s in shards]
