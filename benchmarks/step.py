@@ -16,8 +16,8 @@ warm-up step and `--steps` timed ones, the order rotating from round to round; a
 rank. A round gives one median per variant, and ratios are taken within a round, so that slow drifts of the machine
 cancel; the table shows the median of the ratios and their quartiles. The first steps' losses and gradient norms are
 compared with eager DDP's (at world size 1: eager's). "CPU" is a rank's CPU time per step and "least" the fastest round:
-both move less than the median when other processes run; `--patience` repeats a burst that was disturbed. When the variants do not fit in memory together they run in
-waves, each with the references that the ratios need.
+both move less than the median when other processes run; `--patience` repeats a burst that was disturbed. When the
+variants do not fit in memory together they run in waves, each with the references that the ratios need.
 """
 
 from __future__ import annotations

@@ -151,7 +151,8 @@ def _compiled_modules() -> Iterator[tuple[nn.Module, Any]]:
 
 def _backend_of(context: Any) -> Any:
     """What the user gave torch.compile, behind the wrappers that Dynamo put around it."""
-    wrapped = innermost_backend(getattr(context, "callback", None))
+    callback = getattr(context, "callback", None)
+    wrapped = innermost_backend(callback) if callback is not None else None
     return getattr(wrapped, "compiler_fn", wrapped)
 
 
