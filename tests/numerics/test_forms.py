@@ -1,0 +1,299 @@
+"""Every way to ask for ZeroGraph, and the wrappers it must refuse."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from numerics.compare import Result, check, full_values, mean_over_ranks, mine, seeded
+from ranks import run
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import zerograph
+from zerograph.errors import UnsupportedError, ZeroGraphError
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+OPTIONS: dict[str, Any] = {"stage": 3, "compute": "eager"}
+Step = Callable[[Tensor], Tensor]
+"""A forward pass of a batch to its loss."""
+
+
+def _plain(module: nn.Module) -> Step:
+    return lambda x: module(x).square().mean()
+
+
+def _torch_compile(module: nn.Module) -> Step:
+    return _plain(torch.compile(module, backend=zerograph.backend(**OPTIONS)))
+
+
+def _module_compile(module: nn.Module) -> Step:
+    module.compile(backend=zerograph.backend(**OPTIONS))
+    return _plain(module)
+
+
+def _by_name(module: nn.Module) -> Step:
+    return _plain(torch.compile(module, backend="zerograph", options=OPTIONS))
+
+
+def _by_name_method(module: nn.Module) -> Step:
+    module.compile(backend="zerograph", options=OPTIONS)
+    return _plain(module)
+
+
+def _fullgraph(module: nn.Module) -> Step:
+    return _plain(torch.compile(module, backend=zerograph.backend(**OPTIONS), fullgraph=True))
+
+
+def _dynamic(module: nn.Module) -> Step:
+    return _plain(torch.compile(module, backend=zerograph.backend(**OPTIONS), dynamic=True))
+
+
+def _compiled_function(module: nn.Module) -> Step:
+    @torch.compile(backend=zerograph.backend(**OPTIONS))
+    def step(x: Tensor) -> Tensor:
+        return module(x).square().mean()
+
+    return step
+
+
+def _compiled_function_of_the_model(module: nn.Module) -> Step:
+    compiled = torch.compile(lambda model, x: model(x).square().mean(), backend=zerograph.backend(**OPTIONS))
+    return lambda x: compiled(module, x)
+
+
+def _compiled_method(module: nn.Module) -> Step:
+    """What Lightning users do: a method of an object that holds the model."""
+
+    class Task:
+        def __init__(self) -> None:
+            self.model = module
+
+        def training_step(self, x: Tensor) -> Tensor:
+            return self.model(x).square().mean()
+
+    return torch.compile(Task().training_step, backend=zerograph.backend(**OPTIONS))
+
+
+def _compiled_forward(module: nn.Module) -> Step:
+    module.forward = torch.compile(module.forward, backend=zerograph.backend(**OPTIONS))
+    return _plain(module)
+
+
+def _sharded_first(module: nn.Module) -> Step:
+    backend = zerograph.backend(**OPTIONS)
+    assert zerograph.shard(module, backend) is module
+    return _plain(torch.compile(module, backend=backend))
+
+
+def _sharded_and_never_compiled(module: nn.Module) -> Step:
+    return _plain(zerograph.shard(module, zerograph.backend(**OPTIONS)))
+
+
+def _layer_by_layer(module: nn.Module) -> Step:
+    """Regional compilation: blocks are compiled, the model around them is not."""
+    backend = zerograph.backend(**OPTIONS)
+    zerograph.shard(module, backend)
+    module.up, module.down = torch.compile(module.up, backend=backend), torch.compile(module.down, backend=backend)
+    return _plain(module)
+
+
+def _training_step_with_backward(module: nn.Module) -> Step:
+    """Backward inside of the compiled function; Dynamo breaks the graph there."""
+    backend = zerograph.backend(**OPTIONS)
+
+    @torch.compile(backend=backend)
+    def step(x: Tensor) -> Tensor:
+        loss = module(x).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+FORMS = [
+    _torch_compile, _module_compile, _by_name, _by_name_method, _fullgraph, _dynamic, _compiled_function,
+    _compiled_function_of_the_model, _compiled_method, _compiled_forward, _sharded_first, _sharded_and_never_compiled,
+    _layer_by_layer, _training_step_with_backward,
+]  # fmt: skip
+
+
+def _train(form: Callable[[nn.Module], Step]) -> Result:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    module = Net()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
+    step, losses = form(module), []
+    for seed in range(3):
+        batch = torch.randn(4, 6, generator=seeded(seed))
+        loss = step(batch if form is _plain else mine([batch])[0])
+        if loss.requires_grad:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((loss if form is _plain else mean_over_ranks(loss)).item())
+    values = full_values(module)
+    return Result(losses, {name.replace("_orig_mod.", ""): value for name, value in values.items()})
+
+
+def _pair(form: Callable[[nn.Module], Step]) -> dict[int | None, Result]:
+    return {None: _train(_plain), 3: _train(form)}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__.strip("_"))
+def test_form(form: Callable[[nn.Module], Step]) -> None:
+    check(run(2, _pair, form)[1])
+
+
+def _state_dict_keys() -> tuple[list[str], list[str], bool]:
+    module = Net()
+    before = list(module.state_dict())
+    module.compile(backend=zerograph.backend(**OPTIONS))
+    module(torch.ones(2, 6))
+    return before, list(module.state_dict()), isinstance(module, Net) and isinstance(module.up, nn.Linear)
+
+
+def test_module_compile_leaves_keys_and_classes_alone() -> None:
+    before, after, same = run(2, _state_dict_keys)[0]
+    assert before == after and same
+
+
+def _backend_of_a_name() -> tuple[int, bool]:
+    model = torch.compile(Net(), backend="zerograph", options=OPTIONS)
+    try:
+        zerograph.backend_of(model)
+        early = False
+    except ZeroGraphError:
+        early = True
+    model(torch.ones(2, 6))
+    return zerograph.backend_of(model).config.stage, early
+
+
+def test_backend_of_a_model_compiled_by_name() -> None:
+    assert run(2, _backend_of_a_name) == [(3, True)] * 2
+
+
+# Wrappers.
+
+
+def _wrapped(which: str, how: str) -> str:
+    torch._dynamo.reset()
+    module: nn.Module = Net()
+    if which == "DistributedDataParallel":
+        module = DistributedDataParallel(module)
+    else:
+        fully_shard(module.up)
+        fully_shard(module)
+    backend = zerograph.backend(**OPTIONS)
+    try:
+        if how == "shard":
+            zerograph.shard(module, backend)
+        elif how == "method":
+            module.compile(backend=backend)
+        model = torch.compile(module, backend=backend) if how == "torch.compile" else module
+        model(torch.ones(2, 6)).sum().backward()
+    except UnsupportedError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("how", ["torch.compile", "method", "shard"])
+@pytest.mark.parametrize("which", ["DistributedDataParallel", "fully_shard"])
+def test_refuses_models_that_something_else_distributes(which: str, how: str) -> None:
+    for message in run(2, _wrapped, which, how):
+        assert "hint:" in message
+        assert which in message or "FSDP" in message
+
+
+# Nothing compiled.
+
+
+def _never_compiled() -> str:
+    """module.compile() of a container of torch.nn compiles nothing, and Dynamo does not say so."""
+    torch.manual_seed(dist.get_rank())
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
+    model.compile(backend=zerograph.backend(**OPTIONS))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    try:
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+    except ZeroGraphError as error:
+        return str(error)
+    weight = full_values(model)["0.weight"]
+    gathered = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, weight)
+    return "synchronized" if torch.equal(*gathered) else "the ranks drifted apart in silence"
+
+
+def test_a_model_that_dynamo_skips_does_not_train_unsynchronized() -> None:
+    for outcome in run(2, _never_compiled):
+        assert outcome == "synchronized" or "hint:" in outcome, outcome
+
+
+# One process.
+
+ALONE = """
+import torch, torch.distributed as dist, zerograph
+from torch import nn
+if {group}:
+    dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=0, world_size=1)
+for stage in (0, 1, 2, 3):
+    for dtype in (None, torch.bfloat16):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))
+        backend = zerograph.backend(stage=stage, dtype=dtype, compute="eager")
+        compiled = torch.compile(model, backend=backend)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
+        for step in range(3):
+            x = torch.randn(4, 6)
+            with backend.no_sync():
+                loss = compiled(x.to(dtype)).float().square().mean()
+                loss.backward()
+            expected = plain(x).square().mean()
+            expected.backward()
+            zerograph.clip_grad_norm_(model.parameters(), 1.0)
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            torch.testing.assert_close(loss, expected, rtol=1e-5 if dtype is None else 2e-2, atol=1e-6)
+        backend.report(), backend.plan, backend.program
+print("fine")
+"""
+
+
+@pytest.mark.parametrize("group", [False, True], ids=["no process group", "a group of one"])
+def test_one_process(group: bool, free_port: int) -> None:
+    launcher = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    environment = {k: v for k, v in os.environ.items() if k not in launcher}
+    code = ALONE.format(group=group, port=free_port)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=170, check=False)
+    assert done.stdout.strip() == "fine", done.stderr
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
