@@ -27,12 +27,17 @@ class RankFailure(AssertionError):
         super().__init__("\n".join(f"--- rank {r} ---\n{text}" for r, text in ranks.items()))
 
 
-def run(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT) -> list[Any]:
+def run(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, fresh: bool = False
+) -> list[Any]:
     """Results of ``function(*args)`` on every rank, by rank.
 
-    ``function`` must be importable (a module-level function) and its arguments and results picklable.
+    ``function`` must be importable (a module-level function) and its arguments and results picklable. ``fresh`` starts
+    new processes, for what depends on their history, such as resident memory.
     """
     group = _GROUPS.get(world_size)
+    if group is not None and fresh:
+        group.close()
     if group is None or not group.alive:
         group = _GROUPS[world_size] = _Group(world_size)
     return group.call(function, args, timeout)
