@@ -15,7 +15,7 @@ from zerograph.passes.localize import localize
 from zerograph.passes.prefetch import prefetch
 from zerograph.passes.recompute import recompute
 from zerograph.passes.reduce import reduce
-from zerograph.passes.verify import verify
+from zerograph.passes.verify import verify, verify_all_reduced
 from zerograph.plan import Plan
 
 GraphPass = Callable[[fx.GraphModule, Plan], int]
@@ -38,4 +38,5 @@ __all__ = [
     "recompute",
     "reduce",
     "verify",
+    "verify_all_reduced",
 ]

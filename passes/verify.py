@@ -95,6 +95,20 @@ def _check_reductions(graph: fx.Graph) -> int:
     return 2 * len(nodes)
 
 
+def verify_all_reduced(graph: fx.Graph, plan: Plan) -> None:
+    """Check that the backward ``graph`` reduces the gradient of every trainable parameter.
+
+    Raises:
+        InvariantError: naming the first one that is not.
+    """
+    if plan.world_size == 1:
+        return
+    reduced = {p.name for n in graph.find_nodes(op="call_function", target=REDUCE) for p in n.meta["zg"].params}
+    for param in (p for bucket in plan.buckets for p in bucket.params):
+        if param.trainable and param.name not in reduced:
+            raise _broken(next(iter(reversed(graph.nodes))), f"the gradient of {param.name} is not reduced")
+
+
 def _broken(node: fx.Node, what: str) -> InvariantError:
     params = ", ".join(p.name for p in node.meta["zg"].params) if "zg" in node.meta else "-"
     lines = re.findall(r'File "[^"]+", line \d+', node.meta.get("stack_trace") or "")

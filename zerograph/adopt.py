@@ -125,14 +125,25 @@ def _evaluate(source: Any, scope: Mapping[str, Any]) -> Any:
         return None  # closures and synthetic sources have no expression; the owners' scan finds those modules
 
 
-def modules_holding(params: Iterable[Tensor]) -> list[nn.Module]:
-    """Every live module that owns one of ``params`` (tied weights may live outside the compiled model)."""
+def live(*bases: type) -> list[Any]:
+    """Every live instance of ``bases`` or their subclasses. A process has millions of objects: looking a type up in a
+    set costs a tenth of asking each object whether it is an instance."""
+    types: set[type] = set()
+    new: set[type] = set(bases)
+    while new:
+        types |= new
+        subclasses: set[type] = set().union(*(type.__subclasses__(cls) for cls in new))
+        new = subclasses - types
+    return [obj for obj in gc.get_objects() if type(obj) in types]
+
+
+def modules_holding(params: Iterable[Tensor], objects: Iterable[Any]) -> list[nn.Module]:
+    """The modules among ``objects`` that own one of ``params`` (tied weights may live outside the compiled model)."""
     wanted = {id(p) for p in params}
     return [
         obj
-        for obj in gc.get_objects()
-        if issubclass(type(obj), nn.Module)
-        and any(id(p) in wanted for p in obj.__dict__.get("_parameters", {}).values())
+        for obj in objects
+        if isinstance(obj, nn.Module) and any(id(p) in wanted for p in obj.__dict__.get("_parameters", {}).values())
     ]
 
 
@@ -142,10 +153,10 @@ def modules_given_to(backend: object) -> list[nn.Module]:
 
 
 def _compiled_modules() -> Iterator[tuple[nn.Module, Any]]:
-    for obj in gc.get_objects():
-        if issubclass(type(obj), OptimizedModule):
+    for obj in live(nn.Module):
+        if isinstance(obj, OptimizedModule):
             yield obj._orig_mod, obj.dynamo_ctx
-        elif issubclass(type(obj), nn.Module) and obj.__dict__.get("_compiled_call_impl") is not None:
+        elif obj.__dict__.get("_compiled_call_impl") is not None:
             yield obj, inspect.getclosurevars(obj._compiled_call_impl).nonlocals.get("self")
 
 
@@ -156,18 +167,19 @@ def _backend_of(context: Any) -> Any:
     return getattr(wrapped, "compiler_fn", wrapped)
 
 
-def replace_everywhere(pairs: Mapping[int, tuple[Tensor, Tensor]], convert_state: Any) -> None:
+def replace_everywhere(pairs: Mapping[int, tuple[Tensor, Tensor]], convert_state: Any, objects: Iterable[Any]) -> None:
     """Point optimizers, and lists of parameters, that hold an old parameter at its new one.
 
     Args:
         pairs: old and new parameter by ``id(old)``.
         convert_state: function of (state tensor of an old parameter, new parameter) that shards optimizer state.
+        objects: what to look for optimizers in.
     """
     old = [pair[0] for pair in pairs.values()]
     for holder in gc.get_referrers(*old):
         if type(holder) is list and holder is not old and all(isinstance(p, Tensor) for p in holder):
             holder[:] = [pairs[id(p)][1] if id(p) in pairs else p for p in holder]
-    for optimizer in [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]:
+    for optimizer in [o for o in objects if isinstance(o, Optimizer)]:
         _point_optimizer(optimizer, pairs, convert_state)
 
 

@@ -21,7 +21,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import detect_fake_mode
+from torch._guards import TracingContext, detect_fake_mode
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
@@ -92,6 +92,17 @@ def _compile_graph(frame: Frame, kind: str, gm: fx.GraphModule, inputs: Sequence
     for name, rewrite in passes.GRAPH_PASSES:
         edits = rewrite(gm, frame.plan)
         log.debug("%s of frame %d: pass %s: %d", kind, frame.index, name, edits)
+    if kind == "backward":
+        passes.verify_all_reduced(gm.graph, frame.plan)
+        _donate_nothing()
     program, segments = lower(gm, kind, frame.backend.segments)
     frame.lowered(program, time.perf_counter() - start)
     return Executor(program, segments, frame.runtime)
+
+
+def _donate_nothing() -> None:
+    """Segments do not write into what the forward saved; so tell AOTAutograd, which else refuses retain_graph=True."""
+    context = TracingContext.try_get()
+    donated = getattr(context and context.fw_metadata, "bw_donated_idxs", None)
+    if donated:
+        donated.clear()  # in place: several views of the metadata share the list

@@ -21,8 +21,17 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+from torch.optim import Optimizer
 
-from zerograph.adopt import modules_holding, move_to_one_mesh, one_mesh, replace_everywhere, skip_frame, skip_getters
+from zerograph.adopt import (
+    live,
+    modules_holding,
+    move_to_one_mesh,
+    one_mesh,
+    replace_everywhere,
+    skip_frame,
+    skip_getters,
+)
 from zerograph.config import Config
 from zerograph.errors import ConfigError, ShardingError, UnsupportedError
 from zerograph.ops import UNSHARD
@@ -161,17 +170,15 @@ def shard_parameters(
     _refuse_sparse_gradients(roots)
     faces = {name: face_of(param, name, config, mesh) for name, param in named.items()}
     new = {name: _new_parameter(param, faces[name], mesh, config.stage) for name, param in named.items()}
-    for module in modules_holding(named.values()):
+    objects = live(nn.Module, Optimizer)
+    for module in modules_holding(named.values(), objects):
         for attribute, param in module._parameters.items():
             if id(param) in places and (module, attribute) not in places[id(param)]:
                 places[id(param)].append((module, attribute))
     for name, param in named.items():
         for module, attribute in places[id(param)]:
             present(module, attribute, new[name], faces[name])
-    replace_everywhere(
-        {id(old): (old, new[name]) for name, old in named.items()},
-        _convert_state,
-    )
+    replace_everywhere({id(old): (old, new[name]) for name, old in named.items()}, _convert_state, objects)
     _share_buffers(roots, mesh)
     return new
 

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
-from zerograph.adopt import replace_everywhere
+from zerograph.adopt import live, replace_everywhere
 from zerograph.api import backend_of
 from zerograph.checkpoint import plain_name
 from zerograph.errors import ShardingError, ZeroGraphError
@@ -247,7 +248,7 @@ def _install(slots: Sequence[Slot]) -> dict[int, nn.Parameter]:
         for module, attribute in slot.at:
             module._parameters[attribute] = param
         new[id(slot.tensor)] = (slot.tensor, param)
-    replace_everywhere(new, lambda value, _: value)
+    replace_everywhere(new, lambda value, _: value, live(Optimizer))
     log.info("materialized %d parameters", len(new))
     return {old: param for old, (_, param) in new.items()}
 

@@ -449,17 +449,18 @@ def _play(scenario: Callable[[Trainer], list[float]], stages: tuple[int, ...]) -
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
 def test_loop(scenario: Callable[[Trainer], list[float]]) -> None:
-    stages = ALL if "no_sync" in scenario.__name__ or "clip" in scenario.__name__ else (0, 1, 3)
+    stages = ALL if "no_sync" in scenario.__name__ or "clip" in scenario.__name__ else (1, 3)
     for results in run(2, _play, scenario, stages):
         check(results)
 
 
 def _optimizers() -> dict[str, dict[int | None, Result]]:
-    results: dict[str, dict[int | None, Result]] = {}
-    for name, make in OPTIMIZERS.items():
-        results[name] = {}
-        for stage in (None, 1, 3):
-            trainer = Trainer(stage)
+    results: dict[str, dict[int | None, Result]] = {name: {} for name in OPTIMIZERS}
+    for stage in (None, 1, 3):
+        trainer = Trainer(stage)
+        for name, make in OPTIMIZERS.items():
+            torch.manual_seed(0)
+            trainer.module.load_state_dict(Net().state_dict())
             losses = trainer.train(make(trainer.module.parameters()))
             results[name][stage] = Result(losses, full_values(trainer.module))
     return results

@@ -452,13 +452,13 @@ CASES = [
 ]  # fmt: skip
 
 
-FEW = (0, 1, 3)
-"""Stages 2 and 3 run the same reductions and 1 and 2 the same gathers: all four are told apart in a few cases only."""
+FEW = (1, 3)
+"""Stages 2 and 3 run the same reductions, 1 and 2 the same gathers, and 0 none: all four run in a few cases only."""
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_trains_like_plain_pytorch(case: Callable[[], Case]) -> None:
-    check(run(2, stages, case, ALL if case in (uneven, lora) else FEW, {})[1])
+    check(run(2, stages, case, ALL if case in (uneven, lora, tied_across_break) else FEW, {})[1])
 
 
 @pytest.mark.parametrize("case", [uneven, tied_across_break], ids=lambda case: case.__name__)
@@ -516,7 +516,8 @@ def _skips(make: Callable[[], nn.Module]) -> tuple[dict[int | None, Result], str
     results = {stage: _skipped(make, stage) for stage in (None, *FEW)}
     module = make()
     optimizer = sgd(module)
-    torch.compile(module, backend=zerograph.backend(stage=3, compute="eager"))(torch.ones(2, 4, 5)).sum().backward()
+    model = torch.compile(module, backend=zerograph.backend(stage=3, compute="eager"))
+    model(torch.ones(2, 4, 5)).sum().backward()
     try:
         optimizer.step()
     except UnsupportedError as error:

@@ -12,7 +12,7 @@ from torch import fx
 
 from zerograph.errors import InvariantError
 from zerograph.ops import FREE, GATHER, REDUCE, WAIT_GATHER, WAIT_REDUCE
-from zerograph.passes import gather, prefetch, reduce, verify
+from zerograph.passes import gather, prefetch, reduce, verify, verify_all_reduced
 from zerograph.plan import Plan
 
 aten = torch.ops.aten
@@ -156,3 +156,12 @@ def test_a_gradient_is_reduced_twice() -> None:
         again.append(second := gm.graph.node_copy(wait))
         second.update_arg(0, again)
     _fails(gm, p, "the gradient of u is reduced 2 times")
+
+
+def test_a_gradient_is_not_reduced() -> None:
+    gm, p = _valid()
+    verify_all_reduced(gm.graph, p)
+    b = Builder()
+    (u,) = b.params("u")
+    with pytest.raises(InvariantError, match="the gradient of u is not reduced"):
+        verify_all_reduced(b.output(u).graph, p)

@@ -60,8 +60,10 @@ class OptimizerCheck:
 
     def _refuse_skipped(self, optimizer: Optimizer) -> None:
         """Dynamo skips modules of torch.nn itself, and functions it cannot break, without a word."""
-        skipped = {id(p) for p in self._skipped()}
-        held = sum(id(p) in skipped for group in optimizer.param_groups for p in group["params"])
+        foreign = {id(p) for group in optimizer.param_groups for p in group["params"] if id(p) not in self._params}
+        if not foreign:
+            return  # the search for skipped models looks at every object of the process
+        held = sum(id(p) in foreign for p in self._skipped())
         if held:
             raise UnsupportedError(
                 f"{type(optimizer).__name__} steps on {held} parameters of a model that was given to this backend and "
