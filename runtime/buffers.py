@@ -27,14 +27,46 @@ class Full:
     tensors: list[Tensor]
 
 
-def allocate_full(params: Sequence[Param], world_size: int, device: torch.device) -> Full:
-    """Uninitialized memory for the full ``params``."""
+class BufferPool:
+    """Host memory for gathered buckets, used again once nothing reads it.
+
+    The system hands out fresh memory page by page, each with a fault and zeros, and takes large blocks back when they
+    are freed: a bucket of 16 MiB costs 4096 faults each time it is gathered. A buffer counts as free when no tensor
+    shares its storage, so a view that somebody kept can never be overwritten.
+    """
+
+    IDLE = 2
+    """Free buffers that are kept; the oldest go first."""
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor] = []  # least recently used first
+
+    def take(self, size: int) -> Tensor:
+        """Uninitialized memory of ``size`` bytes."""
+        free = [b for b in self._buffers if _is_unshared(b)]
+        fits = [b for b in free if size <= b.numel() <= size + size // 4]
+        chosen = min(fits, key=Tensor.numel) if fits else torch.empty(size, dtype=torch.uint8)
+        idle = [b for b in free if b is not chosen]
+        dropped = {id(b) for b in idle[: len(idle) - self.IDLE]} if len(idle) > self.IDLE else set()
+        self._buffers = [b for b in self._buffers if b is not chosen and id(b) not in dropped] + [chosen]
+        return chosen[:size]
+
+
+def _is_unshared(tensor: Tensor) -> bool:
+    # The tensor and the storage object that is made to ask.
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2
+
+
+def allocate_full(
+    params: Sequence[Param], world_size: int, device: torch.device, pool: BufferPool | None = None
+) -> Full:
+    """Uninitialized memory for the full ``params``, out of ``pool`` if there is one (host memory only)."""
     offsets, end = [], 0
     for p in params:
         offsets.append(end)
         size = world_size * p.chunk_elements(world_size) * torch_dtype(p.compute_dtype).itemsize
         end += -(-size // ALIGNMENT) * ALIGNMENT
-    buffer = torch.empty(end, dtype=torch.uint8, device=device)
+    buffer = pool.take(end) if pool is not None else torch.empty(end, dtype=torch.uint8, device=device)
     padded = []
     for p, offset in zip(params, offsets, strict=True):
         dtype = torch_dtype(p.compute_dtype)

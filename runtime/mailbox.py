@@ -25,7 +25,7 @@ from torch import Tensor
 from zerograph import _core
 from zerograph.errors import CollectiveMismatch, RankError
 from zerograph.plan import Param
-from zerograph.runtime.buffers import Full, allocate_full, shard_shape, torch_dtype
+from zerograph.runtime.buffers import BufferPool, Full, allocate_full, shard_shape, torch_dtype
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -65,6 +65,7 @@ class MailboxCommunicator:
 
     def __init__(self, mailbox: _core.Mailbox, rank: int, world_size: int) -> None:
         self.mailbox, self.rank, self.world_size = mailbox, rank, world_size
+        self.pool = BufferPool()
         weakref.finalize(self, mailbox.close)
 
     def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> _Gathering:
@@ -78,7 +79,7 @@ class MailboxCommunicator:
 
     def finish_gather(self, pending: _Gathering) -> list[Tensor]:
         """See :class:`~zerograph.runtime.comm.Communicator`."""
-        full: Full = allocate_full(pending.params, self.world_size, torch.device("cpu"))
+        full: Full = allocate_full(pending.params, self.world_size, torch.device("cpu"), self.pool)
         outs = [(flat.data_ptr(), flat.numel() // self.world_size) for flat in full.padded]
         with _explained("gather", pending.params):
             self.mailbox.finish_gather(pending.ticket, outs, TIMEOUT)
