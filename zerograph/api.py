@@ -25,7 +25,6 @@ from zerograph.frame import Frame
 from zerograph.lower import SegmentCache
 from zerograph.optim.check import OptimizerCheck
 from zerograph.plan import Plan
-from zerograph.precision import cast_inputs
 from zerograph.report import BucketReport, Report
 from zerograph.runtime.comm import Communicator, connect
 from zerograph.runtime.program import Program
@@ -103,8 +102,6 @@ class Backend:
         self.params |= new
         self._known.update(id(p) for p in new.values())
         if new:
-            if self.config.dtype is not None:
-                cast_inputs(roots, self.config.dtype)
             log.info("stage %d: sharded %d parameters over %d ranks", self.config.stage, len(new), self.world_size)
         return bool(new)
 
@@ -232,8 +229,7 @@ def backend(**options: Any) -> Backend:
         stage: 0 (nothing sharded, like DistributedDataParallel), 1 (optimizer states), 2 (gradients too),
             3 (parameters too).
         mesh: 1-D ``DeviceMesh``; default: all ranks of the default process group, or one process without any.
-        dtype: compute and gather dtype, also of floating-point inputs; parameters stay as they are. Default: each
-            parameter's own.
+        dtype: compute and gather dtype; parameters stay as they are. Default: each parameter's own.
         reduce_dtype: dtype gradients are summed over ranks in; default float32 under 16-bit compute.
         bucket_size: bytes of gathered parameters per collective: an int, or a text such as ``"32MiB"``.
         prefetch: buckets gathered ahead; at stage 3 at most ``prefetch + 1`` are whole at a time.

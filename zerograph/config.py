@@ -25,7 +25,7 @@ class Config:
     Attributes:
         stage: what is sharded over ranks: nothing (0), optimizer states (1), gradients too (2), parameters too (3).
         mesh: 1-D device mesh to shard over; None is the default process group.
-        dtype: dtype of gathered parameters, of floating-point inputs and of compute; None is each parameter's own.
+        dtype: dtype of gathered parameters and of compute; None is each parameter's own.
         reduce_dtype: dtype gradients are summed in; None is float32 under 16-bit compute, else the gradient's own.
         bucket_size: bytes of gathered parameters that travel in one collective, at most (one large parameter may
             exceed it).

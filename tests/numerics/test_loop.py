@@ -7,7 +7,6 @@ whole batch and at every stage on each rank's rows, and all must agree.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -542,36 +541,3 @@ def test_sixteen_bit_compute(kind: str) -> None:
     results = run(2, _roundeds, kind)[0]
     check(results, rel=1e-2, atol=2e-2)
     assert all(value.dtype == torch.float32 for value in results[3].values.values())
-
-
-class Regression(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 3)
-
-    def forward(self, x: Tensor, *, options: dict[str, Tensor]) -> Tensor:
-        return self.down(torch.tanh(self.up(x))) * options["scale"]
-
-
-def _floating_inputs(form: str) -> tuple[float, float, str]:
-    torch.manual_seed(0)
-    module = Regression()
-    plain = copy.deepcopy(module)
-    backend = zerograph.backend(stage=3, compute="eager", dtype=torch.bfloat16)
-    model = torch.compile(module, backend=backend) if form == "wrapper" else module
-    if form == "method":
-        module.compile(backend=backend)
-    x, scale = torch.randn(4, 6, generator=seeded(1)), torch.rand(4, 3, generator=seeded(2))
-    out = model(x, options={"scale": scale})
-    again = model(x, options={"scale": scale})
-    out.float().square().mean().backward()
-    truth = plain(x, options={"scale": scale})
-    return (out.float() - truth).abs().max().item(), (out - again).abs().max().item(), str(out.dtype)
-
-
-@pytest.mark.parametrize("form", ["wrapper", "method"])
-def test_floating_inputs_are_cast_to_the_compute_dtype(form: str) -> None:
-    for error, change, dtype in run(2, _floating_inputs, form):
-        assert dtype == "torch.bfloat16"
-        assert error < 0.02
-        assert change == 0
