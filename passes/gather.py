@@ -6,19 +6,22 @@ gathered again, so that at most ``prefetch + 1`` buckets are ever whole. Each vi
 
     pending = zg.gather(shards, bucket); full = zg.wait_gather(pending, shards, bucket); ...; zg.free(full, bucket)
 
-with the free at the next visit's start, so that a visit costs one cut of the graph. Views of parameters move to their
-users, so that none outlives its bucket. Safe because the shards do not change within a graph.
+with the free at the next visit's start, so that a visit costs one cut of the graph, and a visit that begins with a
+repeated layer costs none: it starts where the layer does. Views of parameters move to their users, so that none outlives
+its bucket. Safe because the shards do not change within a graph.
 """
 
 from __future__ import annotations
 
 import operator
+from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from zerograph.ops import FREE, GATHER, UNSHARD, WAIT_GATHER
 from zerograph.passes.graph import Marker, Transfer, call, is_view, markers, output_of, positions, protect_outputs
+from zerograph.passes.layers import layer_starts
 from zerograph.plan import Plan
 
 
@@ -93,7 +96,7 @@ def _visits(graph: fx.Graph, found: list[Marker], plan: Plan) -> list[_Visit]:
 
 def _insert(graph: fx.Graph, visits: list[_Visit], plan: Plan) -> None:
     order = positions(graph)
-    starts = [_first_view_before(v) for v in visits]
+    starts = _starts(graph, visits)
     cuts: dict[int, fx.Node] = {}
     bucket_params = {b.index: {p.name: p for p in b.params} for b in plan.buckets}
     frees: list[tuple[_Visit, list[fx.Node], Transfer]] = []
@@ -118,6 +121,20 @@ def _insert(graph: fx.Graph, visits: list[_Visit], plan: Plan) -> None:
         with graph.inserting_before(cuts[later] if later is not None else output_of(graph)):
             free = call(graph, FREE, (full, visit.bucket), None)
         free.meta["zg"] = transfer
+
+
+def _starts(graph: fx.Graph, visits: list[_Visit]) -> list[fx.Node]:
+    """Where each visit starts: with a layer, if it is the first that the layer needs, else right before its first use."""
+    order = positions(graph)
+    layers = layer_starts(graph)
+    uses = [-1, *sorted(order[use] for visit in visits for use in visit.uses)]
+    starts = []
+    for visit in visits:
+        first = order[visit.uses[0]]
+        earlier = uses[bisect_left(uses, first) - 1]
+        begin = next((n for n in reversed(layers) if order[n] <= first), None)
+        starts.append(begin if begin and order[begin] > earlier else _first_view_before(visit))
+    return starts
 
 
 def _first_view_before(visit: _Visit) -> fx.Node:

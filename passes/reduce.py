@@ -1,7 +1,7 @@
 """Replace ``reduce_grad`` markers by one reduction per bucket, started as soon as its last gradient exists.
 
-A reduction starts at the first cut after its bucket's last gradient (usually where the next bucket of the backward is
-waited for), so that it costs no cut of its own, and is waited for where the next reduction starts, so that it travels
+A reduction starts at the first cut after its bucket's last gradient (where the next bucket of the backward is waited
+for, or a layer begins), so that it costs no cut of its own, and is waited for where the next reduction starts, so that it travels
 while the bucket in between computes. Safe because nothing reads a reduced gradient but the graph's output.
 """
 
@@ -13,6 +13,7 @@ from torch import fx
 
 from zerograph.ops import FREE, INSTRUCTIONS, REDUCE, REDUCE_GRAD, WAIT_REDUCE
 from zerograph.passes.graph import Marker, Transfer, call, markers, output_of, positions
+from zerograph.passes.layers import layer_starts
 from zerograph.plan import Plan
 
 
@@ -57,7 +58,8 @@ def _places(graph: fx.Graph, groups: list[tuple[int, list[Marker]]]) -> list[fx.
     nodes = list(graph.nodes)
     first = order[max(graph.find_nodes(op="placeholder"), key=order.__getitem__, default=nodes[0])]
     ready = [max(first, *(order[m.source] for m in group)) for _, group in groups]
-    cuts = [i for i, n in enumerate(nodes) if n.target in INSTRUCTIONS and nodes[i - 1].target not in INSTRUCTIONS]
+    layers = set(layer_starts(graph))
+    cuts = [i for i, n in enumerate(nodes) if n in layers or (_is_instruction(n) and not _is_instruction(n.prev))]
     cuts = [next(k for k in range(i, len(nodes)) if nodes[k].target is not FREE) for i in cuts]  # free before sending
     end = order[output_of(graph)]
     places = []
@@ -66,6 +68,10 @@ def _places(graph: fx.Graph, groups: list[tuple[int, list[Marker]]]) -> list[fx.
         cut = next((c for c in cuts if c > at), end)
         places.append(nodes[cut] if cut <= limit or cut == end == limit else nodes[at].next)
     return places
+
+
+def _is_instruction(node: fx.Node) -> bool:
+    return node.target in INSTRUCTIONS
 
 
 def _start(graph: fx.Graph, plan: Plan, bucket: int, group: list[Marker]) -> tuple[fx.Node, list[Marker], Transfer]:

@@ -1,7 +1,7 @@
 """Lower a rewritten graph to a :class:`~zerograph.runtime.program.Program`.
 
-The graph is cut at its ``zg::`` nodes; what lies between two cuts is a *segment*. Segments with the same structure
-(repeated layers) share one compiled callable, so that a deep model compiles in the time of one layer.
+The graph is cut at its ``zg::`` nodes and where repeated layers begin; what lies between two cuts is a *segment*.
+Segments with the same structure share one compiled callable, so that a deep model compiles in the time of one layer.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from zerograph import ops
 from zerograph.passes.graph import is_size  # arithmetic that every segment which needs it repeats
+from zerograph.passes.layers import layer_starts
 from zerograph.runtime.program import (
     Compute,
     Free,
@@ -98,12 +99,15 @@ class _Lowering:
         for node in placeholders:
             self._register(node)
         pending: list[fx.Node] = []
+        layers = set(layer_starts(self.gm.graph))
         for node in self.gm.graph.nodes:
             if node.op in ("placeholder", "get_attr") or _is_result(node):
                 continue
-            if node.target in ops.INSTRUCTIONS or node.op == "output":
+            cut = node.target in ops.INSTRUCTIONS or node.op == "output"
+            if cut or node in layers:
                 self._flush(pending)
                 pending = []
+            if cut:
                 self._emit(node)
             else:
                 pending.append(node)

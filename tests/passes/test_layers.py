@@ -1,0 +1,62 @@
+"""Where repeated layers begin."""
+
+from __future__ import annotations
+
+import torch
+from graphs import Builder
+from torch import fx
+
+from zerograph.passes.layers import layer_of, layer_starts
+
+aten = torch.ops.aten
+LONG, SHORT = 20, 5
+
+
+def _graph(*modules: tuple[str | None, int], key: str = "nn_module_stack") -> fx.Graph:
+    """A chain of operations, so many for each module."""
+    b = Builder()
+    node = b.input("x", 4)
+    for path, count in modules:
+        for _ in range(count):
+            node = b.call(aten.sin.default, node)
+            if path is not None:
+                node.meta[key] = {"module": (path, object)}
+    return b.output(node).graph
+
+
+def _starts(graph: fx.Graph) -> list[int]:
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    return [nodes.index(n) for n in layer_starts(graph)]
+
+
+def test_layers_begin_with_their_first_operation_and_the_rest_after_the_last() -> None:
+    graph = _graph(("self.embed", 3), ("self.h.0.norm", LONG), ("self.h.1", LONG), ("self.head", 2))
+    assert _starts(graph) == [3, 3 + LONG, 3 + 2 * LONG]
+
+
+def test_a_backward_is_read_by_the_modules_of_its_forward() -> None:
+    graph = _graph(("self.h.1", LONG), ("self.h.0", LONG), key="fwd_nn_module_stack")
+    assert _starts(graph) == [0, LONG]
+
+
+def test_short_layers_begin_together() -> None:
+    assert _starts(_graph(*((f"self.{i}", SHORT) for i in range(8)))) == [0, 20]
+
+
+def test_what_has_no_module_belongs_to_the_layer_before() -> None:
+    graph = _graph((None, 2), ("self.h.0", LONG), (None, 3), ("self.h.1", LONG), (None, 4))
+    assert _starts(graph) == [2, 2 + LONG + 3]
+
+
+def test_a_layer_that_is_visited_again_begins_once() -> None:
+    graph = _graph(("self.h.0", LONG), ("self.h.1", LONG), ("self.h.0", LONG), ("self.h.1", LONG))
+    assert _starts(graph) == [0, LONG]
+
+
+def test_a_model_without_layers_is_not_cut() -> None:
+    assert _starts(_graph(("self.up", LONG), ("self.down", LONG))) == []
+
+
+def test_the_outermost_number_names_the_layer() -> None:
+    node = next(iter(_graph(("L['self'].h.3.experts.7.up", 1)).find_nodes(op="call_function", target=aten.sin.default)))
+    assert layer_of(node) == "L['self'].h.3"
