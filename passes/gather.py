@@ -6,9 +6,8 @@ gathered again, so that at most ``prefetch + 1`` buckets are ever whole. Each vi
 
     pending = zg.gather(shards, bucket); full = zg.wait_gather(pending, shards, bucket); ...; zg.free(full, bucket)
 
-with the free at the next visit's start, so that a visit costs one cut of the graph, and a visit that begins with a
-repeated layer costs none: it starts where the layer does. Views of parameters move to their users, so that none outlives
-its bucket. Safe because the shards do not change within a graph.
+with the free at the next visit's start, so that a visit costs one cut of the graph, or none where it begins with a
+repeated layer. Views of parameters move to their users, so that none outlives its bucket. Safe because the shards do not change within a graph.
 """
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ def _insert(graph: fx.Graph, visits: list[_Visit], plan: Plan) -> None:
 
 
 def _starts(graph: fx.Graph, visits: list[_Visit]) -> list[fx.Node]:
-    """Where each visit starts: with a layer, if it is the first that the layer needs, else right before its first use."""
+    """Where each visit starts: with its layer, if nothing in that is used before, else right before its first use."""
     order = positions(graph)
     layers = layer_starts(graph)
     uses = [-1, *sorted(order[use] for visit in visits for use in visit.uses)]

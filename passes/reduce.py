@@ -1,8 +1,8 @@
 """Replace ``reduce_grad`` markers by one reduction per bucket, started as soon as its last gradient exists.
 
 A reduction starts at the first cut after its bucket's last gradient (where the next bucket of the backward is waited
-for, or a layer begins), so that it costs no cut of its own, and is waited for where the next reduction starts, so that it travels
-while the bucket in between computes. Safe because nothing reads a reduced gradient but the graph's output.
+for, or a layer begins), so that it costs no cut of its own, and is waited for where the next reduction starts, so that
+it travels while the bucket in between computes. Safe because nothing reads a reduced gradient but the graph's output.
 """
 
 from __future__ import annotations
