@@ -17,8 +17,9 @@ from torch import Tensor
 from zerograph.ir import Param
 from zerograph.plan import Bucket, Plan
 from zerograph.runtime.executor import Executor, Runtime
+from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.program import Compute, Free, Gather, Instruction, Program, Segment, WaitGather
-from zerograph.runtime.residency import GatheredCache, GradientHold, ShardWatch
+from zerograph.runtime.residency import GatheredCache, StepCount
 from zerograph.runtime.telemetry import Telemetry
 
 BUCKETS, PARAMS, RUNS = 48, 12, 300
@@ -61,9 +62,9 @@ def executor() -> Executor:
         ]
         register, x = out + 1, out
     program = Program("forward", inputs, register, tuple(steps), (x,), (Segment("0" * 16, 1),))
-    watch = ShardWatch()
-    cache = GatheredCache(Plan(3, 2, tuple(buckets), 1), watch)
-    runtime = Runtime(0, Nowhere(), cache, GradientHold(watch), Telemetry())  # type: ignore[arg-type]
+    hold = GradientHold({})
+    cache = GatheredCache(Plan(3, 2, tuple(buckets), 1), StepCount(), hold)
+    runtime = Runtime(0, Nowhere(), cache, hold, Telemetry())  # type: ignore[arg-type]
     return Executor(program, [_first], runtime)
 
 

@@ -7,7 +7,8 @@ gathered again, so that at most ``prefetch + 1`` buckets are ever whole. Each vi
     pending = zg.gather(shards, bucket); full = zg.wait_gather(pending, shards, bucket); ...; zg.free(full, bucket)
 
 with the free at the next visit's start, so that a visit costs one cut of the graph, or none where it begins with a
-repeated layer. Views of parameters move to their users, so that none outlives its bucket. Safe because the shards do not change within a graph.
+repeated layer. Views of parameters move to their users, so that none outlives its bucket. Safe because the shards do
+not change within a graph.
 """
 
 from __future__ import annotations

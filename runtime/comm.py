@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerograph.errors import ConfigError
+from zerograph.errors import CollectiveMismatch, ConfigError
 from zerograph.plan import Param
 from zerograph.runtime.buffers import Full, allocate_full, shard_shape, torch_dtype
 
@@ -32,6 +32,9 @@ class Communicator(Protocol):
     name: str
     rank: int
     world_size: int
+
+    def enter(self, sequence: int) -> None:
+        """This rank begins a program whose collectives hash to ``sequence``."""
 
     def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Any:
         """Begin to gather ``shards`` (this rank's rows, maybe none); returns what :meth:`finish_gather` takes."""
@@ -83,6 +86,24 @@ class GroupCommunicator:
         self.name = f"torch.distributed ({backend_name(group, device)})"
         self.rank, self.world_size = group.rank(), group.size()
         self.coalesces = backend_name(group, device) == "nccl"
+        self.compares = backend_name(group, device) == "gloo"
+
+    def enter(self, sequence: int) -> None:
+        """Compare with the other ranks, on gloo; on NCCL that would wait for the device.
+
+        Raises:
+            CollectiveMismatch: another rank begins another program, whose messages would be taken for this one's.
+        """
+        if not self.compares:
+            return
+        everyone = torch.empty(self.world_size, dtype=torch.int64)
+        _all_gather(everyone, torch.tensor([sequence]), group=self.group)
+        different = [rank for rank, theirs in enumerate(everyone.tolist()) if theirs != sequence]
+        if different:
+            raise CollectiveMismatch(
+                f"rank {self.rank} and rank {different[0]} are about to run different programs",
+                "all ranks must take the same branches, and call the model in training and evaluation together",
+            )
 
     def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> _PendingGather:
         """See :class:`Communicator`."""

@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from zerograph.plan import Param
-from zerograph.runtime.buffers import shard_shape, torch_dtype
 from zerograph.runtime.comm import Communicator
+from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.program import Compute, Free, Gather, Program, Reduce, WaitGather, WaitReduce
-from zerograph.runtime.residency import GatheredCache, GradientHold
+from zerograph.runtime.residency import GatheredCache
 from zerograph.runtime.telemetry import Telemetry
 
 Callee = Callable[[list[Any]], Sequence[Any]]
@@ -44,10 +43,11 @@ class Executor:
         # Dynamo's wrapper of the backward copies only those attributes.
         self._boxed_call = True
         self.program, self.segments = program, segments
-        self.frame = runtime.frame
+        self.runtime, self.frame = runtime, runtime.frame
         self.comm: Communicator = runtime.comm  # type: ignore[assignment]  # None where programs have no collectives
         self.cache, self.hold, self.telemetry = runtime.cache, runtime.hold, runtime.telemetry
         self.unread = _unread_inputs(program)
+        self.sequence = int(program.digest[:15], 16) if any(program.collectives()) else 0
         self.steps = [(step, getattr(self, _METHODS[type(step)]), step.dead) for step in program.instructions]
 
     def __call__(self, args: list[Any]) -> list[Any]:
@@ -59,6 +59,8 @@ class Executor:
             registers[register] = None
         self.cache.enter(program.kind)
         try:
+            if self.sequence:
+                self.comm.enter(self.sequence)
             for step, run, dead in self.steps:
                 run(step, registers)
                 for register in dead:
@@ -105,14 +107,9 @@ class Executor:
     def _reduce(self, step: Reduce, registers: list[Any]) -> None:
         grads: list[Tensor] = [registers[r] for r in step.grads]
         if self.hold.active:
-            shards = [self._empty_shard(p, g) for p, g in zip(step.params, grads, strict=True)]
-            registers[step.out] = (False, self.hold.add(step.params, grads, shards))
+            registers[step.out] = (False, self.hold.add(step.params, grads, self.comm))
         else:
             registers[step.out] = (True, self.comm.start_reduce(step.params, self.hold.take(step.params, grads)))
-
-    def _empty_shard(self, param: Param, grad: Tensor) -> Tensor:
-        shape = shard_shape(param, self.comm.rank, self.comm.world_size)
-        return grad.new_empty(shape, dtype=torch_dtype(param.dtype))
 
     def _wait_reduce(self, step: WaitReduce, registers: list[Any]) -> None:
         in_flight, pending = registers[step.pending]

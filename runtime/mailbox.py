@@ -85,6 +85,9 @@ class MailboxCommunicator:
             self.mailbox.finish_gather(pending.ticket, outs, TIMEOUT)
         return full.tensors
 
+    def enter(self, sequence: int) -> None:
+        """Every message bears a tag that is compared where it is read."""
+
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _Reducing:
         """See :class:`~zerograph.runtime.comm.Communicator`."""
         dense = [_summable(g, p).contiguous() for p, g in zip(params, grads, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 import time
 import weakref
@@ -15,8 +16,9 @@ from torch import Tensor
 from zerograph.ir import Param
 from zerograph.plan import Bucket, Plan, Residency
 from zerograph.runtime.executor import Executor, Runtime
+from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.program import Compute, Free, Gather, Program, Reduce, Segment, WaitGather, WaitReduce
-from zerograph.runtime.residency import GatheredCache, GradientHold, ShardWatch
+from zerograph.runtime.residency import GatheredCache, StepCount
 from zerograph.runtime.telemetry import Telemetry
 
 W = Param("w", (4,), "float32", "float32", "float32", True, True)
@@ -56,10 +58,10 @@ class Recorder:
 
 
 def executor(program: Program, *segments: Any, residency: Residency = "use") -> tuple[Executor, Recorder]:
-    watch, comm = ShardWatch(), Recorder()
-    watch.add("w", comm.param)
+    comm = Recorder()
+    hold = GradientHold({"w": comm.param})
     plan = Plan(3, 2, (Bucket(0, "w", (W,), residency),), 1)
-    runtime = Runtime(0, comm, GatheredCache(plan, watch), GradientHold(watch), Telemetry())  # type: ignore[arg-type]
+    runtime = Runtime(0, comm, GatheredCache(plan, StepCount(), hold), hold, Telemetry())  # type: ignore[arg-type]
     return Executor(program, segments, runtime), comm
 
 
@@ -93,11 +95,14 @@ def test_a_forward_gathers_computes_and_frees() -> None:
     assert run.telemetry.whole == set() and run.telemetry.peak_whole == 1
 
 
-def test_a_bucket_that_stays_whole_is_gathered_once() -> None:
-    run, comm = executor(FORWARD, _multiply, residency="step")
-    for _ in range(3):
-        run([torch.tensor([1.0, 2.0]), torch.full((4,), 3.0)])
-    assert comm.calls.count("start gather w") == 1
+def test_a_bucket_that_stays_whole_is_gathered_once_for_forward_and_backward() -> None:
+    """And again for the next forward: nothing tells whether the shards changed."""
+    forward, comm = executor(FORWARD, _multiply, residency="step")
+    backward = Executor(dataclasses.replace(FORWARD, kind="backward"), [_multiply], forward.runtime)
+    for gathers in (1, 2):
+        for run in (forward, backward, backward):
+            run([torch.tensor([1.0, 2.0]), torch.full((4,), 3.0)])
+        assert comm.calls.count("start gather w") == gathers
 
 
 def test_a_backward_reduces() -> None:

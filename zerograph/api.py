@@ -13,22 +13,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zerograph import adopt
 from zerograph.agreement import Agreement
 from zerograph.compile import compile_frame
 from zerograph.config import Config
 from zerograph.copies import take_over
-from zerograph.errors import ShardingError, UnsupportedError, ZeroGraphError
+from zerograph.errors import ConfigError, ShardingError, UnsupportedError, ZeroGraphError
 from zerograph.faces import resolve_mesh, shard_parameters
 from zerograph.frame import Frame
 from zerograph.lower import SegmentCache
+from zerograph.mutations import refuse_mutations
 from zerograph.optim.check import OptimizerCheck
 from zerograph.plan import Plan
 from zerograph.report import BucketReport, Report
 from zerograph.runtime.comm import Communicator, connect
+from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.program import Program
-from zerograph.runtime.residency import GradientHold, ShardWatch
+from zerograph.runtime.residency import StepCount
 from zerograph.runtime.telemetry import Telemetry
 from zerograph.surgery import is_open
 
@@ -51,21 +54,23 @@ class Backend:
         self.params: dict[str, nn.Parameter] = {}
         self.segments = SegmentCache(config.compute)
         self.telemetry = Telemetry()
-        self.watch = ShardWatch()
-        self.hold = GradientHold(self.watch)
+        self.steps = StepCount()
+        self.hold = GradientHold(self.params)
         self.communicator: Communicator | None = None
         self.world_size = 1
         self.compile_seconds = 0.0
         self._known: set[int] = set()
-        self._optimizers = OptimizerCheck(self._known, self._skipped)
+        self._replaced = WeakIdKeyDictionary()
+        self._optimizers = OptimizerCheck(self._known, self._replaced, self._skipped, self.hold)
         self._mesh: Any = None
         self._device: torch.device | None = None
         self._agreement: Agreement | None = None
         self._breaks_before = dict(torch._dynamo.utils.counters["graph_break"])
 
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Dynamo's entry: adopt the model on its first call, then compile the frame."""
         try:
+            _refuse_options(options)
             return self._compile(gm, example_inputs)
         except ZeroGraphError as error:
             raise adopt.unwrapped(error) from error.__cause__
@@ -77,12 +82,14 @@ class Backend:
         foreign = [p for p in params if id(p) not in self._known]
         if foreign:
             if is_open(foreign):
+                _refuse_first_call(self)
                 return gm  # inside zerograph.gathered: plain parameters, on this rank alone
             roots = adopt.roots_of_call(gm)
             adopt.refuse_wrapped(m for root in roots for m in root.modules())
             if self.shard(roots, foreign[0].device):
                 raise adopt.Retrace
             self._refuse_foreign(foreign)
+        refuse_mutations(gm)
         if not self.frames:
             gc.collect()  # the abandoned trace holds the full parameters in reference cycles
         return compile_frame(self, gm, example_inputs)
@@ -95,12 +102,12 @@ class Backend:
         self._bind(device)
         if self.world_size == 1 and self.config.dtype is None:
             return False
+        before = tuple(p for root in roots for p in root.parameters())  # not a list: those are rewritten
         new = take_over(roots, self.config, self._mesh, self.params)
         new |= shard_parameters(roots, self.config, self._mesh, {**self.params, **new})
-        for name, param in new.items():
-            self.watch.add(name, param)
         self.params |= new
         self._known.update(id(p) for p in new.values())
+        self._replaced.update((p, None) for p in before if id(p) not in self._known)
         if new:
             log.info("stage %d: sharded %d parameters over %d ranks", self.config.stage, len(new), self.world_size)
         return bool(new)
@@ -116,7 +123,6 @@ class Backend:
             if id(old) in new:
                 self._known.discard(id(old))
                 self.params[name] = new[id(old)]
-                self.watch.add(name, new[id(old)])
         self._known.update(id(p) for p in new.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -242,9 +248,10 @@ def backend(**options: Any) -> Backend:
 
 
 def dynamo_backend(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, **_: Any
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, **other: Any
 ) -> Callable[..., Any]:
     """What ``torch.compile(model, backend="zerograph", options={"stage": 3})`` calls, per frame."""
+    _refuse_options(other)
     roots = adopt.roots_of_call(gm)
     found = next((_BY_MODEL[root] for root in roots if root in _BY_MODEL), None)
     config = Config.of(**(options or {}))
@@ -285,10 +292,30 @@ def shard(model: nn.Module, backend: Backend, device: torch.device | str | None 
         UnsupportedError: a parameter that cannot be sharded.
     """
     model = getattr(model, "_orig_mod", model)
+    if not isinstance(backend, Backend):
+        raise ConfigError(f"zerograph.shard got {backend!r}", "give it what zerograph.backend(...) returns")
     adopt.refuse_wrapped(model.modules())
     _BY_MODEL[model] = backend
     backend.shard([model], _home(model, backend, device))
     return model
+
+
+def _refuse_options(options: Mapping[str, Any]) -> None:
+    """torch.compile's own arguments that a backend object would ignore."""
+    if options:
+        raise ConfigError(
+            f"torch.compile was given {', '.join(sorted(options))} beside a ZeroGraph backend",
+            'pass arguments to zerograph.backend(...), or options= with backend="zerograph"',
+        )
+
+
+def _refuse_first_call(backend: Backend) -> None:
+    """Dynamo would keep the plain code for calls outside."""
+    if not backend.params:
+        raise ShardingError(
+            "the first call of a compiled model is inside zerograph.gathered(), where parameters are plain",
+            "call it once outside before, or zerograph.shard(model, backend)",
+        )
 
 
 def _refuse_meta(params: Sequence[nn.Parameter]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch
 from torch import fx
@@ -27,15 +28,19 @@ def capture(graph: fx.Graph, *, training: bool) -> Step:
 
 
 def _params(graph: fx.Graph) -> tuple[Param, ...]:
-    reduced = {m.name for m in markers(graph, REDUCE_GRAD)}
-    return tuple(_param(m, m.name in reduced) for m in markers(graph, UNSHARD))
+    reduced = {m.name: m for m in markers(graph, REDUCE_GRAD)}
+    read = {m.name: m for m in markers(graph, UNSHARD)}
+    params = [_param(m, m.node.args[1], m.source.meta["val"].dtype, name in reduced) for name, m in read.items()]
+    # Parameters of which nothing but the shape is read have a gradient all the same.
+    unread = [m for name, m in reduced.items() if name not in read]
+    return (*params, *(_param(m, m.source.meta["val"].shape, m.node.args[2], True) for m in unread))
 
 
-def _param(marker: Marker, trainable: bool) -> Param:
+def _param(marker: Marker, shape: Any, dtype: Any, trainable: bool) -> Param:
     return Param(
         name=marker.name,
-        shape=tuple(marker.node.args[1]),  # type: ignore[arg-type]
-        dtype=dtype_name(marker.source.meta["val"].dtype),
+        shape=tuple(shape),
+        dtype=dtype_name(dtype),
         compute_dtype=dtype_name(marker.dtype),
         reduce_dtype=dtype_name(marker.reduce_dtype),
         trainable=trainable,

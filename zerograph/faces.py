@@ -12,7 +12,7 @@ import copyreg
 import functools
 import itertools
 import sys
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,11 +54,19 @@ class Face(NamedTuple):
     reduce_dtype: torch.dtype
     sharded: bool
 
+    def computing_in(self, dtype: torch.dtype) -> Face:
+        """The face of the same parameter in another compute dtype."""
+        return self._replace(dtype=dtype, reduce_dtype=_default_reduce_dtype(dtype))
+
+
+def _default_reduce_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize < 4 and dtype.is_floating_point else dtype
+
 
 class Faced:
     """Mixin of generated module classes; its attributes describe the faces of this instance's parameters."""
 
-    _zg_faces: dict[str, Face]
+    _zg_faces: Mapping[str, Face] = {}
     _zg_base: type[nn.Module]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -71,6 +79,26 @@ class Faced:
                 "or replace it before the model is sharded",
             )
         super().register_parameter(name, param)  # type: ignore[misc]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """``module.to(dtype)`` and its like, which torch refuses for compiled DTensors (it wants to swap objects that
+        Dynamo's guards refer to). What computes in a parameter's own dtype follows it.
+        """
+        params: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
+        order = list(params)
+        outward = {name: params.pop(name) for name in self._zg_faces}
+        try:
+            super()._apply(fn, recurse)  # type: ignore[misc]
+        finally:
+            everything = params | outward
+            params.clear()
+            params.update({name: everything[name] for name in order})
+        for name, param in outward.items():
+            face, dtype = self._zg_faces[name], param.dtype
+            _set_values(param, fn(param.detach()), face)
+            if face.dtype == dtype != param.dtype:
+                self._zg_faces = {**self._zg_faces, name: face.computing_in(param.dtype)}
+        return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Accept full plain tensors for sharded parameters: each rank takes its own rows."""
@@ -92,6 +120,32 @@ class Faced:
         super().__setstate__(state)  # type: ignore[misc]
         for name in self._zg_faces:
             move_to_one_mesh(self._parameters[name])  # type: ignore[attr-defined]
+
+
+def _set_values(param: nn.Parameter, values: Tensor, face: Face) -> None:
+    """Let ``param`` stand for ``values``, maybe of another dtype, and stay the object that optimizers hold.
+
+    Raises:
+        ShardingError: the values lie on another kind of device, where no transport was opened.
+    """
+    if values.device.type != param.device.type and not param.is_meta:
+        raise ShardingError(
+            f"parameter {face.name} is sharded on {param.device.type} and cannot move to {values.device.type}",
+            "move the model before its first call, or before zerograph.shard",
+        )
+    if values.dtype == param.dtype and values.device == param.device:
+        if _memory(values) != _memory(param):
+            param.detach().copy_(values)
+        return
+    grad, param.grad = param.grad, None
+    param.data = values
+    if isinstance(param, DTensor):
+        param._local_tensor, param._spec = values._local_tensor, values._spec  # type: ignore[attr-defined]
+    param.grad = grad.to(values.dtype) if grad is not None else None
+
+
+def _memory(tensor: Tensor) -> int:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
 
 
 def _rebuild(base: type[nn.Module], names: frozenset[str], *args: Any) -> nn.Module:
@@ -136,6 +190,7 @@ def _is_introspection(caller: Any) -> bool:
     # asked for the nn.Parameter.
     return (
         caller.f_code is nn.Module.get_parameter.__code__
+        or caller.f_code.co_name in ("extra_repr", "__repr__")  # one rank may print its model
         or caller.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
     )
 
@@ -209,6 +264,10 @@ def _new_parameter(param: nn.Parameter, face: Face, mesh: DeviceMesh | None, sta
     new = nn.Parameter(distribute(param, face, mesh, stage), requires_grad=param.requires_grad)
     if param.grad is not None:
         new.grad = _convert_grad(param.grad, new)
+    new.__dict__.update(param.__dict__)
+    new._backward_hooks = param._backward_hooks  # the very dict that the handles of hooks refer to
+    if param._post_accumulate_grad_hooks is not None:
+        new._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
     return new
 
 
@@ -234,8 +293,12 @@ def _share_buffers(roots: Sequence[nn.Module], mesh: DeviceMesh | None) -> None:
         return
     group = mesh.get_group()
     for buffer in dict.fromkeys(b for root in roots for b in root.buffers()):
-        if not buffer.is_meta:
-            dist.broadcast(buffer, src=dist.get_global_rank(group, 0), group=group)
+        if not buffer.is_meta and buffer.numel():
+            values = buffer.detach().contiguous()
+            # As bytes: gloo knows few dtypes.
+            dist.broadcast(values.view(-1).view(torch.uint8), src=dist.get_global_rank(group, 0), group=group)
+            with torch.no_grad():
+                buffer.copy_(values)
 
 
 def _refuse_sparse_gradients(roots: Sequence[nn.Module]) -> None:
@@ -269,7 +332,7 @@ def face_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -
     dtype = config.dtype if config.dtype is not None and floating else param.dtype
     reduce_dtype = config.reduce_dtype
     if reduce_dtype is None:
-        reduce_dtype = torch.float32 if dtype.itemsize < 4 and floating else dtype
+        reduce_dtype = _default_reduce_dtype(dtype)
     world = mesh.size() if mesh is not None else 1
     sharded = config.stage > 0 and world > 1 and param.ndim > 0 and param.shape[0] >= world
     group = mesh.get_group().group_name if mesh is not None and world > 1 else ""

@@ -30,7 +30,7 @@ class Frame:
     def planned(self, step: Step, plan: Plan) -> None:
         """The planner has decided; from here on the runtime's shared parts exist."""
         self.step, self.plan = step, plan
-        cache = GatheredCache(plan, self.backend.watch)
+        cache = GatheredCache(plan, self.backend.steps, self.backend.hold)
         self.runtime = Runtime(self.index, self.backend.communicator, cache, self.backend.hold, self.backend.telemetry)
 
     def lowered(self, program: Program, seconds: float) -> None:

@@ -148,7 +148,7 @@ def _write(module: nn.Module, opened: list[_Opened], values: list[list[Tensor | 
     for o, value in zip(opened, values, strict=True):
         rows = o.outward.shape[0] if o.outward.ndim else 1
         send_from_first(value[0], local_of(o.outward), rows, group, is_sharded(o.outward))
-        torch.autograd.graph.increment_version(o.outward)  # buckets gathered before are stale
+        torch.autograd.graph.increment_version(o.outward)  # what autograd saved before is stale
 
 
 def _check_all(opened: list[_Opened], values: list[list[Tensor | None]]) -> None:

@@ -1,9 +1,9 @@
-"""Refuse optimizers that would compute something else on shards than on whole parameters."""
+"""Refuse optimizers that would compute something else on shards than on whole parameters, or on too few of them."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerograph.errors import UnsupportedError
+from zerograph.runtime.hold import GradientHold
 
 _NOT_ELEMENTWISE = {
     "LBFGS": "it works on the dot products of whole gradients",
@@ -25,9 +26,17 @@ _NOT_ELEMENTWISE = {
 class OptimizerCheck:
     """Looks at every optimizer once, before its first step on parameters of one backend."""
 
-    def __init__(self, params: Container[int], skipped: Callable[[], Iterable[Tensor]]) -> None:
-        """``params`` are the ids of the backend's own, ``skipped`` finds those that should be and are not."""
-        self._params, self._skipped = params, skipped
+    def __init__(
+        self,
+        params: Collection[int],
+        replaced: Container[Tensor],
+        skipped: Callable[[], Iterable[Tensor]],
+        hold: GradientHold,
+    ) -> None:
+        """``params`` are the ids of the backend's own, ``replaced`` what was in their places before, ``skipped`` finds
+        those that should be its own and are not.
+        """
+        self._params, self._replaced, self._skipped, self._hold = params, replaced, skipped, hold
         self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         check = weakref.ref(self)
 
@@ -42,25 +51,38 @@ class OptimizerCheck:
         """Raises:
         UnsupportedError: ``optimizer`` holds sharded parameters of this backend and is not elementwise, or
             parameters that should be sharded and are not.
+        ZeroGraphError: a part of the gradients is held back.
         """
         if all(group.get("lr") == 0 for group in optimizer.param_groups):
             return  # DCP steps once without moving anything, to make the state
+        if self._hold.names and any(id(p) in self._params for p in _params_of(optimizer)):
+            self._hold.refuse_step()
         if optimizer in self._seen:
             return
-        self._seen.add(optimizer)
+        if self._params:
+            self._seen.add(optimizer)
+        self._refuse_replaced(optimizer)
         self._refuse_skipped(optimizer)
         names = [c.__name__ for c in type(optimizer).__mro__]
         reason = next((_NOT_ELEMENTWISE[n] for n in names if n in _NOT_ELEMENTWISE), "")
-        params = (p for group in optimizer.param_groups for p in group["params"])
-        if reason and any(isinstance(p, DTensor) and id(p) in self._params for p in params):
+        if reason and any(isinstance(p, DTensor) and id(p) in self._params for p in _params_of(optimizer)):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} cannot update parameters that are split over ranks: {reason}",
                 "use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion, ...), or stage=0",
             )
 
+    def _refuse_replaced(self, optimizer: Optimizer) -> None:
+        old = sum(p in self._replaced for p in _params_of(optimizer))
+        if old:
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} holds {old} parameters that the model no longer has: its first call put "
+                "sharded ones in their places, and found no list of the old ones to correct",
+                "make the optimizer from model.parameters() itself, or call zerograph.shard(model, backend) first",
+            )
+
     def _refuse_skipped(self, optimizer: Optimizer) -> None:
         """Dynamo skips modules of torch.nn itself, and functions it cannot break, without a word."""
-        foreign = {id(p) for group in optimizer.param_groups for p in group["params"] if id(p) not in self._params}
+        foreign = {id(p) for p in _params_of(optimizer) if id(p) not in self._params and p.grad is not None}
         if not foreign:
             return  # the search for skipped models looks at every object of the process
         held = sum(id(p) in foreign for p in self._skipped())
@@ -72,3 +94,7 @@ class OptimizerCheck:
                 "eagerly; of a module of torch.nn itself (nn.Sequential), module.compile() compiles nothing at all: "
                 "use torch.compile(model, backend=...)",
             )
+
+
+def _params_of(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from zerograph.errors import UnsupportedError
+from zerograph.errors import ConfigError, UnsupportedError
 
 
 def clip_grad_norm_(
@@ -32,8 +33,11 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
+        ConfigError: ``norm_type`` is not positive.
         UnsupportedError: a gradient that is partial over ranks, or sharded over more than one mesh dimension.
     """
+    if not norm_type > 0:
+        raise ConfigError(f"norm_type={norm_type}", "it is the p of a norm: a positive number, or math.inf")
     params = [parameters] if isinstance(parameters, Tensor) else parameters
     grads = [p.grad for p in params if p.grad is not None]
     split: list[DTensor] = [g for g in grads if _is_split(g)]  # type: ignore[misc]
@@ -71,7 +75,9 @@ def _norm_over_ranks(split: list[DTensor], whole: list[Tensor], p: float) -> Ten
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         dist.all_reduce(power, op=op, group=split[0].device_mesh.get_group())
     power = power.to(whole[0].device) if whole and not split else power
-    both = torch.stack([power, _power_sum(whole, p).to(power.device)])
+    other = _power_sum(whole, p).to(power.device)
+    precision = torch.promote_types(power.dtype, other.dtype)
+    both = torch.stack([power.to(precision), other.to(precision)])
     return both.max() if math.isinf(p) else both.sum() ** (1.0 / p)
 
 
@@ -79,11 +85,13 @@ def _power_sum(grads: list[Tensor], p: float) -> Tensor:
     """Sum of ``|g|**p`` over all elements, or their largest absolute value."""
     if not grads:
         return torch.zeros(())
+    # Of all gradients, empty ones too: ranks add up their sums.
+    precision = functools.reduce(torch.promote_types, {g.dtype for g in grads}, torch.float32)
     flat = [g.reshape(-1) for g in grads if g.numel()]
     norms = [n for group in _by_kind(flat) for n in torch._foreach_norm(group, p)]
     if not norms:
-        return torch.zeros((), device=grads[0].device)
-    stacked = torch.stack([n.to(norms[0].device, torch.float32) for n in norms])
+        return torch.zeros((), device=grads[0].device, dtype=precision)
+    stacked = torch.stack([n.to(norms[0].device, precision) for n in norms])
     return stacked.max() if math.isinf(p) else (stacked**p).sum()
 
 

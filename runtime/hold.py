@@ -1,0 +1,168 @@
+"""Full gradients that ``no_sync`` keeps back until the next synchronized backward.
+
+Meanwhile each parameter's ``.grad`` gets nothing from them, and marks them: where it would be zero it is *negative*
+zero, which adds like zero and tells, whatever zeroed it, that the user dropped the gradients (``zero_grad``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zerograph.errors import ZeroGraphError
+from zerograph.plan import Param
+from zerograph.runtime.buffers import shard_shape, torch_dtype
+from zerograph.runtime.comm import Communicator
+
+
+class GradientHold:
+    """The held gradients of one backend, over all its frames."""
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        """``params`` are the outward faces by name, now and later."""
+        self.active = False
+        self._params = params
+        self._held: dict[str, tuple[Param, Tensor]] = {}
+        self._left: dict[str, tuple[Tensor, int]] = {}  # each gradient and its version as the last backward left it
+        self._flushing = False
+        self._comm: Communicator
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Parameters whose gradients are held."""
+        return tuple(self._held)
+
+    @property
+    def open(self) -> bool:
+        """Whether gradients are held that the user did not drop, as one of them tells."""
+        name = next(iter(self._held), None)
+        left = self._left.get(name) if name is not None else None
+        return name is not None and (left is None or not self._dropped(name, *left))
+
+    def add(self, params: Sequence[Param], grads: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
+        """Hold ``grads`` back; returns negative zeros of the shards' shapes for autograd."""
+        self._comm = comm
+        for param, total in zip(params, self._merged(params, grads), strict=True):
+            self._held[param.name] = (param, total)
+            self._follow(param.name)
+        return [_nothing(p, g, comm) for p, g in zip(params, grads, strict=True)]
+
+    def take(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor]:
+        """``grads`` of a synchronized backward, plus what was held for the same parameters, which is no longer.
+
+        What other parameters hold is reduced when this backward ends.
+        """
+        merged = self._merged(params, grads)
+        if self._held:
+            self._flush_after_backward()
+        return merged
+
+    def _merged(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor]:
+        return [self._with_held(p, g) for p, g in zip(params, grads, strict=True)]
+
+    def _with_held(self, param: Param, grad: Tensor) -> Tensor:
+        held = self._pop(param.name)
+        return grad if held is None else held.to(torch_dtype(param.reduce_dtype)) + grad
+
+    def _pop(self, name: str) -> Tensor | None:
+        """What is held for ``name``, unless the user dropped it; nothing is held for it afterwards."""
+        _, held = self._held.pop(name, (None, None))
+        left = self._left.pop(name, None)
+        return None if left is not None and self._dropped(name, *left) else held
+
+    def _dropped(self, name: str, left: Tensor, version: int) -> bool:
+        """Whether the gradient that the last backward left was taken away or zeroed.
+
+        Raises:
+            ZeroGraphError: it was changed in another way, which the held part did not see.
+        """
+        grad = self._params[name].grad
+        if grad is not left or _is_zeroed(_local(grad)):
+            return True
+        if grad._version != version:
+            raise ZeroGraphError(
+                f"the gradient of {name} was changed while no_sync() held back a part of it",
+                "change gradients after a backward outside of no_sync(), which completes them",
+            )
+        return False
+
+    def _follow(self, name: str) -> None:
+        """Let a hook record what each backward leaves in ``.grad``; once for each tensor that bears the name."""
+        param = self._params[name]
+        if param.__dict__.get("_zg_followed"):
+            return
+        param.__dict__["_zg_followed"] = True
+        hold = weakref.ref(self)
+
+        def accumulated(p: Tensor) -> None:
+            live = hold()
+            if live is not None and name in live._held:
+                live._accumulated(name, p)
+
+        param.register_post_accumulate_grad_hook(accumulated)
+
+    def _accumulated(self, name: str, param: Tensor) -> None:
+        if not self.active:  # a backward that no program reduced: the model ran uncompiled
+            left, version = self._left.get(name, (None, 0))
+            if param.grad is left and left is not None and left._version == version + 1:
+                self._left[name] = (left, version + 1)
+            self._flush_after_backward()
+        elif param.grad is not None:
+            local = _local(param.grad)
+            if not local.any():
+                local.fill_(-0.0)
+            self._left[name] = (param.grad, param.grad._version)
+
+    def _flush_after_backward(self) -> None:
+        if not self._flushing:
+            self._flushing = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._flush)
+
+    @torch.no_grad()
+    def _flush(self) -> None:
+        """Reduce what this backward left held: gradients of parameters that it did not read."""
+        self._flushing = False
+        found = [(param, self._pop(param.name)) for param, _ in list(self._held.values())]
+        kept = [(param, held.to(torch_dtype(param.reduce_dtype))) for param, held in found if held is not None]
+        if not kept:
+            return
+        params = [param for param, _ in kept]
+        results = self._comm.finish_reduce(self._comm.start_reduce(params, [held for _, held in kept]))
+        for param, result in zip(params, results, strict=True):
+            _local(self._params[param.name].grad).add_(result)  # type: ignore[arg-type]
+
+    def refuse_step(self) -> None:
+        """Raises:
+        ZeroGraphError: an optimizer steps on gradients that lack a part held back.
+        """
+        for name in self.names:
+            left = self._left.get(name)
+            if left is not None and self._dropped(name, *left):
+                self._pop(name)
+        if self._held:
+            raise ZeroGraphError(
+                f"an optimizer steps while no_sync() holds back gradients of {len(self._held)} parameters, "
+                f"the first of {self.names[0]}",
+                "run the backward of the last micro-batch outside of no_sync()",
+            )
+
+
+def _nothing(param: Param, grad: Tensor, comm: Communicator) -> Tensor:
+    shape = shard_shape(param, comm.rank, comm.world_size)
+    return torch.full(shape, -0.0, dtype=torch_dtype(param.dtype), device=grad.device)
+
+
+def _local(grad: Tensor | None) -> Any:
+    return grad._local_tensor if isinstance(grad, DTensor) else grad
+
+
+def _is_zeroed(local: Tensor | None) -> bool:
+    """Whether nothing but zeros is left, without the mark of a held gradient."""
+    if local is None or not local.numel():
+        return local is None
+    return not local.any() and not bool(local.signbit().all())
