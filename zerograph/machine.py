@@ -1,0 +1,218 @@
+"""The machine a step runs on, as data: memories, how fast each computes, and the links between them. No torch in here.
+
+Capacities are bytes, rates bytes or floating-point operations per second, times seconds. Presets give what vendors
+publish times the share of it that training reaches; ``zerograph bench`` measures the machine at hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from zerograph.errors import ConfigError
+
+VERSION = 1
+
+Tier = Literal["device", "host", "nvme"]
+TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A way for bytes: ``latency`` seconds, then ``rate`` bytes per second."""
+
+    rate: float
+    latency: float = 0.0
+
+    def seconds(self, size: float) -> float:
+        """Time for ``size`` bytes; nothing takes no time."""
+        return self.latency + size / self.rate if size else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One kind of node, and how nodes are connected. Rates are those of one rank unless said otherwise.
+
+    Attributes:
+        name: of the preset, or of the host that was measured.
+        device: "cuda" or "cpu".
+        device_memory: bytes a rank may use on its device. On a CPU this is the host's memory over its ranks.
+        device_bandwidth: bytes per second that element-wise kernels read and write.
+        matmul: floating-point operations per second of large matrix products, by dtype.
+        vector: floating-point operations per second of element-wise code, by dtype.
+        launch: seconds that a kernel costs however small it is.
+        ranks_per_node: devices that share a host.
+        host_memory: bytes per node.
+        nvme_capacity: bytes per node; 0 where there is none.
+        nvme_read, nvme_write: per node.
+        h2d, d2h: host to device and back; on a CPU, a copy.
+        intra, inter: collectives inside a node, and between nodes: bytes per second of the full tensor that a rank
+            sends or receives (bus bandwidth), and the latency of one collective.
+        cpu_optimizer: bytes of states per second and node that an Adam update on the host reads and writes.
+    """
+
+    name: str
+    device: Literal["cuda", "cpu"]
+    device_memory: int
+    device_bandwidth: float
+    matmul: Mapping[str, float]
+    vector: Mapping[str, float]
+    launch: float
+    ranks_per_node: int
+    host_memory: int
+    nvme_capacity: int
+    nvme_read: Link
+    nvme_write: Link
+    h2d: Link
+    d2h: Link
+    intra: Link
+    inter: Link
+    cpu_optimizer: float
+    notes: str = field(default="", compare=False)
+
+    def collective(self, world_size: int) -> Link:
+        """The link that bounds a collective over ``world_size`` ranks."""
+        return self.intra if world_size <= self.ranks_per_node else self.inter
+
+    def nodes(self, world_size: int) -> int:
+        """Nodes that ``world_size`` ranks need."""
+        return -(-world_size // self.ranks_per_node)
+
+    def capacity(self, tier: Tier, world_size: int) -> int:
+        """Bytes that one of ``world_size`` ranks may use on ``tier``."""
+        if tier == "device":
+            return self.device_memory
+        ranks = min(world_size, self.ranks_per_node)
+        if tier == "host":
+            return 0 if self.device == "cpu" else self.host_memory // ranks
+        return self.nvme_capacity // ranks
+
+    def to_json(self) -> str:
+        """Indented JSON with the format's version."""
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Machine:
+        """The machine that :meth:`to_json` wrote.
+
+        Raises:
+            ConfigError: another version, or not a machine.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            version = data.pop("version", None)
+        except (ValueError, TypeError, AttributeError):
+            raise ConfigError("the text is no machine", "give what `zerograph bench -o machine.json` wrote") from None
+        if version != VERSION:
+            raise ConfigError(f"the machine has version {version}, this ZeroGraph reads {VERSION}", "measure it again")
+        try:
+            links = {name: Link(**data.pop(name)) for name in _LINKS}
+            return cls(**data, **links)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"the machine is incomplete: {error}", "measure it again") from None
+
+
+_LINKS = ("nvme_read", "nvme_write", "h2d", "d2h", "intra", "inter")
+GB, TB, GIB = 10**9, 10**12, 2**30
+_REACHED = 0.6
+"""Share of the published matrix rate that large transformer layers reach (ZeRO-Infinity and Megatron report 0.4 to
+0.6 for whole steps, of which products are the larger part)."""
+
+
+def _gpu(
+    name: str, memory: int, bandwidth: float, tflops_16: float, tflops_32: float, *, link: Link, inter: Link,
+    pcie: float, host: int, ranks: int = 8, nvme: int = 28 * TB, nvme_rate: float = 25 * GB,
+    tf32: float | None = None, bf16: bool = True, cpu_bandwidth: float = 150 * GB,
+) -> Machine:  # fmt: skip
+    low = tflops_16 * 1e12 * _REACHED
+    return Machine(
+        name=name,
+        device="cuda",
+        device_memory=memory,
+        device_bandwidth=0.8 * bandwidth,
+        matmul={
+            "float32": (tf32 or tflops_32) * 1e12 * _REACHED,
+            "bfloat16": low if bf16 else tflops_32 * 1e12 * _REACHED,
+            "float16": low,
+        },
+        vector={dtype: tflops_32 * 1e12 * 0.5 for dtype in ("float32", "bfloat16", "float16")},
+        launch=5e-6,
+        ranks_per_node=ranks,
+        host_memory=host,
+        nvme_capacity=nvme,
+        nvme_read=Link(nvme_rate, 1e-4),
+        nvme_write=Link(0.8 * nvme_rate, 1e-4),
+        h2d=Link(0.8 * pcie, 1e-5),
+        d2h=Link(0.8 * pcie, 1e-5),
+        intra=link,
+        inter=inter,
+        cpu_optimizer=cpu_bandwidth,
+        notes="from published figures, times the share that training reaches",
+    )
+
+
+PRESETS: Mapping[str, Machine] = {
+    m.name: m
+    for m in (
+        # 16 GPUs behind NVSwitch, PCIe 3.0; ZeRO-Infinity's machine: 1.5 TB host, 28 TB NVMe at 25 GB/s read.
+        _gpu(
+            "v100-32gb-dgx2", 32 * GIB, 900 * GB, 125, 15.7, link=Link(120 * GB, 2e-5), inter=Link(40 * GB, 4e-5),
+            pcie=12.8 * GB, host=int(1.5 * TB), ranks=16, bf16=False, cpu_bandwidth=100 * GB,
+        ),
+        _gpu(
+            "a100-40gb", 40 * GIB, 1555 * GB, 312, 19.5, link=Link(230 * GB, 2e-5), inter=Link(20 * GB, 4e-5),
+            pcie=32 * GB, host=TB, tf32=156,
+        ),
+        _gpu(
+            "a100-80gb", 80 * GIB, 2039 * GB, 312, 19.5, link=Link(230 * GB, 2e-5), inter=Link(20 * GB, 4e-5),
+            pcie=32 * GB, host=2 * TB, tf32=156,
+        ),
+        _gpu(
+            "h100-80gb", 80 * GIB, 3350 * GB, 989, 67, link=Link(360 * GB, 2e-5), inter=Link(40 * GB, 4e-5),
+            pcie=64 * GB, host=2 * TB, tf32=495, cpu_bandwidth=300 * GB,
+        ),
+        _gpu(
+            "h200-141gb", 141 * GB, 4800 * GB, 989, 67, link=Link(360 * GB, 2e-5), inter=Link(40 * GB, 4e-5),
+            pcie=64 * GB, host=2 * TB, tf32=495, cpu_bandwidth=300 * GB,
+        ),
+        # One GPU and 480 GB of LPDDR5 behind NVLink-C2C: 450 GB/s each way.
+        _gpu(
+            "gh200", 96 * GB, 4000 * GB, 989, 67, link=Link(40 * GB, 4e-5), inter=Link(40 * GB, 4e-5),
+            pcie=450 * GB, host=480 * GB, ranks=1, tf32=495, nvme=4 * TB, nvme_rate=6 * GB, cpu_bandwidth=300 * GB,
+        ),
+        Machine(
+            name="cpu",
+            device="cpu",
+            device_memory=12 * GIB,
+            device_bandwidth=8 * GB,
+            matmul={"float32": 9e10, "bfloat16": 9e10, "float16": 9e10},
+            vector={"float32": 1e10, "bfloat16": 5e9, "float16": 5e9},
+            launch=5e-6,
+            ranks_per_node=2,
+            host_memory=24 * GIB,
+            nvme_capacity=100 * GB,
+            nvme_read=Link(2 * GB, 1e-4),
+            nvme_write=Link(GB, 1e-4),
+            h2d=Link(8 * GB),
+            d2h=Link(8 * GB),
+            intra=Link(3 * GB, 1e-4),
+            inter=Link(GB, 1e-3),
+            cpu_optimizer=10 * GB,
+            notes="two ranks of one thread each on a small server; measure yours with `zerograph bench`",
+        ),
+    )
+}  # fmt: skip
+
+
+def machine_named(name: str, device_memory: int | None = None) -> Machine:
+    """The preset ``name``, with another ``device_memory`` when that is given.
+
+    Raises:
+        ConfigError: no preset of that name.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"no machine {name!r}", f"one of {', '.join(PRESETS)}, or a file from `zerograph bench`")
+    machine = PRESETS[name]
+    return machine if device_memory is None else replace(machine, device_memory=device_memory)
