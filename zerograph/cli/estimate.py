@@ -36,6 +36,9 @@ class _Parsed(click.ParamType):
 
 
 _COUNT, _BYTES = _Parsed("count", parse_count), _Parsed("size", parse_bytes)
+_SHARE = click.FloatRange(0, 1, max_open=True)
+_LAYOUTS = "Model states: ZeroGraph's, mixed-precision Adam (2+2+12 bytes), or AdamW in float32 (4+4+8)."
+_SCORES = "Whether attention stores its scores (whole) or not (fused)."
 
 
 @click.command()
@@ -46,22 +49,20 @@ _COUNT, _BYTES = _Parsed("count", parse_count), _Parsed("size", parse_bytes)
 @click.option("--vocab", type=_COUNT, help="Vocabulary; GPT-2's 50257 unless given.")
 @click.option("--heads", type=_COUNT, help="Attention heads; 128 wide unless given.")
 @click.option("--world", type=_COUNT, default=1, show_default=True, help="Ranks.")
-@click.option("--batch", type=_COUNT, default=1, show_default=True, help="Sequences per rank.")
+@click.option("--batch", type=_COUNT, default=1, show_default=True, help="Sequences per rank and micro-batch.")
+@click.option("--accumulate", type=_COUNT, default=1, show_default=True, help="Micro-batches per step.")
 @click.option("--seq", type=_COUNT, default=1024, show_default=True, help="Tokens per sequence.")
 @click.option("--machine", default="h100-80gb", show_default=True, help=f"A file, or {', '.join(PRESETS)}.")
 @click.option("--memory", type=_BYTES, help="Device memory a rank may use, such as 70GiB; the machine's unless given.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="Compute dtype.")
-@click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="zerograph", show_default=True,
-              help="Layout of model states: ZeroGraph's, mixed-precision Adam (2+2+12), or fp32 AdamW (4+4+8).")  # fmt: skip
-@click.option("--attention", type=click.Choice(ATTENTIONS), default="fused", show_default=True,
-              help="Whether attention stores its scores (whole) or not (fused).")  # fmt: skip
+@click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="zerograph", show_default=True, help=_LAYOUTS)
+@click.option("--attention", type=click.Choice(ATTENTIONS), default="fused", show_default=True, help=_SCORES)
 @click.option("--stage", type=click.Choice([str(stage) for stage in STAGES]), help="This ZeRO stage only.")
 @click.option("--offload", type=click.Choice(OFFLOADS), help="This offload only; each includes those before it.")
 @click.option("--tier", type=click.Choice(TIERS), help="Offload to this tier only; device offloads nothing.")
 @click.option("--activations", type=click.Choice(ACTIVATIONS), help="Fix what is otherwise chosen per row.")
 @click.option("--tiles", type=_COUNT, help="Fix the parts a large operator runs in; otherwise chosen per row.")
-@click.option("--reserve", type=click.FloatRange(0, 1, max_open=True), default=RESERVE, show_default=True,
-              help="Share of every tier that stays free.")  # fmt: skip
+@click.option("--reserve", type=_SHARE, default=RESERVE, show_default=True, help="Share of every tier to leave free.")
 @click.option("--largest", "what", type=click.Choice(WHATS), help="Solve for the largest that fits.")
 @click.option("--check", is_flag=True, help="Exit with 1 when nothing fits.")
 @click.option("--json", "as_json", is_flag=True, help="JSON, as docs/estimates.md describes it.")
@@ -87,16 +88,17 @@ def estimate(model: str | None, what: What | None, check: bool, as_json: bool, *
     sys.exit(1 if check and missing else 0)
 
 
-def _question(what: What | None, machine: str, memory: int | None, world: int, stage: str | None,
-              batch: int, seq: int, dtype: str, optimizer: Any, attention: Any, **rest: Any) -> Question:  # fmt: skip
-    sizes = {name: rest.pop(name) for name in ("params", "layers", "hidden", "vocab", "heads")}
+def _question(what: What | None, machine: str, memory: int | None, **options: Any) -> Question:
+    sizes = {name: options.pop(name) for name in ("params", "layers", "hidden", "vocab", "heads")}
+    steps = {name: options.pop(name) for name in ("batch", "seq", "accumulate", "dtype", "optimizer", "attention")}
+    stage = options.pop("stage")
     return Question(
         size=_size(what, sizes.pop("params"), **sizes),
-        training=Training(batch, seq, dtype, optimizer, attention),
+        training=Training(**steps),
         machine=_machine(machine, memory),
-        world_size=world,
+        world_size=options.pop("world"),
         stage=None if stage is None else STAGES[int(stage)],
-        **rest,
+        **options,
     )
 
 
@@ -119,8 +121,14 @@ def _machine(name: str, memory: int | None) -> Machine:
     return machine if memory is None else replace(machine, device_memory=memory)
 
 
-def _show(question: Question, table: tuple[Row, ...], missing: Shortage | None,
-          what: What | None, value: int | None, as_json: bool) -> None:  # fmt: skip
+def _show(
+    question: Question,
+    table: tuple[Row, ...],
+    missing: Shortage | None,
+    what: What | None,
+    value: int | None,
+    as_json: bool,
+) -> None:
     best = fastest(table)
     if as_json:
         click.echo(json.dumps(as_data(question, table, best, missing, what, value), indent=2))

@@ -9,6 +9,7 @@ from typing import Any
 from zerograph.machine import TIERS
 from zerograph.planner.estimate import Question, Row
 from zerograph.planner.shortage import Shortage
+from zerograph.planner.sizes import format_count
 from zerograph.units import format_bytes
 
 VERSION = 1
@@ -48,7 +49,7 @@ def _cells(row: Row, best: bool) -> tuple[str, ...]:
         str(row.choice.tiles),
         *(f"{format_bytes(row.need[t])} of {format_bytes(row.have[t])}" if row.need[t] else "-" for t in TIERS),
         f"{row.timing.seconds:.3g}",
-        f"{row.tokens_per_second:.3g}",
+        format_count(row.tokens_per_second),
         row.timing.bound,
     )
 

@@ -129,7 +129,8 @@ class Row:
     @property
     def tokens_per_second(self) -> float:
         """Of all ranks together."""
-        return self.question.training.tokens * self.question.world_size / self.timing.seconds
+        training = self.question.training
+        return training.tokens * training.accumulate * self.question.world_size / self.timing.seconds
 
 
 def rows(question: Question) -> tuple[Row, ...]:

@@ -28,8 +28,8 @@ class Knob:
     fits: bool
 
     def __str__(self) -> str:
-        outcome = "then it fits" if self.fits else "not enough alone"
-        return f"{self.change}: {format_bytes(self.saves)} less, {outcome}"
+        saved = f"{format_bytes(self.saves)} less, " if self.saves > 0 else ""
+        return f"{self.change}: {saved}{'then it fits' if self.fits else 'not enough alone'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,9 @@ class Shortage:
     def __str__(self) -> str:
         item = f"{self.largest.item} take {format_bytes(self.largest.bytes)} of it"
         place = f"{self.tier} memory per rank" if self.tier != "nvme" else "NVMe per rank"
-        return f"{self.row.choice.name} needs {format_bytes(self.need)} of {place}, has {format_bytes(self.have)}; {item}"
+        return (
+            f"{self.row.choice.name} needs {format_bytes(self.need)} of {place}, has {format_bytes(self.have)}; {item}"
+        )
 
 
 def shortage(found: tuple[Row, ...]) -> Shortage | None:

@@ -24,7 +24,7 @@ def parse_count(text: str | int) -> int:
         ValueError: the text is no count, or is not positive.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMBT]?)\s*", str(text).upper())
-    count = int(round(float(match[1]) * _COUNTS[match[2]])) if match else 0
+    count = round(float(match[1]) * _COUNTS[match[2]]) if match else 0
     if count < 1:
         raise ValueError(f"{text!r} is not a count such as 1024, '128k', '70B' or '1.5T'")
     return count

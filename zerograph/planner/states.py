@@ -53,7 +53,8 @@ def model_states(size: ModelSize, layout: Layout, choice: Choice, world_size: in
     """Parameters, gradients and optimizer states between and within steps, without what is gathered for use.
 
     A stage divides by the number of ranks what it shards (ZeRO, section 5): (2 + 2 + 12)*P at stage 0,
-    2*P + 2*P + 12*P/N, then 2*P + 14*P/N, then 16*P/N for mixed-precision Adam. The master copy lives with the optimizer.
+    2*P + 2*P + 12*P/N, then 2*P + 14*P/N, then 16*P/N for mixed-precision Adam. The master copy lives with the
+    optimizer.
     """
 
     def held(per_parameter: int, from_stage: int) -> int:

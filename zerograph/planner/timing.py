@@ -32,8 +32,9 @@ class Timing:
 
     @property
     def bound(self) -> str:
-        """The stream that most of the step waits for."""
-        return max(max(phase.items(), key=lambda s: s[1]) for phase in (self.passes, self.update))[0]
+        """The stream that the longer phase waits for."""
+        streams = (*self.passes.items(), *self.update.items())
+        return max(streams, key=lambda stream: stream[1])[0]
 
 
 def timing(size: ModelSize, training: Training, choice: Choice, world_size: int, machine: Machine) -> Timing:
@@ -54,7 +55,7 @@ def compute(size: ModelSize, training: Training, choice: Choice, machine: Machin
     A model too small to fill the device takes the launches of its kernels instead.
     """
     per_pass = 2 * training.tokens * (size.parameters + 2 * size.layers * size.hidden * training.seq)
-    passes = 4 if choice.recomputes else 3
+    passes = (4 if choice.recomputes else 3) * training.accumulate
     return passes * max(per_pass / machine.matmul[training.dtype], _KERNELS * size.layers * machine.launch)
 
 
@@ -63,12 +64,15 @@ _KERNELS = 20
 
 
 def collectives(size: ModelSize, training: Training, choice: Choice, world_size: int, machine: Machine) -> float:
-    """ZeRO, section 7: 2*P elements at stages 0 to 2, 3*P at stage 3, times the share that other ranks hold."""
+    """ZeRO, section 7: 2*P elements at stages 0 to 2, 3*P at stage 3, times the share that other ranks hold.
+
+    Micro-batches repeat what a stage does in the passes: reductions from stage 2 on, gathers at stage 3.
+    """
     if world_size == 1:
         return 0.0
-    layout, link = training.layout, machine.collective(world_size)
-    gathers = (0, 1, 1, 2)[choice.stage]
-    reduces = 2 if choice.stage == 0 else 1
+    layout, link, again = training.layout, machine.collective(world_size), training.accumulate
+    gathers = (0, 1, 1, 2 * again)[choice.stage]
+    reduces = (2, 1, again, again)[choice.stage]
     moved = size.parameters * (gathers * layout.copy + reduces * layout.gradient) * (world_size - 1) / world_size
     messages = (gathers + reduces) * max(size.layers, layout.copy * size.parameters / training.bucket_size)
     return moved / link.rate + messages * link.latency
@@ -77,14 +81,18 @@ def collectives(size: ModelSize, training: Training, choice: Choice, world_size:
 def _fetches(
     size: ModelSize, training: Training, choice: Choice, world_size: int, machine: Machine
 ) -> dict[str, float]:
-    """Transfers beside the passes: parameters in for forward and backward, gradients and checkpoints out."""
-    layout, shard = training.layout, size.parameters / world_size
-    saved = size.layers * checkpoint_bytes(size, training)
-    down = shard * layout.gradient if choice.home("gradients") != "device" else 0.0
-    up = 2 * shard * layout.copy if choice.home("parameters") != "device" else 0.0
+    """Transfers beside the passes: parameters in for forward and backward, gradients and checkpoints out.
+
+    Gradients of further micro-batches are added to those that left before, which NVMe must read first.
+    """
+    layout, shard, again = training.layout, size.parameters / world_size, training.accumulate
+    down = again * shard * layout.gradient if choice.home("gradients") != "device" else 0.0
+    up = again * 2 * shard * layout.copy if choice.home("parameters") != "device" else 0.0
+    saved = again * size.layers * checkpoint_bytes(size, training)
     out = saved if choice.activations in ("host", "nvme") else 0.0
-    spilled = (down if choice.tier == "nvme" else 0.0) + (out if choice.activations == "nvme" else 0.0)
-    read = (up if choice.tier == "nvme" else 0.0) + (out if choice.activations == "nvme" else 0.0)
+    states, kept = choice.tier == "nvme", choice.activations == "nvme"
+    spilled = down * states + out * kept
+    read = (up + down * (again - 1) / again) * states + out * kept
     return {
         "h2d": machine.h2d.seconds(up + out),
         "d2h": machine.d2h.seconds(down + out),
@@ -93,9 +101,7 @@ def _fetches(
     }
 
 
-def _update(
-    size: ModelSize, training: Training, choice: Choice, world_size: int, machine: Machine
-) -> dict[str, float]:
+def _update(size: ModelSize, training: Training, choice: Choice, world_size: int, machine: Machine) -> dict[str, float]:
     """Adam where its states live; gradients that stayed on the device go down first, new parameters come up."""
     layout = training.layout
     mine = size.parameters / (world_size if choice.stage else 1)

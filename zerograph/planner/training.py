@@ -48,13 +48,14 @@ class Training:
     """One step of one rank.
 
     Attributes:
-        batch: sequences per rank.
+        batch: sequences per rank and micro-batch.
         seq: tokens per sequence.
         dtype: what kernels compute in, by name.
         optimizer: the layout of the model states. "mixed": mixed-precision Adam of the ZeRO papers, 2+2+12 bytes.
             "fp32": AdamW on float32 parameters, 4+4+8. "zerograph": float32 master 4, Adam 8, float32 gradient 4, and
             a copy in ``dtype`` that is gathered where needed.
         attention: "fused" never stores the scores (FlashAttention, SDPA), "whole" does.
+        accumulate: micro-batches per step; each costs its passes, the update comes once.
         prefetch: buckets gathered ahead of the one in use.
         bucket_size: bytes of gathered parameters per collective, at most, unless one operator is larger.
     """
@@ -64,11 +65,12 @@ class Training:
     dtype: str = "bfloat16"
     optimizer: Optimizer = "zerograph"
     attention: Attention = "fused"
+    accumulate: int = 1
     prefetch: int = 1
     bucket_size: int = 32 * 2**20
 
     def __post_init__(self) -> None:
-        for name in ("batch", "seq", "bucket_size"):
+        for name in ("batch", "seq", "accumulate", "bucket_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.dtype not in ("float32", "bfloat16", "float16"):
@@ -81,7 +83,7 @@ class Training:
 
     @property
     def tokens(self) -> int:
-        """Tokens per rank and step."""
+        """Tokens per rank and micro-batch."""
         return self.batch * self.seq
 
     @property
