@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zerograph.machine import Link, Machine
-from zerograph.planner.activations import checkpoint_bytes
+from zerograph.planner.activations import checkpoint_bytes, layer_bytes, logits_bytes
 from zerograph.planner.choice import Choice
 from zerograph.planner.sizes import ModelSize
 from zerograph.planner.training import Training
@@ -50,17 +50,30 @@ def timing(size: ModelSize, training: Training, choice: Choice, world_size: int,
 
 
 def compute(size: ModelSize, training: Training, choice: Choice, machine: Machine) -> float:
-    """``6*P`` operations per token, 8 with recomputation, and the scores' ``4*L*h*s`` per pass (Megatron-LM).
+    """Products, then what lies between them: neither overlaps the other on one device.
 
     A model too small to fill the device takes the launches of its kernels instead.
     """
-    per_pass = 2 * training.tokens * (size.parameters + 2 * size.layers * size.hidden * training.seq)
     passes = (4 if choice.recomputes else 3) * training.accumulate
-    return passes * max(per_pass / machine.matmul[training.dtype], _KERNELS * size.layers * machine.launch)
+    products = products_flops(size, training) / machine.matmul[training.dtype]
+    between = 2 * size.layers * layer_bytes(size, training) + 2 * logits_bytes(size, training)
+    launches = _KERNELS * size.layers * machine.launch
+    return passes * max(products + between / machine.device_bandwidth, launches)
+
+
+def products_flops(size: ModelSize, training: Training) -> int:
+    """Operations of matrix products in one pass: ``2*P`` per token and the scores' ``4*L*h*s`` (Megatron-LM).
+
+    A step has three passes, four with recomputation: the well-known ``6*P`` and ``8*P`` per token.
+    """
+    return 2 * training.tokens * (size.parameters + 2 * size.layers * size.hidden * training.seq)
 
 
 _KERNELS = 20
-"""Kernels of one layer in one pass, after fusion: six products, attention, norms, and what is between."""
+"""Kernels of one layer in one pass, after fusion: six products, attention, norms, and what is between.
+
+Between the products, each activation that a backward needs is written once and read once in every pass.
+"""
 
 
 def collectives(size: ModelSize, training: Training, choice: Choice, world_size: int, machine: Machine) -> float:
