@@ -206,7 +206,7 @@ def _place(row: Row) -> tuple[int, str, str]:
 
 
 @given(question=QUESTIONS, what=st.sampled_from(WHATS))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 def test_the_largest_fits_and_the_next_does_not(question: Question, what: str) -> None:
     found = largest(question, what)  # type: ignore[arg-type]
     assert not any_fits(found.beyond)

@@ -43,7 +43,7 @@ _SCORES = "Whether attention stores its scores (whole) or not (fused)."
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--params", type=_COUNT, help="Parameters, such as 70B or 1.5T.")
+@click.option("--params", type=_COUNT, help="Parameters, such as 70B or 1.5T; k is 1000 everywhere.")
 @click.option("--layers", type=_COUNT, help="Transformer layers.")
 @click.option("--hidden", type=_COUNT, help="Hidden size.")
 @click.option("--vocab", type=_COUNT, help="Vocabulary; GPT-2's 50257 unless given.")
@@ -117,7 +117,7 @@ def _machine(name: str, memory: int | None) -> Machine:
     path = Path(name)
     if name in PRESETS or not path.is_file():
         return machine_named(name, memory)
-    machine = Machine.from_json(path.read_text())
+    machine = Machine.from_json(path.read_text(errors="replace"))
     return machine if memory is None else replace(machine, device_memory=memory)
 
 
