@@ -67,8 +67,8 @@ def test_json_says_what_is_missing() -> None:
         ("--largest params --machine v100-32gb-dgx2 --dtype float16 --optimizer mixed --world 512", 30e12, 60e12),
         (f"{LLAMA} --world 64 --largest batch", 8, 4096),
         (f"{LLAMA} --world 64 --largest seq", 10_000, 10_000_000),
-        ("--hidden 4096 --largest params", 1e9, 1e12),
-        ("--layers 4 --largest params", 1e9, 1e12),
+        ("--hidden 4096 --largest params", 1e12, 2e12),
+        ("--layers 4 --largest params --tier device", 2e9, 6e9),
     ],
 )
 def test_largest(line: str, least: float, most: float) -> None:
