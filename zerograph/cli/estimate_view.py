@@ -48,10 +48,14 @@ def _cells(row: Row, best: bool) -> tuple[str, ...]:
         row.choice.activations,
         str(row.choice.tiles),
         *(f"{format_bytes(row.need[t])} of {format_bytes(row.have[t])}" if row.need[t] else "-" for t in TIERS),
-        f"{row.timing.seconds:.3g}",
+        _digits(row.timing.seconds),
         format_count(row.tokens_per_second),
         row.timing.bound,
     )
+
+
+def _digits(seconds: float) -> str:
+    return f"{seconds:.3g}" if seconds < 999.5 else f"{seconds:.0f}"
 
 
 def as_data(

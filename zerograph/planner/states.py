@@ -116,9 +116,11 @@ def staging_bytes(size: ModelSize, layout: Layout, choice: Choice, world_size: i
 
 
 def _copy(layout: Layout, choice: Choice, world_size: int) -> int:
-    """Bytes per parameter of the copy that kernels read and that outlives its use."""
+    """Bytes per parameter of the copy that kernels read and that outlives its use.
+
+    A rank that holds the whole master reads that, or saves a cast of it for the backward: there is nothing to gather.
+    """
     master_on_device = choice.home("optimizer") == "device"
-    if choice.stage == 3:
-        return layout.copy if layout.resident or not master_on_device else 0
-    whole_master = master_on_device and (choice.stage == 0 or world_size == 1)
-    return 0 if whole_master and layout.copy == layout.master else layout.copy
+    if master_on_device and (choice.stage == 0 or world_size == 1):
+        return 0 if layout.copy == layout.master else layout.copy
+    return layout.copy if choice.stage < 3 or layout.resident or not master_on_device else 0
