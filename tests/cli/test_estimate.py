@@ -1,0 +1,112 @@
+"""The command: rows, exit codes, JSON, and where it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from zerograph.cli.estimate import estimate
+from zerograph.machine import machine_named
+
+LLAMA = "--params 70B --layers 80 --hidden 8192 --vocab 128k --seq 4096"
+
+
+def run(line: str) -> Result:
+    return CliRunner().invoke(estimate, line.split())
+
+
+def test_a_row_per_stage_and_offload_with_the_fastest_marked() -> None:
+    result = run(f"{LLAMA} --world 8 --machine h100-80gb")
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0
+    assert len(lines) == 1 + 4 + 2 * 6
+    assert [line for line in lines if line.startswith("*")] == [line for line in lines if "optimizer on host" in line][
+        2:3
+    ]
+    assert "no: device" in lines[1]
+
+
+def test_check_exits_with_1_and_says_why_when_nothing_fits() -> None:
+    line = f"{LLAMA} --tier device --memory 70GiB"
+    result = run(f"{line} --check")
+    assert result.exit_code == 1
+    assert "nothing fits: stage 0 needs 1.15 TiB of device memory per rank, has 65.8 GiB" in result.stderr
+    assert "hint: stage 3, parameters on host" in result.stderr
+    assert "nothing fits" not in result.stdout
+    assert run(line).exit_code == 0
+    assert run(f"{LLAMA} --world 8 --check").exit_code == 0
+
+
+def test_json_holds_what_the_table_shows() -> None:
+    result = run(f"{LLAMA} --world 8 --json")
+    data = json.loads(result.stdout)
+    assert data["version"] == 1 and data["size"]["parameters"] == 70_000_000_000
+    assert data["shortage"] is None and data["largest"] is None
+    assert sum(row["fastest"] for row in data["rows"]) == 1
+    for row in data["rows"]:
+        for tier, need in row["need"].items():
+            assert need == sum(item["bytes"] for item in row["items"] if item["tier"] == tier)
+        assert row["fits"] == all(row["need"][tier] <= row["have"][tier] for tier in row["need"])
+        assert row["seconds"] == max(row["passes"].values()) + max(row["update"].values())
+
+
+def test_json_says_what_is_missing() -> None:
+    data = json.loads(run(f"{LLAMA} --tier device --json").stdout)
+    assert data["shortage"]["tier"] == "device"
+    assert data["shortage"]["need"] > data["shortage"]["have"]
+    assert any(knob["fits"] for knob in data["shortage"]["knobs"])
+
+
+@pytest.mark.parametrize(
+    ("line", "least", "most"),
+    [
+        ("--largest params --machine v100-32gb-dgx2 --dtype float16 --optimizer mixed --stage 0", 1.4e9, 2e9),
+        ("--largest params --machine v100-32gb-dgx2 --dtype float16 --optimizer mixed --world 512", 30e12, 60e12),
+        (f"{LLAMA} --world 64 --largest batch", 8, 4096),
+        (f"{LLAMA} --world 64 --largest seq", 10_000, 10_000_000),
+        ("--hidden 4096 --largest params", 1e12, 2e12),
+        ("--layers 4 --largest params --tier device", 2e9, 6e9),
+    ],
+)
+def test_largest(line: str, least: float, most: float) -> None:
+    data = json.loads(run(f"{line} --json").stdout)
+    assert least < data["largest"]["value"] < most
+    assert any(row["fits"] for row in data["rows"])
+    assert run(line).stdout.startswith(f"largest {data['largest']['what']}: ")
+
+
+def test_nothing_is_the_largest_when_not_even_one_fits() -> None:
+    result = run(f"{LLAMA} --tier device --largest batch --check")
+    assert result.exit_code == 1 and result.stdout.startswith("largest batch: 0\n")
+
+
+def test_a_machine_is_a_file_too(tmp_path: Path) -> None:
+    path = tmp_path / "machine.json"
+    path.write_text(machine_named("gh200").to_json())
+    by_file = json.loads(run(f"{LLAMA} --machine {path} --json").stdout)
+    assert by_file == json.loads(run(f"{LLAMA} --machine gh200 --json").stdout)
+    smaller = json.loads(run(f"{LLAMA} --machine {path} --memory 10GiB --json").stdout)
+    assert smaller["rows"][0]["have"]["device"] == int(10 * 2**30 * 0.94)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("model.py:make", "cannot read the model 'model.py:make' yet"),
+        ("", "the size of the model is open"),
+        ("--params 70X", "is not a count"),
+        ("--params 70B --memory 1parsec", "is not a size"),
+        ("--params 70B --machine abacus", "no machine 'abacus'"),
+        ("--params 70B --dtype int8", "no compute dtype"),
+        ("--params 70B --stage 0 --offload parameters", "no row has stage 0"),
+        ("--params 70B --largest params", "solves for --params"),
+        ("--layers 2 --hidden 8 --largest params", "solves for --params"),
+    ],
+)
+def test_usage_errors_exit_with_2_and_a_message(line: str, message: str) -> None:
+    result = run(line)
+    assert result.exit_code == 2
+    assert message in result.stderr and not result.stdout

@@ -1,0 +1,241 @@
+"""Bytes by formula, against published tables: ZeRO, ZeRO-Infinity, and Korthikanti et al. on activations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerograph.errors import ConfigError
+from zerograph.planner.activations import checkpoint_bytes, layer_bytes
+from zerograph.planner.choice import OFFLOADS, STAGES, Choice, placements
+from zerograph.planner.sizes import ModelSize, format_count, parse_count
+from zerograph.planner.states import Need, model_states, needs, staging_bytes, total, working
+from zerograph.planner.training import OPTIMIZERS, Layout, Training
+
+GB, TB, GIB, TIB = 10**9, 10**12, 2**30, 2**40
+MIXED = Training(dtype="float16", optimizer="mixed", attention="whole")
+
+# The rows of figure 2a of ZeRO-Infinity: layers, hidden, heads; model states in TiB at 20 bytes per parameter, working
+# memory of the model states and of the activations in GiB, the latter for 4 sequences of 1024.
+INFINITY = [
+    (100, 20 * 1024, 160, 9.16, 6.25, 2.50),
+    (128, 25 * 1024, 256, 18.31, 9.77, 3.56),
+    (195, 64 * 1024, 512, 182.81, 64.00, 8.00),
+    (315, 160 * 1024, 1024, 1845.70, 400.00, 18.00),
+]
+
+
+def sized(parameters: float) -> ModelSize:
+    return ModelSize.of(int(parameters))
+
+
+def device_states(size: ModelSize, training: Training, stage: int, world: int) -> int:
+    return total(model_states(size, training.layout, Choice(stage), world), "device")
+
+
+@pytest.mark.parametrize(
+    ("model", "parameters", "states"),
+    [("BERT-Large", 0.32e9, 5.1e9), ("GPT-2", 1.5e9, 24e9), ("Turing-NLG", 17.2e9, 275e9), ("GPT-3", 175e9, 2.8e12)],
+)
+@pytest.mark.parametrize("training", [MIXED, Training(dtype="float32", optimizer="fp32")])
+def test_adam_takes_16_bytes_per_parameter(model: str, parameters: float, states: float, training: Training) -> None:
+    found = device_states(sized(parameters), training, stage=0, world=1)
+    assert found == 16 * int(parameters)
+    assert found == pytest.approx(states, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "world", "published"),
+    [
+        (7.5e9, 1, (120, 120, 120)),
+        (7.5e9, 4, (52.5, 41.3, 30)),
+        (7.5e9, 16, (35.6, 21.6, 7.5)),
+        (7.5e9, 64, (31.4, 16.6, 1.88)),
+        (7.5e9, 256, (30.4, 15.4, 0.47)),
+        (7.5e9, 1024, (30.1, 15.1, 0.12)),
+        (128e9, 64, (536, 284, 32)),
+        (1e12, 64, (4187, 2218, 250)),
+        (1e12, 1024, (4011, 2013, 15.6)),
+    ],
+)
+def test_states_per_device_are_those_of_the_zero_paper(
+    parameters: float, world: int, published: tuple[float, ...]
+) -> None:
+    found = [device_states(sized(parameters), MIXED, stage, world) / GB for stage in (1, 2, 3)]
+    assert found == pytest.approx(published, rel=0.025)  # printed with two digits
+
+
+def test_numbers_of_the_zero_paper_with_all_their_digits() -> None:
+    found = [round(device_states(sized(7.5e9), MIXED, stage, 64) / GB, 1) for stage in (1, 2, 3)]
+    assert found == [31.4, 16.6, 1.9]
+
+
+@pytest.mark.parametrize(("layers", "hidden", "heads", "states", "working_states", "working_activations"), INFINITY)
+def test_working_memory_is_that_of_zero_infinity(
+    layers: int, hidden: int, heads: int, states: float, working_states: float, working_activations: float
+) -> None:
+    size = ModelSize.of(layers=layers, hidden=hidden, heads=heads, vocab=1)
+    with_fp32_gradients = Layout(copy=2, gradient=2, master=4 + 4, moments=8, resident=True)
+    assert total(model_states(size, with_fp32_gradients, Choice(0), 1), "device") / TIB == pytest.approx(states, 0.002)
+    alone = replace(MIXED, prefetch=0, bucket_size=1)
+    assert total(working(size, alone, Choice(3)), "device") == 4 * hidden * 4 * hidden
+    assert round(4 * hidden * 4 * hidden / GIB, 2) == working_states
+    theirs = 4 * 1024 * (16 * hidden + 2 * heads * 1024)  # section 3: b * s * ci * (16 * hd + 2 * heads * s)
+    assert round(theirs / GIB, 2) == pytest.approx(working_activations)
+    ours = layer_bytes(size, replace(MIXED, batch=4))
+    assert 1.9 < ours / theirs < 2.5  # all that a layer saves, of which they count products and scores
+
+
+def test_checkpoints_of_a_trillion_parameters_are_those_of_zero_infinity() -> None:
+    size = ModelSize.of(layers=128, hidden=25 * 1024, vocab=1)
+    assert round(128 * checkpoint_bytes(size, replace(MIXED, batch=32)) / TIB, 2) == 0.20
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "scores", "share"), [(12288, 96, 80, 0.70), (20480, 128, 64, 0.65)], ids=["GPT-3", "MT-NLG"]
+)
+def test_activations_of_a_layer_are_those_of_megatron(hidden: int, heads: int, scores: int, share: float) -> None:
+    size = ModelSize.of(layers=1, hidden=hidden, heads=heads)
+    training = replace(MIXED, batch=3, seq=2048)
+    fused = layer_bytes(size, replace(training, attention="fused"))
+    whole = layer_bytes(size, training)
+    assert fused == 3 * 2048 * hidden * 34
+    assert whole == 3 * 2048 * hidden * (34 + scores)  # 5*a*s/h is 80 for GPT-3, 64 for MT-NLG
+    assert round(1 - fused / whole, 2) == share  # what recomputing attention alone saves
+
+
+def test_the_zerograph_layout_gathers_a_copy_and_keeps_a_master() -> None:
+    size, training = sized(1e9), Training(dtype="bfloat16")
+    assert [device_states(size, training, stage, 4) / GB for stage in STAGES] == [18, 9, 6, 4]
+    plain = Training(dtype="float32")
+    assert [device_states(size, plain, stage, 4) / GB for stage in STAGES] == [16, 11, 8, 4]
+    assert [device_states(size, plain, stage, 1) / GB for stage in STAGES] == [16] * 4  # kernels read the master
+    assert [device_states(size, training, stage, 1) / GB for stage in STAGES] == [18] * 4  # or a cast of it
+
+
+def test_offload_moves_states_and_leaves_a_copy_to_gather() -> None:
+    size, layout = sized(1e9), Training().layout
+    found = {
+        offload: {tier: total(model_states(size, layout, Choice(3, offload, "host"), 4), tier) for tier in _TIERS}
+        for offload in OFFLOADS[1:]
+    }
+    assert found["optimizer"] == {"device": (2 + 4) * GB // 4, "host": 12 * GB // 4}
+    assert found["gradients"] == {"device": 2 * GB // 4, "host": 16 * GB // 4}
+    assert found["parameters"] == {"device": 0, "host": 18 * GB // 4}
+
+
+_TIERS = ("device", "host")
+
+
+def test_zero_offload_leaves_two_bytes_per_parameter_on_the_device() -> None:
+    states = model_states(sized(13e9), MIXED.layout, Choice(2, "gradients", "host"), 1)
+    assert (total(states, "device"), total(states, "host")) == (2 * 13 * GB, 14 * 13 * GB)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_tiles_divide_what_is_gathered_and_unreduced(stage: int) -> None:
+    size = ModelSize.of(layers=8, hidden=16384, vocab=1000)
+    training = replace(Training(), bucket_size=1)
+    one, four = (total(working(size, training, Choice(stage, tiles=tiles)), "device") for tiles in (1, 4))
+    assert one == four * 4
+    assert (one > 0) == (stage >= 2)
+
+
+def test_nvme_is_reached_through_host_memory() -> None:
+    size = ModelSize.of(layers=8, hidden=65536, vocab=1000)
+    through = needs(size, Training(), Choice(3, "parameters", "nvme"), 16)
+    assert Need("host", "staging buffers", 3 * 18 * 4 * 65536**2 // 16) in through
+    on_cpu = needs(size, Training(), Choice(3, "parameters", "nvme"), 16, staging="device")
+    assert total(on_cpu, "host") == 0 < total(on_cpu, "device")
+    assert staging_bytes(size, Training().layout, Choice(3, "parameters", "host"), 16) == 0
+
+
+@pytest.mark.parametrize(
+    "bad", [(0, "optimizer", "host"), (1, "gradients", "host"), (2, "parameters", "nvme"), (3, "none", "host")]
+)
+def test_a_choice_that_cannot_be_is_refused(bad: tuple[int, str, str]) -> None:
+    with pytest.raises(ConfigError, match="offload"):
+        Choice(*bad)  # type: ignore[arg-type]
+
+
+def test_sizes_that_are_missing_follow_from_the_others() -> None:
+    gpt3 = ModelSize.of(175 * GB)
+    assert (gpt3.layers, gpt3.hidden, gpt3.heads) == (96, 12288, 96)
+    llama = ModelSize.of(layers=80, hidden=8192, vocab=128_000)
+    assert llama.parameters == 12 * 80 * 8192**2 + 128_000 * 8192
+    assert ModelSize.of(llama.parameters, layers=80, vocab=128_000) == llama
+    assert ModelSize.of(llama.parameters, hidden=8192, vocab=128_000) == llama
+    with pytest.raises(ConfigError, match="open"):
+        ModelSize.of(hidden=8192)
+    with pytest.raises(ConfigError, match="layers"):
+        ModelSize.of(layers=0, hidden=8)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("70B", 70 * GB), ("1.5T", 1500 * GB), ("128k", 128_000), ("7", 7), ("350 M", 350_000_000)]
+)
+def test_counts_are_read_and_written(text: str, count: int) -> None:
+    assert parse_count(text) == count
+    assert parse_count(format_count(count)) == count
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "70X", "B", "1e9", "0.1"])
+def test_what_is_no_count_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="count"):
+        parse_count(text)
+
+
+SIZES = st.builds(
+    lambda layers, heads, vocab: ModelSize.of(layers=layers, hidden=128 * heads, heads=heads, vocab=vocab),
+    st.integers(1, 200),
+    st.integers(1, 300),
+    st.integers(1, 300_000),
+)
+TRAININGS = st.builds(
+    Training,
+    batch=st.integers(1, 64),
+    seq=st.integers(1, 1 << 17),
+    dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
+    optimizer=st.sampled_from(OPTIMIZERS),
+    attention=st.sampled_from(["fused", "whole"]),
+    prefetch=st.integers(0, 3),
+)
+PLACEMENTS = st.sampled_from(placements(("host", "nvme")))
+CHOICES = st.builds(
+    lambda placement, activations, tiles: Choice(*placement, activations, tiles),
+    PLACEMENTS,
+    st.sampled_from(["keep", "recompute", "host", "nvme"]),
+    st.integers(1, 300),
+)
+WORLDS = st.integers(1, 2048)
+
+
+@given(size=SIZES, training=TRAININGS, placement=PLACEMENTS, world=WORLDS)
+def test_a_higher_stage_never_needs_more_device_memory_for_states(size, training, placement, world) -> None:  # type: ignore[no-untyped-def]
+    stage, offload, tier = placement
+    found = [
+        total(model_states(size, training.layout, Choice(s, offload, tier), world), "device") for s in STAGES[stage:]
+    ]
+    assert found == sorted(found, reverse=True)
+
+
+@given(size=SIZES, training=TRAININGS, choice=CHOICES, worlds=st.tuples(WORLDS, WORLDS))
+def test_more_ranks_never_need_more_per_rank(size, training, choice, worlds) -> None:  # type: ignore[no-untyped-def]
+    few, many = sorted(worlds)
+    for tier in ("device", "host", "nvme"):
+        assert total(needs(size, training, choice, many), tier) <= total(needs(size, training, choice, few), tier)
+
+
+@given(size=SIZES, training=TRAININGS, choice=CHOICES, world=WORLDS)
+def test_needs_grow_with_batch_sequence_and_depth(size, training, choice, world) -> None:  # type: ignore[no-untyped-def]
+    base = needs(size, training, choice, world)
+    for larger in (
+        needs(size, replace(training, batch=training.batch + 1), choice, world),
+        needs(size, replace(training, seq=training.seq + 1), choice, world),
+        needs(size.with_layers(size.layers + 1), training, choice, world),
+    ):
+        assert all(total(base, tier) <= total(larger, tier) for tier in ("device", "host", "nvme"))
+        assert total(base, "device") < total(larger, "device") or choice.offload == "parameters"

@@ -1,0 +1,152 @@
+"""``zerograph estimate``: does a model fit, and how fast is it, from its sizes; no torch, no model, no device."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from zerograph.cli.estimate_view import as_data, draw, lines
+from zerograph.errors import ConfigError, ZeroGraphError
+from zerograph.machine import PRESETS, TIERS, Machine, machine_named
+from zerograph.planner.choice import ACTIVATIONS, OFFLOADS, STAGES
+from zerograph.planner.estimate import RESERVE, Question, Row, fastest, rows
+from zerograph.planner.largest import WHATS, What, largest
+from zerograph.planner.shortage import Shortage, shortage
+from zerograph.planner.sizes import ModelSize, format_count, parse_count
+from zerograph.planner.training import ATTENTIONS, OPTIMIZERS, Training
+from zerograph.units import parse_bytes
+
+
+class _Parsed(click.ParamType):
+    """An option that ``parse`` reads; what it raises becomes a usage error."""
+
+    def __init__(self, name: str, parse: Any) -> None:
+        self.name, self._parse = name, parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+_COUNT, _BYTES = _Parsed("count", parse_count), _Parsed("size", parse_bytes)
+_SHARE = click.FloatRange(0, 1, max_open=True)
+_LAYOUTS = "Model states: ZeroGraph's, mixed-precision Adam (2+2+12 bytes), or AdamW in float32 (4+4+8)."
+_SCORES = "Whether attention stores its scores (whole) or not (fused)."
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option("--params", type=_COUNT, help="Parameters, such as 70B or 1.5T; k is 1000 everywhere.")
+@click.option("--layers", type=_COUNT, help="Transformer layers.")
+@click.option("--hidden", type=_COUNT, help="Hidden size.")
+@click.option("--vocab", type=_COUNT, help="Vocabulary; GPT-2's 50257 unless given.")
+@click.option("--heads", type=_COUNT, help="Attention heads; 128 wide unless given.")
+@click.option("--world", type=_COUNT, default=1, show_default=True, help="Ranks.")
+@click.option("--batch", type=_COUNT, default=1, show_default=True, help="Sequences per rank and micro-batch.")
+@click.option("--accumulate", type=_COUNT, default=1, show_default=True, help="Micro-batches per step.")
+@click.option("--seq", type=_COUNT, default=1024, show_default=True, help="Tokens per sequence.")
+@click.option("--machine", default="h100-80gb", show_default=True, help=f"A file, or {', '.join(PRESETS)}.")
+@click.option("--memory", type=_BYTES, help="Device memory a rank may use, such as 70GiB; the machine's unless given.")
+@click.option("--dtype", default="bfloat16", show_default=True, help="Compute dtype.")
+@click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="zerograph", show_default=True, help=_LAYOUTS)
+@click.option("--attention", type=click.Choice(ATTENTIONS), default="fused", show_default=True, help=_SCORES)
+@click.option("--stage", type=click.Choice([str(stage) for stage in STAGES]), help="This ZeRO stage only.")
+@click.option("--offload", type=click.Choice(OFFLOADS), help="This offload only; each includes those before it.")
+@click.option("--tier", type=click.Choice(TIERS), help="Offload to this tier only; device offloads nothing.")
+@click.option("--activations", type=click.Choice(ACTIVATIONS), help="Fix what is otherwise chosen per row.")
+@click.option("--tiles", type=_COUNT, help="Fix the parts a large operator runs in; otherwise chosen per row.")
+@click.option("--reserve", type=_SHARE, default=RESERVE, show_default=True, help="Share of every tier to leave free.")
+@click.option("--largest", "what", type=click.Choice(WHATS), help="Solve for the largest that fits.")
+@click.option("--check", is_flag=True, help="Exit with 1 when nothing fits.")
+@click.option("--json", "as_json", is_flag=True, help="JSON, as docs/estimates.md describes it.")
+def estimate(model: str | None, what: What | None, check: bool, as_json: bool, **options: Any) -> None:
+    """Does it fit, per ZeRO stage and offload choice, and which is the fastest that fits.
+
+    Sizes are told: --params 70B --layers 80 --hidden 8192 --vocab 128k. What is missing is derived. A count alone gets
+    128 hidden per layer.
+    """
+    try:
+        if model is not None:
+            raise ConfigError(f"estimate cannot read the model {model!r} yet", "tell its sizes: --params 70B")
+        question = _question(what, **options)
+        value = None
+        if what is not None:
+            found = largest(question, what, layers=options["layers"], hidden=options["hidden"])
+            question, value = found.question or found.beyond, found.value
+        table = rows(question)
+    except ZeroGraphError as error:
+        _fail(error)
+    missing = shortage(table)
+    _show(question, table, missing, what, value, as_json)
+    sys.exit(1 if check and missing else 0)
+
+
+def _question(what: What | None, machine: str, memory: int | None, **options: Any) -> Question:
+    sizes = {name: options.pop(name) for name in ("params", "layers", "hidden", "vocab", "heads")}
+    steps = {name: options.pop(name) for name in ("batch", "seq", "accumulate", "dtype", "optimizer", "attention")}
+    stage = options.pop("stage")
+    return Question(
+        size=_size(what, sizes.pop("params"), **sizes),
+        training=Training(**steps),
+        machine=_machine(machine, memory),
+        world_size=options.pop("world"),
+        stage=None if stage is None else STAGES[int(stage)],
+        **options,
+    )
+
+
+def _size(what: What | None, params: int | None, **sizes: int | None) -> ModelSize:
+    if what != "params":
+        return ModelSize.of(params, **sizes)
+    if params is not None or sizes["heads"] is not None or (sizes["layers"] and sizes["hidden"]):
+        raise ConfigError(
+            "--largest params solves for --params, which is also told, or leaves no shape to solve for",
+            "leave out --params and --heads; --layers or --hidden may fix one side of the shape, not both",
+        )
+    return ModelSize.of(layers=sizes["layers"] or 1, hidden=sizes["hidden"] or 128, vocab=sizes["vocab"])
+
+
+def _machine(name: str, memory: int | None) -> Machine:
+    path = Path(name)
+    if name in PRESETS or not path.is_file():
+        return machine_named(name, memory)
+    machine = Machine.from_json(path.read_text(errors="replace"))
+    return machine if memory is None else replace(machine, device_memory=memory)
+
+
+def _show(
+    question: Question,
+    table: tuple[Row, ...],
+    missing: Shortage | None,
+    what: What | None,
+    value: int | None,
+    as_json: bool,
+) -> None:
+    best = fastest(table)
+    if as_json:
+        click.echo(json.dumps(as_data(question, table, best, missing, what, value), indent=2))
+        return
+    if what is not None:
+        number = format_count(value or 0) if what == "params" else str(value)
+        click.echo(f"largest {what}: {number}")
+    if sys.stdout.isatty():
+        draw(table, best)
+    else:
+        click.echo("\n".join(lines(table, best)))
+    if missing:
+        click.echo(f"nothing fits: {missing}\n", err=True)
+        for knob in missing.knobs[:6]:
+            click.echo(f"hint: {knob}", err=True)
+
+
+def _fail(error: ZeroGraphError) -> NoReturn:
+    failure = click.ClickException(str(error))
+    failure.exit_code = 2
+    raise failure from error

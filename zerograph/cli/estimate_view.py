@@ -1,0 +1,102 @@
+"""The rows of an estimate for people and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from zerograph.machine import TIERS
+from zerograph.planner.estimate import Question, Row
+from zerograph.planner.shortage import Shortage
+from zerograph.planner.sizes import format_count
+from zerograph.units import format_bytes
+
+VERSION = 1
+
+
+def lines(table: Iterable[Row], best: Row | None) -> list[str]:
+    """A line per row, the fastest that fits marked with ``*``; columns are padded, two blanks apart."""
+    cells = [_HEADER, *(_cells(row, row is best) for row in table)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(_HEADER))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def draw(table: Iterable[Row], best: Row | None) -> None:
+    """The same as a table in the terminal, overrun tiers in red; colours obey NO_COLOR."""
+    from rich.console import Console  # late: a plain run and --help need neither
+    from rich.table import Table
+
+    view = Table(box=None, header_style="bold", pad_edge=False)
+    for column, name in enumerate(_HEADER):
+        view.add_column(name, justify="right" if column > 4 else "left", no_wrap=column < 2)
+    for row in table:
+        style = "bold green" if row is best else None if row.fits else "dim"
+        view.add_row(*_cells(row, row is best), style=style)
+    Console().print(view)
+
+
+_HEADER = ("", "choice", "fits", "activations", "tiles", "device", "host", "nvme", "seconds", "tokens/s", "bound by")
+
+
+def _cells(row: Row, best: bool) -> tuple[str, ...]:
+    over = [tier for tier in TIERS if row.need[tier] > row.have[tier]]
+    return (
+        "*" if best else "",
+        row.choice.name,
+        "yes" if row.fits else f"no: {', '.join(over)}",
+        row.choice.activations,
+        str(row.choice.tiles),
+        *(f"{format_bytes(row.need[t])} of {format_bytes(row.have[t])}" if row.need[t] else "-" for t in TIERS),
+        _digits(row.timing.seconds),
+        format_count(row.tokens_per_second),
+        row.timing.bound,
+    )
+
+
+def _digits(seconds: float) -> str:
+    return f"{seconds:.3g}" if seconds < 999.5 else f"{seconds:.0f}"
+
+
+def as_data(
+    question: Question, table: Iterable[Row], best: Row | None, missing: Shortage | None, what: str | None,
+    value: int | None,
+) -> dict[str, Any]:  # fmt: skip
+    """What ``--json`` prints; ``docs/estimates.md`` describes every field."""
+    return {
+        "version": VERSION,
+        "size": asdict(question.size),
+        "training": asdict(question.training),
+        "machine": question.machine.name,
+        "world_size": question.world_size,
+        "reserve": question.reserve,
+        "rows": [_row(row, row is best) for row in table],
+        "shortage": _shortage(missing) if missing else None,
+        "largest": {"what": what, "value": value} if what else None,
+    }
+
+
+def _row(row: Row, best: bool) -> dict[str, Any]:
+    return {
+        **asdict(row.choice),
+        "fits": row.fits,
+        "fastest": best,
+        "need": dict(row.need),
+        "have": dict(row.have),
+        "items": [asdict(need) for need in row.needs],
+        "seconds": row.timing.seconds,
+        "tokens_per_second": row.tokens_per_second,
+        "passes": dict(row.timing.passes),
+        "update": dict(row.timing.update),
+    }
+
+
+def _shortage(missing: Shortage) -> dict[str, Any]:
+    return {
+        "choice": asdict(missing.row.choice),
+        "tier": missing.tier,
+        "need": missing.need,
+        "have": missing.have,
+        "largest": asdict(missing.largest),
+        "knobs": [asdict(knob) for knob in missing.knobs],
+    }

@@ -1,0 +1,164 @@
+"""Does it fit, and how fast is it: one row per ZeRO stage and offload choice, from sizes alone.
+
+Each row is the fastest that fits among the ways to treat activations and to tile; where none fits, the one that is
+least over. Every row counts the same items (:mod:`zerograph.planner.states`) and the same streams
+(:mod:`zerograph.planner.timing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from zerograph.errors import ConfigError
+from zerograph.machine import TIERS, Machine, Tier
+from zerograph.planner.choice import Activations, Choice, Offload, Stage, placements
+from zerograph.planner.sizes import ModelSize
+from zerograph.planner.states import Need, needs, total
+from zerograph.planner.timing import Timing, timing
+from zerograph.planner.training import Training
+
+TILES = (1, 4, 16, 64, 256)
+RESERVE = 0.06
+"""Share of every tier that is left alone: device context, workspaces and fragmentation; the system's own memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        size, training, world_size, machine: what is trained, how, on how many ranks of which machine.
+        stage, offload, tier, activations, tiles: fixed where they are not None; otherwise every value is tried.
+        reserve: share of every tier that must stay free.
+    """
+
+    size: ModelSize
+    training: Training
+    machine: Machine
+    world_size: int = 1
+    stage: Stage | None = None
+    offload: Offload | None = None
+    tier: Tier | None = None
+    activations: Activations | None = None
+    tiles: int | None = None
+    reserve: float = RESERVE
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise ConfigError(f"world size must be at least 1, got {self.world_size}")
+        if not 0 <= self.reserve < 1:
+            raise ConfigError(f"reserve must be from 0 to below 1, got {self.reserve}", "0.06 leaves 6% free")
+
+    def have(self, tier: Tier) -> int:
+        """Bytes that a rank may use on ``tier``, after the reserve."""
+        return int(self.machine.capacity(tier, self.world_size) * (1 - self.reserve))
+
+    @property
+    def tiers(self) -> tuple[Tier, ...]:
+        """The tiers beside the device that exist: a CPU has no host memory of its own."""
+        return tuple(tier for tier in TIERS[1:] if self.machine.capacity(tier, self.world_size))
+
+    def needs(self, choice: Choice) -> tuple[Need, ...]:
+        """What ``choice`` needs on every tier."""
+        staging: Tier = "device" if self.machine.device == "cpu" else "host"
+        return needs(self.size, self.training, choice, self.world_size, staging)
+
+    def fits(self, choice: Choice) -> bool:
+        """Whether ``choice`` fits every tier."""
+        found = self.needs(choice)
+        return all(total(found, tier) <= self.have(tier) for tier in TIERS)
+
+    def over(self, choice: Choice) -> float:
+        """By what share of its capacity the fullest tier is overrun; 0 or less when everything fits."""
+        found = self.needs(choice)
+        return max(total(found, tier) / max(1, self.have(tier)) - 1 for tier in TIERS)
+
+    def groups(self) -> Iterator[tuple[Choice, ...]]:
+        """The choices of every row, least work first."""
+        for stage, offload, tier in placements(self.tiers):
+            wanted = ((self.stage, stage), (self.offload, offload), (self.tier, tier))
+            if all(fixed is None or fixed == value for fixed, value in wanted):
+                yield tuple(
+                    Choice(stage, offload, tier, activations, tiles)
+                    for tiles in ((self.tiles,) if self.tiles else TILES)
+                    for activations in self._activations()
+                )
+
+    def _activations(self) -> tuple[Activations, ...]:
+        if self.activations:
+            return (self.activations,)
+        offloaded: dict[Tier, Activations] = {"host": "host", "nvme": "nvme"}
+        return ("keep", "recompute", *(offloaded[tier] for tier in self.tiers))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One choice: what it needs and has on every tier, and how long a step takes if it fits."""
+
+    question: Question
+    choice: Choice
+
+    @cached_property
+    def needs(self) -> tuple[Need, ...]:
+        """The items, with bytes and tier."""
+        return self.question.needs(self.choice)
+
+    @cached_property
+    def need(self) -> Mapping[Tier, int]:
+        """Bytes per tier."""
+        return {tier: total(self.needs, tier) for tier in TIERS}
+
+    @cached_property
+    def have(self) -> Mapping[Tier, int]:
+        """Bytes per tier that may be used."""
+        return {tier: self.question.have(tier) for tier in TIERS}
+
+    @property
+    def fits(self) -> bool:
+        """Whether no tier is overrun."""
+        return all(self.need[tier] <= self.have[tier] for tier in TIERS)
+
+    @cached_property
+    def timing(self) -> Timing:
+        """Seconds per stream, whether it fits or not."""
+        q = self.question
+        return timing(q.size, q.training, self.choice, q.world_size, q.machine)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together."""
+        training = self.question.training
+        return training.tokens * training.accumulate * self.question.world_size / self.timing.seconds
+
+
+def rows(question: Question) -> tuple[Row, ...]:
+    """A row per stage and offload choice that ``question`` leaves open.
+
+    Raises:
+        ConfigError: it leaves none open, for example parameters offloaded at stage 2.
+    """
+    found = tuple(_best([Row(question, choice) for choice in group]) for group in question.groups())
+    if not found:
+        raise ConfigError(
+            f"no row has stage {question.stage}, offload {question.offload} and tier {question.tier} on "
+            f"{question.machine.name}",
+            "optimizer states can leave from stage 1, gradients from 2, parameters from 3; a CPU has no host tier",
+        )
+    return found
+
+
+def fastest(found: tuple[Row, ...]) -> Row | None:
+    """The row with the shortest step among those that fit; the first of equals, which is the lower stage."""
+    return min((row for row in found if row.fits), key=lambda row: row.timing.seconds, default=None)
+
+
+def any_fits(question: Question) -> bool:
+    """Whether any row fits; looks at no times."""
+    return any(question.fits(choice) for group in question.groups() for choice in group)
+
+
+def _best(choices: list[Row]) -> Row:
+    fitting = fastest(tuple(choices))
+    return fitting or min(choices, key=lambda row: row.question.over(row.choice))

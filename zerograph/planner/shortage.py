@@ -1,0 +1,118 @@
+"""Why nothing fits: what is needed, what there is, on which tier, and which knob would help how much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from zerograph.machine import TIERS, Machine, Tier
+from zerograph.planner.choice import ACTIVATIONS, Choice, placements
+from zerograph.planner.estimate import TILES, Question, Row
+from zerograph.planner.states import Need
+from zerograph.units import format_bytes
+
+_WORDS = {
+    "keep": "keep activations",
+    "recompute": "recompute activations",
+    "host": "recompute activations from checkpoints in host memory",
+    "nvme": "recompute activations from checkpoints on NVMe",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One change, the bytes that it takes off the short tier, and whether everything fits then."""
+
+    change: str
+    saves: int
+    fits: bool
+
+    def __str__(self) -> str:
+        saved = f"{format_bytes(self.saves)} less, " if self.saves > 0 else ""
+        return f"{self.change}: {saved}{'then it fits' if self.fits else 'not enough alone'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """One row that does not fit: ``need`` and ``have`` bytes of the tier that is overrun most.
+
+    Attributes:
+        row: as it was tried.
+        largest: what takes most of that tier.
+        knobs: single changes that take bytes off it, those that make it fit first, then by bytes saved.
+    """
+
+    row: Row
+    tier: Tier
+    need: int
+    have: int
+    largest: Need
+    knobs: tuple[Knob, ...]
+
+    def __str__(self) -> str:
+        item = f"{self.largest.item} take {format_bytes(self.largest.bytes)} of it"
+        place = f"{self.tier} memory per rank" if self.tier != "nvme" else "NVMe per rank"
+        return (
+            f"{self.row.choice.name} needs {format_bytes(self.need)} of {place}, has {format_bytes(self.have)}; {item}"
+        )
+
+
+def shortage(found: tuple[Row, ...]) -> Shortage | None:
+    """What is missing in the row that is least over; None when a row fits."""
+    if any(row.fits for row in found):
+        return None
+    row = min(found, key=lambda row: row.question.over(row.choice))
+    tier = max(TIERS, key=lambda t: row.need[t] / max(1, row.have[t]))
+    held = max((need for need in row.needs if need.tier == tier), key=lambda need: need.bytes)
+    knobs = [knob for knob in (_turn(row, tier, *changed) for changed in _changes(row)) if knob.saves > 0 or knob.fits]
+    knobs.sort(key=lambda knob: (not knob.fits, -knob.saves))
+    return Shortage(row, tier, row.need[tier], row.have[tier], held, tuple(knobs))
+
+
+def _turn(row: Row, tier: Tier, change: str, question: Question, choice: Choice) -> Knob:
+    after = Row(question, choice)
+    return Knob(change, row.need[tier] - after.need[tier], after.fits)
+
+
+def _changes(row: Row) -> Iterator[tuple[str, Question, Choice]]:
+    """Every single change to the question or to the choice."""
+    question, choice, training = row.question, row.choice, row.question.training
+    for name, value in (("batch", training.batch), ("seq", training.seq)):
+        if value > 1:
+            less = replace(training, **{name: value // 2})
+            yield f"{name} {value // 2} instead of {value}", replace(question, training=less), choice
+    yield f"{2 * question.world_size} ranks", replace(question, world_size=2 * question.world_size), choice
+    if training.attention == "whole":
+        yield "fused attention", replace(question, training=replace(training, attention="fused")), choice
+    for other in _other_choices(question, choice):
+        yield _difference(choice, other), question, other
+    for tier in TIERS:
+        more = int((row.need[tier] - row.have[tier]) / (1 - question.reserve)) + 2
+        if row.need[tier] > row.have[tier]:
+            yield f"{format_bytes(more)} more on {tier} per rank", _grown(question, tier, more), choice
+
+
+def _other_choices(question: Question, choice: Choice) -> Iterator[Choice]:
+    for activations in ACTIVATIONS[1:]:
+        if activations == "recompute" or activations in question.tiers:
+            yield replace(choice, activations=activations)
+    yield from (replace(choice, tiles=tiles) for tiles in TILES if tiles > choice.tiles)
+    for stage, offload, tier in placements(question.tiers):
+        yield replace(choice, stage=stage, offload=offload, tier=tier)
+
+
+def _difference(old: Choice, new: Choice) -> str:
+    if new.activations != old.activations:
+        return _WORDS[new.activations]
+    return f"{new.tiles} tiles" if new.tiles != old.tiles else new.name
+
+
+def _grown(question: Question, tier: Tier, more: int) -> Question:
+    machine = question.machine
+    field, ranks = {
+        "device": ("device_memory", 1),
+        "host": ("host_memory", min(question.world_size, machine.ranks_per_node)),
+        "nvme": ("nvme_capacity", min(question.world_size, machine.ranks_per_node)),
+    }[tier]
+    grown: Machine = replace(machine, **{field: getattr(machine, field) + more * ranks})
+    return replace(question, machine=grown)
