@@ -45,9 +45,9 @@ def measure_disk(folder: Path, size: int, limit: float) -> Disk:
     Raises:
         ConfigError: the folder cannot be written, or is full.
     """
-    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
     size = max(THREADS * BLOCK, size // BLOCK * BLOCK)
     try:
+        room = os.statvfs(folder)
         with _scratch(folder) as (fd, direct):
             size = _allocate(fd, size, limit)
             write = Link(_rate(_write(fd), size, limit, lambda: os.fsync(fd))[0], _latency(_write(fd), size))
@@ -58,7 +58,7 @@ def measure_disk(folder: Path, size: int, limit: float) -> Disk:
         hint = f"--path DIR with {format_bytes(size)} of free space that can be written"
         raise ConfigError(f"cannot measure the disk of {folder}: {error.strerror}", hint) from None
     kind = file_system(folder)
-    return Disk(read, write, 0 if kind in _IN_MEMORY else free, direct, kind)
+    return Disk(read, write, 0 if kind in _IN_MEMORY else room.f_bavail * room.f_frsize, direct, kind)
 
 
 def open_scratch(folder: Path, *, direct: bool) -> int:
