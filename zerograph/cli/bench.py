@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("-o", "--output", type=click.Path(path_type=Path), metavar="FILE", help="Write the machine as JSON here.")
 @folder("Measure the disk of this folder.")
-@click.option("--world", type=click.IntRange(1), metavar="N", help="Ranks at once.  [default: the GPUs; 2 on a CPU]")
+@click.option(
+    "--world", type=click.IntRange(1), show_default="every GPU; 2 on a CPU", metavar="N", help="Ranks at work at once."
+)
 @click.option("--quick", is_flag=True, help="Small and short measurements: rough figures.")
 @as_json
 def bench(output: Path | None, path: Path, world: int | None, quick: bool, json_: bool) -> None:
