@@ -1,0 +1,94 @@
+"""`zerograph bench` with small sizes on this machine, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from zerograph.cli import main
+from zerograph.cli.bench import rows
+from zerograph.machine import PRESETS, Link, Machine
+
+
+def bench(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "zerograph", "bench", *args]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=False, env={**os.environ, **environment}
+    )
+
+
+def test_this_machine_is_measured_and_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    run = bench("--quick", "--json", "-o", str(file), "--path", str(tmp_path))
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == file.read_text()
+    machine = Machine.from_json(run.stdout)
+    assert Machine.from_json(machine.to_json()) == machine
+    assert list(tmp_path.iterdir()) == [file]
+    assert "measuring matrix products in bfloat16 ..." in run.stderr.splitlines()
+    assert_plausible(machine)
+
+
+def assert_plausible(machine: Machine) -> None:
+    assert set(machine.matmul) == set(machine.vector) == {"float32", "bfloat16", "float16"}
+    for rate in (*machine.matmul.values(), *machine.vector.values()):
+        assert 1e7 < rate < 1e16
+    for link in (machine.h2d, machine.d2h, machine.intra, machine.inter, machine.nvme_read, machine.nvme_write):
+        assert 1e6 < link.rate < 1e13 and 0 <= link.latency < 0.1
+    assert 1e8 < machine.device_bandwidth < 1e13 and 1e8 < machine.cpu_optimizer < 1e13
+    assert 1e-8 < machine.launch < 1e-3
+    assert machine.device_memory * machine.ranks_per_node <= machine.host_memory or machine.device == "cuda"
+
+
+def test_one_rank_has_no_collectives(tmp_path: Path) -> None:
+    run = bench("--quick", "--json", "--world", "1", "--path", str(tmp_path))
+    assert run.returncode == 0, run.stderr
+    machine = Machine.from_json(run.stdout)
+    assert machine.ranks_per_node == 1 and "so is intra" in machine.notes
+
+
+def test_a_rank_that_fails_is_one_error(tmp_path: Path) -> None:
+    run = bench("--quick", "--path", str(tmp_path), ZEROGRAPH_TRANSPORT="pigeon", ZEROGRAPH_DEBUG="0")
+    assert run.returncode == 2 and run.stdout == ""
+    assert "error: ZEROGRAPH_TRANSPORT='pigeon'\n\nhint: " in run.stderr
+    assert "Traceback" not in run.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("output", ["none/machine.json", "."])
+def test_an_output_that_cannot_be_written_is_refused_at_once(tmp_path: Path, output: str) -> None:
+    result = CliRunner().invoke(main, ["bench", "-o", str(tmp_path / output)])
+    assert result.exit_code == 2 and result.stdout == ""
+    assert result.stderr.startswith("error: cannot write ") and "hint: -o FILE" in result.stderr
+    assert "measuring" not in result.stderr
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["bench", "--path", str(tmp_path / "none")])
+    assert result.exit_code == 2
+    assert "does not exist" in result.stderr
+
+
+def test_a_folder_that_cannot_be_written_is_refused() -> None:
+    result = CliRunner().invoke(main, ["bench", "--path", "/proc"])
+    assert result.exit_code == 2
+    assert "error: cannot measure the disk of /proc: " in result.stderr and "hint: --path DIR" in result.stderr
+
+
+def test_every_preset_can_be_shown() -> None:
+    for machine in PRESETS.values():
+        shown = {str(name[0]): str(value) for name, value in rows(machine)}
+        assert shown["machine"] == machine.name
+        assert shown["collectives"].endswith(" us") and " GB/s, " in shown["collectives"]
+
+
+def test_units() -> None:
+    cpu = {str(name[0]): str(value) for name, value in rows(PRESETS["cpu"])}
+    assert cpu["matrix products, float32"] == "90 GFLOP/s per rank"
+    assert cpu["disk read"] == "2 GB/s, 100 us"
+    assert PRESETS["cpu"].nvme_read == Link(2e9, 1e-4)

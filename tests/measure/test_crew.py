@@ -1,0 +1,26 @@
+"""Ranks that measure, and ranks that fail."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from zerograph.errors import RankError
+from zerograph.measure import QUICK
+from zerograph.measure.crew import run_ranks
+from zerograph.measure.job import Job
+
+
+def test_a_rank_that_fails_names_itself_and_why() -> None:
+    before = dict(os.environ)
+    with pytest.raises(RankError, match=r"rank \d failed: RuntimeError: .*negative dimension"):
+        run_ranks(Job("cpu", 2, replace(QUICK, elements=-1)), lambda text: None)
+    assert dict(os.environ) == before
+
+
+def test_threads_of_a_rank() -> None:
+    assert Job("cpu", 2, QUICK).threads == 1
+    assert Job("cuda", 1, QUICK).threads == len(os.sched_getaffinity(0))
+    assert Job("cuda", 10**6, QUICK).threads == 1

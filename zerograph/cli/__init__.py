@@ -1,0 +1,92 @@
+"""The command line: ``zerograph COMMAND``.
+
+It starts fast: a command's module is imported when the command is run, and torch when the command needs it. Data goes
+to stdout and everything else to stderr. Exit codes: 0, 1 (does not fit, or a check failed), 2 (usage).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+import zerograph
+from zerograph.errors import ConfigError, UnsupportedError, ZeroGraphError
+
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "bench": ("zerograph.cli.bench:bench", "Measure this machine, in seconds."),
+    "doctor": ("zerograph.cli.doctor:doctor", "Say what works on this machine, and how to mend the rest."),
+}
+"""Name of a command -> where it is (``module:attribute``), and the line about it in ``zerograph --help``, which is
+said here so that listing the commands imports none of them."""
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+
+class Commands(click.Group):
+    """The commands of :data:`COMMANDS`, and one way to show every error."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of all commands."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, imported now; None if there is none of that name."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        command: click.Command = getattr(importlib.import_module(module), attribute)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of commands in the help, without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """Run, and end the process: a command returns its exit code, or nothing for 0.
+
+        With ``ZEROGRAPH_DEBUG=1`` in the environment our own errors keep their traceback.
+        """
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **extra)
+        try:
+            code = super().main(*args, standalone_mode=False, **extra)
+        except click.exceptions.NoArgsIsHelpError as error:
+            error.show()
+            code = USAGE
+        except click.UsageError as error:
+            code = _show(error.format_message(), f"{_path(error)} --help", USAGE)
+        except click.ClickException as error:
+            code = _show(error.format_message(), "", USAGE)
+        except click.Abort:
+            code = INTERRUPTED
+        except ZeroGraphError as error:
+            if os.environ.get("ZEROGRAPH_DEBUG") == "1":
+                raise
+            message = str(error).partition("\n\nhint: ")[0]
+            code = _show(message, error.hint, USAGE if isinstance(error, ConfigError | UnsupportedError) else FAILED)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _show(message: str, hint: str, code: int) -> int:
+    click.echo(f"error: {message}" + (f"\n\nhint: {hint}" if hint else ""), err=True)
+    return code
+
+
+def _path(error: click.UsageError) -> str:
+    return error.ctx.command_path if error.ctx is not None else "zerograph"
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(zerograph.__version__, "-V", "--version", prog_name="zerograph", message="%(prog)s %(version)s")
+def main() -> None:
+    """ZeRO as a compiler pass: look at a training step before paying for it.
+
+    Data is written to stdout, everything else to stderr. Exit codes: 0; 1 if something does not fit or a check failed;
+    2 if a command was called in a wrong way.
+    """

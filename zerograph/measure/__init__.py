@@ -1,0 +1,117 @@
+"""Measure this machine: :func:`measure` returns a :class:`~zerograph.machine.Machine` within seconds.
+
+All ranks compute at once, as in training: cores that share a cache or a memory controller are slower together.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Literal
+
+from zerograph.errors import ConfigError
+from zerograph.machine import PRESETS, Link, Machine
+from zerograph.measure.crew import run_ranks
+from zerograph.measure.disk import Disk, measure_disk
+from zerograph.measure.host import cores, host_memory, may_have_gpu
+from zerograph.measure.job import QUICK, Answer, Effort, Job
+from zerograph.measure.timing import fit_link
+
+__all__ = ["QUICK", "Effort", "measure"]
+
+
+def measure(
+    path: Path,
+    world_size: int | None = None,
+    effort: Effort | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Machine:
+    """This machine, with ``world_size`` ranks at work.
+
+    Args:
+        path: folder whose disk is measured.
+        world_size: ranks; one per GPU unless given, 2 on a CPU.
+        effort: how long and how large.
+        tell: called with what is being measured.
+
+    Raises:
+        ConfigError: ``path`` cannot be written, or there are fewer GPUs than ranks.
+        RankError: a rank failed or did not answer in time.
+    """
+    effort = effort or Effort()
+    device, count = _devices()
+    world = world_size or (count if device == "cuda" else min(2, cores()))
+    if device == "cuda" and world > count:
+        raise ConfigError(f"{world} ranks on {count} GPUs", f"--world {count}, one rank per GPU")
+    tell("measuring the disk")
+    disk = measure_disk(path, effort.disk, effort.disk_seconds)
+    answers = run_ranks(Job(device, world, effort), tell)
+    return _machine(device, answers, disk)
+
+
+def _devices() -> tuple[Literal["cuda", "cpu"], int]:
+    if may_have_gpu():
+        import torch
+
+        if torch.cuda.is_available():
+            return "cuda", torch.cuda.device_count()
+    return "cpu", 0
+
+
+def _machine(device: Literal["cuda", "cpu"], answers: Sequence[Answer], disk: Disk) -> Machine:
+    world = len(answers)
+    like = PRESETS["cpu" if device == "cpu" else "a100-80gb"]
+    intra = _intra(answers) or like.intra
+    memory = host_memory()
+    return Machine(
+        name=platform.node() or "measured",
+        device=device,
+        device_memory=memory // world if device == "cpu" else min(a.device_memory for a in answers),
+        device_bandwidth=min(a.bandwidth for a in answers),
+        matmul=_slowest([a.matmul for a in answers]),
+        vector=_slowest([a.vector for a in answers]),
+        launch=max(a.launch for a in answers),
+        ranks_per_node=world,
+        host_memory=memory,
+        nvme_capacity=disk.capacity,
+        nvme_read=disk.read,
+        nvme_write=disk.write,
+        h2d=_slower([a.h2d for a in answers]),
+        d2h=_slower([a.d2h for a in answers]),
+        intra=intra,
+        inter=Link(min(like.inter.rate, intra.rate), max(like.inter.latency, intra.latency)),
+        cpu_optimizer=sum(a.optimizer for a in answers),
+        notes=_notes(answers, disk),
+    )
+
+
+def _slowest(rates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The rates of the rank that the others wait for."""
+    return {dtype: min(rate[dtype] for rate in rates) for dtype in rates[0]}
+
+
+def _slower(links: Sequence[Link]) -> Link:
+    return min(links, key=lambda link: link.rate)
+
+
+def _intra(answers: Sequence[Answer]) -> Link | None:
+    """All-gathers as bus bandwidth: of the full tensor a rank receives what the other ranks hold."""
+    world = len(answers)
+    if world == 1:
+        return None
+    samples = []
+    for of_ranks in zip(*(a.gathers for a in answers), strict=True):  # one size
+        size = of_ranks[0][0]
+        seconds = median(max(of_one) for of_one in zip(*(seconds for _, seconds in of_ranks), strict=True))
+        samples.append((size * (world - 1) // world, seconds))
+    return fit_link(samples)
+
+
+def _notes(answers: Sequence[Answer], disk: Disk) -> str:
+    ranks, kind = len(answers), "O_DIRECT" if disk.direct else "through the page cache"
+    notes = [f"{ranks} rank{'s' * (ranks > 1)}", f"torch {answers[0].torch}", answers[0].transport]
+    notes += [f"disk {disk.file_system}, {kind}"]
+    notes += ["inter is a guess: one host was measured"] + ["so is intra: one rank"] * (ranks == 1)
+    return "; ".join(notes)

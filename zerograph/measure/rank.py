@@ -1,0 +1,187 @@
+"""What one rank measures while all others measure the same: compute, copies, collectives, the optimizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from zerograph.ir import Param
+from zerograph.machine import Link
+from zerograph.measure.job import Answer, Effort, Job
+from zerograph.measure.timing import seconds_of
+from zerograph.runtime.comm import Communicator, connect
+
+DTYPES = ("float32", "bfloat16", "float16")
+ADAM_BYTES = 28
+"""Per float32 element: parameter, gradient and two moments are read, all but the gradient written."""
+
+_GPU_ELEMENTS, _GPU_MATMUL = 16, 8  # a GPU needs larger tensors to be busy
+_CACHED = 2**15  # elements; four tensors of them fit a core's second-level cache
+_PIECE = 4 * 2**20  # bytes of collectives per sample
+
+
+def work(job: Job, rank: int, store: str, tell: Callable[[str], None]) -> Answer:
+    """Join the group of ``job`` as ``rank``, measure, and leave; ``store`` is a file for the ranks to meet at."""
+    torch.set_num_threads(job.threads)
+    device = torch.device("cuda", rank) if job.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" and job.world_size > 1 else "gloo"
+    dist.init_process_group(backend, store=dist.FileStore(store, job.world_size), rank=rank, world_size=job.world_size)
+    try:
+        return Lab(device, job, tell).answer()
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """The measurements on one device. Each begins when all ranks are there, so that they disturb one another."""
+
+    device: torch.device
+    job: Job
+    tell: Callable[[str], None]
+
+    @property
+    def effort(self) -> Effort:
+        """How long and how large."""
+        return self.job.effort
+
+    def answer(self) -> Answer:
+        """Everything, in order."""
+        free = torch.cuda.mem_get_info(self.device)[0] if self.on_gpu else 0
+        matmul = {dtype: self.matmul(dtype) for dtype in DTYPES}
+        vector = {dtype: self.vector(dtype, matmul) for dtype in DTYPES}
+        h2d, d2h = self.copies()
+        transport, gathers = self.gathers()
+        return Answer(
+            torch=torch.__version__,
+            transport=transport,
+            device_memory=free,
+            bandwidth=self.bandwidth(),
+            matmul=matmul,
+            vector=vector,
+            launch=self.launch(),
+            h2d=h2d,
+            d2h=d2h,
+            gathers=gathers,
+            optimizer=self.optimizer(),
+        )
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this rank computes on a GPU."""
+        return self.device.type == "cuda"
+
+    def matmul(self, dtype: str) -> float:
+        """Operations per second of a large product; of a smaller one where ``dtype`` is emulated, and slow."""
+        self.begin(f"matrix products in {dtype}")
+        rows = self.effort.matmul * (_GPU_MATMUL if self.on_gpu else 1)
+        seconds = self.product(rows // 4, dtype, self.effort.seconds / 4)
+        if 64 * seconds > self.effort.seconds:
+            return 2 * (rows // 4) ** 3 / seconds
+        return 2 * rows**3 / self.product(rows, dtype, self.effort.seconds)
+
+    def product(self, rows: int, dtype: str, budget: float) -> float:
+        """Seconds of one product of square matrices."""
+        a, b = (torch.rand(rows, rows, device=self.device).to(_dtype(dtype)) for _ in range(2))
+        out = torch.empty_like(a)
+        return seconds_of(lambda: torch.mm(a, b, out=out), self.finish, budget)
+
+    def vector(self, dtype: str, matmul: dict[str, float]) -> float:
+        """Operations per second of element-wise code whose operands are near: two for every element of x + y * z.
+
+        No eager operation of a GPU is bound by arithmetic. Its float32 products (without TF32) run on the same units;
+        half their rate is taken, since element-wise code seldom fuses every multiplication with an addition.
+        """
+        if self.on_gpu:
+            return matmul["float32"] / 2
+        self.begin(f"element-wise arithmetic in {dtype}")
+        x, y, z, out = (torch.ones(_CACHED, dtype=_dtype(dtype)) for _ in range(4))
+        call = lambda: torch.addcmul(x, y, z, out=out)  # noqa: E731
+        return 2 * _CACHED / seconds_of(call, self.finish, self.effort.seconds / 2)
+
+    def bandwidth(self) -> float:
+        """Bytes per second that adding two large tensors reads and writes."""
+        self.begin("memory bandwidth")
+        a, b, out = (self.large() for _ in range(3))
+        return 3 * a.nbytes / seconds_of(lambda: torch.add(a, b, out=out), self.finish, self.effort.seconds)
+
+    def launch(self) -> float:
+        """Seconds of the smallest operation."""
+        self.begin("operations that do nothing")
+        x = torch.zeros(1, device=self.device)
+        return seconds_of(lambda: x.add_(1.0), self.finish, self.effort.seconds / 4)
+
+    def copies(self) -> tuple[Link, Link]:
+        """To the device and back, from pinned memory; on a CPU twice a plain copy."""
+        self.begin("copies between host and device" if self.on_gpu else "memory copies")
+        device = self.large()
+        host = torch.zeros(device.numel(), pin_memory=self.on_gpu)
+        up = self.copy(device, host)
+        return up, self.copy(host, device) if self.on_gpu else up
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> Link:
+        """The rate of a large copy and the time of a tiny one."""
+        tiny, tiny_source = to[:16], source[:16]
+        seconds = seconds_of(lambda: to.copy_(source, non_blocking=True), self.finish, self.effort.seconds / 2)
+        least = seconds_of(lambda: tiny.copy_(tiny_source, non_blocking=True), self.finish, self.effort.seconds / 8)
+        return Link(to.nbytes / seconds, least)
+
+    def gathers(self) -> tuple[str, tuple[tuple[int, tuple[float, ...]], ...]]:
+        """What carries collectives, and per size of the full tensor the seconds of each repetition."""
+        if self.job.world_size == 1:
+            return "no collectives", ()
+        self.begin("all-gathers")
+        assert dist.group.WORLD is not None
+        communicator = connect(dist.group.WORLD, self.device)
+        return communicator.name, tuple(self.gather(communicator, size) for size in self.effort.gathers)
+
+    def gather(self, communicator: Communicator, size: int) -> tuple[int, tuple[float, ...]]:
+        """Bytes of the full tensor, and seconds per all-gather of it; the first ones are not counted."""
+        world = self.job.world_size
+        shard = torch.ones(size // 4 // world, device=self.device)
+        param = Param(
+            name="measured", shape=(shard.numel() * world,), dtype="float32", compute_dtype="float32",
+            reduce_dtype="float32", trainable=False, sharded=True,
+        )  # fmt: skip
+        count = min(32, max(1, _PIECE // size))
+        samples = []
+        for _ in range(2 + 9):
+            dist.barrier()
+            begin = time.perf_counter()
+            for _ in range(count):
+                communicator.finish_gather(communicator.start_gather([param], [shard]))
+            self.finish()
+            samples.append((time.perf_counter() - begin) / count)
+        return shard.nbytes * world, tuple(samples[2:])
+
+    def optimizer(self) -> float:
+        """Bytes per second that torch's fused AdamW reads and writes on the host, with this rank's threads."""
+        self.begin("AdamW on the host")
+        param = torch.nn.Parameter(torch.zeros(self.effort.elements))
+        param.grad = torch.ones_like(param)
+        step = torch.optim.AdamW([param], fused=True).step
+        return ADAM_BYTES * param.numel() / seconds_of(step, lambda: None, self.effort.seconds)
+
+    def large(self) -> torch.Tensor:
+        """A float32 tensor that no cache holds."""
+        return torch.zeros(self.effort.elements * (_GPU_ELEMENTS if self.on_gpu else 1), device=self.device)
+
+    def begin(self, text: str) -> None:
+        """Say what is measured, and wait for the others."""
+        self.tell(f"measuring {text}")
+        dist.barrier()
+
+    def finish(self) -> None:
+        """Wait for the device."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)  # type: ignore[no-any-return]
