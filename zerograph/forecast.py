@@ -24,6 +24,7 @@ class Span:
     Attributes:
         task: its index in program order.
         name: what runs, for people: ``"gather layers.3"``.
+        module: fully qualified name of the module it belongs to; empty when there is none.
         source: the user's ``file:line`` it comes from; empty when unknown.
     """
 
@@ -32,6 +33,7 @@ class Span:
     stream: Stream
     start: float
     end: float
+    module: str = ""
     source: str = ""
 
 
@@ -42,6 +44,7 @@ class Peak:
     bytes: int
     task: int
     name: str
+    module: str = ""
     source: str = ""
 
 

@@ -18,6 +18,10 @@ import zerograph
 from zerograph.errors import ConfigError, UnsupportedError, ZeroGraphError
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
+    "estimate": (
+        "zerograph.cli.estimate:estimate",
+        "Say whether a model fits, and how fast it would be, from its sizes.",
+    ),
     "bench": ("zerograph.cli.bench:bench", "Measure this machine, in seconds."),
     "doctor": ("zerograph.cli.doctor:doctor", "Say what works on this machine, and how to mend the rest."),
 }

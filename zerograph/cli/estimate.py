@@ -6,12 +6,12 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 
 from zerograph.cli.estimate_view import as_data, draw, lines
-from zerograph.errors import ConfigError, ZeroGraphError
+from zerograph.errors import ConfigError
 from zerograph.machine import PRESETS, TIERS, Machine, machine_named
 from zerograph.planner.choice import ACTIVATIONS, OFFLOADS, STAGES
 from zerograph.planner.estimate import RESERVE, Question, Row, fastest, rows
@@ -72,17 +72,14 @@ def estimate(model: str | None, what: What | None, check: bool, as_json: bool, *
     Sizes are told: --params 70B --layers 80 --hidden 8192 --vocab 128k. What is missing is derived. A count alone gets
     128 hidden per layer.
     """
-    try:
-        if model is not None:
-            raise ConfigError(f"estimate cannot read the model {model!r} yet", "tell its sizes: --params 70B")
-        question = _question(what, **options)
-        value = None
-        if what is not None:
-            found = largest(question, what, layers=options["layers"], hidden=options["hidden"])
-            question, value = found.question or found.beyond, found.value
-        table = rows(question)
-    except ZeroGraphError as error:
-        _fail(error)
+    if model is not None:
+        raise ConfigError(f"estimate cannot read the model {model!r} yet", "tell its sizes: --params 70B")
+    question = _question(what, **options)
+    value = None
+    if what is not None:
+        found = largest(question, what, layers=options["layers"], hidden=options["hidden"])
+        question, value = found.question or found.beyond, found.value
+    table = rows(question)
     missing = shortage(table)
     _show(question, table, missing, what, value, as_json)
     sys.exit(1 if check and missing else 0)
@@ -144,9 +141,3 @@ def _show(
         click.echo(f"nothing fits: {missing}\n", err=True)
         for knob in missing.knobs[:6]:
             click.echo(f"hint: {knob}", err=True)
-
-
-def _fail(error: ZeroGraphError) -> NoReturn:
-    failure = click.ClickException(str(error))
-    failure.exit_code = 2
-    raise failure from error

@@ -30,6 +30,7 @@ class Task:
         after: indexes of earlier tasks that must have ended.
         takes: memory it needs from its start on.
         gives: memory that is free at its end.
+        module: fully qualified name of the module it works for.
         source: the user's ``file:line``.
     """
 
@@ -39,6 +40,7 @@ class Task:
     after: tuple[int, ...] = ()
     takes: Memory = ()
     gives: Memory = ()
+    module: str = ""
     source: str = ""
 
 
@@ -63,7 +65,7 @@ def _run(tasks: Sequence[Task]) -> tuple[list[Span], list[list[int]]]:
             raise ValueError(f"task {index} ({task.name}) waits for a later one: {task.after}")
         waits = [*task.after, *([last[task.stream]] if task.stream in last else [])]
         start = max((spans[i].end for i in waits), default=0.0)
-        spans.append(Span(index, task.name, task.stream, start, start + task.seconds, task.source))
+        spans.append(Span(index, task.name, task.stream, start, start + task.seconds, task.module, task.source))
         blockers.append(waits)
         last[task.stream] = index
     return spans, blockers
@@ -102,7 +104,7 @@ def _curve(
         else:
             curve.append((time, level))
         if level > peak.bytes:
-            peak = Peak(level, index, tasks[index].name, tasks[index].source)
+            peak = Peak(level, index, tasks[index].name, tasks[index].module, tasks[index].source)
     return tuple(curve), peak
 
 

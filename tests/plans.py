@@ -1,0 +1,81 @@
+"""Plan files of imaginary models for tests of what reads them."""
+
+from __future__ import annotations
+
+from zerograph.ir import Param
+from zerograph.machine import Tier, machine_named
+from zerograph.plan import Bucket, Plan
+from zerograph.planfile import Holding, PassRecord, PlanFile, Reason
+from zerograph.planner.simulate import Task, simulate
+
+MIB = 2**20
+
+
+def plan_file(layers: int = 4, world_size: int = 2, offload: bool = False) -> PlanFile:
+    """A stage-3 step of a model of ``layers`` blocks: gathers ahead, computes, reduces, updates.
+
+    With ``offload`` shards come from host memory and updates go there, so that all tiers and more streams occur.
+    """
+    tasks: list[Task] = []
+    holdings = [Holding("shards", "param", "device", layers * 24 * MIB // world_size, -1, -1)]
+    visits = [("forward", i) for i in range(layers)] + [("backward", i) for i in reversed(range(layers))]
+    computed: list[int] = []
+    kept: dict[int, int] = {}
+    for phase, i in visits:
+        module, source = f"blocks.{i}", f"model.py:{40 + i % 3}"
+        fetch: tuple[int, ...] = ()
+        if offload:
+            fetch = (len(tasks),)
+            tasks.append(Task(f"fetch {module}", "h2d", 0.004, takes=(("device", 12 * MIB),), module=module))
+        gather = len(tasks)
+        earlier = computed[-2:-1]  # at most two buckets whole
+        tasks.append(
+            Task(f"gather {module}", "gather", 0.003, (*fetch, *earlier), (("device", 24 * MIB),), module=module)
+        )
+        here = len(tasks)
+        saved: tuple[tuple[Tier, int], ...] = (("device", 6 * MIB),) if phase == "forward" else ()
+        gives: tuple[tuple[Tier, int], ...] = (("device", 24 * MIB + (12 * MIB if offload else 0)),)
+        if phase == "backward":
+            gives += (("device", 6 * MIB),)
+            holdings.append(Holding(f"{module}.saved", "activation", "device", 6 * MIB, kept[i], here, module, source))
+        else:
+            kept[i] = here
+        work = 0.005 if phase == "forward" else 0.010
+        tasks.append(Task(f"{phase} {module}", "compute", work, (gather,), saved, gives, module, source))
+        holdings.append(Holding(f"{module}.weight", "gathered", "device", 24 * MIB, gather, here, module, source))
+        computed.append(here)
+        if phase == "backward":
+            tasks.append(Task(f"reduce {module}", "reduce", 0.004, (here,), module=module, source=source))
+            if offload:
+                tasks.append(Task(f"spill {module}", "d2h", 0.004, (len(tasks) - 1,), module=module))
+                tasks.append(Task(f"update {module}", "cpu_update", 0.006, (len(tasks) - 1,), module=module))
+    held: dict[Tier, int] = {"device": layers * 24 * MIB // world_size}
+    if offload:
+        held["host"] = layers * 96 * MIB // world_size
+        holdings.append(Holding("optimizer states", "state", "host", held["host"], -1, -1))
+    buckets = tuple(
+        Bucket(
+            i,
+            f"blocks.{i}",
+            (Param(f"blocks.{i}.weight", (2048, 3072), "float32", "float32", "float32", True, True),),
+            "use",
+        )
+        for i in range(layers)
+    )
+    return PlanFile(
+        model="model.py:make",
+        plan=Plan(3, world_size, buckets, 1),
+        machine=machine_named("cpu"),
+        budget={"device": 8 * 2**30, "host": 16 * 2**30},
+        forecast=simulate(tasks, tuple(held.items()), ("allocator fragmentation",)),
+        holdings=tuple(holdings),
+        reasons=(Reason("plan", "stage 3", "the user asked for it"),)
+        + tuple(Reason(b.name, b.residency, "stage 3 frees parameters after each use") for b in buckets),
+        passes=(
+            PassRecord("joint", "canonicalize", 3, "-a\n+b\n"),
+            PassRecord("forward", "gather", layers, "--- before\n+++ after\n@@ -1 +1 @@\n-unshard\n+gather\n"),
+            PassRecord("forward", "prefetch", 0),
+        ),
+        tokens=512,
+        flops=10**9 * layers,
+    )

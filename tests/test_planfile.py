@@ -1,0 +1,44 @@
+"""Plan files survive JSON, and refuse what is none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from plans import plan_file
+
+from zerograph.errors import ConfigError
+from zerograph.planfile import PlanFile
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_file_read_back_equals_itself(offload: bool) -> None:
+    file = plan_file(offload=offload)
+    again = PlanFile.from_json(file.to_json())
+    assert again == file and again.to_json() == file.to_json()
+    assert json.loads(file.to_json())["digest"] == file.digest
+
+
+def test_a_hundred_layers_stay_small() -> None:
+    assert len(plan_file(100).to_json()) < 300_000
+
+
+def test_what_is_held_during_a_task() -> None:
+    file = plan_file(2)
+    peak = file.forecast.peaks["device"]
+    held = sum(h.bytes for h in file.holdings if h.held_during(peak.task))
+    assert peak.bytes == pytest.approx(held, rel=0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: [], "holds no plan"),
+        (lambda d: {**d, "version": 99}, "version 99"),
+        (lambda d: {**d, "tokens": 1}, "was changed"),
+    ],
+)
+def test_other_files_are_refused(change: object, message: str) -> None:
+    data = json.loads(plan_file().to_json())
+    with pytest.raises(ConfigError, match=message):
+        PlanFile.from_json(json.dumps(change(data)))  # type: ignore[operator]

@@ -1,0 +1,201 @@
+"""A plan with everything that people ask about it: its forecast, what is held when, and why. No torch in here.
+
+``zerograph plan`` writes it as canonical JSON; ``show``, ``diff``, ``check`` and ``passes`` read it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from zerograph.errors import ConfigError
+from zerograph.forecast import Forecast, Peak, Span
+from zerograph.ir import Kind
+from zerograph.machine import Machine, Tier
+from zerograph.plan import Plan
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Memory that something holds for a while.
+
+    Attributes:
+        name: what it is, for people: ``"blocks.3.attn.qkv.weight"``.
+        kind: what role it plays in the step.
+        tier: where it lies.
+        bytes: of this rank.
+        first, last: the tasks during which it is held, both included; -1 stands for before the step and after it.
+        module, source: where it comes from; empty when unknown.
+    """
+
+    name: str
+    kind: Kind
+    tier: Tier
+    bytes: int
+    first: int
+    last: int
+    module: str = ""
+    source: str = ""
+
+    def held_during(self, task: int) -> bool:
+        """Whether it occupies memory while ``task`` runs."""
+        return self.first <= task and (self.last == -1 or task <= self.last)
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One decision about ``subject`` (a bucket, a tensor, the whole plan), and why it was made."""
+
+    subject: str
+    decision: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class PassRecord:
+    """What one pass did to one graph; ``diff`` is a unified diff of the graph's text, empty when it was left alone."""
+
+    graph: str
+    name: str
+    edits: int
+    diff: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """One training step, planned.
+
+    Attributes:
+        model: what the user named.
+        plan: the decisions.
+        machine: where it is to run.
+        budget: bytes per tier that the plan had to fit, the reserve taken off.
+        forecast: what will happen, task by task.
+        holdings: what memory is used for.
+        reasons: decisions, most important first.
+        passes: what they did, in order.
+        tokens: tokens per rank and step; 0 when unknown.
+        flops: operations of matrix products per rank and step.
+    """
+
+    model: str
+    plan: Plan
+    machine: Machine
+    budget: Mapping[Tier, int]
+    forecast: Forecast
+    holdings: tuple[Holding, ...] = ()
+    reasons: tuple[Reason, ...] = ()
+    passes: tuple[PassRecord, ...] = ()
+    tokens: int = 0
+    flops: int = 0
+    version: int = field(default=VERSION, init=False)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all ranks together."""
+        seconds = self.forecast.seconds
+        return self.tokens * self.plan.world_size / seconds if seconds else 0.0
+
+    @property
+    def model_flops_utilization(self) -> float:
+        """Share of the machine's matrix rate that the model's own products use."""
+        dtypes = [p.compute_dtype for bucket in self.plan.buckets for p in bucket.params] or ["float32"]
+        rate = self.machine.matmul.get(max(set(dtypes), key=dtypes.count), 0.0)
+        seconds = self.forecast.seconds
+        return self.flops / rate / seconds if rate and seconds else 0.0
+
+    def to_json(self) -> str:
+        """Canonical JSON: sorted keys, one line, with a digest of everything else in it."""
+        return _canonical({**(data := self._data()), "digest": _digest(data)})
+
+    @property
+    def digest(self) -> str:
+        """Short hash of the content."""
+        return _digest(self._data())
+
+    def _data(self) -> dict[str, Any]:
+        forecast = self.forecast
+        return {
+            "version": self.version,
+            "model": self.model,
+            "plan": json.loads(self.plan.to_json()),
+            "machine": json.loads(self.machine.to_json()),
+            "budget": dict(self.budget),
+            "spans": _table(Span, forecast.spans),
+            "memory": {tier: [list(point) for point in curve] for tier, curve in forecast.memory.items()},
+            "peaks": {tier: asdict(peak) for tier, peak in forecast.peaks.items()},
+            "critical_path": list(forecast.critical_path),
+            "not_counted": list(forecast.not_counted),
+            "holdings": _table(Holding, self.holdings),
+            "reasons": _table(Reason, self.reasons),
+            "passes": _table(PassRecord, self.passes),
+            "tokens": self.tokens,
+            "flops": self.flops,
+        }
+
+    @classmethod
+    def from_json(cls, text: str) -> PlanFile:
+        """What :meth:`to_json` wrote.
+
+        Raises:
+            ConfigError: another version, no plan file, or one that was changed by hand.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            version, digest = data["version"], data.pop("digest")
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ConfigError("the file holds no plan", "give what `zerograph plan -o plan.json` wrote") from None
+        if version != VERSION:
+            raise ConfigError(f"the plan has version {version}, this ZeroGraph reads {VERSION}", "make the plan again")
+        if digest != _digest(data):
+            raise ConfigError(f"the plan was changed: its digest is not {digest}", "make the plan again")
+        try:
+            return cls._of(data)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"the plan is incomplete: {error}", "make the plan again") from None
+
+    @classmethod
+    def _of(cls, data: dict[str, Any]) -> PlanFile:
+        forecast = Forecast(
+            spans=_rows(Span, data["spans"]),
+            memory={tier: tuple((t, b) for t, b in curve) for tier, curve in data["memory"].items()},
+            peaks={tier: Peak(**peak) for tier, peak in data["peaks"].items()},
+            critical_path=tuple(data["critical_path"]),
+            not_counted=tuple(data["not_counted"]),
+        )
+        return cls(
+            model=data["model"],
+            plan=Plan.from_json(json.dumps(data["plan"])),
+            machine=Machine.from_json(json.dumps(data["machine"])),
+            budget=data["budget"],
+            forecast=forecast,
+            holdings=_rows(Holding, data["holdings"]),
+            reasons=_rows(Reason, data["reasons"]),
+            passes=_rows(PassRecord, data["passes"]),
+            tokens=data["tokens"],
+            flops=data["flops"],
+        )
+
+
+def _table(cls: Any, items: Iterable[Any]) -> dict[str, list[Any]]:
+    """Column by column, which is half as long as object by object."""
+    rows = list(items)
+    return {f.name: [getattr(row, f.name) for row in rows] for f in fields(cls)}
+
+
+def _rows(cls: Any, table: dict[str, list[Any]]) -> tuple[Any, ...]:
+    names = [f.name for f in fields(cls)]
+    return tuple(cls(*values) for values in zip(*(table[name] for name in names), strict=True))
+
+
+def _canonical(data: Any) -> str:
+    return json.dumps(data, sort_keys=True, separators=(",", ":"))
+
+
+def _digest(data: dict[str, Any]) -> str:
+    return hashlib.sha256(_canonical(data).encode()).hexdigest()[:16]
