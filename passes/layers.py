@@ -18,6 +18,7 @@ from zerograph.ops import INSTRUCTIONS, REDUCE_GRAD, UNSHARD
 _LEAST = 16
 """Operations between two cuts, at least: what a compiler has to fuse in less is worth more than a cut."""
 
+_ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
 _LAYER = re.compile(r".*?\.\d+(?=\.|$)")
 
 
@@ -32,6 +33,11 @@ def layer_of(node: fx.Node) -> str | None:
     path, _ = list(stack.values())[-1]
     found = _LAYER.match(path)
     return found[0] if found else ""
+
+
+def qualified(path: str) -> str:
+    """The module's fully qualified name in a path that Dynamo recorded: ``L['self'].blocks.3`` as ``blocks.3``."""
+    return _ROOT.sub("", path)
 
 
 def layer_starts(graph: fx.Graph) -> list[fx.Node]:

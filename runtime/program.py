@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from zerograph.ir import Kind
 from zerograph.plan import Param
 from zerograph.units import format_bytes
 
@@ -22,6 +23,8 @@ class Compute:
     args: tuple[int, ...]
     outs: tuple[int, ...]
     dead: tuple[int, ...] = ()
+    module: str = ""
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +83,38 @@ Instruction = Compute | Gather | WaitGather | Free | Reduce | WaitReduce
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A compiled piece: its structural digest (equal for repeated layers) and its number of operators."""
+    """A compiled piece.
+
+    Attributes:
+        digest: of its structure, equal for repeated layers.
+        operators: how many it has.
+        flops: of its products.
+        moved: bytes it reads and writes.
+        temporary: bytes it holds of its own at a time, besides inputs and outputs.
+    """
 
     digest: str
     operators: int
+    flops: int = 0
+    moved: int = 0
+    temporary: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """What a register holds.
+
+    Attributes:
+        name: of the graph's node, the same in the forward that saves it and in the backward that reads it.
+        bytes: of the memory it refers to.
+        storage: the first register that refers to the same memory.
+        kind: its role; a shard is "param", what a gather yields "gathered".
+    """
+
+    name: str
+    bytes: int
+    storage: int
+    kind: Kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +127,7 @@ class Program:
         registers: number of registers.
         outputs: per output its register, or None.
         segments: the distinct segments that ``Compute`` refers to.
+        contents: what each register holds; empty in programs made by hand.
     """
 
     kind: str
@@ -104,6 +136,7 @@ class Program:
     instructions: tuple[Instruction, ...]
     outputs: tuple[int | None, ...]
     segments: tuple[Segment, ...]
+    contents: tuple[Register, ...] = ()
 
     def collectives(self) -> Iterator[str]:
         """Every collective in order, one line each: what has to be the same on all ranks."""

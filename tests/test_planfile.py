@@ -26,7 +26,8 @@ def test_a_hundred_layers_stay_small() -> None:
 def test_what_is_held_during_a_task() -> None:
     file = plan_file(2)
     peak = file.forecast.peaks["device"]
-    held = sum(h.bytes for h in file.holdings if h.held_during(peak.task))
+    time = file.forecast.spans[peak.task].start
+    held = sum(h.bytes for h in file.holdings if h.held_at(time, file.forecast.spans))
     assert peak.bytes == pytest.approx(held, rel=0.5)
 
 

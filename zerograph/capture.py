@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerograph.costs import bytes_of
 from zerograph.ir import Kind, Op, Param, Step, Value
 from zerograph.ops import REDUCE_GRAD, UNSHARD
 from zerograph.passes.graph import Marker, markers
@@ -74,7 +75,7 @@ def source_line(node: fx.Node) -> str:
 
 
 def _value(node: fx.Node) -> Value:
-    return Value(node.name, _bytes(node.meta.get("val")), _kind(node))
+    return Value(node.name, bytes_of(node.meta.get("val")), _kind(node))
 
 
 def _kind(node: fx.Node) -> Kind:
@@ -83,17 +84,3 @@ def _kind(node: fx.Node) -> Kind:
     if node.target is UNSHARD:
         return "gathered"
     return "gradient" if node.target is REDUCE_GRAD else "temporary"
-
-
-def _bytes(val: object) -> int:
-    if isinstance(val, torch.Tensor):
-        return _traced_size(val.numel()) * val.element_size()
-    if isinstance(val, (list, tuple)):
-        return sum(_bytes(v) for v in val)
-    return 0
-
-
-def _traced_size(size: int | torch.SymInt) -> int:
-    if isinstance(size, int):
-        return size
-    return size.node.hint or 0  # data-dependent sizes have no hint

@@ -22,8 +22,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from zerograph import ops
+from zerograph.capture import source_line
+from zerograph.costs import bytes_of, flops_of, memory_owner, moved_bytes, temporary_bytes
+from zerograph.ir import Kind
 from zerograph.passes.graph import is_size  # arithmetic that every segment which needs it repeats
-from zerograph.passes.layers import layer_starts
+from zerograph.passes.layers import layer_of, layer_starts, qualified
 from zerograph.runtime.program import (
     Compute,
     Free,
@@ -31,6 +34,7 @@ from zerograph.runtime.program import (
     Instruction,
     Program,
     Reduce,
+    Register,
     Segment,
     WaitGather,
     WaitReduce,
@@ -119,8 +123,20 @@ class _Lowering:
             instructions=_with_deaths(self.instructions, len(placeholders), outputs),
             outputs=outputs,
             segments=tuple(self.described),
+            contents=self._contents(),
         )
         return program, tuple(self.callables)
+
+    def _contents(self) -> tuple[Register, ...]:
+        first: dict[Any, int] = {}
+        found = []
+        for key, index in self.registers.items():
+            owner = memory_owner(key) if isinstance(key, fx.Node) else key
+            storage = first.setdefault(owner, index)
+            name = key.name if isinstance(key, fx.Node) else str(key[1])
+            size = bytes_of(owner.meta.get("val")) if isinstance(owner, fx.Node) else 0
+            found.append(Register(name, size, storage, _kind(key)))
+        return tuple(found)
 
     def _register(self, node: Any) -> int:
         return self.registers.setdefault(_key(node), len(self.registers))
@@ -166,7 +182,17 @@ class _Lowering:
         body, inputs = _extract(self.gm, [n for n in nodes if n in inside], outs, self.symbols)
         digest = _digest(body)
         callee = self.cache.get(body, digest)
-        self._append_compute(Segment(digest, len(inside)), callee, inputs, outs)
+        computing = [n for n in nodes if n in inside]
+        segment = Segment(
+            digest,
+            len(inside),
+            flops=sum(map(flops_of, computing)),
+            moved=moved_bytes(computing, inputs, outs),
+            temporary=temporary_bytes(computing, outs),
+        )
+        module = next((layer for n in computing if (layer := layer_of(n))), "")
+        source = next((line for n in computing if (line := source_line(n))), "")
+        self._append_compute(segment, callee, inputs, outs, module, source)
 
     def _compute_sizes(self, sizes: list[fx.Node]) -> None:
         """Symbolic sizes that the graph returns: plain integer arithmetic, not worth a compiler."""
@@ -182,13 +208,35 @@ class _Lowering:
             gm = fx.GraphModule({}, body)
             self._append_compute(Segment(_digest(gm), 0), _interpret(gm), [], values)
 
-    def _append_compute(self, segment: Segment, callee: Callee, inputs: list[fx.Node], outs: list[Any]) -> None:
+    def _append_compute(
+        self,
+        segment: Segment,
+        callee: Callee,
+        inputs: list[fx.Node],
+        outs: list[Any],
+        module: str = "",
+        source: str = "",
+    ) -> None:
         if segment.digest not in self.segments:
             self.segments[segment.digest] = len(self.callables)
             self.described.append(segment)
             self.callables.append(callee)
         args, results = self._regs(inputs), tuple(self._register(n) for n in outs)
-        self.instructions.append(Compute(self.segments[segment.digest], args, results))
+        self.instructions.append(
+            Compute(self.segments[segment.digest], args, results, module=qualified(module), source=source)
+        )
+
+
+def _kind(key: Any) -> Kind:
+    """The role of what a register holds, as far as one graph tells."""
+    if not isinstance(key, fx.Node):
+        return "temporary"
+    if key.op == "placeholder":
+        gathered = any(user.target is ops.GATHER for user in key.users)
+        return "param" if gathered else "input"
+    if _is_result(key):
+        return "gathered" if key.args[0].target is ops.WAIT_GATHER else "gradient"  # type: ignore[union-attr]
+    return "temporary"
 
 
 def _key(value: Any) -> Any:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -42,9 +42,10 @@ class Holding:
     module: str = ""
     source: str = ""
 
-    def held_during(self, task: int) -> bool:
-        """Whether it occupies memory while ``task`` runs."""
-        return self.first <= task and (self.last == -1 or task <= self.last)
+    def held_at(self, time: float, spans: Sequence[Span]) -> bool:
+        """Whether it occupies memory at ``time``; streams run side by side, so the order of tasks does not tell."""
+        begun = self.first == -1 or spans[self.first].start <= time
+        return begun and (self.last == -1 or time < spans[self.last].end)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,90 @@
+"""What FX nodes cost: operations of matrix products, bytes read and written, and memory."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from zerograph.passes.graph import is_size, is_view
+
+
+def traced_size(size: int | torch.SymInt) -> int:
+    """A size as it was traced; data-dependent sizes have no value and count as 0."""
+    return size if isinstance(size, int) else size.node.hint or 0
+
+
+def bytes_of(val: Any) -> int:
+    """Bytes of the tensors in ``val``, each as if it had memory of its own."""
+    if isinstance(val, torch.Tensor):
+        return traced_size(val.numel()) * val.element_size()
+    if isinstance(val, (list, tuple)):
+        return sum(bytes_of(v) for v in val)
+    return 0
+
+
+def flops_of(node: fx.Node) -> int:
+    """Floating-point operations of a product, convolution or attention; 0 for anything else."""
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    found = formula(*args, **kwargs, out_val=node.meta.get("val"))
+    return int(found) if isinstance(found, (int, float)) else traced_size(found)
+
+
+def memory_owner(node: fx.Node) -> fx.Node:
+    """The node whose memory ``node`` looks at: itself, unless it is a view."""
+    while is_view(node) and isinstance(node.args[0], fx.Node) and not _makes_parts(node.args[0]):
+        node = node.args[0]
+    return node
+
+
+def moved_bytes(nodes: Iterable[fx.Node], inputs: Sequence[fx.Node], outs: Sequence[fx.Node]) -> int:
+    """Bytes that a compiled segment reads and writes: its inputs and outputs once, and those of what never fuses."""
+    total = sum(bytes_of(n.meta.get("val")) for n in {*map(memory_owner, inputs), *map(memory_owner, outs)})
+    for node in nodes:
+        if _materializes(node):
+            read = sum(bytes_of(n.meta.get("val")) for n in node.all_input_nodes)
+            total += read + bytes_of(node.meta.get("val"))
+    return total
+
+
+def temporary_bytes(nodes: Sequence[fx.Node], outs: Sequence[fx.Node]) -> int:
+    """The most memory that a segment holds of its own at a time, without its inputs and outputs.
+
+    Counts what products and reductions write; what lies between is fused into them, or into its reader.
+    """
+    kept = {memory_owner(n) for n in outs}
+    order = {node: i for i, node in enumerate(nodes)}
+    last: dict[fx.Node, int] = {}
+    for node in nodes:
+        for source in node.all_input_nodes:
+            last[memory_owner(source)] = order[node]
+    live, most = 0, 0
+    dying: dict[int, int] = {}
+    for i, node in enumerate(nodes):
+        if _materializes(node) and node not in kept:
+            size = bytes_of(node.meta.get("val"))
+            live += size
+            dying[last.get(node, i)] = dying.get(last.get(node, i), 0) + size
+        most = max(most, live)
+        live -= dying.pop(i, 0)
+    return most
+
+
+def _materializes(node: fx.Node) -> bool:
+    if node.op != "call_function" or is_view(node) or is_size(node) or node.target is operator.getitem:
+        return False
+    target = node.target
+    reduces = isinstance(target, torch._ops.OpOverload) and torch.Tag.reduction in getattr(target, "tags", ())
+    return reduces or flop_registry.get(getattr(target, "overloadpacket", None)) is not None
+
+
+def _makes_parts(node: fx.Node) -> bool:
+    """Whether ``node`` returns several tensors, each with memory of its own."""
+    return isinstance(node.meta.get("val"), (list, tuple)) and not is_view(node)
