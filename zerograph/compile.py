@@ -28,6 +28,7 @@ from torch._inductor.virtualized import V
 
 from zerograph import passes
 from zerograph.capture import capture
+from zerograph.dryrun import DryRun
 from zerograph.frame import Frame
 from zerograph.lower import lower
 from zerograph.planner import plan_step
@@ -83,21 +84,28 @@ def _prepare(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], *, trainin
     )
     frame.planned(step, plan)
     passes.localize(gm)
-    with V.set_fake_mode(detect_fake_mode(inputs)):  # where Inductor's passes look for it
-        joint_graph_passes(gm)
+    if frame.backend.runs:  # Inductor takes tensors on the meta device for constants
+        with V.set_fake_mode(detect_fake_mode(inputs)):  # where its passes look for it
+            joint_graph_passes(gm)
 
 
 def _compile_graph(frame: Frame, kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     start = time.perf_counter()
     for name, rewrite in passes.GRAPH_PASSES:
+        before = frame.text_of(gm)
         edits = rewrite(gm, frame.plan)
+        frame.passed(kind, name, edits, before, frame.text_of(gm))
         log.debug("%s of frame %d: pass %s: %d", kind, frame.index, name, edits)
     if kind == "backward":
         passes.verify_all_reduced(gm.graph, frame.plan)
         _donate_nothing()
     program, segments = lower(gm, kind, frame.backend.segments)
     frame.lowered(program, time.perf_counter() - start)
-    return Executor(program, segments, frame.runtime)
+    return Executor(program, segments, frame.runtime) if frame.backend.runs else _never_run
+
+
+def _never_run(*_: Any) -> list[Any]:
+    raise DryRun
 
 
 def _donate_nothing() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
+from torch import fx
+
 from zerograph.ir import Step
 from zerograph.plan import Plan
+from zerograph.planfile import PassRecord, changes
 from zerograph.runtime.executor import Runtime
 from zerograph.runtime.program import Program
 from zerograph.runtime.residency import GatheredCache
@@ -26,12 +29,22 @@ class Frame:
         self.plan: Plan
         self.runtime: Runtime
         self.programs: dict[str, Program] = {}
+        self.passes: list[PassRecord] = []
 
     def planned(self, step: Step, plan: Plan) -> None:
         """The planner has decided; from here on the runtime's shared parts exist."""
         self.step, self.plan = step, plan
         cache = GatheredCache(plan, self.backend.steps, self.backend.hold)
         self.runtime = Runtime(self.index, self.backend.communicator, cache, self.backend.hold, self.backend.telemetry)
+
+    def text_of(self, gm: fx.GraphModule) -> str:
+        """The graph as text, where anyone will read it."""
+        return "" if self.backend.runs else str(gm.graph)
+
+    def passed(self, kind: str, name: str, edits: int, before: str, after: str) -> None:
+        """A pass has rewritten the graph of that kind."""
+        if not self.backend.runs:
+            self.passes.append(PassRecord(kind, name, edits, changes(before, after)))
 
     def lowered(self, program: Program, seconds: float) -> None:
         """A graph of this frame became a program, ``seconds`` after its passes began."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -181,6 +182,17 @@ class PlanFile:
             tokens=data["tokens"],
             flops=data["flops"],
         )
+
+
+_MOST_LINES = 400
+
+
+def changes(before: str, after: str) -> str:
+    """A unified diff, shortened where a deep model repeats itself."""
+    lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", lineterm="", n=1))
+    if len(lines) > _MOST_LINES:
+        lines[_MOST_LINES:] = [f"... {len(lines) - _MOST_LINES} more lines"]
+    return "\n".join(lines)
 
 
 def _table(cls: Any, items: Iterable[Any]) -> dict[str, list[Any]]:

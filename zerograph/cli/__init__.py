@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "zerograph.cli.estimate:estimate",
         "Say whether a model fits, and how fast it would be, from its sizes.",
     ),
+    "plan": ("zerograph.cli.plan:plan", "Plan a training step without running it, and write a plan file."),
     "bench": ("zerograph.cli.bench:bench", "Measure this machine, in seconds."),
     "doctor": ("zerograph.cli.doctor:doctor", "Say what works on this machine, and how to mend the rest."),
 }

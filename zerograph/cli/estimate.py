@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import click
 
 from zerograph.cli.estimate_view import as_data, draw, lines
+from zerograph.cli.machine_option import named_or_file
 from zerograph.errors import ConfigError
-from zerograph.machine import PRESETS, TIERS, Machine, machine_named
+from zerograph.machine import PRESETS, TIERS
 from zerograph.planner.choice import ACTIVATIONS, OFFLOADS, STAGES
 from zerograph.planner.estimate import RESERVE, Question, Row, fastest, rows
 from zerograph.planner.largest import WHATS, What, largest
@@ -92,7 +91,7 @@ def _question(what: What | None, machine: str, memory: int | None, **options: An
     return Question(
         size=_size(what, sizes.pop("params"), **sizes),
         training=Training(**steps),
-        machine=_machine(machine, memory),
+        machine=named_or_file(machine, memory),
         world_size=options.pop("world"),
         stage=None if stage is None else STAGES[int(stage)],
         **options,
@@ -108,14 +107,6 @@ def _size(what: What | None, params: int | None, **sizes: int | None) -> ModelSi
             "leave out --params and --heads; --layers or --hidden may fix one side of the shape, not both",
         )
     return ModelSize.of(layers=sizes["layers"] or 1, hidden=sizes["hidden"] or 128, vocab=sizes["vocab"])
-
-
-def _machine(name: str, memory: int | None) -> Machine:
-    path = Path(name)
-    if name in PRESETS or not path.is_file():
-        return machine_named(name, memory)
-    machine = Machine.from_json(path.read_text(errors="replace"))
-    return machine if memory is None else replace(machine, device_memory=memory)
 
 
 def _show(

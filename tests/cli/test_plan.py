@@ -1,0 +1,111 @@
+"""``zerograph plan``: real models on the meta device, plan files that can be read, and clear errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from zerograph.cli import main
+from zerograph.planfile import PlanFile
+
+MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+class Net(nn.Module):
+    def __init__(self, width=256, layers=3):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(512, width), nn.Linear(width, 512)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+
+    def forward(self, ids):
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+def small():
+    return Net()
+
+def with_inputs():
+    return nn.Linear(8, 8), (torch.empty(4, 8),)
+
+def branches():
+    class Branches(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.sum().item() > 0 else x
+    return Branches(8, 8), torch.empty(4, 8)
+
+def frozen():
+    return nn.Linear(8, 8).requires_grad_(False), (torch.empty(4, 8),)
+
+def nothing():
+    return 3
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "toy_model.py"
+    path.write_text(MODEL)
+    return path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["plan", *arguments])
+
+
+@pytest.mark.parametrize("world", [1, 512])
+def test_a_plan_file_of_a_traced_model(model: Path, tmp_path: Path, world: int) -> None:
+    out = tmp_path / "plan.json"
+    result = run(f"{model}:small", "--world", str(world), "--batch", "2", "--seq", "64", "-o", str(out), "--explain")
+    assert result.exit_code == 0, result.stderr
+    file = PlanFile.from_json(out.read_text())
+    assert file.plan.world_size == world and file.tokens == 128
+    assert {s.stream for s in file.forecast.spans} == ({"compute", "gather", "reduce"} if world > 1 else {"compute"})
+    assert any(s.module == "blocks.1" for s in file.forecast.spans)
+    assert any("toy_model.py:" in s.source for s in file.forecast.spans)
+    products = 3 * 2 * 128 * (3 * 8 * 256**2 + 512 * 256)
+    assert file.flops == pytest.approx(products, rel=0.05)
+    assert "plan: stage 3, because" in result.stdout
+    assert not torch.distributed.is_initialized()
+
+
+def test_what_does_not_fit_exits_with_1(model: Path) -> None:
+    result = run(f"{model}:small", "--memory", "4MiB")
+    assert result.exit_code == 1
+    assert "error: device memory: needs" in result.stderr and "hint: more ranks" in result.stderr
+
+
+def test_a_model_may_bring_its_inputs(model: Path) -> None:
+    assert run(f"{model}:with_inputs", "--world", "2").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("{model}:absent", "absent is not there in"),
+        ("{model}:torch", "torch is not a callable"),
+        ("{model}", "names no model"),
+        ("nowhere.py:small", "there is no file nowhere.py"),
+        ("no_such_module:small", "there is no module no_such_module"),
+        ("{model}:nothing", "returned int"),
+        ("{model}:branches", "does not trace into one graph"),
+        ("{model}:frozen", "has no backward"),
+    ],
+)
+def test_errors_name_the_next_thing_to_do(model: Path, name: str, message: str) -> None:
+    result = run(name.format(model=model))
+    assert result.exit_code == 2
+    assert message in result.stderr and "hint: " in result.stderr

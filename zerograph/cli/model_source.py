@@ -1,0 +1,53 @@
+"""``MODEL`` on the command line: ``file.py:callable`` or ``module:callable``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from zerograph.errors import ConfigError
+
+
+def model_maker(text: str) -> Callable[[], Any]:
+    """The callable that ``text`` names; it is not called.
+
+    Raises:
+        ConfigError: no such file, module or attribute, or not a callable.
+    """
+    where, colon, name = text.rpartition(":")
+    if not colon or not where or not name:
+        raise ConfigError(f"{text!r} names no model", "give file.py:callable or module:callable")
+    module = _from_file(Path(where)) if where.endswith(".py") else _from_path(where)
+    made = getattr(module, name, None)
+    if not callable(made):
+        found = "not a callable" if hasattr(module, name) else "not there"
+        public = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
+        raise ConfigError(f"{name} is {found} in {where}", f"it has {', '.join(sorted(public)) or 'no callable'}")
+    return made  # type: ignore[no-any-return]
+
+
+def _from_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise ConfigError(f"there is no file {path}", "paths are relative to the current folder")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # dataclasses and pickles of the file look their module up
+    sys.path.insert(0, str(path.parent.resolve()))  # as for a script: its neighbours can be imported
+    spec.loader.exec_module(module)
+    return module
+
+
+def _from_path(name: str) -> ModuleType:
+    sys.path.insert(0, "")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise ConfigError(f"there is no module {name}", "give file.py:callable for a file") from None
+        raise

@@ -1,0 +1,88 @@
+"""``zerograph plan``: compile a model for simulated ranks on the meta device, and write what a step of it would do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zerograph.cli.machine_option import RESERVE, named_or_file
+from zerograph.cli.model_source import model_maker
+from zerograph.cli.terminal import progress, show_table
+from zerograph.units import format_bytes, parse_bytes
+
+
+def _size(_: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    try:
+        return None if value is None else parse_bytes(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+@click.command()
+@click.argument("model")
+@click.option("--world", type=click.IntRange(1), default=1, show_default=True, help="Ranks.")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences per rank.")
+@click.option("--seq", type=click.IntRange(1), default=1024, show_default=True, help="Tokens per sequence.")
+@click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True, help="ZeRO stage.")
+@click.option("--machine", default="h100-80gb", show_default=True, help="A preset, or a file from `zerograph bench`.")
+@click.option("--memory", callback=_size, help="Device memory a rank may use: 70GiB.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Compute dtype.")
+@click.option("--bucket-size", default="32MiB", show_default=True, help="Gathered bytes per collective.")
+@click.option("--prefetch", type=click.IntRange(0), default=1, show_default=True, help="Buckets gathered ahead.")
+@click.option("--moments", type=click.IntRange(0), default=2, show_default=True, help="Optimizer states a parameter.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan file here.")
+@click.option("--explain", is_flag=True, help="Say why each decision was made.")
+@click.option("--json", "json_", is_flag=True, help="Write the plan file to stdout.")
+def plan(model: str, output: Path | None, explain: bool, json_: bool, **options: Any) -> int:
+    """Plan one training step of MODEL (file.py:callable or module:callable) without running it.
+
+    The callable returns a model, or a model and a tuple of its inputs, and is called on the meta device: nothing of any
+    size is allocated. A model without inputs gets token ids of --batch by --seq. Exits with 1 when the step does not
+    fit.
+    """
+    from zerograph.planning import plan_file
+
+    machine = named_or_file(options.pop("machine"), options.pop("memory"))
+    with progress() as say:
+        say("importing torch and the model")
+        make = model_maker(model)
+        say(f"tracing {model} for {options['world']} simulated ranks")
+        file = plan_file(model, make, machine, reserve=RESERVE, **options)
+    if output is not None:
+        output.write_text(file.to_json())
+        click.echo(f"wrote {output}", err=True)
+    if json_:
+        click.echo(file.to_json())
+    else:
+        show_table(_summary(file))
+        for reason in file.reasons if explain else ():
+            click.echo(f"{reason.subject}: {reason.decision}, because {reason.why}")
+    return _report_overruns(file)
+
+
+def _summary(file: Any) -> list[tuple[str, str]]:
+    forecast = file.forecast
+    rows = [
+        ("model", f"{file.model}, stage {file.plan.stage} on {file.plan.world_size} rank(s) of {file.machine.name}"),
+        ("step", f"{forecast.seconds:.4g} s, {forecast.exposed_communication:.3g} s of it exposed communication"),
+        ("speed", f"{file.tokens_per_second:.4g} tokens/s, {file.model_flops_utilization:.1%} of the matrix rate"),
+    ]
+    for tier, peak in forecast.peaks.items():
+        place = " ".join(part for part in (peak.name, peak.source and f"({peak.source})") if part)
+        rows.append((tier, f"{format_bytes(peak.bytes)} of {format_bytes(file.budget[tier])} at {place}"))
+    return rows
+
+
+def _report_overruns(file: Any) -> int:
+    over = {t: p for t, p in file.forecast.peaks.items() if p.bytes > file.budget[t]}
+    for tier, peak in over.items():
+        need, have = format_bytes(peak.bytes), format_bytes(file.budget[tier])
+        click.echo(f"error: {tier} memory: needs {need}, has {have}, at {peak.name} {peak.source}", err=True)
+    if over:
+        click.echo(
+            "\nhint: more ranks, a higher --stage, a smaller --batch or --seq; see `zerograph estimate`",
+            err=True,
+        )
+    return 1 if over else 0

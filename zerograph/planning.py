@@ -1,0 +1,88 @@
+"""From a model to a plan file: trace it for simulated ranks, and forecast the programs that would run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from zerograph.dryrun import compile_only
+from zerograph.errors import UnsupportedError
+from zerograph.machine import TIERS, Machine
+from zerograph.outlook import outlook
+from zerograph.plan import Plan
+from zerograph.planfile import PlanFile, Reason
+from zerograph.units import format_bytes
+
+if TYPE_CHECKING:
+    from zerograph.frame import Frame
+
+
+def plan_file(
+    name: str,
+    make: Callable[[], Any],
+    machine: Machine,
+    *,
+    world: int = 1,
+    batch: int = 1,
+    seq: int = 1024,
+    dtype: str | None = None,
+    moments: int = 2,
+    reserve: float = 0.0,
+    **options: Any,
+) -> PlanFile:
+    """Plan one training step of what ``make`` returns.
+
+    Args:
+        name: of the model, for people.
+        make: see :func:`zerograph.dryrun.compile_only`.
+        world, batch, seq: ranks, and the batch of each.
+        dtype: compute dtype by name; each parameter's own unless given.
+        moments: tensors that the optimizer keeps per parameter.
+        reserve: share of every tier to leave free.
+        options: further arguments of :func:`zerograph.backend`.
+
+    Raises:
+        UnsupportedError: the model cannot be traced whole, or does not train.
+    """
+    import torch
+
+    compute = getattr(torch, dtype) if dtype is not None else None
+    compiled = compile_only(make, world_size=world, batch=batch, seq=seq, dtype=compute, **options)
+    frame = _training_frame(compiled.frames)
+    found = outlook([frame.programs["forward"], frame.programs["backward"]], frame.plan, machine, moments=moments)
+    return PlanFile(
+        model=name,
+        plan=frame.plan,
+        machine=machine,
+        budget={tier: int(machine.capacity(tier, world) * (1 - reserve)) for tier in TIERS},
+        forecast=found.forecast,
+        holdings=found.holdings,
+        reasons=tuple(_reasons(frame.plan)),
+        passes=tuple(frame.passes),
+        tokens=compiled.tokens,
+        flops=found.flops,
+    )
+
+
+def _training_frame(frames: tuple[Frame, ...]) -> Frame:
+    training = [frame for frame in frames if "backward" in frame.programs]
+    if not training:
+        raise UnsupportedError(
+            "the model has no backward: none of its outputs depends on a trainable parameter",
+            "return the loss or the logits from forward",
+        )
+    return training[-1]
+
+
+def _reasons(plan: Plan) -> Iterator[Reason]:
+    yield Reason("plan", f"stage {plan.stage}", "it was asked for")
+    why = {
+        "use": "stage 3 keeps parameters whole only while they are used",
+        "backward": "it is kept from forward to backward, which saves a gather",
+        "step": "below stage 3 parameters stay whole from forward to backward",
+    }
+    for bucket in plan.buckets:
+        size = format_bytes(bucket.gathered_bytes)
+        yield Reason(
+            bucket.name, f"{len(bucket.params)} parameters, {size}, residency {bucket.residency}", why[bucket.residency]
+        )
