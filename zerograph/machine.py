@@ -108,8 +108,8 @@ class Machine:
         if version != VERSION:
             raise ConfigError(f"the machine has version {version}, this ZeroGraph reads {VERSION}", "measure it again")
         try:
-            links = {name: Link(**data.pop(name)) for name in _LINKS}
-            return cls(**data, **links)
+            data |= {name: Link(**data[name]) for name in _LINKS}
+            return cls(**data)
         except (KeyError, TypeError) as error:
             raise ConfigError(f"the machine is incomplete: {error}", "measure it again") from None
 

@@ -57,10 +57,11 @@ class Commands(click.Group):
 
         With ``ZEROGRAPH_DEBUG=1`` in the environment our own errors keep their traceback.
         """
+        run: Any = super().main  # click's overloads tell modes apart that are one here
         if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **extra)
+            return run(*args, standalone_mode=False, **extra)
         try:
-            code = super().main(*args, standalone_mode=False, **extra)
+            code = run(*args, standalone_mode=False, **extra)
         except click.exceptions.NoArgsIsHelpError as error:
             error.show()
             code = USAGE

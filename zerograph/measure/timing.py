@@ -16,7 +16,7 @@ def seconds_of(call: Callable[[], object], finish: Callable[[], None], budget: f
     """Median seconds of ``call``, tried for ``budget`` seconds; ``finish`` waits for a device."""
     _batch(call, finish, 1)
     count = max(1, round(_BATCH / _batch(call, finish, 1)))
-    samples = []
+    samples: list[float] = []
     end = time.perf_counter() + budget
     while not samples or time.perf_counter() < end:
         samples.append(_batch(call, finish, count) / count)

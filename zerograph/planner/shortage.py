@@ -79,7 +79,7 @@ def _changes(row: Row) -> Iterator[tuple[str, Question, Choice]]:
     question, choice, training = row.question, row.choice, row.question.training
     for name, value in (("batch", training.batch), ("seq", training.seq)):
         if value > 1:
-            less = replace(training, **{name: value // 2})
+            less = replace(training, **{name: value // 2})  # type: ignore[arg-type]  # both are ints
             yield f"{name} {value // 2} instead of {value}", replace(question, training=less), choice
     yield f"{2 * question.world_size} ranks", replace(question, world_size=2 * question.world_size), choice
     if training.attention == "whole":
