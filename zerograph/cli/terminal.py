@@ -5,7 +5,6 @@ Rich itself respects ``NO_COLOR`` and the width of the terminal.
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -65,7 +64,11 @@ def drawable(characters: str) -> bool:
 
 def width() -> int:
     """Columns of the terminal; 120 where stdout is none."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 120
+    if not sys.stdout.isatty():
+        return 120
+    from shutil import get_terminal_size  # brings compression libraries, which a plain run does without
+
+    return get_terminal_size().columns
 
 
 def plain_lines(rows: Sequence[Sequence[Cell]], numbers: Container[int] = ()) -> list[str]:
