@@ -58,7 +58,7 @@ exposed      7 ms of communication (10.4% of the step)
 not counted  allocator fragmentation
 
 device  ▅▅▇▇▇▇▇█████████████████████████████████████████▆▆▆▆▆▆▆▆▆▄▄▄  120 MiB of 8 GiB (1.5%)
-        peak at gather blocks.3 (blocks.3)
+        peak at gather blocks.3 (blocks.3 model.py:40)
 
 compute  ██████████████████░░  89.6%  60 ms
 gather   ███████░░░░░░░░░░░░░  35.8%  24 ms
@@ -100,6 +100,10 @@ def test_other_rows(plan: Path, by: str, line: str) -> None:
 def test_the_largest_first(plan: Path) -> None:
     lines = run(plan, "--top", "2").stdout.splitlines()
     assert [line.split("  ")[0] for line in lines[-4:]] == ["layer", "optimizer states", "shards", "and 3 smaller"]
+    assert run(plan, "--at", "16", "--top", "1").stdout.splitlines()[-2:] == [
+        "host  576 MiB  state  optimizer states  always",
+        "and 3 smaller",
+    ]
     assert run(plan, "--by", "op", "--top", "1").stdout.splitlines()[-2].startswith("backward blocks.11 ..")
 
 

@@ -110,16 +110,14 @@ def _show_summary(file: PlanFile, run: Forecast | None) -> None:
 
 
 def _show_groups(file: PlanFile, run: Forecast | None, by: By, top: int | None) -> None:
-    folds = grouped(file, by, run)
-    shown = folds if top is None else largest(folds, by, top)
     show_lines([(CAPTIONS[by], "italic")])
-    _show(group_table(shown, by))
-    if len(shown) < len(folds):
-        click.echo(f"and {len(folds) - len(shown)} smaller")
+    _show(group_table(grouped(file, by, run), by, top))
 
 
 def _show(table: Table) -> None:
     show_table(table.rows, table.numbers, table.below)
+    if table.left_out:
+        click.echo(f"and {table.left_out} smaller")
 
 
 def _export(name: str, file: PlanFile, path: Path) -> None:

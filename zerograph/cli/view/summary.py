@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from zerograph.cli.terminal import Cell
 from zerograph.cli.view.drawing import ASCII_BAR, ASCII_BLOCKS, BAR, BLOCKS, bar, sparkline
+from zerograph.cli.view.moment import START
 from zerograph.forecast import STREAMS, Forecast, Peak
-from zerograph.machine import TIERS
+from zerograph.machine import TIERS, Tier
 from zerograph.planfile import PlanFile
 from zerograph.units import format_bytes, format_seconds
 
@@ -41,13 +43,9 @@ def _outcome(forecast: Forecast) -> dict[str, Any]:
     return {
         "seconds": forecast.seconds,
         "exposed_communication": forecast.exposed_communication,
-        "peaks": {tier: _peak(peaks[tier]) for tier in TIERS if tier in peaks},
+        "peaks": {tier: asdict(peaks[tier]) for tier in TIERS if tier in peaks},
         "streams": dict(forecast.busy()),
     }
-
-
-def _peak(peak: Peak) -> dict[str, Any]:
-    return {name: getattr(peak, name) for name in ("bytes", "task", "name", "module", "source")}
 
 
 def headline(file: PlanFile, measured: Forecast | None) -> list[Sequence[Cell]]:
@@ -87,7 +85,7 @@ def memory(file: PlanFile, measured: Forecast | None, width: int, *, unicode: bo
         line = sparkline(forecast.memory.get(tier, ()), forecast.seconds, width, blocks)
         over = peak.bytes > budget
         rows.append([tier, (line, "red" if over else "cyan"), (_used(peak.bytes, budget), "bold red" if over else "")])
-        rows.append(["", _where(peak), ""])
+        rows.append(["", _where(file, tier, peak), ""])
         if measured is not None and tier in measured.peaks:
             line = sparkline(measured.memory.get(tier, ()), measured.seconds, width, blocks)
             actual = measured.peaks[tier].bytes
@@ -119,8 +117,10 @@ def _used(size: int, budget: int) -> str:
     return f"{format_bytes(size)} of {format_bytes(budget)} ({_percent(size, budget)})"
 
 
-def _where(peak: Peak) -> str:
-    place = " ".join(text for text in (peak.module, peak.source) if text)
+def _where(file: PlanFile, tier: Tier, peak: Peak) -> str:
+    """The task of the peak; where it has no source line, as a gather, that of what it takes."""
+    sources = (peak.source, *(h.source for h in file.holdings if h.first == peak.task != START and h.tier == tier))
+    place = " ".join(text for text in (peak.module, next(filter(None, sources), "")) if text)
     return f"peak at {peak.name}" + (f" ({place})" if place else "")
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from zerograph.cli.terminal import Cell
 from zerograph.cli.view.folding import Fold, fold, folded_name, interleaved
-from zerograph.cli.view.groups import By, Group
+from zerograph.cli.view.groups import By, Group, largest
 from zerograph.cli.view.moment import START, Moment
 from zerograph.machine import TIERS, Tier
 from zerograph.planfile import Holding, PlanFile
@@ -19,11 +19,13 @@ _WHY = {"tier": "what it holds"}
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows with a header, the columns that are numbers, and those that may stand below their rows."""
+    """Rows with a header, the columns that are numbers, those that may stand below their rows, and how many smaller
+    rows are left out."""
 
     rows: list[list[Cell]]
     numbers: frozenset[int]
     below: frozenset[int]
+    left_out: int = 0
 
 
 def group_data(folds: Sequence[Fold[Group]]) -> list[dict[str, Any]]:
@@ -34,8 +36,9 @@ def group_data(folds: Sequence[Fold[Group]]) -> list[dict[str, Any]]:
     ]
 
 
-def group_table(folds: Sequence[Fold[Group]], by: By) -> Table:
-    """Folded rows; columns that are empty throughout are left out."""
+def group_table(all_folds: Sequence[Fold[Group]], by: By, top: int | None = None) -> Table:
+    """Folded rows, only the ``top`` largest when given; columns that are empty throughout are left out."""
+    folds = all_folds if top is None else largest(all_folds, by, top)
     firsts = [rows.first for rows in folds]
     columns: list[tuple[str, Literal["name", "number", "note"], list[str]]] = [
         (by, "name", [_name(rows) for rows in folds]),
@@ -51,7 +54,7 @@ def group_table(folds: Sequence[Fold[Group]], by: By) -> Table:
     header: list[Cell] = [(title, "bold") for title, _, _ in columns]
     cells: list[list[Cell]] = [list(row) for row in zip(*(cells for _, _, cells in columns), strict=True)]
     roles = [role for _, role, _ in columns]
-    return Table([header, *cells], _places(roles, "number"), _places(roles, "note"))
+    return Table([header, *cells], _places(roles, "number"), _places(roles, "note"), len(all_folds) - len(folds))
 
 
 def _places(roles: Sequence[str], role: str) -> frozenset[int]:
@@ -90,9 +93,10 @@ def moment_table(file: PlanFile, at: Moment, top: int | None = None) -> Table:
     """What is held, alike layers folded, each tier's largest first; only the ``top`` largest of all when given."""
     folds = fold(interleaved(at.holdings, _identity), _identity, _alike)
     folds.sort(key=_size, reverse=True)
-    folds = sorted(folds[:top], key=lambda rows: TIERS.index(rows.first.tier))
+    shown = sorted(folds[:top], key=lambda rows: TIERS.index(rows.first.tier))
     header: list[Cell] = [(title, "bold") for title in ("tier", "bytes", "kind", "what", "held", "source")]
-    return Table([header, *(_holding(file, rows) for rows in folds)], frozenset({1}), frozenset({4, 5}))
+    cells = [_holding(file, rows) for rows in shown]
+    return Table([header, *cells], frozenset({1}), frozenset({4, 5}), len(folds) - len(shown))
 
 
 def _holding(file: PlanFile, rows: Fold[Holding]) -> list[Cell]:
