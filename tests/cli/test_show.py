@@ -55,6 +55,8 @@ plan         stage 3, 2 ranks, 4 buckets, prefetch 1
 machine      cpu
 step         67 ms, 15,284 tokens/s, MFU 66.3%
 exposed      7 ms of communication (10.4% of the step)
+bound by     60 ms of compute, 4 ms of reduce, 3 ms of gather
+why          stage 3: the user asked for it
 not counted  allocator fragmentation
 
 device  ▅▅▇▇▇▇▇█████████████████████████████████████████▆▆▆▆▆▆▆▆▆▄▄▄  120 MiB of 8 GiB (1.5%)
@@ -131,6 +133,10 @@ def test_a_moment_that_is_none(plan: Path, task: str, message: str) -> None:
     assert message in result.stderr and "hint: " in result.stderr and not result.stdout
 
 
+def test_a_moment_of_a_run_is_not_known(plan: Path) -> None:
+    assert "give one of them" in run(plan, "--at", "1", "--measured", plan, code=2).stderr
+
+
 def test_a_name_that_only_one_task_has_in_it() -> None:
     file = plan_file(12)
     assert file.forecast.spans[find_task(file, "forward blocks.1")].name == "forward blocks.1"
@@ -150,6 +156,7 @@ def test_json(plan: Path) -> None:
         "why": "use: stage 3 frees parameters after each use",
     }  # fmt: skip
     assert "measured" not in told and "at" not in told
+    assert told["reasons"][0] == {"subject": "plan", "decision": "stage 3", "why": "the user asked for it"}
 
 
 def test_json_of_a_moment(plan: Path) -> None:

@@ -74,6 +74,8 @@ def show(
     The table has bytes at the moment when a tier holds the most, and seconds on all streams; layers that are alike are
     one row, and what it says is true of each of them.
     """
+    if at is not None and measured is not None:
+        raise click.UsageError("--at shows what the plan holds, --measured what a run did: give one of them")
     file = read_plan(plan)
     run = None if measured is None else read_run(measured)
     instant = None if at is None else moment(file, find_task(file, at))

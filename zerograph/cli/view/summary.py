@@ -33,6 +33,7 @@ def as_data(file: PlanFile, measured: Forecast | None) -> dict[str, Any]:
         "model_flops_utilization": file.model_flops_utilization,
         "budget": dict(file.budget),
         "critical_path": list(forecast.critical_path),
+        "reasons": [asdict(reason) for reason in file.reasons],
         "not_counted": list(forecast.not_counted),
     }
     return data if measured is None else {**data, "measured": _outcome(measured)}
@@ -62,9 +63,20 @@ def headline(file: PlanFile, measured: Forecast | None) -> list[Sequence[Cell]]:
     if plan.world_size > 1:
         text = f"{format_seconds(exposed)} of communication ({_percent(exposed, forecast.seconds)} of the step)"
         rows.append(["exposed", text + _against(exposed, measured.exposed_communication if measured else None)])
+    if forecast.critical_path:
+        rows.append(["bound by", _bound(forecast)])
+    rows += [["why", f"{reason.decision}: {reason.why}"] for reason in file.reasons if reason.subject == "plan"]
     if forecast.not_counted:
         rows.append(["not counted", ", ".join(forecast.not_counted)])
     return rows
+
+
+def _bound(forecast: Forecast) -> str:
+    """What the critical path consists of, the most first."""
+    path = [forecast.spans[task] for task in forecast.critical_path]
+    seconds = {stream: sum(s.end - s.start for s in path if s.stream == stream) for stream in STREAMS}
+    parts = sorted((item for item in seconds.items() if item[1]), key=lambda item: -item[1])
+    return ", ".join(f"{format_seconds(time)} of {stream}" for stream, time in parts)
 
 
 def _speed(file: PlanFile, measured: Forecast | None) -> Iterator[str]:
