@@ -19,7 +19,7 @@ from plans import plan_file
 from zerograph.cli import main
 from zerograph.cli.show import EXPORTS
 from zerograph.cli.view.drawing import ASCII_BLOCKS, BLOCKS, bar, sparkline
-from zerograph.cli.view.folding import fold, folded_name, layer_of, skeleton
+from zerograph.cli.view.folding import fold, folded_name, layer_of, short_source, skeleton
 from zerograph.cli.view.groups import grouped
 from zerograph.cli.view.moment import START, find_task, moment
 from zerograph.planfile import PlanFile, Reason
@@ -302,6 +302,11 @@ def test_folding_keeps_every_row_in_order(rows: list[tuple[str, int, int]]) -> N
 )
 def test_names_of_layers(name: str, layer: str, bare: str) -> None:
     assert layer_of(name) == layer and skeleton(name) == bare
+
+
+def test_long_paths_are_cut_in_tables() -> None:
+    assert short_source("model.py:40") == "model.py:40"
+    assert short_source("/usr/lib/python3/dist-packages/models/llama/modeling.py:31") == "llama/modeling.py:31"
 
 
 def test_a_folded_name_says_leading_words_once() -> None:

@@ -1,4 +1,4 @@
-"""Folding: what is alike in consecutive layers is one row, ``blocks.0 .. blocks.11 (12 alike)``."""
+"""Names in tables: what is alike in consecutive layers is one row, ``blocks.0 .. blocks.11 (12 alike)``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+LONGEST_SOURCE = 32
 _NUMBER = re.compile(r"(?<![\w])\d+(?![\w])")
 _LAYER = re.compile(r"(.*?(?:^|\.)\d+)(?:\.|$)")
 
@@ -61,3 +62,8 @@ def folded_name(first: str, last: str, count: int) -> str:
         return first
     shared = first.rpartition(" ")[0] + " "
     return f"{first} .. {last.removeprefix(shared)} ({count} alike)"
+
+
+def short_source(source: str) -> str:
+    """``file:line`` for a table: of a long path the file and its folder; ``--json`` has all of it."""
+    return source if len(source) <= LONGEST_SOURCE else "/".join(source.split("/")[-2:])

@@ -8,6 +8,7 @@ from typing import Any
 
 from zerograph.cli.terminal import Cell
 from zerograph.cli.view.drawing import ASCII_BAR, ASCII_BLOCKS, BAR, BLOCKS, bar, sparkline
+from zerograph.cli.view.folding import short_source
 from zerograph.cli.view.moment import START
 from zerograph.forecast import STREAMS, Forecast, Peak
 from zerograph.machine import TIERS, Tier
@@ -132,7 +133,7 @@ def _used(size: int, budget: int) -> str:
 def _where(file: PlanFile, tier: Tier, peak: Peak) -> str:
     """The task of the peak; where it has no source line, as a gather, that of what it takes."""
     sources = (peak.source, *(h.source for h in file.holdings if h.first == peak.task != START and h.tier == tier))
-    place = " ".join(text for text in (peak.module, next(filter(None, sources), "")) if text)
+    place = " ".join(text for text in (peak.module, short_source(next(filter(None, sources), ""))) if text)
     return f"peak at {peak.name}" + (f" ({place})" if place else "")
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from zerograph.cli.terminal import Cell
-from zerograph.cli.view.folding import Fold, fold, folded_name, interleaved
+from zerograph.cli.view.folding import Fold, fold, folded_name, interleaved, short_source
 from zerograph.cli.view.groups import By, Group, largest
 from zerograph.cli.view.moment import START, Moment
 from zerograph.machine import TIERS, Tier
@@ -142,7 +142,7 @@ def _name(rows: Fold[Group]) -> str:
 
 def _source(sources: Sequence[str]) -> str:
     """The line that all come from, or the first one and that there are others."""
-    return sources[0] if len(set(sources)) == 1 else f"{sources[0]}, ..."
+    return short_source(sources[0]) + ("" if len(set(sources)) == 1 else ", ...")
 
 
 def _measured(rows: Fold[Group]) -> float | None:
