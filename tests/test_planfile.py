@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from plans import plan_file
 
 from zerograph.errors import ConfigError
-from zerograph.planfile import PlanFile
+from zerograph.planfile import PlanFile, run_from_json
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -43,3 +44,22 @@ def test_other_files_are_refused(change: object, message: str) -> None:
     data = json.loads(plan_file().to_json())
     with pytest.raises(ConfigError, match=message):
         PlanFile.from_json(json.dumps(change(data)))  # type: ignore[operator]
+
+
+def test_what_was_changed_by_hand_can_be_read_where_that_is_the_point() -> None:
+    data = {**json.loads(plan_file().to_json()), "tokens": 1}
+    assert PlanFile.from_json(json.dumps(data), verify=False) == replace(plan_file(), tokens=1)
+
+
+def test_a_run_is_the_forecast_part_of_a_plan_file() -> None:
+    file = plan_file()
+    assert run_from_json(file.to_json()) == file.forecast
+    parts = {name: json.loads(file.to_json())[name] for name in ("spans", "memory", "peaks")}
+    run = run_from_json(json.dumps(parts))
+    assert run.spans == file.forecast.spans and run.critical_path == () and run.not_counted == ()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"spans": {}, "memory": {}, "peaks": {}}', '{"spans": 1}'])
+def test_what_is_no_run_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="no measured run"):
+        run_from_json(text)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerograph.units import format_bytes, parse_bytes
+from zerograph.units import format_bytes, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -52,3 +52,22 @@ def test_format(size: float, text: str) -> None:
 @given(size=st.integers(0, 2**60))
 def test_what_is_formatted_can_be_parsed_and_is_close(size: int) -> None:
     assert parse_bytes(format_bytes(size)) == pytest.approx(size, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (2e-7, "0.2 us"),
+        (5e-6, "5 us"),
+        (0.0009994, "999 us"),
+        (0.00099951, "1 ms"),
+        (0.0153, "15.3 ms"),
+        (0.9999, "1 s"),
+        (1.521, "1.52 s"),
+        (4321.0, "4321 s"),
+        (-0.002, "-2 ms"),
+    ],
+)
+def test_format_seconds(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text

@@ -141,8 +141,8 @@ class PlanFile:
         }
 
     @classmethod
-    def from_json(cls, text: str) -> PlanFile:
-        """What :meth:`to_json` wrote.
+    def from_json(cls, text: str, *, verify: bool = True) -> PlanFile:
+        """What :meth:`to_json` wrote; without ``verify`` also what was changed by hand since.
 
         Raises:
             ConfigError: another version, no plan file, or one that was changed by hand.
@@ -154,7 +154,7 @@ class PlanFile:
             raise ConfigError("the file holds no plan", "give what `zerograph plan -o plan.json` wrote") from None
         if version != VERSION:
             raise ConfigError(f"the plan has version {version}, this ZeroGraph reads {VERSION}", "make the plan again")
-        if digest != _digest(data):
+        if verify and digest != _digest(data):
             raise ConfigError(f"the plan was changed: its digest is not {digest}", "make the plan again")
         try:
             return cls._of(data)
@@ -163,19 +163,12 @@ class PlanFile:
 
     @classmethod
     def _of(cls, data: dict[str, Any]) -> PlanFile:
-        forecast = Forecast(
-            spans=_rows(Span, data["spans"]),
-            memory={tier: tuple((t, b) for t, b in curve) for tier, curve in data["memory"].items()},
-            peaks={tier: Peak(**peak) for tier, peak in data["peaks"].items()},
-            critical_path=tuple(data["critical_path"]),
-            not_counted=tuple(data["not_counted"]),
-        )
         return cls(
             model=data["model"],
             plan=Plan.from_json(json.dumps(data["plan"])),
             machine=Machine.from_json(json.dumps(data["machine"])),
             budget=data["budget"],
-            forecast=forecast,
+            forecast=_forecast(data),
             holdings=_rows(Holding, data["holdings"]),
             reasons=_rows(Reason, data["reasons"]),
             passes=_rows(PassRecord, data["passes"]),
@@ -193,6 +186,29 @@ def changes(before: str, after: str) -> str:
     if len(lines) > _MOST_LINES:
         lines[_MOST_LINES:] = [f"... {len(lines) - _MOST_LINES} more lines"]
     return "\n".join(lines)
+
+
+def run_from_json(text: str) -> Forecast:
+    """What a run measured: the parts of a plan file that make its forecast, filled in by the run.
+
+    Raises:
+        ConfigError: the text holds no such parts.
+    """
+    try:
+        return _forecast(json.loads(text))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        hint = "it needs spans, memory and peaks as in a plan file (docs/cli.md)"
+        raise ConfigError("the file holds no measured run", hint) from None
+
+
+def _forecast(data: dict[str, Any]) -> Forecast:
+    return Forecast(
+        spans=_rows(Span, data["spans"]),
+        memory={tier: tuple((t, b) for t, b in curve) for tier, curve in data["memory"].items()},
+        peaks={tier: Peak(**peak) for tier, peak in data["peaks"].items()},
+        critical_path=tuple(data.get("critical_path", ())),
+        not_counted=tuple(data.get("not_counted", ())),
+    )
 
 
 def _table(cls: Any, items: Iterable[Any]) -> dict[str, list[Any]]:

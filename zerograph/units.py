@@ -1,4 +1,4 @@
-"""Sizes in bytes, written for people: ``parse_bytes("32MiB")`` and ``format_bytes(33554432)``."""
+"""Sizes and times for people: ``parse_bytes("32MiB")``, ``format_bytes(33554432)`` and ``format_seconds(0.015)``."""
 
 from __future__ import annotations
 
@@ -33,6 +33,14 @@ def format_bytes(size: float) -> str:
             return f"{_digits(size)} {unit}"
         size /= 1024
     return f"{_digits(size)} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """``seconds`` with three significant digits: ``"1.52 s"``, ``"15 ms"``, ``"20 us"``."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= scale * 0.9995:
+            return f"{_digits(seconds / scale)} {unit}"
+    return f"{_digits(seconds * 1e6)} us" if seconds else "0 s"
 
 
 def _digits(number: float) -> str:

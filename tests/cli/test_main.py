@@ -32,7 +32,15 @@ def test_help_starts_at_once() -> None:
     assert min(seconds) < 0.6, f"0.2 s on an idle machine, here {min(seconds):.2f} s at best"
 
 
-@pytest.mark.parametrize("args", [("--help",), ("--version",), ("doctor", "--help"), ("bench", "--help"), ("bnech",)])
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--help",),
+        ("--version",),
+        *((name, "--help") for name in ("doctor", "bench", "show", "diff", "passes")),
+        ("bnech",),
+    ],
+)
 def test_what_computes_nothing_imports_nothing_heavy(args: tuple[str, ...]) -> None:
     run = zerograph_process(*args, python=("-X", "importtime"))
     imported = {line.rpartition("|")[2].strip() for line in run.stderr.splitlines() if line.startswith("import time:")}

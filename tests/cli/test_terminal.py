@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from zerograph.cli.terminal import Cell, plain_lines, progress, show_table
+from zerograph.cli.terminal import Cell, drawable, plain_lines, progress, show_lines, show_table
 
 ROWS: list[list[Cell]] = [[("ok", "green"), "torch", "2.13.0 " + "x" * 200], [("missing", "red"), "CUDA", "none"]]
 
@@ -34,6 +34,47 @@ def test_a_terminal_gets_colours_unless_asked_not_to(monkeypatch: pytest.MonkeyP
     show_table(ROWS)
     assert ("\x1b[32m" in out.getvalue()) is not no_color
     assert "missing" in out.getvalue()
+
+
+TABLE: list[list[Cell]] = [["layer", "bytes", "why"], ["a", "5 B", "because " * 5], ["b", "12 B", ""]]
+
+
+def test_numbers_stand_to_the_right(capsys: pytest.CaptureFixture[str]) -> None:
+    show_table(TABLE, numbers={1}, below={2})
+    assert capsys.readouterr().out.splitlines()[1:] == ["a        5 B  " + ("because " * 5).rstrip(), "b       12 B"]
+
+
+@pytest.mark.parametrize("columns", [30, 100])
+def test_notes_stand_below_their_rows_where_the_terminal_is_narrow(
+    monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    show_table(TABLE, numbers={1}, below={2})
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    notes = ("because " * 5).rstrip()
+    if columns == 30:
+        assert lines == ["layer  bytes", "a        5 B", f"  {notes}", "b       12 B"]
+    else:
+        assert lines == ["layer  bytes  why", f"a        5 B  {notes}", "b       12 B"]
+
+
+def test_lines_are_written_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "30")
+    show_lines(["x" * 100, ("[red] is no markup", "green")])
+    assert "x" * 100 + "\n" in out.getvalue() and "[red] is no markup" in out.getvalue()
+
+
+def test_what_an_encoding_cannot_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    for encoding, can in (("utf-8", True), ("latin-1", False), ("cp437", True), ("ascii", False)):
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+        assert drawable("█") is can
 
 
 def test_progress_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:

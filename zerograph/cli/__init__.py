@@ -23,6 +23,10 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "Say whether a model fits, and how fast it would be, from its sizes.",
     ),
     "plan": ("zerograph.cli.plan:plan", "Plan a training step without running it, and write a plan file."),
+    "show": ("zerograph.cli.show:show", "Show what a plan comes to, where its memory and time go, and why."),
+    "diff": ("zerograph.cli.diff:diff", "Say what differs between two plans."),
+    "check": ("zerograph.cli.check:check", "Check what must be true of every plan."),
+    "passes": ("zerograph.cli.passes:passes", "Show what each pass did to the graphs."),
     "bench": ("zerograph.cli.bench:bench", "Measure this machine, in seconds."),
     "doctor": ("zerograph.cli.doctor:doctor", "Say what works on this machine, and how to mend the rest."),
 }

@@ -10,6 +10,7 @@ import click
 
 from zerograph.cli.estimate_view import as_data, draw, lines
 from zerograph.cli.machine_option import named_or_file
+from zerograph.cli.options import SIZE, Parsed
 from zerograph.errors import ConfigError
 from zerograph.machine import PRESETS, TIERS
 from zerograph.planner.choice import ACTIVATIONS, OFFLOADS, STAGES
@@ -18,23 +19,8 @@ from zerograph.planner.largest import WHATS, What, largest
 from zerograph.planner.shortage import Shortage, shortage
 from zerograph.planner.sizes import ModelSize, format_count, parse_count
 from zerograph.planner.training import ATTENTIONS, OPTIMIZERS, Training
-from zerograph.units import parse_bytes
 
-
-class _Parsed(click.ParamType):
-    """An option that ``parse`` reads; what it raises becomes a usage error."""
-
-    def __init__(self, name: str, parse: Any) -> None:
-        self.name, self._parse = name, parse
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            return self._parse(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
-
-
-_COUNT, _BYTES = _Parsed("count", parse_count), _Parsed("size", parse_bytes)
+_COUNT = Parsed("count", parse_count)
 _SHARE = click.FloatRange(0, 1, max_open=True)
 _LAYOUTS = "Model states: ZeroGraph's, mixed-precision Adam (2+2+12 bytes), or AdamW in float32 (4+4+8)."
 _SCORES = "Whether attention stores its scores (whole) or not (fused)."
@@ -52,7 +38,7 @@ _SCORES = "Whether attention stores its scores (whole) or not (fused)."
 @click.option("--accumulate", type=_COUNT, default=1, show_default=True, help="Micro-batches per step.")
 @click.option("--seq", type=_COUNT, default=1024, show_default=True, help="Tokens per sequence.")
 @click.option("--machine", default="h100-80gb", show_default=True, help=f"A file, or {', '.join(PRESETS)}.")
-@click.option("--memory", type=_BYTES, help="Device memory a rank may use, such as 70GiB; the machine's unless given.")
+@click.option("--memory", type=SIZE, help="Device memory a rank may use, such as 70GiB; the machine's unless given.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="Compute dtype.")
 @click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="zerograph", show_default=True, help=_LAYOUTS)
 @click.option("--attention", type=click.Choice(ATTENTIONS), default="fused", show_default=True, help=_SCORES)

@@ -8,7 +8,26 @@ from typing import Any, TypeVar
 
 import click
 
+from zerograph.units import parse_bytes
+
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Parsed(click.ParamType):
+    """An option that ``parse`` reads; what it raises becomes a usage error."""
+
+    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
+        self.name, self._parse = name, parse
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return self._parse(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+SIZE = Parsed("size", parse_bytes)
+"""Bytes, such as 70GiB."""
 
 
 def folder(text: str) -> Callable[[F], F]:
@@ -18,3 +37,5 @@ def folder(text: str) -> Callable[[F], F]:
 
 
 as_json = click.option("--json", "json_", is_flag=True, help="Write JSON to stdout (docs/cli.md has its schema).")
+plan_argument = click.argument("plan", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PLAN")
+"""A file that ``zerograph plan -o`` wrote."""

@@ -1,0 +1,80 @@
+"""``zerograph check``: what must be true of every plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zerograph.cli.options import SIZE, as_json, plan_argument
+from zerograph.cli.planfiles import read_plan, told_digest
+from zerograph.cli.terminal import Cell, show_table
+from zerograph.planfile import PlanFile
+from zerograph.planner.check import CHECKS, Violation
+from zerograph.planner.check import check as violations_of
+
+VERSION = 1
+DIGEST = "digest"
+SENTENCES = {**{name: sentence for name, (sentence, _) in CHECKS.items()}, DIGEST: "the file is as it was written"}
+
+
+@click.command()
+@plan_argument
+@click.option("--memory", type=SIZE, help="Hold the device to this, such as 70GiB, not to the plan's own budget.")
+@as_json
+def check(plan: Path, memory: int | None, json_: bool) -> int:
+    """Check what must be true of every plan.
+
+    A line for each check. Exits with 1 when one fails, after saying where: the instruction, its module and source line.
+    """
+    file = read_plan(plan, verify=False)
+    budget = file.budget if memory is None else {**file.budget, "device": memory}
+    found = [*violations_of(replace(file, budget=budget)), *_changed(file, told_digest(plan))]
+    if json_:
+        click.echo(json.dumps(to_data(found), indent=2))
+    else:
+        show_table(rows(file, found))
+    return int(bool(found))
+
+
+def _changed(file: PlanFile, told: str) -> list[Violation]:
+    if file.digest == told:
+        return []
+    return [Violation(DIGEST, -1, "", "", f"the content has digest {file.digest}, the file says {told}")]
+
+
+def to_data(found: Sequence[Violation]) -> dict[str, Any]:
+    """What ``--json`` writes; docs/cli.md has the schema."""
+    failed = {violation.check for violation in found}
+    return {
+        "version": VERSION,
+        "holds": not found,
+        "checks": [{"name": name, "holds": name not in failed, "what": text} for name, text in SENTENCES.items()],
+        "violations": [asdict(violation) for violation in found],
+    }
+
+
+def rows(file: PlanFile, found: Sequence[Violation]) -> list[list[Cell]]:
+    """A row for each check; below one that failed, where it first did."""
+    table: list[list[Cell]] = []
+    for name, sentence in SENTENCES.items():
+        broken = [violation for violation in found if violation.check == name]
+        if not broken:
+            table.append([("ok", "green"), name, sentence])
+            continue
+        table.append([("failed", "red"), name, (broken[0].message, "bold")])
+        if where := _where(file, broken[0]):
+            table.append(["", "", f"at {where}"])
+        if len(broken) > 1:
+            table.append(["", "", f"and {len(broken) - 1} more (--json lists them)"])
+    return table
+
+
+def _where(file: PlanFile, violation: Violation) -> str:
+    spans, task = file.forecast.spans, violation.task
+    instruction = f"task {task}, {spans[task].name}" if 0 <= task < len(spans) else ""
+    return ", ".join(text for text in (instruction, violation.module, violation.source) if text)

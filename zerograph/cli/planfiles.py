@@ -1,0 +1,48 @@
+"""Plan files and measured runs as commands read them: what is wrong with a file names the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from zerograph.errors import ConfigError
+from zerograph.forecast import Forecast
+from zerograph.planfile import PlanFile, run_from_json
+
+T = TypeVar("T")
+
+
+def read_plan(path: Path, *, verify: bool = True) -> PlanFile:
+    """The plan in ``path``; without ``verify`` also one that was changed by hand.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no plan.
+    """
+    return _read(path, partial(PlanFile.from_json, verify=verify))
+
+
+def told_digest(path: Path) -> str:
+    """The digest that stands in the plan file ``path``, right or not."""
+    return _read(path, lambda text: str(json.loads(text)["digest"]))
+
+
+def read_run(path: Path) -> Forecast:
+    """The measured run in ``path``.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no run.
+    """
+    return _read(path, run_from_json)
+
+
+def _read(path: Path, parse: Callable[[str], T]) -> T:
+    try:
+        return parse(path.read_text(errors="replace"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except ConfigError as error:
+        message = str(error).partition("\n\nhint: ")[0]
+        raise ConfigError(f"{path}: {message}", error.hint) from None

@@ -1,0 +1,134 @@
+"""``zerograph show``: what a plan comes to, where its memory and time go, and why."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zerograph.cli.options import F, as_json, plan_argument
+from zerograph.cli.planfiles import read_plan, read_run
+from zerograph.cli.terminal import drawable, show_lines, show_table, width
+from zerograph.cli.view import summary
+from zerograph.cli.view.drawing import BAR, BLOCKS
+from zerograph.cli.view.groups import BYS, By, grouped, largest
+from zerograph.cli.view.moment import Moment, find_task, moment
+from zerograph.cli.view.tables import Table, group_data, group_table, moment_data, moment_lines, moment_table
+from zerograph.errors import ConfigError
+from zerograph.forecast import Forecast
+from zerograph.planfile import PlanFile
+
+VERSION = 1
+NARROWEST, WIDEST = 16, 60
+BESIDE_SPARKLINE = 44
+"""Columns that the name of a tier and its peak need."""
+
+CAPTIONS: Mapping[By, str] = {
+    "layer": "Bytes at the peak of each tier and time on all streams, of each where alike:",
+    "kind": "Bytes at the peak of each tier:",
+    "tier": "Bytes at the peak of each tier:",
+    "op": "Bytes that an op takes and its time in the step, of each where alike:",
+}
+
+EXPORTS: Mapping[str, tuple[str, str, str]] = {
+    "html": ("html", "write", "one page that needs nothing else, for a browser."),
+    "svg": ("svg", "write", "a picture of the streams over the memory curve."),
+    "trace": ("trace", "write", "a trace for Perfetto or chrome://tracing."),
+    "memory-viz": ("memory_viz", "write", "a snapshot for PyTorch's memory visualizer."),
+    "dot": ("dot", "write_dot", "the tasks as a graph for Graphviz."),
+    "graphml": ("dot", "write_graphml", "the tasks as a graph in GraphML."),
+}
+"""Option -> module in ``zerograph.cli.export``, its function ``(PlanFile, Path) -> None``, and the help."""
+
+
+def exports(command: F) -> F:
+    """An option ``--NAME FILE`` for each of :data:`EXPORTS`."""
+    kind = click.Path(dir_okay=False, path_type=Path)
+    for name, (_, _, text) in reversed(list(EXPORTS.items())):
+        command = click.option(f"--{name}", type=kind, metavar="FILE", help=f"Also write {text}")(command)
+    return command
+
+
+@click.command()
+@plan_argument
+@click.option("--by", type=click.Choice(BYS), default="layer", show_default=True, help="What a row of the table is.")
+@click.option("--top", type=click.IntRange(min=1), help="Only the largest rows, largest first.")
+@click.option("--at", metavar="TASK", help="What is held when this task (index or name) has started.")
+@click.option(
+    "--measured",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="RUN",
+    help="Lay what a run measured beside the forecast.",
+)
+@as_json
+@exports
+def show(
+    plan: Path, by: By, top: int | None, at: str | None, measured: Path | None, json_: bool, **files: Path | None
+) -> None:
+    """Show what a plan comes to, where its memory and time go, and why.
+
+    The table has bytes at the moment when a tier holds the most, and seconds on all streams; layers that are alike are
+    one row, and what it says is true of each of them.
+    """
+    if at is not None and measured is not None:
+        raise click.UsageError("--at shows what the plan holds, --measured what a run did: give one of them")
+    file = read_plan(plan)
+    run = None if measured is None else read_run(measured)
+    instant = None if at is None else moment(file, find_task(file, at))
+    for name, path in files.items():
+        if path is not None:
+            _export(name.replace("_", "-"), file, path)
+    if json_:
+        click.echo(json.dumps(to_data(file, run, by, top, instant), indent=2))
+    elif instant is not None:
+        show_lines([*moment_lines(file, instant), ""])
+        _show(moment_table(file, instant, top))
+    else:
+        _show_summary(file, run)
+        _show_groups(file, run, by, top)
+
+
+def to_data(file: PlanFile, run: Forecast | None, by: By, top: int | None, at: Moment | None) -> dict[str, Any]:
+    """What ``--json`` writes; docs/cli.md has the schema."""
+    folds = grouped(file, by, run)
+    rows = group_data(folds if top is None else largest(folds, by, top))
+    data = {"version": VERSION, **summary.as_data(file, run), "by": by, "rows": rows}
+    return data if at is None else {**data, "at": moment_data(file, at)}
+
+
+def _show_summary(file: PlanFile, run: Forecast | None) -> None:
+    unicode = drawable(BLOCKS + BAR)
+    drawing = min(max(width() - BESIDE_SPARKLINE, NARROWEST), WIDEST)
+    show_table(summary.headline(file, run))
+    click.echo()
+    show_table(summary.memory(file, run, drawing, unicode=unicode))
+    click.echo()
+    show_table(summary.streams(file, run, unicode=unicode), numbers={2, 3})
+    click.echo()
+
+
+def _show_groups(file: PlanFile, run: Forecast | None, by: By, top: int | None) -> None:
+    show_lines([(CAPTIONS[by], "italic")])
+    _show(group_table(grouped(file, by, run), by, top))
+
+
+def _show(table: Table) -> None:
+    show_table(table.rows, table.numbers, table.below)
+    if table.left_out:
+        click.echo(f"and {table.left_out} smaller")
+
+
+def _export(name: str, file: PlanFile, path: Path) -> None:
+    module, function, _ = EXPORTS[name]
+    write: Callable[[PlanFile, Path], None] = getattr(
+        importlib.import_module(f"zerograph.cli.export.{module}"), function
+    )
+    try:
+        write(file, path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", f"--{name} FILE in a folder that exists") from None
+    click.echo(f"wrote {path}", err=True)

@@ -1,0 +1,1 @@
+"""What ``zerograph show`` and ``zerograph diff`` make of plan files, before it is written anywhere."""

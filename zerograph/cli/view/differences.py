@@ -1,0 +1,144 @@
+"""What differs between two plan files, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set, Sized
+from dataclasses import dataclass, fields, replace
+from math import isclose
+
+from zerograph.cli.view.folding import fold, folded_name, skeleton
+from zerograph.forecast import STREAMS
+from zerograph.ir import Param
+from zerograph.machine import TIERS, Machine
+from zerograph.plan import Bucket
+from zerograph.planfile import PlanFile
+from zerograph.units import format_bytes, format_seconds
+
+Told = str | int | float | None
+_NOISE = 1e-9
+_NAMED = 2
+"""Parameters of a bucket that are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One thing that is not the same in both.
+
+    Attributes:
+        part: "decisions", "peaks", "seconds" or "other".
+        name: what differs.
+        a, b: the two; None where one has nothing. Bytes and seconds are numbers.
+        count: how many alike it stands for, from ``name`` to ``last``.
+    """
+
+    part: str
+    name: str
+    a: Told
+    b: Told
+    count: int = 1
+    last: str = ""
+
+    @property
+    def title(self) -> str:
+        """What differs, for people."""
+        return folded_name(self.name, self.last, self.count)
+
+    def text(self, value: Told) -> str:
+        """One of the two, for people."""
+        if value is None:
+            return "-"
+        if self.part == "peaks":
+            return format_bytes(float(value))
+        return format_seconds(float(value)) if self.part == "seconds" else str(value)
+
+
+def differences(a: PlanFile, b: PlanFile) -> list[Difference]:
+    """Everything that differs: decisions, peaks and seconds one by one, the rest by name."""
+    told = [d for d in (*_decisions(a, b), *_peaks(a, b), *_seconds(a, b)) if not _same(d)]
+    return [*_folded(told), *_rest(a, b)]
+
+
+def _same(d: Difference) -> bool:
+    if d.part == "seconds" and d.a is not None and d.b is not None:
+        return isclose(float(d.a), float(d.b), rel_tol=_NOISE)
+    return d.a == d.b
+
+
+def _folded(told: Iterable[Difference]) -> Iterator[Difference]:
+    """Buckets of consecutive layers that differ in the same way are one difference."""
+    for rows in fold(told, lambda d: d.name, _alike):
+        yield replace(rows.first, count=len(rows.rows), last=rows.rows[-1].name)
+
+
+def _alike(x: Difference, y: Difference) -> bool:
+    return (x.part, skeleton(str(x.a)), skeleton(str(x.b))) == (y.part, skeleton(str(y.a)), skeleton(str(y.b)))
+
+
+def _decisions(a: PlanFile, b: PlanFile) -> Iterator[Difference]:
+    yield Difference("decisions", "model", a.model, b.model)
+    yield Difference("decisions", "machine", a.machine.name, b.machine.name)
+    yield Difference("decisions", "stage", a.plan.stage, b.plan.stage)
+    yield Difference("decisions", "world size", a.plan.world_size, b.plan.world_size)
+    yield Difference("decisions", "prefetch", a.plan.prefetch, b.plan.prefetch)
+    yield Difference("decisions", "number of buckets", len(a.plan.buckets), len(b.plan.buckets))
+    mine, theirs = ({bucket.name: bucket for bucket in file.plan.buckets} for file in (a, b))
+    if mine.keys() == theirs.keys():  # in another order: the first that is not in its place
+        moved = next((pair for pair in zip(mine, theirs, strict=True) if pair[0] != pair[1]), ("", ""))
+        yield Difference("decisions", "order of buckets", *moved)
+    names = list(dict.fromkeys((*mine, *theirs)))
+    for name in names:
+        yield Difference("decisions", f"bucket {name}", *_content(mine.get(name), theirs.get(name)))
+    for name in names:
+        if name in mine and name in theirs:
+            yield Difference("decisions", f"residency {name}", mine[name].residency, theirs[name].residency)
+
+
+def _content(old: Bucket | None, new: Bucket | None) -> tuple[Told, Told]:
+    """What is in one bucket and not in the other, or the whole bucket where the other plan has none."""
+    kept = set(old.params if old else ()) & set(new.params if new else ())
+    return _params(old, kept), _params(new, kept)
+
+
+def _params(bucket: Bucket | None, kept: Set[Param]) -> Told:
+    if bucket is None:
+        return None
+    own = [f"{p.name} {list(p.shape)} {p.compute_dtype}" for p in bucket.params if p not in kept]
+    return ", ".join(own[:_NAMED]) + (f", {len(own) - _NAMED} more" if len(own) > _NAMED else "")
+
+
+def _peaks(a: PlanFile, b: PlanFile) -> Iterator[Difference]:
+    for tier in TIERS:
+        mine, theirs = a.forecast.peaks.get(tier), b.forecast.peaks.get(tier)
+        yield Difference("peaks", tier, mine.bytes if mine else None, theirs.bytes if theirs else None)
+        yield Difference("peaks", f"budget of {tier}", a.budget.get(tier), b.budget.get(tier))
+
+
+def _seconds(a: PlanFile, b: PlanFile) -> Iterator[Difference]:
+    yield Difference("seconds", "step", a.forecast.seconds, b.forecast.seconds)
+    exposed = a.forecast.exposed_communication, b.forecast.exposed_communication
+    yield Difference("seconds", "exposed communication", *exposed)
+    mine, theirs = a.forecast.busy(), b.forecast.busy()
+    for stream in STREAMS:
+        yield Difference("seconds", stream, mine.get(stream), theirs.get(stream))
+
+
+def _rest(a: PlanFile, b: PlanFile) -> Iterator[Difference]:
+    """Parts that follow from the decisions, or say more about them: how long each is, and that they differ."""
+    parts: Mapping[str, Callable[[PlanFile], Sized]] = {
+        "tasks": lambda file: file.forecast.spans,
+        "holdings": lambda file: file.holdings,
+        "reasons": lambda file: file.reasons,
+        "passes": lambda file: file.passes,
+        "not counted": lambda file: file.forecast.not_counted,
+    }
+    for name, part in parts.items():
+        if part(a) != part(b):
+            yield Difference("other", name, len(part(a)), len(part(b)))
+    numbers = {"tokens": (a.tokens, b.tokens), "flops": (a.flops, b.flops), **_figures(a.machine, b.machine)}
+    yield from (Difference("other", name, *pair) for name, pair in numbers.items() if pair[0] != pair[1])
+
+
+def _figures(a: Machine, b: Machine) -> dict[str, tuple[Told, Told]]:
+    """What was measured of machines of one name."""
+    names = [field.name for field in fields(Machine) if field.compare] if a.name == b.name else []
+    return {f"machine's {name}": (str(getattr(a, name)), str(getattr(b, name))) for name in names}

@@ -1,0 +1,69 @@
+"""Names in tables: what is alike in consecutive layers is one row, ``blocks.0 .. blocks.11 (12 alike)``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+LONGEST_SOURCE = 32
+_NUMBER = re.compile(r"(?<![\w])\d+(?![\w])")
+_LAYER = re.compile(r"(.*?(?:^|\.)\d+)(?:\.|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Fold(Generic[T]):
+    """Consecutive rows that are alike."""
+
+    rows: tuple[T, ...]
+
+    @property
+    def first(self) -> T:
+        """The row that stands for all of them."""
+        return self.rows[0]
+
+
+def skeleton(name: str) -> str:
+    """``name`` without the numbers that tell layers apart: ``blocks.#.mlp``; ``conv1`` keeps its own."""
+    return _NUMBER.sub("#", name)
+
+
+def layer_of(name: str) -> str:
+    """The layer a module or parameter belongs to: ``blocks.3`` of ``blocks.3.mlp.0``; itself where no number is."""
+    match = _LAYER.match(name)
+    return match[1] if match else name
+
+
+def fold(rows: Iterable[T], name: Callable[[T], str], alike: Callable[[T, T], bool]) -> list[Fold[T]]:
+    """Rows in their order, those folded that follow one another, differ in numbers only and are ``alike``."""
+    groups: list[list[T]] = []
+    for row in rows:
+        if groups and skeleton(name(groups[-1][0])) == skeleton(name(row)) and alike(groups[-1][0], row):
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return [Fold(tuple(group)) for group in groups]
+
+
+def interleaved(rows: Iterable[T], name: Callable[[T], str]) -> list[T]:
+    """Rows sorted so that those which differ in numbers only follow one another, kinds in order of appearance."""
+    kinds: dict[str, list[T]] = {}
+    for row in rows:
+        kinds.setdefault(skeleton(name(row)), []).append(row)
+    return [row for kind in kinds.values() for row in kind]
+
+
+def folded_name(first: str, last: str, count: int) -> str:
+    """How a fold is called: ``gather blocks.0 .. blocks.11 (12 alike)``, with the leading words said once."""
+    if count == 1:
+        return first
+    shared = first.rpartition(" ")[0] + " "
+    return f"{first} .. {last.removeprefix(shared)} ({count} alike)"
+
+
+def short_source(source: str) -> str:
+    """``file:line`` for a table: of a long path the file and its folder; ``--json`` has all of it."""
+    return source if len(source) <= LONGEST_SOURCE else "/".join(source.split("/")[-2:])

@@ -1,0 +1,159 @@
+"""What a plan comes to: speed, memory per tier and work per stream, as data and as rows for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from zerograph.cli.terminal import Cell
+from zerograph.cli.view.drawing import ASCII_BAR, ASCII_BLOCKS, BAR, BLOCKS, bar, sparkline
+from zerograph.cli.view.folding import short_source
+from zerograph.cli.view.moment import START
+from zerograph.forecast import STREAMS, Forecast, Peak
+from zerograph.machine import TIERS, Tier
+from zerograph.planfile import PlanFile
+from zerograph.units import format_bytes, format_seconds
+
+BAR_WIDTH = 20
+
+
+def as_data(file: PlanFile, measured: Forecast | None) -> dict[str, Any]:
+    """The part of ``--json`` that says what the plan comes to; docs/cli.md has the schema."""
+    forecast, plan = file.forecast, file.plan
+    data: dict[str, Any] = {
+        "model": file.model,
+        "digest": file.digest,
+        "machine": file.machine.name,
+        "stage": plan.stage,
+        "world_size": plan.world_size,
+        "prefetch": plan.prefetch,
+        "buckets": len(plan.buckets),
+        **_outcome(forecast),
+        "tokens_per_second": file.tokens_per_second,
+        "model_flops_utilization": file.model_flops_utilization,
+        "budget": dict(file.budget),
+        "critical_path": list(forecast.critical_path),
+        "reasons": [asdict(reason) for reason in file.reasons],
+        "not_counted": list(forecast.not_counted),
+    }
+    return data if measured is None else {**data, "measured": _outcome(measured)}
+
+
+def _outcome(forecast: Forecast) -> dict[str, Any]:
+    peaks = forecast.peaks
+    return {
+        "seconds": forecast.seconds,
+        "exposed_communication": forecast.exposed_communication,
+        "peaks": {tier: asdict(peaks[tier]) for tier in TIERS if tier in peaks},
+        "streams": dict(forecast.busy()),
+    }
+
+
+def headline(file: PlanFile, measured: Forecast | None) -> list[Sequence[Cell]]:
+    """Rows: what was planned, and how fast it is."""
+    plan, forecast = file.plan, file.forecast
+    decided = f"stage {plan.stage}, {_count(plan.world_size, 'rank')}, {_count(len(plan.buckets), 'bucket')}"
+    rows: list[Sequence[Cell]] = [
+        ["model", (file.model, "bold")],
+        ["plan", f"{decided}, prefetch {plan.prefetch}"],
+        ["machine", file.machine.name],
+        ["step", ", ".join(_speed(file, measured))],
+    ]
+    exposed = forecast.exposed_communication
+    if plan.world_size > 1:
+        text = f"{format_seconds(exposed)} of communication ({_percent(exposed, forecast.seconds)} of the step)"
+        rows.append(["exposed", text + _against(exposed, measured.exposed_communication if measured else None)])
+    if forecast.critical_path:
+        rows.append(["bound by", _bound(forecast)])
+    rows += [["why", f"{reason.decision}: {reason.why}"] for reason in file.reasons if reason.subject == "plan"]
+    if forecast.not_counted:
+        rows.append(["not counted", ", ".join(forecast.not_counted)])
+    return rows
+
+
+def _bound(forecast: Forecast) -> str:
+    """What the critical path consists of, the most first."""
+    path = [forecast.spans[task] for task in forecast.critical_path]
+    seconds = {stream: sum(s.end - s.start for s in path if s.stream == stream) for stream in STREAMS}
+    parts = sorted((item for item in seconds.items() if item[1]), key=lambda item: -item[1])
+    return ", ".join(f"{format_seconds(time)} of {stream}" for stream, time in parts)
+
+
+def _speed(file: PlanFile, measured: Forecast | None) -> Iterator[str]:
+    seconds = file.forecast.seconds
+    yield format_seconds(seconds) + _against(seconds, measured.seconds if measured else None)
+    if file.tokens:
+        yield f"{_three_digits(file.tokens_per_second)} tokens/s"
+    if file.flops:
+        yield f"MFU {100 * file.model_flops_utilization:.1f}%"
+
+
+def memory(file: PlanFile, measured: Forecast | None, width: int, *, unicode: bool) -> list[Sequence[Cell]]:
+    """Rows: a sparkline per tier that holds anything, its peak against its budget, and where the peak is."""
+    forecast, blocks = file.forecast, BLOCKS if unicode else ASCII_BLOCKS
+    rows: list[Sequence[Cell]] = []
+    for tier in (t for t in TIERS if t in forecast.peaks):
+        peak, budget = forecast.peaks[tier], file.budget.get(tier, 0)
+        line = sparkline(forecast.memory.get(tier, ()), forecast.seconds, width, blocks)
+        over = peak.bytes > budget
+        rows.append([tier, (line, "red" if over else "cyan"), (_used(peak.bytes, budget), "bold red" if over else "")])
+        rows.append(["", _where(file, tier, peak), ""])
+        if measured is not None and tier in measured.peaks:
+            line = sparkline(measured.memory.get(tier, ()), measured.seconds, width, blocks)
+            actual = measured.peaks[tier].bytes
+            told = f"{format_bytes(actual)} measured{_ratio(peak.bytes, actual)}"
+            rows.append(["", (line, "magenta"), told])
+    return rows
+
+
+def streams(file: PlanFile, measured: Forecast | None, *, unicode: bool) -> list[Sequence[Cell]]:
+    """Rows: each stream that works, the share of the step in which it does, and its seconds."""
+    seconds, busy = file.forecast.seconds, file.forecast.busy()
+    actual = measured.busy() if measured is not None else {}
+    rows: list[Sequence[Cell]] = []
+    for stream in (s for s in STREAMS if busy.get(s) or actual.get(s)):
+        work = busy.get(stream, 0.0)
+        share = work / seconds if seconds else 0.0
+        drawn = bar(share, BAR_WIDTH, BAR if unicode else ASCII_BAR)
+        row: list[Cell] = [stream, (drawn, "green" if stream == "compute" else "blue")]
+        row += [_percent(work, seconds), format_seconds(work)]
+        if measured is not None:
+            row.append(f"{format_seconds(actual.get(stream, 0.0))} measured{_ratio(work, actual.get(stream, 0.0))}")
+        rows.append(row)
+    return rows
+
+
+def _used(size: int, budget: int) -> str:
+    if not budget:
+        return f"{format_bytes(size)}, no budget"
+    return f"{format_bytes(size)} of {format_bytes(budget)} ({_percent(size, budget)})"
+
+
+def _where(file: PlanFile, tier: Tier, peak: Peak) -> str:
+    """The task of the peak; where it has no source line, as a gather, that of what it takes."""
+    sources = (peak.source, *(h.source for h in file.holdings if h.first == peak.task != START and h.tier == tier))
+    place = " ".join(text for text in (peak.module, short_source(next(filter(None, sources), ""))) if text)
+    return f"peak at {peak.name}" + (f" ({place})" if place else "")
+
+
+def _against(forecast: float, measured: float | None) -> str:
+    if measured is None:
+        return ""
+    return f" ({format_seconds(measured)} measured{_ratio(forecast, measured)})"
+
+
+def _ratio(forecast: float, measured: float) -> str:
+    return f", x{measured / forecast:.2f}" if forecast else ""
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f}%" if whole else "-"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.3g}" if number < 1000 else f"{number:,.0f}"
