@@ -91,7 +91,8 @@ def _style() -> str:
     def rules(theme: str) -> str:
         streams = "".join(f".{s}{{fill:{getattr(c, theme)}}}" for s, c in STREAM_COLOURS.items())
         tiers = "".join(
-            f".tier-{t}{{fill:{getattr(c, theme)};stroke:{getattr(c, theme)}}}" for t, c in TIER_COLOURS.items()
+            f".tier-{t}{{fill:{getattr(c, theme)}}}.line-{t}{{stroke:{getattr(c, theme)}}}"
+            for t, c in TIER_COLOURS.items()
         )
         return streams + tiers
 
@@ -99,7 +100,7 @@ def _style() -> str:
         "text{font:11px system-ui,'Segoe UI','DejaVu Sans',sans-serif;fill:#1c2430}"
         ".head{font-size:15px;font-weight:600}.quiet{fill:#566270}.end{text-anchor:end}.middle{text-anchor:middle}"
         ".on{fill:#fff;font-size:10.5px}.page{fill:#fff;stroke:#d5dbe1}.track{fill:#f0f3f6}.grid{stroke:#dfe4e9}"
-        ".area{fill-opacity:.18;stroke-width:1.5}.budget{stroke:#c22f2f;stroke-width:1.5;stroke-dasharray:6 4}"
+        ".area{fill-opacity:.18}.line{fill:none;stroke-width:1.5}.budget{stroke:#c22f2f;stroke-width:1.5;stroke-dasharray:6 4}"
         ".over{fill:#c22f2f}.peak{stroke:#fff;stroke-width:1.5}"
         + rules("light")
         + "@media(prefers-color-scheme:dark){text{fill:#e4e9ee}.quiet{fill:#9ba7b4}.on{fill:#10151b}"
@@ -139,12 +140,10 @@ def _told(bar: Bar) -> str:
 
 
 def _label(name: str, module: str, width: float) -> str:
-    """As much of the name as fits: all of it, or the module without the verb, or its last part, or nothing."""
-    return next((text for text in (name, module, module[-4:] if "." in module[-4:-1] else "") if _fits(text, width)), "")
-
-
-def _fits(text: str, width: float) -> bool:
-    return bool(text) and len(text) * CHARACTER + 6 <= width
+    """As much of the name as fits: all of it, or the module without the verb, or the module's last parts."""
+    parts = module.split(".")
+    texts = [name, *(".".join(parts[i:]) for i in range(len(parts)))]
+    return next((text for text in texts if len(text) * CHARACTER + 6 <= width), "")
 
 
 def _memory(file: PlanFile, tier: Tier, top: int) -> Iterator[str]:
@@ -160,8 +159,9 @@ def _memory(file: PlanFile, tier: Tier, top: int) -> Iterator[str]:
         yield f'<line class="grid" x1="{LEFT}" x2="{LEFT + PLOT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
         yield f'<text class="quiet end" x="{LEFT - 10}" y="{y(tick) + 4:.1f}">{format_bytes(tick)}</text>'
     points = [(_x(time, forecast.seconds), y(size)) for time, size in forecast.memory[tier]]
-    steps = f"M{LEFT} {bottom}V{points[0][1]:.1f}" + "".join(f"H{a:.1f}V{b:.1f}" for a, b in points[1:])
-    yield f'<path class="area tier-{tier}" d="{steps}H{LEFT + PLOT}V{bottom}Z"/>'
+    steps = f"V{points[0][1]:.1f}" + "".join(f"H{a:.1f}V{b:.1f}" for a, b in points[1:]) + f"H{LEFT + PLOT}"
+    yield f'<path class="area tier-{tier}" d="M{LEFT} {bottom}{steps}V{bottom}Z"/>'
+    yield f'<path class="line line-{tier}" d="M{LEFT} {points[0][1]:.1f}{steps}"/>'
     if budget and budget <= most:
         yield f'<line class="budget" x1="{LEFT}" x2="{LEFT + PLOT}" y1="{y(budget):.1f}" y2="{y(budget):.1f}"/>'
     x = _x(peak_time(forecast, tier), forecast.seconds)
@@ -174,7 +174,8 @@ def _memory_title(file: PlanFile, tier: Tier, budget: int) -> str:
     at = f" at {_shortened(peak.name, 44)}" if peak else ""
     name = TIER_NAMES[tier]
     text = f'<tspan font-weight="600">{name[0].upper()}{name[1:]} memory</tspan>'
-    text += f'<tspan class="quiet" dx="10">● peak {format_bytes(size)}{_text(at)}</tspan>'
+    text += f'<tspan class="tier-{tier}" dx="10">●</tspan>'
+    text += f'<tspan class="quiet"> peak {format_bytes(size)}{_text(at)}</tspan>'
     if budget:
         line = "┄ " if budget <= memory_top(file.forecast, tier, budget) else ""
         over = "over" if size > budget else "quiet"
