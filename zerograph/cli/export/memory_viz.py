@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zerograph.forecast import Span
-from zerograph.machine import TIERS, Tier
+from zerograph.machine import TIERS
 from zerograph.planfile import Holding, PlanFile
 
 PROTOCOL = 4

@@ -1,4 +1,4 @@
-"""What the drawings of a timeline share: ticks, the range of a memory curve, instructions too short to be seen alone."""
+"""What drawings of a timeline share: ticks, the range of a memory curve, instructions too short to be seen alone."""
 
 from __future__ import annotations
 

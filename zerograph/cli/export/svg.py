@@ -100,7 +100,8 @@ def _style() -> str:
         "text{font:11px system-ui,'Segoe UI','DejaVu Sans',sans-serif;fill:#1c2430}"
         ".head{font-size:15px;font-weight:600}.quiet{fill:#566270}.end{text-anchor:end}.middle{text-anchor:middle}"
         ".on{fill:#fff;font-size:10.5px}.page{fill:#fff;stroke:#d5dbe1}.track{fill:#f0f3f6}.grid{stroke:#dfe4e9}"
-        ".area{fill-opacity:.18}.line{fill:none;stroke-width:1.5}.budget{stroke:#c22f2f;stroke-width:1.5;stroke-dasharray:6 4}"
+        ".area{fill-opacity:.18}.line{fill:none;stroke-width:1.5}"
+        ".budget{stroke:#c22f2f;stroke-width:1.5;stroke-dasharray:6 4}"
         ".over{fill:#c22f2f}.peak{stroke:#fff;stroke-width:1.5}"
         + rules("light")
         + "@media(prefers-color-scheme:dark){text{fill:#e4e9ee}.quiet{fill:#9ba7b4}.on{fill:#10151b}"
@@ -165,7 +166,8 @@ def _memory(file: PlanFile, tier: Tier, top: int) -> Iterator[str]:
     if budget and budget <= most:
         yield f'<line class="budget" x1="{LEFT}" x2="{LEFT + PLOT}" y1="{y(budget):.1f}" y2="{y(budget):.1f}"/>'
     x = _x(peak_time(forecast, tier), forecast.seconds)
-    yield f'<circle class="peak {"over" if 0 < budget < peak else f"tier-{tier}"}" cx="{x:.1f}" cy="{y(peak):.1f}" r="5"/>'
+    colour = "over" if 0 < budget < peak else f"tier-{tier}"
+    yield f'<circle class="peak {colour}" cx="{x:.1f}" cy="{y(peak):.1f}" r="5"/>'
 
 
 def _memory_title(file: PlanFile, tier: Tier, budget: int) -> str:

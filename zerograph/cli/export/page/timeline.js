@@ -209,10 +209,10 @@ function drawSelection() {
   const span = spans[selected];
   const left = inPlot(toX(span.start)), right = inPlot(toX(span.end));
   const [top, bottom] = [lanesBottom(), height()];
-  overlay.append(drawn("rect", { class: "band", x: left, y: AXIS, width: Math.max(right - left, 1), height: bottom - AXIS }));
+  overlay.append(drawn("rect", { class: "band", x: left, y: top, width: Math.max(right - left, 1), height: bottom - top }));
   for (const task of span.after) {
     const [x1, y1, x2, y2] = [inPlot(toX(spans[task].end)), laneMiddle(spans[task]), left, laneMiddle(span)];
-    const bend = Math.max(12, (x2 - x1) / 2);
+    const bend = Math.max(4, (x2 - x1) / 2);
     overlay.append(drawn("path", { class: "wait", d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}` }));
     overlay.append(drawn("circle", { cx: x2, cy: y2, r: 3, style: "fill:var(--text)" }));
   }
