@@ -26,6 +26,7 @@ class Span:
         name: what runs, for people: ``"gather layers.3"``.
         module: fully qualified name of the module it belongs to; empty when there is none.
         source: the user's ``file:line`` it comes from; empty when unknown.
+        after: earlier tasks that had to end first, besides the previous one on its stream.
     """
 
     task: int
@@ -35,6 +36,7 @@ class Span:
     end: float
     module: str = ""
     source: str = ""
+    after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,8 +218,8 @@ def _table(cls: Any, items: Iterable[Any]) -> dict[str, list[Any]]:
 
 
 def _rows(cls: Any, table: dict[str, list[Any]]) -> tuple[Any, ...]:
-    names = [f.name for f in fields(cls)]
-    return tuple(cls(*values) for values in zip(*(table[name] for name in names), strict=True))
+    columns = ([tuple(v) if isinstance(v, list) else v for v in table[f.name]] for f in fields(cls))
+    return tuple(cls(*values) for values in zip(*columns, strict=True))
 
 
 def _canonical(data: Any) -> str:

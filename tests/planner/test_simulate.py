@@ -77,6 +77,7 @@ def test_any_program(tasks: list[Task]) -> None:
     for task, span in zip(tasks, spans, strict=True):
         assert span.end - span.start == task.seconds
         assert all(spans[i].end <= span.start for i in task.after)
+        assert span.after == task.after
     for stream in STREAMS:
         mine = [s for s in spans if s.stream == stream]
         assert all(a.end <= b.start for a, b in pairwise(mine))

@@ -65,7 +65,8 @@ def _run(tasks: Sequence[Task]) -> tuple[list[Span], list[list[int]]]:
             raise ValueError(f"task {index} ({task.name}) waits for a later one: {task.after}")
         waits = [*task.after, *([last[task.stream]] if task.stream in last else [])]
         start = max((spans[i].end for i in waits), default=0.0)
-        spans.append(Span(index, task.name, task.stream, start, start + task.seconds, task.module, task.source))
+        end = start + task.seconds
+        spans.append(Span(index, task.name, task.stream, start, end, task.module, task.source, task.after))
         blockers.append(waits)
         last[task.stream] = index
     return spans, blockers

@@ -1,0 +1,71 @@
+"""How streams, tiers, bytes and seconds are called and coloured in every picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from zerograph.forecast import STREAMS, Forecast, Stream
+from zerograph.machine import TIERS, Tier
+
+STREAM_NAMES: Mapping[Stream, str] = {
+    "compute": "compute",
+    "gather": "gather",
+    "reduce": "reduce",
+    "h2d": "host → device",
+    "d2h": "device → host",
+    "nvme_read": "NVMe read",
+    "nvme_write": "NVMe write",
+    "cpu_update": "CPU update",
+}
+TIER_NAMES: Mapping[Tier, str] = {"device": "device", "host": "host", "nvme": "NVMe"}
+
+
+@dataclass(frozen=True, slots=True)
+class Colours:
+    """Fill on a light page and on a dark one; text on them is white and near black: 4.5:1 or more in contrast."""
+
+    light: str
+    dark: str
+
+
+STREAM_COLOURS: Mapping[Stream, Colours] = {
+    "compute": Colours("#2a62c9", "#7fb0ff"),
+    "gather": Colours("#a8560a", "#f5b267"),
+    "reduce": Colours("#7b3fb8", "#c9a2f5"),
+    "h2d": Colours("#0b7470", "#5fd0c5"),
+    "d2h": Colours("#3b7319", "#9ed36a"),
+    "nvme_read": Colours("#b3245f", "#f592b8"),
+    "nvme_write": Colours("#8a3324", "#ec9c8a"),
+    "cpu_update": Colours("#52606f", "#b3c0ce"),
+}
+TIER_COLOURS: Mapping[Tier, Colours] = {
+    "device": Colours("#2a62c9", "#7fb0ff"),
+    "host": Colours("#0b7470", "#5fd0c5"),
+    "nvme": Colours("#b3245f", "#f592b8"),
+}
+
+
+def streams_used(forecast: Forecast) -> tuple[Stream, ...]:
+    """Streams on which anything runs, in the order in which they are shown."""
+    used = {span.stream for span in forecast.spans}
+    return tuple(stream for stream in STREAMS if stream in used)
+
+
+def tiers_used(forecast: Forecast) -> tuple[Tier, ...]:
+    """Tiers that hold anything, in the order in which they are shown."""
+    return tuple(tier for tier in TIERS if forecast.memory.get(tier))
+
+
+def format_seconds(seconds: float) -> str:
+    """``seconds`` with three significant digits and a unit: ``"4 ms"``, ``"1.52 s"``."""
+    if seconds == 0:
+        return "0 s"
+    for scale, unit in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(seconds) >= 0.9995 * scale:
+            return f"{_digits(seconds / scale)} {unit}"
+    return f"{_digits(seconds / 1e-9)} ns"
+
+
+def _digits(number: float) -> str:
+    return f"{number:.3g}" if abs(number) < 999.5 else f"{number:.0f}"

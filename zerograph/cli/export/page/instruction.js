@@ -1,0 +1,121 @@
+// The selected instruction: when it runs, what it waits for, and every tensor held then.
+const FOLDED = 4; // so many tensors alike are one row
+const instruction = document.getElementById("instruction");
+
+const swatch = (colour) => element("i", { class: "swatch", style: `background:var(--${colour})`, "aria-hidden": true });
+const taskLink = (task) =>
+  element("button", { type: "button", class: "link", onclick: () => reveal(task) }, spans[task].name);
+
+function facts(rows) {
+  const list = element("dl", { class: "facts" });
+  for (const [name, ...what] of rows) list.append(element("dt", {}, name), element("dd", {}, ...what));
+  return list;
+}
+
+const taskList = (tasks) => element("ul", { class: "plain" }, ...tasks.map((task) => element("li", {}, taskLink(task))));
+
+function bytesAt(tier, time) {
+  const at = tier.times.findLastIndex((moment) => moment <= time);
+  return tier.bytes[Math.max(at, 0)];
+}
+
+function spanFacts(span) {
+  const rows = [
+    ["Stream", swatch(span.stream), streamName[span.stream]],
+    ["Runs", `${formatSeconds(span.start)} to ${formatSeconds(span.end)}, for ${formatSeconds(span.end - span.start)}`],
+    ["Module", element("span", { class: "code" }, span.module || "none")],
+    ["Source", element("span", { class: "code" }, span.source || "unknown")],
+    ["Critical path", span.critical ? "yes: its delay delays the step" : "no"],
+  ];
+  for (const tier of plan.tiers) rows.push([`${capital(tier.name)} memory`, formatBytes(bytesAt(tier, span.start))]);
+  if (span.after.length) rows.push(["Waits for", taskList(span.after)]);
+  if (span.before.length) rows.push(["Waited for by", taskList(span.before)]);
+  return facts(rows);
+}
+
+const momentOf = (task, never) => (task === -1 ? never : spans[task].name);
+const whenHeld = ({ first, last }) =>
+  `${momentOf(first, "before the step")} → ${momentOf(last, "after the step")}`;
+
+function heldRow(holding, most, ...before) {
+  const share = element("span", { class: "share", "aria-hidden": true });
+  const part = `width:${(100 * holding.bytes) / most}%;background:var(--tier-${holding.tier})`;
+  share.append(element("i", { style: part }));
+  return element(
+    "tr",
+    {},
+    element("th", { scope: "row", class: "code" }, ...before, holding.name),
+    element("td", {}, holding.kind),
+    element("td", {}, swatch(`tier-${holding.tier}`), plan.tierNames[holding.tier]),
+    element("td", { class: "number" }, formatBytes(holding.bytes), share),
+    element("td", {}, holding.when ?? whenHeld(holding)),
+  );
+}
+
+/** The same tensors of repeated layers, numbers taken for one another: lists of one or of at least FOLDED. */
+function alike(held) {
+  const groups = new Map();
+  for (const holding of held) {
+    const pattern = holding.name.replace(/(^|\.)\d+(?=\.|$)/g, "$1*");
+    const key = JSON.stringify([pattern, holding.kind, holding.tier]);
+    groups.set(key, [...(groups.get(key) ?? []), { ...holding, pattern }]);
+  }
+  return [...groups.values()].flatMap((group) => (group.length < FOLDED ? group.map((one) => [one]) : [group]));
+}
+
+const bytesOf = (held) => held.reduce((sum, holding) => sum + holding.bytes, 0);
+
+function groupRow(group, most) {
+  const [{ pattern, kind, tier }] = group;
+  const toggle = element("button", { type: "button", class: "fold", "aria-expanded": "false" }, "▸");
+  toggle.setAttribute("aria-label", `Each of ${group.length} ${pattern}`);
+  const name = `${pattern}  ×${group.length}`;
+  const row = heldRow({ name, kind, tier, bytes: bytesOf(group), when: "each its own time" }, most, toggle);
+  const each = group.map((holding) => heldRow(holding, most, element("span", { class: "fold-space" })));
+  toggle.addEventListener("click", () => {
+    const opens = toggle.getAttribute("aria-expanded") === "false";
+    toggle.setAttribute("aria-expanded", String(opens));
+    toggle.textContent = opens ? "▾" : "▸";
+    if (opens) row.after(...each);
+    else each.forEach((one) => one.remove());
+  });
+  return row;
+}
+
+function heldTable(span) {
+  const held = heldDuring(span.task);
+  if (held.length === 0) return element("p", { class: "quiet" }, "The plan names nothing that is held here.");
+  const sums = tiers
+    .map((tier) => [tier, bytesOf(held.filter((holding) => holding.tier === tier))])
+    .filter(([, size]) => size > 0)
+    .map(([tier, size]) => `${formatBytes(size)} on ${plan.tierNames[tier]}`);
+  const groups = alike(held).sort((a, b) => bytesOf(b) - bytesOf(a));
+  const most = Math.max(bytesOf(groups[0]), 1);
+  return dataTable(
+    `${plural(held.length, "tensor")} held: ${sums.join(", ")}`,
+    ["Held", "Kind", "Tier", "#Bytes", "From → until"],
+    groups.map((group) => (group.length === 1 ? heldRow(group[0], most) : groupRow(group, most))),
+  );
+}
+
+function drawInstruction() {
+  if (selected === null) {
+    instruction.replaceChildren(element("h2", { id: "instruction-title" }, "Instruction"), invitation());
+    return;
+  }
+  const span = spans[selected];
+  const clear = element("button", { type: "button", onclick: () => select(null) }, "Clear");
+  const head = element("div", { class: "bar" }, element("h2", { id: "instruction-title" }, span.name), clear);
+  const table = element("div", { class: "wide" }, heldTable(span));
+  instruction.replaceChildren(head, element("div", { class: "columns" }, spanFacts(span), table));
+}
+
+/** What stands there while nothing is selected: where to begin. */
+function invitation() {
+  if (spans.length === 0) return element("p", { class: "quiet" }, "There is nothing to select.");
+  const peaks = plan.tiers.filter((tier) => tier.peak.task >= 0);
+  const line = element("p", { class: "quiet" }, "Select an instruction in the timeline to see every tensor held while it runs");
+  peaks.forEach((tier, i) => line.append(i ? ", or " : "; the peak of ", `${i ? "of " : ""}${tier.name} memory is at `, taskLink(tier.peak.task)));
+  line.append(".");
+  return line;
+}

@@ -1,0 +1,113 @@
+"""What the page's scripts read: a plan file as compact JSON, column by column, and names as places in ``texts``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from zerograph.cli.export.labels import STREAM_NAMES, TIER_NAMES, streams_used, tiers_used
+from zerograph.cli.export.modules import Module, module_tree, most_held
+from zerograph.cli.export.picture import memory_top, peak_bytes, peak_time
+from zerograph.machine import Tier
+from zerograph.planfile import PlanFile
+
+NANOSECOND_DIGITS = 9
+
+
+class Texts:
+    """Every text once."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, int] = {}
+
+    def place(self, text: str) -> int:
+        """Where ``text`` stands."""
+        return self._places.setdefault(text, len(self._places))
+
+    def column(self, texts: Sequence[str]) -> list[int]:
+        """Where each of them stands."""
+        return [self.place(text) for text in texts]
+
+    def all(self) -> list[str]:
+        """In order of their places."""
+        return list(self._places)
+
+
+def page_data(file: PlanFile) -> dict[str, Any]:
+    """Plain data for ``JSON.parse``."""
+    texts = Texts()
+    forecast = file.forecast
+    data = {
+        "seconds": _rounded(forecast.seconds),
+        "streams": [{"key": s, "name": STREAM_NAMES[s]} for s in streams_used(forecast)],
+        "tiers": [_tier(file, tier) for tier in tiers_used(forecast)],
+        "tierNames": dict(TIER_NAMES),
+        "spans": {
+            "name": texts.column([s.name for s in forecast.spans]),
+            "stream": texts.column([s.stream for s in forecast.spans]),
+            "module": texts.column([s.module for s in forecast.spans]),
+            "source": texts.column([s.source for s in forecast.spans]),
+            "start": [_rounded(s.start) for s in forecast.spans],
+            "end": [_rounded(s.end) for s in forecast.spans],
+            "after": [list(s.after) for s in forecast.spans],
+        },
+        "critical": list(forecast.critical_path),
+        "holdings": {
+            "name": texts.column([h.name for h in file.holdings]),
+            "kind": texts.column([h.kind for h in file.holdings]),
+            "tier": texts.column([h.tier for h in file.holdings]),
+            "bytes": [h.bytes for h in file.holdings],
+            "first": [h.first for h in file.holdings],
+            "last": [h.last for h in file.holdings],
+        },
+        "modules": [_row(module, len(forecast.spans), texts) for module in module_tree(file)],
+        "reasons": [[r.subject, r.decision, r.why] for r in file.reasons],
+        "notCounted": list(forecast.not_counted),
+    }
+    return {**data, "texts": texts.all()}
+
+
+def _tier(file: PlanFile, tier: Tier) -> dict[str, Any]:
+    forecast, budget = file.forecast, file.budget.get(tier, 0)
+    peak = forecast.peaks.get(tier)
+    return {
+        "key": tier,
+        "name": TIER_NAMES[tier],
+        "times": [_rounded(time) for time, _ in forecast.memory[tier]],
+        "bytes": [size for _, size in forecast.memory[tier]],
+        "budget": budget,
+        "top": memory_top(forecast, tier, budget),
+        "peak": {
+            "bytes": peak_bytes(forecast, tier),
+            "time": _rounded(peak_time(forecast, tier)),
+            "task": peak.task if peak else -1,
+            "name": peak.name if peak else "",
+        },
+    }
+
+
+def _row(module: Module, tasks: int, texts: Texts) -> dict[str, Any]:
+    compute, communication, other = module.seconds()
+    reasons = _reasons(module)
+    row: dict[str, Any] = {
+        "label": texts.place(module.label),
+        "paths": texts.column(module.paths),
+        "seconds": [_rounded(compute), _rounded(communication), _rounded(other)],
+        "bytes": most_held(module.all_holdings(), tasks),
+        "source": texts.place(module.source()),
+        "why": texts.place("; ".join(f"{decision}: {why}" for decision, why in reasons)),
+    }
+    if module.children:
+        row["children"] = [_row(child, tasks, texts) for child in module.children]
+    return row
+
+
+def _reasons(module: Module) -> list[tuple[str, str]]:
+    """Its own, and of repeated layers those of all layers, each once."""
+    layers = module.children if len(module.paths) > 1 else []
+    reasons = [(r.decision, r.why) for part in (module, *layers) for r in part.reasons]
+    return list(dict.fromkeys(reasons))
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds, NANOSECOND_DIGITS)
