@@ -9,15 +9,9 @@ import click
 
 from zerograph.cli.machine_option import RESERVE, named_or_file
 from zerograph.cli.model_source import model_maker
+from zerograph.cli.options import SIZE
 from zerograph.cli.terminal import progress, show_table
-from zerograph.units import format_bytes, parse_bytes
-
-
-def _size(_: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
-    try:
-        return None if value is None else parse_bytes(value)
-    except ValueError as error:
-        raise click.BadParameter(str(error)) from None
+from zerograph.units import format_bytes
 
 
 @click.command()
@@ -27,7 +21,7 @@ def _size(_: click.Context, parameter: click.Parameter, value: str | None) -> in
 @click.option("--seq", type=click.IntRange(1), default=1024, show_default=True, help="Tokens per sequence.")
 @click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True, help="ZeRO stage.")
 @click.option("--machine", default="h100-80gb", show_default=True, help="A preset, or a file from `zerograph bench`.")
-@click.option("--memory", callback=_size, help="Device memory a rank may use: 70GiB.")
+@click.option("--memory", type=SIZE, help="Device memory a rank may use: 70GiB.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Compute dtype.")
 @click.option("--bucket-size", default="32MiB", show_default=True, help="Gathered bytes per collective.")
 @click.option("--prefetch", type=click.IntRange(0), default=1, show_default=True, help="Buckets gathered ahead.")

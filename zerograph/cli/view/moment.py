@@ -44,12 +44,9 @@ def moment(file: PlanFile, task: int) -> Moment:
 
 
 def _held(file: PlanFile, holding: Holding, task: int, time: float) -> bool:
-    """In time, not in program order: what a later gather brings early is held early."""
     if task == START:
         return holding.first == START
-    spans = file.forecast.spans
-    begun = holding.first in (START, task) or spans[holding.first].start <= time
-    return begun and (holding.last in (START, task) or spans[holding.last].end > time)
+    return task in (holding.first, holding.last) or holding.held_at(time, file.forecast.spans)
 
 
 def _level(file: PlanFile, tier: Tier, task: int, time: float) -> int:

@@ -27,7 +27,11 @@ const holdings = plan.holdings.bytes.map((bytes, i) => ({
   last: plan.holdings.last[i],
 }));
 
-const heldDuring = (task) => holdings.filter((h) => h.first <= task && (h.last === -1 || task <= h.last));
+// In time, not in program order: what a later gather brings early is held early.
+const heldAt = (h, time) =>
+  (h.first === -1 || spans[h.first].start <= time) && (h.last === -1 || time < spans[h.last].end);
+const heldDuring = (task) =>
+  holdings.filter((h) => task === h.first || task === h.last || heldAt(h, spans[task].start));
 
 const digits = (number) => (Math.abs(number) < 999.5 ? String(Number(number.toPrecision(3))) : number.toFixed(0));
 
