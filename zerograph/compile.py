@@ -84,9 +84,8 @@ def _prepare(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], *, trainin
     )
     frame.planned(step, plan)
     passes.localize(gm)
-    if frame.backend.runs:  # Inductor takes tensors on the meta device for constants
-        with V.set_fake_mode(detect_fake_mode(inputs)):  # where its passes look for it
-            joint_graph_passes(gm)
+    with V.set_fake_mode(detect_fake_mode(inputs)):  # where Inductor's passes look for it
+        joint_graph_passes(gm)
 
 
 def _compile_graph(frame: Frame, kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -1,4 +1,8 @@
-"""Compile a model without running it: on the meta device, for any number of simulated ranks."""
+"""Compile a model without running it or holding it, for any number of simulated ranks.
+
+The model is built on the meta device, sharded there, and traced with fake tensors that claim to be on the CPU: kernels
+are chosen by device, and the meta device has few.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor
 
 from zerograph.errors import UnsupportedError
 
@@ -53,8 +59,12 @@ def compile_only(
         ours = backend(**{"compute": "eager", **options})
         ours.runs = False
         shard(model, ours, device="cpu")
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        inputs = [_faked(x, mode) if isinstance(x, Tensor) else x for x in inputs]
+        ours.replace(_fake(model, mode))
         try:
-            torch.compile(model, backend=ours, fullgraph=True)(*inputs)
+            with mode:
+                torch.compile(model, backend=ours, fullgraph=True)(*inputs)
         except DryRun:
             return Compiled(tuple(ours.frames), _tokens(inputs))
         except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
@@ -64,6 +74,28 @@ def compile_only(
                 "give a model whose forward neither needs values nor breaks the graph",
             ) from error
     raise UnsupportedError("the model computes nothing that could be compiled", "give one with a forward")
+
+
+def _fake(model: nn.Module, mode: FakeTensorMode) -> dict[int, nn.Parameter]:
+    """Put fake parameters and buffers in the places of those on the meta device; returns the parameters by old id."""
+    new: dict[int, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is not None:
+                    tensors[name] = new.setdefault(id(old), _faked(old, mode))
+    return {key: value for key, value in new.items() if isinstance(value, nn.Parameter)}
+
+
+def _faked(old: Tensor, mode: FakeTensorMode) -> Tensor:
+    """A tensor like ``old`` that is fake, and on the CPU."""
+    local = old.to_local() if isinstance(old, DTensor) else old
+    with mode, torch.no_grad():
+        new = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="cpu")
+        if isinstance(old, DTensor):
+            layout = {"run_check": False, "shape": old.shape, "stride": old.stride()}
+            new = DTensor.from_local(new, old.device_mesh, old.placements, **layout)
+    return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
 
 
 def _made(make: Callable[[], Any], batch: int, seq: int) -> tuple[nn.Module, Sequence[Any]]:
