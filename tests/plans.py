@@ -69,8 +69,10 @@ def plan_file(layers: int = 4, world_size: int = 2, offload: bool = False) -> Pl
         budget={"device": 8 * 2**30, "host": 16 * 2**30},
         forecast=simulate(tasks, tuple(held.items()), ("allocator fragmentation",)),
         holdings=tuple(holdings),
-        reasons=(Reason("plan", "stage 3", "the user asked for it"),)
-        + tuple(Reason(b.name, b.residency, "stage 3 frees parameters after each use") for b in buckets),
+        reasons=(
+            Reason("plan", "stage 3", "the user asked for it"),
+            *(Reason(b.name, b.residency, "stage 3 frees parameters after each use") for b in buckets),
+        ),
         passes=(
             PassRecord("joint", "canonicalize", 3, "-a\n+b\n"),
             PassRecord("forward", "gather", layers, "--- before\n+++ after\n@@ -1 +1 @@\n-unshard\n+gather\n"),

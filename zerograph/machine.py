@@ -137,7 +137,7 @@ def _gpu(
             "bfloat16": low if bf16 else tflops_32 * 1e12 * _REACHED,
             "float16": low,
         },
-        vector={dtype: tflops_32 * 1e12 * 0.5 for dtype in ("float32", "bfloat16", "float16")},
+        vector=dict.fromkeys(("float32", "bfloat16", "float16"), tflops_32 * 1e12 * 0.5),
         launch=5e-6,
         ranks_per_node=ranks,
         host_memory=host,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,7 +80,7 @@ def test_any_program(tasks: list[Task]) -> None:
         assert span.after == task.after
     for stream in STREAMS:
         mine = [s for s in spans if s.stream == stream]
-        assert all(a.end <= b.start for a, b in zip(mine, mine[1:], strict=False))
+        assert all(a.end <= b.start for a, b in pairwise(mine))
     assert sum(spans[i].end - spans[i].start for i in forecast.critical_path) == forecast.seconds
     assert forecast.memory["device"][-1][1] == 0
     assert all(level >= 0 for _, level in forecast.memory["device"])
