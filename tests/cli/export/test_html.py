@@ -93,7 +93,7 @@ def test_mouse_zooms_and_pans(opened: Opener) -> None:
     box = page.locator("#timeline").bounding_box()
     page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60)
     page.mouse.wheel(0, -400)
-    page.wait_for_function("shown => document.querySelector('#timeline svg > text').textContent !== shown", arg="0 ms")
+    page.wait_for_function("() => document.querySelector('#timeline svg > text').textContent !== '0 ms'")
     near = ticks(page)
     assert near != everything
     page.mouse.down()
@@ -109,7 +109,7 @@ def test_when_everything_is_shown_the_wheel_scrolls_the_page(opened: Opener) -> 
     page = opened(plan_file(12))
     page.locator("#timeline").hover()
     page.mouse.wheel(0, 300)
-    page.wait_for_function("scrollY > 0")
+    page.wait_for_function("() => scrollY > 0")
 
 
 def test_the_keyboard_does_everything(opened: Opener) -> None:
@@ -242,7 +242,7 @@ def test_the_budget_is_a_line_where_it_is_near(opened: Opener, share: float, lin
     page = opened(replace(file, budget={"device": budget}))
     assert page.locator("#timeline .budget").count() == lines
     assert page.locator(".tiles .over").count() == (share < 1)
-    assert f"{100 / share:.0f}% used" in page.locator("#timeline svg").inner_text()
+    assert f"{100 / share:.0f}% used" in page.locator("#timeline svg").text_content()
 
 
 @pytest.mark.parametrize("width", [360, 900, 2200])

@@ -67,10 +67,10 @@ def _node_style(data: Mapping[str, Any]) -> dict[str, str]:
     colour = STREAM_COLOURS[data["stream"]].light
     style = {
         "label": f"{data['name']}\n{format_seconds(data['seconds'])}",
-        "fillcolor": colour,
+        "tooltip": f"{data['stream']} {data['module']} {data['source']}".strip(),
         "group": data["stream"],
+        "fillcolor": colour,
     }
-    style["tooltip"] = f"{data['stream']} {data['module']} {data['source']}".strip()
     return {**style, "color": "black", "penwidth": "3"} if data["critical"] else {**style, "color": colour}
 
 

@@ -73,8 +73,8 @@ def _embedded(data: object) -> str:
 
 def _colours() -> str:
     def variables(theme: str) -> str:
-        named = {**STREAM_COLOURS, **{f"tier-{tier}": colours for tier, colours in TIER_COLOURS.items()}}
-        return "".join(f"--{name}:{getattr(colours, theme)};" for name, colours in named.items())
+        named = [*STREAM_COLOURS.items(), *((f"tier-{tier}", colours) for tier, colours in TIER_COLOURS.items())]
+        return "".join(f"--{name}:{getattr(colours, theme)};" for name, colours in named)
 
     dark = f"@media screen and (prefers-color-scheme:dark){{:root{{{variables('dark')}}}}}"
     return f":root{{{variables('light')}}}\n{dark}\n"

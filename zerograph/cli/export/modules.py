@@ -51,8 +51,8 @@ class Module:
 
     def source(self) -> str:
         """The first source line known of it."""
-        lines = (item.source for item in (*self.all_spans(), *self.all_holdings()) if item.source)
-        return next(lines, "")
+        lines = [span.source for span in self.all_spans()] + [holding.source for holding in self.all_holdings()]
+        return next(filter(None, lines), "")
 
     def shape(self) -> tuple[object, ...]:
         """Equal for modules that differ in nothing but names of the outermost."""

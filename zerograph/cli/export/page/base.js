@@ -51,6 +51,9 @@ function formatBytes(size) {
   return `${digits(size)} TiB`;
 }
 
+const shortened = (name, most) =>
+  name.length <= most ? name : `${name.slice(0, most / 2)}…${name.slice(1 - most / 2)}`;
+
 const plural = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
 
 const capital = (word) => word[0].toUpperCase() + word.slice(1);

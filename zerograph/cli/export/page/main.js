@@ -19,12 +19,18 @@ function changeLane(node, step) {
   }
 }
 
+/** The middle of the instruction that has the focus, which then stays in sight; undefined if none has. */
+function focusedMoment() {
+  const task = document.activeElement.dataset.task;
+  return task === undefined ? undefined : (spans[task].start + spans[task].end) / 2;
+}
+
 const keys = {
   ArrowLeft: () => pan(-PAN),
   ArrowRight: () => pan(PAN),
-  "+": () => zoom(ZOOM),
-  "=": () => zoom(ZOOM),
-  "-": () => zoom(1 / ZOOM),
+  "+": () => zoom(ZOOM, focusedMoment()),
+  "=": () => zoom(ZOOM, focusedMoment()),
+  "-": () => zoom(1 / ZOOM, focusedMoment()),
   0: showAll,
 };
 

@@ -1,6 +1,7 @@
 // Streams over memory, drawn anew for every view.
 const AXIS = 24, LANE = 30, BAR = 22, TIER_HEAD = 38, MEMORY = 104, LEFT = 118, RIGHT = 24, CHARACTER = 6.5, NARROWEST = 420;
-const SHORTEST = 1.5; // pixels; shorter neighbours are drawn as one bar
+const TITLE = 54, SHORT = 10; // characters of a memory title without the name in it; of a name that says something
+const SHORTEST = 1.5, LONGEST = 24; // pixels; shorter neighbours are drawn as one bar, which gets no longer than that
 const timeline = document.getElementById("timeline");
 let width = 0;
 let overlay = null;
@@ -53,7 +54,8 @@ function barsOf(stream) {
     if (span.stream !== stream || span.end < shown.from || span.start > shown.to) continue;
     const short = span.end - span.start < shortest;
     const bar = bars.at(-1);
-    if (open && short && span.start - bar.at(-1).end < shortest) bar.push(span);
+    const near = open && span.start - bar.at(-1).end < shortest;
+    if (near && short && span.end - bar[0].start < (shortest * LONGEST) / SHORTEST) bar.push(span);
     else bars.push([span]);
     open = short;
   }
@@ -151,12 +153,14 @@ function memory(tier, row) {
 function memoryTitle(tier, top) {
   const over = tier.budget && tier.peak.bytes > tier.budget;
   const line = tier.budget <= tier.top ? "┄ " : "";
+  const room = Math.floor(plotWidth() / CHARACTER) - TITLE;
+  const name = room < SHORT ? "" : ` at ${shortened(tier.peak.name, room)}`;
   const title = drawn(
     "text",
-    { x: LEFT, y: top - 10 },
+    { x: room < SHORT ? 0 : LEFT, y: top - 10 },
     drawn("tspan", { class: "strong" }, `${capital(tier.name)} memory`),
     drawn("tspan", { dx: 12, style: `fill:var(--tier-${tier.key})` }, "●"),
-    drawn("tspan", { class: "quiet" }, ` peak ${formatBytes(tier.peak.bytes)}${tier.peak.name ? ` at ${tier.peak.name}` : ""}`),
+    drawn("tspan", { class: "quiet" }, ` peak ${formatBytes(tier.peak.bytes)}${tier.peak.name && name}`),
   );
   if (tier.budget) {
     const used = `${Math.round((100 * tier.peak.bytes) / tier.budget)}% used`;
