@@ -83,7 +83,7 @@ def _fake(model: nn.Module, mode: FakeTensorMode) -> dict[int, nn.Parameter]:
         for tensors in (module._parameters, module._buffers):
             for name, old in tensors.items():
                 if old is not None:
-                    tensors[name] = new.setdefault(id(old), _faked(old, mode))
+                    tensors[name] = new.setdefault(id(old), _faked(old, mode))  # type: ignore[assignment]
     return {key: value for key, value in new.items() if isinstance(value, nn.Parameter)}
 
 
@@ -93,8 +93,9 @@ def _faked(old: Tensor, mode: FakeTensorMode) -> Tensor:
     with mode, torch.no_grad():
         new = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="cpu")
         if isinstance(old, DTensor):
-            layout = {"run_check": False, "shape": old.shape, "stride": old.stride()}
-            new = DTensor.from_local(new, old.device_mesh, old.placements, **layout)
+            new = DTensor.from_local(
+                new, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+            )
     return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
 
 

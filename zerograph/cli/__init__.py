@@ -20,7 +20,7 @@ from zerograph.errors import ConfigError, UnsupportedError, ZeroGraphError
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "estimate": (
         "zerograph.cli.estimate:estimate",
-        "Say whether a model fits, and how fast it would be, from its sizes.",
+        "Say whether a model fits, and how fast it would be, from its sizes alone.",
     ),
     "plan": ("zerograph.cli.plan:plan", "Plan a training step without running it, and write a plan file."),
     "show": ("zerograph.cli.show:show", "Show what a plan comes to, where its memory and time go, and why."),

@@ -52,7 +52,9 @@ _SCORES = "Whether attention stores its scores (whole) or not (fused)."
 @click.option("--check", is_flag=True, help="Exit with 1 when nothing fits.")
 @click.option("--json", "as_json", is_flag=True, help="JSON, as docs/estimates.md describes it.")
 def estimate(model: str | None, what: What | None, check: bool, as_json: bool, **options: Any) -> None:
-    """Does it fit, per ZeRO stage and offload choice, and which is the fastest that fits.
+    """Say whether a model fits, and how fast it would be, from its sizes alone.
+
+    One row per ZeRO stage and offload choice, the fastest that fits marked.
 
     Sizes are told: --params 70B --layers 80 --hidden 8192 --vocab 128k. What is missing is derived. A count alone gets
     128 hidden per layer.

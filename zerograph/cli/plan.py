@@ -30,11 +30,11 @@ from zerograph.units import format_bytes
 @click.option("--explain", is_flag=True, help="Say why each decision was made.")
 @click.option("--json", "json_", is_flag=True, help="Write the plan file to stdout.")
 def plan(model: str, output: Path | None, explain: bool, json_: bool, **options: Any) -> int:
-    """Plan one training step of MODEL (file.py:callable or module:callable) without running it.
+    """Plan a training step without running it, and write a plan file.
 
-    The callable returns a model, or a model and a tuple of its inputs, and is called on the meta device: nothing of any
-    size is allocated. A model without inputs gets token ids of --batch by --seq. Exits with 1 when the step does not
-    fit.
+    MODEL is file.py:callable or module:callable. The callable returns a model, or a model and a tuple of its inputs,
+    and is called on the meta device: nothing of any size is allocated. A model without inputs gets token ids of --batch
+    by --seq. Exits with 1 when the step does not fit.
     """
     from zerograph.planning import plan_file
 
