@@ -163,8 +163,8 @@ function memoryTitle(tier, top) {
   );
   if (tier.budget) {
     const used = `${Math.round((100 * tier.peak.bytes) / tier.budget)}% used`;
-    const line = drawn("tspan", { dx: 12, class: "bad" }, tier.budget <= tier.top ? "– – " : "");
-    title.append(line, drawn("tspan", { class: over ? "bad" : "quiet" }, `budget ${formatBytes(tier.budget)}, ${used}`));
+    const line = drawn("tspan", { dx: 12, class: "bad" }, tier.budget <= tier.top ? "– –" : "\u200b"); // dx needs a text
+    title.append(line, drawn("tspan", { class: over ? "bad" : "quiet" }, ` budget ${formatBytes(tier.budget)}, ${used}`));
   }
   return [title];
 }
