@@ -12,6 +12,8 @@ from zerograph.machine import Tier
 from zerograph.planfile import PlanFile
 
 NANOSECOND_DIGITS = 9
+FEW_REASONS = 2
+"""So many fit into a row of repeated layers."""
 
 
 class Texts:
@@ -88,25 +90,27 @@ def _tier(file: PlanFile, tier: Tier) -> dict[str, Any]:
 
 def _row(module: Module, tasks: int, texts: Texts) -> dict[str, Any]:
     compute, communication, other = module.seconds()
-    reasons = _reasons(module)
     row: dict[str, Any] = {
         "label": texts.place(module.label),
         "paths": texts.column(module.paths),
         "seconds": [_rounded(compute), _rounded(communication), _rounded(other)],
         "bytes": most_held(module.all_holdings(), tasks),
         "source": texts.place(module.source()),
-        "why": texts.place("; ".join(f"{decision}: {why}" for decision, why in reasons)),
+        "why": texts.place(_why(module)),
     }
     if module.children:
         row["children"] = [_row(child, tasks, texts) for child in module.children]
     return row
 
 
-def _reasons(module: Module) -> list[tuple[str, str]]:
-    """Its own, and of repeated layers those of all layers, each once."""
+def _why(module: Module) -> str:
+    """What was decided about it, or about all of the repeated layers that it stands for."""
     layers = module.children if len(module.paths) > 1 else []
-    reasons = [(r.decision, r.why) for part in (module, *layers) for r in part.reasons]
-    return list(dict.fromkeys(reasons))
+    reasons = [f"{r.decision}: {r.why}" for part in (module, *layers) for r in part.reasons]
+    different = list(dict.fromkeys(reasons))
+    if len(different) > FEW_REASONS:
+        return f"{len(different)} different decisions: open the row"
+    return " · ".join(different)
 
 
 def _rounded(seconds: float) -> float:

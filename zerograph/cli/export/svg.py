@@ -179,9 +179,10 @@ def _memory_title(file: PlanFile, tier: Tier, budget: int) -> str:
     text += f'<tspan class="tier-{tier}" dx="10">●</tspan>'
     text += f'<tspan class="quiet"> peak {format_bytes(size)}{_text(at)}</tspan>'
     if budget:
-        line = "┄ " if budget <= memory_top(file.forecast, tier, budget) else ""
+        line = "– –" if budget <= memory_top(file.forecast, tier, budget) else "&#8203;"  # dx needs a text
         over = "over" if size > budget else "quiet"
-        text += f'<tspan class="{over}" dx="10">{line}budget {format_bytes(budget)}, {size / budget:.0%} used</tspan>'
+        text += f'<tspan class="over" dx="10">{line}</tspan>'
+        text += f'<tspan class="{over}"> budget {format_bytes(budget)}, {size / budget:.0%} used</tspan>'
     return text
 
 

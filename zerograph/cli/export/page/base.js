@@ -54,6 +54,9 @@ function formatBytes(size) {
 const shortened = (name, most) =>
   name.length <= most ? name : `${name.slice(0, most / 2)}…${name.slice(1 - most / 2)}`;
 
+/** A source line without the folders that all of a project's files share. */
+const shortSource = (source) => source.split("/").slice(-2).join("/");
+
 const plural = (count, what) => `${count} ${what}${count === 1 ? "" : "s"}`;
 
 const capital = (word) => word[0].toUpperCase() + word.slice(1);

@@ -40,7 +40,7 @@ function moduleRow(module, level) {
     amount(communication, formatSeconds),
     amount(other, formatSeconds),
     amount(module.bytes, formatBytes),
-    element("td", { class: "code" }, text(module.source) || "–"),
+    element("td", { class: "code" }, shortSource(text(module.source)) || "–"),
     element("td", {}, text(module.why) || "–"),
   );
   if (module.children) {
@@ -58,6 +58,13 @@ function fold(row, toggle, children, level) {
   else while (Number(row.nextElementSibling?.dataset.level ?? -1) > level) row.nextElementSibling.remove();
 }
 
+/** Opens a module that has no neighbours, which says nothing while it is closed, and goes on inside, down to layers. */
+function openSingle(row, [module, ...neighbours]) {
+  if (neighbours.length || !module?.children || module.paths.length > 1) return;
+  row.querySelector(".fold").click();
+  openSingle(row.nextElementSibling, module.children);
+}
+
 function drawModules() {
   const place = document.getElementById("modules");
   if (plan.modules.length === 0) {
@@ -67,8 +74,7 @@ function drawModules() {
   const rows = plan.modules.map((module) => moduleRow(module, 0));
   const columns = ["Module", "#Compute", "#Collectives", "#Transfers, updates", "#Most held", "Source", "Why it is here"];
   place.append(dataTable("Repeated layers are one row. A module's name marks its instructions in the timeline.", columns, rows));
-  const named = rows.filter((_, i) => text(plan.modules[i].label) !== "");
-  if (named.length === 1) named[0].querySelector(".fold")?.click(); // a single root says nothing while it is closed
+  openSingle(rows[0], plan.modules.filter((module) => text(module.label) !== ""));
 }
 
 function drawReasons() {
@@ -104,7 +110,7 @@ function instructionRow(span) {
     element("td", { class: "number" }, formatSeconds(span.start)),
     element("td", { class: "number" }, formatSeconds(span.end - span.start)),
     element("td", { class: "code" }, span.module || "–"),
-    element("td", { class: "code" }, span.source || "–"),
+    element("td", { class: "code" }, shortSource(span.source) || "–"),
   );
 }
 

@@ -72,13 +72,13 @@ function barNode(bar, top) {
   const [first, last] = [bar[0], bar.at(-1)];
   const left = Math.max(toX(first.start), LEFT);
   const right = Math.min(toX(last.end), LEFT + plotWidth());
-  const room = Math.max(right - left - 0.8, 0.8);
   const alone = bar.length === 1;
+  const room = Math.max(right - left - (alone ? 0.8 : 0), 0.8);
   const when = `${formatSeconds(last.end - first.start)} from ${formatSeconds(first.start)}`;
   const name = alone ? first.name : plural(bar.length, "instruction");
   const hint = alone ? `${first.critical ? ", on the critical path" : ""}` : ", Enter zooms in";
   const node = drawn("g", {
-    class: `task${bar.some(isMarked) ? "" : " faint"}`,
+    class: `task${alone ? "" : " many"}${bar.some(isMarked) ? "" : " faint"}`,
     role: "button",
     tabindex: 0,
     "data-task": first.task,
@@ -86,7 +86,7 @@ function barNode(bar, top) {
     "aria-label": `${name}, ${streamName[first.stream]}, ${when}${hint}`,
     "aria-pressed": alone ? String(selected === first.task) : null,
   });
-  const rounded = Math.min(3, room / 4);
+  const rounded = alone ? Math.min(3, room / 4) : 0;
   const fillOf = `fill:var(--${first.stream})`;
   node.append(drawn("rect", { class: "body", x: left, y: top, width: room, height: BAR, rx: rounded, style: fillOf }));
   if (bar.some((span) => span.critical)) {
@@ -152,7 +152,6 @@ function memory(tier, row) {
 
 function memoryTitle(tier, top) {
   const over = tier.budget && tier.peak.bytes > tier.budget;
-  const line = tier.budget <= tier.top ? "┄ " : "";
   const room = Math.floor(plotWidth() / CHARACTER) - TITLE;
   const name = room < SHORT ? "" : ` at ${shortened(tier.peak.name, room)}`;
   const title = drawn(
@@ -164,8 +163,8 @@ function memoryTitle(tier, top) {
   );
   if (tier.budget) {
     const used = `${Math.round((100 * tier.peak.bytes) / tier.budget)}% used`;
-    const budget = `${line}budget ${formatBytes(tier.budget)}, ${used}`;
-    title.append(drawn("tspan", { dx: 12, class: over ? "bad" : "quiet" }, budget));
+    const line = drawn("tspan", { dx: 12, class: "bad" }, tier.budget <= tier.top ? "– –" : "\u200b"); // dx needs a text
+    title.append(line, drawn("tspan", { class: over ? "bad" : "quiet" }, ` budget ${formatBytes(tier.budget)}, ${used}`));
   }
   return [title];
 }
