@@ -35,7 +35,7 @@ class Stack(nn.Module):
         return x
 
 
-def seen(stage: int, rows: int = 8, measured: Measured | None = None) -> tuple[Outlook, zerograph.Backend]:
+def seen(stage: int, *, rows: int = 8, measured: Measured | None = None) -> tuple[Outlook, zerograph.Backend]:
     torch._dynamo.reset()
     with fake_world(rank=0, world_size=WORLD):
         model = Stack()
@@ -99,3 +99,14 @@ def test_measured_seconds_replace_rates() -> None:
     found, _ = seen(3, measured=Measured(segments=digests))
     segments = [s for s in found.forecast.spans if s.stream == "compute" and s.name != "optimizer update"]
     assert all(s.end - s.start == pytest.approx(1.0) for s in segments)
+
+
+def test_compute_waits_where_the_program_does() -> None:
+    """A wait for a reduction holds up what follows it, so that full gradients do not pile up."""
+    slow = Measured(reduces=dict.fromkeys(range(LAYERS), 1.0))
+    found, _ = seen(3, measured=slow)
+    full = [h for h in found.holdings if h.kind == "temporary" and h.bytes == WIDTH * WIDTH * 4]
+    most = max(sum(h.held_at(s.start, found.forecast.spans) for h in full) for s in found.forecast.spans)
+    assert 2 <= most <= 6  # of two layers, with one more on its way
+    update = found.forecast.spans[-1]
+    assert update.start >= LAYERS

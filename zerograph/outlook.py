@@ -135,8 +135,9 @@ class _Builder:
         """One pass over parameters, gradients and states; gradients go afterwards (``zero_grad``)."""
         trainable = [p for bucket in self.plan.buckets for p in bucket.params if p.trainable]
         size = sum(_shard_bytes(p, self.plan.world_size) for p in trainable)
-        traffic = size * (3 + 2 * moments)
-        self.task(Task("optimizer update", "compute", traffic / self.machine.device_bandwidth, module="optimizer"))
+        seconds = size * (3 + 2 * moments) / self.machine.device_bandwidth
+        reduces = [i for i, task in enumerate(self.tasks) if task.stream == "reduce"]
+        self.task(Task("optimizer update", "compute", seconds, tuple(reduces[-1:]), module="optimizer"))
 
     def finish(self) -> None:
         """What nothing gave back lives to the end."""
@@ -154,6 +155,7 @@ class _Run:
         self.held: dict[int, _Held] = {}  # storage -> its memory
         self.ready: dict[int, int] = {}  # register -> task that writes it
         self.last = len(builder.tasks) - 1
+        self.waits: set[int] = set()  # what the next segment waits for, whether it reads it or not
         self.same: dict[int, int] = {}  # storage of an input -> an earlier one: several views may have been saved
         first: dict[int, int] = {}
         for register in range(program.inputs):
@@ -179,6 +181,7 @@ class _Run:
             case Gather():
                 self._gather(step)
             case WaitGather():
+                self.waits.add(self.ready[step.pending])
                 self.ready.update(dict.fromkeys(step.outs, self.ready[step.pending]))
             case Free():
                 self._free(step)
@@ -189,7 +192,8 @@ class _Run:
 
     def _compute(self, step: Compute) -> None:
         segment = self.program.segments[step.segment]
-        after = tuple(sorted({self.ready[r] for r in step.args if r in self.ready}))
+        after = tuple(sorted(self.waits | {self.ready[r] for r in step.args if r in self.ready}))
+        self.waits.clear()
         name = f"{self.program.kind} {step.module or 'outside of layers'}"
         seconds = self._seconds(segment)
         temporary: Memory = (("device", segment.temporary),) if segment.temporary else ()
@@ -272,6 +276,7 @@ class _Run:
     def _wait_reduce(self, step: WaitReduce) -> None:
         """Full gradients go when they are reduced, and this rank's rows of them come."""
         index = self.ready[step.pending]
+        self.waits.add(index)
         reduce = next(s for s in self.program.instructions if isinstance(s, Reduce) and s.out == step.pending)
         for register in step.outs:
             self._write(register, index, self.builder.tasks[index].module, "")
