@@ -61,7 +61,7 @@ def _partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Plan the step, then split the joint graph so that shards are saved and parameters gathered again."""
     _prepare(frame, joint, inputs, training=True)
-    passes.recompute(joint)
+    passes.recompute(joint, frame.plan)
     return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **kwargs)
 
 
@@ -80,6 +80,7 @@ def _prepare(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], *, trainin
         world_size=frame.backend.world_size,
         bucket_size=config.bucket_size,
         prefetch=config.prefetch,
+        recompute=config.recompute,
     )
     frame.planned(step, plan)
     passes.localize(gm)
