@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from graphs import Builder
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
