@@ -12,6 +12,7 @@ from torch import fx
 from zerograph.passes.canonicalize import canonicalize
 from zerograph.passes.gather import gather
 from zerograph.passes.localize import localize
+from zerograph.passes.order_saved import order_saved
 from zerograph.passes.prefetch import prefetch
 from zerograph.passes.recompute import recompute
 from zerograph.passes.reduce import reduce
@@ -34,6 +35,7 @@ __all__ = [
     "canonicalize",
     "gather",
     "localize",
+    "order_saved",
     "prefetch",
     "recompute",
     "reduce",

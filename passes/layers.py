@@ -7,37 +7,40 @@ makes the segments of a layer the same in every layer, so that a deep model comp
 from __future__ import annotations
 
 import operator
-import re
 
 import torch
 import torch._inductor.inductor_prims  # registers the operators for seeds
 from torch import fx
 
+from zerograph import ir
 from zerograph.ops import INSTRUCTIONS, REDUCE_GRAD, UNSHARD
 
 _LEAST = 16
 """Operations between two cuts, at least: what a compiler has to fuse in less is worth more than a cut."""
 
-_ROOT = re.compile(r"^[LG]\['\w+'\]\.?")
-_LAYER = re.compile(r".*?\.\d+(?=\.|$)")
+_MODEL = "L['self']"
+"""What Dynamo calls the module that was compiled; modules reached in other ways keep their whole path."""
 
 
-def layer_of(node: fx.Node) -> str | None:
-    """The repeated layer that ``node`` computes, or whose gradient (``L['self'].blocks.3``).
+def module_of(node: fx.Node) -> str | None:
+    """The module that ``node`` computes, or whose gradient (``blocks.3.mlp``); None when tracing left no word of it.
 
-    An empty string outside of repeated layers; None when tracing left no word of the module.
+    An empty string for the model itself.
     """
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return None
     path, _ = list(stack.values())[-1]
-    found = _LAYER.match(path)
-    return found[0] if found else ""
+    return path.removeprefix(_MODEL).removeprefix(".")  # type: ignore[no-any-return]
 
 
-def qualified(path: str) -> str:
-    """The module's fully qualified name in a path that Dynamo recorded: ``L['self'].blocks.3`` as ``blocks.3``."""
-    return _ROOT.sub("", path)
+def layer_of(node: fx.Node) -> str | None:
+    """The repeated layer that ``node`` computes, or whose gradient (``blocks.3``).
+
+    An empty string outside of repeated layers; None when tracing left no word of the module.
+    """
+    module = module_of(node)
+    return None if module is None else ir.layer_of(module)
 
 
 def layer_starts(graph: fx.Graph) -> list[fx.Node]:

@@ -1,39 +1,129 @@
-"""Save shards for the backward, never gathered parameters.
+"""Say what the backward computes again: tags for the partitioner, which splits the joint graph by them.
 
-Tags every ``unshard`` marker, and every cheap operator that reads nothing but parameters (views, casts), as
-MUST_RECOMPUTE before the partitioner runs. The backward then starts from the shard, which is alive anyway, and gathers
-again; whether that costs a collective is a matter of residency, decided by the runtime's cache.
+Gathered parameters, always: every ``unshard`` marker, and every cheap operator that reads nothing but parameters
+(views, casts). The backward then starts from the shard, which is alive anyway, and gathers again; whether that costs a
+collective is a matter of residency, decided by the runtime's cache.
+
+Activations, as planned: all of a recomputed layer but what enters and leaves it, as ``torch.utils.checkpoint`` around
+the layer would. Safe because operators are pure: random ones either read a seed that is saved, or are replayed by the
+partitioner with the state of the generator. What must run once stays out. Regions of ``torch.utils.checkpoint`` come
+with tags of their own, and those win.
 """
 
 from __future__ import annotations
 
+import operator
+
 import torch
+import torch._inductor.inductor_prims  # registers the operators for seeds
 from torch import fx
+from torch._higher_order_ops.effects import with_effects
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zerograph.ops import UNSHARD
 from zerograph.passes.graph import is_size, is_view
+from zerograph.passes.layers import layer_of
+from zerograph.plan import Plan
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
-_CASTS = frozenset({aten._to_copy.default, aten.clone.default, torch.ops.prims.convert_element_type.default})
+_CASTS = frozenset({aten._to_copy.default, aten.clone.default, prims.convert_element_type.default})
+
+_ONCE = frozenset({prims.inductor_seed.default, prims.inductor_seeds.default, with_effects})
+"""A second call gives something else than the first, or does something twice."""
 
 # A recomputed node that feeds a checkpointed region of a higher number would be saved by the partitioner.
 _LAST_REGION = 1 << 30
 
 
-def recompute(gm: fx.GraphModule) -> int:
-    """Tag parameter-only nodes of the joint graph ``gm``; returns how many were tagged. Edits metadata only."""
+def recompute(gm: fx.GraphModule, plan: Plan) -> int:
+    """Tag nodes of the joint graph ``gm``; returns how many were tagged. Edits metadata only."""
+    before = {n for n in gm.graph.nodes if "recompute" in n.meta}
+    _tag_parameters(gm.graph)
+    forward = _forward(gm.graph)
+    if plan.save_others:
+        _save_all(forward)
+    if plan.recompute:
+        _recompute_layers(forward, frozenset(plan.recompute))
+    return sum("recompute" in n.meta for n in gm.graph.nodes if n not in before)
+
+
+def _tag_parameters(graph: fx.Graph) -> None:
     tagged: set[fx.Node] = set()
-    for node in gm.graph.nodes:
+    for node in graph.nodes:
         inputs = [n for n in node.all_input_nodes if not is_size(n)]  # sizes are there in the backward too
         derived = bool(inputs) and all(n in tagged for n in inputs)
         if node.target is UNSHARD or (derived and _is_cheap(node)):
             tagged.add(node)
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = _LAST_REGION
-    return len(tagged)
 
 
 def _is_cheap(node: fx.Node) -> bool:
     return is_view(node) or node.target in _CASTS
+
+
+def _forward(graph: fx.Graph) -> list[fx.Node]:
+    """The forward's operators, but for arithmetic on sizes and what is made of parameters."""
+    backward: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.meta.get("partitioner_tag") == "is_backward" or not backward.isdisjoint(node.all_input_nodes):
+            backward.add(node)
+    found = [n for n in graph.nodes if n.op == "call_function" and n not in backward and not is_size(n)]
+    return [n for n in found if n.meta.get("ac_graph_id") != _LAST_REGION]
+
+
+def _save_all(forward: list[fx.Node]) -> None:
+    """Whatever the backward reads is saved, but for views, which cost nothing."""
+    for node in forward:
+        if "recompute" not in node.meta and not is_view(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _recompute_layers(forward: list[fx.Node], layers: frozenset[str]) -> None:
+    """Recompute what is inside of ``layers`` and save what enters or leaves them."""
+    inside = _inside(forward, layers)
+    for node in inside:
+        if _may_be_repeated(node):
+            node.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
+    members = set(forward)
+    for node in forward:
+        crosses = any(user in members and inside.get(user) != inside.get(node) for user in node.users)
+        if crosses and _is_recomputed(node):
+            _save(node)
+
+
+def _inside(forward: list[fx.Node], layers: frozenset[str]) -> dict[fx.Node, str]:
+    """The nodes of ``layers`` and the layer of each; what has no module belongs to the layer before."""
+    inside: dict[fx.Node, str] = {}
+    layer = ""
+    for node in forward:
+        found = layer_of(node)
+        layer = layer if found is None else found
+        if layer in layers:
+            inside[node] = layer
+    return inside
+
+
+def _may_be_repeated(node: fx.Node) -> bool:
+    if node.target is operator.getitem and not is_view(node):
+        return _is_recomputed(node.args[0])  # type: ignore[arg-type]
+    binds_a_size = "unbacked_bindings" in node.meta or isinstance(node.meta.get("val"), torch.SymInt)
+    return node.target not in _ONCE and not binds_a_size
+
+
+def _is_recomputed(node: fx.Node) -> bool:
+    return node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _save(node: fx.Node) -> None:
+    """Save the memory that ``node`` looks at: views cannot be, and of a tuple the parts that are read."""
+    while is_view(node) and _is_recomputed(node.args[0]):  # type: ignore[arg-type]
+        node = node.args[0]  # type: ignore[assignment]
+    if is_view(node):
+        return  # of what is saved already
+    whole: fx.Node = node.args[0] if node.target is operator.getitem else node  # type: ignore[assignment]
+    whole.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    for part in whole.users:
+        if part.target is operator.getitem:
+            part.meta.pop("recompute", None)

@@ -33,9 +33,13 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 class Builder:
-    """Builds a graph node by node, with fake values and a line of an imaginary ``model.py`` on each."""
+    """Builds a graph node by node, with fake values and a line of an imaginary ``model.py`` on each.
+
+    Set ``module`` to the path of the module that the following nodes belong to.
+    """
 
     def __init__(self, world_size: int = 2) -> None:
+        self.module: str | None = None
         self.graph, self.mode, self.world_size, self.line = fx.Graph(), FakeTensorMode(), world_size, 0
 
     def input(self, name: str, *shape: int, dtype: torch.dtype = torch.float32) -> fx.Node:
@@ -69,6 +73,8 @@ class Builder:
             node.meta["val"] = target(*fx.node.map_arg(args, lambda n: n.meta["val"]))
         self.line += 1
         node.meta["stack_trace"] = f'  File "model.py", line {self.line}, in forward'
+        if self.module is not None:
+            node.meta["nn_module_stack"] = {"module": (self.module, object)}
         return node
 
     def mm(self, a: fx.Node, b: fx.Node) -> fx.Node:

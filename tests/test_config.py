@@ -34,6 +34,12 @@ WRONG: list[tuple[str, Any, str]] = [
     ("bucket_size", 1.5, "1.5 is not a size"),
     ("bucket_size", None, "None is not a size"),
     ("bucket_size", True, "True is not a size"),
+    ("recompute", "all", 'recompute must be "auto", "none", "full" or a share of layers from 0 to 1, got \'all\''),
+    ("recompute", 1.5, "got 1.5"),
+    ("recompute", -0.1, "got -0.1"),
+    ("recompute", float("nan"), "got nan"),
+    ("recompute", True, "got True"),
+    ("recompute", None, "got None"),
     ("compute", "triton", "compute must be one of"),
     ("compute", None, "got None"),
     ("compute", ["eager"], "got \\['eager'\\]"),
@@ -82,6 +88,11 @@ def test_every_argument_right() -> None:
     )
     assert (config.stage, config.bucket_size, config.prefetch) == (2, 16 * 2**20, 0)
     assert Config.of() == Config()
+
+
+@pytest.mark.parametrize("recompute", ["auto", "none", "full", 0, 0.5, 1, 1.0])
+def test_recompute(recompute: Any) -> None:
+    assert Config.of(recompute=recompute).recompute == recompute
 
 
 def test_a_config_cannot_change() -> None:

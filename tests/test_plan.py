@@ -36,6 +36,8 @@ _PLANS = st.builds(
     world_size=st.integers(1, 4096),
     buckets=st.lists(_BUCKETS, max_size=4).map(tuple),
     prefetch=st.integers(0, 8),
+    recompute=st.lists(st.text(), max_size=3).map(tuple),
+    save_others=st.booleans(),
 )
 
 
@@ -54,12 +56,12 @@ def test_plans_that_differ_have_different_digests(one: Plan, other: Plan) -> Non
 
 def test_another_version_is_refused() -> None:
     data = json.loads(Plan(3, 2, (), 1).to_json())
-    for version in (0, 99, None):
-        with pytest.raises(ZeroGraphError, match=f"plan has version {version}, this ZeroGraph reads 1"):
+    for version in (1, 99, None):
+        with pytest.raises(ZeroGraphError, match=f"plan has version {version}, this ZeroGraph reads 2"):
             Plan.from_json(json.dumps({**data, "version": version}))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 1}', '{"version": 1, "buckets": 3}', "null"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 2}', '{"version": 2, "buckets": 3}', "null"])
 def test_what_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(ZeroGraphError, match="plan"):
         Plan.from_json(text)

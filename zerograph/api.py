@@ -242,6 +242,11 @@ def backend(**options: Any) -> Backend:
         reduce_dtype: dtype gradients are summed over ranks in; default float32 under 16-bit compute.
         bucket_size: bytes of gathered parameters per collective: an int, or a text such as ``"32MiB"``.
         prefetch: buckets gathered ahead; at stage 3 at most ``prefetch + 1`` are whole at a time.
+        recompute: activations computed again in the backward instead of saved: "auto" (what the partitioner finds
+            cheap; in the future the planner's choice), "none" (all are saved), "full" (of every repeated layer only
+            the inputs are saved, as with ``torch.utils.checkpoint`` around each), or a number from 0 to 1: that share
+            of the layers fully. Layers are modules with a number in their name. Regions of the user's own
+            ``torch.utils.checkpoint`` stay as they are.
         compute: "inductor", or "eager" to run the same program with uncompiled segments, for debugging.
 
     Raises:

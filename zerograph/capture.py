@@ -12,6 +12,7 @@ from zerograph.costs import bytes_of
 from zerograph.ir import Kind, Op, Param, Step, Value
 from zerograph.ops import REDUCE_GRAD, UNSHARD
 from zerograph.passes.graph import Marker, markers
+from zerograph.passes.layers import module_of
 
 
 def capture(graph: fx.Graph, *, training: bool) -> Step:
@@ -65,6 +66,7 @@ def _op(node: fx.Node) -> Op:
         writes=(node.name,),
         params=tuple(str(n.args[2]) for n in inputs if n.target is UNSHARD),
         source=source_line(node),
+        module=module_of(node) or "",
     )
 
 

@@ -2,7 +2,7 @@
 
     Dynamo graph -> joint graph          AOTAutograd, with Inductor's decompositions
     joint        -> Step -> Plan         capture, planner
-    joint        -> forward, backward    canonicalize, localize, recompute, min-cut partition
+    joint        -> forward, backward    canonicalize, localize, recompute, min-cut partition, order_saved
     each         -> zg:: instructions    gather, prefetch, reduce, verify
     each         -> Program -> Executor  lower, runtime
 
@@ -58,12 +58,16 @@ def compile_frame(backend: Backend, gm: fx.GraphModule, example_inputs: Sequence
 
 
 def _partition(
-    frame: Frame, joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any
+    frame: Frame, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Plan the step, then split the joint graph so that shards are saved and parameters gathered again."""
     _prepare(frame, joint, inputs, training=True)
-    passes.recompute(joint)
-    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **kwargs)
+    passes.recompute(joint, frame.plan)
+    forward, backward = min_cut_rematerialization_partition(
+        joint, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **kwargs
+    )
+    passes.order_saved(forward, backward, num_fwd_outputs)
+    return forward, backward
 
 
 def _compile_inference(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -81,6 +85,7 @@ def _prepare(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], *, trainin
         world_size=frame.backend.world_size,
         bucket_size=config.bucket_size,
         prefetch=config.prefetch,
+        recompute=config.recompute,
     )
     frame.planned(step, plan)
     passes.localize(gm)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 STAGES = (0, 1, 2, 3)
 Stage = Literal[0, 1, 2, 3]
+Recompute = Literal["auto", "none", "full"] | float
+RECOMPUTE = ("auto", "none", "full")
 COMPUTE = ("inductor", "eager")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
@@ -30,6 +32,10 @@ class Config:
         bucket_size: bytes of gathered parameters that travel in one collective, at most (one large parameter may
             exceed it).
         prefetch: buckets gathered ahead of the one in use, so that at most ``prefetch + 1`` are whole at stage 3.
+        recompute: activations that the backward computes again instead of reading what the forward saved. "auto": those
+            that AOTAutograd's min-cut partitioner finds cheaper to compute than to save; "none": no more than the
+            user's own ``torch.utils.checkpoint`` regions; "full": all of every repeated layer but its inputs; a number
+            from 0 to 1: that share of the layers fully, evenly spread, the others as in "auto".
         compute: "inductor" compiles the segments between collectives; "eager" runs the same program uncompiled.
     """
 
@@ -39,6 +45,7 @@ class Config:
     reduce_dtype: torch.dtype | None = None
     bucket_size: int = 32 * 2**20
     prefetch: int = 1
+    recompute: Recompute = "auto"
     compute: Literal["inductor", "eager"] = "inductor"
 
     @classmethod
@@ -71,6 +78,11 @@ class Config:
             "1 gathers the next bucket while the current one computes",
         )
         _require(
+            _is_recompute(self.recompute),
+            f'recompute must be "auto", "none", "full" or a share of layers from 0 to 1, got {self.recompute!r}',
+            'recompute="full" saves the least memory, 0.5 does the same in every other layer',
+        )
+        _require(
             self.compute in COMPUTE,
             f"compute must be one of {COMPUTE}, got {self.compute!r}",
             '"eager" runs the same program without compiling its segments, for debugging',
@@ -94,6 +106,12 @@ def _sizes(options: dict[str, Any]) -> dict[str, int]:
     except ValueError as error:
         raise ConfigError(f"bucket_size: {error}", "for example bucket_size='32MiB'") from None
     return {"bucket_size": size}
+
+
+def _is_recompute(value: object) -> bool:
+    if isinstance(value, str):
+        return value in RECOMPUTE
+    return type(value) in (int, float) and 0 <= value <= 1  # type: ignore[operator]
 
 
 def _require(condition: bool, message: str, hint: str) -> None:

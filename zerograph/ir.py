@@ -5,6 +5,7 @@ A :class:`Step` lists operations in execution order with the values they read an
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -76,7 +77,11 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation: values read and written by name, the parameters it reads, and where it comes from."""
+    """One operation: values read and written by name, the parameters it reads, and where it comes from.
+
+    ``module`` is the fully qualified name of the module that it computes, or whose gradient (``blocks.3.mlp``); empty
+    for the model's own operations, and where tracing left no word of it.
+    """
 
     name: str
     target: str
@@ -85,6 +90,16 @@ class Op:
     writes: tuple[str, ...]
     params: tuple[str, ...] = ()
     source: str = ""
+    module: str = ""
+
+
+_LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
+
+
+def layer_of(module: str) -> str:
+    """The repeated layer that ``module`` is or lies in: up to the outermost number (``blocks.3``), or empty."""
+    found = _LAYER.match(module)
+    return found[0] if found else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ from zerograph.capture import source_line
 from zerograph.costs import bytes_of, flops_of, memory_owner, moved_bytes, temporary_bytes
 from zerograph.ir import Kind
 from zerograph.passes.graph import is_size  # arithmetic that every segment which needs it repeats
-from zerograph.passes.layers import layer_of, layer_starts, qualified
+from zerograph.passes.layers import layer_of, layer_starts
 from zerograph.runtime.program import (
     Compute,
     Free,
@@ -222,9 +222,7 @@ class _Lowering:
             self.described.append(segment)
             self.callables.append(callee)
         args, results = self._regs(inputs), tuple(self._register(n) for n in outs)
-        self.instructions.append(
-            Compute(self.segments[segment.digest], args, results, module=qualified(module), source=source)
-        )
+        self.instructions.append(Compute(self.segments[segment.digest], args, results, module=module, source=source))
 
 
 def _kind(key: Any) -> Kind:

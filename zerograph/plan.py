@@ -12,7 +12,7 @@ from zerograph.ir import Param
 
 __all__ = ["VERSION", "Bucket", "Param", "Plan", "Residency"]
 
-VERSION = 1
+VERSION = 2
 
 Residency = Literal["use", "backward", "step"]
 """How long a gathered bucket stays whole: until its last use in a graph, until its use in the backward, or until
@@ -50,12 +50,18 @@ class Plan:
         world_size: ranks the parameters are sharded over.
         buckets: in order of first use in the forward.
         prefetch: buckets gathered ahead of the one in use.
+        recompute: layers (``blocks.3``) of which the forward saves the inputs only; their backward computes the rest
+            again.
+        save_others: whether every other activation that the backward reads is saved; else the partitioner computes
+            again what it finds cheaper than to save.
     """
 
     stage: int
     world_size: int
     buckets: tuple[Bucket, ...]
     prefetch: int
+    recompute: tuple[str, ...] = ()
+    save_others: bool = False
 
     def bucket_of(self) -> dict[str, Bucket]:
         """The bucket of every parameter, by name."""
@@ -85,7 +91,8 @@ class Plan:
         if version != VERSION:
             raise ZeroGraphError(f"plan has version {version}, this ZeroGraph reads {VERSION}", "make the plan again")
         try:
-            return cls(**{**data, "buckets": tuple(_bucket(**b) for b in data["buckets"])})
+            buckets, layers = tuple(_bucket(**b) for b in data["buckets"]), tuple(data["recompute"])
+            return cls(**{**data, "buckets": buckets, "recompute": layers})
         except (KeyError, TypeError) as error:
             raise ZeroGraphError(f"the plan is incomplete: {error}", "give what Plan.to_json wrote") from None
 

@@ -6,7 +6,7 @@ import torch
 from graphs import Builder
 from torch import fx
 
-from zerograph.passes.layers import layer_of, layer_starts
+from zerograph.passes.layers import layer_of, layer_starts, module_of
 
 aten = torch.ops.aten
 LONG, SHORT = 20, 5
@@ -59,4 +59,11 @@ def test_a_model_without_layers_is_not_cut() -> None:
 
 def test_the_outermost_number_names_the_layer() -> None:
     node = next(iter(_graph(("L['self'].h.3.experts.7.up", 1)).find_nodes(op="call_function", target=aten.sin.default)))
-    assert layer_of(node) == "L['self'].h.3"
+    assert layer_of(node) == "h.3"
+
+
+def test_modules_of_the_compiled_model_have_the_names_of_its_parameters() -> None:
+    paths = {"L['self'].h.3.up": "h.3.up", "L['self']": "", "L['model'].h.3": "L['model'].h.3"}
+    for path, module in paths.items():
+        (node,) = _graph((path, 1)).find_nodes(op="call_function", target=aten.sin.default)
+        assert module_of(node) == module

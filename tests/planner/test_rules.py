@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerograph.ir import Param, Step
+from zerograph.config import Recompute
+from zerograph.ir import Op, Param, Step
 from zerograph.plan import Plan
 from zerograph.planner import plan_step
 from zerograph.planner.rules import layer_of
@@ -96,3 +100,52 @@ def test_layers() -> None:
     assert layer_of("blocks.0.experts.7.up.weight") == "blocks.0"
     assert layer_of("embed.weight") == ""
     assert layer_of("weights.0") == ""  # an entry of a ParameterList is no layer
+
+
+def recomputed(recompute: Recompute, modules: list[str], training: bool = True) -> Plan:
+    ops = tuple(Op(f"op{i}", "mm", "forward", (), (f"op{i}",), module=module) for i, module in enumerate(modules))
+    step = Step(ops=ops, values=(), params=(), training=training)
+    return plan_step(step, stage=3, world_size=4, bucket_size=64, prefetch=1, recompute=recompute)
+
+
+_LAYERS = ["embed", *(f"h.{i}.{part}" for i in range(4) for part in ("attn", "mlp.0")), "norm", ""]
+
+
+def test_layers_are_recomputed_by_their_share_evenly_spread() -> None:
+    layers = {share: recomputed(share, _LAYERS).recompute for share in (0, 0.25, 0.5, 0.75, 1, "full")}
+    assert layers[0] == ()
+    assert layers[0.25] == ("h.3",)
+    assert layers[0.5] == ("h.1", "h.3")
+    assert layers[0.75] == ("h.1", "h.2", "h.3")
+    assert layers[1] == layers["full"] == ("h.0", "h.1", "h.2", "h.3")
+
+
+@given(share=st.floats(0, 1), more=st.floats(0, 1), count=st.integers(1, 200))
+def test_a_share_of_layers_is_rounded_and_more_is_more(share: float, more: float, count: int) -> None:
+    modules = [f"h.{i}" for i in range(count)]
+    chosen = [int(layer.removeprefix("h.")) for layer in recomputed(share, modules).recompute]
+    assert abs(len(chosen) - share * count) <= 0.5
+    assert chosen == sorted(set(chosen))
+    for i in range(count):  # no stretch has more than one above its share
+        assert abs(sum(c < i for c in chosen) - i * len(chosen) / count) < 1
+    assert (len(recomputed(more, modules).recompute) >= len(chosen)) or more < share
+
+
+def test_what_is_not_recomputed_is_left_to_the_partitioner_unless_nothing_is_to_be() -> None:
+    assert [recomputed(r, _LAYERS).save_others for r in ("none", "auto", "full", 0, 0.5)] == [True] + [False] * 4
+    assert recomputed("none", _LAYERS).recompute == recomputed("auto", _LAYERS).recompute == ()
+
+
+def test_nothing_is_recomputed_without_a_backward() -> None:
+    assert recomputed("full", _LAYERS, training=False).recompute == ()
+
+
+def test_a_graph_without_layers_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "zerograph"):
+        recomputed("auto", ["up", "down"])
+        recomputed("none", ["up", "down"])
+        recomputed("full", _LAYERS)
+        assert not caplog.records
+        assert recomputed("full", ["up", "down"]).recompute == ()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("recompute='full': this graph has no repeated layers")

@@ -6,17 +6,23 @@ the limit is split, and small neighbours travel together.
 
 from __future__ import annotations
 
-import re
+import logging
 from collections.abc import Iterable
 from itertools import groupby
 
+from zerograph.config import Recompute
 from zerograph.ir import Param, Step
+from zerograph.ir import layer_of as layer_of_module
 from zerograph.plan import Bucket, Plan, Residency
+
+log = logging.getLogger(__name__)
 
 _SMALL = 8  # groups below 1/8 of the bucket size join their neighbour
 
 
-def plan_step(step: Step, *, stage: int, world_size: int, bucket_size: int, prefetch: int) -> Plan:
+def plan_step(
+    step: Step, *, stage: int, world_size: int, bucket_size: int, prefetch: int, recompute: Recompute = "auto"
+) -> Plan:
     """The plan for ``step`` at a fixed stage.
 
     Args:
@@ -25,18 +31,44 @@ def plan_step(step: Step, *, stage: int, world_size: int, bucket_size: int, pref
         world_size: ranks to shard over.
         bucket_size: bytes of gathered parameters per bucket, at most, unless one parameter is larger.
         prefetch: buckets gathered ahead.
+        recompute: which activations the backward computes again, see :class:`~zerograph.config.Config`.
     """
     residency: Residency = "use" if stage == 3 else "step"
     buckets = tuple(
         Bucket(index, _name(params), params, residency) for index, params in enumerate(_group(step.params, bucket_size))
     )
-    return Plan(stage=stage, world_size=world_size, buckets=buckets, prefetch=prefetch)
+    return Plan(
+        stage=stage,
+        world_size=world_size,
+        buckets=buckets,
+        prefetch=prefetch,
+        recompute=_recomputed(step, recompute),
+        save_others=recompute == "none",
+    )
 
 
 def layer_of(name: str) -> str:
     """The repeated layer a parameter belongs to (``model.layers.3``), or the empty string."""
-    match = re.match(r"(?:[^.]+\.)*?\d+(?=\.|$)", name)
-    return match[0] if match and match[0] != name else ""
+    return layer_of_module(name.rpartition(".")[0])
+
+
+def _recomputed(step: Step, recompute: Recompute) -> tuple[str, ...]:
+    """The layers that are recomputed fully: the share that was asked for, evenly spread over the depth."""
+    share = _SHARES[recompute] if isinstance(recompute, str) else recompute
+    if not share or not step.training:
+        return ()
+    layers = list(dict.fromkeys(layer for op in step.ops if (layer := layer_of_module(op.module))))
+    if not layers:
+        log.warning(
+            "recompute=%r: this graph has no repeated layers (modules in nn.ModuleList or nn.Sequential), so nothing "
+            "is recomputed that the partitioner would save; use torch.utils.checkpoint to say what to recompute",
+            recompute,
+        )
+    count = int(share * len(layers) + 0.5)
+    return tuple(layer for i, layer in enumerate(layers) if (i + 1) * count // len(layers) > i * count // len(layers))
+
+
+_SHARES = {"auto": 0.0, "none": 0.0, "full": 1.0}
 
 
 def _group(params: Iterable[Param], limit: int) -> list[tuple[Param, ...]]:

@@ -1,0 +1,152 @@
+"""Recomputing changes what is saved between forward and backward, and nothing that is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from numerics.compare import Values, assert_same, full, mean_over_ranks, mine, seeded
+from ranks import run
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import zerograph
+from zerograph.config import Recompute
+
+SETTINGS: tuple[Recompute, ...] = ("auto", "none", 0.5, "full")
+LAYERS, WIDTH, ROWS, LENGTH = 2, 16, 2, 8
+STREAM = ROWS * LENGTH * WIDTH * 4
+"""Bytes of the residual stream on one rank: the input of a layer."""
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float, region: bool) -> None:
+        super().__init__()
+        self.dropout, self.region = dropout, region
+        self.norm, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.norm(x))
+        return x + (checkpoint(self.mlp, x, use_reentrant=False) if self.region else self.mlp(x))
+
+    def attend(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout)
+        return F.dropout(self.out(attended.transpose(1, 2).flatten(2)), self.dropout)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), self.dropout)
+
+
+class Model(nn.Module):
+    def __init__(self, dropout: float = 0.0, region: bool = False) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(5, WIDTH), nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(Block(dropout, region) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.embed(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@dataclass
+class Result:
+    """Of every step the loss, of the last one gradients and bytes that the forward saved for the backward."""
+
+    losses: list[float]
+    grads: Values
+    saved: int
+    layers: tuple[str, ...] = ()
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Bytes of the activations that autograd holds; tensors that share memory count once, parameters not at all."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.sizes: dict[int, int] = {}
+        parameters = {_memory(p.to_local() if hasattr(p, "to_local") else p) for p in model.parameters()}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if _memory(tensor) not in parameters:
+                self.sizes[_memory(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        super().__init__(pack, lambda tensor: tensor)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes.values())
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.detach().untyped_storage().data_ptr()
+
+
+def train(recompute: Recompute | None, stage: int, compute: str, options: dict[str, Any]) -> Result:
+    """Train a fresh model on this rank; None is plain PyTorch on the whole batch."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Model(**options)
+    backend = None
+    if recompute is not None:
+        backend = zerograph.backend(stage=stage, compute=compute, bucket_size="8KB", recompute=recompute)
+        model.compile(backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, grads, saved = [], {}, 0
+    for step in range(2):
+        torch.manual_seed(step)  # of masks
+        x = torch.randn(ROWS * dist.get_world_size(), LENGTH, 5, generator=seeded(step))
+        hooks = SavedBytes(model)
+        with hooks:
+            loss = model(x if backend is None else mine([x])[0]).square().mean()
+        saved = hooks.bytes
+        loss.backward()
+        grads = {name: full(p.grad) for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append((loss if backend is None else mean_over_ranks(loss)).item())
+    return Result(losses, grads, saved, backend.plan.recompute if backend is not None else ())
+
+
+PLACES = [(1, 0), (2, 3)]
+"""World size and stage."""
+
+MODELS: list[dict[str, Any]] = [{}, {"dropout": 0.3}, {"dropout": 0.3, "region": True}]
+
+
+@pytest.mark.parametrize(("world", "stage"), PLACES)
+@pytest.mark.parametrize("options", MODELS, ids=str)
+def test_the_same_kernels_give_the_same_bits_from_less_memory(world: int, stage: int, options: dict[str, Any]) -> None:
+    results = {setting: run(world, train, setting, stage, "eager", options)[0] for setting in SETTINGS}
+    for setting in SETTINGS:
+        assert results[setting].losses == results["auto"].losses, setting
+        assert_same(results[setting].grads, results["auto"].grads)
+    if not options:
+        _close(results["auto"], run(world, train, None, stage, "eager", options)[0])
+
+    saved = {setting: result.saved for setting, result in results.items()}
+    assert saved["none"] >= saved["auto"] > saved[0.5] > saved["full"], saved
+    states = 0 if options else LAYERS * torch.get_rng_state().nbytes  # attention counts as random without dropout too
+    assert saved["full"] < (LAYERS + 2) * STREAM + states, saved  # the inputs of layers, head and embedding
+    assert results[0.5].layers == ("blocks.1",)
+    assert results["full"].layers == ("blocks.0", "blocks.1")
+
+
+@pytest.mark.parametrize(("world", "stage", "options"), [(1, 0, {}), (2, 3, MODELS[-1])])
+def test_compiled_kernels_agree_and_draw_the_same_masks(world: int, stage: int, options: dict[str, Any]) -> None:
+    auto, whole = (run(world, train, setting, stage, "inductor", options)[0] for setting in ("auto", "full"))
+    _close(whole, auto)
+
+
+def _close(ours: Result, theirs: Result) -> None:
+    assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
+    for name, grad in theirs.grads.items():
+        torch.testing.assert_close(ours.grads[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
