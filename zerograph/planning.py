@@ -76,6 +76,12 @@ def _training_frame(frames: tuple[Frame, ...]) -> Frame:
 
 def _reasons(plan: Plan) -> Iterator[Reason]:
     yield Reason("plan", f"stage {plan.stage}", "it was asked for")
+    if plan.recompute:
+        layers = f"{len(plan.recompute)} layers recomputed in the backward: {plan.recompute[0]} to {plan.recompute[-1]}"
+        yield Reason("activations", layers, "it was asked for")
+    else:
+        saved = "all saved" if plan.save_others else "saved where the partitioner finds that cheaper than recomputing"
+        yield Reason("activations", saved, "it was asked for" if plan.save_others else "recompute is auto")
     why = {
         "use": "stage 3 keeps parameters whole only while they are used",
         "backward": "it is kept from forward to backward, which saves a gather",

@@ -9,9 +9,16 @@ import click
 
 from zerograph.cli.machine_option import RESERVE, named_or_file
 from zerograph.cli.model_source import model_maker
-from zerograph.cli.options import SIZE
+from zerograph.cli.options import SIZE, Parsed
 from zerograph.cli.terminal import progress, show_table
 from zerograph.units import format_bytes
+
+
+def _recompute(text: str) -> str | float:
+    return text if text in ("auto", "none", "full") else float(text)
+
+
+RECOMPUTE = Parsed("auto|none|full|0..1", _recompute)
 
 
 @click.command()
@@ -25,6 +32,9 @@ from zerograph.units import format_bytes
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Compute dtype.")
 @click.option("--bucket-size", default="32MiB", show_default=True, help="Gathered bytes per collective.")
 @click.option("--prefetch", type=click.IntRange(0), default=1, show_default=True, help="Buckets gathered ahead.")
+@click.option(
+    "--recompute", type=RECOMPUTE, default="auto", show_default=True, help="auto, none, full or a share 0..1."
+)
 @click.option("--moments", type=click.IntRange(0), default=2, show_default=True, help="Optimizer states a parameter.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan file here.")
 @click.option("--explain", is_flag=True, help="Say why each decision was made.")
