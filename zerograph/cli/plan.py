@@ -32,9 +32,7 @@ RECOMPUTE = Parsed("auto|none|full|0..1", _recompute)
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Compute dtype.")
 @click.option("--bucket-size", default="32MiB", show_default=True, help="Gathered bytes per collective.")
 @click.option("--prefetch", type=click.IntRange(0), default=1, show_default=True, help="Buckets gathered ahead.")
-@click.option(
-    "--recompute", type=RECOMPUTE, default="auto", show_default=True, help="auto, none, full or a share 0..1."
-)
+@click.option("--recompute", type=RECOMPUTE, default="auto", show_default=True, help="auto, none, full or 0..1.")
 @click.option("--moments", type=click.IntRange(0), default=2, show_default=True, help="Optimizer states a parameter.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan file here.")
 @click.option("--explain", is_flag=True, help="Say why each decision was made.")
