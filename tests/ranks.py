@@ -7,6 +7,7 @@ the next call starts a fresh one.
 from __future__ import annotations
 
 import atexit
+import gc
 import multiprocessing as mp
 import os
 import tempfile
@@ -94,6 +95,9 @@ def _worker(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    import zerograph.compile  # noqa: F401  what a first call would import
+
+    gc.freeze()  # collections, and adoption's searches, then look at what tests make: a third of their time otherwise
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     while True:
         try:

@@ -69,10 +69,11 @@ def _train(stage: int | None, compute: str, steps: int = 3) -> tuple[list[float]
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_every_stage_trains_like_plain_pytorch(world: int) -> None:
     reference, params = run(world, _train, None, "eager")[0]
-    results = {stage: run(world, _train, stage, "eager")[0] for stage in (0, 1, 2, 3)}
+    chosen = (0, 1, 2, 3) if world == 2 else (0, 3)
+    results = {stage: run(world, _train, stage, "eager")[0] for stage in chosen}
     for losses, ours in results.values():
         assert losses == pytest.approx(reference, rel=1e-5)
         assert all(torch.allclose(ours[n], params[n], atol=2e-5) for n in params)
-    for stage in (2, 3):
+    for stage in (2, 3) if world == 2 else ():
         assert results[stage][0] == results[1][0]
         assert all(torch.equal(results[stage][1][n], results[1][1][n]) for n in params)

@@ -458,12 +458,13 @@ FEW = (1, 3)
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_trains_like_plain_pytorch(case: Callable[[], Case]) -> None:
-    check(run(2, stages, case, ALL if case in (uneven, lora, tied_across_break) else FEW, {})[1])
+    """At stage 3, which does all that the others do; that they agree to the bit is seen on a few."""
+    check(run(2, stages, case, ALL if case in (uneven, lora, tied_across_break) else (3,), {})[1])
 
 
 @pytest.mark.parametrize("case", [uneven, tied_across_break], ids=lambda case: case.__name__)
 def test_on_four_ranks(case: Callable[[], Case]) -> None:
-    check(run(4, stages, case, FEW, {})[3])
+    check(run(4, stages, case, (3,), {})[3])
 
 
 @pytest.mark.parametrize("case", [checkpointed, stacked_parameters], ids=lambda case: case.__name__)
