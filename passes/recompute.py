@@ -6,8 +6,10 @@ collective is a matter of residency, decided by the runtime's cache.
 
 Activations, as planned: all of a recomputed layer but what enters and leaves it, as ``torch.utils.checkpoint`` around
 the layer would. Safe because operators are pure: random ones either read a seed that is saved, or are replayed by the
-partitioner with the state of the generator. What must run once stays out. Regions of ``torch.utils.checkpoint`` come
-with tags of their own, and those win.
+partitioner with the state of the generator. What must run once stays out, and so does what reads an input that the
+forward overwrites (a counter in a buffer): torch 2.13 reads such inputs again, changed, in its own recomputations too,
+and computes wrong gradients; here the first reading is saved, under every plan. Regions of ``torch.utils.checkpoint``
+come with tags of their own, and those win.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ def recompute(gm: fx.GraphModule, plan: Plan) -> int:
     before = {n for n in gm.graph.nodes if "recompute" in n.meta}
     _tag_parameters(gm.graph)
     forward = _forward(gm.graph)
+    _save_readings_of_overwritten_inputs(forward)
     if plan.save_others:
         _save_all(forward)
     if plan.recompute:
@@ -71,6 +74,17 @@ def _forward(graph: fx.Graph) -> list[fx.Node]:
             backward.add(node)
     found = [n for n in graph.nodes if n.op == "call_function" and n not in backward and not is_size(n)]
     return [n for n in found if n.meta.get("ac_graph_id") != _LAST_REGION]
+
+
+def _save_readings_of_overwritten_inputs(forward: list[fx.Node]) -> None:
+    changing = {n.args[0] for n in forward if n.target is aten.copy_.default}
+    for node in forward:
+        if node.target is aten.copy_.default or changing.isdisjoint(node.all_input_nodes):
+            continue
+        if is_view(node):
+            changing.add(node)
+        else:
+            node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 
 def _save_all(forward: list[fx.Node]) -> None:

@@ -150,3 +150,45 @@ def _close(ours: Result, theirs: Result) -> None:
     assert ours.losses == pytest.approx(theirs.losses, rel=1e-5)
     for name, grad in theirs.grads.items():
         torch.testing.assert_close(ours.grads[name], grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class Counting(nn.Module):
+    """Each block scales by how often it ran, and overwrites that count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("runs", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs.add_(1)
+        return x + torch.tanh(self.linear(x) * self.runs)
+
+
+class Counters(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Counting() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def _counted(recompute: Recompute | None) -> Values:
+    """Gradients of the second step, and the counts."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Counters(), torch.randn(3, 4)
+    if recompute is not None:
+        model.compile(backend=zerograph.backend(stage=0, compute="eager", recompute=recompute))
+    for _ in range(2):
+        model.zero_grad()
+        model(x).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()} | dict(model.named_buffers())
+
+
+@pytest.mark.parametrize("recompute", SETTINGS)
+def test_a_buffer_that_is_overwritten_is_not_read_again(recompute: Recompute) -> None:
+    torch.testing.assert_close(_counted(recompute), _counted(None))

@@ -232,3 +232,15 @@ getitem_1: -
 neg_default: must_recompute
 exp_default: must_recompute""",
     )
+
+
+def test_what_reads_an_input_that_is_overwritten_is_saved_under_every_plan() -> None:
+    for plan in (AUTO, NONE, FULL):
+        b = Builder()
+        x, count = b.input("x", 4), b.input("count", 4)
+        b.module = "L['self'].h.0"
+        more = b.call(aten.add.Tensor, b.call(aten.view.default, count, [4]), 1)
+        y = b.call(aten.mul.Tensor, x, more)
+        b.call(aten.copy_.default, count, more)
+        recompute(b.output(y), plan)
+        assert more.meta["recompute"] is CheckpointPolicy.MUST_SAVE
