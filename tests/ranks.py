@@ -20,6 +20,10 @@ TIMEOUT = 180.0
 """Seconds a call may take before its group is killed and the test fails."""
 
 
+RENEWED_AFTER = 60
+"""Calls after which new processes take over: compilers keep what they made, and searching it makes tests slow."""
+
+
 class RankFailure(AssertionError):
     """One or more ranks raised; the message holds their tracebacks, ``ranks`` maps rank to traceback."""
 
@@ -37,7 +41,7 @@ def run(
     new processes, for what depends on their history, such as resident memory.
     """
     group = _GROUPS.get(world_size)
-    if group is not None and fresh:
+    if group is not None and (fresh or group.calls >= RENEWED_AFTER):
         group.close()
     if group is None or not group.alive:
         group = _GROUPS[world_size] = _Group(world_size)
@@ -47,7 +51,7 @@ def run(
 class _Group:
     def __init__(self, world_size: int) -> None:
         context = mp.get_context("spawn")
-        self.alive = True
+        self.alive, self.calls = True, 0
         handle, store = tempfile.mkstemp(prefix="zerograph-test-store-")
         os.close(handle)
         self.pipes: list[Connection] = []
@@ -60,6 +64,7 @@ class _Group:
             self.processes.append(process)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        self.calls += 1
         for pipe in self.pipes:
             pipe.send((function, args))
         results, failures = [], {}

@@ -85,7 +85,7 @@ class Backend:
         foreign = [p for p in params if id(p) not in self._known]
         if foreign:
             if is_open(foreign):
-                _refuse_first_call(self)
+                self._refuse_first_call()
                 return gm  # inside zerograph.gathered: plain parameters, on this rank alone
             roots = adopt.roots_of_call(gm)
             adopt.refuse_wrapped(m for root in roots for m in root.modules())
@@ -134,11 +134,23 @@ class Backend:
 
     def _skipped(self) -> list[nn.Parameter]:
         """Parameters of models given to this backend that nothing has sharded."""
-        mesh = self.config.mesh
-        ranks = mesh.size() if mesh is not None else dist.get_world_size() if dist.is_initialized() else 1
-        if ranks == 1:
+        if self._ranks() == 1:
             return []
         return [p for m in adopt.modules_given_to(self) for p in m.parameters() if id(p) not in self._known]
+
+    def _ranks(self) -> int:
+        """Ranks to shard over, known before the first call too."""
+        if self.config.mesh is not None:
+            return self.config.mesh.size()
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    def _refuse_first_call(self) -> None:
+        """Dynamo would keep the plain code for calls outside; on one rank that is all there is."""
+        if not self.params and self._ranks() > 1:
+            raise ShardingError(
+                "the first call of a compiled model is inside zerograph.gathered(), where parameters are plain",
+                "call it once outside before, or zerograph.shard(model, backend)",
+            )
 
     def _refuse_foreign(self, params: Sequence[nn.Parameter]) -> None:
         """Parameters of no module on the call's path would train unsynchronized."""
@@ -314,15 +326,6 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"torch.compile was given {', '.join(sorted(options))} beside a ZeroGraph backend",
             'pass arguments to zerograph.backend(...), or options= with backend="zerograph"',
-        )
-
-
-def _refuse_first_call(backend: Backend) -> None:
-    """Dynamo would keep the plain code for calls outside."""
-    if not backend.params:
-        raise ShardingError(
-            "the first call of a compiled model is inside zerograph.gathered(), where parameters are plain",
-            "call it once outside before, or zerograph.shard(model, backend)",
         )
 
 

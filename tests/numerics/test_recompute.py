@@ -116,14 +116,12 @@ def train(recompute: Recompute | None, stage: int, compute: str, options: dict[s
     return Result(losses, grads, saved, backend.plan.recompute if backend is not None else ())
 
 
-PLACES = [(1, 0), (2, 3)]
-"""World size and stage."""
+REGION: dict[str, Any] = {"dropout": 0.3, "region": True}
+CASES: list[tuple[int, int, dict[str, Any]]] = [(1, 0, {}), (1, 0, {"dropout": 0.3}), (2, 3, REGION)]
+"""World size, stage and what the model has."""
 
-MODELS: list[dict[str, Any]] = [{}, {"dropout": 0.3}, {"dropout": 0.3, "region": True}]
 
-
-@pytest.mark.parametrize(("world", "stage"), PLACES)
-@pytest.mark.parametrize("options", MODELS, ids=str)
+@pytest.mark.parametrize(("world", "stage", "options"), CASES)
 def test_the_same_kernels_give_the_same_bits_from_less_memory(world: int, stage: int, options: dict[str, Any]) -> None:
     results = {setting: run(world, train, setting, stage, "eager", options)[0] for setting in SETTINGS}
     for setting in SETTINGS:
@@ -140,7 +138,7 @@ def test_the_same_kernels_give_the_same_bits_from_less_memory(world: int, stage:
     assert results["full"].layers == ("blocks.0", "blocks.1")
 
 
-@pytest.mark.parametrize(("world", "stage", "options"), [(1, 0, {}), (2, 3, MODELS[-1])])
+@pytest.mark.parametrize(("world", "stage", "options"), [(2, 3, REGION)])
 def test_compiled_kernels_agree_and_draw_the_same_masks(world: int, stage: int, options: dict[str, Any]) -> None:
     auto, whole = (run(world, train, setting, stage, "inductor", options)[0] for setting in ("auto", "full"))
     _close(whole, auto)
