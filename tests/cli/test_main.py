@@ -29,7 +29,7 @@ def test_help_starts_at_once() -> None:
         begin = time.perf_counter()
         assert zerograph_process("--help").returncode == 0
         seconds.append(time.perf_counter() - begin)
-    assert min(seconds) < 0.6, f"0.2 s on an idle machine, here {min(seconds):.2f} s at best"
+    assert min(seconds) < 1.0, f"0.2 s on an idle machine, here {min(seconds):.2f} s at best"
 
 
 @pytest.mark.parametrize(

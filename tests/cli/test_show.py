@@ -250,7 +250,7 @@ def test_it_starts_at_once_and_without_anything_heavy(tmp_path: Path) -> None:
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "zerograph.cli.view.tables" in imported
     assert not imported & {"torch", "numpy", "networkx", "sympy", "rich", "psutil", "zerograph.planner"}
-    assert min(seconds) < 0.6, f"0.2 s on an idle machine, here {min(seconds):.2f} s at best"
+    assert min(seconds) < 1.0, f"0.2 s on an idle machine, here {min(seconds):.2f} s at best"
 
 
 # What is drawn, folded and held, for any input.
