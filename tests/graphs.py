@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zerograph import ops
 from zerograph.capture import capture
+from zerograph.dryrun import simulated_rank
 from zerograph.plan import Bucket, Plan
 
 aten = torch.ops.aten
 
 
-@contextmanager
-def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """A default process group of ``world_size`` ranks in this one process; collectives return garbage at once."""
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        torch._dynamo.reset()
-        dist.destroy_process_group()
+fake_world = simulated_rank
 
 
 class Builder:

@@ -54,7 +54,7 @@ def compile_only(
 
     if dist.is_initialized():
         raise RuntimeError("a dry run simulates its ranks and cannot share a process with a process group")
-    with _simulated(world_size):
+    with simulated_rank(0, world_size):
         model, inputs = _made(make, batch, seq)
         ours = backend(**{"compute": "eager", **options})
         ours.runs = False
@@ -120,11 +120,11 @@ def _tokens(inputs: Sequence[Any]) -> int:
 
 
 @contextmanager
-def _simulated(world_size: int) -> Iterator[None]:
-    """A default process group whose collectives do nothing."""
+def simulated_rank(rank: int, world_size: int) -> Iterator[None]:
+    """A default process group of ``world_size`` ranks in this one process, whose collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend
 
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield
     finally:

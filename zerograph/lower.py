@@ -179,17 +179,12 @@ class _Lowering:
         outs = [n for n in nodes if n in inside and _leaves(n, inside)]
         if not outs and not any(_mutates(n) for n in inside):
             return
-        body, inputs = _extract(self.gm, [n for n in nodes if n in inside], outs, self.symbols)
+        computing = [n for n in nodes if n in inside]
+        body, inputs = _extract(self.gm, computing, outs, self.symbols)
         digest = _digest(body)
         callee = self.cache.get(body, digest)
-        computing = [n for n in nodes if n in inside]
-        segment = Segment(
-            digest,
-            len(inside),
-            flops=sum(map(flops_of, computing)),
-            moved=moved_bytes(computing, inputs, outs),
-            temporary=temporary_bytes(computing, outs),
-        )
+        known = self.segments.get(digest)  # repeated layers cost the same
+        segment = _segment(digest, computing, inputs, outs) if known is None else self.described[known]
         module = next((layer for n in computing if (layer := layer_of(n))), "")
         source = next((line for n in computing if (line := source_line(n))), "")
         self._append_compute(segment, callee, inputs, outs, module, source)
@@ -223,6 +218,16 @@ class _Lowering:
             self.callables.append(callee)
         args, results = self._regs(inputs), tuple(self._register(n) for n in outs)
         self.instructions.append(Compute(self.segments[segment.digest], args, results, module=module, source=source))
+
+
+def _segment(digest: str, nodes: list[fx.Node], inputs: list[fx.Node], outs: list[fx.Node]) -> Segment:
+    return Segment(
+        digest,
+        len(nodes),
+        flops=sum(map(flops_of, nodes)),
+        moved=moved_bytes(nodes, inputs, outs),
+        temporary=temporary_bytes(nodes, outs),
+    )
 
 
 def _kind(key: Any) -> Kind:

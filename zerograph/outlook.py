@@ -7,7 +7,7 @@ when it is written and given back after its last reader; what the forward saves,
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from zerograph.forecast import Forecast
 from zerograph.ir import ITEM_SIZE, Param
@@ -101,7 +101,7 @@ class _Builder:
         self.holdings: list[Holding] = []
         self.whole: dict[int, int] = {}  # bucket -> task that gathered it, while it is kept whole
         self.saved: dict[str, _Held] = {}  # by name: what a forward returned
-        self.gradients = 0
+        self.matmul = machine.matmul.get(plan.compute_dtype, machine.matmul["float32"])
 
     def add(self, program: Program) -> None:
         """The tasks of one program, in order."""
@@ -117,9 +117,7 @@ class _Builder:
     def amend(self, index: int, *, takes: Memory = (), gives: Memory = ()) -> None:
         """Let a task that exists take or give more."""
         old = self.tasks[index]
-        self.tasks[index] = Task(
-            old.name, old.stream, old.seconds, old.after, old.takes + takes, old.gives + gives, old.module, old.source
-        )
+        self.tasks[index] = replace(old, takes=old.takes + takes, gives=old.gives + gives)
 
     def hold(self, held: _Held, last: int) -> None:
         if held.bytes:
@@ -155,6 +153,7 @@ class _Run:
         self.held: dict[int, _Held] = {}  # storage -> its memory
         self.ready: dict[int, int] = {}  # register -> task that writes it
         self.last = len(builder.tasks) - 1
+        self.reducing: dict[int, tuple[int, ...]] = {}  # pending reduction -> registers that die with it
         self.waits: set[int] = set()  # what the next segment waits for, whether it reads it or not
         self.same: dict[int, int] = {}  # storage of an input -> an earlier one: several views may have been saved
         first: dict[int, int] = {}
@@ -211,12 +210,7 @@ class _Run:
         if known is not None:
             return known
         machine = self.builder.machine
-        rate = machine.matmul.get(self._dtype(), machine.matmul["float32"])
-        return segment.flops / rate + segment.moved / machine.device_bandwidth + machine.launch
-
-    def _dtype(self) -> str:
-        dtypes = [p.compute_dtype for bucket in self.builder.plan.buckets for p in bucket.params]
-        return max(set(dtypes), key=dtypes.count) if dtypes else "float32"
+        return segment.flops / self.builder.matmul + segment.moved / machine.device_bandwidth + machine.launch
 
     def _write(self, register: int, index: int, module: str, source: str) -> None:
         content, storage = self.contents[register], self._storage(register)
@@ -271,16 +265,16 @@ class _Run:
         seconds = builder.measured.reduces.get(step.bucket, builder.link(size))
         after = tuple(sorted({self.ready[r] for r in step.grads if r in self.ready}))
         name = builder.plan.buckets[step.bucket].name
+        self.reducing[step.out] = step.dead
         self.ready[step.out] = builder.task(Task(f"reduce {name}", "reduce", seconds, after, module=name))
 
     def _wait_reduce(self, step: WaitReduce) -> None:
         """Full gradients go when they are reduced, and this rank's rows of them come."""
         index = self.ready[step.pending]
         self.waits.add(index)
-        reduce = next(s for s in self.program.instructions if isinstance(s, Reduce) and s.out == step.pending)
         for register in step.outs:
             self._write(register, index, self.builder.tasks[index].module, "")
-        self._die(reduce.dead, index)
+        self._die(self.reducing.pop(step.pending), index)
 
     def finish(self) -> None:
         """What the program returns lives on: saved for the backward, or gradients until the update."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ VERSION = 2
 
 Residency = Literal["use", "backward", "step"]
 """How long a gathered bucket stays whole: until its last use in a graph, until its use in the backward, or until
-the optimizer changes the shards."""
+the next forward whose shards may have changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,12 @@ class Plan:
     def bucket_of(self) -> dict[str, Bucket]:
         """The bucket of every parameter, by name."""
         return {p.name: bucket for bucket in self.buckets for p in bucket.params}
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype that most parameters compute in; float32 when there are none."""
+        dtypes = Counter(p.compute_dtype for bucket in self.buckets for p in bucket.params)
+        return max(dtypes, key=dtypes.__getitem__, default="float32")
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, one line, with the format's version."""

@@ -106,8 +106,7 @@ class PlanFile:
     @property
     def model_flops_utilization(self) -> float:
         """Share of the machine's matrix rate that the model's own products use."""
-        dtypes = [p.compute_dtype for bucket in self.plan.buckets for p in bucket.params] or ["float32"]
-        rate = self.machine.matmul.get(max(set(dtypes), key=dtypes.count), 0.0)
+        rate = self.machine.matmul.get(self.plan.compute_dtype, 0.0)
         seconds = self.forecast.seconds
         return self.flops / rate / seconds if rate and seconds else 0.0
 

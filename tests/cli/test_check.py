@@ -5,19 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 from click.testing import CliRunner, Result
-from plans import plan_file
 
 from zerograph.cli import main
 from zerograph.cli.check import SENTENCES
-
-
-@pytest.fixture
-def plan(tmp_path: Path) -> Path:
-    path = tmp_path / "plan.json"
-    path.write_text(plan_file(4).to_json())
-    return path
 
 
 def run(*args: str | Path) -> Result:

@@ -15,13 +15,6 @@ from plans import plan_file
 from zerograph.cli import main
 
 
-@pytest.fixture
-def plan(tmp_path: Path) -> Path:
-    path = tmp_path / "plan.json"
-    path.write_text(plan_file(4).to_json())
-    return path
-
-
 def run(*args: str | Path) -> Result:
     return CliRunner().invoke(main, ["passes", *map(str, args)])
 

@@ -7,9 +7,6 @@ from pathlib import Path
 
 from zerograph.machine import PRESETS, Machine, machine_named
 
-RESERVE = 0.06
-"""Share of every tier that is left alone: device context, workspaces, fragmentation; the system's own memory."""
-
 
 def named_or_file(name: str, memory: int | None) -> Machine:
     """The preset, or what `zerograph bench` wrote; with ``memory`` bytes per device when that is given.

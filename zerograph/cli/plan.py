@@ -7,10 +7,11 @@ from typing import Any
 
 import click
 
-from zerograph.cli.machine_option import RESERVE, named_or_file
+from zerograph.cli.machine_option import named_or_file
 from zerograph.cli.model_source import model_maker
 from zerograph.cli.options import SIZE, Parsed
 from zerograph.cli.terminal import progress, show_table
+from zerograph.planner.estimate import RESERVE
 from zerograph.units import format_bytes
 
 
