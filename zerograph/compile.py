@@ -1,6 +1,7 @@
 """How a traced frame becomes programs: the whole compiler on one screen.
 
-    Dynamo graph -> joint graph          AOTAutograd, with Inductor's decompositions
+    Dynamo graph -> of plain tensors     rows
+                 -> joint graph          AOTAutograd, with Inductor's decompositions
     joint        -> Step -> Plan         capture, planner
     joint        -> forward, backward    canonicalize, localize, recompute, min-cut partition, order_saved
     each         -> zg:: instructions    gather, prefetch, reduce, verify
@@ -32,6 +33,7 @@ from zerograph.dryrun import DryRun
 from zerograph.frame import Frame
 from zerograph.lower import lower
 from zerograph.planner import plan_step
+from zerograph.rows import take_rows
 from zerograph.runtime.executor import Executor
 
 if TYPE_CHECKING:
@@ -54,7 +56,8 @@ def compile_frame(backend: Backend, gm: fx.GraphModule, example_inputs: Sequence
     # The backward compiles with the forward on every rank. By default that depends on whether shapes are dynamic, which
     # may differ between ranks: one that asks the others about its backward would wait for ranks that run already.
     with functorch_config.patch(unlift_effect_tokens=True, force_non_lazy_backward_lowering=True):
-        return compiler(gm, example_inputs)
+        traced, exchanging = take_rows(gm, example_inputs)
+        return exchanging(compiler(gm, traced))
 
 
 def _partition(

@@ -1,0 +1,108 @@
+"""The compiler sees plain tensors: sharded parameters are exchanged for this rank's rows of them before each call.
+
+AOTAutograd can take DTensors apart by itself, and then traces everything twice: once around the DTensors, once around
+what is in them. A graph as Dynamo records it asks a parameter for its rows and nothing else, so that is done outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._guards import detect_fake_mode
+from torch.distributed.tensor import DTensor
+
+
+def take_rows(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], Callable[..., Any]]:
+    """Let ``gm`` read rows where it reads DTensors and asks them for their rows only.
+
+    Returns:
+        The inputs to trace the graph with from now on, and what makes of a function of those one of ``gm``'s own.
+    """
+    traced, places = list(inputs), []
+    for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        reads = _reads(gm, node) if isinstance(inputs[place], DTensor) else None
+        if reads is None:
+            continue
+        for read in reads:
+            _drop(read)
+        traced[place] = _fake_rows(inputs[place])
+        places.append(place)
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            module.recompile()
+    return traced, lambda compiled: _exchanging(compiled, places)
+
+
+def _reads(gm: fx.GraphModule, tensor: fx.Node) -> dict[fx.Node, None] | None:
+    """Where ``tensor`` is asked for its rows, in checkpointed regions too; None when it is asked for anything else."""
+    found: dict[fx.Node, None] = {}
+    for user in tensor.users:
+        if user.op == "call_method" and user.target == "to_local":
+            found[user] = None
+            continue
+        body = getattr(gm, str(user.args[0].target), None) if _takes_a_region(user) else None
+        if not isinstance(body, fx.GraphModule):
+            return None
+        inner = body.graph.find_nodes(op="placeholder")
+        for place, arg in enumerate(user.args[1:]):
+            reads = _reads(body, inner[place]) if arg is tensor else {}
+            if reads is None:
+                return None
+            found |= reads
+    return found
+
+
+def _takes_a_region(user: fx.Node) -> bool:
+    checkpoint = torch.ops.higher_order.tag_activation_checkpoint
+    return user.target is checkpoint and isinstance(user.args[0], fx.Node) and user.args[0].op == "get_attr"
+
+
+def _drop(read: fx.Node) -> None:
+    source = read.args[0]
+    assert isinstance(source, fx.Node)
+    source.meta["example_value"] = read.meta.get("example_value")
+    read.replace_all_uses_with(source)
+    read.graph.erase_node(read)
+
+
+def _fake_rows(shard: DTensor) -> Tensor:
+    rows = shard._local_tensor
+    with detect_fake_mode():
+        return torch.empty_strided(
+            rows.shape, rows.stride(), dtype=rows.dtype, device=rows.device, requires_grad=shard.requires_grad
+        )
+
+
+def _exchanging(compiled: Callable[..., Any], places: Sequence[int]) -> Callable[..., Any]:
+    if not places:
+        return compiled
+
+    def call(*inputs: Any) -> Any:
+        values = list(inputs)
+        for place, rows in zip(places, _Rows.apply(*(inputs[place] for place in places)), strict=True):
+            values[place] = rows
+        return compiled(*values)
+
+    return call
+
+
+class _Rows(torch.autograd.Function):
+    """This rank's rows of each DTensor, by one node of autograd for all of them; gradients return as DTensors."""
+
+    @staticmethod
+    def forward(ctx: Any, *shards: DTensor) -> tuple[Tensor, ...]:
+        ctx.specs = [shard._spec for shard in shards]
+        ctx.set_materialize_grads(False)
+        rows = tuple(shard._local_tensor.detach() for shard in shards)
+        ctx.mark_non_differentiable(*(r for r, shard in zip(rows, shards, strict=True) if not shard.requires_grad))
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
+        return tuple(
+            None if grad is None else DTensor(grad, spec, requires_grad=False)
+            for grad, spec in zip(grads, ctx.specs, strict=True)
+        )
