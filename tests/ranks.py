@@ -102,9 +102,11 @@ def _worker(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
     import zerograph.compile  # noqa: F401  what a first call would import
 
-    gc.freeze()  # collections, and adoption's searches, then look at what tests make: a third of their time otherwise
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     while True:
+        # What compilers keep piles up, and is searched by collections and by adoption: half of a test's time in the end.
+        gc.collect()
+        gc.freeze()
         try:
             function, args = pipe.recv()
         except EOFError:

@@ -24,7 +24,7 @@ _NOT_ELEMENTWISE = {
 
 
 class OptimizerCheck:
-    """Looks at every optimizer once, before its first step on parameters of one backend."""
+    """Looks at every optimizer before its first step, and again when its backend has sharded more since."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class OptimizerCheck:
         those that should be its own and are not.
         """
         self._params, self._replaced, self._skipped, self._hold = params, replaced, skipped, hold
-        self._seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._passed: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         check = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -57,12 +57,14 @@ class OptimizerCheck:
             return  # DCP steps once without moving anything, to make the state
         if self._hold.names and any(id(p) in self._params for p in _params_of(optimizer)):
             self._hold.refuse_step()
-        if optimizer in self._seen:
+        if self._passed.get(optimizer) == len(self._params):
             return
-        if self._params:
-            self._seen.add(optimizer)
         self._refuse_replaced(optimizer)
         self._refuse_skipped(optimizer)
+        self._refuse_not_elementwise(optimizer)
+        self._passed[optimizer] = len(self._params)
+
+    def _refuse_not_elementwise(self, optimizer: Optimizer) -> None:
         names = [c.__name__ for c in type(optimizer).__mro__]
         reason = next((_NOT_ELEMENTWISE[n] for n in names if n in _NOT_ELEMENTWISE), "")
         if reason and any(isinstance(p, DTensor) and id(p) in self._params for p in _params_of(optimizer)):
