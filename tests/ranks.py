@@ -104,7 +104,7 @@ def _worker(rank: int, world_size: int, store: str, pipe: Connection) -> None:
 
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     while True:
-        # What compilers keep piles up, and is searched by collections and by adoption: half of a test's time in the end.
+        # What compilers keep piles up, and is searched by collections and by adoption: half of the time in the end.
         gc.collect()
         gc.freeze()
         try:

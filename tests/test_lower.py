@@ -12,9 +12,10 @@ from graphs import Builder, fake_world, plan
 from torch import Tensor, nn
 
 import zerograph
-from zerograph.lower import SegmentCache, lower
+from zerograph.lower import lower
 from zerograph.passes import gather, prefetch
 from zerograph.runtime.program import Compute, Gather, Program
+from zerograph.segments import SegmentCache
 
 aten = torch.ops.aten
 

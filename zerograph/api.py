@@ -23,7 +23,6 @@ from zerograph.copies import take_over
 from zerograph.errors import ConfigError, ShardingError, UnsupportedError, ZeroGraphError
 from zerograph.faces import resolve_mesh, shard_parameters
 from zerograph.frame import Frame
-from zerograph.lower import SegmentCache
 from zerograph.mutations import refuse_mutations
 from zerograph.optim.check import OptimizerCheck
 from zerograph.plan import Plan
@@ -33,6 +32,7 @@ from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.program import Program
 from zerograph.runtime.residency import StepCount
 from zerograph.runtime.telemetry import Telemetry
+from zerograph.segments import SegmentCache
 from zerograph.surgery import is_open
 
 log = logging.getLogger(__name__)

@@ -55,8 +55,11 @@ def compile_frame(backend: Backend, gm: fx.GraphModule, example_inputs: Sequence
     )
     # The backward compiles with the forward on every rank. By default that depends on whether shapes are dynamic, which
     # may differ between ranks: one that asks the others about its backward would wait for ranks that run already.
-    with functorch_config.patch(unlift_effect_tokens=True, force_non_lazy_backward_lowering=True):
-        traced, exchanging = take_rows(gm, example_inputs)
+    traced, exchanging = take_rows(gm, example_inputs)
+    with (
+        functorch_config.patch(unlift_effect_tokens=True, force_non_lazy_backward_lowering=True),
+        frame.backend.segments.kernels_in_background(),
+    ):
         return exchanging(compiler(gm, traced))
 
 

@@ -7,19 +7,11 @@ Segments with the same structure share one compiled callable, so that a deep mod
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import operator
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, tracing  # segments compile outside Dynamo's own context
-from torch._inductor.compile_fx import compile_fx_inner  # Inductor without another round of AOTAutograd
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from zerograph import ops
 from zerograph.capture import source_line
@@ -39,33 +31,7 @@ from zerograph.runtime.program import (
     WaitGather,
     WaitReduce,
 )
-
-Callee = Callable[[list[Any]], Sequence[Any]]
-"""A compiled segment: takes a list of inputs, which it may clear, and returns its outputs."""
-
-
-@dataclass(slots=True)
-class SegmentCache:
-    """Compiled segments of one backend, by structural digest, with what compiling them cost."""
-
-    compute: str
-    callables: dict[str, Callee] = field(default_factory=dict)
-    constants: list[Any] = field(default_factory=list)  # kept alive: digests know them by identity
-    requested: int = 0
-    seconds: float = 0.0
-
-    def get(self, gm: fx.GraphModule, digest: str) -> Callee:
-        """The callable for ``gm``; compiled unless one of the same structure was."""
-        self.requested += 1
-        found = self.callables.get(digest)
-        if found is None:
-            start = time.perf_counter()
-            found = _compile(gm) if self.compute == "inductor" else _interpret(gm)
-            self.seconds += time.perf_counter() - start
-            self.callables[digest] = found
-            self.constants += [_attribute(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr")]
-            self.constants += _shape_envs(gm)
-        return found
+from zerograph.segments import Callee, SegmentCache, attribute, digest_of, interpret, symbols_in
 
 
 def lower(gm: fx.GraphModule, kind: str, cache: SegmentCache) -> tuple[Program, tuple[Callee, ...]]:
@@ -181,7 +147,7 @@ class _Lowering:
             return
         computing = [n for n in nodes if n in inside]
         body, inputs = _extract(self.gm, computing, outs, self.symbols)
-        digest = _digest(body)
+        digest = digest_of(body)
         callee = self.cache.get(body, digest)
         known = self.segments.get(digest)  # repeated layers cost the same
         segment = _segment(digest, computing, inputs, outs) if known is None else self.described[known]
@@ -193,7 +159,7 @@ class _Lowering:
         """Symbolic sizes that the graph returns: plain integer arithmetic, not worth a compiler."""
         if sizes:
             body, inputs = _extract(self.gm, sizes, sizes, self.symbols)
-            self._append_compute(Segment(_digest(body), len(sizes)), _interpret(body), inputs, sizes)
+            self._append_compute(Segment(digest_of(body), len(sizes)), interpret(body), inputs, sizes)
 
     def _return_constants(self, values: list[Any]) -> None:
         """Sizes and conditions that tracing found to be constant, which AOTAutograd saves all the same."""
@@ -201,7 +167,7 @@ class _Lowering:
             body = fx.Graph()
             body.output(tuple(values))
             gm = fx.GraphModule({}, body)
-            self._append_compute(Segment(_digest(gm), 0), _interpret(gm), [], values)
+            self._append_compute(Segment(digest_of(gm), 0), interpret(gm), [], values)
 
     def _append_compute(
         self,
@@ -292,7 +258,7 @@ def _extract(
     def copy(node: fx.Node) -> fx.Node:
         if node not in copies:
             if node.op == "get_attr":
-                attributes[str(node.target)] = _attribute(gm, str(node.target))
+                attributes[str(node.target)] = attribute(gm, str(node.target))
             copies[node] = body.node_copy(node, copy)
         return copies[node]
 
@@ -311,9 +277,9 @@ def _inputs_of(nodes: list[fx.Node], symbols: dict[Any, fx.Node]) -> list[fx.Nod
     seen: set[fx.Node] = set()
     while queue:
         node = queue.pop()
-        needed |= _symbols_in(node.meta.get("val"))
+        needed |= symbols_in(node.meta.get("val"))
         for source in node.all_input_nodes:
-            needed |= _symbols_in(source.meta.get("val"))
+            needed |= symbols_in(source.meta.get("val"))
             if source in inside or source in seen or source.op == "get_attr":
                 continue
             seen.add(source)
@@ -324,101 +290,6 @@ def _inputs_of(nodes: list[fx.Node], symbols: dict[Any, fx.Node]) -> list[fx.Nod
     for symbol in sorted(needed & symbols.keys(), key=str):
         inputs[symbols[symbol]] = None
     return list(inputs)
-
-
-def _symbols_in(val: Any) -> set[Any]:
-    if isinstance(val, (list, tuple)):
-        return set().union(*(_symbols_in(v) for v in val))
-    if isinstance(val, torch.Tensor) and all(type(s) is int for s in (*val.shape, *val.stride())):
-        return set()  # the common case, by far the cheapest
-    if isinstance(val, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return set(free_symbols(val))
-    return set()
-
-
-def _attribute(gm: fx.GraphModule, path: str) -> Any:
-    value: Any = gm
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _digest(gm: fx.GraphModule) -> str:
-    """Structural hash: equal for segments that differ only in which tensors they read."""
-    index = {node: i for i, node in enumerate(gm.graph.nodes)}
-    text = []
-    for node in gm.graph.nodes:
-        args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
-        target = node.target if node.op in ("call_function", "get_attr") else ""
-        identity = id(_attribute(gm, str(target))) if node.op == "get_attr" else ""
-        text.append(f"{node.op} {target} {identity} {args} {_layout(node.meta.get('val'))}")
-    # What was compiled for symbolic sizes holds under the guards of the frame that they belong to.
-    text += [str(id(env)) for env in _shape_envs(gm)]
-    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
-
-
-def _shape_envs(gm: fx.GraphModule) -> list[Any]:
-    """The owner of the symbolic sizes in ``gm``; empty when all sizes are known."""
-    for node in gm.graph.find_nodes(op="placeholder"):
-        val = node.meta.get("val")
-        if isinstance(val, (torch.Tensor, torch.SymInt)) and _symbols_in(val):
-            sizes = [val] if isinstance(val, torch.SymInt) else val.shape
-            return [next(s for s in sizes if isinstance(s, torch.SymInt)).node.shape_env]
-    return []
-
-
-def _layout(val: Any) -> str:
-    if isinstance(val, torch.Tensor):
-        offset = val.storage_offset()
-        aligned = isinstance(offset, int) and offset * val.element_size() % 16 == 0
-        return f"{val.dtype} {tuple(val.shape)} {val.stride()} {val.device} {aligned}"
-    if isinstance(val, (list, tuple)):
-        return " ".join(_layout(v) for v in val)
-    return str(val) if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) else ""
-
-
-def _compile(gm: fx.GraphModule) -> Callee:
-    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    mode = _fake_mode(inputs)
-    # Its own context: Dynamo's would check this segment's strides against the whole graph's outputs.
-    with tracing(TracingContext(mode)):
-        return compile_fx_inner(gm, inputs, is_inference=True)  # type: ignore[return-value]
-
-
-def _fake_mode(values: list[Any]) -> FakeTensorMode:
-    mode = torch._guards.detect_fake_mode(values)
-    return mode if mode is not None else FakeTensorMode()
-
-
-def _interpret(gm: fx.GraphModule) -> Callee:
-    for node in gm.graph.nodes:
-        node.target = _SEEDED.get(node.target, node.target)
-    gm.recompile()
-
-    def run(args: list[Any]) -> Sequence[Any]:
-        values = list(args)
-        args.clear()
-        return gm(*values)
-
-    return run
-
-
-def _random(size: Sequence[int], seed: torch.Tensor, mode: str, **_: Any) -> torch.Tensor:
-    draw = {"rand": torch.rand, "randn": torch.randn}[mode]
-    return draw(size, generator=_generator(seed), device=seed.device, dtype=torch.float32)
-
-
-def _randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor) -> torch.Tensor:
-    return torch.randint(low, high, size, generator=_generator(seed), device=seed.device)
-
-
-def _generator(seed: torch.Tensor) -> torch.Generator:
-    return torch.Generator(seed.device).manual_seed(int(seed))
-
-
-# Inductor's own random operators ignore their seed when they run uncompiled: a mask that the backward draws again would
-# not be the forward's.
-_SEEDED = {torch.ops.prims.inductor_random.default: _random, torch.ops.prims.inductor_randint.default: _randint}
 
 
 def _with_deaths(

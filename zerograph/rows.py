@@ -43,8 +43,8 @@ def _reads(gm: fx.GraphModule, tensor: fx.Node) -> dict[fx.Node, None] | None:
         if user.op == "call_method" and user.target == "to_local":
             found[user] = None
             continue
-        body = getattr(gm, str(user.args[0].target), None) if _takes_a_region(user) else None
-        if not isinstance(body, fx.GraphModule):
+        body = _region(gm, user)
+        if body is None:
             return None
         inner = body.graph.find_nodes(op="placeholder")
         for place, arg in enumerate(user.args[1:]):
@@ -55,9 +55,12 @@ def _reads(gm: fx.GraphModule, tensor: fx.Node) -> dict[fx.Node, None] | None:
     return found
 
 
-def _takes_a_region(user: fx.Node) -> bool:
-    checkpoint = torch.ops.higher_order.tag_activation_checkpoint
-    return user.target is checkpoint and isinstance(user.args[0], fx.Node) and user.args[0].op == "get_attr"
+def _region(gm: fx.GraphModule, user: fx.Node) -> fx.GraphModule | None:
+    """The graph that ``user`` runs under ``torch.utils.checkpoint``; None when it does something else."""
+    if user.target is not torch.ops.higher_order.tag_activation_checkpoint:
+        return None
+    body = user.args[0]
+    return getattr(gm, str(body.target)) if isinstance(body, fx.Node) and body.op == "get_attr" else None
 
 
 def _drop(read: fx.Node) -> None:
@@ -69,8 +72,9 @@ def _drop(read: fx.Node) -> None:
 
 
 def _fake_rows(shard: DTensor) -> Tensor:
-    rows = shard._local_tensor
-    with detect_fake_mode():
+    rows, mode = shard._local_tensor, detect_fake_mode()
+    assert mode is not None  # Dynamo has one while it compiles
+    with mode:
         return torch.empty_strided(
             rows.shape, rows.stride(), dtype=rows.dtype, device=rows.device, requires_grad=shard.requires_grad
         )

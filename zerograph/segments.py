@@ -1,0 +1,161 @@
+"""Compute segments: what tells them apart, and the callables that they are compiled to, each distinct one once."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing  # segments compile outside Dynamo's own context
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.compile_fx import compile_fx_inner  # Inductor without another round of AOTAutograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import free_symbols
+
+Callee = Callable[[list[Any]], Sequence[Any]]
+"""A compiled segment: takes a list of inputs, which it may clear, and returns its outputs."""
+
+
+@dataclass(slots=True)
+class SegmentCache:
+    """Compiled segments of one backend, by structural digest, with what compiling them cost."""
+
+    compute: str
+    callables: dict[str, Callee] = field(default_factory=dict)
+    constants: list[Any] = field(default_factory=list)  # kept alive: digests know them by identity
+    requested: int = 0
+    seconds: float = 0.0
+
+    def get(self, gm: fx.GraphModule, digest: str) -> Callee:
+        """The callable for ``gm``; compiled unless one of the same structure was."""
+        self.requested += 1
+        found = self.callables.get(digest)
+        if found is None:
+            start = time.perf_counter()
+            found = _compile(gm) if self.compute == "inductor" else interpret(gm)
+            self.seconds += time.perf_counter() - start
+            self.callables[digest] = found
+            self.constants += [attribute(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr")]
+            self.constants += _shape_envs(gm)
+        return found
+
+    @contextmanager
+    def kernels_in_background(self) -> Iterator[None]:
+        """Inside, Inductor's compilers work beside what goes on here; the end waits for them.
+
+        By itself Inductor waits for the kernels of each graph. Segments are many small graphs, of which none is needed
+        before all exist.
+        """
+        before, waiting = dict(self.callables), list[tuple[AsyncCompile, dict[str, Any]]]()
+        wait = AsyncCompile.wait  # private: generated modules call it with their globals, which hold what is to come
+        AsyncCompile.wait = lambda compiler, scope: waiting.append((compiler, scope))  # type: ignore[assignment, misc]
+        try:
+            try:
+                yield
+            finally:
+                AsyncCompile.wait = wait  # type: ignore[method-assign]
+            for compiler, scope in waiting:
+                wait(compiler, scope)
+        except BaseException:
+            self.callables = before  # the others may still lack kernels
+            raise
+
+
+def attribute(gm: fx.GraphModule, path: str) -> Any:
+    value: Any = gm
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def digest_of(gm: fx.GraphModule) -> str:
+    """Structural hash: equal for segments that differ only in which tensors they read."""
+    index = {node: i for i, node in enumerate(gm.graph.nodes)}
+    text = []
+    for node in gm.graph.nodes:
+        args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
+        target = node.target if node.op in ("call_function", "get_attr") else ""
+        identity = id(attribute(gm, str(target))) if node.op == "get_attr" else ""
+        text.append(f"{node.op} {target} {identity} {args} {_layout(node.meta.get('val'))}")
+    # What was compiled for symbolic sizes holds under the guards of the frame that they belong to.
+    text += [str(id(env)) for env in _shape_envs(gm)]
+    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
+
+
+def _shape_envs(gm: fx.GraphModule) -> list[Any]:
+    """The owner of the symbolic sizes in ``gm``; empty when all sizes are known."""
+    for node in gm.graph.find_nodes(op="placeholder"):
+        val = node.meta.get("val")
+        if isinstance(val, (torch.Tensor, torch.SymInt)) and symbols_in(val):
+            sizes = [val] if isinstance(val, torch.SymInt) else val.shape
+            return [next(s for s in sizes if isinstance(s, torch.SymInt)).node.shape_env]
+    return []
+
+
+def symbols_in(val: Any) -> set[Any]:
+    if isinstance(val, (list, tuple)):
+        return set().union(*(symbols_in(v) for v in val))
+    if isinstance(val, torch.Tensor) and all(type(s) is int for s in (*val.shape, *val.stride())):
+        return set()  # the common case, by far the cheapest
+    if isinstance(val, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return set(free_symbols(val))
+    return set()
+
+
+def _layout(val: Any) -> str:
+    if isinstance(val, torch.Tensor):
+        offset = val.storage_offset()
+        aligned = isinstance(offset, int) and offset * val.element_size() % 16 == 0
+        return f"{val.dtype} {tuple(val.shape)} {val.stride()} {val.device} {aligned}"
+    if isinstance(val, (list, tuple)):
+        return " ".join(_layout(v) for v in val)
+    return str(val) if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) else ""
+
+
+def _compile(gm: fx.GraphModule) -> Callee:
+    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    mode = _fake_mode(inputs)
+    # Its own context: Dynamo's would check this segment's strides against the whole graph's outputs.
+    with tracing(TracingContext(mode)):
+        return compile_fx_inner(gm, inputs, is_inference=True)  # type: ignore[return-value]
+
+
+def _fake_mode(values: list[Any]) -> FakeTensorMode:
+    mode = torch._guards.detect_fake_mode(values)
+    return mode if mode is not None else FakeTensorMode()
+
+
+def interpret(gm: fx.GraphModule) -> Callee:
+    for node in gm.graph.nodes:
+        node.target = _SEEDED.get(node.target, node.target)
+    gm.recompile()
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        values = list(args)
+        args.clear()
+        return gm(*values)
+
+    return run
+
+
+def _random(size: Sequence[int], seed: torch.Tensor, mode: str, **_: Any) -> torch.Tensor:
+    draw = {"rand": torch.rand, "randn": torch.randn}[mode]
+    return draw(size, generator=_generator(seed), device=seed.device, dtype=torch.float32)
+
+
+def _randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor) -> torch.Tensor:
+    return torch.randint(low, high, size, generator=_generator(seed), device=seed.device)
+
+
+def _generator(seed: torch.Tensor) -> torch.Generator:
+    return torch.Generator(seed.device).manual_seed(int(seed))
+
+
+# Inductor's own random operators ignore their seed when they run uncompiled: a mask that the backward draws again would
+# not be the forward's.
+_SEEDED = {torch.ops.prims.inductor_random.default: _random, torch.ops.prims.inductor_randint.default: _randint}
