@@ -1,7 +1,9 @@
 """Adoption: the first call of a compiled model turns its plain parameters into sharded ones.
 
-When Dynamo hands over a graph whose inputs are plain parameters, their modules are found, the parameters are sharded in
-place, optimizers and lists that hold the old objects are pointed at the new ones, and Dynamo traces the frame again.
+Before Dynamo traces the first frame for a backend, the modules on the call stack are those to shard. Where there are
+none (a compiled function), or not all, Dynamo hands over a graph whose inputs are plain parameters: their modules are
+found, and Dynamo traces the frame again. Parameters are sharded in place; optimizers and lists that hold the old
+objects are pointed at the new ones.
 This file holds every touch of Dynamo's private interfaces that this needs.
 """
 
@@ -35,6 +37,26 @@ class Retrace(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):  # t
 
     The first base clears Dynamo's speculation log, the second is let through by ``call_user_compiler``.
     """
+
+
+def before_first_trace(adopt: Callable[[Any], None]) -> None:
+    """Have ``adopt`` called with what torch.compile was given, whenever Dynamo is about to trace a frame for it.
+
+    Idempotent; ``torch._dynamo.reset()`` forgets it.
+    """
+    callbacks = torch._dynamo.callback_handler.start_callbacks
+    if any(getattr(callback, "adopt", None) is adopt for callback in callbacks):
+        return
+
+    def starts(args: Any) -> None:
+        frame = sys._getframe(1) if args.callback_trigger.name == "DYNAMO" else None
+        while frame is not None and "compiler_fn" not in frame.f_locals:
+            frame = frame.f_back  # type: ignore[assignment]
+        if frame is not None:
+            adopt(_innermost(frame.f_locals["compiler_fn"]))
+
+    starts.adopt = adopt  # type: ignore[attr-defined]
+    callbacks.append(starts)
 
 
 def unwrapped(error: ZeroGraphError) -> ZeroGraphError:
@@ -163,7 +185,11 @@ def _compiled_modules() -> Iterator[tuple[nn.Module, Any]]:
 def _backend_of(context: Any) -> Any:
     """What the user gave torch.compile, behind the wrappers that Dynamo put around it."""
     callback = getattr(context, "callback", None)
-    wrapped = innermost_backend(callback) if callback is not None else None
+    return _innermost(callback) if callback is not None else None
+
+
+def _innermost(compiler: Any) -> Any:
+    wrapped = innermost_backend(compiler)
     return getattr(wrapped, "compiler_fn", wrapped)
 
 

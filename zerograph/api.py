@@ -68,6 +68,7 @@ class Backend:
         self._device: torch.device | None = None
         self._agreement: Agreement | None = None
         self._breaks_before = dict(torch._dynamo.utils.counters["graph_break"])
+        adopt.before_first_trace(_adopt_early)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Dynamo's entry: adopt the model on its first call, then compile the frame."""
@@ -96,6 +97,18 @@ class Backend:
         if not self.frames:
             gc.collect()  # the abandoned trace holds the full parameters in reference cycles
         return compile_frame(self, gm, example_inputs)
+
+    def adopt_early(self) -> None:
+        """Shard the model that is being called before Dynamo traces it, instead of after; the first call only."""
+        roots = [m for m in adopt.modules_on_stack() if not isinstance(m, fx.GraphModule)]
+        params = [p for root in roots for p in root.parameters()]
+        if self._device is not None or not params or any(p.is_meta for p in params) or is_open(params):
+            return  # what is wrong with them is said where a graph reads them
+        try:
+            adopt.refuse_wrapped(m for root in roots for m in root.modules())
+            self.shard(list(dict.fromkeys(roots)), params[0].device)
+        except ZeroGraphError as error:
+            raise adopt.unwrapped(error) from error.__cause__
 
     def shard(self, roots: Sequence[nn.Module], device: torch.device) -> bool:
         """Give the parameters of ``roots`` their faces; returns whether there was anything to do.
@@ -241,6 +254,11 @@ class Backend:
             runs=dict(self.telemetry.runs),
             peak_whole_buckets=self.telemetry.peak_whole,
         )
+
+
+def _adopt_early(compiler: object) -> None:
+    if isinstance(compiler, Backend):
+        compiler.adopt_early()
 
 
 def backend(**options: Any) -> Backend:

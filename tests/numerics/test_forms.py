@@ -175,6 +175,22 @@ def test_module_compile_leaves_keys_and_classes_alone() -> None:
     assert before == after and same
 
 
+def _traces(form: Callable[[nn.Module], Step]) -> int:
+    """How often Dynamo went through the forward of a first call."""
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        translator = torch._dynamo.symbolic_convert.InstructionTranslator
+        run_translator = translator.run
+        patch.setattr(translator, "run", lambda self: seen.append(self.f_code.co_name) or run_translator(self))
+        form(Net())(torch.ones(2, 6))
+    return seen.count("forward")
+
+
+@pytest.mark.parametrize("form", [_torch_compile, _module_compile], ids=lambda form: form.__name__.strip("_"))
+def test_the_first_call_of_a_model_traces_it_once(form: Callable[[nn.Module], Step]) -> None:
+    assert run(2, _traces, form) == [1, 1]
+
+
 def _backend_of_a_name() -> tuple[int, bool]:
     model = torch.compile(Net(), backend="zerograph", options=OPTIONS)
     try:
