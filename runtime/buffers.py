@@ -41,6 +41,10 @@ class BufferPool:
     def __init__(self) -> None:
         self._buffers: list[Tensor] = []  # least recently used first
 
+    def trim(self) -> None:
+        """Let go of the free buffers."""
+        self._buffers = [b for b in self._buffers if not _is_unshared(b)]
+
     def take(self, size: int) -> Tensor:
         """Uninitialized memory of ``size`` bytes."""
         free = [b for b in self._buffers if _is_unshared(b)]

@@ -33,6 +33,9 @@ class Communicator(Protocol):
     rank: int
     world_size: int
 
+    def trim(self) -> None:
+        """Let go of memory that is kept to be used again."""
+
     def enter(self, sequence: int) -> None:
         """This rank begins a program whose collectives hash to ``sequence``."""
 
@@ -87,6 +90,9 @@ class GroupCommunicator:
         self.rank, self.world_size = group.rank(), group.size()
         self.coalesces = backend_name(group, device) == "nccl"
         self.compares = backend_name(group, device) == "gloo"
+
+    def trim(self) -> None:
+        """There is none."""
 
     def enter(self, sequence: int) -> None:
         """Compare with the other ranks, on gloo; on NCCL that would wait for the device.

@@ -6,13 +6,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from zerograph.runtime.comm import Communicator
 from zerograph.runtime.hold import GradientHold
-from zerograph.runtime.program import Compute, Free, Gather, Program, Reduce, WaitGather, WaitReduce
+from zerograph.runtime.program import (
+    Compute,
+    Free,
+    Gather,
+    Instruction,
+    Program,
+    Reduce,
+    WaitGather,
+    WaitReduce,
+)
 from zerograph.runtime.residency import GatheredCache
-from zerograph.runtime.telemetry import Telemetry
+from zerograph.runtime.telemetry import Telemetry, label
 
 Callee = Callable[[list[Any]], Sequence[Any]]
 
@@ -26,6 +37,7 @@ class Runtime:
         comm: the transport; None at world size 1, where programs hold no collectives.
         cache: buckets that stay whole between programs.
         hold: gradients kept back by ``no_sync``, shared by all frames of the backend.
+        device: where segments run.
     """
 
     frame: int
@@ -33,6 +45,7 @@ class Runtime:
     cache: GatheredCache
     hold: GradientHold
     telemetry: Telemetry
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
 
 
 class Executor:
@@ -46,9 +59,11 @@ class Executor:
         self.runtime, self.frame = runtime, runtime.frame
         self.comm: Communicator = runtime.comm  # type: ignore[assignment]  # None where programs have no collectives
         self.cache, self.hold, self.telemetry = runtime.cache, runtime.hold, runtime.telemetry
+        self.synchronizes = runtime.device.type != "cpu"
         self.unread = _unread_inputs(program)
         self.sequence = int(program.digest[:15], 16) if any(program.collectives()) else 0
         self.steps = [(step, getattr(self, _METHODS[type(step)]), step.dead) for step in program.instructions]
+        self.marked = [(step, self._marked(i, run), dead) for i, (step, run, dead) in enumerate(self.steps)]
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run the program once."""
@@ -61,7 +76,7 @@ class Executor:
         try:
             if self.sequence:
                 self.comm.enter(self.sequence)
-            for step, run, dead in self.steps:
+            for step, run, dead in self.marked if self.telemetry.recording else self.steps:
                 run(step, registers)
                 for register in dead:
                     registers[register] = None
@@ -71,6 +86,18 @@ class Executor:
             raise
         self.telemetry.finished(program.kind)
         return [None if r is None else registers[r] for r in program.outputs]
+
+    def _marked(self, index: int, run: Callable[..., None]) -> Callable[..., None]:
+        """``run`` as a span that torch's profiler sees; on an accelerator it then waits for what it started."""
+        name = label(self.frame, self.program.kind, index)
+
+        def marked(step: Instruction, registers: list[Any]) -> None:
+            with record_function(name):
+                run(step, registers)
+                if self.synchronizes:
+                    torch.accelerator.synchronize()
+
+        return marked
 
     def _compute(self, step: Compute, registers: list[Any]) -> None:
         args = [registers[r] for r in step.args]

@@ -68,6 +68,10 @@ class MailboxCommunicator:
         self.pool = BufferPool()
         weakref.finalize(self, mailbox.close)
 
+    def trim(self) -> None:
+        """See :class:`~zerograph.runtime.comm.Communicator`."""
+        self.pool.trim()
+
     def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> _Gathering:
         """See :class:`~zerograph.runtime.comm.Communicator`."""
         pieces = []

@@ -6,13 +6,17 @@ from collections import Counter
 
 
 class Telemetry:
-    """Counters of one backend."""
+    """Counters of one backend.
+
+    ``recording``: executors mark every instruction for torch's profiler, see :func:`label`.
+    """
 
     def __init__(self) -> None:
         self.runs: Counter[str] = Counter()
         self.gathers = 0
         self.whole: set[tuple[int, int]] = set()
         self.peak_whole = 0
+        self.recording = False
 
     def gathering(self, frame: int, bucket: int) -> None:
         """A gather starts: its bucket occupies memory from here on."""
@@ -27,3 +31,8 @@ class Telemetry:
     def finished(self, kind: str) -> None:
         """A program of that kind has run."""
         self.runs[kind] += 1
+
+
+def label(frame: int, kind: str, index: int) -> str:
+    """The name under which the profiler sees instruction ``index`` of a frame's program."""
+    return f"zg {frame} {kind} {index}"

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zerograph import adopt
@@ -26,6 +27,7 @@ from zerograph.frame import Frame
 from zerograph.mutations import refuse_mutations
 from zerograph.optim.check import OptimizerCheck
 from zerograph.plan import Plan
+from zerograph.recording import Recording
 from zerograph.report import BucketReport, Report
 from zerograph.runtime.comm import Communicator, connect
 from zerograph.runtime.hold import GradientHold
@@ -67,6 +69,7 @@ class Backend:
         self._mesh: Any = None
         self._device: torch.device | None = None
         self._agreement: Agreement | None = None
+        self._recording: Recording | None = None
         self._breaks_before = dict(torch._dynamo.utils.counters["graph_break"])
         adopt.before_first_trace(_adopt_early)
 
@@ -212,6 +215,31 @@ class Backend:
         finally:
             self.hold.active = before
 
+    @contextlib.contextmanager
+    def record(self) -> Iterator[Recording]:
+        """Record one training step: forward, backward and, if wanted, the optimizer's step.
+
+        The compiled model must have run before. torch's profiler runs meanwhile, and on an accelerator every
+        instruction is waited for, so that the step is slower than others. :meth:`report` shows the last recording.
+
+        Raises:
+            ZeroGraphError: nothing was compiled yet, or something else than one step ran.
+        """
+        self._last_frame()
+        recording = Recording(self)
+        recording.start()
+        try:
+            yield recording
+        except BaseException:
+            recording.stop(failed=True)
+            raise
+        recording.stop()
+        self._recording = recording
+
+    def optimizers(self) -> list[Optimizer]:
+        """Those that have stepped on parameters of this backend."""
+        return self._optimizers.stepped()
+
     @property
     def plan(self) -> Plan:
         """The plan of the last training frame (of the last frame, when there is none).
@@ -253,6 +281,7 @@ class Backend:
             graph_breaks=dict(breaks),
             runs=dict(self.telemetry.runs),
             peak_whole_buckets=self.telemetry.peak_whole,
+            recorded=self._recording.beside_forecast() if self._recording is not None else None,
         )
 
 

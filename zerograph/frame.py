@@ -35,7 +35,10 @@ class Frame:
         """The planner has decided; from here on the runtime's shared parts exist."""
         self.step, self.plan = step, plan
         cache = GatheredCache(plan, self.backend.steps, self.backend.hold)
-        self.runtime = Runtime(self.index, self.backend.communicator, cache, self.backend.hold, self.backend.telemetry)
+        backend = self.backend
+        self.runtime = Runtime(
+            self.index, backend.communicator, cache, backend.hold, backend.telemetry, backend.device
+        )
 
     def text_of(self, gm: fx.GraphModule) -> str:
         """The graph as text, where anyone will read it."""

@@ -9,13 +9,23 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from zerograph.forecast import Forecast
+from zerograph.forecast import Forecast, Stream
 from zerograph.ir import ITEM_SIZE, Param
 from zerograph.machine import Machine
 from zerograph.plan import Plan
 from zerograph.planfile import Holding
 from zerograph.planner.simulate import Memory, Task, simulate
-from zerograph.runtime.program import Compute, Free, Gather, Program, Reduce, Segment, WaitGather, WaitReduce
+from zerograph.runtime.program import (
+    Compute,
+    Free,
+    Gather,
+    Instruction,
+    Program,
+    Reduce,
+    Segment,
+    WaitGather,
+    WaitReduce,
+)
 
 NOT_COUNTED = (
     "fragmentation and workspaces of the allocator",
@@ -26,11 +36,30 @@ NOT_COUNTED = (
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Seconds that a run took, to forecast with instead of rates: by segment digest, and by bucket."""
+    """Seconds that a run took, to forecast with instead of rates: by segment digest, by bucket, of the update."""
 
     segments: Mapping[str, float] = field(default_factory=dict)
     gathers: Mapping[int, float] = field(default_factory=dict)
     reduces: Mapping[int, float] = field(default_factory=dict)
+    update: float | None = None
+
+
+def task_of(plan: Plan, step: Instruction | None, kind: str) -> tuple[Stream | None, str, str]:
+    """The stream, name and module of the task that ``step`` is in a program of that kind; None is the update.
+
+    What only lets go of memory has no stream.
+    """
+    match step:
+        case None:
+            return "compute", "optimizer update", "optimizer"
+        case Compute(module=module):
+            return "compute", f"{kind} {module or 'outside of layers'}", module
+        case Gather(bucket=bucket) | WaitGather(bucket=bucket):
+            return "gather", f"gather {plan.buckets[bucket].name}", plan.buckets[bucket].name
+        case Reduce(bucket=bucket) | WaitReduce(bucket=bucket):
+            return "reduce", f"reduce {plan.buckets[bucket].name}", plan.buckets[bucket].name
+        case Free():
+            return None, "", ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +162,11 @@ class _Builder:
         """One pass over parameters, gradients and states; gradients go afterwards (``zero_grad``)."""
         trainable = [p for bucket in self.plan.buckets for p in bucket.params if p.trainable]
         size = sum(_shard_bytes(p, self.plan.world_size) for p in trainable)
-        seconds = size * (3 + 2 * moments) / self.machine.device_bandwidth
+        rates = size * (3 + 2 * moments) / self.machine.device_bandwidth
+        seconds = self.measured.update if self.measured.update is not None else rates
         reduces = [i for i, task in enumerate(self.tasks) if task.stream == "reduce"]
-        self.task(Task("optimizer update", "compute", seconds, tuple(reduces[-1:]), module="optimizer"))
+        _, name, module = task_of(self.plan, None, "")
+        self.task(Task(name, "compute", seconds, tuple(reduces[-1:]), module=module))
 
     def finish(self) -> None:
         """What nothing gave back lives to the end."""
@@ -193,7 +224,7 @@ class _Run:
         segment = self.program.segments[step.segment]
         after = tuple(sorted(self.waits | {self.ready[r] for r in step.args if r in self.ready}))
         self.waits.clear()
-        name = f"{self.program.kind} {step.module or 'outside of layers'}"
+        _, name, _ = task_of(self.builder.plan, step, self.program.kind)
         seconds = self._seconds(segment)
         temporary: Memory = (("device", segment.temporary),) if segment.temporary else ()
         index = self.builder.task(Task(name, "compute", seconds, after, temporary, temporary, step.module, step.source))
@@ -240,8 +271,9 @@ class _Run:
             size = self._gathered_bytes(step.params)
             seconds = builder.measured.gathers.get(step.bucket, builder.link(size))
             after = (self.last,) if self.last >= 0 else ()
-            name = builder.plan.buckets[step.bucket].name
-            index = builder.task(Task(f"gather {name}", "gather", seconds, after, (("device", size),), (), name))
+            _, task, name = task_of(builder.plan, step, self.program.kind)
+            index = builder.task(Task(task, "gather", seconds, after, (("device", size),), (), name))
+            self._occupy_compute(index)
             builder.whole[step.bucket] = self.ready[step.out] = index
             self.held[-1 - step.bucket] = _Held(name, "gathered", size, index, name, "")
         self._die(step.dead, self.last if self.last >= 0 else 0)
@@ -264,9 +296,15 @@ class _Run:
         size = sum(p.elements * ITEM_SIZE[p.reduce_dtype] for p in step.params)
         seconds = builder.measured.reduces.get(step.bucket, builder.link(size))
         after = tuple(sorted({self.ready[r] for r in step.grads if r in self.ready}))
-        name = builder.plan.buckets[step.bucket].name
+        _, task, name = task_of(builder.plan, step, self.program.kind)
         self.reducing[step.out] = step.dead
-        self.ready[step.out] = builder.task(Task(f"reduce {name}", "reduce", seconds, after, module=name))
+        self.ready[step.out] = builder.task(Task(task, "reduce", seconds, after, module=name))
+        self._occupy_compute(self.ready[step.out])
+
+    def _occupy_compute(self, transfer: int) -> None:
+        """On a CPU the cores that compute also carry what ranks exchange: nothing runs beside it."""
+        if self.builder.machine.device == "cpu":
+            self.waits.add(transfer)
 
     def _wait_reduce(self, step: WaitReduce) -> None:
         """Full gradients go when they are reduced, and this rank's rows of them come."""

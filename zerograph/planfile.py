@@ -120,18 +120,13 @@ class PlanFile:
         return _digest(self._data())
 
     def _data(self) -> dict[str, Any]:
-        forecast = self.forecast
         return {
             "version": self.version,
             "model": self.model,
             "plan": json.loads(self.plan.to_json()),
             "machine": json.loads(self.machine.to_json()),
             "budget": dict(self.budget),
-            "spans": _table(Span, forecast.spans),
-            "memory": {tier: [list(point) for point in curve] for tier, curve in forecast.memory.items()},
-            "peaks": {tier: asdict(peak) for tier, peak in forecast.peaks.items()},
-            "critical_path": list(forecast.critical_path),
-            "not_counted": list(forecast.not_counted),
+            **_forecast_data(self.forecast),
             "holdings": _table(Holding, self.holdings),
             "reasons": _table(Reason, self.reasons),
             "passes": _table(PassRecord, self.passes),
@@ -187,6 +182,11 @@ def changes(before: str, after: str) -> str:
     return "\n".join(lines)
 
 
+def run_to_json(run: Forecast) -> str:
+    """What :func:`run_from_json` reads."""
+    return _canonical(_forecast_data(run))
+
+
 def run_from_json(text: str) -> Forecast:
     """What a run measured: the parts of a plan file that make its forecast, filled in by the run.
 
@@ -198,6 +198,16 @@ def run_from_json(text: str) -> Forecast:
     except (ValueError, TypeError, KeyError, AttributeError):
         hint = "it needs spans, memory and peaks as in a plan file (docs/cli.md)"
         raise ConfigError("the file holds no measured run", hint) from None
+
+
+def _forecast_data(forecast: Forecast) -> dict[str, Any]:
+    return {
+        "spans": _table(Span, forecast.spans),
+        "memory": {tier: [list(point) for point in curve] for tier, curve in forecast.memory.items()},
+        "peaks": {tier: asdict(peak) for tier, peak in forecast.peaks.items()},
+        "critical_path": list(forecast.critical_path),
+        "not_counted": list(forecast.not_counted),
+    }
 
 
 def _forecast(data: dict[str, Any]) -> Forecast:

@@ -19,6 +19,23 @@ class BucketReport:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A recorded step beside its forecast from the run's own segment and transfer times; peaks are bytes per rank."""
+
+    seconds: float
+    forecast_seconds: float
+    peak: int
+    forecast_peak: int
+
+    def __str__(self) -> str:
+        return (
+            f"recorded step {self.seconds:.3f} s, forecast {self.forecast_seconds:.3f} s "
+            f"({self.forecast_seconds / self.seconds - 1:+.0%}); peak {format_bytes(self.peak)}, "
+            f"forecast {format_bytes(self.forecast_peak)} ({self.forecast_peak / self.peak - 1:+.0%})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Returned by ``backend.report()``; ``print`` it.
 
@@ -28,6 +45,7 @@ class Report:
         graph_breaks: reason and count of each graph break since the backend was made.
         runs: executions per kind of program.
         peak_whole_buckets: most buckets that were whole at one time.
+        recorded: the last step that ``backend.record()`` recorded.
     """
 
     stage: int
@@ -41,6 +59,7 @@ class Report:
     graph_breaks: dict[str, int]
     runs: dict[str, int]
     peak_whole_buckets: int
+    recorded: RecordedStep | None = None
 
     def __str__(self) -> str:
         lines = [
@@ -50,6 +69,8 @@ class Report:
             f"  runs: {', '.join(f'{n} {kind}' for kind, n in self.runs.items()) or 'none yet'}; "
             f"at most {self.peak_whole_buckets} buckets whole at a time",
         ]
+        if self.recorded is not None:
+            lines.append(f"  {self.recorded}")
         lines += [
             f"  frame {b.frame}  {b.name:32s} {len(b.params):4d} parameters  {format_bytes(b.bytes):>9s}  {b.residency}"
             for b in self.buckets

@@ -64,6 +64,10 @@ class OptimizerCheck:
         self._refuse_not_elementwise(optimizer)
         self._passed[optimizer] = len(self._params)
 
+    def stepped(self) -> list[Optimizer]:
+        """The optimizers that have stepped on parameters of the backend."""
+        return [o for o in self._passed if any(id(p) in self._params for p in _params_of(o))]
+
     def _refuse_not_elementwise(self, optimizer: Optimizer) -> None:
         names = [c.__name__ for c in type(optimizer).__mro__]
         reason = next((_NOT_ELEMENTWISE[n] for n in names if n in _NOT_ELEMENTWISE), "")

@@ -1,0 +1,105 @@
+"""A recorded step is the step that was forecast, and makes a better forecast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+from torch import Tensor, nn
+from toy import Toy, adamw, compiled
+
+import zerograph
+from zerograph.errors import ZeroGraphError
+from zerograph.machine import machine_named
+from zerograph.planfile import run_from_json
+
+
+class Stack(nn.Module):
+    """Large enough that tensors, not allocator granules, are what is counted."""
+
+    def __init__(self, layers: int = 4, width: int = 256) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def _record(stage: int, path: str) -> tuple[dict[str, int], list[str], str]:
+    model = Stack()
+    backend = zerograph.backend(stage=stage, bucket_size="300kB")
+    model.compile(backend=backend)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.randn(256, 256)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    with backend.record() as recording:
+        step()
+    found = recording.predicted(machine_named("cpu"))
+    if dist.get_rank() == 0:
+        recording.save(path)
+    recorded = backend.report().recorded
+    assert recorded is not None
+    assert recorded.peak == recording.forecast.peaks["device"].bytes
+    return (
+        {"measured": recorded.peak, "forecast": found.forecast.peaks["device"].bytes},
+        [span.name for span in recording.forecast.spans],
+        str(backend.report()),
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_recorded_peak_is_the_forecast_one(stage: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    for peaks, names, report in run(2, _record, stage, str(path)):
+        assert peaks["forecast"] == pytest.approx(peaks["measured"], rel=0.05)
+        assert names[-1] == "optimizer update"
+        gathers = [name for name in names if name.startswith("gather")]
+        assert len(gathers) == 2 * 4 * (2 if stage == 3 else 1)  # start and wait; in the backward again at stage 3
+        assert "recorded step" in report
+    read = run_from_json(path.read_text())
+    assert [span.name for span in read.spans] == names
+
+
+def _record_wrongly(what: str) -> str:
+    model = Toy().train()
+    backend = compiled(model)
+    optimizer = adamw(model)
+
+    def step() -> None:
+        model(torch.arange(4)).sum().backward()
+        optimizer.step()
+
+    def record(*steps: Any) -> None:
+        with backend.record():
+            for each in steps:
+                each()
+
+    if what != "nothing compiled":
+        step()
+    bodies = {"two steps": (step, step), "forward only": (lambda: model(torch.arange(4)),), "nothing compiled": ()}
+    with pytest.raises(ZeroGraphError) as caught:
+        record(*bodies[what])
+    if what != "nothing compiled":
+        record(step)  # still works
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("two steps", "one step"), ("forward only", "one forward and one backward"), ("nothing compiled", "nothing was")],
+)
+def test_a_recording_is_of_one_step(what: str, message: str) -> None:
+    for text in run(2, _record_wrongly, what):
+        assert message in text
