@@ -110,6 +110,7 @@ class Backend:
         except ZeroGraphError as error:
             raise adopt.unwrapped(error) from error.__cause__
 
+    @torch.inference_mode(False)  # inference tensors could never be trained
     def shard(self, roots: Sequence[nn.Module], device: torch.device) -> bool:
         """Give the parameters of ``roots`` their faces; returns whether there was anything to do.
 
