@@ -78,7 +78,9 @@ def test_a_plan_file_of_a_traced_model(model: Path, tmp_path: Path, world: int) 
     assert any("toy_model.py:" in s.source for s in file.forecast.spans)
     products = 3 * 2 * 128 * (3 * 8 * 256**2 + 512 * 256)
     assert file.flops == pytest.approx(products, rel=0.05)
-    assert "plan: stage 3, because" in result.stdout
+    assert "\nplan: stage 3, because" in result.stdout
+    shown = CliRunner().invoke(main, ["show", str(out)]).stdout
+    assert result.stdout.partition("\n\nplan: stage 3")[0] in shown  # one summary for both commands
     assert not torch.distributed.is_initialized()
 
 
