@@ -52,6 +52,12 @@ def frozen():
 
 def nothing():
     return 3
+
+def by_keyword():
+    return Net(), {"ids": torch.zeros(2, 16, dtype=torch.int64)}
+
+def needs(width):
+    return Net(width)
 """
 
 
@@ -92,6 +98,8 @@ def test_what_does_not_fit_exits_with_1(model: Path) -> None:
 
 def test_a_model_may_bring_its_inputs(model: Path) -> None:
     assert run(f"{model}:with_inputs", "--world", "2").exit_code == 0
+    result = run(f"{model}:by_keyword", "--world", "2", "--json")
+    assert result.exit_code == 0 and PlanFile.from_json(result.stdout).tokens == 32
 
 
 @pytest.mark.parametrize(
@@ -103,6 +111,7 @@ def test_a_model_may_bring_its_inputs(model: Path) -> None:
         ("nowhere.py:small", "there is no file nowhere.py"),
         ("no_such_module:small", "there is no module no_such_module"),
         ("{model}:nothing", "returned int"),
+        ("{model}:needs", "cannot be called without arguments: missing a required argument: 'width'"),
         ("{model}:branches", "does not trace into one graph"),
         ("{model}:frozen", "has no backward"),
     ],

@@ -44,16 +44,17 @@ RECOMPUTE = Parsed("auto|none|full|0..1", _recompute)
 def plan(model: str, output: Path | None, explain: bool, json_: bool, **options: Any) -> int:
     """Plan a training step without running it, and write a plan file.
 
-    MODEL is file.py:callable or module:callable. The callable returns a model, or a model and a tuple of its inputs,
-    and is called on the meta device: nothing of any size is allocated. A model without inputs gets token ids of --batch
-    by --seq. Exits with 1 when the step does not fit.
+    MODEL is file.py:callable or module:callable. The callable returns a model, or a model and its inputs (a tuple, or a
+    dict of keyword arguments), and is called on the meta device: nothing of any size is allocated. A model without
+    inputs gets token ids of --batch by --seq. MODEL may also be the config.json of a Hugging Face causal language
+    model. Exits with 1 when the step does not fit.
     """
     from zerograph.planning import plan_file
 
     machine = named_or_file(options.pop("machine"), options.pop("memory"))
     with progress() as say:
         say("importing torch and the model")
-        make = model_maker(model)
+        make = model_maker(model, batch=options["batch"], seq=options["seq"])
         say(f"tracing {model} for {options['world']} simulated ranks")
         file = plan_file(model, make, machine, reserve=RESERVE, **options)
     if output is not None:
