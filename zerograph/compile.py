@@ -30,8 +30,10 @@ from zerograph import passes
 from zerograph.capture import capture
 from zerograph.dryrun import DryRun
 from zerograph.frame import Frame
+from zerograph.ir import Step
 from zerograph.lower import lower
-from zerograph.planner import plan_step
+from zerograph.plan import Plan
+from zerograph.planner import plan_step, replay
 from zerograph.runtime.executor import Executor
 
 if TYPE_CHECKING:
@@ -78,19 +80,24 @@ def _compile_inference(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) 
 def _prepare(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], *, training: bool) -> None:
     passes.canonicalize(gm)
     step = capture(gm.graph, training=training)
-    config = frame.backend.config
-    plan = plan_step(
+    frame.planned(step, _plan(frame.backend, step))
+    passes.localize(gm)
+    with V.set_fake_mode(detect_fake_mode(inputs)):  # where Inductor's passes look for it
+        joint_graph_passes(gm)
+
+
+def _plan(backend: Backend, step: Step) -> Plan:
+    config = backend.config
+    if config.plan is not None:
+        return replay(config.plan, step)
+    return plan_step(
         step,
         stage=config.stage,
-        world_size=frame.backend.world_size,
+        world_size=backend.world_size,
         bucket_size=config.bucket_size,
         prefetch=config.prefetch,
         recompute=config.recompute,
     )
-    frame.planned(step, plan)
-    passes.localize(gm)
-    with V.set_fake_mode(detect_fake_mode(inputs)):  # where Inductor's passes look for it
-        joint_graph_passes(gm)
 
 
 def _compile_graph(frame: Frame, kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from zerograph.cli.options import F, as_json, plan_argument
-from zerograph.cli.planfiles import read_plan, read_run
 from zerograph.cli.terminal import show_lines, show_table
 from zerograph.cli.view import summary
 from zerograph.cli.view.groups import BYS, By, grouped, largest
@@ -19,6 +18,7 @@ from zerograph.cli.view.moment import Moment, find_task, moment
 from zerograph.cli.view.screen import show_summary
 from zerograph.cli.view.tables import Table, group_data, group_table, moment_data, moment_lines, moment_table
 from zerograph.errors import ConfigError
+from zerograph.files import read_plan, read_run
 from zerograph.forecast import Forecast
 from zerograph.planfile import PlanFile
 
