@@ -89,6 +89,5 @@ def _reasons(plan: Plan) -> Iterator[Reason]:
     }
     for bucket in plan.buckets:
         size = format_bytes(bucket.gathered_bytes)
-        yield Reason(
-            bucket.name, f"{len(bucket.params)} parameters, {size}, residency {bucket.residency}", why[bucket.residency]
-        )
+        count = f"{len(bucket.params)} parameter" + ("" if len(bucket.params) == 1 else "s")
+        yield Reason(bucket.name, f"{count}, {size}, residency {bucket.residency}", why[bucket.residency])
