@@ -102,10 +102,11 @@ def _plan(backend: Backend, step: Step) -> Plan:
 
 def _compile_graph(frame: Frame, kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     start = time.perf_counter()
+    text = frame.text_of(gm)
     for name, rewrite in passes.GRAPH_PASSES:
-        before = frame.text_of(gm)
         edits = rewrite(gm, frame.plan)
-        frame.passed(kind, name, edits, before, frame.text_of(gm))
+        before, text = text, frame.text_of(gm) if edits else text
+        frame.passed(kind, name, edits, before, text)
         log.debug("%s of frame %d: pass %s: %d", kind, frame.index, name, edits)
     if kind == "backward":
         passes.verify_all_reduced(gm.graph, frame.plan)

@@ -18,7 +18,7 @@ from zerograph.ir import Kind
 from zerograph.machine import Machine, Tier
 from zerograph.plan import Plan
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ class PlanFile:
             raise ConfigError(f"the plan was changed: its digest is not {digest}", "make the plan again")
         try:
             return cls._of(data)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ConfigError(f"the plan is incomplete: {error}", "make the plan again") from None
 
     @classmethod
@@ -195,7 +195,7 @@ def run_from_json(text: str) -> Forecast:
     """
     try:
         return _forecast(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         hint = "it needs spans, memory and peaks as in a plan file (docs/cli.md)"
         raise ConfigError("the file holds no measured run", hint) from None
 
@@ -210,14 +210,29 @@ def _forecast(data: dict[str, Any]) -> Forecast:
     )
 
 
-def _table(cls: Any, items: Iterable[Any]) -> dict[str, list[Any]]:
+def _table(cls: Any, items: Iterable[Any]) -> dict[str, Any]:
     """Column by column, which is half as long as object by object."""
     rows = list(items)
-    return {f.name: [getattr(row, f.name) for row in rows] for f in fields(cls)}
+    return {f.name: _packed([getattr(row, f.name) for row in rows]) for f in fields(cls)}
 
 
-def _rows(cls: Any, table: dict[str, list[Any]]) -> tuple[Any, ...]:
-    columns = ([tuple(v) if isinstance(v, list) else v for v in table[f.name]] for f in fields(cls))
+def _packed(column: list[Any]) -> Any:
+    """``column``, or its distinct texts and the place of each row's among them where most repeat: a deep model's
+    modules and source lines are half of its file otherwise."""
+    if not all(isinstance(value, str) for value in column):
+        return column
+    places = {text: place for place, text in enumerate(dict.fromkeys(column))}
+    if 2 * len(places) > len(column):
+        return column
+    return {"of": list(places), "at": [places[text] for text in column]}
+
+
+def _unpacked(column: Any) -> list[Any]:
+    return [column["of"][at] for at in column["at"]] if isinstance(column, dict) else column
+
+
+def _rows(cls: Any, table: dict[str, Any]) -> tuple[Any, ...]:
+    columns = ([tuple(v) if isinstance(v, list) else v for v in _unpacked(table[f.name])] for f in fields(cls))
     return tuple(cls(*values) for values in zip(*columns, strict=True))
 
 
