@@ -8,10 +8,11 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from zerograph.columns import rows, table
 from zerograph.errors import ConfigError
 from zerograph.forecast import Forecast, Peak, Span
 from zerograph.ir import Kind
@@ -127,14 +128,14 @@ class PlanFile:
             "plan": json.loads(self.plan.to_json()),
             "machine": json.loads(self.machine.to_json()),
             "budget": dict(self.budget),
-            "spans": _table(Span, forecast.spans),
+            "spans": table(Span, forecast.spans),
             "memory": {tier: [list(point) for point in curve] for tier, curve in forecast.memory.items()},
             "peaks": {tier: asdict(peak) for tier, peak in forecast.peaks.items()},
             "critical_path": list(forecast.critical_path),
             "not_counted": list(forecast.not_counted),
-            "holdings": _table(Holding, self.holdings),
-            "reasons": _table(Reason, self.reasons),
-            "passes": _table(PassRecord, self.passes),
+            "holdings": table(Holding, self.holdings),
+            "reasons": table(Reason, self.reasons),
+            "passes": table(PassRecord, self.passes),
             "tokens": self.tokens,
             "flops": self.flops,
         }
@@ -168,9 +169,9 @@ class PlanFile:
             machine=Machine.from_json(json.dumps(data["machine"])),
             budget=data["budget"],
             forecast=_forecast(data),
-            holdings=_rows(Holding, data["holdings"]),
-            reasons=_rows(Reason, data["reasons"]),
-            passes=_rows(PassRecord, data["passes"]),
+            holdings=rows(Holding, data["holdings"]),
+            reasons=rows(Reason, data["reasons"]),
+            passes=rows(PassRecord, data["passes"]),
             tokens=data["tokens"],
             flops=data["flops"],
         )
@@ -202,38 +203,12 @@ def run_from_json(text: str) -> Forecast:
 
 def _forecast(data: dict[str, Any]) -> Forecast:
     return Forecast(
-        spans=_rows(Span, data["spans"]),
+        spans=rows(Span, data["spans"]),
         memory={tier: tuple((t, b) for t, b in curve) for tier, curve in data["memory"].items()},
         peaks={tier: Peak(**peak) for tier, peak in data["peaks"].items()},
         critical_path=tuple(data.get("critical_path", ())),
         not_counted=tuple(data.get("not_counted", ())),
     )
-
-
-def _table(cls: Any, items: Iterable[Any]) -> dict[str, Any]:
-    """Column by column, which is half as long as object by object."""
-    rows = list(items)
-    return {f.name: _packed([getattr(row, f.name) for row in rows]) for f in fields(cls)}
-
-
-def _packed(column: list[Any]) -> Any:
-    """``column``, or its distinct texts and the place of each row's among them where most repeat: a deep model's
-    modules and source lines are half of its file otherwise."""
-    if not all(isinstance(value, str) for value in column):
-        return column
-    places = {text: place for place, text in enumerate(dict.fromkeys(column))}
-    if 2 * len(places) > len(column):
-        return column
-    return {"of": list(places), "at": [places[text] for text in column]}
-
-
-def _unpacked(column: Any) -> list[Any]:
-    return [column["of"][at] for at in column["at"]] if isinstance(column, dict) else column
-
-
-def _rows(cls: Any, table: dict[str, Any]) -> tuple[Any, ...]:
-    columns = ([tuple(v) if isinstance(v, list) else v for v in _unpacked(table[f.name])] for f in fields(cls))
-    return tuple(cls(*values) for values in zip(*columns, strict=True))
 
 
 def _canonical(data: Any) -> str:
