@@ -8,7 +8,7 @@ LINT   := build/lint
 GPU    := build/gpu-venv
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
-.PHONY: help demo test lint format bench gpu-test gpu-bench clean
+.PHONY: help demo test lint format bench pictures gpu-test gpu-bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make test       install with the test tools and run every test (TESTS=path narrows it)"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make bench      benchmarks/step.py on CPU"
+	@echo "make pictures   plan a GPT and draw the pictures of README.md"
 	@echo "make gpu-test   build in place, offline, against this machine's torch, and run tests/gpu"
 	@echo "make gpu-bench  the same build, benchmarks/step.py on CUDA"
 
@@ -28,6 +29,9 @@ test: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py
+
+pictures: $(VENV)/.installed
+	$(BIN)/python docs/pictures/make.py
 
 # Tools see one package tree: the folders passes/ and runtime/ sit inside zerograph/ only once installed.
 lint: $(VENV)/.installed-dev

@@ -6,10 +6,12 @@ import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from plans import plan_file
 
 from zerograph.errors import ConfigError
-from zerograph.planfile import PlanFile, run_from_json
+from zerograph.planfile import Holding, PlanFile, run_from_json
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -21,7 +23,21 @@ def test_a_file_read_back_equals_itself(offload: bool) -> None:
 
 
 def test_a_hundred_layers_stay_small() -> None:
-    assert len(plan_file(100).to_json()) < 300_000
+    assert len(plan_file(100).to_json()) < 250_000
+
+
+def test_texts_that_repeat_are_written_once() -> None:
+    spans = json.loads(plan_file(100).to_json())["spans"]
+    assert spans["stream"]["of"] == ["gather", "compute", "reduce"]
+    assert len(spans["stream"]["at"]) == len(spans["task"]) == 500
+    assert isinstance(spans["name"], list)  # each task has its own
+
+
+@given(st.lists(st.sampled_from(["", "blocks.1", "model.py:40", "[]", "\N{DEGREE SIGN}"])))
+def test_any_texts_survive(modules: list[str]) -> None:
+    file = plan_file(1)
+    held = tuple(Holding(str(at), "activation", "device", 1, 0, 0, module) for at, module in enumerate(modules))
+    assert PlanFile.from_json(replace(file, holdings=held).to_json()).holdings == held
 
 
 def test_what_is_held_during_a_task() -> None:

@@ -10,12 +10,15 @@ from __future__ import annotations
 import difflib
 import json
 import uuid
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from zerograph.errors import CollectiveMismatch
+from zerograph.plan import GivenPlan
 from zerograph.runtime.comm import backend_name
 from zerograph.runtime.program import Program
 
@@ -30,13 +33,18 @@ class Agreement:
         self._first: dict[str, dict[str, list[str]]] = {}
 
     @classmethod
-    def open(cls, group: dist.ProcessGroup, device: torch.device) -> Agreement | None:
-        """An agreement between the ranks of ``group``, who all call this; None where ranks are simulated."""
+    def open(cls, group: dist.ProcessGroup, device: torch.device, plan: GivenPlan | None = None) -> Agreement | None:
+        """An agreement between the ranks of ``group``, who all call this; None where ranks are simulated.
+
+        Raises:
+            CollectiveMismatch: ranks were given different plans to replay, or some of them none.
+        """
         if backend_name(group, device) == "fake":
             return None
-        scope = [uuid.uuid4().hex]
-        dist.broadcast_object_list(scope, src=dist.get_global_rank(group, 0), group=group)
-        return cls(group, scope[0])
+        told: list[Any] = [None] * group.size()
+        dist.all_gather_object(told, (uuid.uuid4().hex, plan and plan.plan.digest, str(plan)), group=group)
+        _compare_plans([(digest, text) for _, digest, text in told])
+        return cls(group, told[0][0])
 
     def check(self, code: str, program: Program) -> None:
         """Compare ``program``, compiled from the user's function ``code``, with other ranks or with its predecessor.
@@ -73,6 +81,21 @@ class Agreement:
                 f"see whether rank {other} failed, or takes another path through the model than rank {self.rank}",
             ) from error
         return json.loads(self._store.get(name))  # type: ignore[no-any-return]
+
+
+def _compare_plans(plans: Sequence[tuple[str | None, str]]) -> None:
+    """Every rank sees the plans of all, so that all raise, and none waits for another."""
+    first = plans[0]
+    for rank, plan in enumerate(plans):
+        if plan[0] != first[0]:
+            raise CollectiveMismatch(
+                f"ranks replay different plans: rank 0 {_replays(*first)}, rank {rank} {_replays(*plan)}",
+                "give zerograph.backend(plan=...) the same file on every rank, or on none",
+            )
+
+
+def _replays(digest: str | None, text: str) -> str:
+    return "replays none" if digest is None else f"replays {text}"
 
 
 def _compare(frame: str, who: str, theirs: list[str], me: str, mine: list[str]) -> None:

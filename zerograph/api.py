@@ -27,6 +27,7 @@ from zerograph.frame import Frame
 from zerograph.mutations import refuse_mutations
 from zerograph.optim.check import OptimizerCheck
 from zerograph.plan import Plan
+from zerograph.planner import refuse_world_size
 from zerograph.recording import Recording
 from zerograph.report import BucketReport, Report
 from zerograph.runtime.comm import Communicator, connect
@@ -113,12 +114,15 @@ class Backend:
         except ZeroGraphError as error:
             raise adopt.unwrapped(error) from error.__cause__
 
+    @torch.inference_mode(False)  # inference tensors could never be trained
     def shard(self, roots: Sequence[nn.Module], device: torch.device) -> bool:
         """Give the parameters of ``roots`` their faces; returns whether there was anything to do.
 
         At world size 1 without a compute dtype there is not: the model stays as it is.
         """
         self._bind(device)
+        if self.config.plan is not None:
+            refuse_world_size(self.config.plan, self.world_size)
         if self.world_size == 1 and self.config.dtype is None:
             return False
         before = tuple(p for root in roots for p in root.parameters())  # not a list: those are rewritten
@@ -189,7 +193,7 @@ class Backend:
         self.world_size = self._mesh.size()
         group = self._mesh.get_group()
         self.communicator = connect(group, device)
-        self._agreement = Agreement.open(group, device)
+        self._agreement = Agreement.open(group, device, self.config.plan)
 
     def new_frame(self) -> Frame:
         """A frame that is about to be compiled."""
@@ -307,6 +311,10 @@ def backend(**options: Any) -> Backend:
             of the layers fully. Layers are modules with a number in their name. Regions of the user's own
             ``torch.utils.checkpoint`` stay as they are.
         compute: "inductor", or "eager" to run the same program with uncompiled segments, for debugging.
+        plan: path of a file that ``zerograph plan -o`` wrote. Its decisions (stage, buckets and their residency,
+            prefetch, recomputation) are used as they are, so those arguments have no place beside it. A training step
+            with other parameters, dtypes or ranks than those that were planned is refused, as are ranks with different
+            plans. Batch and sequence may differ.
 
     Raises:
         ConfigError: an argument is wrong; says which and what it may be.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from zerograph.errors import ConfigError, UnsupportedError
+from zerograph.plan import GivenPlan
 from zerograph.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -18,6 +21,8 @@ Recompute = Literal["auto", "none", "full"] | float
 RECOMPUTE = ("auto", "none", "full")
 COMPUTE = ("inductor", "eager")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+PLANNED = ("stage", "bucket_size", "prefetch", "recompute")
+"""Arguments that say what a plan decides, and so have no place beside ``plan``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,7 @@ class Config:
             user's own ``torch.utils.checkpoint`` regions; "full": all of every repeated layer but its inputs; a number
             from 0 to 1: that share of the layers fully, evenly spread, the others as in "auto".
         compute: "inductor" compiles the segments between collectives; "eager" runs the same program uncompiled.
+        plan: what a plan file decided, in place of rules; ``stage`` and ``prefetch`` are then the plan's.
     """
 
     stage: Stage = 3
@@ -47,20 +53,23 @@ class Config:
     prefetch: int = 1
     recompute: Recompute = "auto"
     compute: Literal["inductor", "eager"] = "inductor"
+    plan: GivenPlan | None = None
 
     @classmethod
     def of(cls, **options: Any) -> Config:
         """A validated config from keyword arguments.
 
+        ``plan`` is the path of a file that ``zerograph plan -o`` wrote.
+
         Raises:
-            ConfigError: an unknown name or a value out of range.
+            ConfigError: an unknown name, a value out of range, or a plan file that cannot be replayed.
             UnsupportedError: ``stage="auto"``, which comes with the planner.
         """
         known = cls.__dataclass_fields__
         unknown = sorted(set(options) - set(known))
         if unknown:
             raise ConfigError(f"zerograph.backend has no argument {unknown[0]!r}", f"it takes {', '.join(known)}")
-        config = cls(**{**options, **_sizes(options)})
+        config = cls(**{**options, **_sizes(options), **_given(options)})
         config._validate()
         return config
 
@@ -106,6 +115,24 @@ def _sizes(options: dict[str, Any]) -> dict[str, int]:
     except ValueError as error:
         raise ConfigError(f"bucket_size: {error}", "for example bucket_size='32MiB'") from None
     return {"bucket_size": size}
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """The plan in the file that ``plan`` names, with the stage and prefetch distance that it fixes."""
+    path = options.get("plan")
+    if path is None:
+        return {}
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"plan must be the path of a plan file, got {path!r}", "plan='plan.json'")
+    if beside := [name for name in PLANNED if name in options]:
+        raise ConfigError(
+            f"{', '.join(beside)} given beside plan={os.fspath(path)!r}, which decides that",
+            f"leave {'it' if len(beside) == 1 else 'them'} out, or give them to `zerograph plan` and replay its file",
+        )
+    from zerograph.files import read_plan  # late: few replay a plan
+
+    plan = read_plan(Path(path)).plan
+    return {"plan": GivenPlan(os.fspath(path), plan), "stage": plan.stage, "prefetch": plan.prefetch}
 
 
 def _is_recompute(value: object) -> bool:

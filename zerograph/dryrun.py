@@ -6,7 +6,7 @@ are chosen by device, and the meta device has few.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -41,8 +41,8 @@ def compile_only(
     """Compile forward and backward of what ``make`` returns, as rank 0 of ``world_size`` would.
 
     Args:
-        make: returns a model, or a model and a tuple of its inputs. Called under ``torch.device("meta")``, so that
-            nothing of any size is allocated.
+        make: returns a model, or a model and its inputs: a tuple, or a dict of keyword arguments. Called under
+            ``torch.device("meta")``, so that nothing of any size is allocated.
         batch, seq: shape of the token ids that a model without inputs gets.
         options: arguments of :func:`zerograph.backend`.
 
@@ -55,18 +55,21 @@ def compile_only(
     if dist.is_initialized():
         raise RuntimeError("a dry run simulates its ranks and cannot share a process with a process group")
     with simulated_rank(0, world_size):
-        model, inputs = _made(make, batch, seq)
+        model, given = on_meta(make)
+        args, kwargs = _arguments(given, batch, seq)
         ours = backend(**{"compute": "eager", **options})
         ours.runs = False
         shard(model, ours, device="cpu")
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        inputs = [_faked(x, mode) if isinstance(x, Tensor) else x for x in inputs]
+        fakes: dict[int, Tensor] = {}
+        args = tuple(_input(x, mode, fakes) for x in args)
+        kwargs = {name: _input(x, mode, fakes) for name, x in kwargs.items()}
         ours.replace(_fake(model, mode))
         try:
             with mode:
-                torch.compile(model, backend=ours, fullgraph=True)(*inputs)
+                torch.compile(model, backend=ours, fullgraph=True)(*args, **kwargs)
         except DryRun:
-            return Compiled(tuple(ours.frames), _tokens(inputs))
+            return Compiled(tuple(ours.frames), _tokens([*args, *kwargs.values()]))
         except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UnsupportedError(
@@ -87,6 +90,15 @@ def _fake(model: nn.Module, mode: FakeTensorMode) -> dict[int, nn.Parameter]:
     return {key: value for key, value in new.items() if isinstance(value, nn.Parameter)}
 
 
+def _input(value: Any, mode: FakeTensorMode, fakes: dict[int, Tensor]) -> Any:
+    """An argument of the call; a tensor that is given twice (ids that are labels too) stays one tensor."""
+    if not isinstance(value, Tensor):
+        return value
+    if id(value) not in fakes:
+        fakes[id(value)] = _faked(value, mode)
+    return fakes[id(value)]
+
+
 def _faked(old: Tensor, mode: FakeTensorMode) -> Tensor:
     """A tensor like ``old`` that is fake, and on the CPU."""
     local = old.to_local() if isinstance(old, DTensor) else old
@@ -99,20 +111,37 @@ def _faked(old: Tensor, mode: FakeTensorMode) -> Tensor:
     return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
 
 
-def _made(make: Callable[[], Any], batch: int, seq: int) -> tuple[nn.Module, Sequence[Any]]:
+def on_meta(make: Callable[[], Any]) -> tuple[nn.Module, Any]:
+    """What ``make`` returns, called under ``torch.device("meta")``: a model, and its inputs or None.
+
+    Raises:
+        UnsupportedError: it returned something else.
+    """
     with torch.device("meta"):
         found = make()
-        if isinstance(found, nn.Module):
-            return found, (torch.empty(batch, seq, dtype=torch.int64),)
     match found:
+        case nn.Module():
+            return found, None
         case (nn.Module() as model, inputs):
-            return model, inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+            return model, inputs
     raise UnsupportedError(
         f"the model's function returned {type(found).__name__}", "return an nn.Module, or (module, inputs)"
     )
 
 
-def _tokens(inputs: Sequence[Any]) -> int:
+def _arguments(inputs: Any, batch: int, seq: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs as positional and keyword arguments; token ids where there are none."""
+    match inputs:
+        case None:
+            return (torch.empty(batch, seq, dtype=torch.int64, device="meta"),), {}
+        case Mapping():
+            return (), dict(inputs)
+        case tuple() | list():
+            return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def _tokens(inputs: Iterable[Any]) -> int:
     first = next((x for x in inputs if isinstance(x, Tensor)), None)
     if first is None:
         return 0

@@ -185,6 +185,7 @@ class _Run:
         self.ready: dict[int, int] = {}  # register -> task that writes it
         self.last = len(builder.tasks) - 1
         self.reducing: dict[int, tuple[int, ...]] = {}  # pending reduction -> registers that die with it
+        self.announced: dict[int, Gather] = {}  # pending gather -> a CPU rank reads the others' memory when it waits
         self.waits: set[int] = set()  # what the next segment waits for, whether it reads it or not
         self.same: dict[int, int] = {}  # storage of an input -> an earlier one: several views may have been saved
         first: dict[int, int] = {}
@@ -208,9 +209,13 @@ class _Run:
         match step:
             case Compute():
                 self._compute(step)
+            case Gather() if self.builder.machine.device == "cpu":
+                self.announced[step.out] = step
             case Gather():
                 self._gather(step)
             case WaitGather():
+                if step.pending in self.announced:
+                    self._gather(self.announced.pop(step.pending))
                 self.waits.add(self.ready[step.pending])
                 self.ready.update(dict.fromkeys(step.outs, self.ready[step.pending]))
             case Free():
@@ -273,7 +278,6 @@ class _Run:
             after = (self.last,) if self.last >= 0 else ()
             _, task, name = task_of(builder.plan, step, self.program.kind)
             index = builder.task(Task(task, "gather", seconds, after, (("device", size),), (), name))
-            self._occupy_compute(index)
             builder.whole[step.bucket] = self.ready[step.out] = index
             self.held[-1 - step.bucket] = _Held(name, "gathered", size, index, name, "")
         self._die(step.dead, self.last if self.last >= 0 else 0)
@@ -299,12 +303,8 @@ class _Run:
         _, task, name = task_of(builder.plan, step, self.program.kind)
         self.reducing[step.out] = step.dead
         self.ready[step.out] = builder.task(Task(task, "reduce", seconds, after, module=name))
-        self._occupy_compute(self.ready[step.out])
-
-    def _occupy_compute(self, transfer: int) -> None:
-        """On a CPU the cores that compute also carry what ranks exchange: nothing runs beside it."""
-        if self.builder.machine.device == "cpu":
-            self.waits.add(transfer)
+        if builder.machine.device == "cpu":  # the cores that compute also carry what ranks exchange
+            self.waits.add(self.ready[step.out])
 
     def _wait_reduce(self, step: WaitReduce) -> None:
         """Full gradients go when they are reduced, and this rank's rows of them come."""

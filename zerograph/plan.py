@@ -11,7 +11,7 @@ from typing import Any, Literal
 from zerograph.errors import ZeroGraphError
 from zerograph.ir import Param
 
-__all__ = ["VERSION", "Bucket", "Param", "Plan", "Residency"]
+__all__ = ["VERSION", "Bucket", "GivenPlan", "Param", "Plan", "Residency"]
 
 VERSION = 2
 
@@ -102,6 +102,17 @@ class Plan:
             return cls(**{**data, "buckets": buckets, "recompute": layers})
         except (KeyError, TypeError) as error:
             raise ZeroGraphError(f"the plan is incomplete: {error}", "give what Plan.to_json wrote") from None
+
+
+@dataclass(frozen=True, slots=True)
+class GivenPlan:
+    """A plan that the user gave, to be replayed, and the file that it came from."""
+
+    path: str
+    plan: Plan
+
+    def __str__(self) -> str:
+        return f"{self.path} (digest {self.plan.digest})"
 
 
 def _bucket(params: list[dict[str, Any]], **rest: Any) -> Bucket:

@@ -8,17 +8,18 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from zerograph.columns import rows, table
 from zerograph.errors import ConfigError
 from zerograph.forecast import Forecast, Peak, Span
 from zerograph.ir import Kind
 from zerograph.machine import Machine, Tier
 from zerograph.plan import Plan
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,9 +128,9 @@ class PlanFile:
             "machine": json.loads(self.machine.to_json()),
             "budget": dict(self.budget),
             **_forecast_data(self.forecast),
-            "holdings": _table(Holding, self.holdings),
-            "reasons": _table(Reason, self.reasons),
-            "passes": _table(PassRecord, self.passes),
+            "holdings": table(Holding, self.holdings),
+            "reasons": table(Reason, self.reasons),
+            "passes": table(PassRecord, self.passes),
             "tokens": self.tokens,
             "flops": self.flops,
         }
@@ -152,7 +153,7 @@ class PlanFile:
             raise ConfigError(f"the plan was changed: its digest is not {digest}", "make the plan again")
         try:
             return cls._of(data)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ConfigError(f"the plan is incomplete: {error}", "make the plan again") from None
 
     @classmethod
@@ -163,9 +164,9 @@ class PlanFile:
             machine=Machine.from_json(json.dumps(data["machine"])),
             budget=data["budget"],
             forecast=_forecast(data),
-            holdings=_rows(Holding, data["holdings"]),
-            reasons=_rows(Reason, data["reasons"]),
-            passes=_rows(PassRecord, data["passes"]),
+            holdings=rows(Holding, data["holdings"]),
+            reasons=rows(Reason, data["reasons"]),
+            passes=rows(PassRecord, data["passes"]),
             tokens=data["tokens"],
             flops=data["flops"],
         )
@@ -195,14 +196,14 @@ def run_from_json(text: str) -> Forecast:
     """
     try:
         return _forecast(json.loads(text))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         hint = "it needs spans, memory and peaks as in a plan file (docs/cli.md)"
         raise ConfigError("the file holds no measured run", hint) from None
 
 
 def _forecast_data(forecast: Forecast) -> dict[str, Any]:
     return {
-        "spans": _table(Span, forecast.spans),
+        "spans": table(Span, forecast.spans),
         "memory": {tier: [list(point) for point in curve] for tier, curve in forecast.memory.items()},
         "peaks": {tier: asdict(peak) for tier, peak in forecast.peaks.items()},
         "critical_path": list(forecast.critical_path),
@@ -212,23 +213,12 @@ def _forecast_data(forecast: Forecast) -> dict[str, Any]:
 
 def _forecast(data: dict[str, Any]) -> Forecast:
     return Forecast(
-        spans=_rows(Span, data["spans"]),
+        spans=rows(Span, data["spans"]),
         memory={tier: tuple((t, b) for t, b in curve) for tier, curve in data["memory"].items()},
         peaks={tier: Peak(**peak) for tier, peak in data["peaks"].items()},
         critical_path=tuple(data.get("critical_path", ())),
         not_counted=tuple(data.get("not_counted", ())),
     )
-
-
-def _table(cls: Any, items: Iterable[Any]) -> dict[str, list[Any]]:
-    """Column by column, which is half as long as object by object."""
-    rows = list(items)
-    return {f.name: [getattr(row, f.name) for row in rows] for f in fields(cls)}
-
-
-def _rows(cls: Any, table: dict[str, list[Any]]) -> tuple[Any, ...]:
-    columns = ([tuple(v) if isinstance(v, list) else v for v in table[f.name]] for f in fields(cls))
-    return tuple(cls(*values) for values in zip(*columns, strict=True))
 
 
 def _canonical(data: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from zerograph.dryrun import compile_only
+from zerograph.dryrun import Compiled, compile_only
 from zerograph.errors import UnsupportedError
 from zerograph.machine import TIERS, Machine
 from zerograph.outlook import outlook
@@ -48,13 +48,24 @@ def plan_file(
 
     compute = getattr(torch, dtype) if dtype is not None else None
     compiled = compile_only(make, world_size=world, batch=batch, seq=seq, dtype=compute, **options)
+    return forecast_file(name, compiled, machine, moments=moments, reserve=reserve)
+
+
+def forecast_file(
+    name: str, compiled: Compiled, machine: Machine, *, moments: int = 2, reserve: float = 0.0
+) -> PlanFile:
+    """The plan file of a model that was compiled already: what :func:`plan_file` does after tracing.
+
+    Raises:
+        UnsupportedError: the model does not train.
+    """
     frame = _training_frame(compiled.frames)
     found = outlook([frame.programs["forward"], frame.programs["backward"]], frame.plan, machine, moments=moments)
     return PlanFile(
         model=name,
         plan=frame.plan,
         machine=machine,
-        budget={tier: int(machine.capacity(tier, world) * (1 - reserve)) for tier in TIERS},
+        budget={tier: int(machine.capacity(tier, frame.plan.world_size) * (1 - reserve)) for tier in TIERS},
         forecast=found.forecast,
         holdings=found.holdings,
         reasons=tuple(_reasons(frame.plan)),
@@ -89,6 +100,5 @@ def _reasons(plan: Plan) -> Iterator[Reason]:
     }
     for bucket in plan.buckets:
         size = format_bytes(bucket.gathered_bytes)
-        yield Reason(
-            bucket.name, f"{len(bucket.params)} parameters, {size}, residency {bucket.residency}", why[bucket.residency]
-        )
+        count = f"{len(bucket.params)} parameter" + ("" if len(bucket.params) == 1 else "s")
+        yield Reason(bucket.name, f"{count}, {size}, residency {bucket.residency}", why[bucket.residency])

@@ -129,7 +129,7 @@ class Recording:
                 found.setdefault((frame, kind), []).append(_Ran(kind, step, start, end))
             elif event.name().startswith("Optimizer.step#"):
                 updates.append(_Ran("update", None, start, end))
-        trained = [frame for frame, kind in found if kind == "backward"]
+        trained = [number for number, kind in found if kind == "backward"]
         ran = sorted((r for runs in found.values() for r in runs), key=lambda r: r.start)
         if len(trained) != 1 or {kind for _, kind in found} != {"forward", "backward"} or len(found) != 2:
             raise ZeroGraphError(

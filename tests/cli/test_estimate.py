@@ -95,7 +95,11 @@ def test_a_machine_is_a_file_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("model.py:make", "cannot read the model 'model.py:make' yet"),
+        ("model.py:make", "there is no file model.py"),
+        ("model", "names no model"),
+        ("config.json", "cannot read config.json: No such file or directory"),
+        ("model.py:make --params 70B", "has its own number of parameters"),
+        ("model.py:make --largest params", "has its own number of parameters"),
         ("", "the size of the model is open"),
         ("--params 70X", "is not a count"),
         ("--params 70B --memory 1parsec", "is not a size"),
@@ -110,3 +114,58 @@ def test_usage_errors_exit_with_2_and_a_message(line: str, message: str) -> None
     result = run(line)
     assert result.exit_code == 2
     assert message in result.stderr and not result.stdout
+
+
+MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 4)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+class Net(nn.Module):
+    def __init__(self, width=4096, layers=96):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50000, width), nn.Linear(width, 50000, bias=False)
+        self.head.weight = self.embed.weight
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        assert self.head.weight.is_meta
+
+def large():
+    return Net(), (torch.zeros(1, 8, dtype=torch.int64),)
+
+def empty():
+    return nn.GELU()
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "net.py"
+    path.write_text(MODEL)
+    return path
+
+
+def test_sizes_are_those_of_a_model_that_is_never_allocated(model: Path) -> None:
+    result = run(f"{model}:large --world 64 --json")
+    assert result.exit_code == 0, result.stderr
+    data = json.loads(result.stdout)
+    parameters = 96 * (12 * 4096**2 + 9 * 4096) + 50000 * 4096
+    size = {"parameters": parameters, "layers": 96, "hidden": 4096, "vocab": 50000, "heads": 4}
+    assert data["size"] == size and data["model"] == f"{model}:large"
+    assert f"{model}:large: 19.5B parameters, 96 layers, hidden 4096, 4 heads, vocabulary 50000" in result.stderr
+    told = run(f"--params {parameters} --layers 96 --hidden 4096 --vocab 50000 --heads 4 --world 64 --json")
+    assert json.loads(told.stdout) == {**data, "model": None}
+
+
+def test_a_size_that_is_told_replaces_what_was_read(model: Path) -> None:
+    size = json.loads(run(f"{model}:large --heads 32 --vocab 128k --json").stdout)["size"]
+    assert (size["heads"], size["vocab"], size["layers"]) == (32, 128_000, 96)
+
+
+def test_a_model_without_parameters_is_refused(model: Path) -> None:
+    result = run(f"{model}:empty")
+    assert result.exit_code == 2 and "the model has no parameters" in result.stderr

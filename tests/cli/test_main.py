@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import click
 import pytest
@@ -46,6 +47,29 @@ def test_what_computes_nothing_imports_nothing_heavy(args: tuple[str, ...]) -> N
     imported = {line.rpartition("|")[2].strip() for line in run.stderr.splitlines() if line.startswith("import time:")}
     assert "zerograph.cli" in imported
     assert not imported & HEAVY
+
+
+PLANNED = {"check", "estimate"}  # these ask the planner, which is plain Python
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        *((name, "PLAN") for name in ("show", "check", "passes")),
+        ("diff", "PLAN", "PLAN"),
+        ("check", "--help"),
+        ("estimate", "--help"),
+        ("estimate", "--params", "7B"),
+    ],
+    ids=" ".join,
+)
+def test_reading_a_plan_imports_nothing_heavy_either(args: tuple[str, ...], plan: Path) -> None:
+    told = [str(plan) if arg == "PLAN" else arg for arg in args]
+    run = zerograph_process(*told, python=("-X", "importtime"))
+    assert run.returncode == 0, run.stderr
+    imported = {line.rpartition("|")[2].strip() for line in run.stderr.splitlines() if line.startswith("import time:")}
+    assert "zerograph.cli.options" in imported  # the command itself comes through importlib, which tells no times
+    assert not imported & (HEAVY - {"zerograph.planner"} if args[0] in PLANNED else HEAVY)
 
 
 def test_help_names_every_command_as_the_command_does() -> None:

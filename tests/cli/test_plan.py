@@ -52,6 +52,12 @@ def frozen():
 
 def nothing():
     return 3
+
+def by_keyword():
+    return Net(), {"ids": torch.zeros(2, 16, dtype=torch.int64)}
+
+def needs(width):
+    return Net(width)
 """
 
 
@@ -78,7 +84,9 @@ def test_a_plan_file_of_a_traced_model(model: Path, tmp_path: Path, world: int) 
     assert any("toy_model.py:" in s.source for s in file.forecast.spans)
     products = 3 * 2 * 128 * (3 * 8 * 256**2 + 512 * 256)
     assert file.flops == pytest.approx(products, rel=0.05)
-    assert "plan: stage 3, because" in result.stdout
+    assert "\nplan: stage 3, because" in result.stdout
+    shown = CliRunner().invoke(main, ["show", str(out)]).stdout
+    assert result.stdout.partition("\n\nplan: stage 3")[0] in shown  # one summary for both commands
     assert not torch.distributed.is_initialized()
 
 
@@ -90,6 +98,8 @@ def test_what_does_not_fit_exits_with_1(model: Path) -> None:
 
 def test_a_model_may_bring_its_inputs(model: Path) -> None:
     assert run(f"{model}:with_inputs", "--world", "2").exit_code == 0
+    result = run(f"{model}:by_keyword", "--world", "2", "--json")
+    assert result.exit_code == 0 and PlanFile.from_json(result.stdout).tokens == 32
 
 
 @pytest.mark.parametrize(
@@ -101,6 +111,7 @@ def test_a_model_may_bring_its_inputs(model: Path) -> None:
         ("nowhere.py:small", "there is no file nowhere.py"),
         ("no_such_module:small", "there is no module no_such_module"),
         ("{model}:nothing", "returned int"),
+        ("{model}:needs", "cannot be called without arguments: missing a required argument: 'width'"),
         ("{model}:branches", "does not trace into one graph"),
         ("{model}:frozen", "has no backward"),
     ],

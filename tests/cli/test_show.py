@@ -22,7 +22,7 @@ from zerograph.cli.view.drawing import ASCII_BLOCKS, BLOCKS, bar, sparkline
 from zerograph.cli.view.folding import fold, folded_name, layer_of, short_source, skeleton
 from zerograph.cli.view.groups import grouped
 from zerograph.cli.view.moment import START, find_task, moment
-from zerograph.planfile import PlanFile, Reason
+from zerograph.planfile import Holding, PlanFile, Reason
 
 
 @pytest.fixture
@@ -72,6 +72,18 @@ blocks.0 .. blocks.2 (3 alike)   6 MiB  25 ms  use: stage 3 frees parameters aft
 blocks.3                        54 MiB  25 ms  use: stage 3 frees parameters after each use
 shards                          48 MiB
 """
+    )
+
+
+def test_what_a_task_outside_of_layers_holds_is_in_its_row(tmp_path: Path) -> None:
+    file = plan_file(4)
+    peak = file.forecast.peaks["device"].task
+    nodes = tuple(Holding(name, "activation", "device", 2**20, peak, peak) for name in ("mm", "convert_element_type_7"))
+    rows = data(written(tmp_path / "plan.json", replace(file, holdings=(*file.holdings, *nodes))))["rows"]
+    before = data(written(tmp_path / "plan.json", file))["rows"]
+    assert [row["name"] for row in rows] == [row["name"] for row in before]
+    assert sum(row["bytes"].get("device", 0) for row in rows) == 2 * 2**20 + sum(
+        row["bytes"].get("device", 0) for row in before
     )
 
 

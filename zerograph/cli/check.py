@@ -11,8 +11,8 @@ from typing import Any
 import click
 
 from zerograph.cli.options import SIZE, as_json, plan_argument
-from zerograph.cli.planfiles import read_plan, told_digest
 from zerograph.cli.terminal import Cell, show_table
+from zerograph.files import read_plan, told_digest
 from zerograph.planfile import PlanFile
 from zerograph.planner.check import CHECKS, Violation
 from zerograph.planner.check import check as violations_of

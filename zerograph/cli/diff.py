@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from zerograph.cli.options import as_json
-from zerograph.cli.planfiles import read_plan
 from zerograph.cli.terminal import Cell, show_table
 from zerograph.cli.view.differences import Difference, differences
+from zerograph.files import read_plan
 
 VERSION = 1
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)

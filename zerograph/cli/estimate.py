@@ -1,4 +1,7 @@
-"""``zerograph estimate``: does a model fit, and how fast is it, from its sizes; no torch, no model, no device."""
+"""``zerograph estimate``: does a model fit, and how fast is it, from its sizes.
+
+Sizes that are told need no torch, no model and no device; those of a MODEL are read from it on the meta device.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import click
 from zerograph.cli.estimate_view import as_data, draw, lines
 from zerograph.cli.machine_option import named_or_file
 from zerograph.cli.options import SIZE, Parsed
+from zerograph.cli.terminal import progress
 from zerograph.errors import ConfigError
 from zerograph.machine import PRESETS, TIERS
 from zerograph.planner.choice import ACTIVATIONS, OFFLOADS, STAGES
@@ -58,26 +62,28 @@ def estimate(model: str | None, what: What | None, check: bool, as_json: bool, *
 
     Sizes are told: --params 70B --layers 80 --hidden 8192 --vocab 128k. What is missing is derived. A count alone gets
     128 hidden per layer.
+
+    Or they are those of MODEL: file.py:callable or module:callable that returns a model (or a model and its inputs), or
+    the config.json of a Hugging Face causal language model. It is built on the meta device: weights are neither
+    allocated nor downloaded. --layers, --hidden, --heads and --vocab then replace what was read.
     """
-    if model is not None:
-        raise ConfigError(f"estimate cannot read the model {model!r} yet", "tell its sizes: --params 70B")
-    question = _question(what, **options)
+    question = _question(model, what, **options)
     value = None
     if what is not None:
         found = largest(question, what, layers=options["layers"], hidden=options["hidden"])
         question, value = found.question or found.beyond, found.value
     table = rows(question)
     missing = shortage(table)
-    _show(question, table, missing, what, value, as_json)
+    _show(model, question, table, missing, what, value, as_json)
     sys.exit(1 if check and missing else 0)
 
 
-def _question(what: What | None, machine: str, memory: int | None, **options: Any) -> Question:
+def _question(model: str | None, what: What | None, machine: str, memory: int | None, **options: Any) -> Question:
     sizes = {name: options.pop(name) for name in ("params", "layers", "hidden", "vocab", "heads")}
     steps = {name: options.pop(name) for name in ("batch", "seq", "accumulate", "dtype", "optimizer", "attention")}
     stage = options.pop("stage")
     return Question(
-        size=_size(what, sizes.pop("params"), **sizes),
+        size=_size(what, sizes.pop("params"), **sizes) if model is None else _size_of(model, what, **sizes),
         training=Training(**steps),
         machine=named_or_file(machine, memory),
         world_size=options.pop("world"),
@@ -97,7 +103,27 @@ def _size(what: What | None, params: int | None, **sizes: int | None) -> ModelSi
     return ModelSize.of(layers=sizes["layers"] or 1, hidden=sizes["hidden"] or 128, vocab=sizes["vocab"])
 
 
+def _size_of(model: str, what: What | None, params: int | None, **told: int | None) -> ModelSize:
+    """The sizes of ``model``, those in ``told`` replaced."""
+    if params is not None or what == "params":
+        raise ConfigError(f"{model} has its own number of parameters", "leave out the model, or --params")
+    from zerograph.cli.model_source import model_maker
+
+    with progress() as say:
+        say("importing torch and the model")
+        from zerograph.sizing import size_of
+
+        size = size_of(model_maker(model), **told)
+    click.echo(
+        f"{model}: {format_count(size.parameters)} parameters, {size.layers} layers, hidden {size.hidden}, "
+        f"{size.heads} heads, vocabulary {size.vocab}",
+        err=True,
+    )
+    return size
+
+
 def _show(
+    model: str | None,
     question: Question,
     table: tuple[Row, ...],
     missing: Shortage | None,
@@ -107,7 +133,7 @@ def _show(
 ) -> None:
     best = fastest(table)
     if as_json:
-        click.echo(json.dumps(as_data(question, table, best, missing, what, value), indent=2))
+        click.echo(json.dumps(as_data(model, question, table, best, missing, what, value), indent=2))
         return
     if what is not None:
         number = format_count(value or 0) if what == "params" else str(value)

@@ -59,12 +59,13 @@ def _digits(seconds: float) -> str:
 
 
 def as_data(
-    question: Question, table: Iterable[Row], best: Row | None, missing: Shortage | None, what: str | None,
-    value: int | None,
+    model: str | None, question: Question, table: Iterable[Row], best: Row | None, missing: Shortage | None,
+    what: str | None, value: int | None,
 ) -> dict[str, Any]:  # fmt: skip
     """What ``--json`` prints; ``docs/estimates.md`` describes every field."""
     return {
         "version": VERSION,
+        "model": model,
         "size": asdict(question.size),
         "training": asdict(question.training),
         "machine": question.machine.name,

@@ -1,9 +1,10 @@
-"""``MODEL`` on the command line: ``file.py:callable`` or ``module:callable``."""
+"""``MODEL`` on the command line: ``file.py:callable``, ``module:callable``, or a Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,22 +14,45 @@ from typing import Any
 from zerograph.errors import ConfigError
 
 
-def model_maker(text: str) -> Callable[[], Any]:
-    """The callable that ``text`` names; it is not called.
+def model_maker(text: str, *, batch: int = 1, seq: int = 1024) -> Callable[[], Any]:
+    """The callable that ``text`` names, not called; for a config file one that builds its model.
+
+    Args:
+        batch, seq: shape of the token ids that the model of a config file is given.
 
     Raises:
-        ConfigError: no such file, module or attribute, or not a callable.
+        ConfigError: no such file, module or attribute, not a callable, or a config that makes no model.
     """
+    if text.endswith(".json"):
+        from zerograph.cli.huggingface import config_maker
+
+        return config_maker(Path(text), batch, seq)
     where, colon, name = text.rpartition(":")
     if not colon or not where or not name:
-        raise ConfigError(f"{text!r} names no model", "give file.py:callable or module:callable")
+        raise ConfigError(
+            f"{text!r} names no model", "give file.py:callable, module:callable, or a Hugging Face config.json"
+        )
     module = _from_file(Path(where)) if where.endswith(".py") else _from_path(where)
     made = getattr(module, name, None)
     if not callable(made):
         found = "not a callable" if hasattr(module, name) else "not there"
         public = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
         raise ConfigError(f"{name} is {found} in {where}", f"it has {', '.join(sorted(public)) or 'no callable'}")
+    _refuse_arguments(text, made)
     return made  # type: ignore[no-any-return]
+
+
+def _refuse_arguments(text: str, made: Callable[..., Any]) -> None:
+    """MODEL is called with none."""
+    try:
+        signature = inspect.signature(made)
+    except ValueError:  # a callable in C tells its signature to nobody
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        message = f"{text} cannot be called without arguments: {error}"
+        raise ConfigError(message, "name a function that needs none") from None
 
 
 def _from_file(path: Path) -> ModuleType:

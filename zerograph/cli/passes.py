@@ -10,9 +10,9 @@ from pathlib import Path
 import click
 
 from zerograph.cli.options import as_json, plan_argument
-from zerograph.cli.planfiles import read_plan
 from zerograph.cli.terminal import Cell, show_lines, show_table
 from zerograph.errors import ConfigError
+from zerograph.files import read_plan
 from zerograph.planfile import PassRecord, PlanFile
 
 VERSION = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import click
 from zerograph.cli.machine_option import named_or_file
 from zerograph.cli.model_source import model_maker
 from zerograph.cli.options import SIZE, Parsed
-from zerograph.cli.terminal import progress, show_table
+from zerograph.cli.terminal import progress, show_lines
+from zerograph.cli.view.screen import show_summary
+from zerograph.planfile import PlanFile
 from zerograph.planner.estimate import RESERVE
 from zerograph.units import format_bytes
 
@@ -41,16 +44,17 @@ RECOMPUTE = Parsed("auto|none|full|0..1", _recompute)
 def plan(model: str, output: Path | None, explain: bool, json_: bool, **options: Any) -> int:
     """Plan a training step without running it, and write a plan file.
 
-    MODEL is file.py:callable or module:callable. The callable returns a model, or a model and a tuple of its inputs,
-    and is called on the meta device: nothing of any size is allocated. A model without inputs gets token ids of --batch
-    by --seq. Exits with 1 when the step does not fit.
+    MODEL is file.py:callable or module:callable. The callable returns a model, or a model and its inputs (a tuple, or a
+    dict of keyword arguments), and is called on the meta device: nothing of any size is allocated. A model without
+    inputs gets token ids of --batch by --seq. MODEL may also be the config.json of a Hugging Face causal language
+    model. Exits with 1 when the step does not fit.
     """
     from zerograph.planning import plan_file
 
     machine = named_or_file(options.pop("machine"), options.pop("memory"))
     with progress() as say:
         say("importing torch and the model")
-        make = model_maker(model)
+        make = model_maker(model, batch=options["batch"], seq=options["seq"])
         say(f"tracing {model} for {options['world']} simulated ranks")
         file = plan_file(model, make, machine, reserve=RESERVE, **options)
     if output is not None:
@@ -59,26 +63,18 @@ def plan(model: str, output: Path | None, explain: bool, json_: bool, **options:
     if json_:
         click.echo(file.to_json())
     else:
-        show_table(_summary(file))
-        for reason in file.reasons if explain else ():
-            click.echo(f"{reason.subject}: {reason.decision}, because {reason.why}")
+        show_summary(file)
+        show_lines(_reasons(file) if explain else ())
     return _report_overruns(file)
 
 
-def _summary(file: Any) -> list[tuple[str, str]]:
-    forecast = file.forecast
-    rows = [
-        ("model", f"{file.model}, stage {file.plan.stage} on {file.plan.world_size} rank(s) of {file.machine.name}"),
-        ("step", f"{forecast.seconds:.4g} s, {forecast.exposed_communication:.3g} s of it exposed communication"),
-        ("speed", f"{file.tokens_per_second:.4g} tokens/s, {file.model_flops_utilization:.1%} of the matrix rate"),
-    ]
-    for tier, peak in forecast.peaks.items():
-        place = " ".join(part for part in (peak.name, peak.source and f"({peak.source})") if part)
-        rows.append((tier, f"{format_bytes(peak.bytes)} of {format_bytes(file.budget[tier])} at {place}"))
-    return rows
+def _reasons(file: PlanFile) -> Iterator[str]:
+    yield ""
+    for reason in file.reasons:
+        yield f"{reason.subject}: {reason.decision}, because {reason.why}"
 
 
-def _report_overruns(file: Any) -> int:
+def _report_overruns(file: PlanFile) -> int:
     over = {t: p for t, p in file.forecast.peaks.items() if p.bytes > file.budget[t]}
     for tier, peak in over.items():
         need, have = format_bytes(peak.bytes), format_bytes(file.budget[tier])

@@ -11,21 +11,18 @@ from typing import Any
 import click
 
 from zerograph.cli.options import F, as_json, plan_argument
-from zerograph.cli.planfiles import read_plan, read_run
-from zerograph.cli.terminal import drawable, show_lines, show_table, width
+from zerograph.cli.terminal import show_lines, show_table
 from zerograph.cli.view import summary
-from zerograph.cli.view.drawing import BAR, BLOCKS
 from zerograph.cli.view.groups import BYS, By, grouped, largest
 from zerograph.cli.view.moment import Moment, find_task, moment
+from zerograph.cli.view.screen import show_summary
 from zerograph.cli.view.tables import Table, group_data, group_table, moment_data, moment_lines, moment_table
 from zerograph.errors import ConfigError
+from zerograph.files import read_plan, read_run
 from zerograph.forecast import Forecast
 from zerograph.planfile import PlanFile
 
 VERSION = 1
-NARROWEST, WIDEST = 16, 60
-BESIDE_SPARKLINE = 44
-"""Columns that the name of a tier and its peak need."""
 
 CAPTIONS: Mapping[By, str] = {
     "layer": "Bytes at the peak of each tier and time on all streams, of each where alike:",
@@ -88,7 +85,8 @@ def show(
         show_lines([*moment_lines(file, instant), ""])
         _show(moment_table(file, instant, top))
     else:
-        _show_summary(file, run)
+        show_summary(file, run)
+        click.echo()
         _show_groups(file, run, by, top)
 
 
@@ -98,17 +96,6 @@ def to_data(file: PlanFile, run: Forecast | None, by: By, top: int | None, at: M
     rows = group_data(folds if top is None else largest(folds, by, top))
     data = {"version": VERSION, **summary.as_data(file, run), "by": by, "rows": rows}
     return data if at is None else {**data, "at": moment_data(file, at)}
-
-
-def _show_summary(file: PlanFile, run: Forecast | None) -> None:
-    unicode = drawable(BLOCKS + BAR)
-    drawing = min(max(width() - BESIDE_SPARKLINE, NARROWEST), WIDEST)
-    show_table(summary.headline(file, run))
-    click.echo()
-    show_table(summary.memory(file, run, drawing, unicode=unicode))
-    click.echo()
-    show_table(summary.streams(file, run, unicode=unicode), numbers={2, 3})
-    click.echo()
 
 
 def _show_groups(file: PlanFile, run: Forecast | None, by: By, top: int | None) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from zerograph.cli.view.folding import Fold, fold, interleaved, layer_of, skeleton
-from zerograph.cli.view.moment import Moment, moment
+from zerograph.cli.view.moment import START, Moment, moment
 from zerograph.forecast import Forecast, Span
 from zerograph.machine import TIERS, Tier
 from zerograph.planfile import Holding, PlanFile
@@ -83,13 +83,21 @@ def _by_layer(file: PlanFile, measured: Forecast | None) -> list[Group]:
         name = layer_of(span.module or span.name)
         groups.setdefault(name, Group(name)).run(span)
     for holding in _held_at_peaks(file):
-        name = layer_of(holding.module or holding.name)
+        name = _home(file, holding)
         groups.setdefault(name, Group(name)).hold(holding)
     _lay_over(groups.values(), measured, lambda span: layer_of(span.module or span.name))
     reasons = _reasons(file)
     for group in groups.values():
         group.why = reasons.get(group.name, "")
     return list(groups.values())
+
+
+def _home(file: PlanFile, holding: Holding) -> str:
+    """The layer of a holding; of one outside of layers the row of the task that made it, since its name is a node's."""
+    if not holding.module and holding.first != START:
+        made = file.forecast.spans[holding.first]
+        return layer_of(made.module or made.name)
+    return layer_of(holding.module or holding.name)
 
 
 def _by_kind(file: PlanFile) -> list[Group]:

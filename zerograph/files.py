@@ -1,4 +1,4 @@
-"""Plan files and measured runs as commands read them: what is wrong with a file names the file."""
+"""Plan files and measured runs, read from disk: what is wrong with a file names the file. No torch in here."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from zerograph.errors import ConfigError
+from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.forecast import Forecast
 from zerograph.planfile import PlanFile, run_from_json
 
@@ -43,6 +43,6 @@ def _read(path: Path, parse: Callable[[str], T]) -> T:
         return parse(path.read_text(errors="replace"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except ConfigError as error:
+    except ZeroGraphError as error:
         message = str(error).partition("\n\nhint: ")[0]
         raise ConfigError(f"{path}: {message}", error.hint) from None

@@ -1,0 +1,112 @@
+"""Use the decisions of a plan that the user gave, after comparing it with what was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from zerograph.errors import ConfigError
+from zerograph.ir import Param, Step, layer_of
+from zerograph.plan import Bucket, GivenPlan, Plan
+
+_SHOWN = 6
+"""Differences that an error names; more are counted."""
+
+
+def replay(given: GivenPlan, step: Step) -> Plan:
+    """The plan for ``step`` that ``given`` holds.
+
+    A training step must have the very parameters that were planned. Evaluation may use fewer of them and trains none:
+    it gets the same buckets, less what it does not read. What a graph break leaves without parameters gets no buckets.
+
+    Raises:
+        ConfigError: the step is not the one that was planned; says what differs.
+    """
+    if not step.training:
+        return _for_evaluation(given, step)
+    if not step.params and given.plan.buckets:
+        return replace(given.plan, buckets=(), recompute=())
+    planned = {p.name: p for bucket in given.plan.buckets for p in bucket.params}
+    _refuse(given, [*_parameters(planned, {p.name: p for p in step.params}), *_layers(given.plan, step)])
+    return given.plan
+
+
+def refuse_world_size(given: GivenPlan, world_size: int) -> None:
+    """Shards of another number of ranks have other sizes.
+
+    Raises:
+        ConfigError: the plan is for another number.
+    """
+    planned = given.plan.world_size
+    if planned != world_size:
+        raise ConfigError(
+            f"the plan {given} is for {_ranks(planned)}, and this is a run of {_ranks(world_size)}",
+            f"make one for this run: zerograph plan MODEL --world {world_size} -o plan.json",
+        )
+
+
+def _for_evaluation(given: GivenPlan, step: Step) -> Plan:
+    read = {p.name: p for p in step.params}
+    planned = {p.name: replace(p, trainable=False) for bucket in given.plan.buckets for p in bucket.params}
+    here = {name: replace(p, trainable=False) for name, p in read.items()}
+    _refuse(given, [d for d in _parameters(planned, here) if not d.endswith(_NOT_READ)])
+    parts = [tuple(read[p.name] for p in bucket.params if p.name in read) for bucket in given.plan.buckets]
+    kept = [replace(bucket, params=part) for bucket, part in zip(given.plan.buckets, parts, strict=True) if part]
+    first = {p.name: at for at, p in enumerate(step.params)}
+    kept.sort(key=lambda bucket: min(first[p.name] for p in bucket.params))
+    buckets: list[Bucket] = [replace(bucket, index=index) for index, bucket in enumerate(kept)]
+    return replace(given.plan, buckets=tuple(buckets), recompute=())
+
+
+_NOT_READ = "is in the plan, and the model does not read it"
+
+
+def _parameters(planned: dict[str, Param], here: dict[str, Param]) -> Iterator[str]:
+    for name in {**planned, **here}:
+        if name not in here:
+            yield f"parameter {name} {_NOT_READ}"
+        elif name not in planned:
+            yield f"parameter {name} is not in the plan"
+        elif parts := list(_fields(planned[name], here[name])):
+            yield f"parameter {name}: {'; '.join(parts)}"
+
+
+def _fields(told: Param, found: Param) -> Iterator[str]:
+    for field, text in _FIELDS.items():
+        if (before := getattr(told, field)) != (now := getattr(found, field)):
+            yield f"{text} {_text(before)} in the plan, {_text(now)} here"
+
+
+_FIELDS = {
+    "shape": "shape",
+    "dtype": "dtype",
+    "compute_dtype": "compute dtype",
+    "reduce_dtype": "dtype of the reduction",
+    "trainable": "trainable",
+    "sharded": "sharded",
+}
+
+
+def _layers(plan: Plan, step: Step) -> Iterator[str]:
+    layers = {layer_of(op.module) for op in step.ops} if plan.recompute else set()
+    return (f"layer {layer} is recomputed in the plan, and not here" for layer in plan.recompute if layer not in layers)
+
+
+def _refuse(given: GivenPlan, differences: list[str]) -> None:
+    if not differences:
+        return
+    shown = [f"  {difference}" for difference in differences[:_SHOWN]]
+    if len(differences) > _SHOWN:
+        shown.append(f"  and {len(differences) - _SHOWN} more differences")
+    raise ConfigError(
+        f"the plan {given} is not one of this model:\n" + "\n".join(shown),
+        "make the plan again from this model (zerograph plan MODEL -o plan.json), with the dtype that the backend gets",
+    )
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def _text(value: object) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)
