@@ -7,7 +7,7 @@ when it is written and given back after its last reader; what the forward saves,
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from zerograph.forecast import Forecast
 from zerograph.machine import Machine
@@ -112,7 +112,7 @@ class _Builder:
     def amend(self, index: int, *, takes: Memory = (), gives: Memory = ()) -> None:
         """Let a task that exists take or give more."""
         old = self.tasks[index]
-        self.tasks[index] = replace(old, takes=old.takes + takes, gives=old.gives + gives)
+        self.tasks[index] = old._replace(takes=old.takes + takes, gives=old.gives + gives)
 
     def hold(self, held: _Held, last: int) -> None:
         if held.bytes:
