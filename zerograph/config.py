@@ -17,6 +17,8 @@ Stage = Literal[0, 1, 2, 3]
 Recompute = Literal["auto", "none", "full"] | float
 RECOMPUTE = ("auto", "none", "full")
 COMPUTE = ("inductor", "eager")
+DEFAULT_BUCKET_SIZE = 32 * 2**20
+DEFAULT_PREFETCH = 1
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 
 
@@ -43,8 +45,8 @@ class Config:
     mesh: DeviceMesh | None = None
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    bucket_size: int = 32 * 2**20
-    prefetch: int = 1
+    bucket_size: int = DEFAULT_BUCKET_SIZE
+    prefetch: int = DEFAULT_PREFETCH
     recompute: Recompute = "auto"
     compute: Literal["inductor", "eager"] = "inductor"
 
