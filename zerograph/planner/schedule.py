@@ -16,7 +16,7 @@ from zerograph.ir import Param, Phase
 from zerograph.plan import Plan, Residency
 from zerograph.planner.liveness import Mode
 from zerograph.planner.rates import Rates, gathered_bytes, reduced_bytes, shard_bytes
-from zerograph.planner.regions import Atom, Life, Profile
+from zerograph.planner.regions import Atom, Life, Profile, Region
 from zerograph.planner.simulate import Memory, Task
 from zerograph.planner.visits import Visit, visits
 
@@ -95,6 +95,17 @@ class Scheduler:
             run.update()
         return run.finished()
 
+    def alive(self, task: str, recompute: tuple[str, ...], save_others: bool) -> list[Life]:
+        """What is held through the compute tasks named ``task``, besides buckets, gradients and temporaries."""
+        modes = _modes(self.profile, recompute, save_others)
+        regions = [k for k, region in enumerate(self.profile.regions) if _name(region) == task]
+        found = []
+        for life in self.profile.lives:
+            end = _end(life, modes)
+            if any(life.start <= k and (end is None or k <= end) for k in regions):
+                found.append(life)
+        return found
+
     def parts(self, region: int, mode: Mode) -> list[_Part]:
         """The work of a region, divided where buckets are first read."""
         key = (region, mode)
@@ -120,14 +131,23 @@ def _transfer(name: str, params: Sequence[Param], whole: dict[str, int], rates: 
 
 def _phases(scheduler: Scheduler, prefetch: int, recompute: tuple[str, ...], save_others: bool) -> Iterator[_Phase]:
     """Divide the regions of each phase into pieces and visits."""
-    profile, recomputed = scheduler.profile, frozenset(recompute)
-    base: Mode = "none" if save_others else "auto"
-    modes: list[Mode] = ["full" if r.layer in recomputed else base for r in profile.regions]
+    profile, modes = scheduler.profile, _modes(scheduler.profile, recompute, save_others)
     takes, gives = _memory(profile, modes)
     phases: tuple[Phase, ...] = ("forward", "backward") if profile.training else ("forward",)
     for name in phases:
         regions = [k for k, region in enumerate(profile.regions) if region.phase == name]
         yield _phase(scheduler, name, regions, modes, prefetch, takes, gives)
+
+
+def _modes(profile: Profile, recompute: Sequence[str], save_others: bool) -> list[Mode]:
+    """How each region treats its activations."""
+    recomputed = frozenset(recompute)
+    base: Mode = "none" if save_others else "auto"
+    return ["full" if region.layer in recomputed else base for region in profile.regions]
+
+
+def _name(region: Region) -> str:
+    return f"{region.phase} {region.layer or 'outside of layers'}"
 
 
 def _memory(profile: Profile, modes: Sequence[Mode]) -> tuple[list[int], list[int]]:
@@ -183,8 +203,7 @@ def _phase(
         taken = temporary + (takes[k] if first else 0) + sum(sum(part.gradients.values()) for part in inside)
         given = temporary + (gives[k] if last else 0)
         seconds = scheduler.rates.compute(sum(p.flops for p in inside), sum(p.moved for p in inside))
-        label = f"{name} {region.layer or 'outside of layers'}"
-        task = Task(label, "compute", seconds, (), _device(taken), _device(given), region.module, region.source)
+        task = Task(_name(region), "compute", seconds, (), _device(taken), _device(given), region.module, region.source)
         done = tuple(bucket for at in range(begin, end) for bucket in ready.get(at, ()))
         pieces.append(_Piece(task, tuple(starts.get(begin, ())), done))
     return _Phase(name, tuple(pieces), found_visits, *_moments(found_visits))
