@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,10 +46,16 @@ def memory_owner(node: fx.Node) -> fx.Node:
     return node
 
 
-def moved_bytes(nodes: Iterable[fx.Node], inputs: Sequence[fx.Node], outs: Sequence[fx.Node]) -> int:
-    """Bytes that a compiled segment reads and writes: its inputs and outputs once, and those of what never fuses."""
-    total = sum(bytes_of(n.meta.get("val")) for n in {*map(memory_owner, inputs), *map(memory_owner, outs)})
-    return total + sum(map(kernel_bytes, nodes))
+def moved_bytes(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outs: Sequence[fx.Node]) -> int:
+    """Bytes that a compiled segment reads and writes: what never fuses, each by itself; of the rest inputs and outputs.
+
+    What the fused rest reads counts once, however many of its operators read it.
+    """
+    outer = set(map(memory_owner, inputs))
+    fused = [n for n in nodes if not _materializes(n) and not is_view(n)]
+    read = {memory_owner(source) for n in fused for source in n.all_input_nodes} & outer
+    written = {owner for owner in map(memory_owner, outs) if not _materializes(owner)} - outer
+    return sum(bytes_of(n.meta.get("val")) for n in read | written) + sum(map(kernel_bytes, nodes))
 
 
 def kernel_bytes(node: fx.Node) -> int:

@@ -180,8 +180,10 @@ def _work(graph: Graph, sequence: Sequence[int], kept: Saved, crossing: _Crossin
     made = {graph.writes[i] for i in sequence}
     backward = sequence[-1] >= graph.backward
     stays = {v for v in made if _stays(graph, v, backward, kept, crossing)}
-    inputs = {graph.owner[r] for i in sequence for r in graph.reads[i]} - made
-    moved = sum(graph.size[v] for v in inputs | stays)
+    fused = [i for i in sequence if not graph.ops[i].moved and graph.size[graph.writes[i]]]
+    inputs = {graph.owner[r] for i in fused for r in graph.reads[i]} - made
+    written = {graph.writes[i] for i in fused} & stays
+    moved = sum(graph.size[v] for v in inputs | written)
     return Work(tuple(_atoms(graph, sequence, moved, crossing)), _temporary(graph, sequence, stays))
 
 
