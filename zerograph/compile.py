@@ -31,7 +31,6 @@ from zerograph.capture import capture
 from zerograph.dryrun import DryRun
 from zerograph.frame import Frame
 from zerograph.lower import lower
-from zerograph.planner import plan_step
 from zerograph.runtime.executor import Executor
 
 if TYPE_CHECKING:
@@ -78,15 +77,7 @@ def _compile_inference(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) 
 def _prepare(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], *, training: bool) -> None:
     passes.canonicalize(gm)
     step = capture(gm.graph, training=training)
-    config = frame.backend.config
-    plan = plan_step(
-        step,
-        stage=config.stage,
-        world_size=frame.backend.world_size,
-        bucket_size=config.bucket_size,
-        prefetch=config.prefetch,
-        recompute=config.recompute,
-    )
+    plan = frame.backend.planner.plan(frame, step)
     frame.planned(step, plan)
     passes.localize(gm)
     with V.set_fake_mode(detect_fake_mode(inputs)):  # where Inductor's passes look for it

@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from zerograph.cli.machine_option import named_or_file
 from zerograph.cli.model_source import model_maker
 from zerograph.cli.options import SIZE, Parsed
 from zerograph.cli.terminal import progress, show_table
+from zerograph.machine import machine_from
 from zerograph.planner.estimate import RESERVE
 from zerograph.units import format_bytes
 
@@ -47,7 +47,7 @@ def plan(model: str, output: Path | None, explain: bool, json_: bool, **options:
     """
     from zerograph.planning import plan_file
 
-    machine = named_or_file(options.pop("machine"), options.pop("memory"))
+    machine = machine_from(options.pop("machine"), options.pop("memory"))
     with progress() as say:
         say("importing torch and the model")
         make = model_maker(model)
