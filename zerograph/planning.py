@@ -39,14 +39,18 @@ def plan_file(
         dtype: compute dtype by name; each parameter's own unless given.
         moments: tensors that the optimizer keeps per parameter.
         reserve: share of every tier to leave free.
-        options: further arguments of :func:`zerograph.backend`.
+        options: further arguments of :func:`zerograph.backend`. At stage "auto" the plan fills ``machine``'s memory.
 
     Raises:
+        InfeasibleError: no plan fits at stage "auto".
         UnsupportedError: the model cannot be traced whole, or does not train.
     """
     import torch
 
     compute = getattr(torch, dtype) if dtype is not None else None
+    searched = options.get("stage") == "auto"
+    if searched:
+        options |= {"memory": machine.capacity("device", world), "machine": machine}
     compiled = compile_only(make, world_size=world, batch=batch, seq=seq, dtype=compute, **options)
     frame = _training_frame(compiled.frames)
     found = outlook([frame.programs["forward"], frame.programs["backward"]], frame.plan, machine, moments=moments)
@@ -57,7 +61,7 @@ def plan_file(
         budget={tier: int(machine.capacity(tier, world) * (1 - reserve)) for tier in TIERS},
         forecast=found.forecast,
         holdings=found.holdings,
-        reasons=tuple(_reasons(frame.plan)),
+        reasons=tuple(_reasons(frame.plan, searched)),
         passes=tuple(frame.passes),
         tokens=compiled.tokens,
         flops=found.flops,
@@ -74,16 +78,17 @@ def _training_frame(frames: tuple[Frame, ...]) -> Frame:
     return training[-1]
 
 
-def _reasons(plan: Plan) -> Iterator[Reason]:
-    yield Reason("plan", f"stage {plan.stage}", "it was asked for")
+def _reasons(plan: Plan, searched: bool) -> Iterator[Reason]:
+    asked = "no plan that fits is predicted to be faster" if searched else "it was asked for"
+    yield Reason("plan", f"stage {plan.stage}", "stage auto shards all of it" if searched else asked)
     if plan.recompute:
         layers = f"{len(plan.recompute)} layers recomputed in the backward: {plan.recompute[0]} to {plan.recompute[-1]}"
-        yield Reason("activations", layers, "it was asked for")
+        yield Reason("activations", layers, asked)
     else:
         saved = "all saved" if plan.save_others else "saved where the partitioner finds that cheaper than recomputing"
         yield Reason("activations", saved, "it was asked for" if plan.save_others else "recompute is auto")
     why = {
-        "use": "stage 3 keeps parameters whole only while they are used",
+        "use": asked if searched else "stage 3 keeps parameters whole only while they are used",
         "backward": "it is kept from forward to backward, which saves a gather",
         "step": "below stage 3 parameters stay whole from forward to backward",
     }
