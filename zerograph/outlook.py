@@ -7,13 +7,13 @@ when it is written and given back after its last reader; what the forward saves,
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from zerograph.forecast import Forecast
-from zerograph.ir import ITEM_SIZE, Param
 from zerograph.machine import Machine
 from zerograph.plan import Plan
 from zerograph.planfile import Holding
+from zerograph.planner.rates import Rates, gathered_bytes, reduced_bytes, state_bytes
 from zerograph.planner.simulate import Memory, Task, simulate
 from zerograph.runtime.program import Compute, Free, Gather, Program, Reduce, Segment, WaitGather, WaitReduce
 
@@ -72,14 +72,9 @@ def outlook(
 def _states(plan: Plan, moments: int) -> list[Holding]:
     """What lies on the device between steps: shards, and the optimizer's moments. Gradients come with the backward."""
     params = [p for bucket in plan.buckets for p in bucket.params]
-    shards = sum(_shard_bytes(p, plan.world_size) for p in params)
-    states = sum(_shard_bytes(p, plan.world_size) for p in params if p.trainable) * moments
+    shards, states = state_bytes(params, plan.world_size, moments)
     found = [Holding("shards of parameters", "param", "device", shards, -1, -1)]
     return found + ([Holding("optimizer states", "state", "device", states, -1, -1)] if states else [])
-
-
-def _shard_bytes(param: Param, world_size: int) -> int:
-    return param.chunk_elements(world_size) * ITEM_SIZE[param.dtype]
 
 
 @dataclass(slots=True)
@@ -96,12 +91,12 @@ class _Held:
 
 class _Builder:
     def __init__(self, plan: Plan, machine: Machine, measured: Measured) -> None:
-        self.plan, self.machine, self.measured = plan, machine, measured
+        self.plan, self.measured = plan, measured
+        self.rates = Rates(machine, plan.world_size, plan.compute_dtype)
         self.tasks: list[Task] = []
         self.holdings: list[Holding] = []
         self.whole: dict[int, int] = {}  # bucket -> task that gathered it, while it is kept whole
         self.saved: dict[str, _Held] = {}  # by name: what a forward returned
-        self.matmul = machine.matmul.get(plan.compute_dtype, machine.matmul["float32"])
 
     def add(self, program: Program) -> None:
         """The tasks of one program, in order."""
@@ -117,7 +112,7 @@ class _Builder:
     def amend(self, index: int, *, takes: Memory = (), gives: Memory = ()) -> None:
         """Let a task that exists take or give more."""
         old = self.tasks[index]
-        self.tasks[index] = replace(old, takes=old.takes + takes, gives=old.gives + gives)
+        self.tasks[index] = old._replace(takes=old.takes + takes, gives=old.gives + gives)
 
     def hold(self, held: _Held, last: int) -> None:
         if held.bytes:
@@ -125,15 +120,9 @@ class _Builder:
                 Holding(held.name, held.kind, "device", held.bytes, held.task, last, held.module, held.source)  # type: ignore[arg-type]
             )
 
-    def link(self, size: float) -> float:
-        world = self.plan.world_size
-        return self.machine.collective(world).seconds(size * (world - 1) / world)
-
     def add_update(self, moments: int) -> None:
         """One pass over parameters, gradients and states; gradients go afterwards (``zero_grad``)."""
-        trainable = [p for bucket in self.plan.buckets for p in bucket.params if p.trainable]
-        size = sum(_shard_bytes(p, self.plan.world_size) for p in trainable)
-        seconds = size * (3 + 2 * moments) / self.machine.device_bandwidth
+        seconds = self.rates.update((p for bucket in self.plan.buckets for p in bucket.params), moments)
         reduces = [i for i, task in enumerate(self.tasks) if task.stream == "reduce"]
         self.task(Task("optimizer update", "compute", seconds, tuple(reduces[-1:]), module="optimizer"))
 
@@ -209,8 +198,7 @@ class _Run:
         known = self.builder.measured.segments.get(segment.digest)
         if known is not None:
             return known
-        machine = self.builder.machine
-        return segment.flops / self.builder.matmul + segment.moved / machine.device_bandwidth + machine.launch
+        return self.builder.rates.compute(segment.flops, segment.moved)
 
     def _write(self, register: int, index: int, module: str, source: str) -> None:
         content, storage = self.contents[register], self._storage(register)
@@ -237,18 +225,14 @@ class _Run:
         if kept is not None:
             self.ready[step.out] = kept
         else:
-            size = self._gathered_bytes(step.params)
-            seconds = builder.measured.gathers.get(step.bucket, builder.link(size))
+            size = gathered_bytes(step.params, builder.plan.world_size)
+            seconds = builder.measured.gathers.get(step.bucket, builder.rates.collective(size))
             after = (self.last,) if self.last >= 0 else ()
             name = builder.plan.buckets[step.bucket].name
             index = builder.task(Task(f"gather {name}", "gather", seconds, after, (("device", size),), (), name))
             builder.whole[step.bucket] = self.ready[step.out] = index
             self.held[-1 - step.bucket] = _Held(name, "gathered", size, index, name, "")
         self._die(step.dead, self.last if self.last >= 0 else 0)
-
-    def _gathered_bytes(self, params: Iterable[Param]) -> int:
-        world = self.builder.plan.world_size
-        return sum(p.chunk_elements(world) * (world if p.sharded else 1) * ITEM_SIZE[p.compute_dtype] for p in params)
 
     def _free(self, step: Free) -> None:
         residency = self.builder.plan.buckets[step.bucket].residency
@@ -261,8 +245,7 @@ class _Run:
 
     def _reduce(self, step: Reduce) -> None:
         builder = self.builder
-        size = sum(p.elements * ITEM_SIZE[p.reduce_dtype] for p in step.params)
-        seconds = builder.measured.reduces.get(step.bucket, builder.link(size))
+        seconds = builder.measured.reduces.get(step.bucket, builder.rates.collective(reduced_bytes(step.params)))
         after = tuple(sorted({self.ready[r] for r in step.grads if r in self.ready}))
         name = builder.plan.buckets[step.bucket].name
         self.reducing[step.out] = step.dead

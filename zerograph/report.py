@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zerograph.config import Stage
 from zerograph.units import format_bytes
 
 
@@ -30,7 +31,7 @@ class Report:
         peak_whole_buckets: most buckets that were whole at one time.
     """
 
-    stage: int
+    stage: Stage
     world_size: int
     transport: str
     buckets: tuple[BucketReport, ...]
