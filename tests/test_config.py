@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerograph
 from zerograph.config import Config
-from zerograph.errors import ConfigError, UnsupportedError, ZeroGraphError
+from zerograph.errors import ConfigError, ZeroGraphError
+from zerograph.machine import machine_named
 
 WRONG: list[tuple[str, Any, str]] = [
-    ("stage", 4, "stage must be 0, 1, 2 or 3, got 4"),
+    ("stage", 4, 'stage must be 0, 1, 2, 3 or "auto", got 4'),
     ("stage", -1, "got -1"),
     ("stage", "3", "got '3'"),
     ("stage", 3.0, "got 3.0"),
@@ -34,6 +36,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("bucket_size", 1.5, "1.5 is not a size"),
     ("bucket_size", None, "None is not a size"),
     ("bucket_size", True, "True is not a size"),
+    ("memory", "lots", "'lots' is not a size"),
+    ("memory", 0, "must be positive"),
+    ("memory", 1.5, "1.5 is not a size"),
+    ("machine", "abacus", "no machine 'abacus'"),
+    ("machine", 8, "machine must be the name of a preset or a file, got 8"),
     ("recompute", "all", 'recompute must be "auto", "none", "full" or a share of layers from 0 to 1, got \'all\''),
     ("recompute", 1.5, "got 1.5"),
     ("recompute", -0.1, "got -0.1"),
@@ -68,9 +75,19 @@ def test_an_unknown_argument() -> None:
     assert "stage, mesh, dtype" in caught.value.hint
 
 
-def test_stage_auto_is_not_there_yet() -> None:
-    with pytest.raises(UnsupportedError, match="not there yet"):
-        zerograph.backend(stage="auto")
+def test_stage_auto_and_a_budget() -> None:
+    config = Config.of(stage="auto", memory="70GiB", machine="a100-80gb")
+    assert (config.stage, config.sharding, config.memory) == ("auto", 3, 70 * 2**30)
+    assert config.searches and Config.of(memory=1).searches and not Config.of().searches
+    assert config.machine == machine_named("a100-80gb")
+    assert config.given == {"stage", "memory", "machine"}
+
+
+def test_a_measured_machine(tmp_path: Path) -> None:
+    measured = dataclasses.replace(machine_named("cpu"), name="here")
+    (tmp_path / "machine.json").write_text(measured.to_json())
+    assert Config.of(machine=str(tmp_path / "machine.json")).machine == measured
+    assert Config.of(machine=measured).machine == measured
 
 
 def test_a_mesh_of_two_dimensions_and_its_slice() -> None:

@@ -35,7 +35,9 @@ class Stack(nn.Module):
         return x
 
 
-def seen(stage: int, *, rows: int = 8, measured: Measured | None = None) -> tuple[Outlook, zerograph.Backend]:
+def seen(
+    stage: int, *, rows: int = 8, measured: Measured | None = None, machine: str = "cpu"
+) -> tuple[Outlook, zerograph.Backend]:
     torch._dynamo.reset()
     with fake_world(rank=0, world_size=WORLD):
         model = Stack()
@@ -43,7 +45,7 @@ def seen(stage: int, *, rows: int = 8, measured: Measured | None = None) -> tupl
         model.compile(backend=backend)
         model(torch.randn(rows, WIDTH)).sum().backward()
         programs = [backend.program["forward"], backend.program["backward"]]
-        return outlook(programs, backend.plan, machine_named("cpu"), measured=measured), backend
+        return outlook(programs, backend.plan, machine_named(machine), measured=measured), backend
 
 
 @pytest.mark.parametrize("stage", [1, 3])

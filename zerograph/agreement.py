@@ -65,13 +65,18 @@ class Agreement:
         variants[variant] = sequence
         self._exchange(key, sequence)
 
+    def answers(self, key: str, mine: str) -> list[str]:
+        """What every rank answers under ``key``, by rank; each of them asks once."""
+        self._store.set(f"{key}/{self.rank}", json.dumps(mine))
+        return [str(self._fetch(key, other)) for other in range(self.world_size)]
+
     def _exchange(self, key: str, sequence: list[str]) -> None:
         self._store.set(f"{key}/{self.rank}", json.dumps(sequence))
         for other in range(self.world_size):
             theirs = self._fetch(key, other)
             _compare(key, f"rank {other}", theirs, f"rank {self.rank}", sequence)
 
-    def _fetch(self, key: str, other: int) -> list[str]:
+    def _fetch(self, key: str, other: int) -> Any:
         name = f"{key}/{other}"
         try:
             self._store.wait([name], self.timeout)
@@ -80,7 +85,7 @@ class Agreement:
                 f"rank {other} did not compile {key} within {self.timeout.total_seconds():.0f} s of rank {self.rank}",
                 f"see whether rank {other} failed, or takes another path through the model than rank {self.rank}",
             ) from error
-        return json.loads(self._store.get(name))  # type: ignore[no-any-return]
+        return json.loads(self._store.get(name))
 
 
 def _compare_plans(plans: Sequence[tuple[str | None, str]]) -> None:

@@ -21,6 +21,7 @@ from zerograph.agreement import Agreement
 from zerograph.compile import compile_frame
 from zerograph.config import Config
 from zerograph.copies import take_over
+from zerograph.decide import Planner
 from zerograph.errors import ConfigError, ShardingError, UnsupportedError, ZeroGraphError
 from zerograph.faces import resolve_mesh, shard_parameters
 from zerograph.frame import Frame
@@ -71,6 +72,7 @@ class Backend:
         self._device: torch.device | None = None
         self._agreement: Agreement | None = None
         self._recording: Recording | None = None
+        self.planner = Planner(self)
         self._breaks_before = dict(torch._dynamo.utils.counters["graph_break"])
         adopt.before_first_trace(_adopt_early)
 
@@ -98,6 +100,7 @@ class Backend:
                 raise adopt.Retrace
             self._refuse_foreign(foreign)
         refuse_mutations(gm)
+        self.planner.own = params
         if not self.frames:
             gc.collect()  # the abandoned trace holds the full parameters in reference cycles
         return compile_frame(self, gm, example_inputs)
@@ -132,8 +135,13 @@ class Backend:
         self._known.update(id(p) for p in new.values())
         self._replaced.update((p, None) for p in before if id(p) not in self._known)
         if new:
-            log.info("stage %d: sharded %d parameters over %d ranks", self.config.stage, len(new), self.world_size)
+            log.info("stage %s: sharded %d parameters over %d ranks", self.config.stage, len(new), self.world_size)
         return bool(new)
+
+    @property
+    def agreement(self) -> Agreement | None:
+        """How ranks agree; None where there is one, or where they are simulated."""
+        return self._agreement
 
     @property
     def device(self) -> torch.device:
@@ -187,6 +195,7 @@ class Backend:
         if self._device is not None:
             return
         self._device = device
+        self.planner.look_at(device)
         self._mesh = resolve_mesh(self.config, device.type)
         if self._mesh is None or self._mesh.size() == 1:
             return
@@ -299,22 +308,28 @@ def backend(**options: Any) -> Backend:
 
     Args:
         stage: 0 (nothing sharded, like DistributedDataParallel), 1 (optimizer states), 2 (gradients too),
-            3 (parameters too).
+            3 (parameters too), or "auto": sharded as at 3, with as many parameters kept whole from forward to backward
+            as make the step faster and fit ``memory``.
         mesh: 1-D ``DeviceMesh``; default: all ranks of the default process group, or one process without any.
         dtype: compute and gather dtype; parameters stay as they are. Default: each parameter's own.
         reduce_dtype: dtype gradients are summed over ranks in; default float32 under 16-bit compute.
         bucket_size: bytes of gathered parameters per collective: an int, or a text such as ``"32MiB"``.
         prefetch: buckets gathered ahead; at stage 3 at most ``prefetch + 1`` are whole at a time.
         recompute: activations computed again in the backward instead of saved: "auto" (what the partitioner finds
-            cheap; in the future the planner's choice), "none" (all are saved), "full" (of every repeated layer only
-            the inputs are saved, as with ``torch.utils.checkpoint`` around each), or a number from 0 to 1: that share
-            of the layers fully. Layers are modules with a number in their name. Regions of the user's own
-            ``torch.utils.checkpoint`` stay as they are.
+            cheap; with ``memory`` also as many whole layers as are needed to fit), "none" (all are saved), "full" (of
+            every repeated layer only the inputs are saved, as with ``torch.utils.checkpoint`` around each), or a number
+            from 0 to 1: that share of the layers fully. Layers are modules with a number in their name. Regions of the
+            user's own ``torch.utils.checkpoint`` stay as they are.
         compute: "inductor", or "eager" to run the same program with uncompiled segments, for debugging.
         plan: path of a file that ``zerograph plan -o`` wrote. Its decisions (stage, buckets and their residency,
             prefetch, recomputation) are used as they are, so those arguments have no place beside it. A training step
             with other parameters, dtypes or ranks than those that were planned is refused, as are ranks with different
             plans. Batch and sequence may differ.
+        memory: device memory that a rank may use, ``"70GiB"`` or bytes; 6% of it are left free. Whatever of residency
+            (``stage="auto"``), recomputation (``recompute="auto"``), ``bucket_size`` and ``prefetch`` is not given is
+            then chosen for the least predicted step time that fits. Default at stage "auto": all of a GPU.
+        machine: what predictions go by: the name of a preset, or a file that ``zerograph bench -o`` wrote. Default:
+            the preset closest to the device.
 
     Raises:
         ConfigError: an argument is wrong; says which and what it may be.

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
-from zerograph.costs import bytes_of
+from zerograph.costs import bytes_of, flops_of, is_cheap_to_repeat, kernel_bytes, memory_owner
 from zerograph.ir import Kind, Op, Param, Step, Value
 from zerograph.ops import REDUCE_GRAD, UNSHARD
-from zerograph.passes.graph import Marker, markers
+from zerograph.passes.graph import FACE_AT, Marker, markers, output_of
 from zerograph.passes.layers import module_of
 
 
@@ -21,12 +22,23 @@ def capture(graph: fx.Graph, *, training: bool) -> Step:
     Symbolic sizes are counted at the size that was traced.
     """
     nodes = [n for n in graph.nodes if n.op != "output"]
+    backward = _backward(graph)
     return Step(
-        ops=tuple(_op(n) for n in nodes if n.op == "call_function"),
+        ops=tuple(_op(n, n in backward) for n in nodes if n.op == "call_function"),
         values=tuple(_value(n) for n in nodes),
         params=_params(graph),
         training=training,
+        outputs=tuple(n.name for n in output_of(graph).all_input_nodes if n not in backward and n.op != "placeholder"),
     )
+
+
+def _backward(graph: fx.Graph) -> set[fx.Node]:
+    """What is tagged so, and whatever depends on it."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.meta.get("partitioner_tag") == "is_backward" or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _params(graph: fx.Graph) -> tuple[Param, ...]:
@@ -55,8 +67,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _op(node: fx.Node) -> Op:
-    backward = node.meta.get("partitioner_tag") == "is_backward"
+def _op(node: fx.Node, backward: bool) -> Op:
     inputs = node.all_input_nodes
     return Op(
         name=node.name,
@@ -64,10 +75,20 @@ def _op(node: fx.Node) -> Op:
         phase="backward" if backward else "forward",
         reads=tuple(n.name for n in inputs),
         writes=(node.name,),
-        params=tuple(str(n.args[2]) for n in inputs if n.target is UNSHARD),
+        params=_params_of(node),
         source=source_line(node),
         module=module_of(node) or "",
+        flops=flops_of(node),
+        moved=kernel_bytes(node),
+        cheap=is_cheap_to_repeat(node),
+        again=node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE),
     )
+
+
+def _params_of(node: fx.Node) -> tuple[str, ...]:
+    if node.target in (UNSHARD, REDUCE_GRAD):
+        return (str(node.args[FACE_AT[node.target]]),)
+    return tuple(str(n.args[2]) for n in node.all_input_nodes if n.target is UNSHARD)
 
 
 def source_line(node: fx.Node) -> str:
@@ -77,7 +98,9 @@ def source_line(node: fx.Node) -> str:
 
 
 def _value(node: fx.Node) -> Value:
-    return Value(node.name, bytes_of(node.meta.get("val")), _kind(node))
+    owner, val = memory_owner(node), node.meta.get("val")
+    size = bytes_of(val) if isinstance(val, torch.Tensor) else 0  # the parts of a tuple are values of their own
+    return Value(node.name, size, _kind(node), "" if owner is node else owner.name)
 
 
 def _kind(node: fx.Node) -> Kind:

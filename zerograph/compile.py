@@ -31,10 +31,7 @@ from zerograph import passes
 from zerograph.capture import capture
 from zerograph.dryrun import DryRun
 from zerograph.frame import Frame
-from zerograph.ir import Step
 from zerograph.lower import lower
-from zerograph.plan import Plan
-from zerograph.planner import plan_step, replay
 from zerograph.rows import take_rows
 from zerograph.runtime.executor import Executor
 
@@ -86,24 +83,10 @@ def _compile_inference(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) 
 def _prepare(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], *, training: bool) -> None:
     passes.canonicalize(gm)
     step = capture(gm.graph, training=training)
-    frame.planned(step, _plan(frame.backend, step))
+    frame.planned(step, frame.backend.planner.plan(frame, step))
     passes.localize(gm)
     with V.set_fake_mode(detect_fake_mode(inputs)):  # where Inductor's passes look for it
         joint_graph_passes(gm)
-
-
-def _plan(backend: Backend, step: Step) -> Plan:
-    config = backend.config
-    if config.plan is not None:
-        return replay(config.plan, step)
-    return plan_step(
-        step,
-        stage=config.stage,
-        world_size=backend.world_size,
-        bucket_size=config.bucket_size,
-        prefetch=config.prefetch,
-        recompute=config.recompute,
-    )
 
 
 def _compile_graph(frame: Frame, kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from zerograph.errors import ConfigError, UnsupportedError
+from zerograph.errors import ConfigError
+from zerograph.machine import Machine, machine_from
 from zerograph.plan import GivenPlan
 from zerograph.units import parse_bytes
 
@@ -16,12 +17,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 STAGES = (0, 1, 2, 3)
-Stage = Literal[0, 1, 2, 3]
+Stage = Literal[0, 1, 2, 3, "auto"]
 Recompute = Literal["auto", "none", "full"] | float
 RECOMPUTE = ("auto", "none", "full")
 COMPUTE = ("inductor", "eager")
+DEFAULT_BUCKET_SIZE = 32 * 2**20
+DEFAULT_PREFETCH = 1
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-PLANNED = ("stage", "bucket_size", "prefetch", "recompute")
+PLANNED = ("stage", "bucket_size", "prefetch", "recompute", "memory", "machine")
 """Arguments that say what a plan decides, and so have no place beside ``plan``."""
 
 
@@ -31,6 +34,8 @@ class Config:
 
     Attributes:
         stage: what is sharded over ranks: nothing (0), optimizer states (1), gradients too (2), parameters too (3).
+            "auto" shards all of it and keeps those gathered parameters from forward to backward that ``memory`` has
+            room for.
         mesh: 1-D device mesh to shard over; None is the default process group.
         dtype: dtype of gathered parameters and of compute; None is each parameter's own.
         reduce_dtype: dtype gradients are summed in; None is float32 under 16-bit compute, else the gradient's own.
@@ -43,17 +48,35 @@ class Config:
             from 0 to 1: that share of the layers fully, evenly spread, the others as in "auto".
         compute: "inductor" compiles the segments between collectives; "eager" runs the same program uncompiled.
         plan: what a plan file decided, in place of rules; ``stage`` and ``prefetch`` are then the plan's.
+        memory: bytes of device memory that a rank may use. What was left free is then searched for the fastest step
+            that fits: residencies at stage "auto", recomputation per layer when that is "auto", bucket size and
+            prefetch unless they were given. None searches nothing, but at stage "auto" stands for all of a GPU.
+        machine: how fast compute and links are, for that search; None is the preset closest to the device.
+        given: names of the arguments that the user gave.
     """
 
     stage: Stage = 3
     mesh: DeviceMesh | None = None
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
-    bucket_size: int = 32 * 2**20
-    prefetch: int = 1
+    bucket_size: int = DEFAULT_BUCKET_SIZE
+    prefetch: int = DEFAULT_PREFETCH
     recompute: Recompute = "auto"
     compute: Literal["inductor", "eager"] = "inductor"
     plan: GivenPlan | None = None
+    memory: int | None = None
+    machine: Machine | None = None
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+
+    @property
+    def sharding(self) -> Literal[0, 1, 2, 3]:
+        """The stage that says how parameters are held between steps: "auto" holds them as stage 3 does."""
+        return 3 if self.stage == "auto" else self.stage
+
+    @property
+    def searches(self) -> bool:
+        """Whether plans are searched under a budget, not made by rule."""
+        return self.stage == "auto" or self.memory is not None
 
     @classmethod
     def of(cls, **options: Any) -> Config:
@@ -62,23 +85,21 @@ class Config:
         ``plan`` is the path of a file that ``zerograph plan -o`` wrote.
 
         Raises:
-            ConfigError: an unknown name, a value out of range, or a plan file that cannot be replayed.
-            UnsupportedError: ``stage="auto"``, which comes with the planner.
+            ConfigError: an unknown name, a value out of range, no such machine, or a plan file that cannot be replayed.
         """
-        known = cls.__dataclass_fields__
+        known = [name for name in cls.__dataclass_fields__ if name != "given"]
         unknown = sorted(set(options) - set(known))
         if unknown:
             raise ConfigError(f"zerograph.backend has no argument {unknown[0]!r}", f"it takes {', '.join(known)}")
-        config = cls(**{**options, **_sizes(options), **_given(options)})
+        chosen = {**_sizes(options), **_machine(options), **_replayed(options)}
+        config = cls(**{**options, **chosen}, given=frozenset(options))
         config._validate()
         return config
 
     def _validate(self) -> None:
-        if isinstance(self.stage, str) and self.stage == "auto":
-            raise UnsupportedError('stage="auto" is not there yet', "choose stage=0, 1, 2 or 3")
         _require(
-            type(self.stage) is int and self.stage in STAGES,
-            f"stage must be 0, 1, 2 or 3, got {self.stage!r}",
+            self.stage == "auto" or (type(self.stage) is int and self.stage in STAGES),
+            f'stage must be 0, 1, 2, 3 or "auto", got {self.stage!r}',
             "3 shards parameters, gradients and optimizer states; 0 is data parallelism",
         )
         _require(
@@ -103,21 +124,41 @@ class Config:
 
 
 def _sizes(options: dict[str, Any]) -> dict[str, int]:
-    if "bucket_size" not in options:
-        return {}
-    size = options["bucket_size"]
+    return {
+        name: _size(name, options[name], example)
+        for name, example in (("bucket_size", "32MiB"), ("memory", "70GiB"))
+        if name in options and (name, options[name]) != ("memory", None)
+    }
+
+
+def _size(name: str, size: object, example: str) -> int:
     try:
         if not isinstance(size, (int, str)) or isinstance(size, bool):
             raise ValueError(f"{size!r} is not a size")
-        size = parse_bytes(size)
-        if size == 0:
+        found = parse_bytes(size)
+        if found == 0:
             raise ValueError("it must be positive")
     except ValueError as error:
-        raise ConfigError(f"bucket_size: {error}", "for example bucket_size='32MiB'") from None
-    return {"bucket_size": size}
+        raise ConfigError(f"{name}: {error}", f"for example {name}='{example}'") from None
+    return found
 
 
-def _given(options: dict[str, Any]) -> dict[str, Any]:
+def _machine(options: dict[str, Any]) -> dict[str, Machine]:
+    match options.get("machine"):
+        case None:
+            return {}
+        case Machine() as machine:
+            return {"machine": machine}
+        case str(name):
+            return {"machine": machine_from(name)}
+        case other:
+            raise ConfigError(
+                f"machine must be the name of a preset or a file, got {other!r}",
+                "for example machine='machine.json', which `zerograph bench -o machine.json` writes",
+            )
+
+
+def _replayed(options: dict[str, Any]) -> dict[str, Any]:
     """The plan in the file that ``plan`` names, with the stage and prefetch distance that it fixes."""
     path = options.get("plan")
     if path is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch.partitioners import get_default_op_list  # what the partitioner itself goes by
 from torch.utils.flop_counter import flop_registry
 
 from zerograph.passes.graph import is_size, is_view
@@ -44,14 +46,37 @@ def memory_owner(node: fx.Node) -> fx.Node:
     return node
 
 
-def moved_bytes(nodes: Iterable[fx.Node], inputs: Sequence[fx.Node], outs: Sequence[fx.Node]) -> int:
-    """Bytes that a compiled segment reads and writes: its inputs and outputs once, and those of what never fuses."""
-    total = sum(bytes_of(n.meta.get("val")) for n in {*map(memory_owner, inputs), *map(memory_owner, outs)})
-    for node in nodes:
-        if _materializes(node):
-            read = sum(bytes_of(n.meta.get("val")) for n in node.all_input_nodes)
-            total += read + bytes_of(node.meta.get("val"))
-    return total
+def moved_bytes(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outs: Sequence[fx.Node]) -> int:
+    """Bytes that a compiled segment reads and writes: what never fuses, each by itself; of the rest inputs and outputs.
+
+    What the fused rest reads counts once, however many of its operators read it.
+    """
+    outer = set(map(memory_owner, inputs))
+    fused = [n for n in nodes if not _materializes(n) and not is_view(n)]
+    read = {memory_owner(source) for n in fused for source in n.all_input_nodes} & outer
+    written = {owner for owner in map(memory_owner, outs) if not _materializes(owner)} - outer
+    return sum(bytes_of(n.meta.get("val")) for n in read | written) + sum(map(kernel_bytes, nodes))
+
+
+def kernel_bytes(node: fx.Node) -> int:
+    """Bytes that ``node`` reads and writes where it never fuses with what is around it; else 0."""
+    if not _materializes(node):
+        return 0
+    return sum(bytes_of(n.meta.get("val")) for n in node.all_input_nodes) + bytes_of(node.meta.get("val"))
+
+
+def is_cheap_to_repeat(node: fx.Node) -> bool:
+    """Whether the min-cut partitioner may compute ``node`` again in the backward instead of saving it.
+
+    Its own list of operators says so, and its rule that what is a quarter of its inputs or less is saved.
+    """
+    if node.target is operator.getitem or is_view(node):
+        return True
+    read = sum(bytes_of(n.meta.get("val")) for n in node.args if isinstance(n, fx.Node))
+    return _repeatable().is_recomputable(node) and bytes_of(node.meta.get("val")) * 4 >= read
+
+
+_repeatable = functools.cache(get_default_op_list)
 
 
 def temporary_bytes(nodes: Sequence[fx.Node], outs: Sequence[fx.Node]) -> int:

@@ -41,3 +41,7 @@ class InvariantError(ZeroGraphError, AssertionError):
 
 class CheckpointError(ZeroGraphError, RuntimeError):
     """A checkpoint or export cannot be written or read."""
+
+
+class InfeasibleError(ZeroGraphError, RuntimeError):
+    """No plan of a training step fits the memory it was given."""

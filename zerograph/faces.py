@@ -224,7 +224,7 @@ def shard_parameters(
     named, places = _owned(roots, taken)
     _refuse_sparse_gradients(roots)
     faces = {name: face_of(param, name, config, mesh) for name, param in named.items()}
-    new = {name: _new_parameter(param, faces[name], mesh, config.stage) for name, param in named.items()}
+    new = {name: _new_parameter(param, faces[name], mesh, config.sharding) for name, param in named.items()}
     objects = live(nn.Module, Optimizer)
     for module in modules_holding(named.values(), objects):
         for attribute, param in module._parameters.items():
@@ -334,7 +334,7 @@ def face_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -
     if reduce_dtype is None:
         reduce_dtype = _default_reduce_dtype(dtype)
     world = mesh.size() if mesh is not None else 1
-    sharded = config.stage > 0 and world > 1 and param.ndim > 0 and param.shape[0] >= world
+    sharded = config.sharding > 0 and world > 1 and param.ndim > 0 and param.shape[0] >= world
     group = mesh.get_group().group_name if mesh is not None and world > 1 else ""
     return Face(name, group, dtype, reduce_dtype if floating else dtype, sharded)
 

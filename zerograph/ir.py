@@ -68,19 +68,37 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A tensor of the step: its name, bytes on this rank, and what it is."""
+    """A tensor of the step.
+
+    Attributes:
+        name: of the operation that makes it, or of the input.
+        bytes: that it would take with memory of its own, on this rank.
+        kind: what it is.
+        alias_of: the value whose memory it looks at, which is no view itself; empty when the memory is its own.
+    """
 
     name: str
     bytes: int
     kind: Kind
+    alias_of: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One operation: values read and written by name, the parameters it reads, and where it comes from.
+    """One operation.
 
-    ``module`` is the fully qualified name of the module that it computes, or whose gradient (``blocks.3.mlp``); empty
-    for the model's own operations, and where tracing left no word of it.
+    Attributes:
+        name, target: of the node, and what it calls.
+        reads, writes: values by name.
+        params: the parameters that it reads directly, gathers (an ``unshard``) or reduces the gradient of.
+        source: the user's ``file:line``; empty when unknown.
+        module: fully qualified name of the module that it computes, or whose gradient (``blocks.3.mlp``); empty for the
+            model's own operations, and where tracing left no word of it.
+        flops: floating-point operations, of products, convolutions and attention only.
+        moved: bytes that it reads and writes as a kernel of its own; 0 for what is fused into what is around it.
+        cheap: computing it again costs next to nothing (views, element-wise operations that fuse), so that the
+            partitioner does that rather than save its result.
+        again: the user's ``torch.utils.checkpoint`` has the backward compute it again.
     """
 
     name: str
@@ -91,6 +109,10 @@ class Op:
     params: tuple[str, ...] = ()
     source: str = ""
     module: str = ""
+    flops: int = 0
+    moved: int = 0
+    cheap: bool = False
+    again: bool = False
 
 
 _LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
@@ -109,9 +131,11 @@ class Step:
     Attributes:
         params: in order of first use in the forward.
         training: whether a backward follows.
+        outputs: values that the forward returns to the user.
     """
 
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     params: tuple[Param, ...]
     training: bool
+    outputs: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from zerograph.errors import ConfigError
@@ -216,3 +217,36 @@ def machine_named(name: str, device_memory: int | None = None) -> Machine:
         raise ConfigError(f"no machine {name!r}", f"one of {', '.join(PRESETS)}, or a file from `zerograph bench`")
     machine = PRESETS[name]
     return machine if device_memory is None else replace(machine, device_memory=device_memory)
+
+
+def machine_from(name: str, device_memory: int | None = None) -> Machine:
+    """The preset ``name``, or what ``zerograph bench`` wrote to that file; with another memory when that is given.
+
+    Raises:
+        ConfigError: neither a preset nor a machine file.
+    """
+    path = Path(name)
+    if name in PRESETS or not path.is_file():
+        return machine_named(name, device_memory)
+    machine = Machine.from_json(path.read_text(errors="replace"))
+    return machine if device_memory is None else replace(machine, device_memory=device_memory)
+
+
+def preset_for(device: str, name: str = "") -> Machine:
+    """The preset closest to a device: ``name`` is what a GPU calls itself.
+
+    A GPU that no preset is for counts as an H100: the search then weighs compute against collectives as there.
+    """
+    if device == "cpu":
+        return PRESETS["cpu"]
+    found = next((preset for word, preset in _GPUS if word in name.upper()), "h100-80gb")
+    return PRESETS[found]
+
+
+_GPUS = (
+    ("GH200", "gh200"),
+    ("H200", "h200-141gb"),
+    ("H100", "h100-80gb"),
+    ("A100", "a100-80gb"),
+    ("V100", "v100-32gb-dgx2"),
+)

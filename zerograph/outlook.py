@@ -7,13 +7,13 @@ when it is written and given back after its last reader; what the forward saves,
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from zerograph.forecast import Forecast, Stream
-from zerograph.ir import ITEM_SIZE, Param
 from zerograph.machine import Machine
 from zerograph.plan import Plan
 from zerograph.planfile import Holding
+from zerograph.planner.rates import Rates, gathered_bytes, reduced_bytes, state_bytes
 from zerograph.planner.simulate import Memory, Task, simulate
 from zerograph.runtime.program import (
     Compute,
@@ -101,14 +101,9 @@ def outlook(
 def _states(plan: Plan, moments: int) -> list[Holding]:
     """What lies on the device between steps: shards, and the optimizer's moments. Gradients come with the backward."""
     params = [p for bucket in plan.buckets for p in bucket.params]
-    shards = sum(_shard_bytes(p, plan.world_size) for p in params)
-    states = sum(_shard_bytes(p, plan.world_size) for p in params if p.trainable) * moments
+    shards, states = state_bytes(params, plan.world_size, moments)
     found = [Holding("shards of parameters", "param", "device", shards, -1, -1)]
     return found + ([Holding("optimizer states", "state", "device", states, -1, -1)] if states else [])
-
-
-def _shard_bytes(param: Param, world_size: int) -> int:
-    return param.chunk_elements(world_size) * ITEM_SIZE[param.dtype]
 
 
 @dataclass(slots=True)
@@ -125,12 +120,12 @@ class _Held:
 
 class _Builder:
     def __init__(self, plan: Plan, machine: Machine, measured: Measured) -> None:
-        self.plan, self.machine, self.measured = plan, machine, measured
+        self.plan, self.measured = plan, measured
+        self.rates = Rates(machine, plan.world_size, plan.compute_dtype)
         self.tasks: list[Task] = []
         self.holdings: list[Holding] = []
         self.whole: dict[int, int] = {}  # bucket -> task that gathered it, while it is kept whole
         self.saved: dict[str, _Held] = {}  # by name: what a forward returned
-        self.matmul = machine.matmul.get(plan.compute_dtype, machine.matmul["float32"])
 
     def add(self, program: Program) -> None:
         """The tasks of one program, in order."""
@@ -146,7 +141,7 @@ class _Builder:
     def amend(self, index: int, *, takes: Memory = (), gives: Memory = ()) -> None:
         """Let a task that exists take or give more."""
         old = self.tasks[index]
-        self.tasks[index] = replace(old, takes=old.takes + takes, gives=old.gives + gives)
+        self.tasks[index] = old._replace(takes=old.takes + takes, gives=old.gives + gives)
 
     def hold(self, held: _Held, last: int) -> None:
         if held.bytes:
@@ -154,15 +149,9 @@ class _Builder:
                 Holding(held.name, held.kind, "device", held.bytes, held.task, last, held.module, held.source)  # type: ignore[arg-type]
             )
 
-    def link(self, size: float) -> float:
-        world = self.plan.world_size
-        return self.machine.collective(world).seconds(size * (world - 1) / world)
-
     def add_update(self, moments: int) -> None:
         """One pass over parameters, gradients and states; gradients go afterwards (``zero_grad``)."""
-        trainable = [p for bucket in self.plan.buckets for p in bucket.params if p.trainable]
-        size = sum(_shard_bytes(p, self.plan.world_size) for p in trainable)
-        rates = size * (3 + 2 * moments) / self.machine.device_bandwidth
+        rates = self.rates.update((p for bucket in self.plan.buckets for p in bucket.params), moments)
         seconds = self.measured.update if self.measured.update is not None else rates
         reduces = [i for i, task in enumerate(self.tasks) if task.stream == "reduce"]
         _, name, module = task_of(self.plan, None, "")
@@ -185,7 +174,6 @@ class _Run:
         self.ready: dict[int, int] = {}  # register -> task that writes it
         self.last = len(builder.tasks) - 1
         self.reducing: dict[int, tuple[int, ...]] = {}  # pending reduction -> registers that die with it
-        self.announced: dict[int, Gather] = {}  # pending gather -> a CPU rank reads the others' memory when it waits
         self.waits: set[int] = set()  # what the next segment waits for, whether it reads it or not
         self.same: dict[int, int] = {}  # storage of an input -> an earlier one: several views may have been saved
         first: dict[int, int] = {}
@@ -209,13 +197,9 @@ class _Run:
         match step:
             case Compute():
                 self._compute(step)
-            case Gather() if self.builder.machine.device == "cpu":
-                self.announced[step.out] = step
             case Gather():
                 self._gather(step)
             case WaitGather():
-                if step.pending in self.announced:
-                    self._gather(self.announced.pop(step.pending))
                 self.waits.add(self.ready[step.pending])
                 self.ready.update(dict.fromkeys(step.outs, self.ready[step.pending]))
             case Free():
@@ -245,8 +229,7 @@ class _Run:
         known = self.builder.measured.segments.get(segment.digest)
         if known is not None:
             return known
-        machine = self.builder.machine
-        return segment.flops / self.builder.matmul + segment.moved / machine.device_bandwidth + machine.launch
+        return self.builder.rates.compute(segment.flops, segment.moved)
 
     def _write(self, register: int, index: int, module: str, source: str) -> None:
         content, storage = self.contents[register], self._storage(register)
@@ -273,18 +256,15 @@ class _Run:
         if kept is not None:
             self.ready[step.out] = kept
         else:
-            size = self._gathered_bytes(step.params)
-            seconds = builder.measured.gathers.get(step.bucket, builder.link(size))
+            size = gathered_bytes(step.params, builder.plan.world_size)
+            seconds = builder.measured.gathers.get(step.bucket, builder.rates.collective(size))
             after = (self.last,) if self.last >= 0 else ()
             _, task, name = task_of(builder.plan, step, self.program.kind)
             index = builder.task(Task(task, "gather", seconds, after, (("device", size),), (), name))
             builder.whole[step.bucket] = self.ready[step.out] = index
+            self._stall(index)
             self.held[-1 - step.bucket] = _Held(name, "gathered", size, index, name, "")
         self._die(step.dead, self.last if self.last >= 0 else 0)
-
-    def _gathered_bytes(self, params: Iterable[Param]) -> int:
-        world = self.builder.plan.world_size
-        return sum(p.chunk_elements(world) * (world if p.sharded else 1) * ITEM_SIZE[p.compute_dtype] for p in params)
 
     def _free(self, step: Free) -> None:
         residency = self.builder.plan.buckets[step.bucket].residency
@@ -297,14 +277,17 @@ class _Run:
 
     def _reduce(self, step: Reduce) -> None:
         builder = self.builder
-        size = sum(p.elements * ITEM_SIZE[p.reduce_dtype] for p in step.params)
-        seconds = builder.measured.reduces.get(step.bucket, builder.link(size))
+        seconds = builder.measured.reduces.get(step.bucket, builder.rates.collective(reduced_bytes(step.params)))
         after = tuple(sorted({self.ready[r] for r in step.grads if r in self.ready}))
         _, task, name = task_of(builder.plan, step, self.program.kind)
         self.reducing[step.out] = step.dead
         self.ready[step.out] = builder.task(Task(task, "reduce", seconds, after, module=name))
-        if builder.machine.device == "cpu":  # the cores that compute also carry what ranks exchange
-            self.waits.add(self.ready[step.out])
+        self._stall(self.ready[step.out])
+
+    def _stall(self, transfer: int) -> None:
+        """Where nothing runs beside a transfer, the next segment comes after it."""
+        if not self.builder.rates.overlaps:
+            self.waits.add(transfer)
 
     def _wait_reduce(self, step: WaitReduce) -> None:
         """Full gradients go when they are reduced, and this rank's rows of them come."""

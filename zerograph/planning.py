@@ -39,14 +39,17 @@ def plan_file(
         dtype: compute dtype by name; each parameter's own unless given.
         moments: tensors that the optimizer keeps per parameter.
         reserve: share of every tier to leave free.
-        options: further arguments of :func:`zerograph.backend`.
+        options: further arguments of :func:`zerograph.backend`. At stage "auto" the plan fills ``machine``'s memory.
 
     Raises:
+        InfeasibleError: no plan fits at stage "auto".
         UnsupportedError: the model cannot be traced whole, or does not train.
     """
     import torch
 
     compute = getattr(torch, dtype) if dtype is not None else None
+    if options.get("stage") == "auto":
+        options |= {"memory": machine.capacity("device", world), "machine": machine}
     compiled = compile_only(make, world_size=world, batch=batch, seq=seq, dtype=compute, **options)
     return forecast_file(name, compiled, machine, moments=moments, reserve=reserve)
 
@@ -68,7 +71,7 @@ def forecast_file(
         budget={tier: int(machine.capacity(tier, frame.plan.world_size) * (1 - reserve)) for tier in TIERS},
         forecast=found.forecast,
         holdings=found.holdings,
-        reasons=tuple(_reasons(frame.plan)),
+        reasons=tuple(_reasons(frame.plan, searched=frame.backend.config.searches)),
         passes=tuple(frame.passes),
         tokens=compiled.tokens,
         flops=found.flops,
@@ -85,16 +88,17 @@ def _training_frame(frames: tuple[Frame, ...]) -> Frame:
     return training[-1]
 
 
-def _reasons(plan: Plan) -> Iterator[Reason]:
-    yield Reason("plan", f"stage {plan.stage}", "it was asked for")
+def _reasons(plan: Plan, searched: bool) -> Iterator[Reason]:
+    asked = "no plan that fits is predicted to be faster" if searched else "it was asked for"
+    yield Reason("plan", f"stage {plan.stage}", "stage auto shards all of it" if searched else asked)
     if plan.recompute:
         layers = f"{len(plan.recompute)} layers recomputed in the backward: {plan.recompute[0]} to {plan.recompute[-1]}"
-        yield Reason("activations", layers, "it was asked for")
+        yield Reason("activations", layers, asked)
     else:
         saved = "all saved" if plan.save_others else "saved where the partitioner finds that cheaper than recomputing"
         yield Reason("activations", saved, "it was asked for" if plan.save_others else "recompute is auto")
     why = {
-        "use": "stage 3 keeps parameters whole only while they are used",
+        "use": asked if searched else "stage 3 keeps parameters whole only while they are used",
         "backward": "it is kept from forward to backward, which saves a gather",
         "step": "below stage 3 parameters stay whole from forward to backward",
     }

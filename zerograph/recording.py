@@ -109,7 +109,7 @@ class Recording:
     def beside_forecast(self) -> RecordedStep:
         """This run, and the forecast of it that its own seconds give."""
         # All seconds were measured: of the machine only its kind matters.
-        found = self.predicted(machine_named("cpu" if self._backend.device.type == "cpu" else "h100-80")).forecast
+        found = self.predicted(machine_named("cpu" if self._backend.device.type == "cpu" else "h100-80gb")).forecast
         return RecordedStep(
             self.forecast.seconds, found.seconds, self.forecast.peaks["device"].bytes, found.peaks["device"].bytes
         )
@@ -124,9 +124,9 @@ class Recording:
         for event in events:
             start, end = event.start_ns(), event.start_ns() + event.duration_ns()
             if match := _LABEL.fullmatch(event.name()):
-                frame, kind, index = int(match[1]), match[2], int(match[3])
-                step = self._backend.frames[frame].programs[kind].instructions[index]
-                found.setdefault((frame, kind), []).append(_Ran(kind, step, start, end))
+                number, kind, index = int(match[1]), match[2], int(match[3])
+                step = self._backend.frames[number].programs[kind].instructions[index]
+                found.setdefault((number, kind), []).append(_Ran(kind, step, start, end))
             elif event.name().startswith("Optimizer.step#"):
                 updates.append(_Ran("update", None, start, end))
         trained = [number for number, kind in found if kind == "backward"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zerograph.config import Stage
 from zerograph.units import format_bytes
 
 
@@ -48,7 +49,7 @@ class Report:
         recorded: the last step that ``backend.record()`` recorded.
     """
 
-    stage: int
+    stage: Stage
     world_size: int
     transport: str
     buckets: tuple[BucketReport, ...]

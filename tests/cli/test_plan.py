@@ -96,6 +96,16 @@ def test_what_does_not_fit_exits_with_1(model: Path) -> None:
     assert "error: device memory: needs" in result.stderr and "hint: more ranks" in result.stderr
 
 
+def test_stage_auto_fills_the_memory_or_says_what_is_missing(model: Path) -> None:
+    arguments = (f"{model}:small", "--world", "4", "--batch", "8", "--stage", "auto", "--explain")
+    found = run(*arguments, "--memory", "8GiB")
+    assert found.exit_code == 0, found.stderr
+    assert "because stage auto shards all of it" in found.stdout
+    missing = run(*arguments, "--memory", "4MiB")
+    assert missing.exit_code == 1
+    assert "error: the step needs" in missing.stderr and "hint: what would help: " in missing.stderr
+
+
 def test_a_model_may_bring_its_inputs(model: Path) -> None:
     assert run(f"{model}:with_inputs", "--world", "2").exit_code == 0
     result = run(f"{model}:by_keyword", "--world", "2", "--json")

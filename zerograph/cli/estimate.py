@@ -12,11 +12,10 @@ from typing import Any
 import click
 
 from zerograph.cli.estimate_view import as_data, draw, lines
-from zerograph.cli.machine_option import named_or_file
 from zerograph.cli.options import SIZE, Parsed
 from zerograph.cli.terminal import progress
 from zerograph.errors import ConfigError
-from zerograph.machine import PRESETS, TIERS
+from zerograph.machine import PRESETS, TIERS, machine_from
 from zerograph.planner.choice import ACTIVATIONS, OFFLOADS, STAGES
 from zerograph.planner.estimate import RESERVE, Question, Row, fastest, rows
 from zerograph.planner.largest import WHATS, What, largest
@@ -85,7 +84,7 @@ def _question(model: str | None, what: What | None, machine: str, memory: int | 
     return Question(
         size=_size(what, sizes.pop("params"), **sizes) if model is None else _size_of(model, what, **sizes),
         training=Training(**steps),
-        machine=named_or_file(machine, memory),
+        machine=machine_from(machine, memory),
         world_size=options.pop("world"),
         stage=None if stage is None else STAGES[int(stage)],
         **options,

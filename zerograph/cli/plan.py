@@ -8,11 +8,11 @@ from typing import Any
 
 import click
 
-from zerograph.cli.machine_option import named_or_file
 from zerograph.cli.model_source import model_maker
 from zerograph.cli.options import SIZE, Parsed
 from zerograph.cli.terminal import progress, show_lines
 from zerograph.cli.view.screen import show_summary
+from zerograph.machine import machine_from
 from zerograph.planfile import PlanFile
 from zerograph.planner.estimate import RESERVE
 from zerograph.units import format_bytes
@@ -22,7 +22,14 @@ def _recompute(text: str) -> str | float:
     return text if text in ("auto", "none", "full") else float(text)
 
 
+def _stage(text: str) -> int | str:
+    if text not in ("0", "1", "2", "3", "auto"):
+        raise ValueError(f"{text!r} is no stage")
+    return text if text == "auto" else int(text)
+
+
 RECOMPUTE = Parsed("auto|none|full|0..1", _recompute)
+STAGE = Parsed("0|1|2|3|auto", _stage)
 
 
 @click.command()
@@ -30,12 +37,12 @@ RECOMPUTE = Parsed("auto|none|full|0..1", _recompute)
 @click.option("--world", type=click.IntRange(1), default=1, show_default=True, help="Ranks.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences per rank.")
 @click.option("--seq", type=click.IntRange(1), default=1024, show_default=True, help="Tokens per sequence.")
-@click.option("--stage", type=click.IntRange(0, 3), default=3, show_default=True, help="ZeRO stage.")
+@click.option("--stage", type=STAGE, default="3", show_default=True, help="ZeRO stage; auto fills the memory.")
 @click.option("--machine", default="h100-80gb", show_default=True, help="A preset, or a file from `zerograph bench`.")
 @click.option("--memory", type=SIZE, help="Device memory a rank may use: 70GiB.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Compute dtype.")
-@click.option("--bucket-size", default="32MiB", show_default=True, help="Gathered bytes per collective.")
-@click.option("--prefetch", type=click.IntRange(0), default=1, show_default=True, help="Buckets gathered ahead.")
+@click.option("--bucket-size", help="Gathered bytes per collective.  [default: 32MiB; chosen at stage auto]")
+@click.option("--prefetch", type=click.IntRange(0), help="Buckets gathered ahead.  [default: 1; chosen at stage auto]")
 @click.option("--recompute", type=RECOMPUTE, default="auto", show_default=True, help="auto, none, full or 0..1.")
 @click.option("--moments", type=click.IntRange(0), default=2, show_default=True, help="Optimizer states a parameter.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan file here.")
@@ -51,7 +58,8 @@ def plan(model: str, output: Path | None, explain: bool, json_: bool, **options:
     """
     from zerograph.planning import plan_file
 
-    machine = named_or_file(options.pop("machine"), options.pop("memory"))
+    machine = machine_from(options.pop("machine"), options.pop("memory"))
+    options = {name: value for name, value in options.items() if value is not None or name == "dtype"}
     with progress() as say:
         say("importing torch and the model")
         make = model_maker(model, batch=options["batch"], seq=options["seq"])

@@ -1,0 +1,136 @@
+"""``stage="auto"``: a mixed plan computes, bit for bit, what stage 3 does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from numerics.test_stages import Block
+from ranks import RankFailure, run
+from torch import Tensor, nn
+
+import zerograph
+from zerograph.errors import ConfigError, InfeasibleError
+
+WIDTH, LAYERS = 64, 6
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(33, WIDTH), nn.Linear(WIDTH, 33)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(LAYERS))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _train(options: dict[str, Any], rows: tuple[int, ...] = (4, 4, 4)) -> dict[str, Any]:
+    """Losses of a few steps of ``rows`` sequences, the more on higher ranks, and what was planned."""
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    backend = zerograph.backend(compute="eager", bucket_size="128KiB", prefetch=1, **options)
+    model.compile(backend=backend)
+    losses = []
+    for step, count in enumerate(rows):
+        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+        tokens = torch.randint(0, 33, (count + dist.get_rank(), 16), generator=generator)
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {
+        "losses": losses,
+        "plan": backend.plan.to_json(),
+        "residencies": [b.residency for b in backend.plan.buckets],
+        "recompute": backend.plan.recompute,
+        "whole": backend.telemetry.peak_whole,
+        "placements": {type(p).__name__ for p in model.parameters()},
+        "stage": backend.report().stage,
+    }
+
+
+def _budget(share: float) -> int:
+    """A memory at ``share`` of the way from the smallest plan of the model above to the fastest."""
+    from zerograph.machine import machine_named
+    from zerograph.planner.estimate import RESERVE
+    from zerograph.planner.search import Search, Wish
+
+    torch.manual_seed(0)
+    model = Model()
+    backend = zerograph.backend(stage=3, compute="eager", bucket_size="128KiB")
+    model.compile(backend=backend)
+    tokens = torch.zeros(4 + dist.get_rank(), 16, dtype=torch.int64)
+    nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+    wish = Wish("auto", dist.get_world_size(), bucket_size=2**17, prefetch=1)
+    best = Search(backend.frames[-1].step, wish, machine_named("cpu")).best
+    return int((best[0].peak + share * (best[-1].peak - best[0].peak)) / (1 - RESERVE)) + 1
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_mixed_plan_gives_the_losses_of_stage_3(share: float) -> None:
+    memory = run(2, _budget, share)[1]  # of the rank with the larger batch
+    plain, mixed = run(2, _train, {"stage": 3}), run(2, _train, {"stage": "auto", "memory": memory})
+    assert [r["losses"] for r in mixed] == [r["losses"] for r in plain]
+    assert mixed[0]["plan"] == mixed[1]["plan"]
+    assert mixed[0]["placements"] == {"DTensor"}
+    assert mixed[0]["stage"] == "auto"
+    assert set(mixed[0]["residencies"]) == {"use", "backward"}
+    assert plain[0]["whole"] < mixed[0]["whole"] < len(mixed[0]["residencies"])
+    assert bool(mixed[0]["recompute"]) == (share < 1)
+
+
+def test_other_shapes_keep_the_plan() -> None:
+    memory = run(2, _budget, 1.0)[1]
+    rows = (4, 3, 6, 2)
+    plain, mixed = run(2, _train, {"stage": 3}, rows), run(2, _train, {"stage": "auto", "memory": memory}, rows)
+    assert [r["losses"] for r in mixed] == [r["losses"] for r in plain]
+
+
+def test_a_budget_that_nothing_fits_is_an_error_on_all_ranks() -> None:
+    with pytest.raises(RankFailure) as caught:
+        run(2, _train, {"stage": "auto", "memory": "1MiB"})
+    assert sorted(caught.value.ranks) == [0, 1]
+    for text in caught.value.ranks.values():
+        assert "InfeasibleError" in text
+        assert "may use 963 KiB" in text
+        assert "what would help: " in text
+
+
+def test_a_fixed_stage_searches_what_is_left() -> None:
+    memory = run(2, _budget, 0.1)[1]
+    (plain, _), (found, _) = run(2, _train, {"stage": 3}), run(2, _train, {"stage": 3, "memory": memory})
+    assert found["losses"] == plain["losses"]
+    assert set(found["residencies"]) == {"use"}
+    assert found["recompute"]
+
+
+def test_a_cpu_needs_to_be_told_its_memory() -> None:
+    model = nn.Linear(4, 4)
+    model_compiled = torch.compile(model, backend=zerograph.backend(stage="auto"))
+    with pytest.raises(ConfigError, match="needs to be told how much memory"):
+        model_compiled(torch.zeros(1, 4))
+
+
+def test_one_rank_counts_its_states_and_recomputes_to_fit() -> None:
+    model = Model()
+    tokens = torch.zeros(64, 16, dtype=torch.int64)
+    recomputed = {}
+    for memory in ("64MiB", "10MiB"):
+        torch._dynamo.reset()
+        backend = zerograph.backend(memory=memory, compute="eager", machine="cpu")
+        model.compile(backend=backend)
+        model(tokens).sum().backward()
+        recomputed[memory] = len(backend.plan.recompute)
+    assert recomputed["64MiB"] == 0 < recomputed["10MiB"]
+    torch._dynamo.reset()
+    model.compile(backend=zerograph.backend(memory="2MiB", compute="eager"))
+    with pytest.raises(InfeasibleError, match="MiB of shards and optimizer states"):
+        model(tokens)

@@ -1,0 +1,113 @@
+"""Schedules of plans, made before anything is partitioned or lowered, against forecasts of the programs that result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_outlook import Stack
+from test_scale import GPT
+from torch import Tensor, nn
+
+from zerograph.dryrun import compile_only
+from zerograph.forecast import Forecast
+from zerograph.machine import machine_named
+from zerograph.outlook import outlook
+from zerograph.planner.rates import Rates, state_bytes
+from zerograph.planner.regions import profile
+from zerograph.planner.schedule import Scheduler
+from zerograph.planner.simulate import simulate
+
+WORLD = 4
+
+
+class Gated(nn.Module):
+    """RMS norm and a gated product, as in Llama."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.gate, self.up = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, 3 * width, bias=False)
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class GatedModel(nn.Module):
+    def __init__(self, width: int = 256, layers: int = 5, vocab: int = 700) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocab, width), nn.Linear(width, vocab, bias=False)
+        self.layers = nn.ModuleList(Gated(width) for _ in range(layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+class Plain(nn.Module):
+    """Convolutions, and no repeated layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 64, 3, stride=2)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.second(self.first(images).relu()).relu().mean((2, 3)))
+
+
+def stack() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Stack(), (torch.empty(2048, 64),)
+
+
+def plain() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Plain(), (torch.empty(8, 3, 32, 32),)
+
+
+def forecasts(make: Callable[[], Any], **options: Any) -> tuple[Forecast, Forecast, int]:
+    """Of the programs and of the schedule; and the bytes that both hold from the start."""
+    frame = compile_only(make, world_size=WORLD, batch=4, seq=128, **options).frames[-1]
+    plan, machine = frame.plan, replace(machine_named("cpu"), device="cuda")
+    true = outlook([frame.programs["forward"], frame.programs["backward"]], plan, machine).forecast
+    rates = Rates(machine, WORLD, plan.compute_dtype)
+    modes = ("auto", "full", "none")
+    scheduler = Scheduler(
+        profile(frame.step, modes), [b.params for b in plan.buckets], [b.name for b in plan.buckets], rates
+    )
+    states = state_bytes([p for b in plan.buckets for p in b.params], WORLD, moments=2)
+    ours = simulate(scheduler.tasks(plan), tuple(("device", size) for size in states))
+    return true, ours, sum(states)
+
+
+SETTINGS: list[tuple[str, Callable[[], Any], dict[str, Any], float]] = [
+    ("GPT", GPT, {"bucket_size": "16MiB"}, 0.01),
+    ("GPT recomputed", GPT, {"bucket_size": "16MiB", "recompute": "full"}, 0.01),
+    ("GPT half recomputed", GPT, {"bucket_size": "16MiB", "recompute": 0.5}, 0.01),
+    ("GPT in bfloat16", GPT, {"bucket_size": "16MiB", "dtype": torch.bfloat16}, 0.01),
+    ("GPT in small buckets", GPT, {"bucket_size": "2MiB", "prefetch": 2}, 0.1),
+    ("gated", GatedModel, {"bucket_size": "4MiB"}, 0.03),
+    ("gated, stage 1", GatedModel, {"bucket_size": "4MiB", "stage": 1}, 0.03),
+    ("gated, recomputed", GatedModel, {"bucket_size": "4MiB", "recompute": "full"}, 0.01),
+    ("short layers", stack, {"bucket_size": "64KiB"}, 0.01),
+    ("no layers", plain, {}, 0.1),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "tolerance"), [s[1:] for s in SETTINGS], ids=[s[0] for s in SETTINGS])
+def test_a_schedule_agrees_with_the_programs(
+    make: Callable[[], Any], options: dict[str, Any], tolerance: float
+) -> None:
+    true, ours, held = forecasts(make, **options)
+    wanted, found = true.peaks["device"].bytes - held, ours.peaks["device"].bytes - held
+    print(
+        f"work {wanted / 1e6:.2f} MB, scheduled {found / wanted - 1:+.1%}; time {ours.seconds / true.seconds - 1:+.1%}"
+    )
+    assert found == pytest.approx(wanted, rel=tolerance)
+    assert ours.seconds == pytest.approx(true.seconds, rel=0.03)

@@ -1,0 +1,155 @@
+"""Which plan a frame gets: by rule, or the best that a search finds within a budget of memory.
+
+A plan decides which collectives run, so all ranks need the same one, while their batches, and with them what they have
+to fit, may differ. When a training frame is planned first, ranks tell each other what they found through the group's
+key-value store and all take the plan of the rank that needs the most. Later programs of that frame (other shapes) may
+be compiled by one rank alone: they keep the plan.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from zerograph.capture import dtype_name
+from zerograph.errors import ConfigError, InfeasibleError
+from zerograph.ir import Param, Step
+from zerograph.machine import Machine, preset_for
+from zerograph.plan import Plan
+from zerograph.planner import plan_step, replay
+from zerograph.planner.estimate import RESERVE
+from zerograph.planner.infeasible import infeasible
+from zerograph.planner.rates import state_bytes
+from zerograph.planner.search import Search, Wish
+from zerograph.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from zerograph.api import Backend
+    from zerograph.frame import Frame
+
+log = logging.getLogger(__name__)
+
+MOMENTS = 2
+"""Optimizer states per parameter that a budget has to hold: Adam's. Optimizers may be made later than plans."""
+
+
+class Planner:
+    """Plans the frames of one backend.
+
+    Attributes:
+        own: parameters among the inputs of the frame that is being compiled.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.own: Sequence[nn.Parameter] = ()
+        self._budget = 0
+        self._machine: Machine
+        self._plans: dict[tuple[str, tuple[Param, ...]], Plan] = {}
+
+    def look_at(self, device: torch.device) -> None:
+        """Learn where the model lives.
+
+        Raises:
+            ConfigError: ``stage="auto"`` without ``memory`` on a CPU, of which other processes need their share.
+        """
+        config = self.backend.config
+        if not config.searches:
+            return
+        memory = config.memory
+        name = ""
+        if device.type == "cuda":
+            found = torch.cuda.get_device_properties(device)
+            name, memory = found.name, memory if memory is not None else found.total_memory
+        if memory is None:
+            raise ConfigError(
+                f'stage="auto" on {device.type} needs to be told how much memory a rank may use',
+                'for example zerograph.backend(stage="auto", memory="8GiB")',
+            )
+        self._budget = int(memory * (1 - RESERVE))
+        self._machine = config.machine if config.machine is not None else preset_for(device.type, name)
+
+    def plan(self, frame: Frame, step: Step) -> Plan:
+        """The plan for ``step``, which was traced as ``frame``.
+
+        Raises:
+            ConfigError: the plan to replay was made for another step.
+            InfeasibleError: nothing fits the budget.
+        """
+        config = self.backend.config
+        if config.plan is not None:
+            return replay(config.plan, step)
+        if not config.searches or not step.training:
+            return plan_step(
+                step,
+                stage=config.sharding,
+                world_size=self.backend.world_size,
+                bucket_size=config.bucket_size,
+                prefetch=config.prefetch,
+                recompute=config.recompute,
+            )
+        key = (frame.code, step.params)
+        if key not in self._plans:
+            self._plans[key] = self._agreed(key, step)
+        return self._plans[key]
+
+    def _agreed(self, key: tuple[str, tuple[Param, ...]], step: Step) -> Plan:
+        agreement = self.backend.agreement
+        if agreement is None or not step.params:  # nothing to agree on, and other ranks may not compile this
+            return self._search(step)[1]
+        try:
+            need, plan = self._search(step)
+            mine = json.dumps({"need": need, "plan": plan.to_json()})
+        except InfeasibleError as error:
+            mine = json.dumps({"failure": str(error).partition("\n\n")[0], "hint": error.hint})
+        number = sum(code == key[0] and bool(params) for code, params in self._plans)
+        found = [json.loads(text) for text in agreement.answers(f"plan {key[0]} #{number}", mine)]
+        for rank, answer in enumerate(found):
+            if "failure" in answer:
+                raise InfeasibleError(f"on rank {rank} {answer['failure']}", answer["hint"])
+        most = max(range(len(found)), key=lambda rank: (found[rank]["need"], -rank))
+        return Plan.from_json(found[most]["plan"])
+
+    def _search(self, step: Step) -> tuple[int, Plan]:
+        """Bytes that the step needs at least, and its best plan."""
+        config, given = self.backend.config, self.backend.config.given
+        wish = Wish(
+            config.stage,
+            self.backend.world_size,
+            bucket_size=config.bucket_size if "bucket_size" in given else None,
+            prefetch=config.prefetch if "prefetch" in given else None,
+            recompute=config.recompute,
+        )
+        search = Search(step, wish, self._machine, states=self._states(step))
+        found = search.within(self._budget)
+        if found is None:
+            raise infeasible(search, step, self._machine, self._budget)
+        log.info(
+            "plan: %s predicted per step, peak %s of %s",
+            format_seconds(found.seconds),
+            format_bytes(found.peak),
+            format_bytes(self._budget),
+        )
+        return search.smallest.peak, found.plan
+
+    def _states(self, step: Step) -> int:
+        """Bytes between steps: shards and optimizer states of the whole model, whatever this frame reads of it."""
+        backend = self.backend
+        if not backend.params:  # one rank: parameters and their gradients are the user's own
+            sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in self.own]
+            return sum(size * (1 + (MOMENTS + 1) * trained) for size, trained in sizes)
+        known = {param.name: param for param in step.params}
+        params = [known[name] if name in known else _param(name, p) for name, p in backend.params.items()]
+        return sum(state_bytes(params, backend.world_size, MOMENTS))
+
+
+def _param(name: str, param: nn.Parameter) -> Param:
+    """A parameter that this frame does not read."""
+    dtype = dtype_name(param.dtype)
+    sharded = hasattr(param, "placements") and param.placements[0].is_shard()
+    return Param(name, tuple(param.shape), dtype, dtype, dtype, param.requires_grad, sharded)

@@ -1,0 +1,183 @@
+"""What a backward finds saved and what it computes again: the partitioner's choice, told before it makes it.
+
+The min-cut partitioner of AOTAutograd is modelled plainly: what the backward reads is saved, unless it is cheap to
+compute from what is saved already and fuses into its reader (what a product reads does not). Layers that are
+recomputed save what enters and leaves them only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from zerograph.ir import Step, layer_of
+
+Mode = Literal["auto", "full", "none"]
+"""How a layer's activations are treated: as the partitioner finds cheapest, all recomputed, or all saved."""
+
+
+class Graph:
+    """A step with its values numbered, so that looking at all of them takes milliseconds.
+
+    Attributes:
+        reads, writes: values of each operation.
+        backward: index of the first operation of the backward.
+        maker: of each value the operation that makes it; -1 for inputs.
+        owner: of each value the one whose memory it looks at.
+        size: bytes of each value that has memory of its own; 0 for views.
+        params: of each value the parameters that it is, or is a view or cast of, if nothing else.
+        params_read: of each operation the parameters that it computes with; views and casts do not, their readers do.
+        layer: of each operation, filled in where tracing left no word of it.
+        leaves: values that a forward operation of another layer reads.
+    """
+
+    def __init__(self, step: Step) -> None:
+        # As the partitioner does: operations of the forward that stand among those of the backward come first.
+        self.ops = sorted(step.ops, key=lambda op: op.phase == "backward")
+        self.backward = sum(op.phase == "forward" for op in self.ops)
+        index = {value.name: i for i, value in enumerate(step.values)}
+        self.values = step.values
+        self.reads = [[index[name] for name in op.reads] for op in self.ops]
+        self.writes = [index[op.writes[0]] for op in self.ops]
+        self.maker = [-1] * len(index)
+        for i, value in enumerate(self.writes):
+            self.maker[value] = i
+        self.owner = [index[value.alias_of] if value.alias_of else i for i, value in enumerate(step.values)]
+        self.size = [0 if value.alias_of else value.bytes for value in step.values]
+        self.outputs = {self.owner[index[name]] for name in step.outputs}
+        self.layer = _layers(self.ops, self.backward)
+        self.params = self._params()
+        self.params_read = [
+            tuple(sorted({name for r in reads for name in self.params[r]})) if not self.params[value] else ()
+            for reads, value in zip(self.reads, self.writes, strict=True)
+        ]
+        self.leaves = {
+            value
+            for i in range(self.backward)
+            for value in self.reads[i]
+            if self.maker[value] >= 0 and self.layer[self.maker[value]] != self.layer[i]
+        }
+
+    def _params(self) -> list[tuple[str, ...]]:
+        found: list[tuple[str, ...]] = [()] * len(self.values)
+        for op, reads, value in zip(self.ops[: self.backward], self.reads, self.writes, strict=False):
+            if self.values[value].kind == "gathered":
+                found[value] = op.params
+            elif op.cheap:
+                tensors = [r for r in reads if self.values[r].bytes]
+                if tensors and all(found[r] for r in tensors):
+                    found[value] = tuple(dict.fromkeys(name for r in tensors for name in found[r]))
+        return found
+
+
+def _layers(ops: Sequence[object], backward: int) -> list[str]:
+    """The layer of each operation; what stands between two layers and has none belongs to the one before."""
+    own = [layer_of(op.module) for op in ops]  # type: ignore[attr-defined]
+    for begin, end in ((0, backward), (backward, len(ops))):
+        inside = [i for i in range(begin, end) if own[i]]
+        for i in range(inside[0], inside[-1]) if inside else ():
+            own[i] = own[i] or own[i - 1]
+    return own
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What one mode, were it that of all layers, saves and repeats.
+
+    Attributes:
+        until: of each value with memory that is saved, the last operation of the backward that needs it.
+        repeats: before which operation of the backward which ones of the forward run again, in order.
+    """
+
+    until: dict[int, int]
+    repeats: dict[int, list[int]]
+
+
+def saved(graph: Graph, mode: Mode) -> Saved:
+    """What is saved when all layers are treated in ``mode``."""
+    first, last = _readers(graph)
+    forced = [_is_forced(graph, i, mode) for i in range(graph.backward)]
+    for i in reversed(range(graph.backward)):
+        value = graph.writes[i]
+        if forced[i] and value in first:
+            _need(graph.reads[i], first, last, first[value], last[value])
+    kept = _kept(graph, mode, forced, first)
+    return _resolve(graph, kept, *_readers(graph))
+
+
+def _readers(graph: Graph) -> tuple[dict[int, int], dict[int, int]]:
+    """The first and the last operation of the backward that reads each value."""
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for i in range(graph.backward, len(graph.ops)):
+        _need(graph.reads[i], first, last, i, i)
+    return first, last
+
+
+def _need(values: Sequence[int], first: dict[int, int], last: dict[int, int], begin: int, end: int) -> None:
+    for value in values:
+        if value not in first:
+            first[value], last[value] = begin, end
+            continue
+        if begin < first[value]:
+            first[value] = begin
+        if end > last[value]:
+            last[value] = end
+
+
+def _is_forced(graph: Graph, i: int, mode: Mode) -> bool:
+    if graph.ops[i].again:
+        return True
+    return mode == "full" and bool(graph.layer[i]) and graph.writes[i] not in graph.leaves
+
+
+def _kept(graph: Graph, mode: Mode, forced: Sequence[bool], wanted: dict[int, int]) -> set[int]:
+    """The memory that the forward saves."""
+    kept: set[int] = set()
+    whole = _read_by_products(graph)
+    there = [maker < 0 or bool(params) for maker, params in zip(graph.maker, graph.params, strict=True)]
+    for i in range(graph.backward):
+        value = graph.writes[i]
+        owner = graph.owner[value]
+        if there[value] or owner in kept or (forced[i] and value in wanted):
+            there[value] = True
+        elif value not in whole and _is_repeated_freely(graph, i, mode):
+            there[value] = all(there[r] for r in graph.reads[i])
+        if value in wanted and not there[value]:
+            there[value] = True
+            kept.add(owner)
+    return kept
+
+
+def _read_by_products(graph: Graph) -> set[int]:
+    """Values that products of the backward read, maybe as views: they have to be there whole, so none is repeated."""
+    found: set[int] = set()
+    for i in range(graph.backward, len(graph.ops)):
+        if graph.ops[i].flops:
+            found.update(graph.owner[r] for r in graph.reads[i])
+    return found
+
+
+def _is_repeated_freely(graph: Graph, i: int, mode: Mode) -> bool:
+    value = graph.writes[i]
+    if mode == "auto" or graph.owner[value] != value:
+        return graph.ops[i].cheap
+    return mode == "full" and graph.ops[i].cheap and not graph.layer[i]  # what leaves a layer is saved
+
+
+def _resolve(graph: Graph, kept: set[int], first: dict[int, int], last: dict[int, int]) -> Saved:
+    """Follow what the backward needs through what is repeated, back to what is kept."""
+    until: dict[int, int] = {}
+    repeats: dict[int, list[int]] = {}
+    for i in reversed(range(graph.backward)):
+        value = graph.writes[i]
+        if value not in first:
+            continue
+        owner = graph.owner[value]
+        if owner in kept:
+            until[owner] = max(until.get(owner, 0), last[value])
+            continue
+        repeats.setdefault(first[value], []).append(i)
+        _need(graph.reads[i], first, last, first[value], last[value])
+    return Saved(until, {at: found[::-1] for at, found in repeats.items()})

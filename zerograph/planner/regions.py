@@ -1,0 +1,234 @@
+"""A step in pieces that the search can move about: what each layer computes in each phase, and what lives between.
+
+Operations of one layer that follow each other are a *region*. Its work is divided where it first reads a parameter, as
+that is where a plan may cut it. Regions with equal operations cost the same, so that deep models are counted in the
+time of a few layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from zerograph.ir import Param, Phase, Step
+from zerograph.planner.liveness import Graph, Mode, Saved, saved
+
+
+@dataclass(frozen=True, slots=True)
+class Atom:
+    """A stretch of a region: the parameters it reads, floating-point operations, and bytes read and written.
+
+    ``gradients`` are the parameters whose full gradients it makes, with their bytes.
+    """
+
+    params: tuple[str, ...]
+    flops: int
+    moved: int
+    gradients: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a region does in one mode; ``temporary`` is the most memory it holds of its own at a time."""
+
+    atoms: tuple[Atom, ...]
+    temporary: int
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One layer's operations in one phase; ``layer`` is empty outside of repeated layers."""
+
+    phase: Phase
+    layer: str
+    module: str
+    source: str
+    work: Mapping[Mode, Work]
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """Memory that lives from one region to another.
+
+    Attributes:
+        name, source: of the largest value that is counted in.
+        bytes: of all of them.
+        start: the region that makes it.
+        read: the last region of the same phase that reads it; None where the step returns it to the user.
+        saved: by mode of the layer that makes it, the last region of the backward that needs it, where it is saved.
+    """
+
+    name: str
+    source: str
+    bytes: int
+    start: int
+    read: int | None
+    saved: Mapping[Mode, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A step, ready to be scheduled in many ways.
+
+    Attributes:
+        regions: those of the forward, then those of the backward.
+        lives: what crosses from one to another.
+        layers: repeated layers in order, those that can be recomputed.
+        params: of the step.
+    """
+
+    regions: tuple[Region, ...]
+    lives: tuple[Life, ...]
+    layers: tuple[str, ...]
+    params: tuple[Param, ...]
+    training: bool
+
+
+def profile(step: Step, modes: Sequence[Mode] = ("auto", "full")) -> Profile:
+    """Divide ``step`` into regions and count what each costs in each of ``modes``, which a plan may give to layers."""
+    graph = Graph(step)
+    found = {mode: saved(graph, mode) for mode in modes}
+    spans = _spans(graph)
+    region_of = [k for k, (begin, end) in enumerate(spans) for _ in range(begin, end)]
+    crossing = _crossing(graph, region_of)
+    regions = tuple(_region(graph, span, found, crossing) for span in spans)
+    lives = _lives(graph, region_of, found, crossing)
+    layers = tuple(dict.fromkeys(r.layer for r in regions if r.layer and r.phase == "forward"))
+    return Profile(regions, lives, layers, step.params, step.training)
+
+
+def _spans(graph: Graph) -> list[tuple[int, int]]:
+    """First and one-past-last operation of every region."""
+    spans = []
+    for _, members in groupby(range(len(graph.ops)), key=lambda i: (i >= graph.backward, graph.layer[i])):
+        inside = list(members)
+        spans.append((inside[0], inside[-1] + 1))
+    return spans
+
+
+@dataclass(frozen=True, slots=True)
+class _Crossing:
+    """Of each memory that is read in another region than the one that makes it, the last such region of its phase.
+
+    ``gradients``: full gradients by the parameter they belong to; they live until they are reduced.
+    """
+
+    until: dict[int, int]
+    gradients: dict[int, str]
+
+
+def _crossing(graph: Graph, region_of: Sequence[int]) -> _Crossing:
+    until: dict[int, int] = {}
+    gradients: dict[int, str] = {}
+    for i, reads in enumerate(graph.reads):
+        reduces = graph.values[graph.writes[i]].kind == "gradient"
+        for value in reads:
+            owner = graph.owner[value]
+            maker = graph.maker[owner]
+            if maker < 0 or graph.params[owner]:
+                continue
+            if reduces:
+                gradients[owner] = graph.ops[i].params[0]
+            elif region_of[i] != region_of[maker] and (maker < graph.backward) == (i < graph.backward):
+                until[owner] = max(until.get(owner, 0), region_of[i])
+    return _Crossing(until, gradients)
+
+
+def _lives(
+    graph: Graph, region_of: Sequence[int], found: Mapping[Mode, Saved], crossing: _Crossing
+) -> tuple[Life, ...]:
+    alike: dict[tuple[int, int | None, tuple[tuple[Mode, int], ...]], list[int]] = {}
+    for i, value in enumerate(graph.writes):
+        if not graph.size[value] or value in crossing.gradients or not _is_memory(graph, value):
+            continue
+        kept = tuple((mode, region_of[s.until[value]]) for mode, s in found.items() if value in s.until)
+        returned = value in graph.outputs
+        if kept or returned or value in crossing.until:
+            read = None if returned else crossing.until.get(value, region_of[i])
+            alike.setdefault((region_of[i], read, kept), []).append(i)
+    lives = []
+    for (start, read, kept), members in alike.items():
+        sizes = [graph.size[graph.writes[i]] for i in members]
+        largest = graph.ops[members[sizes.index(max(sizes))]]
+        lives.append(Life(largest.name, largest.source, sum(sizes), start, read, dict(kept)))
+    return tuple(lives)
+
+
+def _is_memory(graph: Graph, value: int) -> bool:
+    """Whether ``value`` is neither a gathered parameter nor a reduced gradient, which a plan moves."""
+    return not graph.params[value] and graph.values[value].kind != "gradient"
+
+
+def _region(graph: Graph, span: tuple[int, int], found: Mapping[Mode, Saved], crossing: _Crossing) -> Region:
+    begin, end = span
+    first = graph.ops[begin]
+    layer = graph.layer[begin]
+    source = next((op.source for op in graph.ops[begin:end] if op.source), "")
+    work = {mode: _work(graph, _sequence(graph, begin, end, s), s, crossing) for mode, s in found.items()}
+    return Region(first.phase, layer, layer or first.module, source, work)
+
+
+def _sequence(graph: Graph, begin: int, end: int, kept: Saved) -> list[int]:
+    """What runs in a region: its operations, each after what it needs again of the forward."""
+    if begin < graph.backward:
+        return list(range(begin, end))
+    return [k for i in range(begin, end) for k in (*kept.repeats.get(i, ()), i)]
+
+
+def _work(graph: Graph, sequence: Sequence[int], kept: Saved, crossing: _Crossing) -> Work:
+    made = {graph.writes[i] for i in sequence}
+    backward = sequence[-1] >= graph.backward
+    stays = {v for v in made if _stays(graph, v, backward, kept, crossing)}
+    fused = [i for i in sequence if not graph.ops[i].moved and graph.size[graph.writes[i]]]
+    inputs = {graph.owner[r] for i in fused for r in graph.reads[i]} - made
+    written = {graph.writes[i] for i in fused} & stays
+    moved = sum(graph.size[v] for v in inputs | written)
+    return Work(tuple(_atoms(graph, sequence, moved, crossing)), _temporary(graph, sequence, stays))
+
+
+def _stays(graph: Graph, value: int, backward: bool, kept: Saved, crossing: _Crossing) -> bool:
+    """Whether ``value``, made in a region of the phase given, outlives the region."""
+    if backward and graph.maker[value] < graph.backward:
+        return False  # it is made again, for this region alone
+    leaves = value in crossing.until or value in crossing.gradients or value in graph.outputs
+    return leaves or value in kept.until
+
+
+def _atoms(graph: Graph, sequence: Sequence[int], outside: int, crossing: _Crossing) -> Iterator[Atom]:
+    """Stretches that begin where parameters are first read; ``outside`` bytes are read and written by all together."""
+    read: set[str] = set()
+    names: dict[str, None] = {}
+    gradients: list[tuple[str, int]] = []
+    flops, moved = 0, outside
+    for i in sequence:
+        used = graph.params_read[i]
+        if not read.issuperset(used):
+            if read:
+                yield Atom(tuple(names), flops, moved, tuple(gradients))
+                names, gradients, flops, moved = {}, [], 0, 0
+            read.update(used)
+        if used:
+            names.update(dict.fromkeys(used))
+        flops += graph.ops[i].flops
+        moved += graph.ops[i].moved
+        value = graph.writes[i]
+        if value in crossing.gradients:
+            gradients.append((crossing.gradients[value], graph.size[value]))
+    yield Atom(tuple(names), flops, moved, tuple(gradients))
+
+
+def _temporary(graph: Graph, sequence: Sequence[int], stays: set[int]) -> int:
+    """The most memory of values that live inside only; what fuses into its reader takes none."""
+    last = {graph.owner[r]: at for at, i in enumerate(sequence) for r in graph.reads[i]}
+    dying: dict[int, int] = {}
+    live = most = 0
+    for at, i in enumerate(sequence):
+        value = graph.writes[i]
+        size = graph.size[value] if graph.ops[i].moved and value not in stays else 0
+        if size:
+            live += size
+            dying[last.get(value, at)] = dying.get(last.get(value, at), 0) + size
+            most = max(most, live)
+        live -= dying.pop(at, 0)
+    return most

@@ -1,0 +1,89 @@
+"""When each bucket is gathered and freed within one phase, by the rules of the passes ``gather`` and ``prefetch``.
+
+The uses of a bucket fall into visits; a bucket whose next use lies beyond ``prefetch`` other buckets is freed and
+gathered again. Here they are told from which buckets a sequence of pieces of work reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A stretch of work during which a bucket is whole.
+
+    Attributes:
+        bucket: which one.
+        start: the piece of work before which it is waited for.
+        last: the last piece of work that reads it.
+        gathered: the visit, this or an earlier one, at whose start its gather begins.
+        freed: the visit at whose start it is freed; the number of visits for the end.
+    """
+
+    bucket: int
+    start: int
+    last: int
+    gathered: int
+    freed: int
+
+
+def visits(uses: Sequence[tuple[int, ...]], begins: Sequence[int], prefetch: int) -> tuple[Visit, ...]:
+    """The visits of a phase.
+
+    Args:
+        uses: the buckets that each piece of work reads, in order.
+        begins: per piece, the first piece of the layer it belongs to, where a cut is free.
+        prefetch: buckets gathered ahead.
+    """
+    found = _stretches(uses, prefetch)
+    starts = [_start(first, uses, begins) for _, first, _ in found]
+    freed = []
+    for i, (_, _, last) in enumerate(found):
+        freed.append(next((k for k in range(i + 1, len(found)) if starts[k] > last), len(found)))
+    gathered: list[int] = []
+    open_until: dict[int, int] = {}
+    for i, (bucket, _, _) in enumerate(found):
+        gathered.append(_earliest(i, open_until.get(bucket, 0), gathered, freed, prefetch))
+        open_until[bucket] = freed[i]
+    return tuple(Visit(bucket, starts[i], last, gathered[i], freed[i]) for i, (bucket, _, last) in enumerate(found))
+
+
+def _stretches(uses: Sequence[tuple[int, ...]], prefetch: int) -> list[tuple[int, int, int]]:
+    """Bucket, first and last piece of every visit, in order of the first."""
+    sequence = [(piece, bucket) for piece, buckets in enumerate(uses) for bucket in buckets]
+    found: list[list[int]] = []
+    latest: dict[int, tuple[int, list[int]]] = {}  # bucket -> its last use and visit
+    for i, (piece, bucket) in enumerate(sequence):
+        visit = None
+        if bucket in latest:
+            at, visit = latest[bucket]
+            between: set[int] = set()
+            for _, other in sequence[at + 1 : i]:
+                between.add(other)
+                if len(between) > prefetch:
+                    visit = None
+                    break
+        if visit is None:
+            visit = [bucket, piece, piece]
+            found.append(visit)
+        visit[2] = piece
+        latest[bucket] = (i, visit)
+    return [(bucket, first, last) for bucket, first, last in found]
+
+
+def _start(first: int, uses: Sequence[tuple[int, ...]], begins: Sequence[int]) -> int:
+    """With its layer, if nothing in that is used before, else right before its first use."""
+    begin = begins[first]
+    return first if any(uses[k] for k in range(begin, first)) else begin
+
+
+def _earliest(i: int, first: int, gathered: Sequence[int], freed: Sequence[int], prefetch: int) -> int:
+    """The visit, not before ``first``, at whose start gather ``i`` may begin with ``prefetch + 1`` buckets whole."""
+    begin = max(first, i - prefetch)
+    whole = [k for k in range(i) if freed[k] > begin] if begin < i else []
+    for start in range(begin, i):
+        if all(sum(gathered[k] <= at < freed[k] for k in whole) <= prefetch for at in range(start, i)):
+            return start
+    return i
