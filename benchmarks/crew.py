@@ -154,6 +154,22 @@ class Worker:
         backend = self.trainer.backend
         return [bucket.bytes for bucket in backend.report().buckets] if backend is not None else []
 
+    def recorded(self, machine: str) -> dict[str, float]:
+        """A recorded step of zerograph: its peak, and what forecasts of it say by the rates of `machine`."""
+        from zerograph.machine import machine_from
+        from zerograph.outlook import outlook
+
+        backend, found = self.trainer.backend, machine_from(machine)
+        with backend.record() as run:
+            self.step(*self.next_batches(1), Clock(self.job.work.device))
+        programs = [backend.program["forward"], backend.program["backward"]]
+        return {
+            "peak": run.forecast.peaks["device"].bytes,
+            "forecast_peak": run.predicted(found).forecast.peaks["device"].bytes,
+            "forecast": outlook(programs, backend.plan, found).forecast.seconds,
+            "retimed": run.predicted(found).forecast.seconds,
+        }
+
     def report(self) -> str:
         """zerograph's own account of what it did, or nothing."""
         backend = self.trainer.backend

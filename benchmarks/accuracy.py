@@ -1,0 +1,140 @@
+"""How far forecasts are from what steps then take: memory of the runtime and of the process, and time.
+
+    python benchmarks/accuracy.py                     # ten models and stages, 2 gloo ranks; about ten minutes
+    python benchmarks/accuracy.py --cases 0,4 --machine machine.json
+
+Prediction. The forecast of the peak is within 5% of what torch's allocator hands out, within 10% of the growth of the
+process where the model has more than 1 GB of states, and the forecast of the step's time within 20%.
+
+Method. `zerograph bench` measures the machine first, unless its file is given. Each case has fresh processes, which
+train 4 steps, record one (`backend.record()`), and train 5 more; "step" is the median of those 5, of the slowest rank.
+"Forecast" simulates the programs by the machine's rates alone; "re-timed" with the recorded step's seconds per
+segment and collective in their place. "Process" is the growth of resident memory from before the model was built to
+the peak of the last steps, as the kernel counts it; code that compilation loads is in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from crew import Crew
+from facts import Load, append_json, describe, machine_facts
+from model import Workload
+from rich.console import Console
+from rich.table import Table
+from variants import title
+
+OUT, ERR = Console(width=None if sys.stdout.isatty() else 150), Console(stderr=True)
+RANKS = 2
+SMALL, MIDDLE, LARGE = Workload(4, 256, 4, 2048), Workload(6, 512, 8), Workload(12, 1024, 16)
+CASES = [
+    (SMALL, "zg1"),
+    (SMALL, "zg2"),
+    (SMALL, "zg3"),
+    (MIDDLE, "zg1"),
+    (MIDDLE, "zg3"),
+    (MIDDLE, "zg3:recompute=full"),
+    (MIDDLE, "zg3:bucket_size=4MiB:prefetch=2"),
+    (Workload(12, 512, 8, batch=2, seq=256), "zg2"),
+    (LARGE, "zg1"),
+    (LARGE, "zg3"),
+]
+TELLING = 2**30
+"""Bytes of states from which the growth of a process tells something: below, code and compilers are most of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Bytes and seconds of the rank that needs most."""
+
+    peak: int
+    forecast_peak: int
+    growth: int
+    step: float
+    forecast: float
+    retimed: float
+    others: float
+
+
+def main() -> int:
+    args = arguments()
+    OUT.print(describe(facts := machine_facts("cpu")), soft_wrap=True)
+    machine = args.machine or measured_machine()
+    table = Table(title=f"forecast / measured, {RANKS} ranks")
+    for column in ("model", "variant", "peak MB", "forecast", "process", "step s", "forecast", "re-timed", "others"):
+        table.add_column(column, justify="left" if column in ("model", "variant") else "right")
+    results = []
+    for work, spec in [CASES[i] for i in args.cases]:
+        with ERR.status(f"{title(spec)}, {work.layers} layers of {work.dim}"):
+            found = measure(work, spec, machine, args.timeout)
+        results.append({"workload": asdict(work), "spec": spec, **asdict(found)})
+        table.add_row(
+            f"{work.layers} x {work.dim}", title(spec),
+            f"{found.peak / 1e6:.1f}", ratio(found.forecast_peak, found.peak),
+            ratio(found.forecast_peak, found.growth) if 16 * work.parameters > TELLING else "-",
+            f"{found.step:.3f}", ratio(found.forecast, found.step), ratio(found.retimed, found.step),
+            f"{found.others:.0%}",
+        )  # fmt: skip
+    OUT.print(table)
+    if args.json:
+        append_json(args.json, {"benchmark": "accuracy", "command": " ".join(sys.argv), "machine": facts,
+                                "measured": Path(machine).read_text(), "results": results})  # fmt: skip
+    return 0
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--cases", type=lambda text: [int(part) for part in text.split(",")], default=list(range(len(CASES))))
+    add("--machine", help="what `zerograph bench -o` wrote; measured now unless given")
+    add("--timeout", type=float, default=1200)
+    add("--json", type=Path, help="append the result to this JSON Lines file")
+    return parser.parse_args()
+
+
+def measured_machine() -> str:
+    path = Path(tempfile.mkdtemp(prefix="zerograph-accuracy-")) / "machine.json"
+    zerograph = Path(sys.executable).with_name("zerograph")
+    command = [str(zerograph), "bench", "--world", str(RANKS), "-o", str(path)]
+    with ERR.status("zerograph bench"):
+        OUT.print(subprocess.run(command, check=True, capture_output=True, text=True).stdout, markup=False)
+    return str(path)
+
+
+def measure(work: Workload, spec: str, machine: str, timeout: float) -> Found:
+    load = Load()
+    with Crew(spec, work, RANKS) as crew:
+        crew.call("imports", timeout=timeout)
+        base = crew.call("memory")
+        crew.call("build", timeout=timeout)
+        crew.call("steps", 0, 4, timeout=timeout)
+        recorded = crew.call("recorded", machine, timeout=timeout)
+        crew.call("reset_peak")
+        load.start()
+        steps = crew.call("steps", 5, 0, timeout=timeout)
+        load.stop(sum(rank["cpu"] for rank in steps))
+        after = crew.call("memory")
+    most = max(recorded, key=lambda rank: rank["peak"])
+    return Found(
+        peak=most["peak"],
+        forecast_peak=most["forecast_peak"],
+        growth=max(end["peak"] - begin["rss"] for end, begin in zip(after, base, strict=True)),
+        step=max(statistics.median(map(sum, rank["phases"])) for rank in steps),
+        forecast=most["forecast"],
+        retimed=max(rank["retimed"] for rank in recorded),
+        others=load.share,
+    )
+
+
+def ratio(forecast: float, measured: float) -> str:
+    return f"{forecast / measured:.2f}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
