@@ -99,7 +99,11 @@ def _record_wrongly(what: str) -> str:
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("two steps", "one step"), ("forward only", "one forward and one backward"), ("nothing compiled", "nothing was")],
+    [
+        ("two steps", "one step"),
+        ("forward only", "one forward and one backward"),
+        ("nothing compiled", "nothing was"),
+    ],
 )
 def test_a_recording_is_of_one_step(what: str, message: str) -> None:
     for text in run(2, _record_wrongly, what):

@@ -1,9 +1,9 @@
 """Adoption: the first call of a compiled model turns its plain parameters into sharded ones.
 
-Before Dynamo traces the first frame for a backend, the modules on the call stack are those to shard. Where there are
-none (a compiled function), or not all, Dynamo hands over a graph whose inputs are plain parameters: their modules are
-found, and Dynamo traces the frame again. Parameters are sharded in place; optimizers and lists that hold the old
-objects are pointed at the new ones.
+Before Dynamo traces the first frame for a backend, the module that is called is the one to shard. Where there is none
+(a compiled function), or it does not own all, Dynamo hands over a graph whose inputs are plain parameters: their
+modules are found, and Dynamo traces the frame again. Parameters are sharded in place; optimizers and lists that hold
+the old objects are pointed at the new ones.
 This file holds every touch of Dynamo's private interfaces that this needs.
 """
 
@@ -121,6 +121,21 @@ def modules_on_stack() -> Iterator[nn.Module]:
         if frame.f_code.co_name == "compile_wrapper":
             inside = False
         frame = frame.f_back  # type: ignore[assignment]
+
+
+def called_module() -> nn.Module | None:
+    """The module whose call is being compiled, when it is a module's call and not that of a function or method."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        frame = frame.f_back  # type: ignore[assignment]
+    caller = frame.f_back if frame is not None else None
+    if caller is None or caller.f_code not in _MODULE_CALLS:
+        return None
+    owner = caller.f_locals["self"]
+    return getattr(owner, "_orig_mod", owner)  # type: ignore[no-any-return]
+
+
+_MODULE_CALLS = {function.__code__ for function in (nn.Module._wrapped_call_impl, nn.Module._call_impl)}
 
 
 def _source_modules(gm: fx.GraphModule) -> Iterator[nn.Module]:

@@ -65,10 +65,22 @@ class Agreement:
         variants[variant] = sequence
         self._exchange(key, sequence)
 
-    def answers(self, key: str, mine: str) -> list[str]:
-        """What every rank answers under ``key``, by rank; each of them asks once."""
+    def tell(self, key: str, mine: Any) -> None:
+        """Let other ranks know ``mine`` (data that JSON can hold) under ``key``; once per key."""
         self._store.set(f"{key}/{self.rank}", json.dumps(mine))
-        return [str(self._fetch(key, other)) for other in range(self.world_size)]
+
+    def told(self, key: str, rank: int) -> Any:
+        """What ``rank`` tells under ``key``; waits for it.
+
+        Raises:
+            CollectiveMismatch: it did not within the timeout.
+        """
+        return self._fetch(key, rank)
+
+    def answers(self, key: str, mine: Any) -> list[Any]:
+        """What every rank tells under ``key``, by rank."""
+        self.tell(key, mine)
+        return [self.told(key, rank) for rank in range(self.world_size)]
 
     def _exchange(self, key: str, sequence: list[str]) -> None:
         self._store.set(f"{key}/{self.rank}", json.dumps(sequence))

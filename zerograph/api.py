@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -107,13 +108,13 @@ class Backend:
 
     def adopt_early(self) -> None:
         """Shard the model that is being called before Dynamo traces it, instead of after; the first call only."""
-        roots = [m for m in adopt.modules_on_stack() if not isinstance(m, fx.GraphModule)]
-        params = [p for root in roots for p in root.parameters()]
-        if self._device is not None or not params or any(p.is_meta for p in params) or is_open(params):
-            return  # what is wrong with them is said where a graph reads them
+        root = adopt.called_module() if self._device is None else None
+        params = list(root.parameters()) if root is not None else []
+        if root is None or not params or is_open(params) or any(p.is_meta or is_lazy(p) for p in params):
+            return  # what is to be said about them is said where a graph reads them
         try:
-            adopt.refuse_wrapped(m for root in roots for m in root.modules())
-            self.shard(list(dict.fromkeys(roots)), params[0].device)
+            adopt.refuse_wrapped(root.modules())
+            self.shard([root], params[0].device)
         except ZeroGraphError as error:
             raise adopt.unwrapped(error) from error.__cause__
 
@@ -194,26 +195,31 @@ class Backend:
         """Find the mesh and connect to the other ranks, once."""
         if self._device is not None:
             return
-        self._device = device
-        self.planner.look_at(device)
-        self._mesh = resolve_mesh(self.config, device.type)
-        if self._mesh is None or self._mesh.size() == 1:
-            return
-        self.world_size = self._mesh.size()
-        group = self._mesh.get_group()
-        self.communicator = connect(group, device)
-        self._agreement = Agreement.open(group, device, self.config.plan)
+        mesh, world_size = resolve_mesh(self.config, device.type), 1
+        communicator, agreement = None, None
+        if mesh is not None and mesh.size() > 1:
+            group, world_size = mesh.get_group(), mesh.size()
+            agreement = Agreement.open(group, device, self.config.plan)
+            communicator = connect(group, device)
+        self.planner.look_at(device, agreement)
+        # Nothing of it before all has worked: a failed first call may be tried again.
+        self._mesh, self.world_size, self._device = mesh, world_size, device
+        self.communicator, self._agreement = communicator, agreement
 
     def new_frame(self) -> Frame:
         """A frame that is about to be compiled."""
         self.frames.append(Frame(self, len(self.frames), adopt.traced_function()))
         return self.frames[-1]
 
-    def lowered(self, frame: Frame, program: Program, seconds: float) -> None:
-        """A graph became a program: all ranks must agree on it before it runs."""
+    def lowered(self, seconds: float) -> None:
+        """A graph became a program, ``seconds`` after its passes began."""
         self.compile_seconds += seconds
-        if self._agreement is not None:
-            self._agreement.check(frame.code, program)
+
+    def compiled(self, frame: Frame) -> None:
+        """All programs of ``frame`` can run: all ranks must agree on them before one does."""
+        for program in frame.programs.values():
+            if self._agreement is not None:
+                self._agreement.check(frame.code, program)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -239,9 +245,13 @@ class Backend:
             ZeroGraphError: nothing was compiled yet, or something else than one step ran.
         """
         self._last_frame()
+        if not self.params:
+            raise ZeroGraphError(
+                "there is nothing to record: on one process the model is not sharded", "use torch.profiler there"
+            )
         recording = Recording(self)
-        recording.start()
         try:
+            recording.start()
             yield recording
         except BaseException:
             recording.stop(failed=True)

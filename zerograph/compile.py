@@ -57,9 +57,11 @@ def compile_frame(backend: Backend, gm: fx.GraphModule, example_inputs: Sequence
     traced, exchanging = take_rows(gm, example_inputs)
     with (
         functorch_config.patch(unlift_effect_tokens=True, force_non_lazy_backward_lowering=True),
-        frame.backend.segments.kernels_in_background(),
+        frame.backend.segments.kernels_in_background(frame.backend.device),
     ):
-        return exchanging(compiler(gm, traced))
+        compiled = compiler(gm, traced)
+    frame.backend.compiled(frame)  # not before every kernel exists: a rank that fails has promised nothing
+    return exchanging(compiled)
 
 
 def _partition(

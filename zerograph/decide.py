@@ -8,14 +8,15 @@ be compiled by one rank alone: they keep the plan.
 
 from __future__ import annotations
 
-import json
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from zerograph.agreement import Agreement
 from zerograph.capture import dtype_name
 from zerograph.errors import ConfigError, InfeasibleError
 from zerograph.ir import Param, Step
@@ -51,9 +52,10 @@ class Planner:
         self._budget = 0
         self._machine: Machine
         self._plans: dict[tuple[str, tuple[Param, ...]], Plan] = {}
+        self._asked: Counter[str] = Counter()
 
-    def look_at(self, device: torch.device) -> None:
-        """Learn where the model lives.
+    def look_at(self, device: torch.device, agreement: Agreement | None) -> None:
+        """Learn where the model lives, and the smallest budget of all ranks, who call this together.
 
         Raises:
             ConfigError: ``stage="auto"`` without ``memory`` on a CPU, of which other processes need their share.
@@ -71,7 +73,8 @@ class Planner:
                 f'stage="auto" on {device.type} needs to be told how much memory a rank may use',
                 'for example zerograph.backend(stage="auto", memory="8GiB")',
             )
-        self._budget = int(memory * (1 - RESERVE))
+        budgets = agreement.answers("budget", memory) if agreement is not None else [memory]
+        self._budget = int(min(budgets) * (1 - RESERVE))
         self._machine = config.machine if config.machine is not None else preset_for(device.type, name)
 
     def plan(self, frame: Frame, step: Step) -> Plan:
@@ -85,14 +88,7 @@ class Planner:
         if config.plan is not None:
             return replay(config.plan, step)
         if not config.searches or not step.training:
-            return plan_step(
-                step,
-                stage=config.sharding,
-                world_size=self.backend.world_size,
-                bucket_size=config.bucket_size,
-                prefetch=config.prefetch,
-                recompute=config.recompute,
-            )
+            return self._by_rule(step)
         key = (frame.code, step.params)
         if key not in self._plans:
             self._plans[key] = self._agreed(key, step)
@@ -100,20 +96,45 @@ class Planner:
 
     def _agreed(self, key: tuple[str, tuple[Param, ...]], step: Step) -> Plan:
         agreement = self.backend.agreement
-        if agreement is None or not step.params:  # nothing to agree on, and other ranks may not compile this
+        if agreement is None:
             return self._search(step)[1]
+        if not step.params:  # no collectives: nothing to agree on, and other ranks may not compile this
+            return self._without_collectives(step)
+        self._asked[key[0]] += 1  # every rank asks as often: a failure is one for all
+        question = f"plan {key[0]} #{self._asked[key[0]]}"
         try:
             need, plan = self._search(step)
-            mine = json.dumps({"need": need, "plan": plan.to_json()})
-        except InfeasibleError as error:
-            mine = json.dumps({"failure": str(error).partition("\n\n")[0], "hint": error.hint})
-        number = sum(code == key[0] and bool(params) for code, params in self._plans)
-        found = [json.loads(text) for text in agreement.answers(f"plan {key[0]} #{number}", mine)]
+        except Exception as error:
+            agreement.tell(question, {"failure": str(error).partition("\n\n")[0], "hint": getattr(error, "hint", "")})
+            if not isinstance(error, InfeasibleError):
+                raise
+        else:
+            agreement.tell(f"{question}: text", plan.to_json())
+            agreement.tell(question, {"need": need})
+        found = [agreement.told(question, rank) for rank in range(agreement.world_size)]
         for rank, answer in enumerate(found):
             if "failure" in answer:
                 raise InfeasibleError(f"on rank {rank} {answer['failure']}", answer["hint"])
         most = max(range(len(found)), key=lambda rank: (found[rank]["need"], -rank))
-        return Plan.from_json(found[most]["plan"])
+        return Plan.from_json(agreement.told(f"{question}: text", most))
+
+    def _without_collectives(self, step: Step) -> Plan:
+        try:
+            return self._search(step)[1]
+        except InfeasibleError as error:
+            log.warning("%s; this graph holds no parameters and is planned by rule, so that no rank waits", error)
+            return self._by_rule(step)
+
+    def _by_rule(self, step: Step) -> Plan:
+        config = self.backend.config
+        return plan_step(
+            step,
+            stage=config.sharding,
+            world_size=self.backend.world_size,
+            bucket_size=config.bucket_size,
+            prefetch=config.prefetch,
+            recompute=config.recompute,
+        )
 
     def _search(self, step: Step) -> tuple[int, Plan]:
         """Bytes that the step needs at least, and its best plan."""

@@ -50,5 +50,5 @@ class Frame:
     def lowered(self, program: Program, seconds: float) -> None:
         """A graph of this frame became a program, ``seconds`` after its passes began."""
         self.programs[program.kind] = program
-        self.backend.lowered(self, program, seconds)
+        self.backend.lowered(seconds)
         log.debug("frame %d %s:\n%s", self.index, program.kind, program)

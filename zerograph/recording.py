@@ -73,12 +73,13 @@ class Recording:
         """Begin; nothing of the step may have run yet."""
         # The profiler does not see how what it has not seen allocated is freed: let go of it before.
         for frame in self._backend.frames:
-            frame.runtime.cache.enter("forward")
+            if frame.programs:
+                frame.runtime.cache.enter("forward")
         if self._backend.communicator is not None:
             self._backend.communicator.trim()
         self._held = _held(self._backend)
-        self._backend.telemetry.recording = True
         self._profile.start()
+        self._backend.telemetry.recording = True
 
     def stop(self, failed: bool = False) -> None:
         """End, and work out what happened, unless the step ``failed``.
@@ -86,11 +87,14 @@ class Recording:
         Raises:
             ZeroGraphError: not exactly one forward and one backward of one compiled frame ran in between.
         """
+        if not self._backend.telemetry.recording:
+            return  # it never began: torch's profiler runs already
         self._backend.telemetry.recording = False
         self._profile.stop()
         if failed:
             return
         events = list(self._profile.profiler.kineto_results.events())  # type: ignore[union-attr]
+        del self._profile  # and with it every event
         self._frame, ran = self._instructions(events)
         ran = _without_kept(self._frame, ran)
         self.measured = _measured(self._frame, ran)

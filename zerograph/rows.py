@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._guards import detect_fake_mode
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 
@@ -21,6 +22,8 @@ def take_rows(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], Cal
     Returns:
         The inputs to trace the graph with from now on, and what makes of a function of those one of ``gm``'s own.
     """
+    bodies = [str(node.args[0]) for node in gm.graph.nodes if _region(gm, node) is not None]
+    assert len(set(bodies)) == len(bodies)  # Dynamo makes one per call; a shared one could not be changed for one user
     traced, places = list(inputs), []
     for place, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         reads = _reads(gm, node) if isinstance(inputs[place], DTensor) else None
@@ -105,6 +108,7 @@ class _Rows(torch.autograd.Function):
         return rows
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
         return tuple(
             None if grad is None else DTensor(grad, spec, requires_grad=False)

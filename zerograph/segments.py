@@ -45,12 +45,15 @@ class SegmentCache:
         return found
 
     @contextmanager
-    def kernels_in_background(self) -> Iterator[None]:
-        """Inside, Inductor's compilers work beside what goes on here; the end waits for them.
+    def kernels_in_background(self, device: torch.device) -> Iterator[None]:
+        """Inside, Inductor's C++ compilers work beside what goes on here; the end waits for them.
 
         By itself Inductor waits for the kernels of each graph. Segments are many small graphs, of which none is needed
-        before all exist.
+        before all exist. Only on a CPU: Triton's kernels are put into Inductor's cache with their graph, and tuned.
         """
+        if device.type != "cpu":
+            yield
+            return
         before, waiting = dict(self.callables), list[tuple[AsyncCompile, dict[str, Any]]]()
         wait = AsyncCompile.wait  # private: generated modules call it with their globals, which hold what is to come
         AsyncCompile.wait = lambda compiler, scope: waiting.append((compiler, scope))  # type: ignore[assignment, misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -102,6 +103,38 @@ def test_a_budget_that_nothing_fits_is_an_error_on_all_ranks() -> None:
         assert "InfeasibleError" in text
         assert "may use 963 KiB" in text
         assert "what would help: " in text
+
+
+def _smaller_batches_until_one_fits(memory: int) -> list[int]:
+    model = Model()
+    backend = zerograph.backend(stage="auto", memory=memory, compute="eager", bucket_size="128KiB", prefetch=1)
+    model.compile(backend=backend)
+    tried = []
+    for rows in (512, 256, 4):
+        time.sleep(0.5 * dist.get_rank())  # a rank that is late must not be taken for its last attempt
+        tried.append(rows)
+        try:
+            model(torch.zeros(rows, 16, dtype=torch.int64)).sum().backward()
+            break
+        except InfeasibleError:
+            continue
+    return tried
+
+
+def test_a_smaller_batch_may_be_tried_after_an_infeasible_one() -> None:
+    memory = run(2, _budget, 1.0)[1]
+    assert run(2, _smaller_batches_until_one_fits, memory) == [[512, 256, 4]] * 2
+
+
+def _budgets_that_differ(memory: int) -> str:
+    mine = memory if dist.get_rank() else 2 * memory
+    return str(_train({"stage": "auto", "memory": mine})["plan"])
+
+
+def test_the_smallest_budget_of_all_ranks_counts() -> None:
+    memory = run(2, _budget, 0.5)[1]
+    plan = run(2, _train, {"stage": "auto", "memory": memory})[0]["plan"]
+    assert run(2, _budgets_that_differ, memory) == [plan, plan]
 
 
 def test_a_fixed_stage_searches_what_is_left() -> None:

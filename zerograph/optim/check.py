@@ -24,7 +24,8 @@ _NOT_ELEMENTWISE = {
 
 
 class OptimizerCheck:
-    """Looks at every optimizer before its first step, and again when its backend has sharded more since."""
+    """Looks at every optimizer before its first step, and again when its backend has sharded more since, or more of
+    what it has not sharded has gradients."""
 
     def __init__(
         self,
@@ -37,7 +38,7 @@ class OptimizerCheck:
         those that should be its own and are not.
         """
         self._params, self._replaced, self._skipped, self._hold = params, replaced, skipped, hold
-        self._passed: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._passed: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         check = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -57,12 +58,14 @@ class OptimizerCheck:
             return  # DCP steps once without moving anything, to make the state
         if self._hold.names and any(id(p) in self._params for p in _params_of(optimizer)):
             self._hold.refuse_step()
-        if self._passed.get(optimizer) == len(self._params):
+        foreign = {id(p) for p in _params_of(optimizer) if id(p) not in self._params and p.grad is not None}
+        looked_at = len(self._params), len(foreign)
+        if self._passed.get(optimizer) == looked_at:
             return
         self._refuse_replaced(optimizer)
-        self._refuse_skipped(optimizer)
+        self._refuse_skipped(optimizer, foreign)
         self._refuse_not_elementwise(optimizer)
-        self._passed[optimizer] = len(self._params)
+        self._passed[optimizer] = looked_at
 
     def stepped(self) -> list[Optimizer]:
         """The optimizers that have stepped on parameters of the backend."""
@@ -86,9 +89,8 @@ class OptimizerCheck:
                 "make the optimizer from model.parameters() itself, or call zerograph.shard(model, backend) first",
             )
 
-    def _refuse_skipped(self, optimizer: Optimizer) -> None:
+    def _refuse_skipped(self, optimizer: Optimizer, foreign: Collection[int]) -> None:
         """Dynamo skips modules of torch.nn itself, and functions it cannot break, without a word."""
-        foreign = {id(p) for p in _params_of(optimizer) if id(p) not in self._params and p.grad is not None}
         if not foreign:
             return  # the search for skipped models looks at every object of the process
         held = sum(id(p) in foreign for p in self._skipped())
