@@ -513,6 +513,7 @@ def test_close_waits_for_readers() -> None:
 
 
 def ctrl_c_body(box: Mailbox, rank: int, world: int) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let what runs in the background ignore it
     if rank == 1:
         time.sleep(60)
     box.barrier(30.0)
@@ -522,13 +523,10 @@ def test_ctrl_c_ends_a_wait() -> None:
     pairs = start(2, ctrl_c_body)
     time.sleep(0.5)
     begin = time.monotonic()
-    while time.monotonic() - begin < 5:  # one that comes before the wait may be lost in what Python does then
-        os.kill(pairs[0][0].pid, signal.SIGINT)
-        if pairs[0][1].poll(1):
-            break
+    os.kill(pairs[0][0].pid, signal.SIGINT)
     status, (name, _, _) = outcome(pairs[0])
     assert status == "error" and name == "KeyboardInterrupt"
-    assert time.monotonic() - begin < 7
+    assert time.monotonic() - begin < 2
     pairs[1][0].kill()
     pairs[1][0].join()
     stop(pairs[:1])
