@@ -11,6 +11,7 @@ from torch import fx
 
 from zerograph.ops import FREE, GATHER, WAIT_GATHER
 from zerograph.plan import Plan
+from zerograph.prefetching import gather_starts
 
 
 def prefetch(gm: fx.GraphModule, plan: Plan) -> int:
@@ -18,7 +19,7 @@ def prefetch(gm: fx.GraphModule, plan: Plan) -> int:
     waits = list(gm.graph.find_nodes(op="call_function", target=WAIT_GATHER, sort=True))
     ends = _ends(gm.graph, waits)
     head = next(n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr") and n.target is not GATHER)
-    starts = _starts([wait.args[2] for wait in waits], ends, plan.prefetch)
+    starts = gather_starts([wait.args[2] for wait in waits], ends, plan.prefetch)
     moved = 0
     for i, wait in enumerate(waits):
         start: fx.Node = wait.args[0]  # type: ignore[assignment]
@@ -43,29 +44,3 @@ def _ends(graph: fx.Graph, waits: list[fx.Node]) -> list[int]:
         elif node.target is FREE:
             end[node.args[0][0].args[0]] = index  # type: ignore[index, union-attr]
     return [end[wait] for wait in waits]
-
-
-def _starts(buckets: list[object], ends: list[int], distance: int) -> list[int]:
-    """For each visit, the one at whose start its gather may begin, with at most ``distance + 1`` buckets whole.
-
-    One pass over the visits: gathers start at most ``distance`` visits early, so what is whole before that is settled.
-    """
-    starts: list[int] = []
-    change = [0] * (len(ends) + 1)  # at the start of each visit, buckets gathered less buckets freed
-    freed: dict[object, int] = {}  # where the last visit of a bucket ended: no bucket is gathered twice at a time
-    settled, whole_before = 0, 0
-    for i, (bucket, end) in enumerate(zip(buckets, ends, strict=True)):
-        for at in range(settled, i - distance):
-            whole_before += change[at]
-        settled = max(settled, i - distance)
-        start, whole = max(freed.get(bucket, 0), settled), whole_before
-        for at in range(settled, i):
-            whole += change[at]
-            if whole > distance:
-                start = max(start, at + 1)
-        start = min(start, i)
-        change[start] += 1
-        change[end] -= 1
-        freed[bucket] = end
-        starts.append(start)
-    return starts

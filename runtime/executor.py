@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,7 +64,6 @@ class Executor:
         self.unread = _unread_inputs(program)
         self.sequence = int(program.digest[:15], 16) if any(program.collectives()) else 0
         self.steps = [(step, getattr(self, _METHODS[type(step)]), step.dead) for step in program.instructions]
-        self.marked = [(step, self._marked(i, run), dead) for i, (step, run, dead) in enumerate(self.steps)]
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run the program once."""
@@ -86,6 +86,11 @@ class Executor:
             raise
         self.telemetry.finished(program.kind)
         return [None if r is None else registers[r] for r in program.outputs]
+
+    @cached_property
+    def marked(self) -> list[tuple[Instruction, Callable[..., None], tuple[int, ...]]]:
+        """``steps`` for a recording, made when there is one."""
+        return [(step, self._marked(i, run), dead) for i, (step, run, dead) in enumerate(self.steps)]
 
     def _marked(self, index: int, run: Callable[..., None]) -> Callable[..., None]:
         """``run`` as a span that torch's profiler sees; on an accelerator it then waits for what it started."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 
 
@@ -36,3 +37,7 @@ class Telemetry:
 def label(frame: int, kind: str, index: int) -> str:
     """The name under which the profiler sees instruction ``index`` of a frame's program."""
     return f"zg {frame} {kind} {index}"
+
+
+LABEL = re.compile(r"zg (\d+) (\w+) (\d+)")
+"""Reads what :func:`label` writes."""

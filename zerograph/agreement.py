@@ -75,7 +75,15 @@ class Agreement:
         Raises:
             CollectiveMismatch: it did not within the timeout.
         """
-        return self._fetch(key, rank)
+        name = f"{key}/{rank}"
+        try:
+            self._store.wait([name], self.timeout)
+        except (dist.DistStoreError, RuntimeError) as error:
+            raise CollectiveMismatch(
+                f"rank {rank} did not compile {key} within {self.timeout.total_seconds():.0f} s of rank {self.rank}",
+                f"see whether rank {rank} failed, or takes another path through the model than rank {self.rank}",
+            ) from error
+        return json.loads(self._store.get(name))
 
     def answers(self, key: str, mine: Any) -> list[Any]:
         """What every rank tells under ``key``, by rank."""
@@ -83,21 +91,9 @@ class Agreement:
         return [self.told(key, rank) for rank in range(self.world_size)]
 
     def _exchange(self, key: str, sequence: list[str]) -> None:
-        self._store.set(f"{key}/{self.rank}", json.dumps(sequence))
+        self.tell(key, sequence)
         for other in range(self.world_size):
-            theirs = self._fetch(key, other)
-            _compare(key, f"rank {other}", theirs, f"rank {self.rank}", sequence)
-
-    def _fetch(self, key: str, other: int) -> Any:
-        name = f"{key}/{other}"
-        try:
-            self._store.wait([name], self.timeout)
-        except (dist.DistStoreError, RuntimeError) as error:
-            raise CollectiveMismatch(
-                f"rank {other} did not compile {key} within {self.timeout.total_seconds():.0f} s of rank {self.rank}",
-                f"see whether rank {other} failed, or takes another path through the model than rank {self.rank}",
-            ) from error
-        return json.loads(self._store.get(name))
+            _compare(key, f"rank {other}", self.told(key, other), f"rank {self.rank}", sequence)
 
 
 def _compare_plans(plans: Sequence[tuple[str | None, str]]) -> None:

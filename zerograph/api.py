@@ -51,6 +51,7 @@ class Backend:
         frames: every frame compiled so far, in order.
         params: the outward faces this backend made, by name.
         world_size: ranks sharded over; 1 until the first call.
+        agreement: how ranks agree; None where there is one, and where they are simulated.
         runs: whether programs are executed; a dry run stops when they exist.
     """
 
@@ -71,7 +72,7 @@ class Backend:
         self._optimizers = OptimizerCheck(self._known, self._replaced, self._skipped, self.hold)
         self._mesh: Any = None
         self._device: torch.device | None = None
-        self._agreement: Agreement | None = None
+        self.agreement: Agreement | None = None
         self._recording: Recording | None = None
         self.planner = Planner(self)
         self._breaks_before = dict(torch._dynamo.utils.counters["graph_break"])
@@ -140,11 +141,6 @@ class Backend:
         return bool(new)
 
     @property
-    def agreement(self) -> Agreement | None:
-        """How ranks agree; None where there is one, or where they are simulated."""
-        return self._agreement
-
-    @property
     def device(self) -> torch.device:
         """Where the shards live; the CPU until the backend has seen a model."""
         return self._device or torch.device("cpu")
@@ -204,7 +200,7 @@ class Backend:
         self.planner.look_at(device, agreement)
         # Nothing of it before all has worked: a failed first call may be tried again.
         self._mesh, self.world_size, self._device = mesh, world_size, device
-        self.communicator, self._agreement = communicator, agreement
+        self.communicator, self.agreement = communicator, agreement
 
     def new_frame(self) -> Frame:
         """A frame that is about to be compiled."""
@@ -217,9 +213,9 @@ class Backend:
 
     def compiled(self, frame: Frame) -> None:
         """All programs of ``frame`` can run: all ranks must agree on them before one does."""
-        for program in frame.programs.values():
-            if self._agreement is not None:
-                self._agreement.check(frame.code, program)
+        if self.agreement is not None:
+            for program in frame.programs.values():
+                self.agreement.check(frame.code, program)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

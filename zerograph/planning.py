@@ -71,7 +71,7 @@ def forecast_file(
         budget={tier: int(machine.capacity(tier, frame.plan.world_size) * (1 - reserve)) for tier in TIERS},
         forecast=found.forecast,
         holdings=found.holdings,
-        reasons=tuple(_reasons(frame.plan, searched=frame.backend.config.searches)),
+        reasons=tuple(_reasons(frame.plan, searched=frame.backend.config.stage == "auto")),
         passes=tuple(frame.passes),
         tokens=compiled.tokens,
         flops=found.flops,

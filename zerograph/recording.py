@@ -6,7 +6,6 @@ saw them. What a run measured makes better forecasts: see :attr:`Recording.measu
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from zerograph.outlook import Measured, Outlook, outlook, task_of
 from zerograph.planfile import run_to_json
 from zerograph.report import RecordedStep
 from zerograph.runtime.program import Compute, Gather, Instruction, Reduce, WaitGather, WaitReduce
-from zerograph.runtime.telemetry import label
+from zerograph.runtime.telemetry import LABEL
 
 if TYPE_CHECKING:
     from zerograph.api import Backend
@@ -127,7 +126,7 @@ class Recording:
         updates = []
         for event in events:
             start, end = event.start_ns(), event.start_ns() + event.duration_ns()
-            if match := _LABEL.fullmatch(event.name()):
+            if match := LABEL.fullmatch(event.name()):
                 number, kind, index = int(match[1]), match[2], int(match[3])
                 step = self._backend.frames[number].programs[kind].instructions[index]
                 found.setdefault((number, kind), []).append(_Ran(kind, step, start, end))
@@ -154,9 +153,6 @@ class Recording:
                 level += event.nbytes()
                 curve.append((event.start_ns(), level))
         return curve
-
-
-_LABEL = re.compile(label(0, "KIND", 1).replace("0", r"(\d+)").replace("KIND", r"(\w+)").replace("1", r"(\d+)"))
 
 
 def _held(backend: Backend) -> int:

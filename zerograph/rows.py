@@ -33,7 +33,7 @@ def take_rows(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], Cal
             _drop(read)
         traced[place] = _fake_rows(inputs[place])
         places.append(place)
-    for module in gm.modules():
+    for module in gm.modules() if places else ():
         if isinstance(module, fx.GraphModule):
             module.recompile()
     return traced, lambda compiled: _exchanging(compiled, places)

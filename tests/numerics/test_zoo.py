@@ -696,7 +696,7 @@ class Forked(nn.Module):
 def _forked(compute: str) -> str:
     backend = zerograph.backend(stage=3, compute=compute)
     model = zerograph.shard(Forked(), backend)
-    backend._agreement.timeout = timedelta(seconds=5)
+    backend.agreement.timeout = timedelta(seconds=5)
     try:
         torch.compile(model, backend=backend)(torch.ones(2, 4), dist.get_rank() == 1).sum().backward()
     except CollectiveMismatch as error:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zerograph.prefetching import gather_starts
+
 
 @dataclass(frozen=True, slots=True)
 class Visit:
@@ -42,11 +44,7 @@ def visits(uses: Sequence[tuple[int, ...]], begins: Sequence[int], prefetch: int
     freed = []
     for i, (_, _, last) in enumerate(found):
         freed.append(next((k for k in range(i + 1, len(found)) if starts[k] > last), len(found)))
-    gathered: list[int] = []
-    open_until: dict[int, int] = {}
-    for i, (bucket, _, _) in enumerate(found):
-        gathered.append(_earliest(i, open_until.get(bucket, 0), gathered, freed, prefetch))
-        open_until[bucket] = freed[i]
+    gathered = gather_starts([bucket for bucket, _, _ in found], freed, prefetch)
     return tuple(Visit(bucket, starts[i], last, gathered[i], freed[i]) for i, (bucket, _, last) in enumerate(found))
 
 
@@ -77,13 +75,3 @@ def _start(first: int, uses: Sequence[tuple[int, ...]], begins: Sequence[int]) -
     """With its layer, if nothing in that is used before, else right before its first use."""
     begin = begins[first]
     return first if any(uses[k] for k in range(begin, first)) else begin
-
-
-def _earliest(i: int, first: int, gathered: Sequence[int], freed: Sequence[int], prefetch: int) -> int:
-    """The visit, not before ``first``, at whose start gather ``i`` may begin with ``prefetch + 1`` buckets whole."""
-    begin = max(first, i - prefetch)
-    whole = [k for k in range(i) if freed[k] > begin] if begin < i else []
-    for start in range(begin, i):
-        if all(sum(gathered[k] <= at < freed[k] for k in whole) <= prefetch for at in range(start, i)):
-            return start
-    return i
