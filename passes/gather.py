@@ -23,6 +23,7 @@ from zerograph.ops import FREE, GATHER, UNSHARD, WAIT_GATHER
 from zerograph.passes.graph import Marker, Transfer, call, is_view, markers, output_of, positions, protect_outputs
 from zerograph.passes.layers import layer_starts
 from zerograph.plan import Plan
+from zerograph.prefetching import visit_numbers
 
 
 @dataclass(slots=True)
@@ -77,21 +78,13 @@ def _visits(graph: fx.Graph, found: list[Marker], plan: Plan) -> list[_Visit]:
     uses = sorted(
         ((order[user], user, marker) for marker in found for user in _consumers(marker.node)), key=lambda use: use[0]
     )
-    sequence = [bucket_of[marker.name].index for _, _, marker in uses]
-    open_visits: dict[int, _Visit] = {}
-    last_use: dict[int, int] = {}
-    visits: list[_Visit] = []
-    for i, (_, user, marker) in enumerate(uses):
-        bucket = sequence[i]
-        between = set(sequence[last_use[bucket] + 1 : i]) if bucket in last_use else set()
-        if bucket not in last_use or len(between - {bucket}) > plan.prefetch:
-            open_visits[bucket] = _Visit(bucket)
-            visits.append(open_visits[bucket])
-        visit = open_visits[bucket]
+    buckets = [bucket_of[marker.name].index for _, _, marker in uses]
+    visits: dict[int, _Visit] = {}
+    for number, bucket, (_, user, marker) in zip(visit_numbers(buckets, plan.prefetch), buckets, uses, strict=True):
+        visit = visits.setdefault(number, _Visit(bucket))
         visit.uses.append(user)
         visit.markers[marker.node] = None
-        last_use[bucket] = i
-    return visits
+    return list(visits.values())
 
 
 def _insert(graph: fx.Graph, visits: list[_Visit], plan: Plan) -> None:

@@ -1,8 +1,39 @@
-"""How far ahead gathers begin: the rule that the pass carries out and the planner counts with. No torch in here."""
+"""Which uses of a bucket one gather serves, and how far ahead it begins. No torch in here.
+
+These are the rules that the passes ``gather`` and ``prefetch`` carry out and that the planner counts with.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+
+def visit_numbers(uses: Sequence[int], prefetch: int) -> list[int]:
+    """For each use of a bucket, in order, the number of the visit it belongs to.
+
+    A bucket whose next use lies beyond ``prefetch`` other buckets is freed and gathered again: another visit.
+    """
+    numbers: list[int] = []
+    latest: dict[int, int] = {}  # bucket -> its last use
+    count = 0
+    for i, bucket in enumerate(uses):
+        if bucket in latest and not _more_than(prefetch, uses, latest[bucket] + 1, i):
+            numbers.append(numbers[latest[bucket]])
+        else:
+            numbers.append(count)
+            count += 1
+        latest[bucket] = i
+    return numbers
+
+
+def _more_than(limit: int, uses: Sequence[int], first: int, end: int) -> bool:
+    """Whether ``uses[first:end]`` are of more than ``limit`` buckets; looks no further than it takes."""
+    between: set[int] = set()
+    for i in range(first, end):
+        between.add(uses[i])
+        if len(between) > limit:
+            return True
+    return False
 
 
 def gather_starts(buckets: Sequence[object], ends: Sequence[int], distance: int) -> list[int]:

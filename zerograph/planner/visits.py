@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerograph.prefetching import gather_starts
+from zerograph.prefetching import gather_starts, visit_numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +51,12 @@ def visits(uses: Sequence[tuple[int, ...]], begins: Sequence[int], prefetch: int
 def _stretches(uses: Sequence[tuple[int, ...]], prefetch: int) -> list[tuple[int, int, int]]:
     """Bucket, first and last piece of every visit, in order of the first."""
     sequence = [(piece, bucket) for piece, buckets in enumerate(uses) for bucket in buckets]
-    found: list[list[int]] = []
-    latest: dict[int, tuple[int, list[int]]] = {}  # bucket -> its last use and visit
-    for i, (piece, bucket) in enumerate(sequence):
-        visit = None
-        if bucket in latest:
-            at, visit = latest[bucket]
-            between: set[int] = set()
-            for _, other in sequence[at + 1 : i]:
-                between.add(other)
-                if len(between) > prefetch:
-                    visit = None
-                    break
-        if visit is None:
-            visit = [bucket, piece, piece]
-            found.append(visit)
-        visit[2] = piece
-        latest[bucket] = (i, visit)
-    return [(bucket, first, last) for bucket, first, last in found]
+    found: dict[int, tuple[int, int, int]] = {}
+    numbers = visit_numbers([bucket for _, bucket in sequence], prefetch)
+    for number, (piece, bucket) in zip(numbers, sequence, strict=True):
+        _, first, _ = found.get(number, (bucket, piece, piece))
+        found[number] = (bucket, first, piece)
+    return list(found.values())
 
 
 def _start(first: int, uses: Sequence[tuple[int, ...]], begins: Sequence[int]) -> int:
