@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 NPROC  ?= 2
 TIMEOUT ?= 300
+WORKERS ?= 2
 BIN    := $(VENV)/bin
 LINT   := build/lint
 GPU    := build/gpu-venv
@@ -13,7 +14,7 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard csrc/*)
 
 help:
 	@echo "make demo       install, train a byte-level GPT at stage 3 on $(NPROC) processes, resume it on one"
-	@echo "make test       install with the test tools and run every test (TESTS=path narrows it)"
+	@echo "make test       install with the test tools and run every test (TESTS=path narrows it, WORKERS=0 shows output)"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make bench      benchmarks/step.py on CPU"
 	@echo "make pictures   plan a GPT and draw the pictures of README.md"
@@ -25,7 +26,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/02_resume.py
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --timeout=$(TIMEOUT) $(TESTS)
+	$(BIN)/python -m pytest --timeout=$(TIMEOUT) -n $(WORKERS) --dist worksteal $(TESTS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py

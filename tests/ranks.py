@@ -1,7 +1,7 @@
 """Real processes for tests: ``run(2, function, *args)`` calls ``function`` on two gloo ranks and returns both results.
 
-Workers live as long as the session, so that importing torch is paid once; a failed or hung call ends its group, and
-the next call starts a fresh one.
+Workers live for many calls; a failed or hung call ends its group, and the next call starts a fresh one. All are forked
+from one server that imported torch and the compiler, which takes longer than most tests do.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.forkserver import ensure_running
 from typing import Any
 
 TIMEOUT = 180.0
@@ -50,7 +51,7 @@ def run(
 
 class _Group:
     def __init__(self, world_size: int) -> None:
-        context = mp.get_context("spawn")
+        context = _server()
         self.alive, self.calls = True, 0
         handle, store = tempfile.mkstemp(prefix="zerograph-test-store-")
         os.close(handle)
@@ -94,14 +95,27 @@ class _Group:
             process.join()
 
 
+def _server() -> mp.context.ForkServerContext:
+    """Where ranks are forked from. OpenMP reads its number of threads when torch is imported."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "zerograph.compile"])
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        ensure_running()
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+    return context
+
+
 def _worker(rank: int, world_size: int, store: str, pipe: Connection) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    import zerograph.compile  # noqa: F401  what a first call would import
-
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     while True:
         # What compilers keep piles up, and is searched by collections and by adoption: half of the time in the end.

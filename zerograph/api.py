@@ -72,6 +72,7 @@ class Backend:
         self._optimizers = OptimizerCheck(self._known, self._replaced, self._skipped, self.hold)
         self._mesh: Any = None
         self._device: torch.device | None = None
+        self._traced_in_vain = False
         self.agreement: Agreement | None = None
         self._recording: Recording | None = None
         self.planner = Planner(self)
@@ -99,12 +100,14 @@ class Backend:
             roots = adopt.roots_of_call(gm)
             adopt.refuse_wrapped(m for root in roots for m in root.modules())
             if self.shard(roots, foreign[0].device):
+                self._traced_in_vain = True
                 raise adopt.Retrace
             self._refuse_foreign(foreign)
         refuse_mutations(gm)
         self.planner.own = params
-        if not self.frames:
+        if self._traced_in_vain:
             gc.collect()  # the abandoned trace holds the full parameters in reference cycles
+            self._traced_in_vain = False
         return compile_frame(self, gm, example_inputs)
 
     def adopt_early(self) -> None:

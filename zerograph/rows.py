@@ -43,7 +43,7 @@ def _reads(gm: fx.GraphModule, tensor: fx.Node) -> dict[fx.Node, None] | None:
     """Where ``tensor`` is asked for its rows, in checkpointed regions too; None when it is asked for anything else."""
     found: dict[fx.Node, None] = {}
     for user in tensor.users:
-        if user.op == "call_method" and user.target == "to_local":
+        if _asks_for_rows(user):
             found[user] = None
             continue
         body = _region(gm, user)
@@ -56,6 +56,12 @@ def _reads(gm: fx.GraphModule, tensor: fx.Node) -> dict[fx.Node, None] | None:
                 return None
             found |= reads
     return found
+
+
+def _asks_for_rows(user: fx.Node) -> bool:
+    if user.op == "call_method":
+        return user.target == "to_local"
+    return getattr(user.target, "__name__", "") == "prim_to_local"  # so torch 2.11 calls it
 
 
 def _region(gm: fx.GraphModule, user: fx.Node) -> fx.GraphModule | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,8 +15,12 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph.errors import ConfigError, InfeasibleError
+from zerograph.machine import machine_named
+from zerograph.planner.estimate import RESERVE
+from zerograph.planner.search import Search, Wish
 
-WIDTH, LAYERS = 64, 6
+WIDTH, LAYERS = 64, 4
+ROWS = (4, 4, 4)
 
 
 class Model(nn.Module):
@@ -31,7 +36,7 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def _train(options: dict[str, Any], rows: tuple[int, ...] = (4, 4, 4)) -> dict[str, Any]:
+def _train(options: dict[str, Any], rows: tuple[int, ...] = ROWS) -> dict[str, Any]:
     """Losses of a few steps of ``rows`` sequences, the more on higher ranks, and what was planned."""
     torch.manual_seed(0)
     model = Model()
@@ -58,12 +63,8 @@ def _train(options: dict[str, Any], rows: tuple[int, ...] = (4, 4, 4)) -> dict[s
     }
 
 
-def _budget(share: float) -> int:
-    """A memory at ``share`` of the way from the smallest plan of the model above to the fastest."""
-    from zerograph.machine import machine_named
-    from zerograph.planner.estimate import RESERVE
-    from zerograph.planner.search import Search, Wish
-
+def _peaks() -> tuple[int, int]:
+    """Bytes that the smallest and the fastest plan of the model above need on this rank."""
     torch.manual_seed(0)
     model = Model()
     backend = zerograph.backend(stage=3, compute="eager", bucket_size="128KiB")
@@ -72,13 +73,33 @@ def _budget(share: float) -> int:
     nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
     wish = Wish("auto", dist.get_world_size(), bucket_size=2**17, prefetch=1)
     best = Search(backend.frames[-1].step, wish, machine_named("cpu")).best
-    return int((best[0].peak + share * (best[-1].peak - best[0].peak)) / (1 - RESERVE)) + 1
+    return best[0].peak, best[-1].peak
+
+
+@cache  # several tests ask for the same, and compiling takes seconds
+def _peaks_of_ranks() -> list[tuple[int, int]]:
+    return run(2, _peaks)
+
+
+def _budget(share: float) -> int:
+    """A memory at ``share`` of the way between those, of the rank with the larger batch."""
+    smallest, fastest = _peaks_of_ranks()[1]
+    return int((smallest + share * (fastest - smallest)) / (1 - RESERVE)) + 1
+
+
+@cache
+def _stage_3(rows: tuple[int, ...] = ROWS) -> list[dict[str, Any]]:
+    return run(2, _train, {"stage": 3}, rows)
+
+
+@cache
+def _auto(share: float, rows: tuple[int, ...] = ROWS) -> list[dict[str, Any]]:
+    return run(2, _train, {"stage": "auto", "memory": _budget(share)}, rows)
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
 def test_a_mixed_plan_gives_the_losses_of_stage_3(share: float) -> None:
-    memory = run(2, _budget, share)[1]  # of the rank with the larger batch
-    plain, mixed = run(2, _train, {"stage": 3}), run(2, _train, {"stage": "auto", "memory": memory})
+    plain, mixed = _stage_3(), _auto(share)
     assert [r["losses"] for r in mixed] == [r["losses"] for r in plain]
     assert mixed[0]["plan"] == mixed[1]["plan"]
     assert mixed[0]["placements"] == {"DTensor"}
@@ -89,10 +110,8 @@ def test_a_mixed_plan_gives_the_losses_of_stage_3(share: float) -> None:
 
 
 def test_other_shapes_keep_the_plan() -> None:
-    memory = run(2, _budget, 1.0)[1]
-    rows = (4, 3, 6, 2)
-    plain, mixed = run(2, _train, {"stage": 3}, rows), run(2, _train, {"stage": "auto", "memory": memory}, rows)
-    assert [r["losses"] for r in mixed] == [r["losses"] for r in plain]
+    rows = (4, 3, 6)
+    assert [r["losses"] for r in _auto(1.0, rows)] == [r["losses"] for r in _stage_3(rows)]
 
 
 def test_a_budget_that_nothing_fits_is_an_error_on_all_ranks() -> None:
@@ -110,7 +129,7 @@ def _smaller_batches_until_one_fits(memory: int) -> list[int]:
     backend = zerograph.backend(stage="auto", memory=memory, compute="eager", bucket_size="128KiB", prefetch=1)
     model.compile(backend=backend)
     tried = []
-    for rows in (512, 256, 4):
+    for rows in (512, 4):
         time.sleep(0.5 * dist.get_rank())  # a rank that is late must not be taken for its last attempt
         tried.append(rows)
         try:
@@ -122,8 +141,7 @@ def _smaller_batches_until_one_fits(memory: int) -> list[int]:
 
 
 def test_a_smaller_batch_may_be_tried_after_an_infeasible_one() -> None:
-    memory = run(2, _budget, 1.0)[1]
-    assert run(2, _smaller_batches_until_one_fits, memory) == [[512, 256, 4]] * 2
+    assert run(2, _smaller_batches_until_one_fits, _budget(1.0)) == [[512, 4]] * 2
 
 
 def _budgets_that_differ(memory: int) -> str:
@@ -132,15 +150,13 @@ def _budgets_that_differ(memory: int) -> str:
 
 
 def test_the_smallest_budget_of_all_ranks_counts() -> None:
-    memory = run(2, _budget, 0.5)[1]
-    plan = run(2, _train, {"stage": "auto", "memory": memory})[0]["plan"]
-    assert run(2, _budgets_that_differ, memory) == [plan, plan]
+    plan = _auto(0.5)[0]["plan"]
+    assert run(2, _budgets_that_differ, _budget(0.5)) == [plan, plan]
 
 
 def test_a_fixed_stage_searches_what_is_left() -> None:
-    memory = run(2, _budget, 0.1)[1]
-    (plain, _), (found, _) = run(2, _train, {"stage": 3}), run(2, _train, {"stage": 3, "memory": memory})
-    assert found["losses"] == plain["losses"]
+    found = run(2, _train, {"stage": 3, "memory": _budget(0.1)})[0]
+    assert found["losses"] == _stage_3()[0]["losses"]
     assert set(found["residencies"]) == {"use"}
     assert found["recompute"]
 

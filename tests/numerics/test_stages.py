@@ -25,7 +25,7 @@ class Block(nn.Module):
 class TiedModel(nn.Module):
     """Embedding tied to the head, rows that do not divide, a scalar."""
 
-    def __init__(self, layers: int = 3, width: int = 16, vocab: int = 33) -> None:
+    def __init__(self, layers: int = 2, width: int = 16, vocab: int = 33) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))

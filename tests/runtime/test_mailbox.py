@@ -447,7 +447,7 @@ def test_a_killed_peer_is_named_at_once() -> None:
         status, (name, text, _) = outcome(pairs[rank])
         assert status == "error" and name == "PeerError"
         assert "rank 1" in text and str(pid) in text and "barrier" in text
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 10  # and not after the 30 s that waits are given
     pairs[1][0].join()
     stop([pairs[0], pairs[2]])
 
@@ -493,7 +493,7 @@ def abort_body(box: Mailbox, rank: int, world: int) -> None:
 def test_abort_reaches_waiting_peers() -> None:
     begin = time.monotonic()
     results = errors(3, abort_body)
-    assert time.monotonic() - begin < 3
+    assert time.monotonic() - begin < 10
     for rank in (0, 2):
         assert results[rank][0] == "PeerError"
         assert "rank 1" in results[rank][1] and "the loss is NaN" in results[rank][1]
@@ -526,7 +526,7 @@ def test_ctrl_c_ends_a_wait() -> None:
     os.kill(pairs[0][0].pid, signal.SIGINT)
     status, (name, _, _) = outcome(pairs[0])
     assert status == "error" and name == "KeyboardInterrupt"
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 10  # and not after the 30 s that waits are given
     pairs[1][0].kill()
     pairs[1][0].join()
     stop(pairs[:1])
