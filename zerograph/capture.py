@@ -158,7 +158,9 @@ def _left_as_it_is(node: fx.Node) -> fx.Node | None:
     """
     scatters = _is_scatter(node)
     source = node.args[1] if scatters else node.args[0] if is_view(node) else None
-    before, after = source.meta.get("val") if isinstance(source, fx.Node) else None, node.meta.get("val")
+    if not isinstance(source, fx.Node):
+        return None
+    before, after = source.meta.get("val"), node.meta.get("val")
     if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor) or before.dtype != after.dtype:
         return None
     same = _sizes(before.shape) == _sizes(after.shape)

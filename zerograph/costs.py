@@ -15,7 +15,6 @@ from torch.utils.flop_counter import flop_registry
 
 from zerograph.passes.graph import is_size, is_view
 
-
 Read: TypeAlias = Callable[[int | torch.SymInt], Any]
 """How a size is read: as a number, or as an expression that can be calculated with like one."""
 
@@ -69,9 +68,7 @@ def describing_sizes(graph: fx.Graph) -> set[fx.Node]:
     return found | {n for n in constants if n.users and found.issuperset(n.users)}
 
 
-_OF_SHAPES = frozenset(
-    {torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default}
-)
+_OF_SHAPES = frozenset({torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default})
 
 
 def memory_owner(node: fx.Node) -> fx.Node:

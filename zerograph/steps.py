@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from zerograph.dryrun import Captured, compile_only
 from zerograph.errors import SizeError, UnsupportedError
 from zerograph.ir import Step
-from zerograph.symbolic import Name, SymbolicStep
+from zerograph.symbolic import Condition, Name, SymbolicStep
 from zerograph.vary import Vary
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class Steps:
         self._make, self.what = make, what
         self._options = {"world_size": world, "batch": batch, "seq": seq, **options}
         self._traced: list[SymbolicStep] = []
-        self._ones: dict[int, Step] = {}
+        self._impossible: dict[Condition, str] = {}
+        self._one: Step | None = None
         step = self._trace(None)
         if not step.traced.training:
             raise UnsupportedError(
@@ -61,37 +63,43 @@ class Steps:
         """
         if size == 1:
             return self._at_one()
+        conditions = []
         for step in self._traced:
             wrong = step.broken({self.what: size})
             if wrong is None:
                 return step.at(**{self.what: size})
-            if wrong.limit:
-                raise SizeError(f"the model's own limit is {wrong}")
-        log.info("traced again at %s %d, as %s is not so there", self.what, size, wrong)
-        self._again(size)
+            if wrong.limit or wrong in self._impossible:
+                raise SizeError(self._impossible.get(wrong, f"the model's own limit is {wrong}"))
+            conditions.append(wrong)
+        self._again(size, conditions[0])
         return self.at(size)
 
-    def _again(self, size: int) -> None:
+    def _again(self, size: int, wrong: Condition) -> None:
+        """Trace at ``size``, where ``wrong`` is not so. If that fails, so it would wherever ``wrong`` is not so."""
+        log.info("traced again at %s %d, where %s is not so", self.what, size, wrong)
         if len(self._traced) == MOST_TRACES:
             raise UnsupportedError(
                 f"what the model computes depends on {self.what} in more than {MOST_TRACES} ways",
                 "plan single sizes",
             )
         try:
-            step = self._trace(size)
+            with _quiet():
+                step = self._trace(size)
         except UnsupportedError as error:
             reason = str(error).partition("\n\n")[0]
-            raise SizeError(f"at {self.what} {size} {reason}") from error
+            self._impossible[wrong] = f"the model needs {wrong}; at {self.what} {size} {reason}"
+            raise SizeError(self._impossible[wrong]) from error
         if self.what in step.fixed:
             raise SizeError(f"at {self.what} {size} {step.fixed[self.what]}")
 
     def _at_one(self) -> Step:
-        if 1 not in self._ones:
+        if self._one is None:
             try:
-                self._ones[1] = _captured(self._make, Vary({self.what: 1}, open=()), **self._options).step.traced
+                with _quiet():
+                    self._one = _captured(self._make, Vary({self.what: 1}, open=()), **self._options).step.traced
             except UnsupportedError as error:
                 raise SizeError(f"at {self.what} 1 {str(error).partition(chr(10))[0]}") from error
-        return self._ones[1]
+        return self._one
 
     def _trace(self, size: int | None) -> SymbolicStep:
         sizes: dict[Name, int] = {} if size is None else {self.what: size}
@@ -107,3 +115,15 @@ def _captured(make: Callable[[], Any], vary: Vary, **options: Any) -> Captured:
     except Captured as found:
         return found
     raise AssertionError("a capture ends in compile_only, or in an error")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch logs a traceback where a size does not work out; here that is an answer."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,8 +1,8 @@
 """A training step whose sizes are expressions in batch and sequence: traced once, it answers for every size.
 
-Expressions are sympy's, in the symbols ``batch`` and ``seq``. :meth:`SymbolicStep.at` puts numbers in; what comes out is
-an ordinary :class:`~zerograph.ir.Step`, so that nothing after it knows symbols. No torch in here, and sympy is imported
-only by what computes with expressions: it takes as long to import as the command line may take to start.
+Expressions are sympy's, in the symbols ``batch`` and ``seq``. :meth:`SymbolicStep.at` puts numbers in; what comes out
+is an ordinary :class:`~zerograph.ir.Step`, so that nothing after it knows symbols. No torch in here, and sympy is
+imported only by what computes with expressions: it takes as long to import as the command line may take to start.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class SymbolicStep:
         return tuple(sizes.get(name, self.sizes.get(name, 0)) for name in NAMES)
 
     @cached_property
-    def _conditions_at(self) -> Callable[..., Sequence[bool]]:
+    def _conditions_at(self) -> Callable[..., Sequence[int]]:
         return compiled([condition.holds for condition in self.conditions])
 
     @cached_property
@@ -127,7 +127,7 @@ class SymbolicStep:
 
     @cached_property
     def _evaluate(self) -> Callable[..., list[int]]:
-        """Every size at given numbers. Deep models repeat layers: few expressions differ, and only those are computed."""
+        """Every size at given numbers. Deep models repeat layers: few expressions differ, and those are computed."""
         everything = (*self.bytes, *self.flops, *self.moved, *self.cheap)
         distinct = list(dict.fromkeys(everything))
         place = {expression: i for i, expression in enumerate(distinct)}
