@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -78,11 +79,11 @@ def capture_symbolic(graph: fx.Graph, sizes: Mapping[Name, int], *, training: bo
 def _traced(graph: fx.Graph) -> Traced:
     """What torch knows of the graph's symbols.
 
-    Private: that symbols have a ``node``, and of ``ShapeEnv`` its tables of them. Torch answers what a size was, and in
+    Private: where the graph's ``ShapeEnv`` is, and of that its tables of symbols. Torch answers what a size was, and in
     no public way what it depends on, nor what was assumed.
     """
-    vals = (node.meta.get("val") for node in graph.nodes if node.op == "placeholder")
-    env = next((val.node.shape_env for val in vals if isinstance(val, torch.SymInt)), None) or ShapeEnv()
+    mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes if node.op == "placeholder"])
+    env = (mode and mode.shape_env) or ShapeEnv()
     files = {source_line(node).rpartition(":")[0] for node in graph.nodes}
     sizes = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # the latter up to 2.12
     return Traced(
