@@ -84,10 +84,11 @@ def _compile_inference(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) 
 
 def _prepare(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], *, training: bool) -> None:
     passes.canonicalize(gm)
-    step = capture(gm.graph, training=training)
     sizes = frame.backend.open_sizes
     if sizes is not None:
-        raise Captured(capture_symbolic(gm.graph, sizes, training=training), frame.backend.planner.states(step))
+        found = capture_symbolic(gm.graph, sizes, training=training)
+        raise Captured(found, frame.backend.planner.states(found.traced))
+    step = capture(gm.graph, training=training)
     frame.planned(step, frame.backend.planner.plan(frame, step))
     passes.localize(gm)
     with V.set_fake_mode(detect_fake_mode(inputs)):  # where Inductor's passes look for it

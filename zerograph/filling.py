@@ -19,6 +19,9 @@ from zerograph.steps import Steps
 from zerograph.symbolic import Name
 from zerograph.units import format_bytes
 
+ATTEMPTS = 4
+"""Solutions of which programs may turn out to hold more than the step told: a few percent, where they do."""
+
 
 @dataclass(frozen=True, slots=True)
 class Largest:
@@ -26,7 +29,8 @@ class Largest:
 
     Attributes:
         found: the size, and what the next one would need or why there is none.
-        budget: bytes of the device that a rank may use, the reserve taken off.
+        budget: bytes of the device that the search could use: the reserve is taken off, and what the programs turned
+            out to hold beyond the step.
     """
 
     file: PlanFile
@@ -45,15 +49,17 @@ def traced(
 
 
 def largest(
-    steps: Steps, machine: Machine, world: int, *, reserve: float = RESERVE, **options: Any
+    steps: Steps, machine: Machine, world: int, *, memory: int | None = None, reserve: float = RESERVE, **options: Any
 ) -> tuple[Filled, int]:
     """The largest size at which a plan exists, and the bytes of the device that it may use.
 
     Args:
-        reserve: share of the device to leave free.
+        memory: bytes of the device, the reserve not taken off; ``machine``'s unless given.
+        reserve: share of it to leave free.
         options: what :func:`zerograph.backend` is told of stage, buckets, prefetch and recomputation.
     """
-    wish, budget = wish_of(Config.of(**options), world), int(machine.capacity("device", world) * (1 - reserve))
+    wish = wish_of(Config.of(**options), world)
+    budget = int((machine.capacity("device", world) if memory is None else memory) * (1 - reserve))
     return fill(lambda size: Search(steps.at(size), wish, machine, states=steps.states), budget, steps.start), budget
 
 
@@ -73,6 +79,8 @@ def largest_file(
 ) -> Largest:
     """Plan the largest step that fits: solve for it on the traced step, then compile its programs.
 
+    If these hold more than the machine has, it is solved again with that much less memory.
+
     Args:
         what: the dimension to solve for; the other is as given, or as in the inputs that the model brings.
         name, make, machine, world, batch, seq, dtype, moments, reserve, options: as for
@@ -83,13 +91,19 @@ def largest_file(
         UnsupportedError: the model cannot be traced whole, does not train, or works at one size only.
     """
     steps = traced(make, what, world=world, batch=batch, seq=seq, dtype=dtype, stage=options.get("stage", 3))
-    found, budget = largest(steps, machine, world, **options)  # with the reserve that a backend leaves
-    if found.value == 0:
-        raise infeasible(found.search, steps.at(1), machine, budget)
-    file = plan_file(
-        name, make, machine, world=world, batch=batch, seq=seq, dtype=dtype, moments=moments, reserve=reserve,
-        sizes={what: found.value}, **options,
-    )  # fmt: skip
+    memory = machine.capacity("device", world)
+    for _ in range(ATTEMPTS):
+        found, budget = largest(steps, machine, world, memory=memory, **options)  # with the reserve of a backend
+        if found.value == 0:
+            raise infeasible(found.search, steps.at(1), machine, budget)
+        file = plan_file(
+            name, make, machine, world=world, batch=batch, seq=seq, dtype=dtype, moments=moments, reserve=reserve,
+            sizes={what: found.value}, memory=memory, **options,
+        )  # fmt: skip
+        need, have = file.forecast.peaks["device"].bytes, file.budget["device"]
+        if need <= have:
+            break
+        memory = memory * have // need - 1
     return Largest(file, found, budget)
 
 

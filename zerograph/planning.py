@@ -32,6 +32,7 @@ def plan_file(
     moments: int = 2,
     reserve: float = 0.0,
     sizes: Mapping[Name, int] | None = None,
+    memory: int | None = None,
     **options: Any,
 ) -> PlanFile:
     """Plan one training step of what ``make`` returns.
@@ -45,6 +46,7 @@ def plan_file(
         reserve: share of every tier to leave free.
         sizes: batch or sequence at which the plan was found to fill ``machine``'s memory: it is searched for there,
             at any stage, and inputs that the model brings are resized.
+        memory: bytes of the device that a search may fill; all of it unless given.
         options: further arguments of :func:`zerograph.backend`. At stage "auto" the plan fills ``machine``'s memory.
 
     Raises:
@@ -55,7 +57,7 @@ def plan_file(
 
     compute = getattr(torch, dtype) if dtype is not None else None
     if options.get("stage") == "auto" or sizes is not None:
-        options |= {"memory": machine.capacity("device", world), "machine": machine}
+        options |= {"memory": machine.capacity("device", world) if memory is None else memory, "machine": machine}
     if sizes is not None:
         options["vary"] = Vary(dict(sizes))
     compiled = compile_only(make, world_size=world, batch=batch, seq=seq, dtype=compute, **options)

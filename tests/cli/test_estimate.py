@@ -171,7 +171,7 @@ def test_a_model_without_parameters_is_refused(model: Path) -> None:
     assert result.exit_code == 2 and "the model has no parameters" in result.stderr
 
 
-MODEL = """
+TRACED = """
 from torch import nn
 
 def make():
@@ -181,7 +181,7 @@ def make():
 
 def test_capture_solves_on_the_traced_step_as_well(tmp_path: Path) -> None:
     path = tmp_path / "captured_model.py"
-    path.write_text(MODEL)
+    path.write_text(TRACED)
     line = f"{path}:make --layers 1 --world 4 --seq 64 --memory 64MiB --dtype float32 --largest batch --capture"
     result = run(f"{line} --json")
     assert result.exit_code == 0, result.stderr
