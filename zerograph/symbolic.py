@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -74,6 +74,10 @@ class SymbolicStep:
     moved: tuple[Size, ...]
     cheap: tuple[Truth, ...]
     conditions: tuple[Condition, ...] = ()
+
+    def __getstate__(self) -> dict[str, object]:
+        """What it is made of: functions that are compiled when needed stay behind."""
+        return {part.name: getattr(self, part.name) for part in fields(self)}
 
     def broken(self, sizes: Mapping[Name, int]) -> Condition | None:
         """The first condition that ``sizes`` break, limits of the model before others; None where the step holds."""
