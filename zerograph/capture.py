@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zerograph.costs import bytes_of, flops_of, is_cheap_to_repeat, kernel_bytes, memory_owner
+from zerograph.costs import (
+    Read,
+    bytes_of,
+    describing_sizes,
+    expression_of,
+    flops_of,
+    is_cheap_to_repeat,
+    kernel_bytes,
+    memory_owner,
+    traced_size,
+)
+from zerograph.dimensions import Dimensions, Lookup, Traced, last_of_range
 from zerograph.ir import Kind, Op, Param, Step, Value
 from zerograph.ops import REDUCE_GRAD, UNSHARD
-from zerograph.passes.graph import FACE_AT, Marker, markers, output_of
+from zerograph.passes.graph import FACE_AT, Marker, is_view, markers, output_of
 from zerograph.passes.layers import module_of
+from zerograph.symbolic import Name, SymbolicStep
 
 
 def capture(graph: fx.Graph, *, training: bool) -> Step:
@@ -21,15 +36,144 @@ def capture(graph: fx.Graph, *, training: bool) -> Step:
 
     Symbolic sizes are counted at the size that was traced.
     """
-    nodes = [n for n in graph.nodes if n.op != "output"]
+    return _step(graph, _Part(graph), training)
+
+
+def _step(graph: fx.Graph, part: _Part, training: bool) -> Step:
     backward = _backward(graph)
+    returned = part.behind(n for n in output_of(graph).all_input_nodes if n not in backward)
     return Step(
-        ops=tuple(_op(n, n in backward) for n in nodes if n.op == "call_function"),
-        values=tuple(_value(n) for n in nodes),
+        ops=tuple(_op(n, n in backward, part) for n in part.ops),
+        values=tuple(_value(n, part) for n in part.nodes),
         params=_params(graph),
         training=training,
-        outputs=tuple(n.name for n in output_of(graph).all_input_nodes if n not in backward and n.op != "placeholder"),
+        outputs=tuple(n.name for n in returned if n.op != "placeholder"),
     )
+
+
+def capture_symbolic(graph: fx.Graph, sizes: Mapping[Name, int], *, training: bool) -> SymbolicStep:
+    """The step that ``graph`` performs, at all sizes that it was traced for.
+
+    Args:
+        sizes: the traced size of each dimension that was marked dynamic. They differ: symbols are told apart by them,
+            since tensors that share a dimension may each have brought a symbol of its own.
+
+    Raises:
+        UnsupportedError: a size is no arithmetic on whole numbers, or depends on another dynamic dimension.
+    """
+    part = _Part(graph)
+    dimensions = Dimensions(_traced(graph), sizes)
+    read = dimensions.read
+    return SymbolicStep(
+        traced=_step(graph, part, training),
+        sizes={name: size for name, size in sizes.items() if name not in dimensions.fixed},
+        fixed=dimensions.fixed,
+        bytes=tuple(_bytes(n, read) for n in part.nodes),
+        flops=tuple(flops_of(n, read) for n in part.ops),
+        moved=tuple(kernel_bytes(n, read, part.sizes) for n in part.ops),
+        cheap=tuple(dimensions.decided(is_cheap_to_repeat(n, read, part.sizes)) for n in part.ops),
+        conditions=dimensions.conditions(_lookups(graph)),
+    )
+
+
+def _traced(graph: fx.Graph) -> Traced:
+    """What torch knows of the graph's symbols.
+
+    Private: where the graph's ``ShapeEnv`` is, and of that its tables of symbols. Torch answers what a size was, and in
+    no public way what it depends on, nor what was assumed.
+    """
+    mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes if node.op == "placeholder"])
+    env = (mode and mode.shape_env) or ShapeEnv()
+    files = {source_line(node).rpartition(":")[0] for node in graph.nodes}
+    sizes = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # the latter up to 2.12
+    return Traced(
+        sizes={symbol: int(size) for symbol, size in sizes.items()},
+        meant={symbol: env.replace(symbol) for symbol in sizes},
+        ranges={symbol: (env.var_to_range[symbol].lower, env.var_to_range[symbol].upper) for symbol in sizes},
+        guards=tuple((guard.expr, _line_of_guard(guard.sloc.maybe_user_loc or "", files)) for guard in env.guards),
+    )
+
+
+def _line_of_guard(location: str, files: Iterable[str]) -> str:
+    """``file:line`` of where a guard was asked for.
+
+    Torch writes it behind the line itself, and cuts the path where it parts from that of torch, which may leave half a
+    name: the one among ``files`` that ends so is meant.
+    """
+    found = re.search(r"# (\S+):(\d+) in ", location)
+    if found is None:
+        return ""
+    return f"{next((f for f in files if f.endswith(found[1])), found[1])}:{found[2]}"
+
+
+def _lookups(graph: fx.Graph) -> Iterator[Lookup]:
+    """Where tables are read by position."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
+        last = last_of_range(node.args[1])
+        if last is not None:
+            yield Lookup(last, traced_size(node.args[0].meta["val"].shape[0]), source_line(node))
+
+
+class _Part:
+    """What of a graph is the step: data, and work on it.
+
+    Arithmetic on sizes is not, nor is what leaves all of a tensor as it is. Graphs of dynamic shapes hold both where
+    others hold neither; the step is the same.
+
+    Attributes:
+        sizes: what is arithmetic on sizes.
+        nodes: inputs and operations, in order.
+        ops: the operations among them.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.sizes = describing_sizes(graph)
+        self._same: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            source = _left_as_it_is(node)
+            if source is not None:
+                self._same[node] = self._same.get(source, source)
+        self.nodes = [n for n in graph.nodes if n.op != "output" and n not in self.sizes and not self._is_left_out(n)]
+        self.ops = [n for n in self.nodes if n.op == "call_function"]
+
+    def _is_left_out(self, node: fx.Node) -> bool:
+        """Whether ``node`` leaves a tensor as it is, or only makes what is then written over."""
+        if node in self._same or node.op != "call_function" or not node.users or self.behind(node.all_input_nodes):
+            return node in self._same
+        return all(user in self._same and user.args[0] is node and _is_scatter(user) for user in node.users)
+
+    def behind(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """``nodes`` as far as they are data, each once, and what they look at instead of views of all of it."""
+        return list(dict.fromkeys(self._same.get(n, n) for n in nodes if n not in self.sizes))
+
+    def owner(self, node: fx.Node) -> fx.Node:
+        """The node whose memory ``node`` looks at."""
+        owner = memory_owner(node)
+        return self.owner(self._same[owner]) if owner in self._same else owner
+
+
+def _left_as_it_is(node: fx.Node) -> fx.Node | None:
+    """The tensor of which ``node`` is a view with its very shape and strides, or which it writes over all of another.
+
+    Sizes are compared as expressions: asking torch would make it assume what it answers.
+    """
+    scatters = _is_scatter(node)
+    source = node.args[1] if scatters else node.args[0] if is_view(node) else None
+    if not isinstance(source, fx.Node):
+        return None
+    before, after = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor) or before.dtype != after.dtype:
+        return None
+    same = _sizes(before.shape) == _sizes(after.shape)
+    return source if same and (scatters or _sizes(before.stride()) == _sizes(after.stride())) else None
+
+
+def _is_scatter(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.slice_scatter.default
+
+
+def _sizes(sizes: Iterable[int | torch.SymInt]) -> list[Any]:
+    return [size if isinstance(size, int) else expression_of(size) for size in sizes]
 
 
 def _backward(graph: fx.Graph) -> set[fx.Node]:
@@ -67,8 +211,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _op(node: fx.Node, backward: bool) -> Op:
-    inputs = node.all_input_nodes
+def _op(node: fx.Node, backward: bool, part: _Part) -> Op:
+    inputs = part.behind(node.all_input_nodes)
     return Op(
         name=node.name,
         target=str(node.target),
@@ -79,8 +223,8 @@ def _op(node: fx.Node, backward: bool) -> Op:
         source=source_line(node),
         module=module_of(node) or "",
         flops=flops_of(node),
-        moved=kernel_bytes(node),
-        cheap=is_cheap_to_repeat(node),
+        moved=kernel_bytes(node, without=part.sizes),
+        cheap=is_cheap_to_repeat(node, without=part.sizes),
         again=node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE),
     )
 
@@ -97,10 +241,14 @@ def source_line(node: fx.Node) -> str:
     return ":".join(found[-1]) if found else ""
 
 
-def _value(node: fx.Node) -> Value:
-    owner, val = memory_owner(node), node.meta.get("val")
-    size = bytes_of(val) if isinstance(val, torch.Tensor) else 0  # the parts of a tuple are values of their own
-    return Value(node.name, size, _kind(node), "" if owner is node else owner.name)
+def _value(node: fx.Node, part: _Part) -> Value:
+    owner = part.owner(node)
+    return Value(node.name, _bytes(node), _kind(node), "" if owner is node else owner.name)
+
+
+def _bytes(node: fx.Node, read: Read = traced_size) -> Any:
+    val = node.meta.get("val")
+    return bytes_of(val, read) if isinstance(val, torch.Tensor) else 0  # parts of a tuple are values of their own
 
 
 def _kind(node: fx.Node) -> Kind:

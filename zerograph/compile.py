@@ -28,8 +28,8 @@ from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
 
 from zerograph import passes
-from zerograph.capture import capture
-from zerograph.dryrun import DryRun
+from zerograph.capture import capture, capture_symbolic
+from zerograph.dryrun import Captured, DryRun
 from zerograph.frame import Frame
 from zerograph.lower import lower
 from zerograph.rows import take_rows
@@ -84,6 +84,10 @@ def _compile_inference(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) 
 
 def _prepare(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], *, training: bool) -> None:
     passes.canonicalize(gm)
+    sizes = frame.backend.open_sizes
+    if sizes is not None:
+        found = capture_symbolic(gm.graph, sizes, training=training)
+        raise Captured(found, frame.backend.planner.states(found.traced))
     step = capture(gm.graph, training=training)
     frame.planned(step, frame.backend.planner.plan(frame, step))
     passes.localize(gm)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Container, Sequence
+from typing import Any, TypeAlias
 
+import sympy
 import torch
 from torch import fx
 from torch._functorch.partitioners import get_default_op_list  # what the partitioner itself goes by
@@ -14,29 +15,60 @@ from torch.utils.flop_counter import flop_registry
 
 from zerograph.passes.graph import is_size, is_view
 
+Read: TypeAlias = Callable[[int | torch.SymInt], Any]
+"""How a size is read: as a number, or as an expression that can be calculated with like one."""
+
 
 def traced_size(size: int | torch.SymInt) -> int:
     """A size as it was traced; data-dependent sizes have no value and count as 0."""
     return size if isinstance(size, int) else size.node.hint or 0
 
 
-def bytes_of(val: Any) -> int:
+def expression_of(size: int | torch.SymInt) -> Any:
+    """A size as an expression of sympy's, in torch's symbols."""
+    return sympy.Integer(size) if isinstance(size, int) else size.node.expr
+
+
+def bytes_of(val: Any, read: Read = traced_size) -> Any:
     """Bytes of the tensors in ``val``, each as if it had memory of its own."""
     if isinstance(val, torch.Tensor):
-        return traced_size(val.numel()) * val.element_size()
+        return read(val.numel()) * val.element_size()
     if isinstance(val, (list, tuple)):
-        return sum(bytes_of(v) for v in val)
+        return sum(bytes_of(v, read) for v in val)
     return 0
 
 
-def flops_of(node: fx.Node) -> int:
+def flops_of(node: fx.Node, read: Read = traced_size) -> Any:
     """Floating-point operations of a product, convolution or attention; 0 for anything else."""
     formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     found = formula(*args, **kwargs, out_val=node.meta.get("val"))
-    return int(found) if isinstance(found, (int, float)) else traced_size(found)
+    return int(found) if isinstance(found, (int, float)) else read(found)
+
+
+def describing_sizes(graph: fx.Graph) -> set[fx.Node]:
+    """What is no work on data, but arithmetic on sizes: asked of a tensor, or of an input; also as a tensor's scalar.
+
+    A graph of static shapes has constants in its place.
+    """
+    found: set[fx.Node] = set()
+    constants: set[fx.Node] = set()
+    for node in graph.nodes:
+        val, inputs = node.meta.get("val"), node.all_input_nodes
+        if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            if node.op == "placeholder" or node.target in _OF_SHAPES or found.issuperset(inputs):
+                found.add(node)
+        elif node.op == "call_function" and isinstance(val, torch.Tensor) and val.dim() == 0:
+            if not inputs:
+                constants.add(node)
+            elif not found.isdisjoint(inputs) and all(n in found or n in constants for n in inputs):
+                found.add(node)
+    return found | {n for n in constants if n.users and found.issuperset(n.users)}
+
+
+_OF_SHAPES = frozenset({torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel.default})
 
 
 def memory_owner(node: fx.Node) -> fx.Node:
@@ -58,22 +90,31 @@ def moved_bytes(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outs: Seque
     return sum(bytes_of(n.meta.get("val")) for n in read | written) + sum(map(kernel_bytes, nodes))
 
 
-def kernel_bytes(node: fx.Node) -> int:
-    """Bytes that ``node`` reads and writes where it never fuses with what is around it; else 0."""
+def kernel_bytes(node: fx.Node, read: Read = traced_size, without: Container[fx.Node] = ()) -> Any:
+    """Bytes that ``node`` reads and writes where it never fuses with what is around it; else 0.
+
+    Args:
+        without: inputs that do not count.
+    """
     if not _materializes(node):
         return 0
-    return sum(bytes_of(n.meta.get("val")) for n in node.all_input_nodes) + bytes_of(node.meta.get("val"))
+    inputs = sum(bytes_of(n.meta.get("val"), read) for n in node.all_input_nodes if n not in without)
+    return inputs + bytes_of(node.meta.get("val"), read)
 
 
-def is_cheap_to_repeat(node: fx.Node) -> bool:
+def is_cheap_to_repeat(node: fx.Node, read: Read = traced_size, without: Container[fx.Node] = ()) -> Any:
     """Whether the min-cut partitioner may compute ``node`` again in the backward instead of saving it.
 
-    Its own list of operators says so, and its rule that what is a quarter of its inputs or less is saved.
+    Its own list of operators says so, and its rule that what is a quarter of its inputs or less is saved. The answer is
+    a comparison where sizes are expressions and it depends on them. Inputs ``without`` do not count.
     """
     if node.target is operator.getitem or is_view(node):
         return True
-    read = sum(bytes_of(n.meta.get("val")) for n in node.args if isinstance(n, fx.Node))
-    return _repeatable().is_recomputable(node) and bytes_of(node.meta.get("val")) * 4 >= read
+    if not _repeatable().is_recomputable(node):
+        return False
+    given = [n for n in node.args if isinstance(n, fx.Node) and n not in without]
+    inputs = sum(bytes_of(n.meta.get("val"), read) for n in given)
+    return bytes_of(node.meta.get("val"), read) * 4 >= inputs
 
 
 _repeatable = functools.cache(get_default_op_list)

@@ -18,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from zerograph.errors import UnsupportedError
+from zerograph.symbolic import SymbolicStep
+from zerograph.vary import Vary
 
 if TYPE_CHECKING:
     from zerograph.frame import Frame
@@ -25,6 +27,19 @@ if TYPE_CHECKING:
 
 class DryRun(BaseException):
     """Raised where a program would begin to run. Not an ``Exception``: the model may catch those."""
+
+
+class Captured(BaseException):
+    """Raised where a step has been captured that nothing else is wanted of; not an ``Exception`` for the same reason.
+
+    Attributes:
+        step: that step.
+        states: bytes on the device between steps, per rank.
+    """
+
+    def __init__(self, step: SymbolicStep, states: int) -> None:
+        super().__init__()
+        self.step, self.states = step, states
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +51,13 @@ class Compiled:
 
 
 def compile_only(
-    make: Callable[[], Any], *, world_size: int, batch: int = 1, seq: int = 1024, **options: Any
+    make: Callable[[], Any],
+    *,
+    world_size: int,
+    batch: int = 1,
+    seq: int = 1024,
+    vary: Vary | None = None,
+    **options: Any,
 ) -> Compiled:
     """Compile forward and backward of what ``make`` returns, as rank 0 of ``world_size`` would.
 
@@ -44,11 +65,14 @@ def compile_only(
         make: returns a model, or a model and its inputs: a tuple, or a dict of keyword arguments. Called under
             ``torch.device("meta")``, so that nothing of any size is allocated.
         batch, seq: shape of the token ids that a model without inputs gets.
+        vary: other sizes of the inputs, those that the model brings too. If they are left open, the step is captured
+            and no more.
         options: arguments of :func:`zerograph.backend`.
 
     Raises:
         UnsupportedError: the model needs values (data-dependent control flow), or breaks into several graphs.
         RuntimeError: a process group exists already: this process trains.
+        Captured: the step was captured, where sizes are left open.
     """
     from zerograph.api import backend, shard  # they import this module
 
@@ -61,16 +85,24 @@ def compile_only(
         ours.runs = False
         shard(model, ours, device="cpu")
         mode = FakeTensorMode(allow_non_fake_inputs=True)
+        inputs = [*args, *kwargs.values()]
+        if vary is not None:
+            inputs = vary.resized(inputs)
+            ours.open_sizes = vary.open_sizes
         fakes: dict[int, Tensor] = {}
-        args = tuple(_input(x, mode, fakes) for x in args)
-        kwargs = {name: _input(x, mode, fakes) for name, x in kwargs.items()}
+        inputs = [_input(x, mode, fakes, vary) for x in inputs]
+        args, kwargs = tuple(inputs[: len(args)]), dict(zip(kwargs, inputs[len(args) :], strict=True))
         ours.replace(_fake(model, mode))
         try:
             with mode:
                 torch.compile(model, backend=ours, fullgraph=True)(*args, **kwargs)
         except DryRun:
-            return Compiled(tuple(ours.frames), _tokens([*args, *kwargs.values()]))
-        except (torch._dynamo.exc.Unsupported, torch._dynamo.exc.UserError) as error:
+            return Compiled(tuple(ours.frames), _tokens(inputs))
+        except (
+            torch._dynamo.exc.Unsupported,
+            torch._dynamo.exc.UserError,
+            torch._dynamo.exc.TorchRuntimeError,  # shapes that do not go together: a table that is too short
+        ) as error:
             reason = str(error).strip().splitlines()[0]
             raise UnsupportedError(
                 f"the model does not trace into one graph on the meta device: {reason}",
@@ -90,12 +122,14 @@ def _fake(model: nn.Module, mode: FakeTensorMode) -> dict[int, nn.Parameter]:
     return {key: value for key, value in new.items() if isinstance(value, nn.Parameter)}
 
 
-def _input(value: Any, mode: FakeTensorMode, fakes: dict[int, Tensor]) -> Any:
+def _input(value: Any, mode: FakeTensorMode, fakes: dict[int, Tensor], vary: Vary | None) -> Any:
     """An argument of the call; a tensor that is given twice (ids that are labels too) stays one tensor."""
     if not isinstance(value, Tensor):
         return value
     if id(value) not in fakes:
         fakes[id(value)] = _faked(value, mode)
+        if vary is not None:
+            vary.mark(value, fakes[id(value)])
     return fakes[id(value)]
 
 

@@ -45,3 +45,7 @@ class CheckpointError(ZeroGraphError, RuntimeError):
 
 class InfeasibleError(ZeroGraphError, RuntimeError):
     """No plan of a training step fits the memory it was given."""
+
+
+class SizeError(ZeroGraphError, ValueError):
+    """A step was asked for at a batch or sequence that it was not traced for."""

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from zerograph.config import Config
 from zerograph.dryrun import Compiled, compile_only
 from zerograph.errors import UnsupportedError
 from zerograph.machine import TIERS, Machine
 from zerograph.outlook import outlook
 from zerograph.plan import Plan
 from zerograph.planfile import PlanFile, Reason
+from zerograph.symbolic import Name
 from zerograph.units import format_bytes
+from zerograph.vary import Vary
 
 if TYPE_CHECKING:
     from zerograph.frame import Frame
@@ -28,6 +31,8 @@ def plan_file(
     dtype: str | None = None,
     moments: int = 2,
     reserve: float = 0.0,
+    sizes: Mapping[Name, int] | None = None,
+    memory: int | None = None,
     **options: Any,
 ) -> PlanFile:
     """Plan one training step of what ``make`` returns.
@@ -39,17 +44,22 @@ def plan_file(
         dtype: compute dtype by name; each parameter's own unless given.
         moments: tensors that the optimizer keeps per parameter.
         reserve: share of every tier to leave free.
+        sizes: batch or sequence at which the plan was found to fill ``machine``'s memory: it is searched for there,
+            at any stage, and inputs that the model brings are resized.
+        memory: bytes of the device that a search may fill; all of it unless given.
         options: further arguments of :func:`zerograph.backend`. At stage "auto" the plan fills ``machine``'s memory.
 
     Raises:
-        InfeasibleError: no plan fits at stage "auto".
+        InfeasibleError: no plan that is searched for fits.
         UnsupportedError: the model cannot be traced whole, or does not train.
     """
     import torch
 
     compute = getattr(torch, dtype) if dtype is not None else None
-    if options.get("stage") == "auto":
-        options |= {"memory": machine.capacity("device", world), "machine": machine}
+    if options.get("stage") == "auto" or sizes is not None:
+        options |= {"memory": machine.capacity("device", world) if memory is None else memory, "machine": machine}
+    if sizes is not None:
+        options["vary"] = Vary(dict(sizes))
     compiled = compile_only(make, world_size=world, batch=batch, seq=seq, dtype=compute, **options)
     return forecast_file(name, compiled, machine, moments=moments, reserve=reserve)
 
@@ -71,7 +81,7 @@ def forecast_file(
         budget={tier: int(machine.capacity(tier, frame.plan.world_size) * (1 - reserve)) for tier in TIERS},
         forecast=found.forecast,
         holdings=found.holdings,
-        reasons=tuple(_reasons(frame.plan, searched=frame.backend.config.stage == "auto")),
+        reasons=tuple(_reasons(frame.plan, frame.backend.config)),
         passes=tuple(frame.passes),
         tokens=compiled.tokens,
         flops=found.flops,
@@ -88,9 +98,10 @@ def _training_frame(frames: tuple[Frame, ...]) -> Frame:
     return training[-1]
 
 
-def _reasons(plan: Plan, searched: bool) -> Iterator[Reason]:
-    asked = "no plan that fits is predicted to be faster" if searched else "it was asked for"
-    yield Reason("plan", f"stage {plan.stage}", "stage auto shards all of it" if searched else asked)
+def _reasons(plan: Plan, config: Config) -> Iterator[Reason]:
+    searched, chosen = config.stage == "auto", config.searches and config.recompute == "auto"
+    asked = "no plan that fits is predicted to be faster" if chosen else "it was asked for"
+    yield Reason("plan", f"stage {plan.stage}", "stage auto shards all of it" if searched else "it was asked for")
     if plan.recompute:
         layers = f"{len(plan.recompute)} layers recomputed in the backward: {plan.recompute[0]} to {plan.recompute[-1]}"
         yield Reason("activations", layers, asked)
@@ -98,7 +109,9 @@ def _reasons(plan: Plan, searched: bool) -> Iterator[Reason]:
         saved = "all saved" if plan.save_others else "saved where the partitioner finds that cheaper than recomputing"
         yield Reason("activations", saved, "it was asked for" if plan.save_others else "recompute is auto")
     why = {
-        "use": asked if searched else "stage 3 keeps parameters whole only while they are used",
+        "use": "no plan that fits is predicted to be faster"
+        if searched
+        else "stage 3 keeps parameters whole only while they are used",
         "backward": "it is kept from forward to backward, which saves a gather",
         "step": "below stage 3 parameters stay whole from forward to backward",
     }

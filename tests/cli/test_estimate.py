@@ -169,3 +169,34 @@ def test_a_size_that_is_told_replaces_what_was_read(model: Path) -> None:
 def test_a_model_without_parameters_is_refused(model: Path) -> None:
     result = run(f"{model}:empty")
     assert result.exit_code == 2 and "the model has no parameters" in result.stderr
+
+
+TRACED = """
+from torch import nn
+
+def make():
+    return nn.Sequential(nn.Embedding(512, 128), nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 512))
+"""
+
+
+def test_capture_solves_on_the_traced_step_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "captured_model.py"
+    path.write_text(TRACED)
+    line = f"{path}:make --layers 1 --world 4 --seq 64 --memory 64MiB --dtype float32 --largest batch --capture"
+    result = run(f"{line} --json")
+    assert result.exit_code == 0, result.stderr
+    data = json.loads(result.stdout)
+    assert [row["stage"] for row in data["traced"]] == [1, 2, 3]
+    for row in data["traced"]:
+        assert row["value"] > 0 and row["need"]["largest"] <= row["have"] < row["need"]["next"]
+        assert row["limit"] is None
+    shown = run(f"{line} --stage 3").stdout
+    assert f"traced step, stage 3, nothing offloaded: largest batch: {data['traced'][2]['value']}; " in shown
+    assert ", by the formulas" in shown
+
+
+@pytest.mark.parametrize("line", [f"{LLAMA} --largest batch --capture", "m.py:f --capture", "m.py:f --largest params"])
+def test_capture_needs_a_model_and_something_to_solve_for(line: str) -> None:
+    result = run(f"{line} --capture" if "--capture" not in line else line)
+    assert result.exit_code == 2
+    assert "--capture solves for batch or seq on the step of a MODEL" in result.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,31 @@ def test_stage_auto_fills_the_memory_or_says_what_is_missing(model: Path) -> Non
     missing = run(*arguments, "--memory", "4MiB")
     assert missing.exit_code == 1
     assert "error: the step needs" in missing.stderr and "hint: what would help: " in missing.stderr
+
+
+def test_largest_fills_the_memory(model: Path, tmp_path: Path) -> None:
+    """The next batch is refused by the very planner that a backend with that memory asks."""
+    out = tmp_path / "plan.json"
+    arguments = (f"{model}:small", "--world", "4", "--seq", "32", "--memory", "64MiB")
+    result = run(*arguments, "--largest", "batch", "-o", str(out))
+    assert result.exit_code == 0, result.stderr
+    found = re.match(
+        r"largest batch: (\d+); (\d+) needs [\d.]+ MiB of device memory per rank, of 60.2 MiB\n", result.stdout
+    )
+    assert found is not None and int(found[2]) == int(found[1]) + 1
+    assert PlanFile.from_json(out.read_text()).tokens == 32 * int(found[1])
+    assert run(*arguments, "--stage", "auto", "--batch", found[1]).exit_code == 0
+    missing = run(*arguments, "--largest", "batch", "--batch", "7", "--memory", "1MiB")
+    assert missing.exit_code == 1 and "error: the step needs" in missing.stderr
+
+
+def test_largest_resizes_the_inputs_that_a_model_brings(model: Path) -> None:
+    result = run(f"{model}:by_keyword", "--world", "4", "--memory", "32MiB", "--largest", "seq", "--json")
+    assert result.exit_code == 0, result.stderr
+    found = re.search(r"largest seq: (\d+); ", result.stderr)
+    assert found is not None and PlanFile.from_json(result.stdout).tokens == 2 * int(found[1])
+    refused = run(f"{model}:with_inputs", "--largest", "seq")
+    assert refused.exit_code == 2 and "no dimension that is taken for seq" in refused.stderr
 
 
 def test_a_model_may_bring_its_inputs(model: Path) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import click
 
@@ -22,6 +22,12 @@ from zerograph.planner.largest import WHATS, What, largest
 from zerograph.planner.shortage import Shortage, shortage
 from zerograph.planner.sizes import ModelSize, format_count, parse_count
 from zerograph.planner.training import ATTENTIONS, OPTIMIZERS, Training
+
+if TYPE_CHECKING:
+    from zerograph.planner.fill import Filled
+
+Solved: TypeAlias = "tuple[Filled, int]"
+"""What a traced step was solved to, and the bytes of the device that it could use."""
 
 _COUNT = Parsed("count", parse_count)
 _SHARE = click.FloatRange(0, 1, max_open=True)
@@ -52,9 +58,10 @@ _SCORES = "Whether attention stores its scores (whole) or not (fused)."
 @click.option("--tiles", type=_COUNT, help="Fix the parts a large operator runs in; otherwise chosen per row.")
 @click.option("--reserve", type=_SHARE, default=RESERVE, show_default=True, help="Share of every tier to leave free.")
 @click.option("--largest", "what", type=click.Choice(WHATS), help="Solve for the largest that fits.")
+@click.option("--capture", is_flag=True, help="Solve for batch or seq on MODEL's traced step too.")
 @click.option("--check", is_flag=True, help="Exit with 1 when nothing fits.")
 @click.option("--json", "as_json", is_flag=True, help="JSON, as docs/estimates.md describes it.")
-def estimate(model: str | None, what: What | None, check: bool, as_json: bool, **options: Any) -> None:
+def estimate(model: str | None, what: What | None, capture: bool, check: bool, as_json: bool, **options: Any) -> None:
     """Say whether a model fits, and how fast it would be, from its sizes alone.
 
     One row per ZeRO stage and offload choice, the fastest that fits marked.
@@ -65,7 +72,12 @@ def estimate(model: str | None, what: What | None, check: bool, as_json: bool, *
     Or they are those of MODEL: file.py:callable or module:callable that returns a model (or a model and its inputs), or
     the config.json of a Hugging Face causal language model. It is built on the meta device: weights are neither
     allocated nor downloaded. --layers, --hidden, --heads and --vocab then replace what was read.
+
+    --largest solves with the formulas, over all rows. --capture traces a step of MODEL, for all sizes at once, and
+    solves on that as well: without offload, a line per stage.
     """
+    if capture and (model is None or what not in ("batch", "seq")):
+        raise ConfigError("--capture solves for batch or seq on the step of a MODEL", "give MODEL and --largest batch")
     question = _question(model, what, **options)
     value = None
     if what is not None:
@@ -73,7 +85,8 @@ def estimate(model: str | None, what: What | None, check: bool, as_json: bool, *
         question, value = found.question or found.beyond, found.value
     table = rows(question)
     missing = shortage(table)
-    _show(model, question, table, missing, what, value, as_json)
+    traced = _traced(str(model), what, question) if capture and what in ("batch", "seq") else None
+    _show(model, question, table, missing, what, value, traced, as_json)
     sys.exit(1 if check and missing else 0)
 
 
@@ -121,6 +134,25 @@ def _size_of(model: str, what: What | None, params: int | None, **told: int | No
     return size
 
 
+def _traced(model: str, what: Literal["batch", "seq"], question: Question) -> dict[int, Solved]:
+    """The largest size on the model's own step, by stage; stages 1 to 3 share one trace."""
+    from zerograph.cli.model_source import model_maker
+
+    training, world, machine = question.training, question.world_size, question.machine
+    stages = (1, 2, 3) if question.stage is None else (question.stage,)
+    with progress() as say:
+        say("importing torch and the model")
+        from zerograph.filling import largest, traced
+
+        make = model_maker(model, batch=training.batch, seq=training.seq)
+        say(f"tracing {model} for {world} simulated ranks and every {what}")
+        steps = traced(
+            make, what, world=world, batch=training.batch, seq=training.seq, dtype=training.dtype, stage=stages[0]
+        )
+        say("solving")
+        return {stage: largest(steps, machine, world, reserve=question.reserve, stage=stage) for stage in stages}
+
+
 def _show(
     model: str | None,
     question: Question,
@@ -128,15 +160,20 @@ def _show(
     missing: Shortage | None,
     what: What | None,
     value: int | None,
+    traced: dict[int, Solved] | None,
     as_json: bool,
 ) -> None:
     best = fastest(table)
     if as_json:
-        click.echo(json.dumps(as_data(model, question, table, best, missing, what, value), indent=2))
+        click.echo(json.dumps(as_data(model, question, table, best, missing, what, value, traced), indent=2))
         return
     if what is not None:
         number = format_count(value or 0) if what == "params" else str(value)
-        click.echo(f"largest {what}: {number}")
+        click.echo(f"largest {what}: {number}{', by the formulas' if traced else ''}")
+    for stage, solved in (traced or {}).items():
+        from zerograph.filling import explained
+
+        click.echo(f"traced step, stage {stage}, nothing offloaded: {explained(str(what), *solved)}")
     if sys.stdout.isatty():
         draw(table, best)
     else:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerograph.machine import TIERS
 from zerograph.planner.estimate import Question, Row
 from zerograph.planner.shortage import Shortage
 from zerograph.planner.sizes import format_count
 from zerograph.units import format_bytes
+
+if TYPE_CHECKING:
+    from zerograph.planner.fill import Filled
 
 VERSION = 1
 
@@ -60,7 +63,7 @@ def _digits(seconds: float) -> str:
 
 def as_data(
     model: str | None, question: Question, table: Iterable[Row], best: Row | None, missing: Shortage | None,
-    what: str | None, value: int | None,
+    what: str | None, value: int | None, traced: Mapping[int, tuple[Filled, int]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What ``--json`` prints; ``docs/estimates.md`` describes every field."""
     return {
@@ -74,7 +77,13 @@ def as_data(
         "rows": [_row(row, row is best) for row in table],
         "shortage": _shortage(missing) if missing else None,
         "largest": {"what": what, "value": value} if what else None,
+        "traced": [_solved(stage, *solved) for stage, solved in traced.items()] if traced else None,
     }
+
+
+def _solved(stage: int, found: Filled, budget: int) -> dict[str, Any]:
+    need = {"largest": found.search.smallest.peak, "next": found.need}
+    return {"stage": stage, "value": found.value, "need": need, "have": budget, "limit": found.limit or None}
 
 
 def _row(row: Row, best: bool) -> dict[str, Any]:

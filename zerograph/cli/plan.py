@@ -15,6 +15,7 @@ from zerograph.cli.view.screen import show_summary
 from zerograph.machine import machine_from
 from zerograph.planfile import PlanFile
 from zerograph.planner.estimate import RESERVE
+from zerograph.symbolic import Name
 from zerograph.units import format_bytes
 
 
@@ -44,27 +45,39 @@ STAGE = Parsed("0|1|2|3|auto", _stage)
 @click.option("--bucket-size", help="Gathered bytes per collective.  [default: 32MiB; chosen at stage auto]")
 @click.option("--prefetch", type=click.IntRange(0), help="Buckets gathered ahead.  [default: 1; chosen at stage auto]")
 @click.option("--recompute", type=RECOMPUTE, default="auto", show_default=True, help="auto, none, full or 0..1.")
+@click.option("--largest", "what", type=click.Choice(["batch", "seq"]), help="Solve for the largest that fits.")
 @click.option("--moments", type=click.IntRange(0), default=2, show_default=True, help="Optimizer states a parameter.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan file here.")
 @click.option("--explain", is_flag=True, help="Say why each decision was made.")
 @click.option("--json", "json_", is_flag=True, help="Write the plan file to stdout.")
-def plan(model: str, output: Path | None, explain: bool, json_: bool, **options: Any) -> int:
+def plan(model: str, what: Name | None, output: Path | None, explain: bool, json_: bool, **options: Any) -> int:
     """Plan a training step without running it, and write a plan file.
 
     MODEL is file.py:callable or module:callable. The callable returns a model, or a model and its inputs (a tuple, or a
     dict of keyword arguments), and is called on the meta device: nothing of any size is allocated. A model without
     inputs gets token ids of --batch by --seq. MODEL may also be the config.json of a Hugging Face causal language
     model. Exits with 1 when the step does not fit.
-    """
-    from zerograph.planning import plan_file
 
+    --largest solves for the batch or the sequence: the step is traced once for all sizes, and the plan is that of the
+    largest one that fits the memory.
+    """
     machine = machine_from(options.pop("machine"), options.pop("memory"))
     options = {name: value for name, value in options.items() if value is not None or name == "dtype"}
     with progress() as say:
         say("importing torch and the model")
         make = model_maker(model, batch=options["batch"], seq=options["seq"])
         say(f"tracing {model} for {options['world']} simulated ranks")
-        file = plan_file(model, make, machine, reserve=RESERVE, **options)
+        if what is None:
+            from zerograph.planning import plan_file
+
+            file, answer = plan_file(model, make, machine, reserve=RESERVE, **options), ""
+        else:
+            from zerograph.filling import explained, largest_file
+
+            found = largest_file(model, make, machine, what, reserve=RESERVE, **options)
+            file, answer = found.file, explained(what, found.found, found.budget)
+    if answer:
+        click.echo(answer, err=json_)  # with --json, stdout is the plan file's
     if output is not None:
         output.write_text(file.to_json())
         click.echo(f"wrote {output}", err=True)

@@ -1,0 +1,78 @@
+"""The largest size that fits: it does, and the next does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner.steps import Layer, step_of
+
+from zerograph.errors import SizeError
+from zerograph.ir import Step
+from zerograph.machine import machine_named
+from zerograph.planner.fill import fill
+from zerograph.planner.search import Search, Wish
+
+MACHINE = machine_named("h100-80gb")
+LAYERS = [Layer(rows=10**5, stream=4096, inside=16384)] * 3
+
+
+def sized(n: int, squared: int = 0) -> Step:
+    """A step whose activations grow with ``n``, those inside of layers maybe with its square."""
+    layers = [replace(x, stream=x.stream * n, inside=x.inside * n + squared * n * n) for x in LAYERS]
+    return step_of(layers)
+
+
+class Asked:
+    """Candidates by size, and how often they were asked for."""
+
+    def __init__(self, squared: int = 0, most: int = 2**40) -> None:
+        self.squared, self.most, self.sizes = squared, most, list[int]()
+
+    def __call__(self, size: int) -> Search:
+        if size > self.most:
+            raise SizeError(f"no more than {self.most}", "a hint")
+        self.sizes.append(size)
+        return Search(sized(size, self.squared), Wish(3, 8, 4096, 1), MACHINE)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    budget=st.integers(10**6, 3 * 10**8),
+    start=st.integers(1, 5000),
+    squared=st.sampled_from([0, 1, 64]),
+)
+def test_the_largest_fits_and_the_next_does_not(budget: int, start: int, squared: int) -> None:
+    asked = Asked(squared)
+    found = fill(asked, budget, start)
+    needs = Asked(squared)
+    if found.value:
+        assert needs(found.value).within(budget) is not None
+    assert needs(found.value + 1).within(budget) is None
+    assert found.need == needs(found.value + 1).smallest.peak and not found.limit
+    assert found.search.smallest.peak == needs(max(found.value, 1)).smallest.peak
+    assert len(asked.sizes) == len(set(asked.sizes)) <= 40
+
+
+def test_needs_on_a_line_are_found_in_a_few_steps() -> None:
+    asked = Asked()
+    found = fill(asked, 200 * 10**6, 8)
+    doublings = (found.value // 8).bit_length()
+    assert len(asked.sizes) <= doublings + 4
+
+
+def test_a_model_may_end_before_the_memory_does() -> None:
+    found = fill(Asked(most=1000), 10**12, 8)
+    assert (found.value, found.need, found.limit) == (1000, None, "no more than 1000")
+
+
+def test_nothing_fits() -> None:
+    found = fill(Asked(), 1000, 8)
+    assert found.value == 0 and found.search.smallest.peak == found.need
+
+
+def test_without_any_step_there_is_no_answer() -> None:
+    with pytest.raises(SizeError, match="no more than 0"):
+        fill(Asked(most=0), 10**9, 4)

@@ -1,0 +1,129 @@
+"""The step of a model at any batch or sequence, traced as seldom as it can be: mostly once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from zerograph.dryrun import Captured, compile_only
+from zerograph.errors import SizeError, UnsupportedError
+from zerograph.ir import Step
+from zerograph.symbolic import Condition, Name, SymbolicStep
+from zerograph.vary import Vary
+
+log = logging.getLogger(__name__)
+
+MOST_TRACES = 6
+
+
+class Steps:
+    """A model's training step by the size of one dimension, everything else as given.
+
+    A trace holds where what it assumed holds. At sizes where that is not so, and at 1, which tracing takes for a
+    constant, the model is traced again.
+
+    Attributes:
+        what: the dimension.
+        start: the size that was traced first.
+        states: bytes on the device between steps, per rank.
+    """
+
+    def __init__(self, make: Callable[[], Any], what: Name, *, world: int, batch: int, seq: int, **options: Any):
+        """
+        Args:
+            make: see :func:`zerograph.dryrun.compile_only`; likewise ``batch``, ``seq`` and ``options``.
+            world: ranks.
+
+        Raises:
+            UnsupportedError: the model does not train, cannot be traced whole, or works at this one size only.
+        """
+        self._make, self.what = make, what
+        self._options = {"world_size": world, "batch": batch, "seq": seq, **options}
+        self._traced: list[SymbolicStep] = []
+        self._impossible: dict[Condition, str] = {}
+        self._one: Step | None = None
+        step = self._trace(None)
+        if not step.traced.training:
+            raise UnsupportedError(
+                "the model has no backward: none of its outputs depends on a trainable parameter",
+                "return the loss or the logits from forward",
+            )
+        if what in step.fixed:
+            raise UnsupportedError(f"there is nothing to solve for: {what} is fixed, {step.fixed[what]}")
+        self.start = step.sizes[what]
+
+    def at(self, size: int) -> Step:
+        """The step at ``size``.
+
+        Raises:
+            SizeError: there is no such step: the model cannot be run at that size.
+            UnsupportedError: tracing went too many ways.
+        """
+        if size == 1:
+            return self._at_one()
+        conditions = []
+        for step in self._traced:
+            wrong = step.broken({self.what: size})
+            if wrong is None:
+                return step.at(**{self.what: size})
+            if wrong.limit or wrong in self._impossible:
+                raise SizeError(self._impossible.get(wrong, f"the model's own limit is {wrong}"))
+            conditions.append(wrong)
+        self._again(size, conditions[0])
+        return self.at(size)
+
+    def _again(self, size: int, wrong: Condition) -> None:
+        """Trace at ``size``, where ``wrong`` is not so. If that fails, so it would wherever ``wrong`` is not so."""
+        log.info("traced again at %s %d, where %s is not so", self.what, size, wrong)
+        if len(self._traced) == MOST_TRACES:
+            raise UnsupportedError(
+                f"what the model computes depends on {self.what} in more than {MOST_TRACES} ways",
+                "plan single sizes",
+            )
+        try:
+            with _quiet():
+                step = self._trace(size)
+        except UnsupportedError as error:
+            reason = str(error).partition("\n\n")[0]
+            self._impossible[wrong] = f"the model needs {wrong}; at {self.what} {size} {reason}"
+            raise SizeError(self._impossible[wrong]) from error
+        if self.what in step.fixed:
+            raise SizeError(f"at {self.what} {size} {step.fixed[self.what]}")
+
+    def _at_one(self) -> Step:
+        if self._one is None:
+            try:
+                with _quiet():
+                    self._one = _captured(self._make, Vary({self.what: 1}, open=()), **self._options).step.traced
+            except UnsupportedError as error:
+                raise SizeError(f"at {self.what} 1 {str(error).partition(chr(10))[0]}") from error
+        return self._one
+
+    def _trace(self, size: int | None) -> SymbolicStep:
+        sizes: dict[Name, int] = {} if size is None else {self.what: size}
+        found = _captured(self._make, Vary(sizes, open=(self.what,)), **self._options)
+        self.states = found.states
+        self._traced.append(found.step)
+        return found.step
+
+
+def _captured(make: Callable[[], Any], vary: Vary, **options: Any) -> Captured:
+    try:
+        compile_only(make, vary=vary, **options)
+    except Captured as found:
+        return found
+    raise AssertionError("a capture ends in compile_only, or in an error")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Torch logs a traceback where a size does not work out; here that is an answer."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
