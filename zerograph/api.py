@@ -39,6 +39,7 @@ from zerograph.runtime.residency import StepCount
 from zerograph.runtime.telemetry import Telemetry
 from zerograph.segments import SegmentCache
 from zerograph.surgery import is_open
+from zerograph.unfold import Joint
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,7 @@ class Backend:
         world_size: ranks sharded over; 1 until the first call.
         agreement: how ranks agree; None where there is one, and where they are simulated.
         runs: whether programs are executed; a dry run stops when they exist.
+        unfolding: in a dry run, what makes the graph of a few layers that of all.
     """
 
     def __init__(self, config: Config) -> None:
@@ -66,6 +68,7 @@ class Backend:
         self.communicator: Communicator | None = None
         self.world_size = 1
         self.runs = True
+        self.unfolding: Callable[[Joint], Joint] | None = None
         self.compile_seconds = 0.0
         self._known: set[int] = set()
         self._replaced = WeakIdKeyDictionary()

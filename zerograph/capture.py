@@ -22,7 +22,7 @@ def capture(graph: fx.Graph, *, training: bool) -> Step:
     Symbolic sizes are counted at the size that was traced.
     """
     nodes = [n for n in graph.nodes if n.op != "output"]
-    backward = _backward(graph)
+    backward = backward_nodes(graph)
     return Step(
         ops=tuple(_op(n, n in backward) for n in nodes if n.op == "call_function"),
         values=tuple(_value(n) for n in nodes),
@@ -32,7 +32,7 @@ def capture(graph: fx.Graph, *, training: bool) -> Step:
     )
 
 
-def _backward(graph: fx.Graph) -> set[fx.Node]:
+def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
     """What is tagged so, and whatever depends on it."""
     found: set[fx.Node] = set()
     for node in graph.nodes:

@@ -36,13 +36,13 @@ from zerograph.runtime.program import (
 from zerograph.segments import Callee, SegmentCache, interpret
 
 
-def without_code(gm: fx.GraphModule) -> fx.GraphModule:
-    """``gm`` as a module that generates its Python when it is called, which one that is lowered never is.
+def without_code(gm: fx.GraphModule, graph: fx.Graph | None = None) -> fx.GraphModule:
+    """``gm`` (with another graph) as a module that generates its Python when it is called: never, if it is lowered.
 
     The partitioner makes such modules; AOTAutograd's copy of the backward is none, and would be generated anew after
     every pass.
     """
-    return _LazyGraphModule.from_graphmodule(gm)
+    return _LazyGraphModule.from_graphmodule(gm) if graph is None else _LazyGraphModule(gm, graph)
 
 
 def lower(gm: fx.GraphModule, kind: str, cache: SegmentCache) -> tuple[Program, tuple[Callee, ...]]:
