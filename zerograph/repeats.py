@@ -1,8 +1,10 @@
 """The repeated layers of a model, found so that a few of them can be traced in place of all.
 
 Layers are alike when nothing that can be compared tells them apart: classes, parameters and buffers by name, shape,
-stride and dtype, and every other attribute, but for a number that says which layer it is. What cannot be compared makes
-them different. Whether they also *compute* alike is for the traced graphs to say (:mod:`zerograph.unfold`).
+stride and dtype, and every other attribute. What cannot be compared makes them different. An attribute may count the
+layers, as ``layer_idx`` does in transformers; it is hidden while a few of them are traced, so that a forward that goes
+by it fails to trace instead of speaking for layers that nobody looked at. Whether they also *compute* alike is for the
+traced graphs to say (:mod:`zerograph.unfold`).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -30,11 +33,13 @@ class Stack:
         path: its fully qualified name.
         container: the module that holds the layers and nothing else.
         layers: all of them, in order.
+        numbers: attributes that count the layers: the module within a layer, and the name.
     """
 
     path: str
     container: nn.Module
     layers: tuple[nn.Module, ...]
+    numbers: tuple[tuple[str, str], ...]
 
     def probes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Which layers to trace: the first two and the last two, and then one of the middle too."""
@@ -48,11 +53,27 @@ class Stack:
         before = dict(held)
         held.clear()
         held.update((str(place), self.layers[index]) for place, index in enumerate(chosen))
+        counting = [(layer.get_submodule(within), name) for layer in held.values() for within, name in self.numbers]
+        known = [module.__dict__[name] for module, name in counting]
+        for module, name in counting:
+            module.__dict__[name] = _HIDDEN
         try:
             yield
         finally:
+            for (module, name), number in zip(counting, known, strict=True):
+                module.__dict__[name] = number
             held.clear()
             held.update(before)
+
+
+def _used(*_: Any) -> Any:
+    raise RuntimeError("its layers compute with their number")
+
+
+_USES = """eq ne lt le gt ge hash bool int index float str repr format add radd sub rsub mul rmul truediv rtruediv floordiv
+rfloordiv mod rmod pow rpow and rand or ror neg abs"""
+_HIDDEN = type("Hidden", (), {f"__{use}__": _used for use in _USES.split()})()
+"""In place of a layer's number: may be handed on, and fails when it is used."""
 
 
 def repeated_layers(model: nn.Module) -> Stack | None:
@@ -63,8 +84,10 @@ def repeated_layers(model: nn.Module) -> Stack | None:
         layers = tuple(m for m in module._modules.values() if m is not None)
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(layers) < max(LEAST, _length(found) + 1):
             continue
-        if path and len(set(map(id, layers))) == len(layers) and _all_alike(layers) and _own(layers, owners):
-            found = Stack(path, module, layers)
+        if path and len(set(map(id, layers))) == len(layers) and _own(layers, owners):
+            numbers = _numbers(layers)
+            if numbers is not None:
+                found = Stack(path, module, layers, numbers)
     return found
 
 
@@ -77,39 +100,42 @@ def _own(layers: Sequence[nn.Module], owners: Counter[int]) -> bool:
     return all(owners[id(p)] == 1 for layer in layers for p in layer.parameters())
 
 
-def _all_alike(layers: Sequence[nn.Module]) -> bool:
-    return all(_alike(layers[0], layer, 0, number) for number, layer in enumerate(layers[1:], 1))
+def _numbers(layers: Sequence[nn.Module]) -> tuple[tuple[str, str], ...] | None:
+    """The attributes in which ``layers``, alike otherwise, count themselves; None if they are not alike."""
+    counting: set[tuple[str, str]] = set()
+    for number, layer in enumerate(layers[1:], 1):
+        for (name, a), (other, b) in zip_longest(
+            layers[0].named_modules(), layer.named_modules(), fillvalue=("", None)
+        ):
+            differing = _differing(a, b) if name == other else None
+            if differing is None:
+                return None
+            counting |= {(name, attribute) for attribute in differing}
+            if any((a.__dict__[key], b.__dict__[key]) != (0, number) for key in differing):  # type: ignore[union-attr]
+                return None
+    return tuple(sorted(counting))
 
 
-def _alike(a: nn.Module, b: nn.Module, first: int, second: int) -> bool:
-    """Whether ``a``, in layer number ``first``, is like ``b`` in layer number ``second``."""
-    if type(a) is not type(b) or list(a._modules) != list(b._modules) or a.__dict__.keys() != b.__dict__.keys():
-        return False
+def _differing(a: nn.Module | None, b: nn.Module | None) -> list[str] | None:
+    """Attributes that are different numbers in two modules that are alike otherwise; None if those are not."""
+    if a is None or b is None or type(a) is not type(b) or a.__dict__.keys() != b.__dict__.keys():
+        return None
     for tensors, others in ((a._parameters, b._parameters), (a._buffers, b._buffers)):
         if list(tensors) != list(others) or not all(map(_same_tensor, tensors.values(), others.values())):
-            return False
-    for name in a.__dict__.keys() - _MODULE_STATE:
-        if not _same(a.__dict__[name], b.__dict__[name], first, second):
-            return False
-    return all(
-        x is y if x is None or y is None else _alike(x, y, first, second)
-        for x, y in zip(a._modules.values(), b._modules.values(), strict=True)
-    )
+            return None
+    different = [k for k in a.__dict__ if k not in _MODULE_STATE and not _same(a.__dict__[k], b.__dict__[k])]
+    return different if all(type(a.__dict__[k]) is type(b.__dict__[k]) is int for k in different) else None
 
 
-def _same(a: Any, b: Any, first: int, second: int) -> bool:
+def _same(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    if type(a) is not type(b):
-        return False
-    if type(a) is int:
-        return a == b or (a, b) == (first, second)
-    if isinstance(a, torch.Tensor):
-        return False  # a constant that is no buffer: its values may differ
+    if type(a) is not type(b) or isinstance(a, torch.Tensor):
+        return False  # a tensor that is no buffer is a constant: its values may differ
     if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(_same(x, y, first, second) for x, y in zip(a, b, strict=True))
+        return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, dict):
-        return list(a) == list(b) and all(_same(a[key], b[key], first, second) for key in a)
+        return list(a) == list(b) and all(_same(a[key], b[key]) for key in a)
     return (a == b) is True  # arrays compare element by element
 
 

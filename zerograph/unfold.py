@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor  # what AOTAutograd traces with
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily  # what AOTAutograd traces with
 
 from zerograph.capture import backward_nodes
 from zerograph.lower import without_code
@@ -57,18 +57,21 @@ def unfold(joint: Joint, path: str, traced: Sequence[int], layers: Sequence[int]
     Raises:
         NotFoldable: its layers are no stretches of the graph, or the two in the middle differ.
     """
-    return _Unfolding(joint, path, traced, layers).run()
+    with unset_fake_temporarily():  # the dry run's: values belong to the mode that they were traced in
+        return _Unfolding(joint, path, traced, layers).run()
 
 
 def signature(joint: Joint) -> list[str]:
     """What ``joint`` computes, node by node: equal for graphs that differ in names only."""
     index = {node: i for i, node in enumerate(joint.gm.graph.nodes)}
     static = set(joint.static)
+    regions = {n.meta["ac_graph_id"] for n in index if "ac_graph_id" in n.meta}  # counted on from trace to trace
+    region = {number: i for i, number in enumerate(sorted(regions))}
     lines = [f"{joint.outputs} outputs"]
     for place, node in enumerate(joint.gm.graph.nodes):
         args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
         target = node.target if node.op in ("call_function", "get_attr") else place in static
-        tags = [node.meta.get(key) for key in ("partitioner_tag", "recompute", "ac_graph_id")]
+        tags = [node.meta.get("partitioner_tag"), node.meta.get("recompute"), region.get(node.meta.get("ac_graph_id"))]
         layouts = [_layout(t) for t in _tensors(node.meta.get("val"))]
         lines.append(f"{node.op} {target} {args} {module_of(node)} {tags} {layouts}")
     return lines
@@ -85,6 +88,7 @@ class _Unfolding:
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of what is not repeated
     copies: dict[tuple[Place, int], fx.Node] = field(default_factory=dict)
     regions: tuple[int, int] = (0, 0)  # of torch.utils.checkpoint: the template's last one, and how many are a layer's
+    elements: dict[int, torch.Tensor] = field(default_factory=dict)  # of fake tensors made here, what is in them, by id
     graph: fx.Graph = field(default_factory=fx.Graph)
 
     @property
@@ -302,8 +306,28 @@ class _Unfolding:
             return source.meta["val"][made.args[1]]
         base = source.meta["val"] if isinstance(source, fx.Node) and is_view(node) else None
         if isinstance(val, (list, tuple)):
-            return type(val)([_fake(v, base) for v in val])
-        return _fake(val, base)
+            return type(val)([self._fake(v, base) for v in val])
+        return self._fake(val, base)
+
+    def _fake(self, val: Any, base: Any) -> Any:
+        """A value like ``val``, in memory of its own or, for a view, in that of ``base``."""
+        if not isinstance(val, FakeTensor):
+            return val
+        shape, stride, offset = val.shape, val.stride(), val.storage_offset()
+        viewed = base if isinstance(base, torch.Tensor) and base.dtype == val.dtype else None
+        element = self.elements.get(id(viewed))
+        if (viewed is not None and element is None) or not all(type(n) is int for n in (*shape, *stride, offset)):
+            with val.fake_mode:  # not the current one: two graphs, of two traces, are unfolded
+                if viewed is not None:
+                    return torch.as_strided(viewed, shape, stride, offset)
+                return torch.empty_strided(shape, stride, dtype=val.dtype, device=val.device)
+        if element is not None:
+            element = element.as_strided(shape, stride, offset)
+        else:
+            element = torch.empty_strided(shape, stride, dtype=val.dtype, device="meta")
+        made = FakeTensor(val.fake_mode, element, val.device)  # a fifth of the time of an operator in that mode
+        self.elements[id(made)] = element
+        return made
 
     def _relabel(self, node: fx.Node, layer: int, number: int) -> None:
         """Let ``node`` belong to layer ``number`` of the stack, instead of to the one traced in place ``layer``."""
@@ -355,16 +379,6 @@ def _tensors(val: Any) -> Iterable[torch.Tensor]:
     elif isinstance(val, (list, tuple)):
         for v in val:
             yield from _tensors(v)
-
-
-def _fake(val: Any, base: Any) -> Any:
-    """A value like ``val``, in memory of its own or, for a view, in that of ``base``."""
-    if not isinstance(val, FakeTensor):
-        return val
-    with val.fake_mode:  # not the current one: two graphs, of two traces, are unfolded
-        if isinstance(base, torch.Tensor) and base.dtype == val.dtype:
-            return torch.as_strided(base, val.shape, val.stride(), val.storage_offset())
-        return torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device=val.device)
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
