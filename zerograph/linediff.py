@@ -31,6 +31,9 @@ def unified(before: Sequence[str], after: Sequence[str], context: int) -> Iterat
 
 
 class _Matcher(difflib.SequenceMatcher[str]):
+    a: Sequence[str]
+    b: Sequence[str]
+
     def get_matching_blocks(self) -> list[difflib.Match]:
         blocks: list[difflib.Match] = []
         for i, j in _rising(_unique_pairs(self.a, self.b)):

@@ -53,7 +53,12 @@ class Stack:
         before = dict(held)
         held.clear()
         held.update((str(place), self.layers[index]) for place, index in enumerate(chosen))
-        counting = [(layer.get_submodule(within), name) for layer in held.values() for within, name in self.numbers]
+        counting = [
+            (layer.get_submodule(within), name)
+            for layer in held.values()
+            if layer is not None
+            for within, name in self.numbers
+        ]
         known = [module.__dict__[name] for module, name in counting]
         for module, name in counting:
             module.__dict__[name] = _HIDDEN
@@ -70,8 +75,8 @@ def _used(*_: Any) -> Any:
     raise RuntimeError("its layers compute with their number")
 
 
-_USES = """eq ne lt le gt ge hash bool int index float str repr format add radd sub rsub mul rmul truediv rtruediv floordiv
-rfloordiv mod rmod pow rpow and rand or ror neg abs"""
+_USES = """eq ne lt le gt ge hash bool int index float str repr format add radd sub rsub mul rmul truediv rtruediv
+floordiv rfloordiv mod rmod pow rpow and rand or ror neg abs"""
 _HIDDEN = type("Hidden", (), {f"__{use}__": _used for use in _USES.split()})()
 """In place of a layer's number: may be handed on, and fails when it is used."""
 
