@@ -212,7 +212,7 @@ class _Unfolding:
             node.op != "placeholder" and node.target != twin.target
         ):
             raise NotFoldable(f"{node.name} and {twin.name} of two layers are different operators")
-        face = FACE_AT[node.target] if node.target in FACE_AT else -1
+        face = FACE_AT.get(node.target, -1)  # type: ignore[call-overload]
         args = tuple(
             a if i == face else self._argument(a, b, node, number)
             for i, (a, b) in enumerate(zip(node.args, twin.args, strict=True))
