@@ -2,6 +2,7 @@
 
     python benchmarks/planner_scale.py                       # 8, 32 and 128 layers (1 T parameters) for 1024 ranks
     python benchmarks/planner_scale.py --layers 8,16 --hidden 4096 --world 64
+    python benchmarks/planner_scale.py --layers 32 --whole   # every layer traced
 
 Targets, for 128 layers of hidden size 25600 on 2 cores: capture in 60 s, planning in 5 s, a plan file of 2 MB, 4 GiB.
 
@@ -60,14 +61,17 @@ def main() -> None:
     context = mp.get_context("spawn")
     for layers in args.layers:
         with ProcessPoolExecutor(1, mp_context=context) as fresh:
-            cost = fresh.submit(measure, layers, args.hidden, args.world).result()
+            cost = fresh.submit(measure, layers, args.hidden, args.world, not args.whole).result()
         missed = [name for name, most in TARGETS.items() if getattr(cost, name) > most]
         console.print(f"{cost}\n  {'missed: ' + ', '.join(missed) if missed else 'within all targets'}", soft_wrap=True)
         if args.json:
-            append_json(args.json, {"benchmark": "planner_scale", **asdict(cost), "world": args.world, **facts})
+            append_json(
+                args.json,
+                {"benchmark": "planner_scale", **asdict(cost), "world": args.world, "whole": args.whole, **facts},
+            )
 
 
-def measure(layers: int, hidden: int, world: int) -> Cost:
+def measure(layers: int, hidden: int, world: int, fold: bool) -> Cost:
     import torch
     from model import GPT, Workload
 
@@ -88,7 +92,7 @@ def measure(layers: int, hidden: int, world: int) -> Cost:
     for owner, name in ((compiler, "capture"), (compiler, "_compile_graph"), *((passes, n) for n in PREPARING)):
         setattr(owner, name, ours.counting(getattr(owner, name)))
     begin, cpu = time.perf_counter(), time.process_time()
-    compiled = compile_only(make, world_size=world)
+    compiled = compile_only(make, world_size=world, fold=fold)
     capture, capture_cpu = time.perf_counter() - begin, time.process_time() - cpu
 
     step = compiled.frames[-1].step
@@ -138,6 +142,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=lambda text: [int(n) for n in text.split(",")], default=[8, 32, 128])
     parser.add_argument("--hidden", type=int, default=25600)
     parser.add_argument("--world", type=int, default=1024)
+    parser.add_argument("--whole", action="store_true", help="trace every layer, instead of a few that are repeated")
     parser.add_argument("--json", type=Path, help="append results to this JSON Lines file")
     return parser.parse_args()
 

@@ -40,6 +40,7 @@ from zerograph.runtime.telemetry import Telemetry
 from zerograph.segments import SegmentCache
 from zerograph.surgery import is_open
 from zerograph.symbolic import Name
+from zerograph.unfold import Joint
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Backend:
         agreement: how ranks agree; None where there is one, and where they are simulated.
         runs: whether programs are executed; a dry run stops when they exist.
         open_sizes: traced sizes of what stays open; a dry run then stops once it has the step at all sizes.
+        unfolding: in a dry run, what makes the graph of a few layers that of all.
     """
 
     def __init__(self, config: Config) -> None:
@@ -69,6 +71,7 @@ class Backend:
         self.world_size = 1
         self.runs = True
         self.open_sizes: Mapping[Name, int] | None = None
+        self.unfolding: Callable[[Joint], Joint] | None = None
         self.compile_seconds = 0.0
         self._known: set[int] = set()
         self._replaced = WeakIdKeyDictionary()

@@ -40,7 +40,7 @@ def capture(graph: fx.Graph, *, training: bool) -> Step:
 
 
 def _step(graph: fx.Graph, part: _Part, training: bool) -> Step:
-    backward = _backward(graph)
+    backward = backward_nodes(graph)
     returned = part.behind(n for n in output_of(graph).all_input_nodes if n not in backward)
     return Step(
         ops=tuple(_op(n, n in backward, part) for n in part.ops),
@@ -176,7 +176,7 @@ def _sizes(sizes: Iterable[int | torch.SymInt]) -> list[Any]:
     return [size if isinstance(size, int) else expression_of(size) for size in sizes]
 
 
-def _backward(graph: fx.Graph) -> set[fx.Node]:
+def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
     """What is tagged so, and whatever depends on it."""
     found: set[fx.Node] = set()
     for node in graph.nodes:

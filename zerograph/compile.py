@@ -31,9 +31,10 @@ from zerograph import passes
 from zerograph.capture import capture, capture_symbolic
 from zerograph.dryrun import Captured, DryRun
 from zerograph.frame import Frame
-from zerograph.lower import lower
+from zerograph.lower import lower, without_code
 from zerograph.rows import take_rows
 from zerograph.runtime.executor import Executor
+from zerograph.unfold import Joint
 
 if TYPE_CHECKING:
     from zerograph.api import Backend
@@ -65,15 +66,32 @@ def compile_frame(backend: Backend, gm: fx.GraphModule, example_inputs: Sequence
 
 
 def _partition(
-    frame: Frame, joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **kwargs: Any
+    frame: Frame,
+    joint: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: Sequence[int] = (),
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Plan the step, then split the joint graph so that shards are saved and parameters gathered again."""
+    static = list(static_lifetime_input_indices)
+    unfolding = frame.backend.unfolding
+    if unfolding is not None:
+        joint, _, static = unfolding(Joint(joint, num_fwd_outputs, static))
     _prepare(frame, joint, inputs, training=True)
     passes.recompute(joint, frame.plan)
     forward, backward = min_cut_rematerialization_partition(
-        joint, inputs, compiler="inductor", num_fwd_outputs=num_fwd_outputs, **kwargs
+        joint,
+        inputs,
+        compiler="inductor",
+        num_fwd_outputs=num_fwd_outputs,
+        static_lifetime_input_indices=static,
     )
     passes.order_saved(forward, backward, num_fwd_outputs)
+    if unfolding is not None:  # AOTAutograd knows the layers that were traced, and would miss the others' inputs
+        _compile_graph(frame, "forward", forward, inputs)
+        _compile_graph(frame, "backward", backward, inputs)
+        raise DryRun
     return forward, backward
 
 
@@ -97,6 +115,7 @@ def _prepare(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], *, trainin
 
 def _compile_graph(frame: Frame, kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     start = time.perf_counter()
+    gm = without_code(gm)
     text = frame.text_of(gm)
     for name, rewrite in passes.GRAPH_PASSES:
         edits = rewrite(gm, frame.plan)

@@ -6,6 +6,7 @@ are chosen by device, and the meta device has few.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,11 +19,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from zerograph.errors import UnsupportedError
+from zerograph.repeats import Stack, repeated_layers
 from zerograph.symbolic import SymbolicStep
+from zerograph.unfold import Joint, NotFoldable, signature, unfold
 from zerograph.vary import Vary
 
 if TYPE_CHECKING:
+    from zerograph.api import Backend
     from zerograph.frame import Frame
+
+log = logging.getLogger(__name__)
 
 
 class DryRun(BaseException):
@@ -57,6 +63,7 @@ def compile_only(
     batch: int = 1,
     seq: int = 1024,
     vary: Vary | None = None,
+    fold: bool = True,
     **options: Any,
 ) -> Compiled:
     """Compile forward and backward of what ``make`` returns, as rank 0 of ``world_size`` would.
@@ -67,6 +74,7 @@ def compile_only(
         batch, seq: shape of the token ids that a model without inputs gets.
         vary: other sizes of the inputs, those that the model brings too. If they are left open, the step is captured
             and no more.
+        fold: trace a few of many layers that are alike, and repeat them; else, and where they turn out to differ, all.
         options: arguments of :func:`zerograph.backend`.
 
     Raises:
@@ -81,6 +89,7 @@ def compile_only(
     with simulated_rank(0, world_size):
         model, given = on_meta(make)
         args, kwargs = _arguments(given, batch, seq)
+        stack = repeated_layers(model) if fold else None
         ours = backend(**{"compute": "eager", **options})
         ours.runs = False
         shard(model, ours, device="cpu")
@@ -92,12 +101,33 @@ def compile_only(
         fakes: dict[int, Tensor] = {}
         inputs = [_input(x, mode, fakes, vary) for x in inputs]
         args, kwargs = tuple(inputs[: len(args)]), dict(zip(kwargs, inputs[len(args) :], strict=True))
-        ours.replace(_fake(model, mode))
+        call = _Call(model, ours, mode, args, kwargs)
+        if stack is None or ours.open_sizes is not None or not _folded(call, stack):
+            call.trace()
+        return Compiled(tuple(ours.frames), _tokens(inputs))
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of a model, to be compiled and not run."""
+
+    model: nn.Module
+    backend: Backend
+    mode: FakeTensorMode
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def trace(self, unfolding: Callable[[Joint], Joint] | None = None) -> None:
+        """Fill the backend's frames, with those of this call alone."""
+        torch._dynamo.reset()
+        self.backend.frames.clear()
+        self.backend.unfolding = unfolding
+        self.backend.replace(_fake(self.model, self.mode))
         try:
-            with mode:
-                torch.compile(model, backend=ours, fullgraph=True)(*args, **kwargs)
+            with self.mode:
+                torch.compile(self.model, backend=self.backend, fullgraph=True)(*self.args, **self.kwargs)
         except DryRun:
-            return Compiled(tuple(ours.frames), _tokens(inputs))
+            return
         except (
             torch._dynamo.exc.Unsupported,
             torch._dynamo.exc.UserError,
@@ -108,7 +138,53 @@ def compile_only(
                 f"the model does not trace into one graph on the meta device: {reason}",
                 "give a model whose forward neither needs values nor breaks the graph",
             ) from error
-    raise UnsupportedError("the model computes nothing that could be compiled", "give one with a forward")
+        raise UnsupportedError("the model computes nothing that could be compiled", "give one with a forward")
+
+
+class _Unfolder:
+    """What to do with the joint graphs of a few of a stack's layers; a graph that does not repeat ends the dry run."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.stack = stack
+        self.short: Joint | None = None
+        self.whole = False
+        self.reason = "it has no backward"
+
+    def keep(self, joint: Joint) -> Joint:
+        """Of the fewest layers, to be compared."""
+        self.short, self.reason = joint, ""
+        raise DryRun
+
+    def unfold(self, joint: Joint) -> Joint:
+        """Of one more: the graph of all layers."""
+        assert self.short is not None
+        path, (fewer, more) = self.stack.path, self.stack.probes()
+        try:
+            if signature(unfold(self.short, path, fewer, more)) != signature(unfold(joint, path, more, more)):
+                raise NotFoldable("one layer more is not the same work once more")
+            joint = unfold(joint, path, more, range(len(self.stack.layers)))
+        except NotFoldable as error:
+            self.reason = str(error)
+            raise DryRun from error
+        self.whole = True
+        return joint
+
+
+def _folded(call: _Call, stack: Stack) -> bool:
+    """Compile ``call`` from traces of a few layers; False, and a word of why, where that cannot be done."""
+    unfolder = _Unfolder(stack)
+    for chosen, unfolding in zip(stack.probes(), (unfolder.keep, unfolder.unfold), strict=True):
+        try:
+            with stack.only(chosen):
+                call.trace(unfolding)
+        except Exception as error:
+            if unfolder.whole:
+                raise  # all layers would have met it
+            unfolder.reason = f"with {len(chosen)} layers it fails: {str(error).strip().partition(chr(10))[0]}"
+        if unfolder.reason:
+            log.warning("tracing all %d layers of %s: %s", len(stack.layers), stack.path, unfolder.reason)
+            return False
+    return True
 
 
 def _fake(model: nn.Module, mode: FakeTensorMode) -> dict[int, nn.Parameter]:

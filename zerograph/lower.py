@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule  # Inductor's own way, not public
 
 from zerograph import ops
+from zerograph.body import Body, body_of
 from zerograph.capture import source_line
 from zerograph.costs import bytes_of, flops_of, memory_owner, moved_bytes, temporary_bytes
 from zerograph.ir import Kind
@@ -31,7 +33,16 @@ from zerograph.runtime.program import (
     WaitGather,
     WaitReduce,
 )
-from zerograph.segments import Callee, SegmentCache, attribute, digest_of, interpret, symbols_in
+from zerograph.segments import Callee, SegmentCache, interpret
+
+
+def without_code(gm: fx.GraphModule, graph: fx.Graph | None = None) -> fx.GraphModule:
+    """``gm`` (with another graph) as a module that generates its Python when it is called: never, if it is lowered.
+
+    The partitioner makes such modules; AOTAutograd's copy of the backward is none, and would be generated anew after
+    every pass.
+    """
+    return _LazyGraphModule.from_graphmodule(gm) if graph is None else _LazyGraphModule(gm, graph)
 
 
 def lower(gm: fx.GraphModule, kind: str, cache: SegmentCache) -> tuple[Program, tuple[Callee, ...]]:
@@ -146,8 +157,8 @@ class _Lowering:
         if not outs and not any(_mutates(n) for n in inside):
             return
         computing = [n for n in nodes if n in inside]
-        body, inputs = _extract(self.gm, computing, outs, self.symbols)
-        digest = digest_of(body)
+        body = body_of(self.gm, computing, outs, self.symbols)
+        inputs, digest = body.inputs, body.digest()
         callee = self.cache.get(body, digest)
         known = self.segments.get(digest)  # repeated layers cost the same
         segment = _segment(digest, computing, inputs, outs) if known is None else self.described[known]
@@ -158,16 +169,14 @@ class _Lowering:
     def _compute_sizes(self, sizes: list[fx.Node]) -> None:
         """Symbolic sizes that the graph returns: plain integer arithmetic, not worth a compiler."""
         if sizes:
-            body, inputs = _extract(self.gm, sizes, sizes, self.symbols)
-            self._append_compute(Segment(digest_of(body), len(sizes)), interpret(body), inputs, sizes)
+            body = body_of(self.gm, sizes, sizes, self.symbols)
+            self._append_compute(Segment(body.digest(), len(sizes)), interpret(body.module()), body.inputs, sizes)
 
     def _return_constants(self, values: list[Any]) -> None:
         """Sizes and conditions that tracing found to be constant, which AOTAutograd saves all the same."""
         if values:
-            body = fx.Graph()
-            body.output(tuple(values))
-            gm = fx.GraphModule({}, body)
-            self._append_compute(Segment(digest_of(gm), 0), interpret(gm), [], values)
+            body = Body(self.gm, [], [], values)
+            self._append_compute(Segment(body.digest(), 0), interpret(body.module()), [], values)
 
     def _append_compute(
         self,
@@ -242,54 +251,6 @@ def _symbol_inputs(graph: fx.Graph) -> dict[Any, fx.Node]:
         if isinstance(val, torch.SymInt) and val.node.expr.is_symbol:
             found.setdefault(val.node.expr, node)
     return found
-
-
-def _extract(
-    gm: fx.GraphModule, nodes: list[fx.Node], outs: list[fx.Node], symbols: dict[Any, fx.Node]
-) -> tuple[fx.GraphModule, list[fx.Node]]:
-    """The segment as a module of its own, and the outer nodes that are its inputs, in order."""
-    body, copies = fx.Graph(), {}
-    inputs = _inputs_of(nodes, symbols)
-    for i, source in enumerate(inputs):
-        copies[source] = body.placeholder(f"arg{i}")
-        copies[source].meta["val"] = source.meta["val"]
-    attributes: dict[str, Any] = {}
-
-    def copy(node: fx.Node) -> fx.Node:
-        if node not in copies:
-            if node.op == "get_attr":
-                attributes[str(node.target)] = attribute(gm, str(node.target))
-            copies[node] = body.node_copy(node, copy)
-        return copies[node]
-
-    for node in nodes:
-        copy(node)
-    out = body.output(tuple(copies[n] for n in outs))
-    out.meta["user_visible_output_idxs"] = list(range(len(outs)))  # later segments rely on the strides traced here
-    return fx.GraphModule(attributes, body), inputs
-
-
-def _inputs_of(nodes: list[fx.Node], symbols: dict[Any, fx.Node]) -> list[fx.Node]:
-    inside = set(nodes)
-    inputs: dict[fx.Node, None] = {}
-    needed: set[Any] = set()
-    queue = list(reversed(nodes))
-    seen: set[fx.Node] = set()
-    while queue:
-        node = queue.pop()
-        needed |= symbols_in(node.meta.get("val"))
-        for source in node.all_input_nodes:
-            needed |= symbols_in(source.meta.get("val"))
-            if source in inside or source in seen or source.op == "get_attr":
-                continue
-            seen.add(source)
-            if is_size(source) and source.op != "placeholder":
-                queue.append(source)
-            else:
-                inputs[source] = None
-    for symbol in sorted(needed & symbols.keys(), key=str):
-        inputs[symbols[symbol]] = None
-    return list(inputs)
 
 
 def _with_deaths(

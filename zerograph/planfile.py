@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from zerograph.columns import rows, table
 from zerograph.errors import ConfigError
 from zerograph.forecast import Forecast, Peak, Span
 from zerograph.ir import Kind
+from zerograph.linediff import unified
 from zerograph.machine import Machine, Tier
 from zerograph.plan import Plan
 
@@ -177,7 +177,7 @@ _MOST_LINES = 400
 
 def changes(before: str, after: str) -> str:
     """A unified diff, shortened where a deep model repeats itself."""
-    lines = list(difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", lineterm="", n=1))
+    lines = list(unified(before.splitlines(), after.splitlines(), context=1))
     if len(lines) > _MOST_LINES:
         lines[_MOST_LINES:] = [f"... {len(lines) - _MOST_LINES} more lines"]
     return "\n".join(lines)

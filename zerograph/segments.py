@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,8 @@ from torch._guards import TracingContext, tracing  # segments compile outside Dy
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.compile_fx import compile_fx_inner  # Inductor without another round of AOTAutograd
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import free_symbols
+
+from zerograph.body import Body
 
 Callee = Callable[[list[Any]], Sequence[Any]]
 """A compiled segment: takes a list of inputs, which it may clear, and returns its outputs."""
@@ -31,17 +31,17 @@ class SegmentCache:
     requested: int = 0
     seconds: float = 0.0
 
-    def get(self, gm: fx.GraphModule, digest: str) -> Callee:
-        """The callable for ``gm``; compiled unless one of the same structure was."""
+    def get(self, body: Body, digest: str) -> Callee:
+        """The callable for ``body``; compiled unless one of the same structure was."""
         self.requested += 1
         found = self.callables.get(digest)
         if found is None:
             start = time.perf_counter()
+            gm = body.module()
             found = _compile(gm) if self.compute == "inductor" else interpret(gm)
             self.seconds += time.perf_counter() - start
             self.callables[digest] = found
-            self.constants += [attribute(gm, str(n.target)) for n in gm.graph.find_nodes(op="get_attr")]
-            self.constants += _shape_envs(gm)
+            self.constants += body.known_by_identity()
         return found
 
     @contextmanager
@@ -67,57 +67,6 @@ class SegmentCache:
         except BaseException:
             self.callables = before  # the others may still lack kernels
             raise
-
-
-def attribute(gm: fx.GraphModule, path: str) -> Any:
-    value: Any = gm
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def digest_of(gm: fx.GraphModule) -> str:
-    """Structural hash: equal for segments that differ only in which tensors they read."""
-    index = {node: i for i, node in enumerate(gm.graph.nodes)}
-    text = []
-    for node in gm.graph.nodes:
-        args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
-        target = node.target if node.op in ("call_function", "get_attr") else ""
-        identity = id(attribute(gm, str(target))) if node.op == "get_attr" else ""
-        text.append(f"{node.op} {target} {identity} {args} {_layout(node.meta.get('val'))}")
-    # What was compiled for symbolic sizes holds under the guards of the frame that they belong to.
-    text += [str(id(env)) for env in _shape_envs(gm)]
-    return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
-
-
-def _shape_envs(gm: fx.GraphModule) -> list[Any]:
-    """The owner of the symbolic sizes in ``gm``; empty when all sizes are known."""
-    for node in gm.graph.find_nodes(op="placeholder"):
-        val = node.meta.get("val")
-        if isinstance(val, (torch.Tensor, torch.SymInt)) and symbols_in(val):
-            sizes = [val] if isinstance(val, torch.SymInt) else val.shape
-            return [next(s for s in sizes if isinstance(s, torch.SymInt)).node.shape_env]
-    return []
-
-
-def symbols_in(val: Any) -> set[Any]:
-    if isinstance(val, (list, tuple)):
-        return set().union(*(symbols_in(v) for v in val))
-    if isinstance(val, torch.Tensor) and all(type(s) is int for s in (*val.shape, *val.stride())):
-        return set()  # the common case, by far the cheapest
-    if isinstance(val, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return set(free_symbols(val))
-    return set()
-
-
-def _layout(val: Any) -> str:
-    if isinstance(val, torch.Tensor):
-        offset = val.storage_offset()
-        aligned = isinstance(offset, int) and offset * val.element_size() % 16 == 0
-        return f"{val.dtype} {tuple(val.shape)} {val.stride()} {val.device} {aligned}"
-    if isinstance(val, (list, tuple)):
-        return " ".join(_layout(v) for v in val)
-    return str(val) if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) else ""
 
 
 def _compile(gm: fx.GraphModule) -> Callee:

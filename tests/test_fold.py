@@ -1,0 +1,227 @@
+"""Dry runs that trace a few of many layers, against dry runs that trace them all."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_scale import Block
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zerograph.dryrun import compile_only
+from zerograph.frame import Frame
+from zerograph.machine import machine_named
+from zerograph.planning import forecast_file
+from zerograph.repeats import LEAST, repeated_layers
+
+DEPTH, WIDTH, VOCAB = LEAST, 64, 100
+
+
+class Layer(nn.Module):
+    """``number`` says which layer it is, as transformers' layers know it."""
+
+    def __init__(self, number: int, dropout: float = 0.0, wide: int = 2) -> None:
+        super().__init__()
+        self.number = number
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(WIDTH, wide * WIDTH), nn.Linear(wide * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: list[nn.Module], width: int = WIDTH, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(VOCAB, width), nn.LayerNorm(width)
+        self.layers, self.head = nn.ModuleList(layers), nn.Linear(width, VOCAB, bias=False)
+        self.checkpointed = checkpointed
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
+
+
+def gpt() -> nn.Module:
+    return Model([Block(512) for _ in range(DEPTH)], 512)
+
+
+def small() -> nn.Module:
+    return Model([Layer(i) for i in range(DEPTH)])
+
+
+def dropout() -> nn.Module:
+    return Model([Layer(i, dropout=0.1) for i in range(DEPTH)])
+
+
+def checkpointed() -> nn.Module:
+    return Model([Layer(i) for i in range(DEPTH)], checkpointed=True)
+
+
+def frozen() -> nn.Module:
+    """No gradient reaches the first layer's input, and none the weights of any layer's second product."""
+    model = small()
+    model.embed.requires_grad_(False)
+    for layer in model.layers:
+        layer.down.requires_grad_(False)  # type: ignore[union-attr]
+    return model
+
+
+def tied() -> nn.Module:
+    model = small()
+    model.head.weight = model.embed.weight
+    return model
+
+
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers", reason="the optional extra transformers is not installed")
+    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=DEPTH, num_key_value_heads=2, use_cache=False)
+    tokens = torch.zeros(1, 32, dtype=torch.int64)
+    return transformers.LlamaForCausalLM(config).train(), {"input_ids": tokens, "labels": tokens}
+
+
+def compiled(make: Callable[[], Any], fold: bool, **options: Any) -> tuple[Frame, Any]:
+    found = compile_only(make, world_size=4, batch=1, seq=32, fold=fold, **options)
+    return found.frames[-1], forecast_file("model", found, machine_named("h100-80gb"))
+
+
+def facts(frame: Frame) -> dict[str, Any]:
+    """What a frame is, but for names of nodes and the digests of segments, which know some constants by identity."""
+    step, programs = frame.step, frame.programs
+    place = {value.name: i for i, value in enumerate(step.values)}
+    found: dict[str, Any] = {
+        "plan": frame.plan.to_json(),
+        "params": step.params,
+        "ops": [
+            replace(op, name="", reads=tuple(place[r] for r in op.reads), writes=tuple(place[w] for w in op.writes))  # type: ignore[arg-type]
+            for op in step.ops
+        ],
+        "values": [(v.bytes, v.kind, place.get(v.alias_of)) for v in step.values],
+        "outputs": [place[name] for name in step.outputs],
+        "passes": [(p.graph, p.name, p.edits) for p in frame.passes],
+    }
+    for kind, program in programs.items():
+        found[f"{kind} instructions"] = program.instructions
+        found[f"{kind} outputs"] = program.inputs, program.outputs
+        found[f"{kind} segments"] = [replace(segment, digest="") for segment in program.segments]
+        found[f"{kind} registers"] = [replace(register, name="") for register in program.contents]
+    return found
+
+
+CASES: list[tuple[str, Callable[[], Any], dict[str, Any]]] = [
+    ("GPT", gpt, {"bucket_size": "4MiB"}),
+    ("several layers a bucket", small, {"bucket_size": "512KiB"}),
+    ("recomputed", small, {"recompute": "full", "bucket_size": "64KiB"}),
+    ("stage 1 in bfloat16", small, {"stage": 1, "dtype": torch.bfloat16}),
+    ("dropout", dropout, {}),
+    ("checkpointed", checkpointed, {}),
+    ("frozen", frozen, {}),
+    ("tied", tied, {"stage": "auto", "memory": "1GiB"}),
+    ("Llama", llama, {}),
+]
+
+
+@pytest.mark.parametrize(("make", "options"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+def test_a_folded_dry_run_finds_what_a_whole_one_does(
+    make: Callable[[], Any], options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    folded, forecast = compiled(make, True, **options)
+    assert "tracing all" not in caplog.text
+    whole, expected = compiled(make, False, **options)
+    found, wanted = facts(folded), facts(whole)
+    for name in wanted:
+        assert found[name] == wanted[name], name
+    assert forecast.forecast.seconds == pytest.approx(expected.forecast.seconds, rel=1e-12)
+    assert forecast.forecast.peaks == expected.forecast.peaks
+    assert [replace(h, name="") for h in forecast.holdings] == [replace(h, name="") for h in expected.holdings]
+    assert (forecast.reasons, forecast.flops) == (expected.reasons, expected.flops)
+
+
+def test_layers_that_differ_are_no_stack() -> None:
+    every_second = [Layer(i, dropout=0.1 * (i % 2)) for i in range(DEPTH)]
+    assert repeated_layers(Model([*every_second])) is None
+    assert repeated_layers(Model([Layer(i, wide=2 + (i == 4)) for i in range(DEPTH)])) is None
+    one = Layer(0)
+    assert repeated_layers(Model([one] * DEPTH)) is None
+    shared = [Layer(i) for i in range(DEPTH)]
+    shared[3].up.weight = shared[5].up.weight
+    assert repeated_layers(Model([*shared])) is None
+    hooked = [Layer(i) for i in range(DEPTH)]
+    hooked[2].register_forward_hook(lambda *_: None)
+    assert repeated_layers(Model([*hooked])) is None
+    assert repeated_layers(Model([Layer(i) for i in range(LEAST - 1)])) is None
+    assert repeated_layers(Model([Layer(2 * i) for i in range(DEPTH)])) is None
+    found = repeated_layers(small())
+    assert found is not None and (found.path, len(found.layers)) == ("layers", DEPTH)
+    assert found.numbers == (("", "number"),)
+
+
+class Numbered(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.number)
+
+
+class OneOdd(Layer):
+    """One layer, which no trace of a few holds, computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu() if self.number == 2 else super().forward(x)
+
+
+class Returning(Model):
+    """All hidden states, as transformers return them when they are asked to."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        states = [self.embed(tokens)]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        return nn.functional.cross_entropy(self.head(states[-1]).flatten(0, 1), tokens.flatten()), states
+
+
+class Indexed(Model):
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embed(tokens)
+        for i in range(DEPTH):
+            x = self.layers[i](x)
+        return self.head(x).sum()
+
+
+class Collecting(Model):
+    """Something of every layer is read after the last."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        x, sums = self.embed(tokens), []
+        for layer in self.layers:
+            x = layer(x)
+            sums.append(x.sum())
+        return self.head(x).sum() + torch.stack(sums).sum()
+
+
+REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
+    ("numbered", lambda: Model([Numbered(i) for i in range(DEPTH)]), "fails"),
+    ("one odd", lambda: Model([OneOdd(i) for i in range(DEPTH)]), "fails"),
+    ("returned", lambda: Returning([Layer(i) for i in range(DEPTH)]), "returns|in one piece"),
+    ("indexed", lambda: Indexed([Layer(i) for i in range(DEPTH)]), "with 4 layers it fails"),
+    ("collected", lambda: Collecting([Layer(i) for i in range(DEPTH)]), "outside of the layers|mixed|layer"),
+]
+
+
+@pytest.mark.parametrize(("make", "reason"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
+def test_layers_that_compute_differently_are_all_traced(
+    make: Callable[[], nn.Module], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="zerograph"):
+        folded, _ = compiled(make, True)
+    said = [r.getMessage() for r in caplog.records if r.name == "zerograph.dryrun"]
+    assert len(said) == 1 and re.search(rf"tracing all {DEPTH} layers of layers: .*({reason})", said[0]), said
+    whole, _ = compiled(make, False)
+    assert facts(folded) == facts(whole)
