@@ -1,0 +1,90 @@
+"""The optimizer's update as tasks: on the device, and on the host bucket by bucket where the states live off it.
+
+Gradients may be clipped by their norm, so no update begins before the whole backward has ended. Host updates then run
+as a pipeline: gradients that stayed on the device come down, states on NVMe are read, updated and written through at
+most :data:`BUFFERS` staging buffers, and new parameters go up again where they live on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from zerograph.forecast import Stream
+from zerograph.machine import Tier
+from zerograph.plan import Homes
+from zerograph.planner.rates import Rates
+from zerograph.planner.simulate import Memory, Task, on
+from zerograph.planner.transfers import Transfer
+
+BUFFERS = 3
+"""Staging buffers on the host, each for one bucket or tile: one being read, one in use, one being written."""
+
+Add = Callable[[Task], int]
+"""Appends a task to the step; returns its index."""
+
+
+class HostUpdates:
+    """Updates on the host, in the order in which they are asked for."""
+
+    def __init__(self, rates: Rates, add: Add, start: tuple[int, ...]) -> None:
+        """``start``: tasks that have to end before the first update begins."""
+        self.rates, self.add, self.start = rates, add, start
+        self.released: list[int] = []  # per update the task that gives its staging buffer back
+
+    def update(self, part: Transfer, homes: Homes, spilled: int | None) -> None:
+        """Update one bucket or tile whose states live off the device.
+
+        Args:
+            spilled: the task that moved its gradient off the device; None when it stayed there.
+        """
+        shards, staging = part.shards, self.rates.staging
+        free = self.start
+        if len(self.released) >= BUFFERS:
+            free = tuple(sorted({*free, self.released[-BUFFERS]}))
+        inputs = [*self._gradient(part, homes, free, spilled), *self._states(part, homes, free, spilled)]
+        used = 0 if homes.gradients == "host" or not self._copies(homes.gradients) else shards.gradient
+        stays = staging == "device" and homes.parameters == "device"
+        copy = 0 if homes.parameters == "host" or stays else shards.copy
+        after = tuple(sorted({*free, *inputs}))
+        seconds = self.rates.host_update(shards.traffic)
+        updated = self._task("update", part, "cpu_update", seconds, after, on(staging, copy), on(staging, used))
+        self.released.append(self._results(part, homes, copy, updated))
+
+    def _copies(self, tier: Tier) -> bool:
+        """Whether what lives on ``tier`` needs a copy in a staging buffer to be read by an update."""
+        return tier == "nvme" or self.rates.staging == "host"
+
+    def _gradient(self, part: Transfer, homes: Homes, free: tuple[int, ...], spilled: int | None) -> Iterator[int]:
+        if homes.gradients == "device" and self._copies("device"):
+            size = part.shards.gradient
+            seconds = self.rates.transfer("d2h", size)
+            yield self._task("spill gradient of", part, "d2h", seconds, free, on("host", size), ())
+        elif spilled is not None:
+            yield spilled
+
+    def _states(self, part: Transfer, homes: Homes, free: tuple[int, ...], spilled: int | None) -> Iterator[int]:
+        states = part.shards.optimizer if homes.optimizer == "nvme" else 0
+        read = states + (part.shards.gradient if homes.gradients == "nvme" else 0)
+        if read:
+            after = free if spilled is None else tuple(sorted({*free, spilled}))
+            seconds = self.rates.transfer("nvme_read", read)
+            yield self._task("read states of", part, "nvme_read", seconds, after, on(self.rates.staging, read), ())
+
+    def _results(self, part: Transfer, homes: Homes, copy: int, updated: int) -> int:
+        """What an update has made goes home; returns the task after which its staging buffer is free."""
+        shards, staging, last = part.shards, self.rates.staging, updated
+        if homes.optimizer == "nvme":
+            write = shards.optimizer + (shards.copy if homes.parameters == "nvme" else 0)
+            seconds = self.rates.transfer("nvme_write", write)
+            last = self._task("write states of", part, "nvme_write", seconds, (updated,), (), on(staging, write))
+        if homes.parameters == "device" and copy:
+            seconds = self.rates.transfer("h2d", copy)
+            fetched = self._task("fetch parameters of", part, "h2d", seconds, (updated,), (), on(staging, copy))
+            last = last if last != updated else fetched
+        return last
+
+    def _task(
+        self, what: str, part: Transfer, stream: Stream, seconds: float, after: tuple[int, ...], takes: Memory,
+        gives: Memory,
+    ) -> int:  # fmt: skip
+        return self.add(Task(f"{what} {part.label}", stream, seconds, after, takes, gives, part.name))
