@@ -40,6 +40,9 @@ class Run:
         self.tier_of = dict(decisions.offload)  # layer -> tier of what it saves
         self.saved: dict[str, int] = {}  # layer -> the task that moved the last of what it saves away
         self.arriving: dict[int, list[int]] = {}  # region -> tasks that bring back what it needs
+        # Layer and region -> the tasks that free what it saves on the device, and that bring it back.
+        self.left: dict[tuple[str, int], int] = {}
+        self.came: dict[tuple[str, int], int] = {}
         self.spilled: dict[tuple[int, int], int] = {}  # bucket and tile -> the task that moved its gradient home
         self.writes: list[int] = []  # tasks that release staging buffers of what goes to NVMe
         self._phases()
@@ -82,7 +85,8 @@ class Run:
         if self.reducing >= 0:
             self.waits.add(self.reducing)
 
-    def _add(self, task: Task) -> int:
+    def add(self, task: Task) -> int:
+        """Append ``task``; returns its index."""
         self.tasks.append(task)
         return len(self.tasks) - 1
 
@@ -93,19 +97,21 @@ class Run:
             return
         after = tuple(sorted(self.waits))
         self.waits.clear()
-        self.last = self._add(
+        self.last = self.add(
             Task(task.name, "compute", task.seconds, after, task.takes, task.gives, task.module, task.source)
         )
         self.computed(piece, self.last)
 
+    # What memory is for, told to those who keep books (zerograph.planner.books); the search does not ask.
+
     def computed(self, piece: Piece, task: int) -> None:
-        """For books: a slice of ``piece``, or all of it, runs in ``task``."""
+        """``piece``, or a slice of it, runs in ``task``."""
 
-    def took(self, what: str, owner: object, tier: Tier, size: int, task: int, name: str = "") -> None:
-        """For books: ``task`` takes memory for ``what`` of ``owner``; ``name`` is that of the module."""
+    def took(self, what: str, label: str, tier: Tier, size: int, task: int) -> None:
+        """``task`` takes ``size`` bytes of ``tier`` for ``what`` of ``label``."""
 
-    def gave(self, what: str, owner: object, tier: Tier, task: int) -> None:
-        """For books: that memory is free at the end of ``task``."""
+    def gave(self, what: str, label: str, tier: Tier, size: int, task: int) -> None:
+        """As many of them are free at the end of ``task``."""
 
     def _tiled(self, piece: Piece) -> None:
         """Slices of a piece: the tiles that each works on come before it, and are free and reduced after it."""
@@ -117,6 +123,8 @@ class Run:
             takes = task.takes if i == 0 else ()
             gives = task.gives if i == slices - 1 else ()
             ends: list[tuple[int, int]] = []
+            wholes: list[Transfer] = []
+            gradients: list[Transfer] = []
             for bucket in (*piece.reads, *(b for b in piece.makes if b not in piece.reads)):
                 tiles = self.decisions.tiles[bucket]
                 tile, parts = i * tiles // slices, self.scheduler.transfers(bucket, tiles)
@@ -129,17 +137,20 @@ class Run:
                     self.waits.add(there[tile])
                     if ended:
                         gives += on("device", parts[tile].whole)
-                        self.gave("whole", (bucket, tile), "device", len(self.tasks))
+                        wholes.append(parts[tile])
                 if bucket in piece.makes:
                     if begins:
-                        size = parts[tile].gradients
-                        takes += on("device", size)
-                        self.took("gradient", (bucket, tile), "device", size, len(self.tasks), parts[tile].name)
+                        takes += on("device", parts[tile].gradients)
+                        gradients.append(parts[tile])
                     ends += [(bucket, tile)] if ended else []
             after = tuple(sorted(self.waits))
             self.waits.clear()
-            self.last = self._add(Task(task.name, "compute", seconds, after, takes, gives, task.module, task.source))
+            self.last = self.add(Task(task.name, "compute", seconds, after, takes, gives, task.module, task.source))
             self.computed(piece, self.last)
+            for part in wholes:
+                self.gave("whole", part.label, "device", part.whole, self.last)
+            for part in gradients:
+                self.took("full gradient", part.label, "device", part.gradients, self.last)
             for bucket, tile in ends:
                 self._reduce(bucket, tile)
 
@@ -152,14 +163,16 @@ class Run:
         """Gather a bucket or a tile of it, after fetching its shards; returns the gather."""
         homes = self.decisions.homes[bucket]
         after = (self.last,) if self.last >= 0 else ()
-        takes = on("device", part.whole)
+        size, takes = part.whole, on("device", part.whole)
+        if homes.optimizer != "device" and self.decisions.residency[bucket] == "step":
+            size -= part.shards.copy  # the copy on the device is a slice of the whole
+            takes = on("device", size)
+        took = -1
         if homes.parameters != "device" and part.shards.fetched:
-            size = part.shards.fetched
-            after = (self._up(part, "shard", size, homes.parameters, after, takes),)
-            takes = ()
-        elif homes.optimizer != "device" and self.decisions.residency[bucket] == "step":
-            takes = on("device", part.whole - part.shards.copy)  # the copy on the device is a slice of the whole
-        gather = self._add(Task(f"gather {part.label}", "gather", part.gather_seconds, after, takes, (), part.name))
+            took = self._up(part, "shard", part.shards.fetched, homes.parameters, after, takes)
+            after, takes = (took,), ()
+        gather = self.add(Task(f"gather {part.label}", "gather", part.gather_seconds, after, takes, (), part.name))
+        self.took("whole", part.label, "device", size, took if took >= 0 else gather)
         self._stall(gather)
         return gather
 
@@ -176,8 +189,9 @@ class Run:
                 continue  # tiles are freed one by one
             if kept == "use" or (kept == "backward" and phase.name == "backward"):
                 del self.whole[bucket]
-                whole = on("device", self.scheduler.transfers(bucket, 1)[0].whole)
-                self.freed[self.last] = self.freed.get(self.last, ()) + whole
+                part = self.scheduler.transfers(bucket, 1)[0]
+                self.freed[self.last] = self.freed.get(self.last, ()) + on("device", part.whole)
+                self.gave("whole", part.label, "device", part.whole, self.last)
 
     def _reduce_all(self, buckets: Sequence[int]) -> None:
         for bucket in buckets:
@@ -191,9 +205,11 @@ class Run:
         if self.reducing >= 0:
             self.waits.add(self.reducing)
         takes, gives = on("device", part.reduced), on("device", part.gradients)
-        self.reducing = self._add(
+        self.reducing = self.add(
             Task(f"reduce {part.label}", "reduce", part.reduce_seconds, (self.last,), takes, gives, part.name)
         )
+        self.gave("full gradient", part.label, "device", part.gradients, self.reducing)
+        self.took("gradient", part.label, "device", part.reduced, self.reducing)
         self._stall(self.reducing)
         size = part.shards.gradient
         if home != "device" and size:
@@ -204,7 +220,9 @@ class Run:
         for layer, size in phase.moving.get(region, {}).items():
             if layer in self.tier_of:
                 tier, free = self.tier_of[layer], on("device", size)
+                before = len(self.tasks)
                 self.saved[layer] = self._down(layer, "activations", size, tier, (self.last,), free)
+                self.left[layer, region] = before
 
     def _fetch_saved(self, phase: PhaseWork, place: int) -> None:
         """Bring back what the region at ``place`` needs, while the one before it runs."""
@@ -215,6 +233,7 @@ class Run:
                 after = tuple(sorted({self.last, self.saved[layer]}))
                 task = self._up(layer, "activations", size, tier, after, on("device", size), moves=True)
                 self.arriving.setdefault(region, []).append(task)
+                self.came[layer, region] = task
 
     def _down(
         self, part: Transfer | str, what: str, size: int, tier: Tier, after: tuple[int, ...], gives: Memory
@@ -227,13 +246,17 @@ class Run:
             if to_nvme and len(self.writes) >= BUFFERS:
                 after = tuple(sorted({*after, self.writes[-BUFFERS]}))
             seconds = self.rates.transfer("d2h", size)
-            copy = self._add(Task(f"spill {what} of {label}", "d2h", seconds, after, on("host", size), gives, name))
+            copy = self.add(Task(f"spill {what} of {label}", "d2h", seconds, after, on("host", size), gives, name))
+            self.gave(what, label, "device", size, copy)
+            self.took(what, label, "host", size, copy)
             if not to_nvme:
                 return copy
             after, gives = (copy,), on("host", size)
         seconds = self.rates.transfer("nvme_write", size)
-        written = self._add(Task(f"write {what} of {label}", "nvme_write", seconds, after, on(tier, size), gives, name))
+        written = self.add(Task(f"write {what} of {label}", "nvme_write", seconds, after, on(tier, size), gives, name))
         self.writes.append(written)
+        self.gave(what, label, staging, size, written)
+        self.took(what, label, tier, size, written)
         return written
 
     def _up(
@@ -247,12 +270,18 @@ class Run:
             direct = self.rates.staging == "device"
             seconds = self.rates.transfer("nvme_read", size)
             into = takes if direct else on("host", size)
-            read = self._add(Task(f"read {what} of {label}", "nvme_read", seconds, after, into, gives, name))
+            read = self.add(Task(f"read {what} of {label}", "nvme_read", seconds, after, into, gives, name))
+            if moves:
+                self.gave(what, label, tier, size, read)
             if direct:
                 return read
-            after, gives = (read,), on("host", size)
+            self.took(what, label, "host", size, read)
+            after, gives, moves = (read,), on("host", size), True
         seconds = self.rates.transfer("h2d", size)
-        return self._add(Task(f"fetch {what} of {label}", "h2d", seconds, after, takes, gives, name))
+        fetched = self.add(Task(f"fetch {what} of {label}", "h2d", seconds, after, takes, gives, name))
+        if moves:
+            self.gave(what, label, "host", size, fetched)
+        return fetched
 
     def _update(self) -> None:
         """The optimizer, when all gradients are there: first what lives on the device, then the rest."""
@@ -261,8 +290,8 @@ class Run:
         host = [bucket for bucket in self._by_readiness() if homes[bucket].optimizer != "device"]
         seconds = scheduler.update_seconds(host)
         if seconds or not host:
-            self._add(Task("optimizer update", "compute", seconds, after, module="optimizer"))
-        updates = HostUpdates(self.rates, self._add, tuple(sorted({*after, self.last} - {-1})))
+            self.add(Task("optimizer update", "compute", seconds, after, module="optimizer"))
+        updates = HostUpdates(self.rates, self, tuple(sorted({*after, self.last} - {-1})))
         for bucket in host:
             for tile, part in enumerate(scheduler.transfers(bucket, self.decisions.tiles[bucket])):
                 if part.shards.optimizer:

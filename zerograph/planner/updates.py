@@ -7,7 +7,8 @@ most :data:`BUFFERS` staging buffers, and new parameters go up again where they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import Protocol
 
 from zerograph.forecast import Stream
 from zerograph.machine import Tier
@@ -18,17 +19,28 @@ from zerograph.planner.transfers import Transfer
 
 BUFFERS = 3
 """Staging buffers on the host, each for one bucket or tile: one being read, one in use, one being written."""
+_GRADIENT, _STATES, _COPY = "staged gradient", "staged states", "staged copy"
 
-Add = Callable[[Task], int]
-"""Appends a task to the step; returns its index."""
+
+class Step(Protocol):
+    """What updates are added to: a :class:`~zerograph.planner.run.Run`."""
+
+    def add(self, task: Task) -> int:
+        """Append ``task``; returns its index."""
+
+    def took(self, what: str, label: str, tier: Tier, size: int, task: int) -> None:
+        """``task`` takes memory."""
+
+    def gave(self, what: str, label: str, tier: Tier, size: int, task: int) -> None:
+        """That memory is free at the end of ``task``."""
 
 
 class HostUpdates:
     """Updates on the host, in the order in which they are asked for."""
 
-    def __init__(self, rates: Rates, add: Add, start: tuple[int, ...]) -> None:
+    def __init__(self, rates: Rates, step: Step, start: tuple[int, ...]) -> None:
         """``start``: tasks that have to end before the first update begins."""
-        self.rates, self.add, self.start = rates, add, start
+        self.rates, self.step, self.start = rates, step, start
         self.released: list[int] = []  # per update the task that gives its staging buffer back
 
     def update(self, part: Transfer, homes: Homes, spilled: int | None) -> None:
@@ -48,6 +60,8 @@ class HostUpdates:
         after = tuple(sorted({*free, *inputs}))
         seconds = self.rates.host_update(shards.traffic)
         updated = self._task("update", part, "cpu_update", seconds, after, on(staging, copy), on(staging, used))
+        self.step.gave(_GRADIENT, part.label, staging, used, updated)
+        self.step.took(_COPY, part.label, staging, copy, updated)
         self.released.append(self._results(part, homes, copy, updated))
 
     def _copies(self, tier: Tier) -> bool:
@@ -58,7 +72,9 @@ class HostUpdates:
         if homes.gradients == "device" and self._copies("device"):
             size = part.shards.gradient
             seconds = self.rates.transfer("d2h", size)
-            yield self._task("spill gradient of", part, "d2h", seconds, free, on("host", size), ())
+            task = self._task("spill gradient of", part, "d2h", seconds, free, on("host", size), ())
+            self.step.took(_GRADIENT, part.label, "host", size, task)
+            yield task
         elif spilled is not None:
             yield spilled
 
@@ -68,7 +84,10 @@ class HostUpdates:
         if read:
             after = free if spilled is None else tuple(sorted({*free, spilled}))
             seconds = self.rates.transfer("nvme_read", read)
-            yield self._task("read states of", part, "nvme_read", seconds, after, on(self.rates.staging, read), ())
+            task = self._task("read states of", part, "nvme_read", seconds, after, on(self.rates.staging, read), ())
+            self.step.took(_STATES, part.label, self.rates.staging, states, task)
+            self.step.took(_GRADIENT, part.label, self.rates.staging, read - states, task)
+            yield task
 
     def _results(self, part: Transfer, homes: Homes, copy: int, updated: int) -> int:
         """What an update has made goes home; returns the task after which its staging buffer is free."""
@@ -77,14 +96,17 @@ class HostUpdates:
             write = shards.optimizer + (shards.copy if homes.parameters == "nvme" else 0)
             seconds = self.rates.transfer("nvme_write", write)
             last = self._task("write states of", part, "nvme_write", seconds, (updated,), (), on(staging, write))
+            self.step.gave(_STATES, part.label, staging, shards.optimizer, last)
+            self.step.gave(_COPY, part.label, staging, write - shards.optimizer, last)
         if homes.parameters == "device" and copy:
             seconds = self.rates.transfer("h2d", copy)
             fetched = self._task("fetch parameters of", part, "h2d", seconds, (updated,), (), on(staging, copy))
-            last = last if last != updated else fetched
+            self.step.gave(_COPY, part.label, staging, copy, fetched)
+            last = max(last, fetched)
         return last
 
     def _task(
         self, what: str, part: Transfer, stream: Stream, seconds: float, after: tuple[int, ...], takes: Memory,
         gives: Memory,
     ) -> int:  # fmt: skip
-        return self.add(Task(f"{what} {part.label}", stream, seconds, after, takes, gives, part.name))
+        return self.step.add(Task(f"{what} {part.label}", stream, seconds, after, takes, gives, part.name))
