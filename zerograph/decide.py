@@ -138,14 +138,7 @@ class Planner:
 
     def _search(self, step: Step) -> tuple[int, Plan]:
         """Bytes that the step needs at least, and its best plan."""
-        config, given = self.backend.config, self.backend.config.given
-        wish = Wish(
-            config.stage,
-            self.backend.world_size,
-            bucket_size=config.bucket_size if "bucket_size" in given else None,
-            prefetch=config.prefetch if "prefetch" in given else None,
-            recompute=config.recompute,
-        )
+        wish = Wish.of(self.backend.config, self.backend.world_size)
         search = Search(step, wish, self._machine, states=self._states(step))
         found = search.within(self._budget)
         if found is None:

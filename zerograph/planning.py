@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from zerograph.config import Config
 from zerograph.dryrun import Compiled, compile_only
 from zerograph.errors import UnsupportedError
-from zerograph.machine import TIERS, Machine
+from zerograph.machine import TIERS, Machine, Tier
 from zerograph.outlook import outlook
 from zerograph.plan import Plan
 from zerograph.planfile import PlanFile, Reason
+from zerograph.planner.choice import Offload
+from zerograph.planner.planned import planned
+from zerograph.planner.search import Wish
 from zerograph.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,6 +32,8 @@ def plan_file(
     dtype: str | None = None,
     moments: int = 2,
     reserve: float = 0.0,
+    offload: Offload | Literal["auto"] = "none",
+    tier: Tier | None = None,
     **options: Any,
 ) -> PlanFile:
     """Plan one training step of what ``make`` returns.
@@ -39,15 +45,25 @@ def plan_file(
         dtype: compute dtype by name; each parameter's own unless given.
         moments: tensors that the optimizer keeps per parameter.
         reserve: share of every tier to leave free.
+        offload, tier: as in :class:`~zerograph.planner.search.Wish`. Unless it is "none", the plan is searched over
+            all tiers of ``machine``, and forecast from its schedule: no program can be lowered for it yet.
         options: further arguments of :func:`zerograph.backend`. At stage "auto" the plan fills ``machine``'s memory.
 
     Raises:
-        InfeasibleError: no plan fits at stage "auto".
+        InfeasibleError: no plan fits at stage "auto", or none that offloads.
         UnsupportedError: the model cannot be traced whole, or does not train.
     """
     import torch
 
     compute = getattr(torch, dtype) if dtype is not None else None
+    if offload != "none":
+        config = Config.of(**options)
+        wish = Wish.of(config, world, offload=offload, tier=tier)
+        # One rank alone keeps its parameters as they are unless they compute in a dtype, and could move none of them.
+        compute = compute or (torch.float32 if world == 1 else None)
+        compiled = compile_only(make, world_size=world, batch=batch, seq=seq, dtype=compute, stage=config.sharding)
+        step = _training_frame(compiled.frames).step
+        return planned(name, step, wish, machine, moments=moments, reserve=reserve, tokens=compiled.tokens)
     if options.get("stage") == "auto":
         options |= {"memory": machine.capacity("device", world), "machine": machine}
     compiled = compile_only(make, world_size=world, batch=batch, seq=seq, dtype=compute, **options)

@@ -60,6 +60,12 @@ class Candidate:
         """The candidate as a plan."""
         return self.space.plan_of(self)
 
+    @property
+    def held(self) -> int:
+        """Bytes that the device holds between steps."""
+        moved = self.space.scheduler.moved([HOMES[home] for home in self.homes])
+        return sum(size for tier, size in (*self.space.held, *moved) if tier == "device")
+
     def fits(self, budget: Sequence[int]) -> bool:
         """Whether no tier holds more than ``budget`` bytes."""
         return all(peak <= most for peak, most in zip(self.peaks, budget, strict=True))

@@ -18,9 +18,9 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, pairwise
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from zerograph.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Recompute
+from zerograph.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Recompute
 from zerograph.ir import Step
 from zerograph.machine import TIERS, Machine, Tier
 from zerograph.plan import Plan
@@ -73,6 +73,18 @@ class Wish:
     tier: Tier | None = None
     tile: bool | None = None
 
+    @classmethod
+    def of(cls, config: Config, world_size: int, **fixed: Any) -> Wish:
+        """What was given to ``config``; ``fixed`` are further fields."""
+        return cls(
+            config.stage,
+            world_size,
+            bucket_size=config.bucket_size if "bucket_size" in config.given else None,
+            prefetch=config.prefetch if "prefetch" in config.given else None,
+            recompute=config.recompute,
+            **fixed,
+        )
+
     @property
     def sharding(self) -> int:
         """The stage that says what is sharded."""
@@ -90,13 +102,14 @@ class Search:
 
     def __init__(
         self, step: Step, wish: Wish, machine: Machine, *, states: int | None = None, moments: int = 2,
-        complete: int = COMPLETE,
+        complete: int = COMPLETE, work: int = WORK,
     ) -> None:  # fmt: skip
         """
         Args:
             states: bytes on the device between steps; default: shards and ``moments`` optimizer states of the
                 step's parameters.
             complete: number of candidates up to which all are looked at.
+            work: tasks that are simulated for plans that offload, at most; twice as many where all of them do.
         """
         self.wish = wish
         self.profile = profile(step, ("none", "full") if wish.recompute == "none" else ("auto", "full"))
@@ -121,8 +134,7 @@ class Search:
             finer = [c for candidate in frontier(points) for c in points[candidate].finer()]
             found += [*points, *finer]
         if step.training and (self.tiers or small):
-            work = WORK if stays else 2 * WORK
-            found += Offloading(self.homes, self.tiers, [*small, *worthwhile], work).candidates
+            found += Offloading(self.homes, self.tiers, [*small, *worthwhile], work * (2 - stays)).candidates
         self.best = frontier(found)
 
     def _size(self, space: Space) -> int:
@@ -143,6 +155,10 @@ class Search:
         """The one that needs the least memory."""
         return self.best[0]
 
+    def closest(self, budget: int | Mapping[Tier, int]) -> Candidate:
+        """The one that overruns the tiers of ``budget`` by the smallest share."""
+        return min(self.best, key=lambda c: (over(c, budget), c.rank))
+
     def within(self, budget: int | Mapping[Tier, int]) -> Candidate | None:
         """The fastest whose peaks are at most ``budget`` bytes; None when none is.
 
@@ -151,6 +167,11 @@ class Search:
         """
         most = limits(budget)
         return min((c for c in self.best if c.fits(most)), key=lambda c: c.rank, default=None)
+
+
+def over(candidate: Candidate, budget: int | Mapping[Tier, int]) -> float:
+    """By what share of its budget the fullest tier is overrun; 0 or less when all fit."""
+    return max((peak - most) / max(1, most) for peak, most in zip(candidate.peaks, limits(budget), strict=True))
 
 
 def limits(budget: int | Mapping[Tier, int]) -> tuple[int, ...]:

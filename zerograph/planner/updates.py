@@ -19,7 +19,7 @@ from zerograph.planner.transfers import Transfer
 
 BUFFERS = 3
 """Staging buffers on the host, each for one bucket or tile: one being read, one in use, one being written."""
-_GRADIENT, _STATES, _COPY = "staged gradient", "staged states", "staged copy"
+GRADIENT, STATES, COPY = "staged gradient", "staged states", "staged copy"
 
 
 class Step(Protocol):
@@ -60,8 +60,8 @@ class HostUpdates:
         after = tuple(sorted({*free, *inputs}))
         seconds = self.rates.host_update(shards.traffic)
         updated = self._task("update", part, "cpu_update", seconds, after, on(staging, copy), on(staging, used))
-        self.step.gave(_GRADIENT, part.label, staging, used, updated)
-        self.step.took(_COPY, part.label, staging, copy, updated)
+        self.step.gave(GRADIENT, part.label, staging, used, updated)
+        self.step.took(COPY, part.label, staging, copy, updated)
         self.released.append(self._results(part, homes, copy, updated))
 
     def _copies(self, tier: Tier) -> bool:
@@ -73,7 +73,7 @@ class HostUpdates:
             size = part.shards.gradient
             seconds = self.rates.transfer("d2h", size)
             task = self._task("spill gradient of", part, "d2h", seconds, free, on("host", size), ())
-            self.step.took(_GRADIENT, part.label, "host", size, task)
+            self.step.took(GRADIENT, part.label, "host", size, task)
             yield task
         elif spilled is not None:
             yield spilled
@@ -85,8 +85,8 @@ class HostUpdates:
             after = free if spilled is None else tuple(sorted({*free, spilled}))
             seconds = self.rates.transfer("nvme_read", read)
             task = self._task("read states of", part, "nvme_read", seconds, after, on(self.rates.staging, read), ())
-            self.step.took(_STATES, part.label, self.rates.staging, states, task)
-            self.step.took(_GRADIENT, part.label, self.rates.staging, read - states, task)
+            self.step.took(STATES, part.label, self.rates.staging, states, task)
+            self.step.took(GRADIENT, part.label, self.rates.staging, read - states, task)
             yield task
 
     def _results(self, part: Transfer, homes: Homes, copy: int, updated: int) -> int:
@@ -96,12 +96,12 @@ class HostUpdates:
             write = shards.optimizer + (shards.copy if homes.parameters == "nvme" else 0)
             seconds = self.rates.transfer("nvme_write", write)
             last = self._task("write states of", part, "nvme_write", seconds, (updated,), (), on(staging, write))
-            self.step.gave(_STATES, part.label, staging, shards.optimizer, last)
-            self.step.gave(_COPY, part.label, staging, write - shards.optimizer, last)
+            self.step.gave(STATES, part.label, staging, shards.optimizer, last)
+            self.step.gave(COPY, part.label, staging, write - shards.optimizer, last)
         if homes.parameters == "device" and copy:
             seconds = self.rates.transfer("h2d", copy)
             fetched = self._task("fetch parameters of", part, "h2d", seconds, (updated,), (), on(staging, copy))
-            self.step.gave(_COPY, part.label, staging, copy, fetched)
+            self.step.gave(COPY, part.label, staging, copy, fetched)
             last = max(last, fetched)
         return last
 
