@@ -69,9 +69,9 @@ def reasons(found: Candidate, wish: Wish) -> Iterator[Reason]:
     told = "it was chosen" if wish.offload == "auto" else f"offload={wish.offload} was asked for"
     yield Reason("plan", f"shards of {off} buckets off the device", told)
     yield Reason("plan", "forecast from the schedule of the traced step", "no backend runs such a plan yet")
-    yield from _activations(plan)
     for bucket in plan.buckets:
         yield Reason(bucket.name, _decided(bucket), _why(bucket, scheduler) or fastest)
+    yield from _activations(plan)
 
 
 def _activations(plan: Plan) -> Iterator[Reason]:
