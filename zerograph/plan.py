@@ -13,7 +13,7 @@ from zerograph.errors import ZeroGraphError
 from zerograph.ir import Param
 from zerograph.machine import TIERS, Tier
 
-__all__ = ["DEVICE", "VERSION", "Bucket", "GivenPlan", "Homes", "Param", "Plan", "Residency"]
+__all__ = ["DEVICE", "VERSION", "Bucket", "GivenPlan", "Homes", "Param", "Plan", "Residency", "tile_rows"]
 
 VERSION = 3
 
@@ -89,10 +89,13 @@ class Bucket:
         """Bytes of the bucket's parameters when whole."""
         return sum(p.gathered_bytes for p in self.params)
 
-    def tile_rows(self, world_size: int) -> tuple[tuple[int, int], ...]:
-        """First and one-past-last row of every rank's shard in each tile, which is the same slice of all shards."""
-        rows = self.params[0].chunk_rows(world_size) if self.tiles > 1 else 0
-        return tuple((i * rows // self.tiles, (i + 1) * rows // self.tiles) for i in range(self.tiles))
+
+def tile_rows(rows: int, tiles: int) -> tuple[tuple[int, int], ...]:
+    """First and one-past-last row of each tile of shards of ``rows`` rows: the same slice of every rank's shard.
+
+    A tile's gather then uses all ranks' links, with parameters sharded by rows as ever.
+    """
+    return tuple((i * rows // tiles, (i + 1) * rows // tiles) for i in range(tiles))
 
 
 @dataclass(frozen=True, slots=True)

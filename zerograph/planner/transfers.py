@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from zerograph.ir import Param
+from zerograph.plan import tile_rows
 from zerograph.planner.placement import Shards
 from zerograph.planner.rates import Rates, gathered_bytes, reduced_bytes, shard_bytes
 
@@ -44,10 +45,12 @@ def transfers(
     gradients = sum(whole.get(p.name, 0) for p in trainable)
     moved = Shards.of(params, world, moments)
     rows = params[0].chunk_rows(world) if tiles > 1 else 1
+    slices = tile_rows(rows, tiles)
 
     def part(size: int, tile: int) -> int:
         """Bytes of ``size`` in the rows of a tile; parts of what is not padded add up all the same."""
-        return size * ((tile + 1) * rows // tiles) // rows - size * (tile * rows // tiles) // rows
+        begin, end = slices[tile]
+        return size * end // rows - size * begin // rows
 
     return tuple(
         Transfer(
