@@ -15,7 +15,7 @@ from zerograph.forecast import Forecast
 from zerograph.ir import Step
 from zerograph.machine import TIERS, Machine, Tier, machine_named
 from zerograph.plan import Homes, Plan, tile_rows
-from zerograph.planfile import Holding, PlanFile
+from zerograph.planfile import PlanFile
 from zerograph.planner.books import scheduled
 from zerograph.planner.check import check
 from zerograph.planner.choice import Choice, placements
@@ -322,9 +322,12 @@ def test_checks_find_what_is_wrong_with_moves() -> None:
     assert "reduced 0 times, not 1" in found(broken(file, f"reduce {tile}", name="reduce nothing"))["reductions"]
     assert "updated on the host 0 times" in found(broken(file, f"update {tile}", name="update nothing"))["updates"]
     assert "does not shard" in found(replace(file, plan=replace(file.plan, stage=1)))["plan"]
-    hasty = replace(file, plan=replace(file.plan, prefetch=0))
-    assert "tiles of blocks.0 are whole at a time, 1 may be" in found(hasty)["gathers"]
+    ahead = file_of(
+        step_of([Layer(rows=MIB, flops=10**13)]), placed(ruled(step_of([Layer(rows=MIB)])), Homes(), 4), GPU
+    )
+    hasty = replace(ahead, plan=replace(ahead.plan, prefetch=0))
+    assert check(ahead) == []
+    assert "2 tiles of blocks.0 are whole at a time, 1 may be" in found(hasty)["gathers"]
     gathered = next(h for h in file.holdings if h.kind == "gathered")
     again = replace(file, holdings=(*file.holdings, gathered))
     assert "and whole until" in found(again)["gathers"]
-    assert isinstance(gathered, Holding)

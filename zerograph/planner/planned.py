@@ -1,4 +1,4 @@
-"""A plan file from a traced step alone: for plans that offload or tile, of which no program can be lowered yet."""
+"""A plan file from a traced step alone: where plans may offload or tile, as no program of those can be lowered yet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zerograph.planner.search import Search, Wish
 from zerograph.units import format_bytes, format_seconds
 
 NOT_COUNTED = (
-    "this plan cannot be run yet: its tasks follow the traced step and not a lowered program",
+    "what lowering changes: tasks follow the traced step, not a program",
     "fragmentation and workspaces of the allocator",
     "Python, launches and synchronization between instructions",
     "buffers of the model, and the batch itself",
@@ -68,7 +68,8 @@ def reasons(found: Candidate, wish: Wish) -> Iterator[Reason]:
     off = sum(bucket.homes != DEVICE for bucket in plan.buckets)
     told = "it was chosen" if wish.offload == "auto" else f"offload={wish.offload} was asked for"
     yield Reason("plan", f"shards of {off} buckets off the device", told)
-    yield Reason("plan", "forecast from the schedule of the traced step", "no backend runs such a plan yet")
+    if plan.unexecuted:
+        yield Reason("plan", "forecast from the schedule of the traced step", "this plan cannot be run yet")
     for bucket in plan.buckets:
         yield Reason(bucket.name, _decided(bucket), _why(bucket, scheduler) or fastest)
     yield from _activations(plan)

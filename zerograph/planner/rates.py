@@ -12,6 +12,9 @@ from zerograph.forecast import Stream
 from zerograph.ir import ITEM_SIZE, Param
 from zerograph.machine import Machine, Tier
 
+WAKE = 5e-5
+"""Seconds that an update on the host takes however small it is: its threads wake, share the work and meet again."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -52,7 +55,7 @@ class Rates:
 
     def host_update(self, traffic: float) -> float:
         """An update on the host that reads and writes ``traffic`` bytes, while all ranks of the node do the same."""
-        return traffic * self._sharers / self.machine.cpu_optimizer
+        return WAKE + traffic * self._sharers / self.machine.cpu_optimizer
 
     @property
     def _sharers(self) -> int:

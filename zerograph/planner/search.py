@@ -121,34 +121,18 @@ class Search:
         if not step.params or not step.training:
             prefetches = (DEFAULT_PREFETCH if wish.prefetch is None else wish.prefetch,)
         places = [(s, prefetch) for s in self.spaces for prefetch in prefetches if not (s.tiled and prefetch > 1)]
-        if sum(self._size(space) for space, _ in places) <= complete:
-            self.best = frontier(chain.from_iterable(self._all(*place) for place in places))
+        if sum(_size(space, self.homes, self.tiers) for space, _ in places) <= complete:
+            self.best = frontier(c for place in places for c in _all(*place, self.homes, self.tiers))
             return
-        worthwhile = _worthwhile([place for place in places if not place[0].tiled])
-        small = [place for place in places if place[0].tiled]
-        small = _worthwhile(small)[:1] if small else []
-        found: list[Candidate] = []
+        whole = [place for place in places if not place[0].tiled]
+        in_tiles = [place for place in places if place[0].tiled]
         stays = self.homes[0] == 0
-        if stays:  # plans that offload nothing are open, and looked at as where nothing can
-            points = {p.candidate: p for place in worthwhile for p in _grid(*place)}
-            finer = [c for candidate in frontier(points) for c in points[candidate].finer()]
-            found += [*points, *finer]
-        if step.training and (self.tiers or small):
-            found += Offloading(self.homes, self.tiers, [*small, *worthwhile], work * (2 - stays)).candidates
+        # Plans that offload nothing, where they are open, are those that are looked at where nothing can be offloaded.
+        found = list(_staying(whole, complete)) if stays else []
+        if step.training and (self.tiers or in_tiles):
+            chosen = [*(_worthwhile(in_tiles)[:1] if in_tiles else []), *_worthwhile(whole)]
+            found += Offloading(self.homes, self.tiers, chosen, work * (2 - stays)).candidates
         self.best = frontier(found)
-
-    def _size(self, space: Space) -> int:
-        """How many plans a space has."""
-        layers = len(space.scheduler.profile.layers) if self.tiers else 0
-        placed = len(self.homes) ** len(space.moves) * (1 + len(self.tiers)) ** layers
-        return placed << len(space.keeps) + len(space.saves)
-
-    def _all(self, space: Space, prefetch: int) -> Iterator[Candidate]:
-        for homes in every_home(space, self.homes):
-            for offload in every_offload(space, self.tiers):
-                for kept in _subsets(space.keeps):
-                    for saved in _subsets(space.saves):
-                        yield space.candidate(prefetch, kept, saved, homes, offload)
 
     @property
     def smallest(self) -> Candidate:
@@ -214,6 +198,32 @@ def tiled(plan: Plan, size: int) -> Plan:
             tiles = max(1, min(wanted, MOST_TILES, bucket.params[0].chunk_rows(plan.world_size)))
         buckets.append(replace(bucket, tiles=tiles))
     return replace(plan, buckets=tuple(buckets))
+
+
+def _size(space: Space, homes: Sequence[int], tiers: Sequence[Tier]) -> int:
+    """How many plans a space has."""
+    layers = len(space.scheduler.profile.layers) if tiers else 0
+    placed: int = len(homes) ** len(space.moves) * (1 + len(tiers)) ** layers
+    return placed << len(space.keeps) + len(space.saves)
+
+
+def _all(space: Space, prefetch: int, homes: Sequence[int], tiers: Sequence[Tier]) -> Iterator[Candidate]:
+    for placed in every_home(space, homes):
+        for offload in every_offload(space, tiers):
+            for kept in _subsets(space.keeps):
+                for saved in _subsets(space.saves):
+                    yield space.candidate(prefetch, kept, saved, placed, offload)
+
+
+def _staying(places: Sequence[tuple[Space, int]], complete: int) -> Iterator[Candidate]:
+    """Plans that offload nothing: all of them, or a grid of counts and what lies behind its frontier."""
+    if sum(_size(space, (0,), ()) for space, _ in places) <= complete:
+        for place in places:
+            yield from _all(*place, (0,), ())
+        return
+    points = {p.candidate: p for place in _worthwhile(places) for p in _grid(*place)}
+    yield from points
+    yield from (c for candidate in frontier(points) for c in points[candidate].finer())
 
 
 def _subsets(items: Sequence[T]) -> Iterator[tuple[T, ...]]:
