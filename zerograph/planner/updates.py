@@ -41,7 +41,7 @@ class HostUpdates:
     def __init__(self, rates: Rates, step: Step, start: tuple[int, ...]) -> None:
         """``start``: tasks that have to end before the first update begins."""
         self.rates, self.step, self.start = rates, step, start
-        self.released: list[int] = []  # per update the task that gives its staging buffer back
+        self.released: list[tuple[int, ...]] = []  # per update the tasks after which its staging buffer is free
 
     def update(self, part: Transfer, homes: Homes, spilled: int | None) -> None:
         """Update one bucket or tile whose states live off the device.
@@ -52,7 +52,7 @@ class HostUpdates:
         shards, staging = part.shards, self.rates.staging
         free = self.start
         if len(self.released) >= BUFFERS:
-            free = tuple(sorted({*free, self.released[-BUFFERS]}))
+            free = tuple(sorted({*free, *self.released[-BUFFERS]}))
         inputs = [*self._gradient(part, homes, free, spilled), *self._states(part, homes, free, spilled)]
         used = 0 if homes.gradients == "host" or not self._copies(homes.gradients) else shards.gradient
         stays = staging == "device" and homes.parameters == "device"
@@ -89,21 +89,22 @@ class HostUpdates:
             self.step.took(GRADIENT, part.label, self.rates.staging, read - states, task)
             yield task
 
-    def _results(self, part: Transfer, homes: Homes, copy: int, updated: int) -> int:
-        """What an update has made goes home; returns the task after which its staging buffer is free."""
-        shards, staging, last = part.shards, self.rates.staging, updated
+    def _results(self, part: Transfer, homes: Homes, copy: int, updated: int) -> tuple[int, ...]:
+        """What an update has made goes home; returns the tasks after which its staging buffer is free."""
+        shards, staging, ends = part.shards, self.rates.staging, [updated]
         if homes.optimizer == "nvme":
             write = shards.optimizer + (shards.copy if homes.parameters == "nvme" else 0)
             seconds = self.rates.transfer("nvme_write", write)
-            last = self._task("write states of", part, "nvme_write", seconds, (updated,), (), on(staging, write))
-            self.step.gave(STATES, part.label, staging, shards.optimizer, last)
-            self.step.gave(COPY, part.label, staging, write - shards.optimizer, last)
+            written = self._task("write states of", part, "nvme_write", seconds, (updated,), (), on(staging, write))
+            self.step.gave(STATES, part.label, staging, shards.optimizer, written)
+            self.step.gave(COPY, part.label, staging, write - shards.optimizer, written)
+            ends.append(written)
         if homes.parameters == "device" and copy:
             seconds = self.rates.transfer("h2d", copy)
             fetched = self._task("fetch parameters of", part, "h2d", seconds, (updated,), (), on(staging, copy))
             self.step.gave(COPY, part.label, staging, copy, fetched)
-            last = max(last, fetched)
-        return last
+            ends.append(fetched)
+        return tuple(ends)
 
     def _task(
         self, what: str, part: Transfer, stream: Stream, seconds: float, after: tuple[int, ...], takes: Memory,
