@@ -16,8 +16,9 @@ from zerograph.planfile import Holding
 from zerograph.planner.books import scheduled
 from zerograph.planner.candidates import Candidate
 from zerograph.planner.choice import OFFLOADS, Offload
+from zerograph.planner.offloading import WORK
 from zerograph.planner.regions import Life
-from zerograph.planner.search import BUCKET_SIZES, WORK, Search, Wish, limits
+from zerograph.planner.search import BUCKET_SIZES, Search, Wish, limits
 from zerograph.planner.shortage import Knob
 from zerograph.units import format_bytes
 
