@@ -51,9 +51,11 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[object, ...]:
-        """Faster first, then smaller; ties are broken by the decisions, the same way on all ranks."""
+        """Faster first, then smaller, off the device before on it; ties are broken by the decisions, the same way on
+        all ranks."""
         fixed = (len(self.space.plan.buckets), self.space.tiles, self.prefetch)
-        return (self.seconds, self.peaks, *fixed, self.kept, self.recomputed, self.homes, self.offload)
+        size = (self.peaks[1:], self.peak)
+        return (self.seconds, *size, *fixed, self.kept, self.recomputed, self.homes, self.offload)
 
     @property
     def plan(self) -> Plan:
