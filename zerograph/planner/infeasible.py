@@ -109,7 +109,7 @@ def _knobs(search: Search, step: Step, machine: Machine, budget: Budget, short: 
         less = closest.peaks[short] - after.closest(budget).peaks[short]
         yield Knob(text, less, after.within(budget) is not None)
     if TIERS[short] == "device":
-        work = (closest.peak - search.states) // 2
+        work = (closest.peak - closest.held) // 2
         yield Knob("half the batch, if activations shrink with it", work, closest.peak - work <= limits(budget)[0])
 
 
