@@ -3,11 +3,13 @@
 Buckets and layers are taken in at most :data:`GROUPS` groups each, whatever the depth. It begins with plans that treat
 all groups alike, and goes on from those that no other beats in time and in the memory of every tier, one group changed
 at a time (Pareto local search; Paquete et al. 2004). Groups that are alike are interchangeable, so only one of them is
-changed. It ends when nothing better is found, or :data:`WORK` tasks were simulated. No budget enters.
+changed. When nothing better is found there, it goes on from plans that were beaten. It ends when there is nothing left
+to look at, or :data:`WORK` tasks were simulated. No budget enters.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, product
@@ -80,14 +82,18 @@ class Offloading:
         self.groups = [_grouped(space) for space, _ in places]
         self.candidates: list[Candidate] = []
         self._best: list[tuple[Candidate, _State]] = []
+        self._beaten: deque[_State] = deque()
         self._seen: set[_State] = set()
         self._explore()
 
     def _explore(self) -> None:
         fresh = self._better(self._seeds())
-        while fresh and self._work < self._end:
-            following = (state for candidate, found in fresh if self._holds(candidate) for state in self._next(found))
-            fresh = self._better(following)
+        while self._work < self._end and (fresh or self._beaten):
+            if fresh:
+                at = [state for candidate, state in fresh if self._holds(candidate)]
+            else:  # nothing next to the best is better; what was beaten may lead on
+                at = [self._beaten.popleft()]
+            fresh = self._better(state for found in at for state in self._next(found))
 
     def _better(self, states: Iterator[_State]) -> list[tuple[Candidate, _State]]:
         """Those of ``states`` that none so far beats, fastest first."""
@@ -104,6 +110,8 @@ class Offloading:
                 self._best = [pair for pair in self._best if not _beats(candidate, pair[0])]
                 self._best.append((candidate, state))
                 fresh.append((candidate, state))
+            else:
+                self._beaten.append(state)
         return sorted(fresh, key=lambda pair: pair[0].rank)
 
     @property
