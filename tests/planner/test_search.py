@@ -164,7 +164,7 @@ def budgets(found: list[Candidate], shares: list[tuple[float, float, float]]) ->
 _SHARES = st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=8, deadline=None, derandomize=True)  # a local search proves nothing: these are its cases
 @given(layers=st.lists(_LAYER, min_size=2, max_size=2), shares=st.lists(_SHARES, min_size=20, max_size=20))
 def test_offload_to_two_tiers_is_within_5_percent_of_brute_force(
     layers: list[Layer], shares: list[tuple[float, float, float]]
@@ -173,7 +173,7 @@ def test_offload_to_two_tiers_is_within_5_percent_of_brute_force(
     compare(step_of(layers), OFFLOAD, MACHINE, shares)
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=8, deadline=None, derandomize=True)  # a local search proves nothing: these are its cases
 @given(layers=st.lists(_LAYER, min_size=3, max_size=3), shares=st.lists(_SHARES, min_size=20, max_size=20))
 def test_offload_to_one_tier_is_within_5_percent_of_brute_force(
     layers: list[Layer], shares: list[tuple[float, float, float]]
