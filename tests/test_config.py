@@ -12,9 +12,10 @@ from graphs import fake_world
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerograph
-from zerograph.config import Config
+from zerograph.config import OFFLOAD, OFFLOAD_TIERS, Config
 from zerograph.errors import ConfigError, ZeroGraphError
-from zerograph.machine import machine_named
+from zerograph.machine import TIERS, machine_named
+from zerograph.planner.choice import OFFLOADS
 
 WRONG: list[tuple[str, Any, str]] = [
     ("stage", 4, 'stage must be 0, 1, 2, 3 or "auto", got 4'),
@@ -47,6 +48,11 @@ WRONG: list[tuple[str, Any, str]] = [
     ("recompute", float("nan"), "got nan"),
     ("recompute", True, "got True"),
     ("recompute", None, "got None"),
+    ("offload", "all", "offload must be one of"),
+    ("offload", None, "got None"),
+    ("offload", ["optimizer"], "got \\['optimizer'\\]"),
+    ("tier", "device", "tier must be one of \\('host', 'nvme'\\), got 'device'"),
+    ("tier", "host", "tier='host' is given, and offload is none"),
     ("compute", "triton", "compute must be one of"),
     ("compute", None, "got None"),
     ("compute", ["eager"], "got \\['eager'\\]"),
@@ -119,3 +125,22 @@ def test_a_config_cannot_change() -> None:
 
 def test_errors_have_one_base() -> None:
     assert issubclass(ConfigError, ZeroGraphError)
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "gradients", "parameters", "auto"])
+@pytest.mark.parametrize("tier", [None, "host", "nvme"])
+def test_offload_is_planned_and_not_run_yet(offload: str, tier: str | None) -> None:
+    with pytest.raises(ConfigError, match="is planned and forecast, but no backend runs it yet") as info:
+        zerograph.backend(offload=offload, tier=tier)
+    assert f"zerograph plan MODEL --offload {offload}" in info.value.hint
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, "optimizer"), (1, "gradients"), (2, "parameters")])
+def test_what_a_stage_does_not_shard_cannot_be_offloaded(stage: int, offload: str) -> None:
+    with pytest.raises(ConfigError, match=f"stage {stage} cannot offload {offload}, which it does not shard"):
+        zerograph.backend(stage=stage, offload=offload)
+
+
+def test_offload_has_the_vocabulary_of_estimates() -> None:
+    assert (*OFFLOADS, "auto") == OFFLOAD and TIERS[1:] == OFFLOAD_TIERS
+    assert zerograph.backend(offload="none", tier=None).config.offload == "none"

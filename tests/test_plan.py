@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 
 from zerograph.errors import ZeroGraphError
 from zerograph.ir import Param
-from zerograph.plan import Bucket, Plan
+from zerograph.machine import TIERS
+from zerograph.plan import Bucket, Homes, Plan
 
 _DTYPES = st.sampled_from(["float32", "bfloat16", "float64"])
 _PARAMS = st.builds(
@@ -23,12 +25,15 @@ _PARAMS = st.builds(
     trainable=st.booleans(),
     sharded=st.booleans(),
 )
+_TIERS = st.sampled_from(TIERS)
 _BUCKETS = st.builds(
     Bucket,
     index=st.integers(0, 100),
     name=st.text(),
     params=st.lists(_PARAMS, max_size=3).map(tuple),
     residency=st.sampled_from(["use", "backward", "step"]),
+    homes=st.builds(Homes, _TIERS, _TIERS, _TIERS),
+    tiles=st.integers(1, 4),
 )
 _PLANS = st.builds(
     Plan,
@@ -38,11 +43,18 @@ _PLANS = st.builds(
     prefetch=st.integers(0, 8),
     recompute=st.lists(st.text(), max_size=3).map(tuple),
     save_others=st.booleans(),
+    offload=st.lists(st.tuples(st.text(), st.sampled_from(TIERS[1:])), max_size=3).map(tuple),
 )
 
 
 @given(plan=_PLANS)
-def test_a_plan_read_back_from_json_equals_itself(plan: Plan) -> None:
+def test_a_plan_read_back_from_json_equals_itself_or_is_refused(plan: Plan) -> None:
+    wrong = next(plan.mistakes(), "")
+    if wrong:
+        with pytest.raises(ZeroGraphError) as info:
+            Plan.from_json(plan.to_json())
+        assert f"the plan makes no sense: {wrong}" in str(info.value)
+        return
     again = Plan.from_json(plan.to_json())
     assert again == plan
     assert again.digest == plan.digest
@@ -56,12 +68,12 @@ def test_plans_that_differ_have_different_digests(one: Plan, other: Plan) -> Non
 
 def test_another_version_is_refused() -> None:
     data = json.loads(Plan(3, 2, (), 1).to_json())
-    for version in (1, 99, None):
-        with pytest.raises(ZeroGraphError, match=f"plan has version {version}, this ZeroGraph reads 2"):
+    for version in (2, 99, None):
+        with pytest.raises(ZeroGraphError, match=f"plan has version {version}, this ZeroGraph reads 3"):
             Plan.from_json(json.dumps({**data, "version": version}))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 2}', '{"version": 2, "buckets": 3}', "null"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 3}', '{"version": 3, "buckets": 3}', "null"])
 def test_what_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(ZeroGraphError, match="plan"):
         Plan.from_json(text)
@@ -73,3 +85,13 @@ def test_bytes_and_lookup() -> None:
     bucket = Bucket(0, "both", (a, b), "use")
     assert bucket.gathered_bytes == 16 * 2 + 2 * 4
     assert Plan(3, 2, (bucket,), 1).bucket_of() == {"a": bucket, "b": bucket}
+
+
+def test_what_no_backend_runs_yet_is_told() -> None:
+    a = Param("a", (4, 4), "float32", "bfloat16", "float32", True, True)
+    bucket = Bucket(0, "layer", (a,), "use")
+    assert Plan(3, 2, (bucket,), 1, ("layer",)).unexecuted == ""
+    away = replace(bucket, homes=Homes("device", "host", "nvme"))
+    assert Plan(3, 2, (away,), 1).unexecuted == "gradients on host, optimizer on nvme (bucket layer)"
+    assert Plan(3, 2, (replace(bucket, tiles=2),), 1).unexecuted == "2 tiles of a"
+    assert Plan(3, 2, (bucket,), 1, offload=(("layer", "nvme"),)).unexecuted == "activations of layer on nvme"

@@ -335,6 +335,10 @@ def backend(**options: Any) -> Backend:
             every repeated layer only the inputs are saved, as with ``torch.utils.checkpoint`` around each), or a number
             from 0 to 1: that share of the layers fully. Layers are modules with a number in their name. Regions of the
             user's own ``torch.utils.checkpoint`` stay as they are.
+        offload: "none", "optimizer" (its states leave the device), "gradients" (those too), "parameters" (all of it) or
+            "auto". It is planned and forecast by ``zerograph plan --offload``, and cannot be run yet: anything but
+            "none" is refused.
+        tier: where that goes, "host" or "nvme"; default: whatever the planner finds faster.
         compute: "inductor", or "eager" to run the same program with uncompiled segments, for debugging.
         plan: path of a file that ``zerograph plan -o`` wrote. Its decisions (stage, buckets and their residency,
             prefetch, recomputation) are used as they are, so those arguments have no place beside it. A training step

@@ -24,7 +24,10 @@ COMPUTE = ("inductor", "eager")
 DEFAULT_BUCKET_SIZE = 32 * 2**20
 DEFAULT_PREFETCH = 1
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-PLANNED = ("stage", "bucket_size", "prefetch", "recompute", "memory", "machine")
+Offload = Literal["none", "optimizer", "gradients", "parameters", "auto"]
+OFFLOAD = ("none", "optimizer", "gradients", "parameters", "auto")
+OFFLOAD_TIERS = ("host", "nvme")
+PLANNED = ("stage", "bucket_size", "prefetch", "recompute", "memory", "machine", "offload", "tier")
 """Arguments that say what a plan decides, and so have no place beside ``plan``."""
 
 
@@ -46,6 +49,10 @@ class Config:
             that AOTAutograd's min-cut partitioner finds cheaper to compute than to save; "none": no more than the
             user's own ``torch.utils.checkpoint`` regions; "full": all of every repeated layer but its inputs; a number
             from 0 to 1: that share of the layers fully, evenly spread, the others as in "auto".
+        offload: what leaves the device between its uses, each with those before it: nothing ("none"), optimizer states,
+            gradients, parameters; "auto" chooses per bucket. Planned by ``zerograph plan`` and not run yet, so that
+            anything but "none" is refused.
+        tier: where it goes, "host" or "nvme"; None leaves that to the planner.
         compute: "inductor" compiles the segments between collectives; "eager" runs the same program uncompiled.
         plan: what a plan file decided, in place of rules; ``stage`` and ``prefetch`` are then the plan's.
         memory: bytes of device memory that a rank may use. What was left free is then searched for the fastest step
@@ -62,6 +69,8 @@ class Config:
     bucket_size: int = DEFAULT_BUCKET_SIZE
     prefetch: int = DEFAULT_PREFETCH
     recompute: Recompute = "auto"
+    offload: Offload = "none"
+    tier: Literal["host", "nvme"] | None = None
     compute: Literal["inductor", "eager"] = "inductor"
     plan: GivenPlan | None = None
     memory: int | None = None
@@ -117,10 +126,39 @@ class Config:
             f"compute must be one of {COMPUTE}, got {self.compute!r}",
             '"eager" runs the same program without compiling its segments, for debugging',
         )
+        self._validate_offload()
         for name in ("dtype", "reduce_dtype"):
             _require_dtype(name, getattr(self, name))
         if self.mesh is not None:
             _require_mesh(self.mesh)
+
+    def _validate_offload(self) -> None:
+        _require(
+            self.offload in OFFLOAD,
+            f"offload must be one of {OFFLOAD}, got {self.offload!r}",
+            '"optimizer" moves optimizer states off the device, "gradients" those and gradients',
+        )
+        _require(
+            self.tier is None or self.tier in OFFLOAD_TIERS,
+            f"tier must be one of {OFFLOAD_TIERS}, got {self.tier!r}",
+            'offload="optimizer", tier="host" keeps optimizer states in host memory',
+        )
+        _require(
+            self.tier is None or self.offload != "none",
+            f"tier={self.tier!r} is given, and offload is none",
+            'say what goes there, for example offload="optimizer"',
+        )
+        least = 0 if self.offload == "auto" else OFFLOAD.index(self.offload)
+        _require(
+            least <= self.sharding,
+            f"stage {self.stage} cannot offload {self.offload}, which it does not shard",
+            f"stage {least} or more can",
+        )
+        _require(
+            self.offload == "none",
+            f"offload={self.offload!r} is planned and forecast, but no backend runs it yet",
+            f"see what it would do with `zerograph plan MODEL --offload {self.offload}`; train without offload",
+        )
 
 
 def _sizes(options: dict[str, Any]) -> dict[str, int]:
@@ -173,6 +211,11 @@ def _replayed(options: dict[str, Any]) -> dict[str, Any]:
     from zerograph.files import read_plan  # late: few replay a plan
 
     plan = read_plan(Path(path)).plan
+    _require(
+        not plan.unexecuted,
+        f"the plan {os.fspath(path)} has {plan.unexecuted}, which no backend runs yet",
+        "make one that can be run: `zerograph plan MODEL` without --offload",
+    )
     return {"plan": GivenPlan(os.fspath(path), plan), "stage": plan.stage, "prefetch": plan.prefetch}
 
 

@@ -18,7 +18,6 @@ from torch import nn
 
 from zerograph.agreement import Agreement
 from zerograph.capture import dtype_name
-from zerograph.config import Config
 from zerograph.errors import ConfigError, InfeasibleError
 from zerograph.ir import Param, Step
 from zerograph.machine import Machine, preset_for
@@ -38,17 +37,6 @@ log = logging.getLogger(__name__)
 
 MOMENTS = 2
 """Optimizer states per parameter that a budget has to hold: Adam's. Optimizers may be made later than plans."""
-
-
-def wish_of(config: Config, world_size: int) -> Wish:
-    """What ``config`` leaves to a search, and what it fixes."""
-    return Wish(
-        config.stage,
-        world_size,
-        bucket_size=config.bucket_size if "bucket_size" in config.given else None,
-        prefetch=config.prefetch if "prefetch" in config.given else None,
-        recompute=config.recompute,
-    )
 
 
 class Planner:
@@ -150,9 +138,8 @@ class Planner:
 
     def _search(self, step: Step) -> tuple[int, Plan]:
         """Bytes that the step needs at least, and its best plan."""
-        search = Search(
-            step, wish_of(self.backend.config, self.backend.world_size), self._machine, states=self.states(step)
-        )
+        wish = Wish.of(self.backend.config, self.backend.world_size)
+        search = Search(step, wish, self._machine, states=self.states(step))
         found = search.within(self._budget)
         if found is None:
             raise infeasible(search, step, self._machine, self._budget)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from zerograph.config import Config
-from zerograph.decide import wish_of
+from zerograph.errors import ConfigError
 from zerograph.machine import Machine
 from zerograph.planfile import PlanFile
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.fill import Filled, fill
 from zerograph.planner.infeasible import infeasible
-from zerograph.planner.search import Search
+from zerograph.planner.search import Search, Wish
 from zerograph.planning import plan_file
 from zerograph.steps import Steps
 from zerograph.symbolic import Name
@@ -58,7 +58,7 @@ def largest(
         reserve: share of it to leave free.
         options: what :func:`zerograph.backend` is told of stage, buckets, prefetch and recomputation.
     """
-    wish = wish_of(Config.of(**options), world)
+    wish = Wish.of(Config.of(**options), world)
     budget = int((machine.capacity("device", world) if memory is None else memory) * (1 - reserve))
     return fill(lambda size: Search(steps.at(size), wish, machine, states=steps.states), budget, steps.start), budget
 
@@ -87,9 +87,12 @@ def largest_file(
             :func:`zerograph.planning.plan_file`.
 
     Raises:
+        ConfigError: with ``offload``: what is solved for is what a backend can run.
         InfeasibleError: not even a size of 1 fits.
         UnsupportedError: the model cannot be traced whole, does not train, or works at one size only.
     """
+    if options.get("offload", "none") != "none":
+        raise ConfigError("sizes are solved for on the device alone", "plan with --offload at the sizes you think of")
     steps = traced(make, what, world=world, batch=batch, seq=seq, dtype=dtype, stage=options.get("stage", 3))
     memory = machine.capacity("device", world)
     for _ in range(ATTEMPTS):

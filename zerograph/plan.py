@@ -5,19 +5,62 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from zerograph.errors import ZeroGraphError
 from zerograph.ir import Param
+from zerograph.machine import TIERS, Tier
 
-__all__ = ["VERSION", "Bucket", "GivenPlan", "Param", "Plan", "Residency"]
+__all__ = ["DEVICE", "VERSION", "Bucket", "GivenPlan", "Homes", "Param", "Plan", "Residency", "tile_rows"]
 
-VERSION = 2
+VERSION = 3
 
 Residency = Literal["use", "backward", "step"]
 """How long a gathered bucket stays whole: until its last use in a graph, until its use in the backward, or until
 the next forward whose shards may have changed."""
+_RESIDENCIES = ("use", "backward", "step")
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """The tiers that the shards of one bucket live on when nothing uses them.
+
+    What is offloaded is sharded, so ``optimizer`` can leave the device from stage 1 on, ``gradients`` from stage 2,
+    ``parameters`` from stage 3. None of them lives farther away than the next: an update reads all three. The master
+    copy lives with the optimizer; when that is off the device, ``parameters`` are a copy in the compute dtype.
+
+    Attributes:
+        parameters: shards of the parameters, as they are gathered.
+        gradients: shards of the reduced gradients, until the update.
+        optimizer: master copy and moments.
+    """
+
+    parameters: Tier = "device"
+    gradients: Tier = "device"
+    optimizer: Tier = "device"
+
+    @property
+    def in_order(self) -> bool:
+        """Whether no home is farther away than the next."""
+        near, middle, far = (TIERS.index(tier) for tier in (self.parameters, self.gradients, self.optimizer))
+        return near <= middle <= far
+
+    @property
+    def least_stage(self) -> int:
+        """The lowest stage that shards everything that is off the device."""
+        off = (self.optimizer, self.gradients, self.parameters)
+        return max((stage for stage, tier in enumerate(off, 1) if tier != "device"), default=0)
+
+    def __str__(self) -> str:
+        kinds = (("parameters", self.parameters), ("gradients", self.gradients), ("optimizer", self.optimizer))
+        tiers = dict.fromkeys(tier for _, tier in kinds if tier != "device")
+        parts = (f"{' and '.join(k for k, t in kinds if t == tier)} on {tier}" for tier in tiers)
+        return ", ".join(parts) or "all on device"
+
+
+DEVICE = Homes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +72,30 @@ class Bucket:
         name: the module or parameters it holds, for people.
         params: in order of first use.
         residency: how long it stays gathered.
+        homes: where its shards live.
+        tiles: parts that its one parameter is gathered, used, reduced and updated in, one after another:
+            ZeRO-Infinity's memory-centric tiling of an operator that is too large to be whole.
     """
 
     index: int
     name: str
     params: tuple[Param, ...]
     residency: Residency
+    homes: Homes = DEVICE
+    tiles: int = 1
 
     @property
     def gathered_bytes(self) -> int:
         """Bytes of the bucket's parameters when whole."""
         return sum(p.gathered_bytes for p in self.params)
+
+
+def tile_rows(rows: int, tiles: int) -> tuple[tuple[int, int], ...]:
+    """First and one-past-last row of each tile of shards of ``rows`` rows: the same slice of every rank's shard.
+
+    A tile's gather then uses all ranks' links, with parameters sharded by rows as ever.
+    """
+    return tuple((i * rows // tiles, (i + 1) * rows // tiles) for i in range(tiles))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +111,8 @@ class Plan:
             again.
         save_others: whether every other activation that the backward reads is saved; else the partitioner computes
             again what it finds cheaper than to save.
+        offload: layers, each with the tier that what its forward saves (its inputs only, where it is recomputed) is
+            moved to until the backward needs it.
     """
 
     stage: int
@@ -63,6 +121,15 @@ class Plan:
     prefetch: int
     recompute: tuple[str, ...] = ()
     save_others: bool = False
+    offload: tuple[tuple[str, Tier], ...] = ()
+
+    @property
+    def unexecuted(self) -> str:
+        """What of the plan no backend carries out yet, for people; empty when it can be run."""
+        homes = next((f"{b.homes} (bucket {b.name})" for b in self.buckets if b.homes != DEVICE), "")
+        tiles = next((f"{b.tiles} tiles of {b.params[0].name}" for b in self.buckets if b.tiles > 1), "")
+        saved = f"activations of {self.offload[0][0]} on {self.offload[0][1]}" if self.offload else ""
+        return "; ".join(part for part in (homes, saved, tiles) if part)
 
     def bucket_of(self) -> dict[str, Bucket]:
         """The bucket of every parameter, by name."""
@@ -99,9 +166,23 @@ class Plan:
             raise ZeroGraphError(f"plan has version {version}, this ZeroGraph reads {VERSION}", "make the plan again")
         try:
             buckets, layers = tuple(_bucket(**b) for b in data["buckets"]), tuple(data["recompute"])
-            return cls(**{**data, "buckets": buckets, "recompute": layers})
-        except (KeyError, TypeError) as error:
+            offload = tuple((layer, tier) for layer, tier in data["offload"])
+            plan = cls(**{**data, "buckets": buckets, "recompute": layers, "offload": offload})
+            wrong = next(plan.mistakes(), "")
+        except (KeyError, TypeError, ValueError) as error:
             raise ZeroGraphError(f"the plan is incomplete: {error}", "give what Plan.to_json wrote") from None
+        if wrong:
+            raise ZeroGraphError(f"the plan makes no sense: {wrong}", "give what Plan.to_json wrote")
+        return plan
+
+    def mistakes(self) -> Iterator[str]:
+        """What no plan may say: homes that the stage does not shard, tiles of no rows, tiers that do not exist."""
+        for bucket in self.buckets:
+            yield from (f"bucket {bucket.name} {wrong}" for wrong in _mistakes(bucket, self))
+        layers = Counter(layer for layer, _ in self.offload)
+        yield from (f"activations of {layer} are offloaded twice" for layer, count in layers.items() if count > 1)
+        off = ((layer, tier) for layer, tier in self.offload if tier not in TIERS[1:])
+        yield from (f"activations of {layer} are offloaded to {tier!r}" for layer, tier in off)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,5 +196,26 @@ class GivenPlan:
         return f"{self.path} (digest {self.plan.digest})"
 
 
-def _bucket(params: list[dict[str, Any]], **rest: Any) -> Bucket:
-    return Bucket(params=tuple(Param(**{**p, "shape": tuple(p["shape"])}) for p in params), **rest)
+def _bucket(params: list[dict[str, Any]], homes: dict[str, Tier], **rest: Any) -> Bucket:
+    whole = tuple(Param(**{**p, "shape": tuple(p["shape"])}) for p in params)
+    return Bucket(params=whole, homes=Homes(**homes), **rest)
+
+
+def _mistakes(bucket: Bucket, plan: Plan) -> Iterator[str]:
+    homes = bucket.homes
+    if bucket.residency not in _RESIDENCIES:
+        yield f"has residency {bucket.residency!r}"
+    if not {homes.parameters, homes.gradients, homes.optimizer} <= set(TIERS):
+        yield f"lives on {homes}"
+    elif homes.least_stage > plan.stage:
+        yield f"has {homes}, which stage {plan.stage} does not shard"
+    elif not homes.in_order:
+        yield f"has {homes}: none may live farther away than gradients, nor those farther than the optimizer"
+    if bucket.tiles == 1:
+        return
+    if len(bucket.params) != 1 or not bucket.params[0].sharded:
+        yield "is tiled, and is not one sharded parameter"
+    elif not 1 < bucket.tiles <= bucket.params[0].chunk_rows(plan.world_size):
+        yield f"has {bucket.tiles} tiles of {bucket.params[0].chunk_rows(plan.world_size)} rows"
+    elif bucket.residency != "use":
+        yield "is tiled, and is to stay whole"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from zerograph.config import Config
 from zerograph.dryrun import Compiled, compile_only
 from zerograph.errors import UnsupportedError
-from zerograph.machine import TIERS, Machine
+from zerograph.machine import TIERS, Machine, Tier
 from zerograph.outlook import outlook
 from zerograph.plan import Plan
 from zerograph.planfile import PlanFile, Reason
+from zerograph.planner.choice import Offload
+from zerograph.planner.planned import planned
+from zerograph.planner.search import Wish
 from zerograph.symbolic import Name
 from zerograph.units import format_bytes
 from zerograph.vary import Vary
@@ -33,6 +36,8 @@ def plan_file(
     reserve: float = 0.0,
     sizes: Mapping[Name, int] | None = None,
     memory: int | None = None,
+    offload: Offload | Literal["auto"] = "none",
+    tier: Tier | None = None,
     **options: Any,
 ) -> PlanFile:
     """Plan one training step of what ``make`` returns.
@@ -47,6 +52,8 @@ def plan_file(
         sizes: batch or sequence at which the plan was found to fill ``machine``'s memory: it is searched for there,
             at any stage, and inputs that the model brings are resized.
         memory: bytes of the device that a search may fill; all of it unless given.
+        offload, tier: as in :class:`~zerograph.planner.search.Wish`. Unless it is "none", the plan is searched over
+            all tiers of ``machine``, and forecast from its schedule: no program can be lowered for it yet.
         options: further arguments of :func:`zerograph.backend`. At stage "auto" the plan fills ``machine``'s memory.
 
     Raises:
@@ -56,6 +63,14 @@ def plan_file(
     import torch
 
     compute = getattr(torch, dtype) if dtype is not None else None
+    if offload != "none":
+        config = Config.of(**options)
+        wish = Wish.of(config, world, offload=offload, tier=tier)
+        # One rank alone keeps its parameters as they are unless they compute in a dtype, and could move none of them.
+        compute = compute or (torch.float32 if world == 1 else None)
+        compiled = compile_only(make, world_size=world, batch=batch, seq=seq, dtype=compute, stage=config.sharding)
+        step = _training_frame(compiled.frames).step
+        return planned(name, step, wish, machine, moments=moments, reserve=reserve, tokens=compiled.tokens)
     if options.get("stage") == "auto" or sizes is not None:
         options |= {"memory": machine.capacity("device", world) if memory is None else memory, "machine": machine}
     if sizes is not None:

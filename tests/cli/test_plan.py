@@ -9,7 +9,12 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+import zerograph
 from zerograph.cli import main
+from zerograph.errors import ConfigError
+from zerograph.forecast import STREAMS
+from zerograph.machine import TIERS
+from zerograph.plan import Homes
 from zerograph.planfile import PlanFile
 
 MODEL = """
@@ -156,3 +161,50 @@ def test_errors_name_the_next_thing_to_do(model: Path, name: str, message: str) 
     result = run(name.format(model=model))
     assert result.exit_code == 2
     assert message in result.stderr and "hint: " in result.stderr
+
+
+OFFLOAD = ("--world", "4", "--batch", "4", "--seq", "64", "--stage", "auto", "--offload")
+
+
+def test_a_plan_that_offloads_is_forecast_from_its_schedule_and_shown(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    result = run(f"{model}:small", *OFFLOAD, "parameters", "--tier", "nvme", "-o", str(out), "--explain")
+    assert result.exit_code == 0, result.stderr
+    file = PlanFile.from_json(out.read_text())
+    assert {b.homes for b in file.plan.buckets} == {Homes("nvme", "nvme", "nvme")}
+    assert {s.stream for s in file.forecast.spans} == set(STREAMS)
+    assert set(file.forecast.peaks) == set(TIERS) and file.tokens == 4 * 64
+    assert any("not a program" in text for text in file.forecast.not_counted)
+    assert "because this plan cannot be run yet" in result.stdout and "because it frees" in result.stdout
+    shown = CliRunner().invoke(main, ["show", str(out)]).stdout
+    for word in ("h2d", "d2h", "nvme_read", "nvme_write", "cpu_update", "\nhost ", "\nnvme ", "on nvme: it frees"):
+        assert word in shown
+    assert CliRunner().invoke(main, ["check", str(out)]).exit_code == 0
+    with pytest.raises(ConfigError, match="which no backend runs yet"):
+        zerograph.backend(plan=out)
+
+
+def test_offload_auto_takes_to_the_host_what_the_device_has_no_room_for(model: Path, tmp_path: Path) -> None:
+    files = []
+    for memory in ("8GiB", "10MiB"):
+        out = tmp_path / f"{memory}.json"
+        result = run(f"{model}:small", *OFFLOAD, "auto", "--memory", memory, "--bucket-size", "1MiB", "-o", str(out))
+        assert result.exit_code == 0, result.stderr
+        files.append(PlanFile.from_json(out.read_text()))
+    assert not files[0].plan.unexecuted and "on host" in files[1].plan.unexecuted
+    assert files[1].forecast.peaks["device"].bytes <= files[1].budget["device"]
+    told = CliRunner().invoke(main, ["diff", *(str(tmp_path / f"{m}.json") for m in ("8GiB", "10MiB"))]).stdout
+    assert "homes " in told and "on host" in told
+
+
+def test_one_rank_offloads_too_and_says_what_is_missing(model: Path) -> None:
+    one = (f"{model}:small", "--batch", "2", "--seq", "64", "--stage", "1", "--offload", "optimizer", "--tier", "host")
+    result = run(*one, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert {b.homes for b in PlanFile.from_json(result.stdout).plan.buckets} == {Homes(optimizer="host")}
+    missing = run(*one, "--memory", "2MiB")
+    assert missing.exit_code == 1
+    assert "error: the step needs" in missing.stderr and "of device memory per rank at least" in missing.stderr
+    assert 'offload="optimizer", tier="nvme" (can be planned, not run yet)' not in missing.stderr  # it saves nothing
+    nowhere = run(*one, "--machine", "cpu")
+    assert nowhere.exit_code == 2 and "cpu has no host memory to offload to" in nowhere.stderr

@@ -29,7 +29,7 @@ class _Builder:
 
     def op(self, name: str, phase: str, module: str, reads: list[str], size: int, kind: str = "temporary",
            params: tuple[str, ...] = (), flops: int = 0, cheap: bool = True) -> str:  # fmt: skip
-        moved = 0 if cheap else 3 * size
+        moved = 0 if cheap or kind in ("gathered", "gradient") else 3 * size  # those two are moves, not kernels
         source = f"model.py:{len(module)}"
         self.values.append(Value(name, size, kind))  # type: ignore[arg-type]
         self.ops.append(

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import chain, combinations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, step_of
 
-from zerograph.machine import machine_named
+from zerograph.errors import ConfigError
+from zerograph.ir import Step
+from zerograph.machine import TIERS, Machine, Tier, machine_named
+from zerograph.plan import Plan
+from zerograph.planner.books import scheduled
 from zerograph.planner.search import Candidate, Search, Wish
 from zerograph.planner.simulate import simulate
 
@@ -138,3 +144,122 @@ def test_a_step_of_100_layers_is_planned_in_a_moment() -> None:
         seconds.append(time.process_time() - start)
         assert found is not None
     assert min(seconds) < 1.0
+
+
+# Plans that offload --------------------------------------------------------------------------------------------------
+
+NO_NVME = replace(MACHINE, nvme_capacity=0)
+OFFLOAD = replace(WISH, bucket_size=2**30, offload="auto")
+
+
+def budgets(found: list[Candidate], shares: list[tuple[float, float, float]]) -> list[dict[Tier, int]]:
+    """Of every tier something between the least and the most that any plan needs."""
+    ranges = [(min(peaks), max(peaks)) for peaks in zip(*(c.peaks for c in found), strict=True)]
+    return [
+        {t: low + int(s * (high - low)) for t, s, (low, high) in zip(TIERS, share, ranges, strict=True)}
+        for share in shares
+    ]
+
+
+_SHARES = st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)  # a local search proves nothing: these are its cases
+@given(layers=st.lists(_LAYER, min_size=2, max_size=2), shares=st.lists(_SHARES, min_size=20, max_size=20))
+def test_offload_to_two_tiers_is_within_5_percent_of_brute_force(
+    layers: list[Layer], shares: list[tuple[float, float, float]]
+) -> None:
+    """All homes, residencies, recomputations and offloads of two layers, up to 9216 plans, against the local search."""
+    compare(step_of(layers), OFFLOAD, MACHINE, shares)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)  # a local search proves nothing: these are its cases
+@given(layers=st.lists(_LAYER, min_size=3, max_size=3), shares=st.lists(_SHARES, min_size=20, max_size=20))
+def test_offload_to_one_tier_is_within_5_percent_of_brute_force(
+    layers: list[Layer], shares: list[tuple[float, float, float]]
+) -> None:
+    compare(step_of(layers), replace(OFFLOAD, recompute="none"), NO_NVME, shares)
+
+
+def compare(step: Step, wish: Wish, machine: Machine, shares: list[tuple[float, float, float]]) -> None:
+    everything, search = Search(step, wish, machine, complete=10**6), Search(step, wish, machine, complete=0)
+    for budget in budgets(everything.best, shares):
+        best, found = everything.within(budget), search.within(budget)
+        assert (best is None) == (found is None)
+        assert best is None or found is None or found.seconds <= best.seconds * 1.05
+
+
+@settings(max_examples=25, deadline=None)
+@given(layers=st.one_of(_SMALL, _MIXED), shares=st.lists(_SHARES, min_size=2, max_size=6))
+def test_more_of_any_tier_is_never_worse_and_peaks_fit(
+    layers: list[Layer], shares: list[tuple[float, float, float]]
+) -> None:
+    search = Search(step_of(layers), replace(OFFLOAD, bucket_size=2**26), MACHINE, work=10_000)
+    for budget in budgets(search.best, shares):
+        found = search.within(budget)
+        for tier in TIERS:
+            more = search.within({**budget, tier: budget[tier] * 2})
+            assert found is None or (more is not None and more.seconds <= found.seconds)
+        if found is not None:
+            forecast, _ = scheduled(found.space.scheduler, found.plan)
+            assert all(level <= budget[t] for t, curve in forecast.memory.items() for _, level in curve)
+            assert not list(found.plan.mistakes())
+            assert Plan.from_json(found.plan.to_json()) == found.plan
+
+
+@settings(max_examples=10, deadline=None)
+@given(layers=st.one_of(_SMALL, _MIXED))
+def test_another_tier_never_makes_a_plan_slower(layers: list[Layer]) -> None:
+    """More tiers are more plans: what fits without is still looked at."""
+    step, wish = step_of(layers), replace(WISH, bucket_size=2**26)
+    plain, wider = Search(step, wish, MACHINE), Search(step, replace(wish, offload="auto"), MACHINE, work=10_000)
+    for candidate in plain.best:
+        budget: dict[Tier, int] = {"device": candidate.peak}
+        found = wider.within(budget)
+        assert found is not None and found.seconds <= candidate.seconds and found.peaks[1:] == (0, 0)
+
+
+@pytest.mark.parametrize("complete", [0, 10**6])
+def test_nothing_is_offloaded_to_a_tier_that_is_not_there(complete: int) -> None:
+    step, cpu = step_of([Layer(rows=2**20)] * 2), machine_named("cpu")
+    for machine, tiers in ((cpu, {"nvme"}), (replace(cpu, nvme_capacity=0), set()), (NO_NVME, {"host"})):
+        search = Search(step, OFFLOAD, machine, complete=complete)
+        used = {t for c in search.best for b in c.plan.buckets for t in (b.homes.optimizer, b.homes.parameters)}
+        used |= {tier for c in search.best for _, tier in c.plan.offload}
+        assert used - {"device"} == tiers
+
+
+def test_offload_that_was_asked_for_is_what_is_planned() -> None:
+    step = step_of([Layer(rows=2**20)] * 6)
+    for stage, kind, tier in ((1, "optimizer", "host"), (2, "gradients", "nvme"), ("auto", "parameters", "nvme")):
+        search = Search(step, replace(OFFLOAD, stage=stage, offload=kind, tier=tier), MACHINE)  # type: ignore[arg-type]
+        homes = {b.homes for c in search.best for b in c.plan.buckets}
+        level = ("optimizer", "gradients", "parameters").index(kind)
+        assert {h.least_stage for h in homes} == {level + 1}
+        assert {h.optimizer for h in homes} == {tier}
+    with pytest.raises(ConfigError, match="stage 1 cannot offload parameters"):
+        Search(step, Wish(1, 8, offload="parameters"), MACHINE)
+    with pytest.raises(ConfigError, match="cpu has no host memory to offload to"):
+        Search(step, replace(OFFLOAD, tier="host"), machine_named("cpu"))
+
+
+def test_large_operators_are_tiled_where_they_do_not_fit_whole() -> None:
+    step = step_of([Layer(rows=2**26, stream=1024, inside=1024)] * 2)  # 256 MiB each when whole
+    search = Search(step, Wish("auto", 64, offload="auto"), MACHINE)
+    plans = [c.plan for c in search.best if c.peak < 200 * 2**20]
+    assert plans and all(b.tiles > 1 for plan in plans for b in plan.buckets)
+    fastest = search.within({"device": 80 * 10**9})
+    assert fastest is not None and {b.tiles for b in fastest.plan.buckets} == {1}
+
+
+def test_offload_of_a_step_of_100_layers_is_planned_in_about_a_second() -> None:
+    """Of one processor's time, of which plans on the device take half; others may share the machine."""
+    step = step_of([Layer(rows=4_000_000, stream=10**7, inside=10**8, flops=10**12)] * 100)
+    seconds = []
+    for _ in range(2):
+        start = time.process_time()
+        search = Search(step, Wish("auto", 8, offload="auto"), MACHINE)
+        seconds.append(time.process_time() - start)
+    assert search.within({"device": 10**9, "host": 250 * 10**9}) is not None
+    assert search.within({"device": 10**9}) is None
+    assert min(seconds) < 2.5

@@ -12,6 +12,7 @@ from zerograph.cli.model_source import model_maker
 from zerograph.cli.options import SIZE, Parsed
 from zerograph.cli.terminal import progress, show_lines
 from zerograph.cli.view.screen import show_summary
+from zerograph.config import OFFLOAD, OFFLOAD_TIERS
 from zerograph.machine import machine_from
 from zerograph.planfile import PlanFile
 from zerograph.planner.estimate import RESERVE
@@ -29,6 +30,7 @@ def _stage(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
+_OFFLOADED = "What may leave the device; each includes those before it. Such plans cannot be run yet."
 RECOMPUTE = Parsed("auto|none|full|0..1", _recompute)
 STAGE = Parsed("0|1|2|3|auto", _stage)
 
@@ -46,6 +48,8 @@ STAGE = Parsed("0|1|2|3|auto", _stage)
 @click.option("--prefetch", type=click.IntRange(0), help="Buckets gathered ahead.  [default: 1; chosen at stage auto]")
 @click.option("--recompute", type=RECOMPUTE, default="auto", show_default=True, help="auto, none, full or 0..1.")
 @click.option("--largest", "what", type=click.Choice(["batch", "seq"]), help="Solve for the largest that fits.")
+@click.option("--offload", type=click.Choice(OFFLOAD), default="none", show_default=True, help=_OFFLOADED)
+@click.option("--tier", type=click.Choice(OFFLOAD_TIERS), help="Offload there only.  [default: chosen]")
 @click.option("--moments", type=click.IntRange(0), default=2, show_default=True, help="Optimizer states a parameter.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan file here.")
 @click.option("--explain", is_flag=True, help="Say why each decision was made.")
@@ -57,6 +61,9 @@ def plan(model: str, what: Name | None, output: Path | None, explain: bool, json
     dict of keyword arguments), and is called on the meta device: nothing of any size is allocated. A model without
     inputs gets token ids of --batch by --seq. MODEL may also be the config.json of a Hugging Face causal language
     model. Exits with 1 when the step does not fit.
+
+    With --offload, the plan is searched over the memory of device, host and NVMe together: where shards and saved
+    activations live, and which large operators are tiled.
 
     --largest solves for the batch or the sequence: the step is traced once for all sizes, and the plan is that of the
     largest one that fits the memory.

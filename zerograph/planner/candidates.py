@@ -1,94 +1,160 @@
 """The plans that a search looks at, and which of them are worth having: no other is both faster and smaller.
 
-Two things are decided layer by layer: which gathered buckets stay whole from forward to backward, and which layers are
-saved rather than recomputed. Layers that are alike are interchangeable, so a candidate is two counts: the first so many
-buckets, and the first so many layers, of two fixed orders by seconds saved per byte.
+Decided layer by layer are which gathered buckets stay whole from forward to backward, which layers are saved rather
+than recomputed, where the shards of each bucket live, and where what a layer saves waits for the backward. Layers that
+are alike are interchangeable, so most candidates are counts: the first so many buckets, and the first so many layers,
+of fixed orders by what they gain per byte.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import le
 from typing import TypeVar
 
+from zerograph.machine import Tier
 from zerograph.plan import Bucket, Plan, Residency
+from zerograph.planner.ladder import HOMES
 from zerograph.planner.rates import Rates, gathered_bytes
 from zerograph.planner.regions import Profile
-from zerograph.planner.schedule import Scheduler
-from zerograph.planner.simulate import Memory, measure
+from zerograph.planner.schedule import Decisions, Scheduler
+from zerograph.planner.simulate import Memory, Peaks, measure
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan of one space with its predicted step time in seconds and its peak of device memory in bytes.
+    """A plan of one space with its predicted step time in seconds and the peak of every tier in bytes.
 
-    ``kept`` are the buckets that stay whole until the backward, ``recomputed`` the layers that are computed again.
+    Attributes:
+        kept: buckets that stay whole until the backward.
+        recomputed: layers that are computed again.
+        homes: of each bucket, as a place in :data:`~zerograph.planner.ladder.HOMES`.
+        offload: layers whose saved activations leave the device, and where they go.
     """
 
     seconds: float
-    peak: int
+    peaks: Peaks
     space: Space
     prefetch: int
     kept: tuple[int, ...]
     recomputed: tuple[str, ...]
+    homes: tuple[int, ...]
+    offload: tuple[tuple[str, Tier], ...]
+
+    @property
+    def peak(self) -> int:
+        """Of the device."""
+        return self.peaks[0]
 
     @property
     def rank(self) -> tuple[object, ...]:
-        """Faster first, then smaller; ties are broken by the decisions, the same way on all ranks."""
-        return (self.seconds, self.peak, len(self.space.plan.buckets), self.prefetch, self.kept, self.recomputed)
+        """Faster first, then smaller, off the device before on it; ties are broken by the decisions, the same way on
+        all ranks."""
+        fixed = (len(self.space.plan.buckets), self.space.tiles, self.prefetch)
+        size = (self.peaks[1:], self.peak)
+        return (self.seconds, *size, *fixed, self.kept, self.recomputed, self.homes, self.offload)
 
     @property
     def plan(self) -> Plan:
         """The candidate as a plan."""
-        return self.space.plan_of(self.prefetch, self.kept, self.recomputed)
+        return self.space.plan_of(self)
+
+    @property
+    def held(self) -> int:
+        """Bytes that the device holds between steps."""
+        moved = self.space.scheduler.moved([HOMES[home] for home in self.homes])
+        return sum(size for tier, size in (*self.space.held, *moved) if tier == "device")
+
+    def fits(self, budget: Sequence[int]) -> bool:
+        """Whether no tier holds more than ``budget`` bytes."""
+        return all(peak <= most for peak, most in zip(self.peaks, budget, strict=True))
 
 
 class Space:
-    """All plans with the same buckets.
+    """All plans with the same buckets and tiles.
 
     Attributes:
-        plan: one that holds what does not vary here: stage, buckets, what is recomputed when nothing is free.
+        plan: one that holds what does not vary here: stage, buckets, tiles, what is recomputed when nothing is free.
         keeps: buckets that may be kept from forward to backward, the most rewarding first; none below stage 3.
         saves: layers that may be recomputed or saved, the most rewarding to save first; none when that is fixed.
+        moves: buckets whose shards can leave the device, the largest first.
+        home: where shards live unless told, as a place in :data:`~zerograph.planner.ladder.HOMES`.
+        tiled: whether anything is tiled.
+        work: tasks that were simulated so far.
     """
 
-    def __init__(self, profile: Profile, plan: Plan, rates: Rates, held: Memory, *, keep: bool, save: bool) -> None:
-        self.plan, self.held = plan, held
+    def __init__(
+        self, profile: Profile, plan: Plan, rates: Rates, held: Memory, *, keep: bool, save: bool, home: int = 0
+    ) -> None:
+        self.plan, self.held, self.home = plan, held, home
+        self.tiles = tuple(bucket.tiles for bucket in plan.buckets)
         self.scheduler = Scheduler(profile, [b.params for b in plan.buckets], [b.name for b in plan.buckets], rates)
         self.keeps = tuple(_keeps(plan, rates)) if keep and profile.training else ()
         self.saves = tuple(_saves(profile, rates)) if save and profile.training else ()
-        self._known: dict[tuple[int, tuple[int, ...], tuple[str, ...]], Candidate] = {}
+        self.moves = tuple(_moves(plan, self.scheduler)) if profile.training else ()
+        self.tiled = any(tiles > 1 for tiles in self.tiles)
+        self.work = 0
+        self._known: dict[tuple[object, ...], Candidate] = {}
 
-    def candidate(self, prefetch: int, kept: Iterable[int], saved: Iterable[str]) -> Candidate:
-        """The plan that keeps the buckets ``kept`` and recomputes all free layers but ``saved``."""
+    def candidate(
+        self,
+        prefetch: int,
+        kept: Iterable[int],
+        saved: Iterable[str],
+        homes: tuple[int, ...] = (),
+        offload: tuple[tuple[str, Tier], ...] = (),
+    ) -> Candidate:
+        """The plan that keeps the buckets ``kept`` and recomputes all free layers but ``saved``.
+
+        Args:
+            homes: of each bucket; where none are told, all live at :attr:`home`.
+            offload: layers whose saved activations leave the device, in order of the layers.
+        """
         recomputed = self.plan.recompute
         if self.saves:
             spared = frozenset(saved)
             recomputed = tuple(layer for layer in self.scheduler.profile.layers if layer not in spared)
-        key = (prefetch, tuple(sorted(kept)), recomputed)
+        homes = homes or (self.home,) * len(self.plan.buckets)
+        key = (prefetch, tuple(sorted(kept)), recomputed, homes, offload)
         if key not in self._known:
-            tasks = self.scheduler.schedule(self._residencies(key[1]), prefetch, recomputed, self.plan.save_others)
-            seconds, peak = measure(tasks, self.held)
-            self._known[key] = Candidate(seconds, peak, self, *key)
+            decisions = self._decisions(*key)
+            tasks = self.scheduler.schedule(decisions)
+            seconds, peaks = measure(tasks, self.held + self.scheduler.moved(decisions.homes))
+            self.work += len(tasks)
+            self._known[key] = Candidate(seconds, peaks, self, *key)
         return self._known[key]
 
     def counted(self, prefetch: int, kept: int, saved: int) -> Candidate:
         """The plan that keeps the first ``kept`` buckets and saves the first ``saved`` layers."""
         return self.candidate(prefetch, self.keeps[:kept], self.saves[:saved])
 
-    def plan_of(self, prefetch: int, kept: Sequence[int], recomputed: tuple[str, ...]) -> Plan:
-        """The plan with these decisions."""
-        residencies = self._residencies(kept)
-        buckets = tuple(replace(b, residency=r) for b, r in zip(self.plan.buckets, residencies, strict=True))
-        return replace(self.plan, prefetch=prefetch, buckets=buckets, recompute=recomputed)
+    def plan_of(self, found: Candidate) -> Plan:
+        """The plan with the decisions of ``found``."""
+        decided = self._decisions(found.prefetch, found.kept, found.recomputed, found.homes, found.offload)
+        buckets = tuple(
+            replace(b, residency=residency, homes=homes)
+            for b, residency, homes in zip(self.plan.buckets, decided.residency, decided.homes, strict=True)
+        )
+        return replace(
+            self.plan, prefetch=found.prefetch, buckets=buckets, recompute=found.recomputed, offload=found.offload
+        )
 
-    def _residencies(self, kept: Sequence[int]) -> list[Residency]:
-        found: list[Residency] = [bucket.residency for bucket in self.plan.buckets]
+    def _decisions(
+        self,
+        prefetch: int,
+        kept: Sequence[int],
+        recomputed: tuple[str, ...],
+        homes: tuple[int, ...],
+        offload: tuple[tuple[str, Tier], ...],
+    ) -> Decisions:
+        residency: list[Residency] = [bucket.residency for bucket in self.plan.buckets]
         for index in kept:
-            found[index] = "backward"
-        return found
+            residency[index] = "backward"
+        places = [HOMES[home] for home in homes]
+        return Decisions(residency, places, self.tiles, prefetch, recomputed, self.plan.save_others, offload)
 
 
 def _keeps(plan: Plan, rates: Rates) -> list[int]:
@@ -96,7 +162,15 @@ def _keeps(plan: Plan, rates: Rates) -> list[int]:
         size = gathered_bytes(bucket.params, rates.world_size)
         return rates.collective(size) / max(1, size)
 
-    return [b.index for b in _by_reward(plan.buckets, reward)]
+    return [b.index for b in _by_reward([b for b in plan.buckets if b.tiles == 1], reward)]
+
+
+def _moves(plan: Plan, scheduler: Scheduler) -> list[int]:
+    def reward(bucket: Bucket) -> float:
+        shards = scheduler.transfers(bucket.index, 1)[0].shards
+        return shards.optimizer + shards.frozen
+
+    return [b.index for b in _by_reward(plan.buckets, reward) if reward(b)]
 
 
 def _saves(profile: Profile, rates: Rates) -> list[str]:
@@ -137,9 +211,11 @@ def _reversed_bits(number: int, count: int) -> int:
 
 
 def frontier(found: Iterable[Candidate]) -> list[Candidate]:
-    """Those than which no other is faster and no larger, the smallest first."""
+    """Those than which no other is as fast and no larger on any tier, the smallest on the device first."""
     best: list[Candidate] = []
-    for candidate in sorted(found, key=lambda c: (c.peak, c.rank)):
-        if not best or candidate.seconds < best[-1].seconds:
+    for candidate in sorted(found, key=lambda c: (c.peaks, c.rank)):
+        # Earlier ones hold no more on the device, so the other tiers and the time decide.
+        seconds, rest = candidate.seconds, candidate.peaks[1:]
+        if not any(b.seconds <= seconds and all(map(le, b.peaks[1:], rest)) for b in reversed(best)):
             best.append(candidate)
     return best

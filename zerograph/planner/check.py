@@ -13,6 +13,7 @@ from itertools import pairwise
 from zerograph.forecast import Span, Stream
 from zerograph.machine import Tier
 from zerograph.planfile import PlanFile
+from zerograph.planner import moves
 from zerograph.units import format_bytes
 
 _NOISE = 1e-9
@@ -184,6 +185,19 @@ def _cause(file: PlanFile, tier: Tier, time: float) -> Span | None:
 
 
 Finder = Callable[[PlanFile], Iterator[Violation]]
+
+
+def _of(name: str, finder: Callable[[PlanFile], Iterator[moves.Found]]) -> Finder:
+    """The violations of a check that only says where and what."""
+
+    def found(file: PlanFile) -> Iterator[Violation]:
+        for span, module, message in finder(file):
+            task, source = (_BEFORE, "") if span is None else (span.task, span.source)
+            yield Violation(name, task, module, source, message)
+
+    return found
+
+
 CHECKS: Mapping[str, tuple[str, Finder]] = {
     "budget": ("every tier stays within its budget at every moment", _budget),
     "memory": ("no tier ever holds less than nothing", _memory),
@@ -192,6 +206,11 @@ CHECKS: Mapping[str, tuple[str, Finder]] = {
     "streams": ("tasks of one stream follow one another", _streams),
     "buckets": ("every parameter is in exactly one bucket", _buckets),
     "holdings": ("what is held is held by tasks of the step", _holdings),
+    "plan": ("homes, tiles and stage of the plan go together", _of("plan", moves.sense)),
+    "reductions": ("gradients of every bucket are reduced once, tile by tile", _of("reductions", moves.reductions)),
+    "updates": ("shards whose states live off the device are updated there, once", _of("updates", moves.updates)),
+    "arrivals": ("what is read has come from the tier where it lives", _of("arrivals", moves.arrivals)),
+    "gathers": ("nothing is gathered while it is whole, and few tiles are at a time", _of("gathers", moves.gathers)),
     "critical path": ("the critical path is a chain from the step's start to its end", _critical_path),
 }
 """Name of a check, what it makes sure of, and what finds the violations."""

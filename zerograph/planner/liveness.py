@@ -86,10 +86,12 @@ class Saved:
     """What one mode, were it that of all layers, saves and repeats.
 
     Attributes:
-        until: of each value with memory that is saved, the last operation of the backward that needs it.
+        since, until: of each value with memory that is saved, the first and last operation of the backward that needs
+            it.
         repeats: before which operation of the backward which ones of the forward run again, in order.
     """
 
+    since: dict[int, int]
     until: dict[int, int]
     repeats: dict[int, list[int]]
 
@@ -168,6 +170,7 @@ def _is_repeated_freely(graph: Graph, i: int, mode: Mode) -> bool:
 
 def _resolve(graph: Graph, kept: set[int], first: dict[int, int], last: dict[int, int]) -> Saved:
     """Follow what the backward needs through what is repeated, back to what is kept."""
+    since: dict[int, int] = {}
     until: dict[int, int] = {}
     repeats: dict[int, list[int]] = {}
     for i in reversed(range(graph.backward)):
@@ -176,8 +179,9 @@ def _resolve(graph: Graph, kept: set[int], first: dict[int, int], last: dict[int
             continue
         owner = graph.owner[value]
         if owner in kept:
+            since[owner] = min(since.get(owner, first[value]), first[value])
             until[owner] = max(until.get(owner, 0), last[value])
             continue
         repeats.setdefault(first[value], []).append(i)
         _need(graph.reads[i], first, last, first[value], last[value])
-    return Saved(until, {at: found[::-1] for at, found in repeats.items()})
+    return Saved(since, until, {at: found[::-1] for at, found in repeats.items()})

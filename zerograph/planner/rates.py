@@ -8,8 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from zerograph.forecast import Stream
 from zerograph.ir import ITEM_SIZE, Param
-from zerograph.machine import Machine
+from zerograph.machine import Machine, Tier
+
+WAKE = 5e-5
+"""Seconds that an update on the host takes however small it is: its threads wake, share the work and meet again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +40,44 @@ class Rates:
         world = self.world_size
         return self.machine.collective(world).seconds(size * (world - 1) / world)
 
+    @property
+    def staging(self) -> Tier:
+        """The tier of the buffers that NVMe reads and writes: the host's memory, which on a CPU is the device's."""
+        return "host" if self.machine.device != "cpu" else "device"
+
+    def transfer(self, stream: Stream, size: float) -> float:
+        """``size`` bytes of this rank over a link of its own, or, of NVMe, over one that the node's ranks share."""
+        machine = self.machine
+        if stream in ("h2d", "d2h"):
+            return (machine.h2d if stream == "h2d" else machine.d2h).seconds(size)
+        link = machine.nvme_read if stream == "nvme_read" else machine.nvme_write
+        return link.seconds(size * self._sharers)
+
+    def host_update(self, traffic: float) -> float:
+        """An update on the host that reads and writes ``traffic`` bytes, while all ranks of the node do the same."""
+        return WAKE + traffic * self._sharers / self.machine.cpu_optimizer
+
+    @property
+    def _sharers(self) -> int:
+        return min(self.world_size, self.machine.ranks_per_node)
+
     def update(self, params: Iterable[Param], moments: int) -> float:
         """The optimizer's pass over the shards of trainable ``params``, their gradients and ``moments`` tensors."""
-        size = sum(shard_bytes(p, self.world_size) for p in params if p.trainable)
+        return self.device_update(sum(shard_bytes(p, self.world_size) for p in params if p.trainable), moments)
+
+    def device_update(self, size: int, moments: int) -> float:
+        """The same for ``size`` bytes of shards: parameters, gradients and states read, all but gradients written."""
         return size * (3 + 2 * moments) / self.machine.device_bandwidth
 
 
 def shard_bytes(param: Param, world_size: int) -> int:
     """Bytes of the largest shard of ``param``."""
     return param.chunk_elements(world_size) * ITEM_SIZE[param.dtype]
+
+
+def copy_bytes(param: Param, world_size: int) -> int:
+    """Bytes of the largest shard of ``param`` in the dtype that it is gathered in."""
+    return param.chunk_elements(world_size) * ITEM_SIZE[param.compute_dtype]
 
 
 def gathered_bytes(params: Iterable[Param], world_size: int) -> int:

@@ -57,6 +57,7 @@ class Life:
         start: the region that makes it.
         read: the last region of the same phase that reads it; None where the step returns it to the user.
         saved: by mode of the layer that makes it, the last region of the backward that needs it, where it is saved.
+        needed: by mode, the first such region.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Life:
     start: int
     read: int | None
     saved: Mapping[Mode, int]
+    needed: Mapping[Mode, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +140,15 @@ def _crossing(graph: Graph, region_of: Sequence[int]) -> _Crossing:
 def _lives(
     graph: Graph, region_of: Sequence[int], found: Mapping[Mode, Saved], crossing: _Crossing
 ) -> tuple[Life, ...]:
-    alike: dict[tuple[int, int | None, tuple[tuple[Mode, int], ...]], list[int]] = {}
+    alike: dict[tuple[int, int | None, tuple[tuple[Mode, int, int], ...]], list[int]] = {}
     for i, value in enumerate(graph.writes):
         if not graph.size[value] or value in crossing.gradients or not _is_memory(graph, value):
             continue
-        kept = tuple((mode, region_of[s.until[value]]) for mode, s in found.items() if value in s.until)
+        kept = tuple(
+            (mode, region_of[s.since[value]], region_of[s.until[value]])
+            for mode, s in found.items()
+            if value in s.until
+        )
         returned = value in graph.outputs
         if kept or returned or value in crossing.until:
             read = None if returned else crossing.until.get(value, region_of[i])
@@ -151,7 +157,9 @@ def _lives(
     for (start, read, kept), members in alike.items():
         sizes = [graph.size[graph.writes[i]] for i in members]
         largest = graph.ops[members[sizes.index(max(sizes))]]
-        lives.append(Life(largest.name, largest.source, sum(sizes), start, read, dict(kept)))
+        saved = {mode: until for mode, _, until in kept}
+        needed = {mode: since for mode, since, _ in kept}
+        lives.append(Life(largest.name, largest.source, sum(sizes), start, read, saved, needed))
     return tuple(lives)
 
 

@@ -4,6 +4,9 @@ It follows what the passes, the lowering and the executor will do, at the grain 
 visit of a bucket. ``zerograph.outlook`` does the same from the programs that will really run; tests hold one against
 the other. Coarser here: what is saved follows :mod:`~zerograph.planner.liveness`, memory of a layer that a plan cuts
 in several is taken with its first part, and several short layers are not merged into one segment.
+
+What plans of the same buckets, tiles, prefetch and recomputation share is worked out here, once, because the search
+changes residencies and homes hundreds of times; :mod:`~zerograph.planner.run` makes the tasks of one plan from it.
 """
 
 from __future__ import annotations
@@ -11,97 +14,164 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from zerograph.ir import Param, Phase
-from zerograph.plan import Plan, Residency
+from zerograph.machine import Tier
+from zerograph.plan import Homes, Plan, Residency
 from zerograph.planner.liveness import Mode
-from zerograph.planner.rates import Rates, gathered_bytes, reduced_bytes, shard_bytes
+from zerograph.planner.rates import Rates, shard_bytes
 from zerograph.planner.regions import Atom, Life, Profile, Region
-from zerograph.planner.simulate import Memory, Task
+from zerograph.planner.run import Run
+from zerograph.planner.simulate import Memory, Task, on
+from zerograph.planner.transfers import Transfer, transfers
 from zerograph.planner.visits import Visit, visits
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One compute task of every schedule with the same buckets, prefetch and recomputation.
+class Decisions(NamedTuple):
+    """A plan without its buckets: what the search varies. By bucket: residency, homes, tiles; by layer: the rest."""
 
-    ``visits`` start before it. ``ready`` are the buckets whose last gradient it makes.
+    residency: Sequence[Residency]
+    homes: Sequence[Homes]
+    tiles: tuple[int, ...]
+    prefetch: int
+    recompute: tuple[str, ...]
+    save_others: bool
+    offload: tuple[tuple[str, Tier], ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> Decisions:
+        """Those of ``plan``."""
+        buckets = plan.buckets
+        return cls(
+            [b.residency for b in buckets],
+            [b.homes for b in buckets],
+            tuple(b.tiles for b in buckets),
+            plan.prefetch,
+            plan.recompute,
+            plan.save_others,
+            plan.offload,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One compute task of every schedule with the same tiles, prefetch and recomputation.
+
+    Attributes:
+        task: as it runs whole; gradients of tiled buckets are not in its memory.
+        region: that it belongs to; ``first`` and ``last`` say whether it begins and ends that.
+        visits: those that start before it.
+        ready: buckets whose last gradient it makes.
+        slices: how many slices it runs in, one after another; more than 1 where it works on tiles.
+        reads, makes: tiled buckets that it reads, and whose gradient it makes.
+        made: bytes of full gradients that it makes, by bucket.
+        temporary: bytes that it holds of its own.
     """
 
     task: Task
+    region: int
+    first: bool
+    last: bool
     visits: tuple[int, ...]
     ready: tuple[int, ...]
+    slices: int = 1
+    reads: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()
+    made: tuple[tuple[int, int], ...] = ()
+    temporary: int = 0
+
+
+Moving = Mapping[int, Mapping[str, int]]
+"""By region, the bytes of saved activations by the layer whose forward made them."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Phase:
-    name: Phase
-    pieces: tuple[_Piece, ...]
-    visits: tuple[Visit, ...]
-    gathers: Mapping[int, Sequence[int]]  # visit -> those whose gather begins at its start
-    frees: Mapping[int, Sequence[int]]  # visit, or their number for the end -> those freed at its start
+class PhaseWork:
+    """Forward or backward, divided.
 
-
-@dataclass(frozen=True, slots=True)
-class _Transfer:
-    """What moving one bucket costs.
-
-    A gather takes ``whole`` when it starts; a reduction then takes ``shards`` of the gradients and frees all of them.
+    Attributes:
+        regions: in order.
+        gathers: visit -> those whose gather begins at its start.
+        frees: visit, or their number for the end -> those freed at its start.
+        moving: forward: what the region is the last to read before the backward does; backward: what it is the first
+            to need again. Plans may offload it in between.
     """
 
-    name: str
-    gather: str
-    gather_seconds: float
-    whole: Memory
-    reduce: str
-    reduce_seconds: float
-    shards: Memory
-    gradients: Memory
+    name: Phase
+    regions: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    visits: tuple[Visit, ...]
+    gathers: Mapping[int, Sequence[int]]
+    frees: Mapping[int, Sequence[int]]
+    moving: Moving
 
 
 class Scheduler:
-    """Schedules plans of one step on one machine, whose buckets hold the same parameters.
-
-    What plans share is worked out once: the search changes residencies hundreds of times.
-    """
+    """Schedules plans of one step on one machine, whose buckets hold the same parameters."""
 
     def __init__(
-        self, profile: Profile, buckets: Sequence[Sequence[Param]], names: Sequence[str], rates: Rates
+        self,
+        profile: Profile,
+        buckets: Sequence[Sequence[Param]],
+        names: Sequence[str],
+        rates: Rates,
+        moments: int = 2,
     ) -> None:
-        self.profile, self.rates = profile, rates
+        self.profile, self.rates, self.moments = profile, rates, moments
+        self.names, self.buckets = names, buckets
         self.bucket_of = {p.name: i for i, params in enumerate(buckets) for p in params}
-        self.update = rates.update(profile.params, moments=2)
         work = [next(iter(region.work.values())) for region in profile.regions]  # gradients are the same in all modes
-        whole = {name: size for w in work for atom in w.atoms for name, size in atom.gradients}
-        self.transfers = [_transfer(name, params, whole, rates) for name, params in zip(names, buckets, strict=True)]
+        self._whole = {name: size for w in work for atom in w.atoms for name, size in atom.gradients}
+        self._trained = sum(shard_bytes(p, rates.world_size) for p in profile.params if p.trainable)
+        self._transfers: dict[tuple[int, int], tuple[Transfer, ...]] = {}
         self._parts: dict[tuple[int, Mode], list[_Part]] = {}
-        self._phases: dict[tuple[int, tuple[str, ...], bool], tuple[_Phase, ...]] = {}
+        self._phases: dict[tuple[tuple[int, ...], int, tuple[str, ...], bool], tuple[PhaseWork, ...]] = {}
 
     def tasks(self, plan: Plan) -> list[Task]:
         """One step under ``plan``: forward, backward and the optimizer's update."""
-        return self.schedule([b.residency for b in plan.buckets], plan.prefetch, plan.recompute, plan.save_others)
+        return self.schedule(Decisions.of(plan))
 
-    def schedule(
-        self, residency: Sequence[Residency], prefetch: int, recompute: tuple[str, ...], save_others: bool
-    ) -> list[Task]:
-        """The same for the decisions of a plan; ``residency`` is that of each bucket."""
-        key = (prefetch, recompute, save_others)
+    def schedule(self, decisions: Decisions) -> list[Task]:
+        """The same for the decisions of a plan."""
+        return Run(self, decisions).tasks
+
+    def phases(self, decisions: Decisions) -> tuple[PhaseWork, ...]:
+        """Forward and backward, divided as ``decisions`` cut them."""
+        key = (decisions.tiles, decisions.prefetch, decisions.recompute, decisions.save_others)
         if key not in self._phases:
             self._phases[key] = tuple(_phases(self, *key))
-        run = _Run(self, residency)
-        for phase in self._phases[key]:
-            run.phase(phase)
-        if self.profile.training:
-            run.update()
-        return run.finished()
+        return self._phases[key]
+
+    def transfers(self, bucket: int, tiles: int) -> tuple[Transfer, ...]:
+        """The parts of a bucket; one if it is not tiled."""
+        key = (bucket, tiles)
+        if key not in self._transfers:
+            self._transfers[key] = transfers(
+                self.names[bucket], self.buckets[bucket], tiles, self._whole, self.rates, self.moments
+            )
+        return self._transfers[key]
+
+    def moved(self, homes: Sequence[Homes]) -> Memory:
+        """What ``homes`` change of the memory that is held between steps, by tier."""
+        found: dict[Tier, int] = {}
+        for bucket, home in enumerate(homes):
+            for tier, size in self.transfers(bucket, 1)[0].shards.moved(home):
+                found[tier] = found.get(tier, 0) + size
+        return tuple(found.items())
+
+    def update_seconds(self, host: Sequence[int]) -> float:
+        """Of the update on the device, when the states of the buckets ``host`` live off it."""
+        left = self._trained - sum(self.transfers(bucket, 1)[0].shards.gradient for bucket in host)
+        return self.rates.device_update(left, self.moments)
 
     def alive(self, task: str, recompute: tuple[str, ...], save_others: bool) -> list[Life]:
         """What is held through the compute tasks named ``task``, besides buckets, gradients and temporaries."""
-        modes = _modes(self.profile, recompute, save_others)
-        regions = [k for k, region in enumerate(self.profile.regions) if _name(region) == task]
+        modes = modes_of(self.profile, recompute, save_others)
+        regions = [k for k, region in enumerate(self.profile.regions) if name_of(region) == task]
         found = []
         for life in self.profile.lives:
-            end = _end(life, modes)
+            end = end_of(life, modes)
             if any(life.start <= k and (end is None or k <= end) for k in regions):
                 found.append(life)
         return found
@@ -114,39 +184,29 @@ class Scheduler:
         return self._parts[key]
 
 
-def _transfer(name: str, params: Sequence[Param], whole: dict[str, int], rates: Rates) -> _Transfer:
-    world, trainable = rates.world_size, [p for p in params if p.trainable]
-    gathered = gathered_bytes(params, world)
-    return _Transfer(
-        name=name,
-        gather=f"gather {name}",
-        gather_seconds=rates.collective(gathered),
-        whole=_device(gathered),
-        reduce=f"reduce {name}",
-        reduce_seconds=rates.collective(reduced_bytes(trainable)),
-        shards=_device(sum(shard_bytes(p, world) for p in trainable)),
-        gradients=_device(sum(whole.get(p.name, 0) for p in trainable)),
-    )
-
-
-def _phases(scheduler: Scheduler, prefetch: int, recompute: tuple[str, ...], save_others: bool) -> Iterator[_Phase]:
+def _phases(
+    scheduler: Scheduler, tiles: tuple[int, ...], prefetch: int, recompute: tuple[str, ...], save_others: bool
+) -> Iterator[PhaseWork]:
     """Divide the regions of each phase into pieces and visits."""
-    profile, modes = scheduler.profile, _modes(scheduler.profile, recompute, save_others)
+    profile, modes = scheduler.profile, modes_of(scheduler.profile, recompute, save_others)
     takes, gives = _memory(profile, modes)
+    leaving, coming = _moving(profile, modes)
     phases: tuple[Phase, ...] = ("forward", "backward") if profile.training else ("forward",)
     for name in phases:
         regions = [k for k, region in enumerate(profile.regions) if region.phase == name]
-        yield _phase(scheduler, name, regions, modes, prefetch, takes, gives)
+        moving = leaving if name == "forward" else coming
+        yield _phase(scheduler, name, regions, modes, tiles, prefetch, takes, gives, moving)
 
 
-def _modes(profile: Profile, recompute: Sequence[str], save_others: bool) -> list[Mode]:
+def modes_of(profile: Profile, recompute: Sequence[str], save_others: bool) -> list[Mode]:
     """How each region treats its activations."""
     recomputed = frozenset(recompute)
     base: Mode = "none" if save_others else "auto"
     return ["full" if region.layer in recomputed else base for region in profile.regions]
 
 
-def _name(region: Region) -> str:
+def name_of(region: Region) -> str:
+    """The name of the compute tasks of ``region``."""
     return f"{region.phase} {region.layer or 'outside of layers'}"
 
 
@@ -156,13 +216,13 @@ def _memory(profile: Profile, modes: Sequence[Mode]) -> tuple[list[int], list[in
     takes, gives = [0] * count, [0] * count
     for life in profile.lives:
         takes[life.start] += life.bytes
-        end = _end(life, modes)
+        end = end_of(life, modes)
         if end is not None:
             gives[end] += life.bytes
     return takes, gives
 
 
-def _end(life: Life, modes: Sequence[Mode]) -> int | None:
+def end_of(life: Life, modes: Sequence[Mode]) -> int | None:
     """The region that a life ends with; None where the user gets it."""
     if life.read is None:
         return None
@@ -171,15 +231,38 @@ def _end(life: Life, modes: Sequence[Mode]) -> int | None:
     return max(life.read, life.saved.get(modes[life.start], 0), full if enters and full is not None else 0)
 
 
+def need_of(life: Life, modes: Sequence[Mode]) -> int | None:
+    """The region of the backward that first reads what a life holds; None where none does."""
+    own, full = life.needed.get(modes[life.start]), life.saved.get("full")
+    enters = full is not None and modes[full] == "full"
+    found = [k for k in (own, life.needed["full"] if enters else None) if k is not None]
+    return min(found, default=None)
+
+
+def _moving(profile: Profile, modes: Sequence[Mode]) -> tuple[Moving, Moving]:
+    """What regions of the forward read last, and what those of the backward need first, of what layers save."""
+    leaving: dict[int, dict[str, int]] = {}
+    coming: dict[int, dict[str, int]] = {}
+    for life in profile.lives:
+        layer, need = profile.regions[life.start].layer, need_of(life, modes)
+        if layer and need is not None and life.read is not None and profile.regions[life.start].phase == "forward":
+            for found, k in ((leaving, life.read), (coming, need)):
+                sizes = found.setdefault(k, {})
+                sizes[layer] = sizes.get(layer, 0) + life.bytes
+    return leaving, coming
+
+
 def _phase(
     scheduler: Scheduler,
     name: Phase,
     regions: Sequence[int],
     modes: Sequence[Mode],
+    tiles: tuple[int, ...],
     prefetch: int,
     takes: Sequence[int],
     gives: Sequence[int],
-) -> _Phase:
+    moving: Moving,
+) -> PhaseWork:
     parts: list[tuple[int, _Part]] = []
     begins: list[int] = []
     for k in regions:
@@ -187,30 +270,43 @@ def _phase(
         begins += [len(parts)] * len(found)
         parts += [(k, part) for part in found]
     found_visits = visits([part.buckets for _, part in parts], begins, prefetch)
-    cuts = sorted({*begins, *(v.start for v in found_visits)})
+    tiled = frozenset(bucket for bucket, count in enumerate(tiles) if count > 1)
+    alone = [i for i, (_, part) in enumerate(parts) if tiled and not tiled.isdisjoint((*part.buckets, *part.gradients))]
+    cuts = sorted({*begins, *(v.start for v in found_visits), *alone, *(i + 1 for i in alone if i + 1 < len(parts))})
     starts: dict[int, list[int]] = {}
     for number, visit in enumerate(found_visits):
         starts.setdefault(visit.start, []).append(number)
     ready: dict[int, list[int]] = {}
     for bucket, at in {bucket: i for i, (_, part) in enumerate(parts) for bucket in part.gradients}.items():
-        ready.setdefault(at, []).append(bucket)
+        if bucket not in tiled:
+            ready.setdefault(at, []).append(bucket)
     pieces = []
     for begin, end in pairwise((*cuts, len(parts))):
         k, inside = parts[begin][0], [part for _, part in parts[begin:end]]
         region = scheduler.profile.regions[k]
         temporary = region.work[modes[k]].temporary
         first, last = begins[begin] == begin, end == len(parts) or parts[end][0] != k
-        taken = temporary + (takes[k] if first else 0) + sum(sum(part.gradients.values()) for part in inside)
+        made = [(bucket, size) for part in inside for bucket, size in part.gradients.items()]
+        taken = temporary + (takes[k] if first else 0) + sum(size for bucket, size in made if bucket not in tiled)
         given = temporary + (gives[k] if last else 0)
         seconds = scheduler.rates.compute(sum(p.flops for p in inside), sum(p.moved for p in inside))
-        task = Task(_name(region), "compute", seconds, (), _device(taken), _device(given), region.module, region.source)
+        task = Task(
+            name_of(region),
+            "compute",
+            seconds,
+            (),
+            on("device", taken),
+            on("device", given),
+            region.module,
+            region.source,
+        )
         done = tuple(bucket for at in range(begin, end) for bucket in ready.get(at, ()))
-        pieces.append(_Piece(task, tuple(starts.get(begin, ())), done))
-    return _Phase(name, tuple(pieces), found_visits, *_moments(found_visits))
-
-
-def _device(size: int) -> Memory:
-    return (("device", size),) if size else ()
+        reads = tuple(bucket for part in inside for bucket in part.buckets if bucket in tiled)
+        makes = tuple(bucket for bucket, _ in made if bucket in tiled)
+        slices = max((tiles[bucket] for bucket in (*reads, *makes)), default=1)
+        visited = tuple(starts.get(begin, ()))
+        pieces.append(Piece(task, k, first, last, visited, done, slices, reads, makes, tuple(made), temporary))
+    return PhaseWork(name, tuple(regions), tuple(pieces), found_visits, *_moments(found_visits), moving)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,91 +344,3 @@ def _moments(found: Sequence[Visit]) -> tuple[dict[int, list[int]], dict[int, li
         gathers.setdefault(visit.gathered, []).append(i)
         frees.setdefault(visit.freed, []).append(i)
     return gathers, frees
-
-
-class _Run:
-    """The tasks of one step, one after another."""
-
-    def __init__(self, scheduler: Scheduler, residency: Sequence[Residency]) -> None:
-        self.scheduler, self.residency = scheduler, residency
-        self.tasks: list[Task] = []
-        self.freed: dict[int, Memory] = {}  # task -> memory of buckets that are free at its end
-        self.whole: dict[int, int] = {}  # bucket -> the task that gathered it
-        self.last = -1  # the task that ran last in the compute stream, or began the phase
-        self.waits: set[int] = set()
-        self.reducing = -1
-
-    def phase(self, phase: _Phase) -> None:
-        """Forward or backward."""
-        self.last = len(self.tasks) - 1
-        for visit in phase.gathers.get(0, ()):
-            self._gather(phase.visits[visit].bucket)
-        ready: tuple[int, ...] = ()
-        for piece in phase.pieces:
-            for visit in piece.visits:
-                self._free(phase, visit)
-                for other in phase.gathers.get(visit, ()) if visit else ():
-                    self._gather(phase.visits[other].bucket)
-                self.waits.add(self.whole[phase.visits[visit].bucket])
-            self._reduce(ready)
-            ready = piece.ready
-            task = piece.task
-            after = tuple(sorted(self.waits))
-            self.waits.clear()
-            self.last = self._add(
-                Task(task.name, "compute", task.seconds, after, task.takes, task.gives, task.module, task.source)
-            )
-        self._reduce(ready)
-        self._free(phase, len(phase.visits))
-        if self.reducing >= 0:
-            self.waits.add(self.reducing)
-
-    def _add(self, task: Task) -> int:
-        self.tasks.append(task)
-        return len(self.tasks) - 1
-
-    def _gather(self, bucket: int) -> None:
-        if bucket not in self.whole:
-            moved = self.scheduler.transfers[bucket]
-            after = (self.last,) if self.last >= 0 else ()
-            self.whole[bucket] = self._add(
-                Task(moved.gather, "gather", moved.gather_seconds, after, moved.whole, (), moved.name)
-            )
-            self._stall(self.whole[bucket])
-
-    def _stall(self, transfer: int) -> None:
-        """Where nothing runs beside a transfer, the next compute comes after it."""
-        if not self.scheduler.rates.overlaps:
-            self.waits.add(transfer)
-
-    def _free(self, phase: _Phase, visit: int) -> None:
-        for i in phase.frees.get(visit, ()):
-            bucket = phase.visits[i].bucket
-            kept = self.residency[bucket]
-            if kept == "use" or (kept == "backward" and phase.name == "backward"):
-                del self.whole[bucket]
-                self.freed[self.last] = self.freed.get(self.last, ()) + self.scheduler.transfers[bucket].whole
-
-    def _reduce(self, buckets: Sequence[int]) -> None:
-        """Start reductions, each of which the compute waits for when the next one starts."""
-        for bucket in buckets:
-            moved = self.scheduler.transfers[bucket]
-            if self.reducing >= 0:
-                self.waits.add(self.reducing)
-            memory = moved.shards, moved.gradients
-            self.reducing = self._add(
-                Task(moved.reduce, "reduce", moved.reduce_seconds, (self.last,), *memory, moved.name)
-            )
-            self._stall(self.reducing)
-
-    def update(self) -> None:
-        """The optimizer, when all gradients are there."""
-        after = (self.reducing,) if self.reducing >= 0 else ()
-        self._add(Task("optimizer update", "compute", self.scheduler.update, after, module="optimizer"))
-
-    def finished(self) -> list[Task]:
-        """All tasks, with what they free."""
-        for index, memory in self.freed.items():
-            task = self.tasks[index]
-            self.tasks[index] = task._replace(gives=task.gives + memory)
-        return self.tasks

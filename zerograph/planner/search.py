@@ -5,20 +5,29 @@ and prefetch. Every candidate is simulated. Which candidates are looked at does 
 of counts, and finer steps behind those of it that no other beats in both time and memory. More budget therefore never
 finds a slower plan. Steps that are small enough are searched completely.
 
+Where something may leave the device, homes of shards and of saved activations are searched with all of that
+(:mod:`~zerograph.planner.offloading`), and peaks of all tiers count. Plans that offload nothing are looked at as
+without it: another tier never makes a plan slower.
+
 All ranks that are given the same step, machine and budget find the same plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, combinations, pairwise
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
-from zerograph.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Recompute
+from zerograph.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Recompute
 from zerograph.ir import Step
-from zerograph.machine import Machine
+from zerograph.machine import TIERS, Machine, Tier
+from zerograph.plan import Plan
 from zerograph.planner.candidates import Candidate, Space, frontier
+from zerograph.planner.choice import Offload
+from zerograph.planner.ladder import open_homes, open_tiers
+from zerograph.planner.offloading import WORK, Offloading, every_home, every_offload
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import Profile, profile
 from zerograph.planner.rules import plan_step
@@ -34,6 +43,8 @@ SPACES = 2
 """Pairs of bucket size and prefetch of which the counts are searched."""
 COMPLETE = 1100
 """Candidates up to which all are looked at."""
+MOST_TILES = 16
+"""Tiles of one parameter, at most: each costs a collective of its own, and the planner a few tasks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +57,11 @@ class Wish:
         bucket_size: bytes of gathered parameters per bucket, at most.
         prefetch: buckets gathered ahead.
         recompute: as in :class:`~zerograph.config.Config`; "auto" chooses per layer.
+        offload: what leaves the device. "none"; "optimizer", "gradients" or "parameters", each with those before it;
+            or "auto", per bucket. Unless it is none, saved activations may leave too, per layer, and parameters larger
+            than a bucket may be tiled.
+        tier: where it goes, "host" or "nvme"; None leaves that open.
+        tile: whether large parameters may be tiled; None as ``offload`` has it.
     """
 
     stage: Literal[0, 1, 2, 3, "auto"]
@@ -53,6 +69,32 @@ class Wish:
     bucket_size: int | None = None
     prefetch: int | None = None
     recompute: Recompute = "auto"
+    offload: Offload | Literal["auto"] = "none"
+    tier: Tier | None = None
+    tile: bool | None = None
+
+    @classmethod
+    def of(cls, config: Config, world_size: int, **fixed: Any) -> Wish:
+        """What was given to ``config``; ``fixed`` are further fields."""
+        return cls(
+            config.stage,
+            world_size,
+            bucket_size=config.bucket_size if "bucket_size" in config.given else None,
+            prefetch=config.prefetch if "prefetch" in config.given else None,
+            recompute=config.recompute,
+            **fixed,
+        )
+
+    @property
+    def sharding(self) -> int:
+        """The stage that says what is sharded."""
+        return 3 if self.stage == "auto" else self.stage
+
+    @property
+    def tiles(self) -> bool:
+        """Whether tilings are looked at: only what is gathered for each use can be tiled."""
+        wanted = self.offload != "none" if self.tile is None else self.tile
+        return wanted and self.sharding == 3
 
 
 class Search:
@@ -60,42 +102,71 @@ class Search:
 
     def __init__(
         self, step: Step, wish: Wish, machine: Machine, *, states: int | None = None, moments: int = 2,
-        complete: int = COMPLETE,
+        complete: int = COMPLETE, work: int = WORK,
     ) -> None:  # fmt: skip
         """
         Args:
             states: bytes on the device between steps; default: shards and ``moments`` optimizer states of the
                 step's parameters.
             complete: number of candidates up to which all are looked at.
+            work: tasks that are simulated for plans that offload, at most; twice as many where all of them do.
         """
         self.wish = wish
         self.profile = profile(step, ("none", "full") if wish.recompute == "none" else ("auto", "full"))
         self.states = sum(state_bytes(step.params, wish.world_size, moments)) if states is None else states
-        self.spaces = list(_spaces(step, self.profile, wish, machine, self.states))
+        self.tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
+        self.homes = open_homes(wish.offload, self.tiers, wish.sharding)
+        self.spaces = list(_spaces(step, self.profile, wish, machine, self.states, self.homes[0]))
         prefetches = PREFETCHES if wish.prefetch is None else (wish.prefetch,)
         if not step.params or not step.training:
             prefetches = (DEFAULT_PREFETCH if wish.prefetch is None else wish.prefetch,)
-        places = [(space, prefetch) for space in self.spaces for prefetch in prefetches]
-        if sum(2 ** (len(s.keeps) + len(s.saves)) for s, _ in places) <= complete:
-            self.best = frontier(chain.from_iterable(_all(*place) for place in places))
-        else:
-            points = {p.candidate: p for place in _worthwhile(places) for p in _grid(*place)}
-            finer = [c for candidate in frontier(points) for c in points[candidate].finer()]
-            self.best = frontier((*points, *finer))
+        places = [(s, prefetch) for s in self.spaces for prefetch in prefetches if not (s.tiled and prefetch > 1)]
+        if sum(_size(space, self.homes, self.tiers) for space, _ in places) <= complete:
+            self.best = frontier(c for place in places for c in _all(*place, self.homes, self.tiers))
+            return
+        whole = [place for place in places if not place[0].tiled]
+        in_tiles = [place for place in places if place[0].tiled]
+        stays = self.homes[0] == 0
+        # Plans that offload nothing, where they are open, are those that are looked at where nothing can be offloaded.
+        found = list(_staying(whole, complete)) if stays else []
+        if step.training and (self.tiers or in_tiles):
+            chosen = [*(_worthwhile(in_tiles)[:1] if in_tiles else []), *_worthwhile(whole)]
+            found += Offloading(self.homes, self.tiers, chosen, work * (2 - stays)).candidates
+        self.best = frontier(found)
 
     @property
     def smallest(self) -> Candidate:
         """The one that needs the least memory."""
         return self.best[0]
 
-    def within(self, budget: int) -> Candidate | None:
-        """The fastest whose peak is at most ``budget`` bytes; None when none is."""
-        fitting = [candidate for candidate in self.best if candidate.peak <= budget]
-        return fitting[-1] if fitting else None
+    def closest(self, budget: int | Mapping[Tier, int]) -> Candidate:
+        """The one that overruns the tiers of ``budget`` by the smallest share."""
+        return min(self.best, key=lambda c: (over(c, budget), c.rank))
+
+    def within(self, budget: int | Mapping[Tier, int]) -> Candidate | None:
+        """The fastest whose peaks are at most ``budget`` bytes; None when none is.
+
+        Args:
+            budget: per tier, none where one is missing; a number is the device's, and leaves the others unlimited.
+        """
+        most = limits(budget)
+        return min((c for c in self.best if c.fits(most)), key=lambda c: c.rank, default=None)
 
 
-def _spaces(step: Step, found: Profile, wish: Wish, machine: Machine, states: int) -> Iterator[Space]:
-    """One per distinct way to put parameters into buckets."""
+def over(candidate: Candidate, budget: int | Mapping[Tier, int]) -> float:
+    """By what share of its budget the fullest tier is overrun; 0 or less when all fit."""
+    return max((peak - most) / max(1, most) for peak, most in zip(candidate.peaks, limits(budget), strict=True))
+
+
+def limits(budget: int | Mapping[Tier, int]) -> tuple[int, ...]:
+    """Bytes that each of :data:`~zerograph.machine.TIERS` may hold."""
+    if isinstance(budget, int):
+        return (budget, *(sys.maxsize for _ in TIERS[1:]))
+    return tuple(budget.get(tier, 0) for tier in TIERS)
+
+
+def _spaces(step: Step, found: Profile, wish: Wish, machine: Machine, states: int, home: int) -> Iterator[Space]:
+    """One per distinct way to put parameters into buckets and tiles."""
     sizes = BUCKET_SIZES if wish.bucket_size is None else (wish.bucket_size,)
     seen = set()
     held: Memory = (("device", states),)
@@ -108,16 +179,51 @@ def _spaces(step: Step, found: Profile, wish: Wish, machine: Machine, states: in
             prefetch=DEFAULT_PREFETCH,
             recompute=wish.recompute,
         )
-        if plan not in seen:
-            seen.add(plan)
-            rates = Rates(machine, wish.world_size, plan.compute_dtype)
-            yield Space(found, plan, rates, held, keep=wish.stage == "auto", save=wish.recompute == "auto")
+        rates = Rates(machine, wish.world_size, plan.compute_dtype)
+        tiles = wish.tiles and size in (sizes[0], DEFAULT_BUCKET_SIZE)  # in between there is little to gain
+        for one in (plan, tiled(plan, size)) if tiles else (plan,):
+            if one not in seen:
+                seen.add(one)
+                keep, save = wish.stage == "auto", wish.recompute == "auto"
+                yield Space(found, one, rates, held, keep=keep, save=save, home=home)
 
 
-def _all(space: Space, prefetch: int) -> Iterator[Candidate]:
-    for kept in _subsets(space.keeps):
-        for saved in _subsets(space.saves):
-            yield space.candidate(prefetch, kept, saved)
+def tiled(plan: Plan, size: int) -> Plan:
+    """``plan`` with every parameter that is larger than ``size`` bytes when gathered in tiles of at most so many."""
+    buckets = []
+    for bucket in plan.buckets:
+        tiles = 1
+        if len(bucket.params) == 1 and bucket.params[0].sharded:
+            wanted = -(-bucket.gathered_bytes // size)
+            tiles = max(1, min(wanted, MOST_TILES, bucket.params[0].chunk_rows(plan.world_size)))
+        buckets.append(replace(bucket, tiles=tiles))
+    return replace(plan, buckets=tuple(buckets))
+
+
+def _size(space: Space, homes: Sequence[int], tiers: Sequence[Tier]) -> int:
+    """How many plans a space has."""
+    layers = len(space.scheduler.profile.layers) if tiers else 0
+    placed: int = len(homes) ** len(space.moves) * (1 + len(tiers)) ** layers
+    return placed << len(space.keeps) + len(space.saves)
+
+
+def _all(space: Space, prefetch: int, homes: Sequence[int], tiers: Sequence[Tier]) -> Iterator[Candidate]:
+    for placed in every_home(space, homes):
+        for offload in every_offload(space, tiers):
+            for kept in _subsets(space.keeps):
+                for saved in _subsets(space.saves):
+                    yield space.candidate(prefetch, kept, saved, placed, offload)
+
+
+def _staying(places: Sequence[tuple[Space, int]], complete: int) -> Iterator[Candidate]:
+    """Plans that offload nothing: all of them, or a grid of counts and what lies behind its frontier."""
+    if sum(_size(space, (0,), ()) for space, _ in places) <= complete:
+        for place in places:
+            yield from _all(*place, (0,), ())
+        return
+    points = {p.candidate: p for place in _worthwhile(places) for p in _grid(*place)}
+    yield from points
+    yield from (c for candidate in frontier(points) for c in points[candidate].finer())
 
 
 def _subsets(items: Sequence[T]) -> Iterator[tuple[T, ...]]:

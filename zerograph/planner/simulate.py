@@ -13,10 +13,15 @@ from typing import NamedTuple
 import networkx as nx
 
 from zerograph.forecast import Forecast, Peak, Span, Stream
-from zerograph.machine import Tier
+from zerograph.machine import TIERS, Tier
 
 Memory = tuple[tuple[Tier, int], ...]
 """Bytes per tier."""
+
+
+def on(tier: Tier, size: int) -> Memory:
+    """``size`` bytes on ``tier``."""
+    return ((tier, size),) if size else ()
 
 
 class Task(NamedTuple):
@@ -62,15 +67,23 @@ def simulate(tasks: Sequence[Task], held: Memory = (), not_counted: tuple[str, .
     return Forecast(spans, curves, peaks, _critical_path(spans), not_counted)
 
 
-def measure(tasks: Sequence[Task], held: Memory = ()) -> tuple[float, int]:
-    """Seconds and peak bytes on the device that :func:`simulate` finds, at a tenth of its cost."""
+Peaks = tuple[int, ...]
+"""The most bytes that each of :data:`~zerograph.machine.TIERS` holds, in that order."""
+
+
+def measure(tasks: Sequence[Task], held: Memory = ()) -> tuple[float, Peaks]:
+    """Seconds and peak bytes of every tier that :func:`simulate` finds, at a tenth of its cost."""
     starts, ends = _run(tasks)
-    level = most = _at_start(held)["device"]
-    for _, _, _, size in sorted(_events(tasks, starts, ends)["device"]):
-        level += size
-        if level > most:
-            most = level
-    return max(ends, default=0.0), most
+    levels, events = _at_start(held), _events(tasks, starts, ends)
+    peaks = []
+    for tier in TIERS:
+        level = most = levels[tier]
+        for _, _, _, size in sorted(events[tier]):
+            level += size
+            if level > most:
+                most = level
+        peaks.append(most)
+    return max(ends, default=0.0), tuple(peaks)
 
 
 def _run(tasks: Sequence[Task]) -> tuple[list[float], list[float]]:

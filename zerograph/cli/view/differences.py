@@ -10,7 +10,7 @@ from zerograph.cli.view.folding import fold, folded_name, skeleton
 from zerograph.forecast import STREAMS
 from zerograph.ir import Param
 from zerograph.machine import TIERS, Machine
-from zerograph.plan import Bucket
+from zerograph.plan import Bucket, Plan
 from zerograph.planfile import PlanFile
 from zerograph.units import format_bytes, format_seconds
 
@@ -91,6 +91,22 @@ def _decisions(a: PlanFile, b: PlanFile) -> Iterator[Difference]:
     for name in names:
         if name in mine and name in theirs:
             yield Difference("decisions", f"residency {name}", mine[name].residency, theirs[name].residency)
+            yield Difference("decisions", f"homes {name}", str(mine[name].homes), str(theirs[name].homes))
+            yield Difference("decisions", f"tiles {name}", mine[name].tiles, theirs[name].tiles)
+    ours, others = _activations(a.plan), _activations(b.plan)
+    for layer in dict.fromkeys((*ours, *others)):
+        yield Difference("decisions", f"activations {layer}", ours.get(layer, "saved"), others.get(layer, "saved"))
+
+
+def _activations(plan: Plan) -> dict[str, str]:
+    """What happens to the activations of layers, where they are not just saved."""
+    offload = dict(plan.offload)
+    return {
+        layer: ("recomputed, inputs " if layer in plan.recompute else "") + f"on {offload[layer]}"
+        if layer in offload
+        else "recomputed"
+        for layer in (*plan.recompute, *offload)
+    }
 
 
 def _content(old: Bucket | None, new: Bucket | None) -> tuple[Told, Told]:

@@ -1,0 +1,59 @@
+"""Where the shards of a bucket may live, and which of these places the user left open."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zerograph.errors import ConfigError
+from zerograph.machine import TIERS, Machine, Tier
+from zerograph.plan import Homes
+from zerograph.planner.choice import OFFLOADS, Offload
+
+HOMES: tuple[Homes, ...] = (
+    Homes(),
+    Homes("device", "device", "host"),
+    Homes("device", "host", "host"),
+    Homes("host", "host", "host"),
+    Homes("device", "device", "nvme"),
+    Homes("device", "nvme", "nvme"),
+    Homes("host", "host", "nvme"),
+    Homes("nvme", "nvme", "nvme"),
+)
+"""What the search looks at, from near to far; candidates name homes by their place in here."""
+
+
+def open_tiers(machine: Machine, world_size: int, offload: Offload | str, tier: Tier | None) -> tuple[Tier, ...]:
+    """The tiers that something may be offloaded to: those that exist, or the one that was asked for.
+
+    Raises:
+        ConfigError: offloading was asked for, and the machine has no such tier.
+    """
+    if offload == "none":
+        return ()
+    there = tuple(t for t in TIERS[1:] if machine.capacity(t, world_size))
+    found = there if tier is None else tuple(t for t in there if t == tier)
+    if not found and (offload != "auto" or tier is not None):
+        raise ConfigError(
+            f"{machine.name} has no {tier or 'host or nvme'} memory to offload to",
+            f"it has {' and '.join(there)}" if there else "offload='none', or a machine that has some",
+        )
+    return found
+
+
+def open_homes(offload: Offload | str, tiers: Sequence[Tier], stage: int) -> tuple[int, ...]:
+    """Places in :data:`HOMES` that ``offload`` leaves open on ``tiers`` at ``stage``.
+
+    "auto" leaves all open; "optimizer", "gradients" and "parameters" fix what leaves the device: that and what comes
+    before it, and nothing else.
+    """
+    least = OFFLOADS.index(offload) if offload in OFFLOADS else 0
+    if least > stage:
+        raise ConfigError(f"stage {stage} cannot offload {offload}", f"stage {least} or more can")
+    open_ = [k for k, homes in enumerate(HOMES) if _tiers(homes) <= set(tiers) and homes.least_stage <= stage]
+    if offload in ("none", "auto"):
+        return tuple(open_)
+    return tuple(k for k in open_ if HOMES[k].least_stage == least)
+
+
+def _tiers(homes: Homes) -> set[Tier]:
+    return {homes.parameters, homes.gradients, homes.optimizer} - {"device"}

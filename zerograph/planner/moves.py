@@ -1,0 +1,129 @@
+"""What must be true of a planned step that moves things between tiers, read off its tasks.
+
+Tasks are told apart by the names that :mod:`zerograph.planner.run` and :mod:`zerograph.planner.updates` give them, with
+the label of a bucket (``blocks.3``) or of a tile of it (``blocks.3 tile 2/4``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from itertools import pairwise
+
+from zerograph.forecast import Span
+from zerograph.plan import Bucket, Homes
+from zerograph.planfile import PlanFile
+
+Found = tuple[Span | None, str, str]
+"""The task that is wrong, if any; the module that it is about; what is wrong."""
+
+
+def labels(bucket: Bucket) -> list[str]:
+    """What tasks call a bucket, or each of its tiles."""
+    if bucket.tiles == 1:
+        return [bucket.name]
+    return [f"{bucket.name} tile {tile + 1}/{bucket.tiles}" for tile in range(bucket.tiles)]
+
+
+def reductions(file: PlanFile) -> Iterator[Found]:
+    """Every bucket that trains is reduced once, tile by tile."""
+    if file.plan.world_size == 1:
+        return
+    wanted = Counter(
+        label for bucket in file.plan.buckets if any(p.trainable for p in bucket.params) for label in labels(bucket)
+    )
+    done = Counter(s.name.removeprefix("reduce ") for s in file.forecast.spans if s.stream == "reduce")
+    for label in {**wanted, **done}:
+        if wanted[label] != done[label]:
+            text = f"gradients of {label} are reduced {done[label]} times, not {wanted[label]}"
+            yield None, label.partition(" tile ")[0], text
+
+
+def updates(file: PlanFile) -> Iterator[Found]:
+    """Every shard is updated once, where its states live."""
+    wanted = Counter(
+        label
+        for bucket in file.plan.buckets
+        if bucket.homes.optimizer != "device" and any(p.sharded and p.trainable for p in bucket.params)
+        for label in labels(bucket)
+    )
+    away = {bucket.name for bucket in file.plan.buckets if bucket.homes.optimizer != "device"}
+    done = Counter(
+        label
+        for span in file.forecast.spans
+        if span.stream == "cpu_update"
+        for label in [span.name.removeprefix("update ")]
+        if span.module in away
+    )
+    for label in {**wanted, **done}:
+        if wanted[label] != done[label]:
+            text = f"{label} is updated on the host {done[label]} times, not {wanted[label]}"
+            yield None, label.partition(" tile ")[0], text
+
+
+def arrivals(file: PlanFile) -> Iterator[Found]:
+    """Whatever is read has come from the tier where it lives to the one where it is read."""
+    spans, home = file.forecast.spans, _homes(file)
+    staged = file.machine.device != "cpu"  # otherwise the host's memory is the device's
+    for span in spans:
+        if span.module not in home:
+            continue
+        homes, before = home[span.module], {spans[task].name for task in span.after if 0 <= task < len(spans)}
+        label = span.name.partition(" ")[2]
+        wanted: list[str] = []
+        if span.stream == "gather" and homes.parameters != "device":
+            wanted = [f"{'fetch' if staged else 'read'} shard of {label}"]
+        elif span.stream == "cpu_update" and homes.optimizer != "device":
+            reads = "nvme" in (homes.gradients, homes.optimizer)
+            spills = homes.gradients == "host" or (homes.gradients == "device" and staged)
+            wanted = [f"read states of {label}"] * reads + [f"spill gradient of {label}"] * spills
+        elif span.name.startswith("fetch shard of ") and homes.parameters == "nvme":
+            wanted = [f"read {span.name.removeprefix('fetch ')}"]
+        elif span.name.startswith("read states of ") and homes.gradients == "nvme":
+            wanted = [f"write gradient of {span.name.removeprefix('read states of ')}"]
+        missing = [name for name in wanted if name not in before]
+        yield from ((span, span.module, f"{span.name} does not wait for {name}") for name in missing)
+
+
+def _homes(file: PlanFile) -> dict[str, Homes]:
+    """Homes by name; of parts of a layer that share one, only where they agree: tasks do not tell them apart."""
+    found: dict[str, set[Homes]] = defaultdict(set)
+    for bucket in file.plan.buckets:
+        found[bucket.name].add(bucket.homes)
+    return {name: homes.pop() for name, homes in found.items() if len(homes) == 1}
+
+
+def gathers(file: PlanFile) -> Iterator[Found]:
+    """No bucket is gathered while it is whole, and no more tiles are whole at a time than are gathered ahead."""
+    spans, names = file.forecast.spans, Counter(bucket.name for bucket in file.plan.buckets)
+    whole = defaultdict(list)
+    for holding in file.holdings:
+        if holding.kind == "gathered" and 0 <= holding.first < len(spans) and -1 <= holding.last < len(spans):
+            end = file.forecast.seconds if holding.last == -1 else spans[holding.last].end
+            whole[holding.name].append((spans[holding.first].start, end))
+    for label, times in whole.items():
+        if names[label.partition(" tile ")[0]] == 1:  # parts of one layer may share a name
+            for (_, end), (start, _) in pairwise(sorted(times)):
+                if start < end:
+                    yield None, label, f"{label} is gathered at {start:g} s, and whole until {end:g} s"
+    for bucket in file.plan.buckets:
+        if bucket.tiles > 1 and names[bucket.name] == 1:
+            most = _most_at_a_time([time for label in labels(bucket) for time in whole[label]])
+            if most > file.plan.prefetch + 1:
+                text = f"{most} tiles of {bucket.name} are whole at a time, {file.plan.prefetch + 1} may be"
+                yield None, bucket.name, text
+
+
+def _most_at_a_time(times: list[tuple[float, float]]) -> int:
+    """The most of some intervals that overlap; what ends at a moment makes room for what starts then."""
+    events = sorted([(end, -1) for _, end in times] + [(start, 1) for start, _ in times])
+    now = most = 0
+    for _, change in events:
+        now += change
+        most = max(most, now)
+    return most
+
+
+def sense(file: PlanFile) -> Iterator[Found]:
+    """The plan says nothing that no plan may say."""
+    yield from ((None, "", text) for text in file.plan.mistakes())

@@ -1,0 +1,104 @@
+"""A plan file from a traced step alone: where plans may offload or tile, as no program of those can be lowered yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zerograph.ir import Step
+from zerograph.machine import TIERS, Machine
+from zerograph.plan import DEVICE, Bucket, Plan
+from zerograph.planfile import PlanFile, Reason
+from zerograph.planner.books import scheduled
+from zerograph.planner.candidates import Candidate
+from zerograph.planner.infeasible import infeasible
+from zerograph.planner.schedule import Scheduler
+from zerograph.planner.search import Search, Wish
+from zerograph.units import format_bytes, format_seconds
+
+NOT_COUNTED = (
+    "what lowering changes: tasks follow the traced step, not a program",
+    "fragmentation and workspaces of the allocator",
+    "Python, launches and synchronization between instructions",
+    "buffers of the model, and the batch itself",
+    "aligning and rounding of extents on NVMe",
+)
+
+
+def planned(
+    name: str, step: Step, wish: Wish, machine: Machine, *, moments: int = 2, reserve: float = 0.0, tokens: int = 0
+) -> PlanFile:
+    """Search the plan of ``step`` that fits every tier of ``machine``, and forecast it from its schedule.
+
+    Args:
+        name: of the model, for people.
+        moments: tensors that the optimizer keeps per parameter.
+        reserve: share of every tier to leave free.
+        tokens: of one rank's batch.
+
+    Raises:
+        InfeasibleError: no plan fits.
+        ConfigError: what was wished for does not exist on the machine, or at the stage.
+    """
+    search = Search(step, wish, machine, moments=moments)
+    budget = {tier: int(machine.capacity(tier, wish.world_size) * (1 - reserve)) for tier in TIERS}
+    found = search.within(budget)
+    if found is None:
+        raise infeasible(search, step, machine, budget)
+    plan, scheduler = found.plan, found.space.scheduler
+    forecast, holdings = scheduled(scheduler, plan, NOT_COUNTED)
+    return PlanFile(
+        model=name,
+        plan=plan,
+        machine=machine,
+        budget=budget,
+        forecast=forecast,
+        holdings=holdings,
+        reasons=tuple(reasons(found, wish)),
+        tokens=tokens,
+        flops=sum(op.flops for op in step.ops),
+    )
+
+
+def reasons(found: Candidate, wish: Wish) -> Iterator[Reason]:
+    """The decisions of ``found``, and what each of them costs and gains."""
+    plan, scheduler = found.plan, found.space.scheduler
+    fastest = "no plan that fits every tier is predicted to be faster"
+    shape = f"stage {plan.stage}, prefetch {plan.prefetch}, {len(plan.buckets)} buckets"
+    yield Reason("plan", shape, fastest)
+    off = sum(bucket.homes != DEVICE for bucket in plan.buckets)
+    told = "it was chosen" if wish.offload == "auto" else f"offload={wish.offload} was asked for"
+    yield Reason("plan", f"shards of {off} buckets off the device", told)
+    if plan.unexecuted:
+        yield Reason("plan", "forecast from the schedule of the traced step", "this plan cannot be run yet")
+    for bucket in plan.buckets:
+        yield Reason(bucket.name, _decided(bucket), _why(bucket, scheduler) or fastest)
+    yield from _activations(plan)
+
+
+def _activations(plan: Plan) -> Iterator[Reason]:
+    if plan.recompute:
+        text = f"{len(plan.recompute)} layers recomputed in the backward: {plan.recompute[0]} to {plan.recompute[-1]}"
+        yield Reason("activations", text, "saving them would not fit, or take longer to offload")
+    for layer, tier in plan.offload:
+        text = f"what it saves waits on {tier} for the backward"
+        yield Reason(layer, text, "its copies run beside the compute of other layers")
+
+
+def _decided(bucket: Bucket) -> str:
+    tiles = f", in {bucket.tiles} tiles" if bucket.tiles > 1 else ""
+    count = f"{len(bucket.params)} parameter" + ("" if len(bucket.params) == 1 else "s")
+    size = format_bytes(bucket.gathered_bytes)
+    return f"{count}, {size}, residency {bucket.residency}{tiles}, {bucket.homes}"
+
+
+def _why(bucket: Bucket, scheduler: Scheduler) -> str:
+    """What it costs to live off the device, and what that frees."""
+    if bucket.homes == DEVICE:
+        return ""
+    shards, rates = scheduler.transfers(bucket.index, 1)[0].shards, scheduler.rates
+    freed = -sum(size for tier, size in shards.moved(bucket.homes) if tier == "device")
+    freed += shards.gradient if bucket.homes.gradients != "device" else 0
+    update = rates.host_update(shards.traffic)
+    if "nvme" in (bucket.homes.optimizer, bucket.homes.parameters):
+        update = max(update, rates.transfer("nvme_write", shards.optimizer))
+    return f"it frees {format_bytes(freed)} of the device, and its update takes {format_seconds(update)} there"

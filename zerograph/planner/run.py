@@ -1,0 +1,302 @@
+"""The tasks of one step under one plan, in program order: what computes, what moves, and the memory that both hold.
+
+Shards that live off the device are fetched into their slice of the gathered bucket (an in-place all-gather) when its
+gather could begin. Reduced gradients are spilled one bucket after another. Saved activations leave after the last
+layer that reads them, and come back one layer before the backward needs them. Tiles of an oversized operator follow
+one another, at most ``prefetch + 1`` of them whole. Where optimizer states live off the device, updates run on the
+host (:mod:`~zerograph.planner.updates`). What goes to NVMe or comes from it passes through buffers on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from zerograph.machine import Tier
+from zerograph.planner.simulate import Memory, Task, on
+from zerograph.planner.transfers import Transfer
+from zerograph.planner.updates import BUFFERS, HostUpdates
+
+if TYPE_CHECKING:
+    from zerograph.planner.schedule import Decisions, PhaseWork, Piece, Scheduler
+
+
+class Run:
+    """The tasks of one step.
+
+    Attributes:
+        tasks: in program order.
+    """
+
+    def __init__(self, scheduler: Scheduler, decisions: Decisions) -> None:
+        self.scheduler, self.decisions, self.rates = scheduler, decisions, scheduler.rates
+        self.tasks: list[Task] = []
+        self.freed: dict[int, Memory] = {}  # task -> memory of buckets that are free at its end
+        self.whole: dict[int, int] = {}  # bucket -> the task that gathered it, or its first tile
+        self.last = -1  # the task that ran last in the compute stream
+        self.waits: set[int] = set()
+        self.reducing = -1
+        self.reduced: dict[int, None] = {}  # buckets, in the order in which their gradients were reduced
+        self.tier_of = dict(decisions.offload)  # layer -> tier of what it saves
+        self.saved: dict[str, int] = {}  # layer -> the task that moved the last of what it saves away
+        self.arriving: dict[int, list[int]] = {}  # region -> tasks that bring back what it needs
+        # Layer and region -> the tasks that free what it saves on the device, and that bring it back.
+        self.left: dict[tuple[str, int], int] = {}
+        self.came: dict[tuple[str, int], int] = {}
+        self.spilled: dict[tuple[int, int], int] = {}  # bucket and tile -> the task that moved its gradient home
+        self.writes: list[int] = []  # tasks that release staging buffers of what goes to NVMe
+        self._phases()
+
+    def _phases(self) -> None:
+        for phase in self.scheduler.phases(self.decisions):
+            self._phase(phase)
+        if self.scheduler.profile.training:
+            self._update()
+        for index, memory in self.freed.items():
+            task = self.tasks[index]
+            self.tasks[index] = task._replace(gives=task.gives + memory)
+
+    def _phase(self, phase: PhaseWork) -> None:
+        for visit in phase.gathers.get(0, ()):
+            self._gather(phase.visits[visit].bucket)
+        backward = phase.name == "backward"
+        if backward and phase.regions:
+            self._fetch_saved(phase, 0)
+        ready: tuple[int, ...] = ()
+        place = 0
+        for piece in phase.pieces:
+            if piece.first and self.tier_of:
+                self.waits.update(self.arriving.pop(piece.region, ()))
+                place += 1
+                if backward and place < len(phase.regions):
+                    self._fetch_saved(phase, place)
+            for visit in piece.visits:
+                self._free(phase, visit)
+                for other in phase.gathers.get(visit, ()) if visit else ():
+                    self._gather(phase.visits[other].bucket)
+                self.waits.add(self.whole[phase.visits[visit].bucket])
+            self._reduce_all(ready)
+            ready = piece.ready
+            self._compute(piece)
+            if piece.last and not backward and self.tier_of:
+                self._offload_saved(phase, piece.region)
+        self._reduce_all(ready)
+        self._free(phase, len(phase.visits))
+        if self.reducing >= 0:
+            self.waits.add(self.reducing)
+
+    def add(self, task: Task) -> int:
+        """Append ``task``; returns its index."""
+        self.tasks.append(task)
+        return len(self.tasks) - 1
+
+    def _compute(self, piece: Piece) -> None:
+        task = piece.task
+        if piece.slices > 1:
+            self._tiled(piece)
+            return
+        after = tuple(sorted(self.waits))
+        self.waits.clear()
+        self.last = self.add(
+            Task(task.name, "compute", task.seconds, after, task.takes, task.gives, task.module, task.source)
+        )
+        self.computed(piece, self.last)
+
+    # What memory is for, told to those who keep books (zerograph.planner.books); the search does not ask.
+
+    def computed(self, piece: Piece, task: int) -> None:
+        """``piece``, or a slice of it, runs in ``task``."""
+
+    def took(self, what: str, label: str, tier: Tier, size: int, task: int) -> None:
+        """``task`` takes ``size`` bytes of ``tier`` for ``what`` of ``label``."""
+
+    def gave(self, what: str, label: str, tier: Tier, size: int, task: int) -> None:
+        """As many of them are free at the end of ``task``."""
+
+    def _tiled(self, piece: Piece) -> None:
+        """Slices of a piece: the tiles that each works on come before it, and are free and reduced after it."""
+        task, slices = piece.task, piece.slices
+        launch = self.rates.machine.launch
+        seconds = max(0.0, task.seconds - launch) / slices + launch
+        gathered = {bucket: [self.whole.pop(bucket)] if bucket in self.whole else [] for bucket in piece.reads}
+        for i in range(slices):
+            takes = task.takes if i == 0 else ()
+            gives = task.gives if i == slices - 1 else ()
+            ends: list[tuple[int, int]] = []
+            wholes: list[Transfer] = []
+            gradients: list[Transfer] = []
+            for bucket in (*piece.reads, *(b for b in piece.makes if b not in piece.reads)):
+                tiles = self.decisions.tiles[bucket]
+                tile, parts = i * tiles // slices, self.scheduler.transfers(bucket, tiles)
+                begins = i == 0 or tile != (i - 1) * tiles // slices
+                ended = i == slices - 1 or tile != (i + 1) * tiles // slices
+                if bucket in gathered:
+                    there = gathered[bucket]
+                    for ahead in range(len(there), min(tiles, tile + self.decisions.prefetch + 1) if begins else 0):
+                        there.append(self._bring(bucket, parts[ahead]))
+                    self.waits.add(there[tile])
+                    if ended:
+                        gives += on("device", parts[tile].whole)
+                        wholes.append(parts[tile])
+                if bucket in piece.makes:
+                    if begins:
+                        takes += on("device", parts[tile].gradients)
+                        gradients.append(parts[tile])
+                    ends += [(bucket, tile)] if ended else []
+            after = tuple(sorted(self.waits))
+            self.waits.clear()
+            self.last = self.add(Task(task.name, "compute", seconds, after, takes, gives, task.module, task.source))
+            self.computed(piece, self.last)
+            for part in wholes:
+                self.gave("whole", part.label, "device", part.whole, self.last)
+            for part in gradients:
+                self.took("full gradient", part.label, "device", part.gradients, self.last)
+            for bucket, tile in ends:
+                self._reduce(bucket, tile)
+
+    def _gather(self, bucket: int) -> None:
+        if bucket not in self.whole:
+            part = self.scheduler.transfers(bucket, self.decisions.tiles[bucket])[0]
+            self.whole[bucket] = self._bring(bucket, part)
+
+    def _bring(self, bucket: int, part: Transfer) -> int:
+        """Gather a bucket or a tile of it, after fetching its shards; returns the gather."""
+        homes = self.decisions.homes[bucket]
+        after = (self.last,) if self.last >= 0 else ()
+        size, takes = part.whole, on("device", part.whole)
+        if homes.optimizer != "device" and self.decisions.residency[bucket] == "step":
+            size -= part.shards.copy  # the copy on the device is a slice of the whole
+            takes = on("device", size)
+        took = -1
+        if homes.parameters != "device" and part.shards.fetched:
+            took = self._up(part, "shard", part.shards.fetched, homes.parameters, after, takes)
+            after, takes = (took,), ()
+        gather = self.add(Task(f"gather {part.label}", "gather", part.gather_seconds, after, takes, (), part.name))
+        self.took("whole", part.label, "device", size, took if took >= 0 else gather)
+        self._stall(gather)
+        return gather
+
+    def _stall(self, transfer: int) -> None:
+        """Where nothing runs beside a collective, the next compute comes after it."""
+        if not self.rates.overlaps:
+            self.waits.add(transfer)
+
+    def _free(self, phase: PhaseWork, visit: int) -> None:
+        for i in phase.frees.get(visit, ()):
+            bucket = phase.visits[i].bucket
+            kept = self.decisions.residency[bucket]
+            if self.decisions.tiles[bucket] > 1:
+                continue  # tiles are freed one by one
+            if kept == "use" or (kept == "backward" and phase.name == "backward"):
+                del self.whole[bucket]
+                part = self.scheduler.transfers(bucket, 1)[0]
+                self.freed[self.last] = self.freed.get(self.last, ()) + on("device", part.whole)
+                self.gave("whole", part.label, "device", part.whole, self.last)
+
+    def _reduce_all(self, buckets: Sequence[int]) -> None:
+        for bucket in buckets:
+            self._reduce(bucket, 0)
+
+    def _reduce(self, bucket: int, tile: int) -> None:
+        """Start a reduction, for which the compute waits when the next one starts; then the gradient goes home."""
+        part = self.scheduler.transfers(bucket, self.decisions.tiles[bucket])[tile]
+        home = self.decisions.homes[bucket].gradients
+        self.reduced[bucket] = None
+        if self.reducing >= 0:
+            self.waits.add(self.reducing)
+        takes, gives = on("device", part.reduced), on("device", part.gradients)
+        self.reducing = self.add(
+            Task(f"reduce {part.label}", "reduce", part.reduce_seconds, (self.last,), takes, gives, part.name)
+        )
+        self.gave("full gradient", part.label, "device", part.gradients, self.reducing)
+        self.took("gradient", part.label, "device", part.reduced, self.reducing)
+        self._stall(self.reducing)
+        size = part.shards.gradient
+        if home != "device" and size:
+            self.spilled[bucket, tile] = self._down(part, "gradient", size, home, (self.reducing,), on("device", size))
+
+    def _offload_saved(self, phase: PhaseWork, region: int) -> None:
+        """Move away what no later layer of the forward reads, of layers whose activations are offloaded."""
+        for layer, size in phase.moving.get(region, {}).items():
+            if layer in self.tier_of:
+                tier, free = self.tier_of[layer], on("device", size)
+                before = len(self.tasks)
+                self.saved[layer] = self._down(layer, "activations", size, tier, (self.last,), free)
+                self.left[layer, region] = before
+
+    def _fetch_saved(self, phase: PhaseWork, place: int) -> None:
+        """Bring back what the region at ``place`` needs, while the one before it runs."""
+        region = phase.regions[place]
+        for layer, size in phase.moving.get(region, {}).items():
+            if layer in self.tier_of:
+                tier = self.tier_of[layer]
+                after = tuple(sorted({self.last, self.saved[layer]}))
+                task = self._up(layer, "activations", size, tier, after, on("device", size), moves=True)
+                self.arriving.setdefault(region, []).append(task)
+                self.came[layer, region] = task
+
+    def _down(
+        self, part: Transfer | str, what: str, size: int, tier: Tier, after: tuple[int, ...], gives: Memory
+    ) -> int:
+        """Copy ``size`` bytes from the device to ``tier``; returns the last task, at whose end ``gives`` is free."""
+        name, label = (part, part) if isinstance(part, str) else (part.name, part.label)
+        to_nvme = tier == "nvme"
+        staging = self.rates.staging
+        if staging == "host":
+            if to_nvme and len(self.writes) >= BUFFERS:
+                after = tuple(sorted({*after, self.writes[-BUFFERS]}))
+            seconds = self.rates.transfer("d2h", size)
+            copy = self.add(Task(f"spill {what} of {label}", "d2h", seconds, after, on("host", size), gives, name))
+            self.gave(what, label, "device", size, copy)
+            self.took(what, label, "host", size, copy)
+            if not to_nvme:
+                return copy
+            after, gives = (copy,), on("host", size)
+        seconds = self.rates.transfer("nvme_write", size)
+        written = self.add(Task(f"write {what} of {label}", "nvme_write", seconds, after, on(tier, size), gives, name))
+        self.writes.append(written)
+        self.gave(what, label, staging, size, written)
+        self.took(what, label, tier, size, written)
+        return written
+
+    def _up(
+        self, part: Transfer | str, what: str, size: int, tier: Tier, after: tuple[int, ...], takes: Memory, *,
+        moves: bool = False,
+    ) -> int:  # fmt: skip
+        """Copy ``size`` bytes from ``tier`` into ``takes`` on the device; with ``moves`` they are free on the tier."""
+        name, label = (part, part) if isinstance(part, str) else (part.name, part.label)
+        gives = on(tier, size) if moves else ()
+        if tier == "nvme":
+            direct = self.rates.staging == "device"
+            seconds = self.rates.transfer("nvme_read", size)
+            into = takes if direct else on("host", size)
+            read = self.add(Task(f"read {what} of {label}", "nvme_read", seconds, after, into, gives, name))
+            if moves:
+                self.gave(what, label, tier, size, read)
+            if direct:
+                return read
+            self.took(what, label, "host", size, read)
+            after, gives, moves = (read,), on("host", size), True
+        seconds = self.rates.transfer("h2d", size)
+        fetched = self.add(Task(f"fetch {what} of {label}", "h2d", seconds, after, takes, gives, name))
+        if moves:
+            self.gave(what, label, "host", size, fetched)
+        return fetched
+
+    def _update(self) -> None:
+        """The optimizer, when all gradients are there: first what lives on the device, then the rest."""
+        after = (self.reducing,) if self.reducing >= 0 else ()
+        scheduler, homes = self.scheduler, self.decisions.homes
+        host = [bucket for bucket in self._by_readiness() if homes[bucket].optimizer != "device"]
+        seconds = scheduler.update_seconds(host)
+        if seconds or not host:
+            self.add(Task("optimizer update", "compute", seconds, after, module="optimizer"))
+        updates = HostUpdates(self.rates, self, tuple(sorted({*after, self.last} - {-1})))
+        for bucket in host:
+            for tile, part in enumerate(scheduler.transfers(bucket, self.decisions.tiles[bucket])):
+                if part.shards.optimizer:
+                    updates.update(part, homes[bucket], self.spilled.get((bucket, tile)))
+
+    def _by_readiness(self) -> list[int]:
+        """All buckets, those whose gradients were reduced first before the others."""
+        return list(dict.fromkeys((*self.reduced, *range(len(self.decisions.homes)))))
