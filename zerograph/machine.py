@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from zerograph.errors import ConfigError
 
-VERSION = 1
+VERSION = 2
 
 Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
@@ -51,6 +51,9 @@ class Machine:
         h2d, d2h: host to device and back; on a CPU, a copy.
         intra, inter: collectives inside a node, and between nodes: bytes per second of the full tensor that a rank
             sends or receives (bus bandwidth), and the latency of one collective.
+        update: torch's AdamW as it comes, over sharded parameters on the device: bytes per second, where a parameter,
+            its gradient and states are counted once each way, and seconds for each parameter, however small. It runs
+            several kernels per parameter, or per group of them, and DTensors cost the host more than that.
         cpu_optimizer: bytes of states per second and node that an Adam update on the host reads and writes.
     """
 
@@ -70,6 +73,7 @@ class Machine:
     d2h: Link
     intra: Link
     inter: Link
+    update: Link
     cpu_optimizer: float
     notes: str = field(default="", compare=False)
 
@@ -115,11 +119,17 @@ class Machine:
             raise ConfigError(f"the machine is incomplete: {error}", "measure it again") from None
 
 
-_LINKS = ("nvme_read", "nvme_write", "h2d", "d2h", "intra", "inter")
+_LINKS = ("nvme_read", "nvme_write", "h2d", "d2h", "intra", "inter", "update")
 GB, TB, GIB = 10**9, 10**12, 2**30
 _REACHED = 0.6
 """Share of the published matrix rate that large transformer layers reach (ZeRO-Infinity and Megatron report 0.4 to
 0.6 for whole steps, of which products are the larger part)."""
+
+_FOREACH = 7 / 21
+"""What AdamW has to move at least (7 tensors), over what its multi-tensor kernels move (21): decay 2, first moment 3,
+second moment 5, its root 2, bias correction 2, eps 2, and the step itself 5."""
+_PER_DTENSOR = 6e-5
+"""Seconds of the host per parameter of a multi-tensor update of DTensors; measured on a CPU, which it is bound by."""
 
 
 def _gpu(
@@ -149,6 +159,7 @@ def _gpu(
         d2h=Link(0.8 * pcie, 1e-5),
         intra=link,
         inter=inter,
+        update=Link(0.8 * bandwidth * _FOREACH, _PER_DTENSOR),
         cpu_optimizer=cpu_bandwidth,
         notes="from published figures, times the share that training reaches",
     )
@@ -200,6 +211,7 @@ PRESETS: Mapping[str, Machine] = {
             d2h=Link(8 * GB),
             intra=Link(3 * GB, 1e-4),
             inter=Link(GB, 1e-3),
+            update=Link(3 * GB, 7e-4),
             cpu_optimizer=10 * GB,
             notes="two ranks of one thread each on a small server; measure yours with `zerograph bench`",
         ),

@@ -38,7 +38,8 @@ def assert_plausible(machine: Machine) -> None:
     assert set(machine.matmul) == set(machine.vector) == {"float32", "bfloat16", "float16"}
     for rate in (*machine.matmul.values(), *machine.vector.values()):
         assert 1e7 < rate < 1e16
-    for link in (machine.h2d, machine.d2h, machine.intra, machine.inter, machine.nvme_read, machine.nvme_write):
+    links = (machine.h2d, machine.d2h, machine.intra, machine.inter, machine.update)
+    for link in (*links, machine.nvme_read, machine.nvme_write):
         assert 1e6 < link.rate < 1e13 and 0 <= link.latency < 0.1
     assert 1e8 < machine.device_bandwidth < 1e13 and 1e8 < machine.cpu_optimizer < 1e13
     assert 1e-8 < machine.launch < 1e-3

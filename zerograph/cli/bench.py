@@ -79,6 +79,7 @@ def rows(machine: Machine) -> list[list[Cell]]:
         "disk read": _link(machine.nvme_read),
         "disk write": _link(machine.nvme_write),
         "disk free": format_bytes(machine.nvme_capacity),
+        "AdamW on the device": f"{_link(machine.update)} per parameter",
         "AdamW on the host": f"{_si(machine.cpu_optimizer, 'B/s')} per node",
         "notes": machine.notes,
     }

@@ -82,6 +82,7 @@ def _machine(device: Literal["cuda", "cpu"], answers: Sequence[Answer], disk: Di
         d2h=_slower([a.d2h for a in answers]),
         intra=intra,
         inter=Link(min(like.inter.rate, intra.rate), max(like.inter.latency, intra.latency)),
+        update=Link(min(a.update.rate for a in answers), max(a.update.latency for a in answers)),
         cpu_optimizer=sum(a.optimizer for a in answers),
         notes=_notes(answers, disk),
     )

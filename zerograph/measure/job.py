@@ -69,4 +69,5 @@ class Answer:
     h2d: Link
     d2h: Link
     gathers: tuple[tuple[int, tuple[float, ...]], ...]
+    update: Link
     optimizer: float

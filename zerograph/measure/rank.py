@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from zerograph.ir import Param
 from zerograph.machine import Link
@@ -21,6 +23,7 @@ ADAM_BYTES = 28
 
 _GPU_ELEMENTS, _GPU_MATMUL = 16, 8  # a GPU needs larger tensors to be busy
 _CACHED = 2**15  # elements; four tensors of them fit a core's second-level cache
+_PARAMETERS = 20  # that share what one step costs beside them
 _PIECE = 4 * 2**20  # bytes of collectives per sample
 
 
@@ -69,6 +72,7 @@ class Lab:
             h2d=h2d,
             d2h=d2h,
             gathers=gathers,
+            update=self.update(),
             optimizer=self.optimizer(),
         )
 
@@ -159,6 +163,24 @@ class Lab:
             self.finish()
             samples.append((time.perf_counter() - begin) / count)
         return shard.nbytes * world, tuple(samples[2:])
+
+    def update(self) -> Link:
+        """AdamW as it comes, over shards: what a tiny parameter costs, and the rate of large ones beyond that."""
+        self.begin("AdamW on the device")
+        least = self.updated(_PARAMETERS, 16) / _PARAMETERS
+        large = self.effort.elements // 4 * (_GPU_ELEMENTS if self.on_gpu else 1)
+        return Link(ADAM_BYTES * large / max(self.updated(1, large) - least, least), least)
+
+    def updated(self, count: int, elements: int) -> float:
+        """Seconds of one step over ``count`` parameters, of each of which this rank has ``elements``."""
+        assert dist.group.WORLD is not None
+        mesh = DeviceMesh.from_group(dist.group.WORLD, self.device.type)
+        params = []
+        for _ in range(count):
+            rows = [DTensor.from_local(torch.ones(elements, device=self.device), mesh, [Shard(0)]) for _ in range(2)]
+            params.append(torch.nn.Parameter(rows[0]))
+            params[-1].grad = rows[1]
+        return seconds_of(torch.optim.AdamW(params).step, self.finish, self.effort.seconds / 2)
 
     def optimizer(self) -> float:
         """Bytes per second that torch's fused AdamW reads and writes on the host, with this rank's threads."""

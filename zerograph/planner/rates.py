@@ -62,12 +62,12 @@ class Rates:
         return min(self.world_size, self.machine.ranks_per_node)
 
     def update(self, params: Iterable[Param], moments: int) -> float:
-        """The optimizer's pass over the shards of trainable ``params``, their gradients and ``moments`` tensors."""
-        return self.device_update(sum(shard_bytes(p, self.world_size) for p in params if p.trainable), moments)
+        """The optimizer's pass over the shards of trainable ``params``, their gradients and ``moments`` tensors.
 
-    def device_update(self, size: int, moments: int) -> float:
-        """The same for ``size`` bytes of shards: parameters, gradients and states read, all but gradients written."""
-        return size * (3 + 2 * moments) / self.machine.device_bandwidth
+        All of these are read, and all but gradients written.
+        """
+        sizes = [shard_bytes(p, self.world_size) * (3 + 2 * moments) for p in params if p.trainable]
+        return sum(map(self.machine.update.seconds, sizes))
 
 
 def shard_bytes(param: Param, world_size: int) -> int:

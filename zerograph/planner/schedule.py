@@ -20,7 +20,7 @@ from zerograph.ir import Param, Phase
 from zerograph.machine import Tier
 from zerograph.plan import Homes, Plan, Residency
 from zerograph.planner.liveness import Mode
-from zerograph.planner.rates import Rates, shard_bytes
+from zerograph.planner.rates import Rates
 from zerograph.planner.regions import Atom, Life, Profile, Region
 from zerograph.planner.run import Run
 from zerograph.planner.simulate import Memory, Task, on
@@ -123,7 +123,8 @@ class Scheduler:
         self.bucket_of = {p.name: i for i, params in enumerate(buckets) for p in params}
         work = [next(iter(region.work.values())) for region in profile.regions]  # gradients are the same in all modes
         self._whole = {name: size for w in work for atom in w.atoms for name, size in atom.gradients}
-        self._trained = sum(shard_bytes(p, rates.world_size) for p in profile.params if p.trainable)
+        self._trained = [p for p in profile.params if p.trainable]
+        self._updates: dict[frozenset[int], float] = {}
         self._transfers: dict[tuple[int, int], tuple[Transfer, ...]] = {}
         self._parts: dict[tuple[int, Mode], list[_Part]] = {}
         self._phases: dict[tuple[tuple[int, ...], int, tuple[str, ...], bool], tuple[PhaseWork, ...]] = {}
@@ -162,8 +163,11 @@ class Scheduler:
 
     def update_seconds(self, host: Sequence[int]) -> float:
         """Of the update on the device, when the states of the buckets ``host`` live off it."""
-        left = self._trained - sum(self.transfers(bucket, 1)[0].shards.gradient for bucket in host)
-        return self.rates.device_update(left, self.moments)
+        key = frozenset(host)
+        if key not in self._updates:
+            gone = {p.name for bucket in key for p in self.buckets[bucket]}
+            self._updates[key] = self.rates.update((p for p in self._trained if p.name not in gone), self.moments)
+        return self._updates[key]
 
     def alive(self, task: str, recompute: tuple[str, ...], save_others: bool) -> list[Life]:
         """What is held through the compute tasks named ``task``, besides buckets, gradients and temporaries."""

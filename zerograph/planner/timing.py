@@ -120,7 +120,7 @@ def _update(size: ModelSize, training: Training, choice: Choice, world_size: int
     mine = size.parameters / (world_size if choice.stage else 1)
     traffic = mine * layout.update_traffic
     if choice.home("optimizer") == "device":
-        return {"optimizer": traffic / machine.device_bandwidth}
+        return {"optimizer": traffic / machine.update.rate}
     onto_device = choice.home("parameters") == "device"
     nvme = choice.tier == "nvme"
     read = layout.optimizer + (layout.gradient if choice.home("gradients") == "nvme" else 0)
