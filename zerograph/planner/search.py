@@ -14,8 +14,10 @@ All ranks that are given the same step, machine and budget find the same plan.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, pairwise
 from typing import Any, Literal, TypeVar
@@ -45,6 +47,8 @@ COMPLETE = 1100
 """Candidates up to which all are looked at."""
 MOST_TILES = 16
 """Tiles of one parameter, at most: each costs a collective of its own, and the planner a few tasks."""
+ALL_TILES = 2048
+"""Tiles of a step, at most, unless two of each parameter are more: a plan of so many takes the planner 0.2 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +113,15 @@ class Search:
             states: bytes on the device between steps; default: shards and ``moments`` optimizer states of the
                 step's parameters.
             complete: number of candidates up to which all are looked at.
-            work: tasks that are simulated for plans that offload, at most; twice as many where all of them do.
+            work: tasks that are simulated by the local search for plans that offload, at most; twice as many where
+                all of them do.
         """
         self.wish = wish
+        with _uncollected():
+            self._search(step, machine, states, moments, complete, work)
+
+    def _search(self, step: Step, machine: Machine, states: int | None, moments: int, complete: int, work: int) -> None:
+        wish = self.wish
         self.profile = profile(step, ("none", "full") if wish.recompute == "none" else ("auto", "full"))
         self.states = sum(state_bytes(step.params, wish.world_size, moments)) if states is None else states
         self.tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
@@ -153,6 +163,18 @@ class Search:
         return min((c for c in self.best if c.fits(most)), key=lambda c: c.rank, default=None)
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No search for cycles meanwhile: millions of tuples that need none would set off a quarter of the time in them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def over(candidate: Candidate, budget: int | Mapping[Tier, int]) -> float:
     """By what share of its budget the fullest tier is overrun; 0 or less when all fit."""
     return max((peak - most) / max(1, most) for peak, most in zip(candidate.peaks, limits(budget), strict=True))
@@ -190,13 +212,13 @@ def _spaces(step: Step, found: Profile, wish: Wish, machine: Machine, states: in
 
 def tiled(plan: Plan, size: int) -> Plan:
     """``plan`` with every parameter that is larger than ``size`` bytes when gathered in tiles of at most so many."""
-    buckets = []
-    for bucket in plan.buckets:
-        tiles = 1
-        if len(bucket.params) == 1 and bucket.params[0].sharded:
-            wanted = -(-bucket.gathered_bytes // size)
-            tiles = max(1, min(wanted, MOST_TILES, bucket.params[0].chunk_rows(plan.world_size)))
-        buckets.append(replace(bucket, tiles=tiles))
+    large = [b for b in plan.buckets if b.gathered_bytes > size and len(b.params) == 1 and b.params[0].sharded]
+    most = min(MOST_TILES, max(2, ALL_TILES // max(1, len(large))))
+    buckets = list(plan.buckets)
+    for bucket in large:
+        wanted = -(-bucket.gathered_bytes // size)
+        tiles = max(1, min(wanted, most, bucket.params[0].chunk_rows(plan.world_size)))
+        buckets[bucket.index] = replace(bucket, tiles=tiles)
     return replace(plan, buckets=tuple(buckets))
 
 
