@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from zerograph.ir import ITEM_SIZE, Op, Param, Step, Value
 
@@ -83,6 +84,15 @@ def _backward(build: _Builder, layers: list[Layer]) -> None:
         through = build.op(f"d_in{i}", "backward", module, [d_up, f"full{i}"], layer.stream, "temporary", params,
                            layer.flops, False)  # fmt: skip
         gradient = build.op(f"d_out{i}", "backward", module, [gradient, through], layer.stream)
+
+
+def of_kinds(step: Step, kinds: Sequence[tuple[bool, bool]]) -> Step:
+    """``step`` of :func:`step_of` with each parameter sharded and trained or not; one that is not has no gradient."""
+    pairs = list(zip(step.params, kinds, strict=True))
+    params = tuple(replace(param, sharded=sharded, trainable=trainable) for param, (sharded, trainable) in pairs)
+    still = {name for i, param in enumerate(params) if not param.trainable for name in (f"d_full{i}", f"grad{i}")}
+    ops = tuple(op for op in step.ops if op.name not in still)
+    return replace(step, params=params, ops=ops, values=tuple(v for v in step.values if v.name not in still))
 
 
 def transformer(layers: int, hidden: int, tokens: int, compute: str = "bfloat16") -> Step:

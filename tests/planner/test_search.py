@@ -252,6 +252,13 @@ def test_large_operators_are_tiled_where_they_do_not_fit_whole() -> None:
     assert fastest is not None and {b.tiles for b in fastest.plan.buckets} == {1}
 
 
+def test_tiles_are_looked_at_with_the_prefetch_that_was_asked_for() -> None:
+    step = step_of([Layer(rows=2**26, stream=1024, inside=1024)] * 2)
+    search = Search(step, Wish("auto", 64, offload="auto", prefetch=2), MACHINE)
+    assert any(b.tiles > 1 for c in search.best for b in c.plan.buckets)
+    assert {c.plan.prefetch for c in search.best} == {2}
+
+
 def test_offload_of_a_step_of_100_layers_is_planned_in_about_a_second() -> None:
     """Of one processor's time, of which plans on the device take half; others may share the machine."""
     step = step_of([Layer(rows=4_000_000, stream=10**7, inside=10**8, flops=10**12)] * 100)

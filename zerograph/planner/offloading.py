@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations, product
 from math import inf
 from operator import le
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from zerograph.machine import Tier
 from zerograph.planner.candidates import Candidate, Space
@@ -31,7 +31,7 @@ WORK = 60_000
 def every_home(space: Space, homes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """All ways to place the buckets of ``space``."""
     for chosen in product(homes, repeat=len(space.moves)):
-        yield _placed(space, zip(space.moves, chosen, strict=True))
+        yield space.placed(zip(space.moves, chosen, strict=True))
 
 
 def every_offload(space: Space, tiers: Sequence[Tier]) -> Iterator[tuple[tuple[str, Tier], ...]]:
@@ -40,14 +40,6 @@ def every_offload(space: Space, tiers: Sequence[Tier]) -> Iterator[tuple[tuple[s
     places: tuple[Tier, ...] = ("device", *tiers)
     for chosen in product(places, repeat=len(layers)):
         yield tuple((layer, tier) for layer, tier in zip(layers, chosen, strict=True) if tier != "device")
-
-
-def _placed(space: Space, chosen: Any) -> tuple[int, ...]:
-    """The home of every bucket; those of which nothing can leave have the first there is."""
-    found = [space.home] * len(space.plan.buckets)
-    for bucket, home in chosen:
-        found[bucket] = home
-    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +130,7 @@ class Offloading:
             if tier
         ]
         return space.candidate(
-            prefetch, _chosen(groups.keeps, kept), _chosen(groups.saves, saved), _placed(space, moved), tuple(offloaded)
+            prefetch, _chosen(groups.keeps, kept), _chosen(groups.saves, saved), space.placed(moved), tuple(offloaded)
         )
 
     def _corners(self) -> Iterator[_State]:

@@ -110,13 +110,13 @@ class Search:
     ) -> None:  # fmt: skip
         """
         Args:
-            states: bytes on the device between steps; default: shards and ``moments`` optimizer states of the
-                step's parameters.
+            states: bytes on the device between steps; default: shards and optimizer states of the step's parameters.
+            moments: tensors that the optimizer keeps per parameter.
             complete: number of candidates up to which all are looked at.
             work: tasks that are simulated by the local search for plans that offload, at most; twice as many where
                 all of them do.
         """
-        self.wish = wish
+        self.wish, self.moments = wish, moments
         with _uncollected():
             self._search(step, machine, states, moments, complete, work)
 
@@ -126,11 +126,16 @@ class Search:
         self.states = sum(state_bytes(step.params, wish.world_size, moments)) if states is None else states
         self.tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
         self.homes = open_homes(wish.offload, self.tiers, wish.sharding)
-        self.spaces = list(_spaces(step, self.profile, wish, machine, self.states, self.homes[0]))
+        self.spaces = list(_spaces(step, self.profile, wish, machine, self.states, moments, self.homes[0]))
         prefetches = PREFETCHES if wish.prefetch is None else (wish.prefetch,)
         if not step.params or not step.training:
             prefetches = (DEFAULT_PREFETCH if wish.prefetch is None else wish.prefetch,)
-        places = [(s, prefetch) for s in self.spaces for prefetch in prefetches if not (s.tiled and prefetch > 1)]
+        places = [
+            (s, prefetch)
+            for s in self.spaces
+            for prefetch in prefetches
+            if not (s.tiled and wish.prefetch is None and prefetch > 1)
+        ]
         if sum(_size(space, self.homes, self.tiers) for space, _ in places) <= complete:
             self.best = frontier(c for place in places for c in _all(*place, self.homes, self.tiers))
             return
@@ -187,7 +192,9 @@ def limits(budget: int | Mapping[Tier, int]) -> tuple[int, ...]:
     return tuple(budget.get(tier, 0) for tier in TIERS)
 
 
-def _spaces(step: Step, found: Profile, wish: Wish, machine: Machine, states: int, home: int) -> Iterator[Space]:
+def _spaces(
+    step: Step, found: Profile, wish: Wish, machine: Machine, states: int, moments: int, home: int
+) -> Iterator[Space]:
     """One per distinct way to put parameters into buckets and tiles."""
     sizes = BUCKET_SIZES if wish.bucket_size is None else (wish.bucket_size,)
     seen = set()
@@ -207,7 +214,7 @@ def _spaces(step: Step, found: Profile, wish: Wish, machine: Machine, states: in
             if one not in seen:
                 seen.add(one)
                 keep, save = wish.stage == "auto", wish.recompute == "auto"
-                yield Space(found, one, rates, held, keep=keep, save=save, home=home)
+                yield Space(found, one, rates, held, keep=keep, save=save, home=home, moments=moments)
 
 
 def tiled(plan: Plan, size: int) -> Plan:
