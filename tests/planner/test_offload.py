@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, of_kinds, step_of
 
+from zerograph.errors import ZeroGraphError
 from zerograph.forecast import Forecast
 from zerograph.ir import Step
 from zerograph.machine import TIERS, Machine, Tier, machine_named
@@ -371,6 +372,21 @@ def test_homes_farther_than_what_needs_them_are_refused() -> None:
     assert "none may live farther away" in next(plan.mistakes())
     twice = replace(ruled(step_of([Layer()])), offload=(("blocks.0", "host"), ("blocks.0", "nvme")))
     assert "offloaded twice" in next(twice.mistakes())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"world_size": 0}, "world size 0"),
+        ({"stage": 7}, "stage 7"),
+        ({"prefetch": -1}, "prefetch -1"),
+        ({"recompute": ("blocks.0", "blocks.0")}, "blocks.0 is recomputed twice"),
+    ],
+)
+def test_plans_that_nobody_can_have_made_are_refused(change: dict[str, object], message: str) -> None:
+    plan = replace(placed(ruled(step_of([Layer()])), Homes(), tiles=2), **change)  # type: ignore[arg-type]
+    with pytest.raises(ZeroGraphError, match=message):
+        Plan.from_json(plan.to_json())
 
 
 def broken(file: PlanFile, task: str, **changes: object) -> PlanFile:

@@ -42,6 +42,18 @@ def every_offload(space: Space, tiers: Sequence[Tier]) -> Iterator[tuple[tuple[s
         yield tuple((layer, tier) for layer, tier in zip(layers, chosen, strict=True) if tier != "device")
 
 
+def corners(spaces: Sequence[Space], homes: Sequence[int], tiers: Sequence[Tier], prefetch: int) -> Iterator[Candidate]:
+    """Plans that need the least of each tier: the smallest buckets, whole and in tiles, nothing kept or saved."""
+    profile = spaces[0].scheduler.profile
+    waits = [(), *(tuple((layer, tier) for layer in profile.layers) for tier in tiers if profile.training)]
+    whole, tiled = [s for s in spaces if not s.tiled][:1], [s for s in spaces if s.tiled][:1]
+    for space, offloads in [*((s, waits) for s in whole), *((s, waits[:1]) for s in tiled)]:  # tiles cost many tasks
+        for home in _one_tier(homes) if profile.training else homes[:1]:
+            placed = space.placed((bucket, home) for bucket in space.moves)
+            for offload in offloads:
+                yield space.candidate(prefetch, (), (), placed, offload)
+
+
 @dataclass(frozen=True, slots=True)
 class _Groups:
     """What a state decides about, in groups; and of each group what makes two alike."""
@@ -138,7 +150,7 @@ class Offloading:
 
         Tiles cost many tasks and are for plans that are short of memory, so nothing is saved beside them.
         """
-        homes = [home for home in self.homes if _on_one_tier(home)] or self.homes
+        homes = _one_tier(self.homes)
         for place, (space, _) in enumerate(self.places):
             for saved in (0,) if space.tiled else (0, 1):
                 for tier, home in product(range(len(self.tiers) + 1), homes):
@@ -172,6 +184,11 @@ class Offloading:
 
 def _beats(a: Candidate, b: Candidate) -> bool:
     return a.seconds <= b.seconds and all(map(le, a.peaks, b.peaks))
+
+
+def _one_tier(homes: Sequence[int]) -> Sequence[int]:
+    """Those of ``homes`` that are on one tier; all where none is, as what leaves the device was fixed."""
+    return [home for home in homes if _on_one_tier(home)] or homes
 
 
 def _on_one_tier(home: int) -> bool:

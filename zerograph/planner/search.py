@@ -29,7 +29,8 @@ from zerograph.plan import Plan
 from zerograph.planner.candidates import Candidate, Space, frontier
 from zerograph.planner.choice import Offload
 from zerograph.planner.ladder import open_homes, open_tiers
-from zerograph.planner.offloading import WORK, Offloading, every_home, every_offload
+from zerograph.planner.liveness import Mode
+from zerograph.planner.offloading import WORK, Offloading, corners, every_home, every_offload
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import Profile, profile
 from zerograph.planner.rules import plan_step
@@ -122,7 +123,7 @@ class Search:
 
     def _search(self, step: Step, machine: Machine, states: int | None, moments: int, complete: int, work: int) -> None:
         wish = self.wish
-        self.profile = profile(step, ("none", "full") if wish.recompute == "none" else ("auto", "full"))
+        self.profile = profile(step, _modes(wish))
         self.states = sum(state_bytes(step.params, wish.world_size, moments)) if states is None else states
         self.tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
         self.homes = open_homes(wish.offload, self.tiers, wish.sharding)
@@ -147,6 +148,7 @@ class Search:
         if step.training and (self.tiers or in_tiles):
             chosen = [*(_worthwhile(in_tiles)[:1] if in_tiles else []), *_worthwhile(whole)]
             found += Offloading(self.homes, self.tiers, chosen, work * (2 - stays)).candidates
+        found += corners(self.spaces, self.homes, self.tiers, min(prefetches))
         self.best = frontier(found)
 
     @property
@@ -166,6 +168,27 @@ class Search:
         """
         most = limits(budget)
         return min((c for c in self.best if c.fits(most)), key=lambda c: c.rank, default=None)
+
+
+def smallest(
+    step: Step, wish: Wish, machine: Machine, states: int, moments: int, known: Profile | None = None
+) -> list[Candidate]:
+    """Those plans of a :class:`Search` that need the least of each tier, at a small part of its cost.
+
+    Args:
+        known: the step's profile, where there is one already.
+    """
+    wish = replace(wish, bucket_size=BUCKET_SIZES[0] if wish.bucket_size is None else wish.bucket_size)
+    tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
+    homes = open_homes(wish.offload, tiers, wish.sharding)
+    with _uncollected():
+        found = known or profile(step, _modes(wish))
+        spaces = list(_spaces(step, found, wish, machine, states, moments, homes[0]))
+        return list(corners(spaces, homes, tiers, wish.prefetch or 0))
+
+
+def _modes(wish: Wish) -> tuple[Mode, ...]:
+    return ("none", "full") if wish.recompute == "none" else ("auto", "full")
 
 
 @contextmanager
