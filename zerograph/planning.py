@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from zerograph.config import Config
@@ -74,6 +75,8 @@ def plan_file(
         compute = compute or (torch.float32 if world == 1 else None)
         compiled = compile_only(make, world_size=world, batch=batch, seq=seq, dtype=compute, stage=config.sharding)
         step = _training_frame(compiled.frames).step
+        if world == 1:  # one rank's parameters are whole, and all that can leave: they are its shards
+            step = replace(step, params=tuple(replace(p, sharded=bool(p.shape)) for p in step.params))
         return planned(name, step, wish, machine, moments=moments, reserve=reserve, tokens=compiled.tokens)
     if options.get("stage") == "auto" or sizes is not None:
         options |= {"memory": machine.capacity("device", world) if memory is None else memory, "machine": machine}

@@ -26,6 +26,8 @@ NOT_COUNTED = (
 )
 
 
+ALONE = ("that one rank gathers and reduces in place: whole copies and reduced gradients are counted beside shards",)
+"""What more is not, on one rank."""
 _REPORT = "this is a bug in the planner: report it with the model and the command"
 
 
@@ -51,7 +53,7 @@ def planned(
     if found is None:
         raise infeasible(search, step, machine, budget)
     plan, scheduler = found.plan, found.space.scheduler
-    forecast, holdings = scheduled(scheduler, plan, NOT_COUNTED)
+    forecast, holdings = scheduled(scheduler, plan, NOT_COUNTED + ALONE * (plan.world_size == 1))
     file = PlanFile(
         model=name,
         plan=plan,
