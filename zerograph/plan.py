@@ -177,6 +177,15 @@ class Plan:
 
     def mistakes(self) -> Iterator[str]:
         """What no plan may say: homes that the stage does not shard, tiles of no rows, tiers that do not exist."""
+        if self.world_size < 1:
+            yield f"world size {self.world_size}"
+            return
+        if self.stage not in (0, 1, 2, 3):
+            yield f"stage {self.stage}"
+        if self.prefetch < 0:
+            yield f"prefetch {self.prefetch}"
+        again = (layer for layer, count in Counter(self.recompute).items() if count > 1)
+        yield from (f"{layer} is recomputed twice" for layer in again)
         for bucket in self.buckets:
             yield from (f"bucket {bucket.name} {wrong}" for wrong in _mistakes(bucket, self))
         layers = Counter(layer for layer, _ in self.offload)

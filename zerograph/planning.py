@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from zerograph.config import Config
 from zerograph.dryrun import Compiled, compile_only
-from zerograph.errors import UnsupportedError
+from zerograph.errors import ConfigError, UnsupportedError
 from zerograph.machine import TIERS, Machine, Tier
 from zerograph.outlook import outlook
 from zerograph.plan import Plan
 from zerograph.planfile import PlanFile, Reason
 from zerograph.planner.choice import Offload
+from zerograph.planner.ladder import open_homes, open_tiers
 from zerograph.planner.planned import planned
 from zerograph.planner.search import Wish
 from zerograph.symbolic import Name
@@ -57,12 +59,15 @@ def plan_file(
         options: further arguments of :func:`zerograph.backend`. At stage "auto" the plan fills ``machine``'s memory.
 
     Raises:
+        ConfigError: a tier without offload, ``memory`` or ``sizes`` with it, or an offload that the stage or the
+            machine does not allow.
         InfeasibleError: no plan that is searched for fits.
         UnsupportedError: the model cannot be traced whole, or does not train.
     """
     import torch
 
     compute = getattr(torch, dtype) if dtype is not None else None
+    _refuse(offload, tier, machine, world, given={"memory": memory, "sizes": sizes}, stage=options.get("stage", 3))
     if offload != "none":
         config = Config.of(**options)
         wish = Wish.of(config, world, offload=offload, tier=tier)
@@ -70,6 +75,8 @@ def plan_file(
         compute = compute or (torch.float32 if world == 1 else None)
         compiled = compile_only(make, world_size=world, batch=batch, seq=seq, dtype=compute, stage=config.sharding)
         step = _training_frame(compiled.frames).step
+        if world == 1:  # one rank's parameters are whole, and all that can leave: they are its shards
+            step = replace(step, params=tuple(replace(p, sharded=bool(p.shape)) for p in step.params))
         return planned(name, step, wish, machine, moments=moments, reserve=reserve, tokens=compiled.tokens)
     if options.get("stage") == "auto" or sizes is not None:
         options |= {"memory": machine.capacity("device", world) if memory is None else memory, "machine": machine}
@@ -77,6 +84,22 @@ def plan_file(
         options["vary"] = Vary(dict(sizes))
     compiled = compile_only(make, world_size=world, batch=batch, seq=seq, dtype=compute, **options)
     return forecast_file(name, compiled, machine, moments=moments, reserve=reserve)
+
+
+def _refuse(
+    offload: Offload | Literal["auto"], tier: Tier | None, machine: Machine, world: int, *, given: Mapping[str, Any],
+    stage: Any,
+) -> None:  # fmt: skip
+    """What can be refused before minutes of tracing."""
+    if offload == "none":
+        if tier is not None:
+            raise ConfigError(f"tier {tier} is given, and offload is none", "say what goes there: --offload optimizer")
+        return
+    beside = [name for name, value in given.items() if value is not None]
+    if beside:
+        hint = "give a machine with that memory, or sizes that you think of"
+        raise ConfigError(f"{' and '.join(beside)} cannot be given with offload", hint)
+    open_homes(offload, open_tiers(machine, world, offload, tier), 3 if stage == "auto" else stage)
 
 
 def forecast_file(

@@ -13,9 +13,10 @@ import zerograph
 from zerograph.cli import main
 from zerograph.errors import ConfigError
 from zerograph.forecast import STREAMS
-from zerograph.machine import TIERS
+from zerograph.machine import TIERS, machine_named
 from zerograph.plan import Homes
 from zerograph.planfile import PlanFile
+from zerograph.planning import plan_file
 
 MODEL = """
 import torch
@@ -191,7 +192,8 @@ def test_offload_auto_takes_to_the_host_what_the_device_has_no_room_for(model: P
         result = run(f"{model}:small", *OFFLOAD, "auto", "--memory", memory, "--bucket-size", "1MiB", "-o", str(out))
         assert result.exit_code == 0, result.stderr
         files.append(PlanFile.from_json(out.read_text()))
-    assert not files[0].plan.unexecuted and "on host" in files[1].plan.unexecuted
+    assert "on host" in files[1].plan.unexecuted and files[0].forecast.seconds <= files[1].forecast.seconds
+    assert files[0].forecast.peaks["device"].bytes > files[1].budget["device"]
     assert files[1].forecast.peaks["device"].bytes <= files[1].budget["device"]
     told = CliRunner().invoke(main, ["diff", *(str(tmp_path / f"{m}.json") for m in ("8GiB", "10MiB"))]).stdout
     assert "homes " in told and "on host" in told
@@ -208,3 +210,20 @@ def test_one_rank_offloads_too_and_says_what_is_missing(model: Path) -> None:
     assert 'offload="optimizer", tier="nvme" (can be planned, not run yet)' not in missing.stderr  # it saves nothing
     nowhere = run(*one, "--machine", "cpu")
     assert nowhere.exit_code == 2 and "cpu has no host memory to offload to" in nowhere.stderr
+
+
+def test_what_cannot_be_offloaded_is_refused_before_tracing(model: Path) -> None:
+    """A model that is not there would be the next complaint, were it looked at."""
+    for arguments, message in (
+        (("--tier", "nvme"), "tier nvme is given, and offload is none"),
+        (("--offload", "parameters", "--stage", "1"), "stage 1 cannot offload parameters"),
+        (("--offload", "optimizer", "--tier", "host", "--machine", "cpu"), "cpu has no host memory to offload to"),
+    ):
+        result = run(f"{model}:branches", *arguments)
+        assert result.exit_code == 2 and message in result.stderr, result.stderr
+
+
+def test_memory_and_sizes_are_not_dropped_beside_offload() -> None:
+    for given in ({"memory": 2**30}, {"sizes": {"batch": 2}}):
+        with pytest.raises(ConfigError, match="cannot be given with offload"):
+            plan_file("any", lambda: None, machine_named("h100-80gb"), offload="auto", **given)  # type: ignore[arg-type]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from zerograph.ir import Op, Param, Step, Value
+from zerograph.ir import ITEM_SIZE, Op, Param, Step, Value
 
 
 @dataclass(frozen=True)
@@ -83,3 +84,48 @@ def _backward(build: _Builder, layers: list[Layer]) -> None:
         through = build.op(f"d_in{i}", "backward", module, [d_up, f"full{i}"], layer.stream, "temporary", params,
                            layer.flops, False)  # fmt: skip
         gradient = build.op(f"d_out{i}", "backward", module, [gradient, through], layer.stream)
+
+
+def of_kinds(step: Step, kinds: Sequence[tuple[bool, bool]]) -> Step:
+    """``step`` of :func:`step_of` with each parameter sharded and trained or not; one that is not has no gradient."""
+    pairs = list(zip(step.params, kinds, strict=True))
+    params = tuple(replace(param, sharded=sharded, trainable=trainable) for param, (sharded, trainable) in pairs)
+    still = {name for i, param in enumerate(params) if not param.trainable for name in (f"d_full{i}", f"grad{i}")}
+    ops = tuple(op for op in step.ops if op.name not in still)
+    return replace(step, params=params, ops=ops, values=tuple(v for v in step.values if v.name not in still))
+
+
+def transformer(layers: int, hidden: int, tokens: int, compute: str = "bfloat16") -> Step:
+    """Blocks of a transformer's four products, of 1:3, 1:1, 1:4 and 4:1 times ``hidden``, without attention."""
+    build, item = _Builder(), ITEM_SIZE[compute]  # type: ignore[index]  # a dtype by name
+    build.values.append(Value("x", tokens * hidden * item, "input"))
+    shapes = {"qkv": (3, 1), "out": (1, 1), "up": (4, 1), "down": (1, 4)}
+    stream, inputs = "x", {}
+    for i in range(layers):
+        module, entering = f"blocks.{i}", stream
+        for name, (rows, columns) in shapes.items():
+            key, param = f"{name}{i}", f"{module}.{name}.weight"
+            shape = (rows * hidden, columns * hidden)
+            build.params.append(Param(param, shape, "float32", compute, "float32", True, True))
+            build.values.append(Value(f"shard_{key}", 4, "input"))
+            work, inputs[key] = 2 * tokens * shape[0] * shape[1], stream
+            size = shape[0] * shape[1] * item
+            build.op(f"full_{key}", "forward", module, [f"shard_{key}"], size, "gathered", (param,), cheap=False)
+            stream = build.op(f"do_{key}", "forward", module, [stream, f"full_{key}"], tokens * shape[0] * item,
+                              "temporary", (param,), work, False)  # fmt: skip
+        stream = build.op(f"end{i}", "forward", module, [entering, stream], tokens * hidden * item)
+    build.op("loss", "forward", "", [stream], 4)
+    gradient = build.op("d_loss", "backward", "", ["loss"], tokens * hidden * item)
+    for i in reversed(range(layers)):
+        module, leaving = f"blocks.{i}", gradient
+        for name, (rows, columns) in reversed(shapes.items()):
+            key, param = f"{name}{i}", (f"{module}.{name}.weight",)
+            work, size = 2 * tokens * rows * columns * hidden**2, rows * columns * hidden**2 * item
+            whole = build.op(
+                f"w_{key}", "backward", module, [gradient, inputs[key]], size, "temporary", (), work, False
+            )
+            build.op(f"grad_{key}", "backward", "", [whole], 4, "gradient", param, cheap=False)
+            gradient = build.op(f"d_{key}", "backward", module, [gradient, f"full_{key}"],
+                                tokens * columns * hidden * item, "temporary", param, work, False)  # fmt: skip
+        gradient = build.op(f"d_end{i}", "backward", module, [leaving, gradient], tokens * hidden * item)
+    return Step(tuple(build.ops), tuple(build.values), tuple(build.params), True, ("loss",))

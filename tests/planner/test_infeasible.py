@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
-from planner.steps import Layer, step_of
+from dataclasses import replace
 
-from zerograph.machine import Tier, machine_named
-from zerograph.planner.infeasible import infeasible
-from zerograph.planner.search import Search, Wish, over
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner.steps import Layer, of_kinds, step_of, transformer
+
+from zerograph.ir import Step
+from zerograph.machine import TIERS, Tier, machine_named
+from zerograph.planner.infeasible import changes, infeasible
+from zerograph.planner.search import Search, Wish, limits
 
 MACHINE = machine_named("h100-80gb")
 
@@ -69,10 +74,93 @@ def test_what_is_needed_of_a_tier_is_what_the_formulas_say() -> None:
     assert "needs 160 MiB of nvme memory" in str(error)  # 64 M parameters of 4 + 4 + 4 + 8 bytes over 8 ranks
 
 
-def test_the_search_names_the_plan_that_is_least_over() -> None:
+def test_the_plan_that_is_told_about_is_less_over_than_any_that_offloads_all() -> None:
+    """Device and host are both short: plans that spread over both beat those that fill one of them."""
     step = step_of([Layer(rows=2**24)] * 4)
     search = Search(step, Wish("auto", 8, offload="auto"), MACHINE)
-    budget: dict[Tier, int] = {"device": 2**20, "host": 2**20, "nvme": 2**20}
+    budget: dict[Tier, int] = {"device": 100 * 2**20, "host": 2**20, "nvme": 2**20}
+    closest, most = search.closest(budget), (100 * 2**20, 2**20, 2**20)
     assert search.within(budget) is None
-    least = over(search.closest(budget), budget)
-    assert all(least <= over(c, budget) for c in search.best)
+    least = min(max(p / m for p, m in zip(c.peaks, most, strict=True)) for c in search.best)
+    assert max(p / m for p, m in zip(closest.peaks, most, strict=True)) == least
+    text = str(infeasible(search, step, MACHINE, budget))
+    for tier, peak, have in zip(TIERS, closest.peaks, most, strict=True):
+        assert (f"of {tier} memory per rank" in text) == (peak > have)
+
+
+_LAYER = st.builds(
+    Layer,
+    rows=st.sampled_from([8, 4096, 2**20, 2**22]),
+    stream=st.sampled_from([1024, 10**6, 10**8]),
+    inside=st.sampled_from([4096, 10**7, 10**8]),
+    flops=st.sampled_from([10**6, 10**10, 10**12]),
+)
+
+
+@st.composite
+def searches(draw: st.DrawFn) -> tuple[Search, Step, dict[Tier, int], list[Layer]]:
+    """A step, what was fixed, and a budget of which the plan that comes closest needs up to twice as much."""
+    layers = draw(st.lists(_LAYER, min_size=1, max_size=4))
+    stage = draw(st.sampled_from([0, 1, 2, 3, "auto"]))
+    kinds = st.sampled_from([(True, True), (True, True), (False, True)])
+    step = of_kinds(step_of(layers), [(draw(kinds)[0] and stage != 0, True) for _ in layers])
+    offload = draw(st.sampled_from(["none", "optimizer", "auto"])) if stage != 0 else "none"
+    wish = Wish(
+        stage,
+        draw(st.sampled_from([2, 4, 8, 16])),
+        bucket_size=draw(st.sampled_from([None, 2**24])),
+        prefetch=draw(st.sampled_from([None, 2])),
+        recompute=draw(st.sampled_from(["auto", "none"])),
+        offload=offload,
+        tier="host" if offload == "optimizer" else None,
+    )
+    search = Search(step, wish, MACHINE, work=5_000)
+    least = [min(c.peaks[i] for c in search.best) for i in range(3)]
+    shares = [draw(st.floats(0.3, 0.95)), draw(st.floats(0.3, 2)), draw(st.floats(0.3, 2))]
+    sizes = [int(size * share) for size, share in zip(least, shares, strict=True)]
+    room = draw(st.sampled_from([0, 2**22, 2**40]))
+    return search, step, {"device": sizes[0], "host": sizes[1] + room, "nvme": sizes[2] + room}, layers
+
+
+@settings(max_examples=25, deadline=None)
+@given(searches())
+def test_what_is_said_to_fit_then_does_fit_when_it_is_done(
+    found: tuple[Search, Step, dict[Tier, int], list[Layer]],
+) -> None:
+    search, step, budget, layers = found
+    for change in changes(search, step, MACHINE, budget):
+        if any(c.fits(limits(change.budget)) for c in change.smallest(MACHINE, search.moments)):
+            done, states = change.step, change.states
+            if change.text.startswith("half the batch"):
+                half = [replace(x, stream=x.stream // 2, inside=x.inside // 2, flops=x.flops // 2) for x in layers]
+                done = of_kinds(step_of(half), [(p.sharded, p.trainable) for p in step.params])
+            again = Search(done, change.wish, MACHINE, states=states, work=5_000)
+            assert again.within(change.budget) is not None, change.text
+
+
+def test_twice_the_ranks_share_one_host() -> None:
+    step = step_of([Layer(rows=2**24)] * 4)
+    search = Search(step, Wish("auto", 4, offload="optimizer", tier="host"), MACHINE)
+    budget: dict[Tier, int] = {"device": 10**12, "host": 150 * 2**20, "nvme": 0}  # 192 MiB of states on each of 4
+    error = infeasible(search, step, MACHINE, budget)
+    assert "world size 8: 100 MiB less, not enough alone" in error.hint
+
+
+def test_stage_0_is_told_to_shard() -> None:
+    step = of_kinds(step_of([Layer(rows=2**20, stream=1024, inside=4096)] * 4), [(False, True)] * 4)
+    error = infeasible(Search(step, Wish(0, 8), MACHINE), step, MACHINE, 40 * 2**20)
+    assert 'stage="auto": ' in error.hint and "then it fits" in error.hint
+
+
+def test_the_error_of_a_deep_step_comes_in_a_moment() -> None:
+    """In tasks that every change simulates; each takes up to 10 us of a processor that others share."""
+    step = transformer(layers=64, hidden=8192, tokens=4096)
+    search, budget = (
+        Search(step, Wish(3, 8, bucket_size=2**25, prefetch=1), MACHINE),
+        {"device": 2**30, "host": 2**30, "nvme": 2**30},
+    )
+    work = 0
+    for change in changes(search, step, MACHINE, budget):  # type: ignore[arg-type]
+        spaces = {id(c.space): c.space for c in change.smallest(MACHINE, 2)}
+        work += sum(space.work for space in spaces.values())
+    assert work < 200_000

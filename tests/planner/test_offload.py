@@ -5,28 +5,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.steps import Layer, step_of
+from planner.steps import Layer, of_kinds, step_of
 
+from zerograph.errors import ZeroGraphError
 from zerograph.forecast import Forecast
 from zerograph.ir import Step
 from zerograph.machine import TIERS, Machine, Tier, machine_named
-from zerograph.plan import Homes, Plan, tile_rows
+from zerograph.plan import Bucket, Homes, Plan, tile_rows
 from zerograph.planfile import PlanFile
 from zerograph.planner.activations import checkpoint_bytes, layer_bytes
 from zerograph.planner.books import scheduled
 from zerograph.planner.check import check
-from zerograph.planner.choice import Activations, Choice, placements
+from zerograph.planner.choice import Activations, Choice, Offload, placements
 from zerograph.planner.ladder import HOMES
 from zerograph.planner.moves import labels
 from zerograph.planner.placement import Shards
+from zerograph.planner.planned import planned
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import profile
 from zerograph.planner.rules import plan_step
 from zerograph.planner.schedule import Decisions, Scheduler
+from zerograph.planner.search import Search, Wish
 from zerograph.planner.simulate import Memory, measure
 from zerograph.planner.sizes import ModelSize
 from zerograph.planner.states import STAGING, model_states, needs, total
@@ -37,10 +41,11 @@ GPU, CPU = machine_named("h100-80gb"), machine_named("cpu")
 MIB = 2**20
 
 
-def scheduler_of(step: Step, plan: Plan, machine: Machine) -> Scheduler:
+def scheduler_of(step: Step, plan: Plan, machine: Machine, moments: int = 2) -> Scheduler:
     rates = Rates(machine, plan.world_size, plan.compute_dtype)
     modes = ("auto", "full", "none")
-    return Scheduler(profile(step, modes), [b.params for b in plan.buckets], [b.name for b in plan.buckets], rates)
+    params, names = [b.params for b in plan.buckets], [b.name for b in plan.buckets]
+    return Scheduler(profile(step, modes), params, names, rates, moments)
 
 
 def ruled(step: Step, stage: int = 3, world: int = 4, bucket_size: int = MIB, prefetch: int = 1) -> Plan:
@@ -51,8 +56,8 @@ def placed(plan: Plan, homes: Homes, tiles: int = 1) -> Plan:
     return replace(plan, buckets=tuple(replace(b, homes=homes, tiles=tiles) for b in plan.buckets))
 
 
-def file_of(step: Step, plan: Plan, machine: Machine) -> PlanFile:
-    forecast, holdings = scheduled(scheduler_of(step, plan, machine), plan)
+def file_of(step: Step, plan: Plan, machine: Machine, moments: int = 2) -> PlanFile:
+    forecast, holdings = scheduled(scheduler_of(step, plan, machine, moments), plan)
     budget = {tier: peak.bytes for tier, peak in forecast.peaks.items()}
     return PlanFile("any", plan, machine, budget, forecast, holdings)
 
@@ -146,10 +151,19 @@ _LAYER = st.builds(
 )
 
 
+class Drawn(NamedTuple):
+    step: Step
+    plan: Plan
+    machine: Machine
+    moments: int
+
+
 @st.composite
-def plans(draw: st.DrawFn) -> tuple[Step, Plan, Machine]:
+def plans(draw: st.DrawFn) -> Drawn:
     """Any plan of a small step: homes, tiles, residency and activations decided one by one."""
     step = step_of(draw(st.lists(_LAYER, min_size=1, max_size=5)))
+    kinds = st.sampled_from([(True, True)] * 4 + [(True, False), (False, True), (False, False)])
+    step = of_kinds(step, [draw(kinds) for _ in step.params])
     machine = draw(st.sampled_from([GPU, CPU]))
     tiers: list[Tier] = ["nvme"] if machine is CPU else ["host", "nvme"]
     stage = draw(st.sampled_from([1, 2, 3]))
@@ -160,21 +174,28 @@ def plans(draw: st.DrawFn) -> tuple[Step, Plan, Machine]:
         tiles, residency = 1, bucket.residency
         if stage == 3:
             rows = bucket.params[0].chunk_rows(plan.world_size)
-            tiles = draw(st.integers(1, min(rows, 5))) if len(bucket.params) == 1 else 1
+            tiles = draw(st.integers(1, min(rows, 5))) if len(bucket.params) == 1 and bucket.params[0].sharded else 1
             residency = draw(st.sampled_from(["use", "backward"])) if tiles == 1 else "use"
-        buckets.append(replace(bucket, homes=draw(st.sampled_from(homes)), tiles=tiles, residency=residency))
+        kept = [h for h in homes if h == Homes() or _moves(bucket, h)]
+        buckets.append(replace(bucket, homes=draw(st.sampled_from(kept)), tiles=tiles, residency=residency))
     layers = [f"blocks.{i}" for i in range(len(step.params))]
     offload = tuple((layer, draw(st.sampled_from(tiers))) for layer in layers if draw(st.booleans()))
     recompute = tuple(layer for layer in layers if draw(st.booleans()))
-    return step, replace(plan, buckets=tuple(buckets), offload=offload, recompute=recompute), machine
+    plan = replace(plan, buckets=tuple(buckets), offload=offload, recompute=recompute)
+    return Drawn(step, plan, machine, draw(st.integers(0, 2)))
+
+
+def _moves(bucket: Bucket, homes: Homes) -> bool:
+    """Whether anything of ``bucket`` lives elsewhere with ``homes``."""
+    return any(p.sharded and (p.trainable or homes.parameters != "device") for p in bucket.params)
 
 
 @settings(max_examples=100, deadline=None)
 @given(plans())
-def test_every_schedule_keeps_what_must_be_true_of_plans(found: tuple[Step, Plan, Machine]) -> None:
+def test_every_schedule_keeps_what_must_be_true_of_plans(found: Drawn) -> None:
     """Budgets are exactly the peaks; reads, reductions, updates and gathers are looked at by the checks of the CLI."""
-    step, plan, machine = found
-    file = file_of(step, plan, machine)
+    step, plan, machine, moments = found
+    file = file_of(step, plan, machine, moments)
     assert check(file) == []
     assert Plan.from_json(plan.to_json()) == plan
     assert PlanFile.from_json(file.to_json()) == file
@@ -182,9 +203,9 @@ def test_every_schedule_keeps_what_must_be_true_of_plans(found: tuple[Step, Plan
 
 @settings(max_examples=60, deadline=None)
 @given(plans())
-def test_books_explain_every_byte_at_every_moment(found: tuple[Step, Plan, Machine]) -> None:
-    step, plan, machine = found
-    file = file_of(step, plan, machine)
+def test_books_explain_every_byte_at_every_moment(found: Drawn) -> None:
+    step, plan, machine, moments = found
+    file = file_of(step, plan, machine, moments)
     spans = file.forecast.spans
     for tier, curve in file.forecast.memory.items():
         mine = [h for h in file.holdings if h.tier == tier]
@@ -196,14 +217,18 @@ def test_books_explain_every_byte_at_every_moment(found: tuple[Step, Plan, Machi
 
 @settings(max_examples=60, deadline=None)
 @given(plans())
-def test_whatever_is_taken_is_given_back_or_lives_on(found: tuple[Step, Plan, Machine]) -> None:
+def test_whatever_is_taken_is_given_back_or_lives_on(found: Drawn) -> None:
     """Of what a step takes, only gradients, buckets that stay whole for the next one, and the loss are left."""
-    step, plan, machine = found
-    file = file_of(step, plan, machine)
+    step, plan, machine, moments = found
+    file = file_of(step, plan, machine, moments)
     left = Counter(h.kind for h in file.holdings if h.first >= 0 and h.last == -1)
     # One rank's copy in the compute dtype is the whole already, where the master is elsewhere.
-    alone = plan.world_size == 1
-    gathered = sum(b.residency == "step" and not (alone and b.homes != Homes()) for b in plan.buckets)
+    alone = {
+        b.index
+        for b in plan.buckets
+        if plan.world_size == 1 and b.homes != Homes() and all(p.sharded and p.trainable for p in b.params)
+    }
+    gathered = sum(b.residency == "step" and b.index not in alone for b in plan.buckets)
     assert (left["gathered"], left["activation"]) == (gathered, 1)
     assert set(left) <= {"gathered", "activation", "gradient"}
     gradients = [h.name for h in file.holdings if h.kind == "gradient" and h.last == -1]
@@ -212,11 +237,11 @@ def test_whatever_is_taken_is_given_back_or_lives_on(found: tuple[Step, Plan, Ma
 
 @settings(max_examples=60, deadline=None)
 @given(plans())
-def test_peaks_of_the_search_are_those_of_the_forecast(found: tuple[Step, Plan, Machine]) -> None:
-    step, plan, machine = found
-    scheduler = scheduler_of(step, plan, machine)
+def test_peaks_of_the_search_are_those_of_the_forecast(found: Drawn) -> None:
+    step, plan, machine, moments = found
+    scheduler = scheduler_of(step, plan, machine, moments)
     forecast, _ = scheduled(scheduler, plan)
-    held: Memory = tuple(("device", size) for size in state_bytes(step.params, plan.world_size, 2))
+    held: Memory = tuple(("device", size) for size in state_bytes(step.params, plan.world_size, moments))
     held += scheduler.moved([b.homes for b in plan.buckets])
     seconds, peaks = measure(scheduler.schedule(Decisions.of(plan)), held)
     assert (seconds, peaks) == (forecast.seconds, tuple(_peak(forecast, tier) for tier in TIERS))
@@ -251,10 +276,10 @@ def _sum(parts: Sequence[Shards]) -> Shards:
 
 @settings(max_examples=60, deadline=None)
 @given(plans())
-def test_no_more_than_three_staging_buffers_are_in_use(found: tuple[Step, Plan, Machine]) -> None:
+def test_no_more_than_three_staging_buffers_are_in_use(found: Drawn) -> None:
     """Of updates, and of what is written to NVMe during the passes."""
-    step, plan, machine = found
-    file = file_of(step, plan, machine)
+    step, plan, machine, moments = found
+    file = file_of(step, plan, machine, moments)
     spans, staging = file.forecast.spans, Rates(machine, 1, "float32").staging
     staged = [h for h in file.holdings if h.name.startswith("staged") and h.tier == staging]
     writes = [s for s in spans if s.name.startswith(("write gradient", "write activations")) and staging == "host"]
@@ -349,6 +374,21 @@ def test_homes_farther_than_what_needs_them_are_refused() -> None:
     assert "offloaded twice" in next(twice.mistakes())
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"world_size": 0}, "world size 0"),
+        ({"stage": 7}, "stage 7"),
+        ({"prefetch": -1}, "prefetch -1"),
+        ({"recompute": ("blocks.0", "blocks.0")}, "blocks.0 is recomputed twice"),
+    ],
+)
+def test_plans_that_nobody_can_have_made_are_refused(change: dict[str, object], message: str) -> None:
+    plan = replace(placed(ruled(step_of([Layer()])), Homes(), tiles=2), **change)  # type: ignore[arg-type]
+    with pytest.raises(ZeroGraphError, match=message):
+        Plan.from_json(plan.to_json())
+
+
 def broken(file: PlanFile, task: str, **changes: object) -> PlanFile:
     """The same with one task changed, the first of that name."""
     spans = list(file.forecast.spans)
@@ -381,3 +421,29 @@ def test_checks_find_what_is_wrong_with_moves() -> None:
     gathered = next(h for h in file.holdings if h.kind == "gathered")
     again = replace(file, holdings=(*file.holdings, gathered))
     assert "and whole until" in found(again)["gathers"]
+
+
+# What the planner hands out ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moments", [0, 1, 2])
+def test_moments_that_were_asked_for_are_those_of_the_schedule(moments: int) -> None:
+    step = step_of([Layer(rows=MIB)] * 4)
+    wish = Wish("auto", 8, offload="optimizer", tier="host")
+    file = planned("any", step, wish, GPU, moments=moments)
+    assert file.forecast.memory["host"][0][1] == 4 * (4 * MIB // 8) * (1 + moments)
+    search = Search(step, wish, GPU, moments=moments)
+    assert min(c.seconds for c in search.best) == file.forecast.seconds
+    assert file.forecast.peaks["device"].bytes in {c.peak for c in search.best}
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+@pytest.mark.parametrize(("offload", "least"), [("parameters", 3), ("optimizer", 1)])
+def test_what_has_nothing_to_move_stays_on_the_device(offload: Offload, least: int, tier: Tier) -> None:
+    """A scalar, which is not sharded, and a frozen parameter when only the optimizer leaves."""
+    step = step_of([Layer(rows=MIB), Layer(rows=1), Layer(rows=MIB)])
+    kinds = ((True, True), (False, True), (True, False))
+    wish = Wish(3, 4, bucket_size=1, offload=offload, tier=tier, tile=False)
+    file = planned("any", of_kinds(step, kinds), wish, GPU)
+    assert [b.homes.least_stage for b in file.plan.buckets] == [least, 0, 3 if offload == "parameters" else 0]
+    assert check(file) == []

@@ -31,6 +31,7 @@ def _stage(text: str) -> int | str:
 
 
 _OFFLOADED = "What may leave the device; each includes those before it. Such plans cannot be run yet."
+_CHOSEN = "chosen at stage auto and with --offload"
 RECOMPUTE = Parsed("auto|none|full|0..1", _recompute)
 STAGE = Parsed("0|1|2|3|auto", _stage)
 
@@ -44,8 +45,12 @@ STAGE = Parsed("0|1|2|3|auto", _stage)
 @click.option("--machine", default="h100-80gb", show_default=True, help="A preset, or a file from `zerograph bench`.")
 @click.option("--memory", type=SIZE, help="Device memory a rank may use: 70GiB.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Compute dtype.")
-@click.option("--bucket-size", help="Gathered bytes per collective.  [default: 32MiB; chosen at stage auto]")
-@click.option("--prefetch", type=click.IntRange(0), help="Buckets gathered ahead.  [default: 1; chosen at stage auto]")
+@click.option("--bucket-size", help=f"Gathered bytes per collective.  [default: 32MiB; {_CHOSEN}]")
+@click.option(
+    "--prefetch",
+    type=click.IntRange(0),
+    help=f"Buckets gathered ahead.  [default: 1; {_CHOSEN}]",
+)
 @click.option("--recompute", type=RECOMPUTE, default="auto", show_default=True, help="auto, none, full or 0..1.")
 @click.option("--largest", "what", type=click.Choice(["batch", "seq"]), help="Solve for the largest that fits.")
 @click.option("--offload", type=click.Choice(OFFLOAD), default="none", show_default=True, help=_OFFLOADED)

@@ -87,14 +87,17 @@ class Space:
     """
 
     def __init__(
-        self, profile: Profile, plan: Plan, rates: Rates, held: Memory, *, keep: bool, save: bool, home: int = 0
-    ) -> None:
+        self, profile: Profile, plan: Plan, rates: Rates, held: Memory, *, keep: bool, save: bool, home: int = 0,
+        moments: int = 2,
+    ) -> None:  # fmt: skip
         self.plan, self.held, self.home = plan, held, home
         self.tiles = tuple(bucket.tiles for bucket in plan.buckets)
-        self.scheduler = Scheduler(profile, [b.params for b in plan.buckets], [b.name for b in plan.buckets], rates)
+        params, names = [b.params for b in plan.buckets], [b.name for b in plan.buckets]
+        self.scheduler = Scheduler(profile, params, names, rates, moments)
         self.keeps = tuple(_keeps(plan, rates)) if keep and profile.training else ()
         self.saves = tuple(_saves(profile, rates)) if save and profile.training else ()
         self.moves = tuple(_moves(plan, self.scheduler)) if profile.training else ()
+        self._trained = {b.index for b in plan.buckets if any(p.sharded and p.trainable for p in b.params)}
         self.tiled = any(tiles > 1 for tiles in self.tiles)
         self.work = 0
         self._known: dict[tuple[object, ...], Candidate] = {}
@@ -110,14 +113,14 @@ class Space:
         """The plan that keeps the buckets ``kept`` and recomputes all free layers but ``saved``.
 
         Args:
-            homes: of each bucket; where none are told, all live at :attr:`home`.
+            homes: of each bucket; where none are told, all that can leave live at :attr:`home`.
             offload: layers whose saved activations leave the device, in order of the layers.
         """
         recomputed = self.plan.recompute
         if self.saves:
             spared = frozenset(saved)
             recomputed = tuple(layer for layer in self.scheduler.profile.layers if layer not in spared)
-        homes = homes or (self.home,) * len(self.plan.buckets)
+        homes = homes or self.placed((bucket, self.home) for bucket in self.moves)
         key = (prefetch, tuple(sorted(kept)), recomputed, homes, offload)
         if key not in self._known:
             decisions = self._decisions(*key)
@@ -126,6 +129,14 @@ class Space:
             self.work += len(tasks)
             self._known[key] = Candidate(seconds, peaks, self, *key)
         return self._known[key]
+
+    def placed(self, chosen: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+        """The home of every bucket, of which ``chosen`` tells some; what has nothing to move there stays."""
+        found = [0] * len(self.plan.buckets)
+        for bucket, home in chosen:
+            if bucket in self._trained or HOMES[home].parameters != "device":
+                found[bucket] = home
+        return tuple(found)
 
     def counted(self, prefetch: int, kept: int, saved: int) -> Candidate:
         """The plan that keeps the first ``kept`` buckets and saves the first ``saved`` layers."""

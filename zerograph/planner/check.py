@@ -1,6 +1,6 @@
 """What must be true of every planned step, checked on the plan file alone.
 
-The planner calls :func:`check` on what it made; ``zerograph check`` on what somebody was handed.
+The planner calls :func:`check` on what it made over all tiers; ``zerograph check`` on what somebody was handed.
 """
 
 from __future__ import annotations

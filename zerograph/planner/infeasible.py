@@ -1,12 +1,13 @@
 """Why no plan of a step fits: which tier is short, when, what is held then, and which knob would help how much.
 
-The plan that is told about is the one that overruns its tiers by the smallest share.
+The plan that is told about is the one that overruns its tiers by the smallest share. Of every change only those plans
+are simulated that need the least, which the search for it would look at too: what "then it fits" says is so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from zerograph.errors import InfeasibleError
 from zerograph.forecast import Forecast, Peak, Span
@@ -16,32 +17,66 @@ from zerograph.planfile import Holding
 from zerograph.planner.books import scheduled
 from zerograph.planner.candidates import Candidate
 from zerograph.planner.choice import OFFLOADS, Offload
-from zerograph.planner.offloading import WORK
-from zerograph.planner.regions import Life
-from zerograph.planner.search import BUCKET_SIZES, Search, Wish, limits
+from zerograph.planner.rates import state_bytes
+from zerograph.planner.regions import Life, Profile, Work
+from zerograph.planner.search import BUCKET_SIZES, Search, Wish, limits, over, smallest
 from zerograph.planner.shortage import Knob
 from zerograph.units import format_bytes
 
-_WORK = WORK // 10
-"""Tasks that are simulated for each knob: a few plans, as only the smallest counts."""
 _PLANNED = " (can be planned, not run yet)"
 
 Budget = int | Mapping[Tier, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing done otherwise, and what a search is then asked.
+
+    Attributes:
+        text: for people.
+        step, wish, budget: what is then searched.
+        states: bytes on the device between steps.
+        profile: of ``step``, where it is known.
+    """
+
+    text: str
+    step: Step
+    wish: Wish
+    budget: Budget
+    states: int
+    profile: Profile | None = None
+
+    def smallest(self, machine: Machine, moments: int) -> list[Candidate]:
+        """Plans of which one overruns the budget the least: a search finds no worse ones."""
+        return smallest(self.step, self.wish, machine, self.states, moments, self.profile)
 
 
 def infeasible(search: Search, step: Step, machine: Machine, budget: Budget) -> InfeasibleError:
     """The error for a ``search`` of ``step`` that found nothing within ``budget`` bytes, of the device or per tier."""
     closest, most = search.closest(budget), limits(budget)
     short = max(range(len(TIERS)), key=lambda i: (closest.peaks[i] - most[i]) / max(1, most[i]))
-    tier, need, have = TIERS[short], closest.peaks[short], most[short]
-    knobs = sorted(_knobs(search, step, machine, budget, short), key=lambda knob: (not knob.fits, -knob.saves))
+    found = [
+        _turn(change, search, machine, closest.peaks[short], short) for change in changes(search, step, machine, budget)
+    ]
+    knobs = sorted(found, key=lambda knob: (not knob.fits, -knob.saves))
     lines = [str(knob) for knob in knobs if knob.saves > 0 or knob.fits]
-    lines.append(f"{format_bytes(need - have)} more {'' if tier == 'device' else f'{tier} '}memory")
+    tiers = [short, *(i for i, peak in enumerate(closest.peaks) if peak > most[i] and i != short)]
+    lines.append(" and ".join(_more(TIERS[i], closest.peaks[i] - most[i]) for i in tiers))
+    needs = ", and ".join(_need(search, closest, i, most[i]) for i in tiers)
     return InfeasibleError(
-        f"the step needs {format_bytes(need)} of {tier} memory per rank at least and may use {format_bytes(have)}, "
-        f"the reserve taken off\n{_moment(search, closest, tier)}",
+        f"the step needs {needs}, the reserve taken off\n{_moment(search, closest, TIERS[short])}",
         "what would help: " + "; ".join(lines),
     )
+
+
+def _need(search: Search, closest: Candidate, tier: int, have: int) -> str:
+    need = closest.peaks[tier]
+    least = " at least" if need == min(c.peaks[tier] for c in search.best) else ""
+    return f"{format_bytes(need)} of {TIERS[tier]} memory per rank{least} and may use {format_bytes(have)}"
+
+
+def _more(tier: Tier, size: int) -> str:
+    return f"{format_bytes(size)} more {'' if tier == 'device' else f'{tier} '}memory"
 
 
 def _moment(search: Search, found: Candidate, tier: Tier) -> str:
@@ -101,34 +136,73 @@ def _largest(found: Candidate, span: Span) -> Life | None:
     return max(alive, key=lambda life: life.bytes, default=None)
 
 
-def _knobs(search: Search, step: Step, machine: Machine, budget: Budget, short: int) -> Iterator[Knob]:
-    """Every single change of what the user fixed, and a larger world."""
-    closest = search.closest(budget)
-    for text, changed, states in _changes(search, machine):
-        after = Search(step, changed, machine, states=states, work=_WORK)
-        less = closest.peaks[short] - after.closest(budget).peaks[short]
-        yield Knob(text, less, after.within(budget) is not None)
-    if TIERS[short] == "device":
-        work = (closest.peak - closest.held) // 2
-        yield Knob("half the batch, if activations shrink with it", work, closest.peak - work <= limits(budget)[0])
+def _turn(change: Change, search: Search, machine: Machine, need: int, short: int) -> Knob:
+    """What ``change`` takes off the ``need`` of the tier ``short``."""
+    found, most = change.smallest(machine, search.moments), limits(change.budget)
+    after = min(found, key=lambda c: (over(c, change.budget), c.rank))
+    return Knob(change.text, need - after.peaks[short], any(c.fits(most) for c in found))
 
 
-def _changes(search: Search, machine: Machine) -> Iterator[tuple[str, Wish, int]]:
-    wish, states = search.wish, search.states
+def changes(search: Search, step: Step, machine: Machine, budget: Budget) -> Iterator[Change]:
+    """Every single change of what the user fixed, of the batch, and of the world."""
+    wish, states, known = search.wish, search.states, search.profile
+    for text, changed in (*_fixed(wish), *((text + _PLANNED, w) for text, w in _placements(wish, machine))):
+        shared = known if (changed.recompute == "none") == (wish.recompute == "none") else None
+        yield Change(text, step, changed, budget, states, shared)
+    if wish.stage == 0 and wish.world_size > 1:
+        yield _sharded(search, step, budget)
+    elif wish.stage != 0:
+        yield _wider(search, step, machine, budget)
+    yield Change("half the batch, if activations shrink with it", step, wish, budget, states, _halved(known))
+
+
+def _fixed(wish: Wish) -> Iterator[tuple[str, Wish]]:
     if wish.recompute not in ("auto", "full"):
-        yield 'recompute="full"', replace(wish, recompute="full"), states
+        yield 'recompute="full"', replace(wish, recompute="full")
     if wish.stage in (1, 2):
-        yield 'stage="auto"', replace(wish, stage="auto"), states
+        yield 'stage="auto"', replace(wish, stage="auto")
     if wish.bucket_size is not None and wish.bucket_size > BUCKET_SIZES[0]:
         size = BUCKET_SIZES[0]
-        yield f'bucket_size="{format_bytes(size).replace(" ", "")}"', replace(wish, bucket_size=size), states
+        yield f'bucket_size="{format_bytes(size).replace(" ", "")}"', replace(wish, bucket_size=size)
     if wish.prefetch:
-        yield "prefetch=0", replace(wish, prefetch=0), states
-    if wish.stage != 0:
-        more = 2 * wish.world_size
-        yield f"world size {more}", replace(wish, world_size=more), states // 2
-    for text, changed in _placements(wish, machine):
-        yield text + _PLANNED, changed, states
+        yield "prefetch=0", replace(wish, prefetch=0)
+
+
+def _sharded(search: Search, step: Step, budget: Budget) -> Change:
+    """A stage that shards, for a step that was traced with whole parameters."""
+    wish = replace(search.wish, stage="auto")
+    world = wish.world_size
+    params = tuple(replace(p, sharded=bool(p.shape) and p.shape[0] >= world) for p in step.params)
+    states = search.states + sum(state_bytes(params, world, search.moments))
+    states -= sum(state_bytes(step.params, world, search.moments))
+    return Change('stage="auto"', replace(step, params=params), wish, budget, states)
+
+
+def _wider(search: Search, step: Step, machine: Machine, budget: Budget) -> Change:
+    """Twice the ranks, which share a host where there is room for them on one."""
+    old = search.wish.world_size
+    new = 2 * old
+    rest = search.states - sum(state_bytes(step.params, old, search.moments))
+    if not step.params:
+        rest //= 2  # all of it is of parameters that other graphs read, most of which are sharded
+    states = rest + sum(state_bytes(step.params, new, search.moments))
+    if not isinstance(budget, int):
+        budget = {t: b * machine.capacity(t, new) // max(1, machine.capacity(t, old)) for t, b in budget.items()}
+    return Change(f"world size {new}", step, replace(search.wish, world_size=new), budget, states, search.profile)
+
+
+def _halved(known: Profile) -> Profile:
+    """The same step with half the activations and temporaries, and half the work; parameters stay."""
+    regions = tuple(
+        replace(region, work={mode: _half(work) for mode, work in region.work.items()}) for region in known.regions
+    )
+    lives = tuple(replace(life, bytes=-(-life.bytes // 2)) for life in known.lives)
+    return replace(known, regions=regions, lives=lives)
+
+
+def _half(work: Work) -> Work:
+    atoms = tuple(replace(atom, flops=atom.flops // 2, moved=atom.moved // 2) for atom in work.atoms)
+    return Work(atoms, -(-work.temporary // 2))
 
 
 def _placements(wish: Wish, machine: Machine) -> Iterator[tuple[str, Wish]]:
@@ -142,5 +216,5 @@ def _placements(wish: Wish, machine: Machine) -> Iterator[tuple[str, Wish]]:
     kinds: list[Offload] = [kind for level, kind in enumerate(OFFLOADS) if 0 < level <= wish.sharding]
     for tier in TIERS[1:]:
         for kind in kinds if machine.capacity(tier, wish.world_size) else ():
-            if (kind, tier) != (wish.offload, wish.tier):
+            if (kind, tier) != (wish.offload, wish.tier) and not (wish.offload == kind and wish.tier is None):
                 yield f'offload="{kind}", tier="{tier}"', replace(wish, offload=kind, tier=tier)

@@ -1,10 +1,11 @@
 """Plans that offload: a local search over homes of shards, homes of activations, residency and recomputation together.
 
 Buckets and layers are taken in at most :data:`GROUPS` groups each, whatever the depth. It begins with plans that treat
-all groups alike, and goes on from those that no other beats in time and in the memory of every tier, one group changed
-at a time (Pareto local search; Paquete et al. 2004). Groups that are alike are interchangeable, so only one of them is
-changed. When nothing better is found there, it goes on from plans that were beaten. It ends when there is nothing left
-to look at, or :data:`WORK` tasks were simulated. No budget enters.
+all groups alike. Those that need the least of each tier are always looked at, so that a deep step is not called
+infeasible because it is deep. It goes on from those that no other beats in time and in the memory of every tier, one
+group changed at a time (Pareto local search; Paquete et al. 2004). Groups that are alike are interchangeable, so only
+one of them is changed. When nothing better is found there, it goes on from plans that were beaten. It ends when there
+is nothing left to look at, or :data:`WORK` tasks were simulated beside the first plans. No budget enters.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations, product
+from math import inf
 from operator import le
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from zerograph.machine import Tier
 from zerograph.planner.candidates import Candidate, Space
@@ -23,13 +25,13 @@ from zerograph.planner.ladder import HOMES
 T = TypeVar("T")
 GROUPS = 4
 WORK = 60_000
-"""Tasks that are simulated, at most: about half a second."""
+"""Tasks that are simulated by the local search, at most: about half a second."""
 
 
 def every_home(space: Space, homes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """All ways to place the buckets of ``space``."""
     for chosen in product(homes, repeat=len(space.moves)):
-        yield _placed(space, zip(space.moves, chosen, strict=True))
+        yield space.placed(zip(space.moves, chosen, strict=True))
 
 
 def every_offload(space: Space, tiers: Sequence[Tier]) -> Iterator[tuple[tuple[str, Tier], ...]]:
@@ -40,12 +42,16 @@ def every_offload(space: Space, tiers: Sequence[Tier]) -> Iterator[tuple[tuple[s
         yield tuple((layer, tier) for layer, tier in zip(layers, chosen, strict=True) if tier != "device")
 
 
-def _placed(space: Space, chosen: Any) -> tuple[int, ...]:
-    """The home of every bucket; those of which nothing can leave have the first there is."""
-    found = [space.home] * len(space.plan.buckets)
-    for bucket, home in chosen:
-        found[bucket] = home
-    return tuple(found)
+def corners(spaces: Sequence[Space], homes: Sequence[int], tiers: Sequence[Tier], prefetch: int) -> Iterator[Candidate]:
+    """Plans that need the least of each tier: the smallest buckets, whole and in tiles, nothing kept or saved."""
+    profile = spaces[0].scheduler.profile
+    waits = [(), *(tuple((layer, tier) for layer in profile.layers) for tier in tiers if profile.training)]
+    whole, tiled = [s for s in spaces if not s.tiled][:1], [s for s in spaces if s.tiled][:1]
+    for space, offloads in [*((s, waits) for s in whole), *((s, waits[:1]) for s in tiled)]:  # tiles cost many tasks
+        for home in _one_tier(homes) if profile.training else homes[:1]:
+            placed = space.placed((bucket, home) for bucket in space.moves)
+            for offload in offloads:
+                yield space.candidate(prefetch, (), (), placed, offload)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +84,18 @@ class Offloading:
         self, homes: Sequence[int], tiers: Sequence[Tier], places: Sequence[tuple[Space, int]], work: int = WORK
     ) -> None:
         self.homes, self.tiers, self.places = homes, tiers, places
-        self._end = work + self._work
+        self._end: float = inf
         self.groups = [_grouped(space) for space, _ in places]
         self.candidates: list[Candidate] = []
         self._best: list[tuple[Candidate, _State]] = []
         self._beaten: deque[_State] = deque()
         self._seen: set[_State] = set()
-        self._explore()
+        self._explore(work)
 
-    def _explore(self) -> None:
-        fresh = self._better(self._seeds())
+    def _explore(self, work: int) -> None:
+        fresh = self._better(self._corners())
+        self._end = work + self._work
+        fresh += self._better(self._seeds())
         while self._work < self._end and (fresh or self._beaten):
             if fresh:
                 at = [state for candidate, state in fresh if self._holds(candidate)]
@@ -134,18 +142,32 @@ class Offloading:
             if tier
         ]
         return space.candidate(
-            prefetch, _chosen(groups.keeps, kept), _chosen(groups.saves, saved), _placed(space, moved), tuple(offloaded)
+            prefetch, _chosen(groups.keeps, kept), _chosen(groups.saves, saved), space.placed(moved), tuple(offloaded)
         )
+
+    def _corners(self) -> Iterator[_State]:
+        """All groups alike, all shards on one tier: what needs the least of each tier is among these.
+
+        Tiles cost many tasks and are for plans that are short of memory, so nothing is saved beside them.
+        """
+        homes = _one_tier(self.homes)
+        for place, (space, _) in enumerate(self.places):
+            for saved in (0,) if space.tiled else (0, 1):
+                for tier, home in product(range(len(self.tiers) + 1), homes):
+                    yield self._alike(place, saved, home, tier)
 
     def _seeds(self) -> Iterator[_State]:
         """All groups alike, the likeliest first: all shards on one tier before mixtures, the fastest place first."""
         tiers = range(len(self.tiers) + 1)
         seeds = list(product(range(len(self.places)), tiers, (1, 0), self.homes))
         seeds.sort(key=lambda seed: (not _on_one_tier(seed[3]), -seed[0]))
-        for place, tier, saved, home in seeds:
-            groups = self.groups[place]
-            sizes = (len(groups.keeps), len(groups.saves), len(groups.moves), len(groups.layers))
-            yield _State(place, tuple((value,) * n for value, n in zip((0, saved, home, tier), sizes, strict=True)))
+        yield from (self._alike(place, saved, home, tier) for place, tier, saved, home in seeds)
+
+    def _alike(self, place: int, saved: int, home: int, tier: int) -> _State:
+        """The state that keeps nothing and treats all groups alike."""
+        groups = self.groups[place]
+        sizes = (len(groups.keeps), len(groups.saves), len(groups.moves), len(groups.layers))
+        return _State(place, tuple((value,) * n for value, n in zip((0, saved, home, tier), sizes, strict=True)))
 
     def _next(self, state: _State) -> Iterator[_State]:
         tiers = range(len(self.tiers) + 1)
@@ -162,6 +184,11 @@ class Offloading:
 
 def _beats(a: Candidate, b: Candidate) -> bool:
     return a.seconds <= b.seconds and all(map(le, a.peaks, b.peaks))
+
+
+def _one_tier(homes: Sequence[int]) -> Sequence[int]:
+    """Those of ``homes`` that are on one tier; all where none is, as what leaves the device was fixed."""
+    return [home for home in homes if _on_one_tier(home)] or homes
 
 
 def _on_one_tier(home: int) -> bool:

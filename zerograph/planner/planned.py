@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from zerograph.errors import InvariantError
 from zerograph.ir import Step
 from zerograph.machine import TIERS, Machine
 from zerograph.plan import DEVICE, Bucket, Plan
 from zerograph.planfile import PlanFile, Reason
 from zerograph.planner.books import scheduled
 from zerograph.planner.candidates import Candidate
+from zerograph.planner.check import check
 from zerograph.planner.infeasible import infeasible
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.search import Search, Wish
@@ -22,6 +24,11 @@ NOT_COUNTED = (
     "buffers of the model, and the batch itself",
     "aligning and rounding of extents on NVMe",
 )
+
+
+ALONE = ("that one rank gathers and reduces in place: whole copies and reduced gradients are counted beside shards",)
+"""What more is not, on one rank."""
+_REPORT = "this is a bug in the planner: report it with the model and the command"
 
 
 def planned(
@@ -37,6 +44,7 @@ def planned(
 
     Raises:
         InfeasibleError: no plan fits.
+        InvariantError: the plan fails its own checks, which is a bug of the planner.
         ConfigError: what was wished for does not exist on the machine, or at the stage.
     """
     search = Search(step, wish, machine, moments=moments)
@@ -45,8 +53,8 @@ def planned(
     if found is None:
         raise infeasible(search, step, machine, budget)
     plan, scheduler = found.plan, found.space.scheduler
-    forecast, holdings = scheduled(scheduler, plan, NOT_COUNTED)
-    return PlanFile(
+    forecast, holdings = scheduled(scheduler, plan, NOT_COUNTED + ALONE * (plan.world_size == 1))
+    file = PlanFile(
         model=name,
         plan=plan,
         machine=machine,
@@ -57,6 +65,19 @@ def planned(
         tokens=tokens,
         flops=sum(op.flops for op in step.ops),
     )
+    _verify(file, found)
+    return file
+
+
+def _verify(file: PlanFile, found: Candidate) -> None:
+    """What is handed out is what was found, and passes ``zerograph check``."""
+    peaks = tuple(file.forecast.peaks[tier].bytes if tier in file.forecast.peaks else 0 for tier in TIERS)
+    if peaks != found.peaks:
+        raise InvariantError(f"the planner found peaks of {found.peaks} bytes and forecasts {peaks}", _REPORT)
+    for wrong in check(file):
+        raise InvariantError(
+            f"the planner made a plan that fails its own check of {wrong.check}: {wrong.message}", _REPORT
+        )
 
 
 def reasons(found: Candidate, wish: Wish) -> Iterator[Reason]:

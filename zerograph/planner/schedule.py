@@ -165,7 +165,7 @@ class Scheduler:
         """Of the update on the device, when the states of the buckets ``host`` live off it."""
         key = frozenset(host)
         if key not in self._updates:
-            gone = {p.name for bucket in key for p in self.buckets[bucket]}
+            gone = {p.name for bucket in key for p in self.buckets[bucket] if p.sharded}  # the others stay
             self._updates[key] = self.rates.update((p for p in self._trained if p.name not in gone), self.moments)
         return self._updates[key]
 

@@ -14,8 +14,10 @@ All ranks that are given the same step, machine and budget find the same plan.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, pairwise
 from typing import Any, Literal, TypeVar
@@ -27,7 +29,8 @@ from zerograph.plan import Plan
 from zerograph.planner.candidates import Candidate, Space, frontier
 from zerograph.planner.choice import Offload
 from zerograph.planner.ladder import open_homes, open_tiers
-from zerograph.planner.offloading import WORK, Offloading, every_home, every_offload
+from zerograph.planner.liveness import Mode
+from zerograph.planner.offloading import WORK, Offloading, corners, every_home, every_offload
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import Profile, profile
 from zerograph.planner.rules import plan_step
@@ -45,6 +48,8 @@ COMPLETE = 1100
 """Candidates up to which all are looked at."""
 MOST_TILES = 16
 """Tiles of one parameter, at most: each costs a collective of its own, and the planner a few tasks."""
+ALL_TILES = 2048
+"""Tiles of a step, at most, unless two of each parameter are more: a plan of so many takes the planner 0.2 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,21 +111,32 @@ class Search:
     ) -> None:  # fmt: skip
         """
         Args:
-            states: bytes on the device between steps; default: shards and ``moments`` optimizer states of the
-                step's parameters.
+            states: bytes on the device between steps; default: shards and optimizer states of the step's parameters.
+            moments: tensors that the optimizer keeps per parameter.
             complete: number of candidates up to which all are looked at.
-            work: tasks that are simulated for plans that offload, at most; twice as many where all of them do.
+            work: tasks that are simulated by the local search for plans that offload, at most; twice as many where
+                all of them do.
         """
-        self.wish = wish
-        self.profile = profile(step, ("none", "full") if wish.recompute == "none" else ("auto", "full"))
+        self.wish, self.moments = wish, moments
+        with _uncollected():
+            self._search(step, machine, states, moments, complete, work)
+
+    def _search(self, step: Step, machine: Machine, states: int | None, moments: int, complete: int, work: int) -> None:
+        wish = self.wish
+        self.profile = profile(step, _modes(wish))
         self.states = sum(state_bytes(step.params, wish.world_size, moments)) if states is None else states
         self.tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
         self.homes = open_homes(wish.offload, self.tiers, wish.sharding)
-        self.spaces = list(_spaces(step, self.profile, wish, machine, self.states, self.homes[0]))
+        self.spaces = list(_spaces(step, self.profile, wish, machine, self.states, moments, self.homes[0]))
         prefetches = PREFETCHES if wish.prefetch is None else (wish.prefetch,)
         if not step.params or not step.training:
             prefetches = (DEFAULT_PREFETCH if wish.prefetch is None else wish.prefetch,)
-        places = [(s, prefetch) for s in self.spaces for prefetch in prefetches if not (s.tiled and prefetch > 1)]
+        places = [
+            (s, prefetch)
+            for s in self.spaces
+            for prefetch in prefetches
+            if not (s.tiled and wish.prefetch is None and prefetch > 1)
+        ]
         if sum(_size(space, self.homes, self.tiers) for space, _ in places) <= complete:
             self.best = frontier(c for place in places for c in _all(*place, self.homes, self.tiers))
             return
@@ -132,6 +148,7 @@ class Search:
         if step.training and (self.tiers or in_tiles):
             chosen = [*(_worthwhile(in_tiles)[:1] if in_tiles else []), *_worthwhile(whole)]
             found += Offloading(self.homes, self.tiers, chosen, work * (2 - stays)).candidates
+        found += corners(self.spaces, self.homes, self.tiers, min(prefetches))
         self.best = frontier(found)
 
     @property
@@ -153,6 +170,39 @@ class Search:
         return min((c for c in self.best if c.fits(most)), key=lambda c: c.rank, default=None)
 
 
+def smallest(
+    step: Step, wish: Wish, machine: Machine, states: int, moments: int, known: Profile | None = None
+) -> list[Candidate]:
+    """Those plans of a :class:`Search` that need the least of each tier, at a small part of its cost.
+
+    Args:
+        known: the step's profile, where there is one already.
+    """
+    wish = replace(wish, bucket_size=BUCKET_SIZES[0] if wish.bucket_size is None else wish.bucket_size)
+    tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
+    homes = open_homes(wish.offload, tiers, wish.sharding)
+    with _uncollected():
+        found = known or profile(step, _modes(wish))
+        spaces = list(_spaces(step, found, wish, machine, states, moments, homes[0]))
+        return list(corners(spaces, homes, tiers, wish.prefetch or 0))
+
+
+def _modes(wish: Wish) -> tuple[Mode, ...]:
+    return ("none", "full") if wish.recompute == "none" else ("auto", "full")
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No search for cycles meanwhile: millions of tuples that need none would set off a quarter of the time in them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 def over(candidate: Candidate, budget: int | Mapping[Tier, int]) -> float:
     """By what share of its budget the fullest tier is overrun; 0 or less when all fit."""
     return max((peak - most) / max(1, most) for peak, most in zip(candidate.peaks, limits(budget), strict=True))
@@ -165,7 +215,9 @@ def limits(budget: int | Mapping[Tier, int]) -> tuple[int, ...]:
     return tuple(budget.get(tier, 0) for tier in TIERS)
 
 
-def _spaces(step: Step, found: Profile, wish: Wish, machine: Machine, states: int, home: int) -> Iterator[Space]:
+def _spaces(
+    step: Step, found: Profile, wish: Wish, machine: Machine, states: int, moments: int, home: int
+) -> Iterator[Space]:
     """One per distinct way to put parameters into buckets and tiles."""
     sizes = BUCKET_SIZES if wish.bucket_size is None else (wish.bucket_size,)
     seen = set()
@@ -185,18 +237,18 @@ def _spaces(step: Step, found: Profile, wish: Wish, machine: Machine, states: in
             if one not in seen:
                 seen.add(one)
                 keep, save = wish.stage == "auto", wish.recompute == "auto"
-                yield Space(found, one, rates, held, keep=keep, save=save, home=home)
+                yield Space(found, one, rates, held, keep=keep, save=save, home=home, moments=moments)
 
 
 def tiled(plan: Plan, size: int) -> Plan:
     """``plan`` with every parameter that is larger than ``size`` bytes when gathered in tiles of at most so many."""
-    buckets = []
-    for bucket in plan.buckets:
-        tiles = 1
-        if len(bucket.params) == 1 and bucket.params[0].sharded:
-            wanted = -(-bucket.gathered_bytes // size)
-            tiles = max(1, min(wanted, MOST_TILES, bucket.params[0].chunk_rows(plan.world_size)))
-        buckets.append(replace(bucket, tiles=tiles))
+    large = [b for b in plan.buckets if b.gathered_bytes > size and len(b.params) == 1 and b.params[0].sharded]
+    most = min(MOST_TILES, max(2, ALL_TILES // max(1, len(large))))
+    buckets = list(plan.buckets)
+    for bucket in large:
+        wanted = -(-bucket.gathered_bytes // size)
+        tiles = max(1, min(wanted, most, bucket.params[0].chunk_rows(plan.world_size)))
+        buckets[bucket.index] = replace(bucket, tiles=tiles)
     return replace(plan, buckets=tuple(buckets))
 
 
