@@ -40,7 +40,9 @@ class TiedModel(nn.Module):
         return self.head(h)
 
 
-def _train(stage: int | None, compute: str, longer: int = 1, steps: int = 3) -> tuple[list[float], dict[str, torch.Tensor]]:
+def _train(
+    stage: int | None, compute: str, longer: int = 1, steps: int = 3
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Mean losses over ranks, and full parameters; ``stage`` None is plain PyTorch on the whole batch."""
     torch.manual_seed(0)
     model = TiedModel()

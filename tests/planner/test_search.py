@@ -283,12 +283,8 @@ def test_a_trillion_parameters_fit_one_dgx2() -> None:
     """As ZeRO-Infinity has it (Rajbhandari et al. 2021): nothing but a deep step's depth stood in the way."""
     step = transformer(layers=128, hidden=25600, tokens=12 * 1024)
     assert sum(p.elements for p in step.params) > 10**12
-    start = time.process_time()
     search = Search(step, Wish("auto", 16, offload="auto"), DGX2)
     found = search.within(capacities(DGX2, 16))
-    seconds = time.process_time() - start
     assert found is not None and {b.homes.optimizer for b in found.plan.buckets} == {"nvme"}
     assert len(found.plan.buckets) == 512
-    # What it takes is tasks; a processor that others share takes up to twice its 5 us for each.
-    assert sum(space.work for space in search.spaces) < 800_000
-    assert seconds < 10
+    assert sum(space.work for space in search.spaces) < 800_000  # tasks, of 5 us or so
