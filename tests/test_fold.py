@@ -14,8 +14,10 @@ from test_scale import Block
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from zerograph.dryrun import compile_only
+from zerograph import dryrun
+from zerograph.dryrun import compile_only, on_meta
 from zerograph.frame import Frame
+from zerograph.loops import told_apart
 from zerograph.machine import machine_named
 from zerograph.planning import forecast_file
 from zerograph.repeats import LEAST, repeated_layers
@@ -51,33 +53,26 @@ class Model(nn.Module):
 
 
 def gpt() -> nn.Module:
-    return Model([Block(512) for _ in range(DEPTH)], 512)
+    return Model([Block(WIDTH) for _ in range(DEPTH)])
 
 
 def small() -> nn.Module:
     return Model([Layer(i) for i in range(DEPTH)])
 
 
-def dropout() -> nn.Module:
-    return Model([Layer(i, dropout=0.1) for i in range(DEPTH)])
-
-
-def checkpointed() -> nn.Module:
-    return Model([Layer(i) for i in range(DEPTH)], checkpointed=True)
-
-
-def frozen() -> nn.Module:
-    """No gradient reaches the first layer's input, and none the weights of any layer's second product."""
-    model = small()
-    model.embed.requires_grad_(False)
-    for layer in model.layers:
-        layer.down.requires_grad_(False)  # type: ignore[union-attr]
+def tied() -> nn.Module:
+    """Under ``torch.utils.checkpoint``, and with one weight at both ends."""
+    model = Model([Layer(i) for i in range(DEPTH)], checkpointed=True)
+    model.head.weight = model.embed.weight
     return model
 
 
-def tied() -> nn.Module:
-    model = small()
-    model.head.weight = model.embed.weight
+def frozen() -> nn.Module:
+    """With dropout; no gradient reaches the first layer's input, and none the weights of any layer's second product."""
+    model = Model([Layer(i, dropout=0.1) for i in range(DEPTH)])
+    model.embed.requires_grad_(False)
+    for layer in model.layers:
+        layer.down.requires_grad_(False)  # type: ignore[union-attr]
     return model
 
 
@@ -90,7 +85,7 @@ def llama() -> Any:
 
 
 def compiled(make: Callable[[], Any], fold: bool, **options: Any) -> tuple[Frame, Any]:
-    found = compile_only(make, world_size=4, batch=1, seq=32, fold=fold, **options)
+    found = compile_only(make, **{"world_size": 4, "batch": 1, "seq": 32, "fold": fold, **options})
     return found.frames[-1], forecast_file("model", found, machine_named("h100-80gb"))
 
 
@@ -100,6 +95,7 @@ def facts(frame: Frame) -> dict[str, Any]:
     place = {value.name: i for i, value in enumerate(step.values)}
     found: dict[str, Any] = {
         "plan": frame.plan.to_json(),
+        "states": frame.backend.planner.states(step),
         "params": step.params,
         "ops": [
             replace(op, name="", reads=tuple(place[r] for r in op.reads), writes=tuple(place[w] for w in op.writes))  # type: ignore[arg-type]
@@ -118,14 +114,11 @@ def facts(frame: Frame) -> dict[str, Any]:
 
 
 CASES: list[tuple[str, Callable[[], Any], dict[str, Any]]] = [
-    ("GPT", gpt, {"bucket_size": "4MiB"}),
-    ("several layers a bucket", small, {"bucket_size": "512KiB"}),
+    ("GPT, several layers a bucket", gpt, {"bucket_size": "512KiB"}),
     ("recomputed", small, {"recompute": "full", "bucket_size": "64KiB"}),
-    ("stage 1 in bfloat16", small, {"stage": 1, "dtype": torch.bfloat16}),
-    ("dropout", dropout, {}),
-    ("checkpointed", checkpointed, {}),
-    ("frozen", frozen, {}),
-    ("tied", tied, {"stage": "auto", "memory": "1GiB"}),
+    ("frozen with dropout, stage 1 in bfloat16", frozen, {"stage": 1, "dtype": torch.bfloat16}),
+    ("tied and checkpointed, within a budget", tied, {"stage": "auto", "memory": "1GiB"}),
+    ("one rank within a budget", small, {"stage": "auto", "memory": "4MiB", "world_size": 1}),
     ("Llama", llama, {}),
 ]
 
@@ -134,6 +127,8 @@ CASES: list[tuple[str, Callable[[], Any], dict[str, Any]]] = [
 def test_a_folded_dry_run_finds_what_a_whole_one_does(
     make: Callable[[], Any], options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
+    stack = repeated_layers(on_meta(make)[0])
+    assert stack is not None and len(stack.layers) == DEPTH
     folded, forecast = compiled(make, True, **options)
     assert "tracing all" not in caplog.text
     whole, expected = compiled(make, False, **options)
@@ -187,14 +182,6 @@ class Returning(Model):
         return nn.functional.cross_entropy(self.head(states[-1]).flatten(0, 1), tokens.flatten()), states
 
 
-class Indexed(Model):
-    def forward(self, tokens: Tensor) -> Any:
-        x = self.embed(tokens)
-        for i in range(DEPTH):
-            x = self.layers[i](x)
-        return self.head(x).sum()
-
-
 class Collecting(Model):
     """Something of every layer is read after the last."""
 
@@ -208,20 +195,134 @@ class Collecting(Model):
 
 REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
     ("numbered", lambda: Model([Numbered(i) for i in range(DEPTH)]), "fails"),
-    ("one odd", lambda: Model([OneOdd(i) for i in range(DEPTH)]), "fails"),
     ("returned", lambda: Returning([Layer(i) for i in range(DEPTH)]), "returns|in one piece"),
-    ("indexed", lambda: Indexed([Layer(i) for i in range(DEPTH)]), "with 4 layers it fails"),
     ("collected", lambda: Collecting([Layer(i) for i in range(DEPTH)]), "outside of the layers|mixed|layer"),
 ]
 
 
+class Refused(Exception):
+    pass
+
+
 @pytest.mark.parametrize(("make", "reason"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
-def test_layers_that_compute_differently_are_all_traced(
-    make: Callable[[], nn.Module], reason: str, caplog: pytest.LogCaptureFixture
+def test_layers_that_compute_differently_do_not_fold(
+    make: Callable[[], nn.Module], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def refuse(_: Any, why: str) -> None:
+        raise Refused(why)  # instead of tracing all: the next test does
+
+    monkeypatch.setattr(dryrun, "_warn", refuse)
+    with pytest.raises(Refused, match=reason):
+        compiled(make, True)
+
+
+def test_layers_that_do_not_fold_are_all_traced_and_left_as_they_were(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> nn.Module:
+        return Model([OneOdd(i) for i in range(DEPTH)])
+
     with caplog.at_level(logging.WARNING, logger="zerograph"):
         folded, _ = compiled(make, True)
     said = [r.getMessage() for r in caplog.records if r.name == "zerograph.dryrun"]
-    assert len(said) == 1 and re.search(rf"tracing all {DEPTH} layers of layers: .*({reason})", said[0]), said
+    assert len(said) == 1 and re.search(rf"tracing all {DEPTH} layers of layers: with 4 layers it fails", said[0]), said
     whole, _ = compiled(make, False)
     assert facts(folded) == facts(whole)
+
+
+class Positioned(Model):
+    """Does something else after the layer of one position."""
+
+    def __init__(self) -> None:
+        super().__init__([Layer(i) for i in range(DEPTH)])
+        self.mid, self.many = nn.Linear(WIDTH, WIDTH), DEPTH + 1
+        self.rates = [0.1 * i for i in range(DEPTH)]
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embed(tokens)
+        for i, layer in enumerate(self.layers):
+            x = self.mid(layer(x)) if i == 7 else layer(x)
+        return self.head(x).sum()
+
+
+def first_six_checkpointed(self: Positioned, x: Tensor) -> Tensor:
+    for i, layer in enumerate(self.layers):
+        x = checkpoint(layer, x, use_reentrant=False) if i < 6 else layer(x)
+    return x
+
+
+def some(self: Positioned, x: Tensor) -> Tensor:
+    for layer in self.layers[: self.many - 2]:  # type: ignore[union-attr]
+        x = layer(x)
+    return x
+
+
+def every_sixth(self: Positioned, x: Tensor) -> Tensor:
+    for i in range(0, DEPTH, 6):
+        x = self.layers[i](x)
+    return x
+
+
+def by_depth(self: Positioned, x: Tensor) -> Tensor:
+    for layer in self.layers:
+        x = layer(x)
+    return self.mid(x) if len(self.layers) > 6 else x
+
+
+def rated(self: Positioned, x: Tensor) -> Tensor:
+    for layer, rate in zip(self.layers, self.rates, strict=True):
+        x = layer(x) * rate
+    return x
+
+
+def counted(self: Positioned, x: Tensor) -> Tensor:
+    i = 0
+    for layer in self.layers:
+        x = layer(x) * self.rates[i]
+        i += 1  # noqa: SIM113
+    return x
+
+
+def named(self: Positioned, x: Tensor) -> Tensor:
+    for name, layer in self.layers.named_children():
+        x = layer(x) * int(name)
+    return x
+
+
+def all_of_it(self: Positioned, x: Tensor) -> Tensor:
+    for layer in self.layers[: self.many]:
+        x = layer(x)
+    return x
+
+
+def looping(loop: Callable[..., Tensor]) -> Positioned:
+    class Looping(Positioned):
+        run = loop
+
+        def forward(self, tokens: Tensor) -> Any:
+            return self.head(self.run(self.embed(tokens))).sum()
+
+    return Looping()
+
+
+@pytest.mark.parametrize("loop", [first_six_checkpointed, some, every_sixth, by_depth, rated, counted, named])
+def test_code_that_goes_by_position_is_seen(loop: Callable[..., Tensor]) -> None:
+    model = looping(loop)
+    stack = repeated_layers(model)
+    assert stack is not None and f" in {loop.__name__} may decide by position" in told_apart(model, stack)
+
+
+def test_code_that_runs_all_layers_alike_is_no_reason_to_trace_them() -> None:
+    for made in (small(), tied(), looping(all_of_it), llama()[0]):
+        stack = repeated_layers(made)
+        assert stack is not None and not told_apart(made, stack)
+    model = small()
+    model.favourite = model.layers[6]  # another name, by which the forward may know it
+    stack = repeated_layers(model)
+    assert stack is not None and told_apart(model, stack) == "one of them can be reached in another way"
+
+
+def test_a_model_that_goes_by_position_is_traced_whole(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="zerograph"):
+        frame, _ = compiled(Positioned, True)
+    assert f"tracing all {DEPTH} layers of layers: enumerate() in Positioned.forward" in caplog.text
+    assert {f"layers.{i}" for i in range(DEPTH)} <= {op.module for op in frame.step.ops}
+    assert any(op.module == "mid" for op in frame.step.ops)

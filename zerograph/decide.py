@@ -44,11 +44,13 @@ class Planner:
 
     Attributes:
         own: parameters among the inputs of the frame that is being compiled.
+        whole: all parameters of the model, in a dry run, whose graph may be made of a few layers; else empty.
     """
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.own: Sequence[nn.Parameter] = ()
+        self.whole: Sequence[nn.Parameter] = ()
         self._budget = 0
         self._machine: Machine
         self._plans: dict[tuple[str, tuple[Param, ...]], Plan] = {}
@@ -155,7 +157,7 @@ class Planner:
         """Bytes between steps: shards and optimizer states of the whole model, whatever this frame reads of it."""
         backend = self.backend
         if not backend.params:  # one rank: parameters and their gradients are the user's own
-            sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in self.own]
+            sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in self.whole or self.own]
             return sum(size * (1 + (MOMENTS + 1) * trained) for size, trained in sizes)
         known = {param.name: param for param in step.params}
         params = [known[name] if name in known else _param(name, p) for name, p in backend.params.items()]

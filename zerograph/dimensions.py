@@ -95,7 +95,7 @@ class Dimensions:
 
     def conditions(self, lookups: Iterable[Lookup]) -> tuple[Condition, ...]:
         """What has to be true of batch and sequence for the graph to be the traced one; each once."""
-        found = (*self._ranges(), *self._guards(), *map(self._limit, lookups))
+        found = (*self._guards(), *self._ranges(), *map(self._limit, lookups))  # of equal ones the first: it has a line
         return tuple({c.holds: c for c in reversed(found) if self.decided(c.holds) is not True}.values())[::-1]
 
     def _renamed(self) -> dict[Any, Any]:
@@ -159,13 +159,22 @@ def last_of_range(index: Any) -> Any:
     while isinstance(index, fx.Node):
         if index.target is torch.ops.prims.iota.default:
             length, start, step = index.args[0], index.kwargs["start"], index.kwargs["step"]
+            if not isinstance(step, int) or step <= 0:
+                return None
             return shift + _size(start) + _size(step) * (_size(length) - 1)
         if index.target is aten.add.Tensor and not index.kwargs and isinstance(index.args[1], int):
             shift += index.args[1]
-        elif not is_view(index) and index.target not in _KEEP_INDICES:
+        elif index.target not in _KEEP_INDICES and not (is_view(index) and _keeps_all(index)):
             return None
         index = index.args[0]
     return None
+
+
+def _keeps_all(view: fx.Node) -> bool:
+    """Whether ``view`` looks at everything, once or more often; sizes are compared as expressions, and not asked."""
+    source: Any = view.args[0]
+    before, after = (sympy.prod(map(_size, node.meta["val"].shape)) for node in (source, view))
+    return view.target is aten.expand.default or before == after
 
 
 def _size(argument: Any) -> Any:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from zerograph.errors import UnsupportedError
+from zerograph.loops import told_apart
 from zerograph.repeats import Stack, repeated_layers
 from zerograph.symbolic import SymbolicStep
 from zerograph.unfold import Joint, NotFoldable, signature, unfold
@@ -89,9 +90,10 @@ def compile_only(
     with simulated_rank(0, world_size):
         model, given = on_meta(make)
         args, kwargs = _arguments(given, batch, seq)
-        stack = repeated_layers(model) if fold else None
+        stack = _foldable(model) if fold and (vary is None or vary.open is None) else None
         ours = backend(**{"compute": "eager", **options})
         ours.runs = False
+        ours.planner.whole = tuple(model.parameters())  # a graph of a few layers reads a few of them
         shard(model, ours, device="cpu")
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         inputs = [*args, *kwargs.values()]
@@ -102,7 +104,7 @@ def compile_only(
         inputs = [_input(x, mode, fakes, vary) for x in inputs]
         args, kwargs = tuple(inputs[: len(args)]), dict(zip(kwargs, inputs[len(args) :], strict=True))
         call = _Call(model, ours, mode, args, kwargs)
-        if stack is None or ours.open_sizes is not None or not _folded(call, stack):
+        if stack is None or not _folded(call, stack):
             call.trace()
         return Compiled(tuple(ours.frames), _tokens(inputs))
 
@@ -182,9 +184,23 @@ def _folded(call: _Call, stack: Stack) -> bool:
                 raise  # all layers would have met it
             unfolder.reason = f"with {len(chosen)} layers it fails: {str(error).strip().partition(chr(10))[0]}"
         if unfolder.reason:
-            log.warning("tracing all %d layers of %s: %s", len(stack.layers), stack.path, unfolder.reason)
+            _warn(stack, unfolder.reason)
             return False
     return True
+
+
+def _foldable(model: nn.Module) -> Stack | None:
+    """The layers of ``model`` of which a few may speak for all."""
+    stack = repeated_layers(model)
+    reason = told_apart(model, stack) if stack is not None else ""
+    if stack is not None and reason:
+        _warn(stack, reason)
+        return None
+    return stack
+
+
+def _warn(stack: Stack, reason: str) -> None:
+    log.warning("tracing all %d layers of %s: %s", len(stack.layers), stack.path, reason)
 
 
 def _fake(model: nn.Module, mode: FakeTensorMode) -> dict[int, nn.Parameter]:

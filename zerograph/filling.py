@@ -75,6 +75,7 @@ def largest_file(
     dtype: str | None = None,
     moments: int = 2,
     reserve: float = RESERVE,
+    fold: bool = True,
     **options: Any,
 ) -> Largest:
     """Plan the largest step that fits: solve for it on the traced step, then compile its programs.
@@ -83,7 +84,7 @@ def largest_file(
 
     Args:
         what: the dimension to solve for; the other is as given, or as in the inputs that the model brings.
-        name, make, machine, world, batch, seq, dtype, moments, reserve, options: as for
+        name, make, machine, world, batch, seq, dtype, moments, reserve, fold, options: as for
             :func:`zerograph.planning.plan_file`.
 
     Raises:
@@ -98,10 +99,10 @@ def largest_file(
     for _ in range(ATTEMPTS):
         found, budget = largest(steps, machine, world, memory=memory, **options)  # with the reserve of a backend
         if found.value == 0:
-            raise infeasible(found.search, steps.at(1), machine, budget)
+            raise infeasible(found.search, steps.at(found.next), machine, budget)
         file = plan_file(
             name, make, machine, world=world, batch=batch, seq=seq, dtype=dtype, moments=moments, reserve=reserve,
-            sizes={what: found.value}, memory=memory, **options,
+            sizes={what: found.value}, memory=memory, fold=fold, **options,
         )  # fmt: skip
         need, have = file.forecast.peaks["device"].bytes, file.budget["device"]
         if need <= have:
@@ -115,4 +116,4 @@ def explained(what: str, found: Filled, budget: int) -> str:
     if found.need is None:
         return f"largest {what}: {found.value}; {found.limit}"
     need, have = format_bytes(found.need), format_bytes(budget)
-    return f"largest {what}: {found.value}; {found.value + 1} needs {need} of device memory per rank, of {have}"
+    return f"largest {what}: {found.value}; {found.next} needs {need} of device memory per rank, of {have}"

@@ -40,6 +40,7 @@ def plan_file(
     memory: int | None = None,
     offload: Offload | Literal["auto"] = "none",
     tier: Tier | None = None,
+    fold: bool = True,
     **options: Any,
 ) -> PlanFile:
     """Plan one training step of what ``make`` returns.
@@ -56,6 +57,7 @@ def plan_file(
         memory: bytes of the device that a search may fill; all of it unless given.
         offload, tier: as in :class:`~zerograph.planner.search.Wish`. Unless it is "none", the plan is searched over
             all tiers of ``machine``, and forecast from its schedule: no program can be lowered for it yet.
+        fold: see :func:`zerograph.dryrun.compile_only`.
         options: further arguments of :func:`zerograph.backend`. At stage "auto" the plan fills ``machine``'s memory.
 
     Raises:
@@ -73,7 +75,9 @@ def plan_file(
         wish = Wish.of(config, world, offload=offload, tier=tier)
         # One rank alone keeps its parameters as they are unless they compute in a dtype, and could move none of them.
         compute = compute or (torch.float32 if world == 1 else None)
-        compiled = compile_only(make, world_size=world, batch=batch, seq=seq, dtype=compute, stage=config.sharding)
+        compiled = compile_only(
+            make, world_size=world, batch=batch, seq=seq, fold=fold, dtype=compute, stage=config.sharding
+        )
         step = _training_frame(compiled.frames).step
         if world == 1:  # one rank's parameters are whole, and all that can leave: they are its shards
             step = replace(step, params=tuple(replace(p, sharded=bool(p.shape)) for p in step.params))
@@ -82,7 +86,7 @@ def plan_file(
         options |= {"memory": machine.capacity("device", world) if memory is None else memory, "machine": machine}
     if sizes is not None:
         options["vary"] = Vary(dict(sizes))
-    compiled = compile_only(make, world_size=world, batch=batch, seq=seq, dtype=compute, **options)
+    compiled = compile_only(make, world_size=world, batch=batch, seq=seq, fold=fold, dtype=compute, **options)
     return forecast_file(name, compiled, machine, moments=moments, reserve=reserve)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,7 +42,10 @@ class Steps:
         self._make, self.what = make, what
         self._options = {"world_size": world, "batch": batch, "seq": seq, **options}
         self._traced: list[SymbolicStep] = []
+        self._alone: dict[int, Step] = {}  # at sizes that the model has code of their own for
         self._impossible: dict[Condition, str] = {}
+        self._failed: dict[int, str] = {}
+        self._count = 0  # of traces that worked
         self._one: Step | None = None
         step = self._trace(None)
         if not step.traced.training:
@@ -52,6 +55,7 @@ class Steps:
             )
         if what in step.fixed:
             raise UnsupportedError(f"there is nothing to solve for: {what} is fixed, {step.fixed[what]}")
+        self._traced.append(step)
         self.start = step.sizes[what]
 
     def at(self, size: int) -> Step:
@@ -63,21 +67,28 @@ class Steps:
         """
         if size == 1:
             return self._at_one()
-        conditions = []
+        if size in self._alone:
+            return self._alone[size]
+        broken = []
         for step in self._traced:
-            wrong = step.broken({self.what: size})
-            if wrong is None:
+            wrong = step.all_broken({self.what: size})
+            if not wrong:
                 return step.at(**{self.what: size})
-            if wrong.limit or wrong in self._impossible:
-                raise SizeError(self._impossible.get(wrong, f"the model's own limit is {wrong}"))
-            conditions.append(wrong)
-        self._again(size, conditions[0])
-        return self.at(size)
+            broken.append(wrong)
+        for condition in (c for wrong in broken for c in wrong):
+            if condition.limit or condition in self._impossible:
+                raise SizeError(self._impossible.get(condition, f"the model's own limit is {condition}"))
+        return self._again(size, broken[0])
 
-    def _again(self, size: int, wrong: Condition) -> None:
-        """Trace at ``size``, where ``wrong`` is not so. If that fails, so it would wherever ``wrong`` is not so."""
-        log.info("traced again at %s %d, where %s is not so", self.what, size, wrong)
-        if len(self._traced) == MOST_TRACES:
+    def _again(self, size: int, wrong: Sequence[Condition]) -> Step:
+        """Trace at ``size``, where nothing of ``wrong`` is so. If that fails it would fail wherever that is not so.
+
+        This is known of one condition; of several it is not known which one the model needs.
+        """
+        if size in self._failed:
+            raise SizeError(self._failed[size])
+        log.info("traced again at %s %d, where %s is not so", self.what, size, wrong[0])
+        if self._count == MOST_TRACES:
             raise UnsupportedError(
                 f"what the model computes depends on {self.what} in more than {MOST_TRACES} ways",
                 "plan single sizes",
@@ -87,10 +98,15 @@ class Steps:
                 step = self._trace(size)
         except UnsupportedError as error:
             reason = str(error).partition("\n\n")[0]
-            self._impossible[wrong] = f"the model needs {wrong}; at {self.what} {size} {reason}"
-            raise SizeError(self._impossible[wrong]) from error
-        if self.what in step.fixed:
-            raise SizeError(f"at {self.what} {size} {step.fixed[self.what]}")
+            self._failed[size] = f"the model needs {wrong[0]}; at {self.what} {size} {reason}"
+            if len(wrong) == 1:
+                self._impossible[wrong[0]] = self._failed[size]
+            raise SizeError(self._failed[size]) from error
+        if self.what in step.fixed:  # code for this very size: its trace says nothing of others
+            self._alone[size] = step.traced
+            return step.traced
+        self._traced.append(step)
+        return step.at(**{self.what: size})
 
     def _at_one(self) -> Step:
         if self._one is None:
@@ -104,8 +120,7 @@ class Steps:
     def _trace(self, size: int | None) -> SymbolicStep:
         sizes: dict[Name, int] = {} if size is None else {self.what: size}
         found = _captured(self._make, Vary(sizes, open=(self.what,)), **self._options)
-        self.states = found.states
-        self._traced.append(found.step)
+        self.states, self._count = found.states, self._count + 1
         return found.step
 
 

@@ -7,7 +7,6 @@ imported only by what computes with expressions: it takes as long to import as t
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -26,12 +25,12 @@ Size: TypeAlias = "int | Expr"
 Truth: TypeAlias = "bool | Boolean"
 
 DIVISIONS: Mapping[str, Callable[[int, int], int]] = {
-    "floordiv": operator.floordiv,
-    "ceildiv": lambda a, b: -(-a // b),
-    "mod": operator.mod,
+    "floordiv": lambda a, b: a // b if b else 0,
+    "ceildiv": lambda a, b: -(-a // b) if b else 0,
+    "mod": lambda a, b: a % b if b else 0,
 }
 """What an expression may call besides arithmetic. Exact on integers, which a ``floor`` of sympy's is not once printed
-as a division of floats."""
+as a division of floats. By zero they are 0: the condition that excludes it is computed beside those that divide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +80,13 @@ class SymbolicStep:
 
     def broken(self, sizes: Mapping[Name, int]) -> Condition | None:
         """The first condition that ``sizes`` break, limits of the model before others; None where the step holds."""
+        return next(iter(self.all_broken(sizes)), None)
+
+    def all_broken(self, sizes: Mapping[Name, int]) -> list[Condition]:
+        """Every condition that ``sizes`` break, limits of the model before others."""
         truths = self._conditions_at(*self._arguments(sizes))
         wrong = [c for c, holds in zip(self.conditions, truths, strict=True) if not holds]
-        return min(wrong, key=lambda condition: not condition.limit, default=None)
+        return sorted(wrong, key=lambda condition: not condition.limit)
 
     def at(self, *, batch: int | None = None, seq: int | None = None) -> Step:
         """The step at these sizes; what is left out is as it was traced.

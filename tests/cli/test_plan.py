@@ -10,8 +10,9 @@ import torch
 from click.testing import CliRunner, Result
 
 import zerograph
+from zerograph import planning
 from zerograph.cli import main
-from zerograph.errors import ConfigError
+from zerograph.errors import ConfigError, UnsupportedError
 from zerograph.forecast import STREAMS
 from zerograph.machine import TIERS, machine_named
 from zerograph.plan import Homes
@@ -111,6 +112,19 @@ def test_stage_auto_fills_the_memory_or_says_what_is_missing(model: Path) -> Non
     missing = run(*arguments, "--memory", "4MiB")
     assert missing.exit_code == 1
     assert "error: the step needs" in missing.stderr and "hint: what would help: " in missing.stderr
+
+
+def test_whole_traces_every_layer(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def traced(*_: object, fold: bool, **options: object) -> None:
+        asked.append(fold)
+        raise UnsupportedError("enough is known")
+
+    monkeypatch.setattr(planning, "compile_only", traced)
+    for arguments in ([], ["--whole"], ["--whole", "--offload", "auto"]):
+        run(f"{model}:small", *arguments)
+    assert asked == [True, False, False]
 
 
 def test_largest_fills_the_memory(model: Path, tmp_path: Path) -> None:

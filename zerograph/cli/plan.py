@@ -56,6 +56,7 @@ STAGE = Parsed("0|1|2|3|auto", _stage)
 @click.option("--offload", type=click.Choice(OFFLOAD), default="none", show_default=True, help=_OFFLOADED)
 @click.option("--tier", type=click.Choice(OFFLOAD_TIERS), help="Offload there only.  [default: chosen]")
 @click.option("--moments", type=click.IntRange(0), default=2, show_default=True, help="Optimizer states a parameter.")
+@click.option("--whole", is_flag=True, help="Trace every layer, where a few would speak for all.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan file here.")
 @click.option("--explain", is_flag=True, help="Say why each decision was made.")
 @click.option("--json", "json_", is_flag=True, help="Write the plan file to stdout.")
@@ -74,6 +75,7 @@ def plan(model: str, what: Name | None, output: Path | None, explain: bool, json
     largest one that fits the memory.
     """
     machine = machine_from(options.pop("machine"), options.pop("memory"))
+    options["fold"] = not options.pop("whole")
     options = {name: value for name, value in options.items() if value is not None or name == "dtype"}
     with progress() as say:
         say("importing torch and the model")

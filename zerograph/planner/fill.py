@@ -2,6 +2,9 @@
 
 Needs only grow with either, nearly in proportion: sizes are doubled until one is too large, and what lies between is
 narrowed by a straight line through the needs at its two ends. Where a line does not halve it, it is halved.
+
+A size may have no step, and its neighbours may: a model that folds a sequence into windows of 8 has those of multiples
+of 8. So where there is none, the sizes beside it are tried, and only where none of them has one the model ends there.
 """
 
 from __future__ import annotations
@@ -15,22 +18,27 @@ from zerograph.planner.search import Search
 MOST = 2**30
 """Sizes beyond are not tried."""
 
+BESIDE = 64
+"""Sizes without a step, next to each other, at which a model is taken to end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Filled:
     """The answer.
 
     Attributes:
-        value: the largest size at which the step fits; 0 where not even 1 does.
-        search: of the step at that size, or at 1.
-        need: bytes that the step needs at least at ``value + 1``; None where there is no such step.
+        value: the largest size at which the step fits; 0 where none does.
+        search: of the step at that size, or at the smallest there is.
+        need: bytes that the step needs at least at ``next``; None where no larger one is known.
         limit: why there is none; empty where there is.
+        next: the next size that has a step: ``value + 1``, but for models that have gaps.
     """
 
     value: int
     search: Search
     need: int | None
     limit: str = ""
+    next: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,40 +61,65 @@ def fill(search_at: Callable[[int], Search], budget: int, start: int) -> Filled:
         search_at: the candidates for the step of some size; a ``SizeError`` says that there is no such step.
         start: the size to try first.
     """
-    tried: dict[int, _Tried] = {}
+    tried: dict[int, _Tried] = {0: _Tried(False)}
 
     def at(size: int) -> _Tried:
         if size not in tried:
             tried[size] = _try(search_at, size, budget)
         return tried[size]
 
-    low, high = start, start + 1
-    if at(start).fits:
-        while low < MOST and at(high := 2 * low).fits:
-            low = high
-    else:
-        while low >= 1 and not at(low).fits:
-            low, high = low // 2, low
-    if low >= 1:
-        low, high = _narrow(at, low, high, budget)
-    found, beyond = at(max(low, 1)), at(high)
-    if found.search is None:
-        raise SizeError(found.limit)
-    limit = f"sizes above {MOST} were not tried" if beyond.fits else beyond.limit
-    return Filled(low, found.search, None if limit else beyond.need, limit)
+    first = _near(at, start, 1, start + BESIDE)
+    if first == 0:
+        raise SizeError(at(start).limit)
+    low, high = _around(at, first)
+    while True:
+        low = _narrow(at, low, high, budget) if low else 0
+        beyond = next((n for n in range(low + 1, low + BESIDE + 1) if at(n).search), 0) if low else high
+        if low >= MOST or not at(beyond).fits:
+            break
+        low, high = beyond, 2 * beyond  # across a gap
+    found = at(low or beyond).search
+    assert found is not None
+    if low >= MOST:
+        return Filled(low, found, None, f"sizes above {MOST} were not tried")
+    return Filled(low, found, at(beyond).need, "" if beyond else at(low + 1).limit, beyond)
 
 
-def _narrow(at: Callable[[int], _Tried], low: int, high: int, budget: int) -> tuple[int, int]:
-    """Two sizes that follow each other, of which the first fits; nothing is known of what lies between."""
+def _around(at: Callable[[int], _Tried], first: int) -> tuple[int, int]:
+    """A size that fits, 0 where none does, and a larger one that does not."""
+    low = high = first
+    while at(high).fits and low < MOST:
+        low = high
+        high = _near(at, 2 * low, low + 1, 2 * low + BESIDE) or 2 * low
+    while low and not at(low).fits:
+        low, high = _near(at, low // 2, 1, low - 1), low
+    return low, high
+
+
+def _near(at: Callable[[int], _Tried], size: int, least: int, most: int) -> int:
+    """The size nearest to ``size`` that has a step, smaller ones first; 0 where there is none beside it."""
+    for distance in range(BESIDE):
+        for near in dict.fromkeys((size - distance, size + distance)):
+            if least <= near <= most and at(near).search:
+                return near
+    return 0
+
+
+def _narrow(at: Callable[[int], _Tried], low: int, high: int, budget: int) -> int:
+    """The largest size from ``low``, which fits, to ``high``, which does not; nothing is known of what lies between."""
     halve = False
     while high - low > 1 and not at(high).fits:
         width, middle = high - low, (low + high) // 2
         below, above = at(low).need, at(high).need
         if not halve and below is not None and above is not None and above > below:
             middle = min(max(low + (budget - below) * width // (above - below), low + 1), high - 1)
-        low, high = (middle, high) if at(middle).fits else (low, middle)
+        near = _near(at, middle, low + 1, high - 1)
+        if near == 0:
+            high = middle
+        else:
+            low, high = (near, high) if at(near).fits else (low, near)
         halve = not halve and high - low > width // 2
-    return low, high
+    return low
 
 
 def _try(search_at: Callable[[int], Search], size: int, budget: int) -> _Tried:
