@@ -7,7 +7,6 @@ makes the segments of a layer the same in every layer, so that a deep model comp
 from __future__ import annotations
 
 import operator
-import re
 
 import torch
 import torch._inductor.inductor_prims  # registers the operators for seeds
@@ -19,10 +18,8 @@ from zerograph.ops import INSTRUCTIONS, REDUCE_GRAD, UNSHARD
 _LEAST = 16
 """Operations between two cuts, at least: what a compiler has to fuse in less is worth more than a cut."""
 
-_MODEL = re.compile(r"^L\['\w+'\]\.?")
-"""What Dynamo calls the module that was compiled: ``L['self']``, or whatever its forward calls its first argument.
-
-Modules reached in other ways keep their whole path."""
+_MODEL = "L['self']"
+"""What Dynamo calls the module that was compiled; modules reached in other ways keep their whole path."""
 
 
 def module_of(node: fx.Node) -> str | None:
@@ -34,7 +31,7 @@ def module_of(node: fx.Node) -> str | None:
     if not stack:
         return None
     path, _ = list(stack.values())[-1]
-    return _MODEL.sub("", path)
+    return path.removeprefix(_MODEL).removeprefix(".")  # type: ignore[no-any-return]
 
 
 def layer_of(node: fx.Node) -> str | None:

@@ -63,7 +63,7 @@ def test_the_outermost_number_names_the_layer() -> None:
 
 
 def test_modules_of_the_compiled_model_have_the_names_of_its_parameters() -> None:
-    paths = {"L['self'].h.3.up": "h.3.up", "L['self']": "", "L['s'].h.3": "h.3", "L['s']": ""}
+    paths = {"L['self'].h.3.up": "h.3.up", "L['self']": "", "L['model'].h.3": "L['model'].h.3"}
     for path, module in paths.items():
         (node,) = _graph((path, 1)).find_nodes(op="call_function", target=aten.sin.default)
         assert module_of(node) == module
