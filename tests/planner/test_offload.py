@@ -408,10 +408,19 @@ def test_checks_find_what_is_wrong_with_moves() -> None:
     tile = "blocks.1 tile 1/2"
     assert "does not wait for fetch shard of " + tile in found(broken(file, f"gather {tile}", after=()))["arrivals"]
     assert "does not wait for read states of" in found(broken(file, f"update {tile}", after=()))["arrivals"]
+    assert f"does not wait for update {tile}" in found(broken(file, f"write states of {tile}", after=()))["arrivals"]
     assert "does not wait for write gradient of" in found(broken(file, f"read states of {tile}", after=()))["arrivals"]
     assert "reduced 0 times, not 1" in found(broken(file, f"reduce {tile}", name="reduce nothing"))["reductions"]
     assert "updated on the host 0 times" in found(broken(file, f"update {tile}", name="update nothing"))["updates"]
     assert "does not shard" in found(replace(file, plan=replace(file.plan, stage=1)))["plan"]
+    saved = replace(ruled(step), offload=(("blocks.0", "nvme"), ("blocks.1", "nvme")), save_others=True)
+    away = file_of(step, saved, GPU)
+    back = "activations of blocks.0"
+    assert check(away) == []
+    assert f"fetch {back} does not wait for read {back}" in found(broken(away, f"fetch {back}", after=()))["returns"]
+    assert f"read {back} does not wait for write {back}" in found(broken(away, f"read {back}", after=()))["returns"]
+    alone = broken(away, "backward blocks.0", after=())
+    assert f"nothing that computes waits for fetch {back}" in found(alone)["returns"]
     ahead = file_of(
         step_of([Layer(rows=MIB, flops=10**13)]), placed(ruled(step_of([Layer(rows=MIB)])), Homes(), 4), GPU
     )
@@ -435,6 +444,16 @@ def test_moments_that_were_asked_for_are_those_of_the_schedule(moments: int) -> 
     search = Search(step, wish, GPU, moments=moments)
     assert min(c.seconds for c in search.best) == file.forecast.seconds
     assert file.forecast.peaks["device"].bytes in {c.peak for c in search.best}
+
+
+def test_reasons_tell_what_was_asked_for_from_what_was_chosen() -> None:
+    step = step_of([Layer(rows=MIB)] * 4)
+    asked = Wish(3, 8, bucket_size=MIB, prefetch=1, recompute="full", offload="optimizer", tier="host")
+    chosen = replace(asked, stage="auto", bucket_size=None, prefetch=None, recompute="auto")
+    told = [{r.subject: r.why for r in planned("any", step, wish, GPU).reasons} for wish in (asked, chosen)]
+    plans = [[r.why for r in planned("any", step, wish, GPU).reasons[:3]] for wish in (asked, chosen)]
+    assert set(plans[0]) == {"it was asked for"} and "it was asked for" not in plans[1]
+    assert told[0]["activations"] == "it was asked for"
 
 
 @pytest.mark.parametrize("tier", ["host", "nvme"])

@@ -210,6 +210,7 @@ CHECKS: Mapping[str, tuple[str, Finder]] = {
     "reductions": ("gradients of every bucket are reduced once, tile by tile", _of("reductions", moves.reductions)),
     "updates": ("shards whose states live off the device are updated there, once", _of("updates", moves.updates)),
     "arrivals": ("what is read has come from the tier where it lives", _of("arrivals", moves.arrivals)),
+    "returns": ("saved activations are back before they are read", _of("returns", moves.returns)),
     "gathers": ("nothing is gathered while it is whole, and few tiles are at a time", _of("gathers", moves.gathers)),
     "critical path": ("the critical path is a chain from the step's start to its end", _critical_path),
 }

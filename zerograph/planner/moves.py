@@ -81,8 +81,28 @@ def arrivals(file: PlanFile) -> Iterator[Found]:
             wanted = [f"read {span.name.removeprefix('fetch ')}"]
         elif span.name.startswith("read states of ") and homes.gradients == "nvme":
             wanted = [f"write gradient of {span.name.removeprefix('read states of ')}"]
+        elif span.name.startswith(("write states of ", "fetch parameters of ")):
+            wanted = [f"update {span.name.partition(' of ')[2]}"]
         missing = [name for name in wanted if name not in before]
         yield from ((span, span.module, f"{span.name} does not wait for {name}") for name in missing)
+
+
+def returns(file: PlanFile) -> Iterator[Found]:
+    """Activations leave the device before they come back, and whatever computes next with them waits for them."""
+    spans, tier_of = file.forecast.spans, dict(file.plan.offload)
+    staged = file.machine.device != "cpu"
+    awaited = {task for span in spans if span.stream == "compute" for task in span.after}
+    for index, span in enumerate(spans):
+        move, _, layer = span.name.partition(" activations of ")
+        if layer not in tier_of or move not in ("read", "fetch"):
+            continue
+        through = move == "fetch" and tier_of[layer] == "nvme"
+        left = "read" if through else "write" if tier_of[layer] == "nvme" else "spill"
+        before = {spans[task].name for task in span.after if 0 <= task < len(spans)}
+        if f"{left} activations of {layer}" not in before:
+            yield span, span.module, f"{span.name} does not wait for {left} activations of {layer}"
+        if (move == "fetch" or not staged) and index not in awaited:
+            yield span, span.module, f"nothing that computes waits for {span.name}"
 
 
 def _homes(file: PlanFile) -> dict[str, Homes]:

@@ -84,8 +84,10 @@ def reasons(found: Candidate, wish: Wish) -> Iterator[Reason]:
     """The decisions of ``found``, and what each of them costs and gains."""
     plan, scheduler = found.plan, found.space.scheduler
     fastest = "no plan that fits every tier is predicted to be faster"
-    shape = f"stage {plan.stage}, prefetch {plan.prefetch}, {len(plan.buckets)} buckets"
-    yield Reason("plan", shape, fastest)
+    asked = "it was asked for"
+    yield Reason("plan", f"stage {plan.stage}", "stage auto shards all of it" if wish.stage == "auto" else asked)
+    yield Reason("plan", f"prefetch {plan.prefetch}", fastest if wish.prefetch is None else asked)
+    yield Reason("plan", f"{len(plan.buckets)} buckets", fastest if wish.bucket_size is None else asked)
     off = sum(bucket.homes != DEVICE for bucket in plan.buckets)
     told = "it was chosen" if wish.offload == "auto" else f"offload={wish.offload} was asked for"
     yield Reason("plan", f"shards of {off} buckets off the device", told)
@@ -93,13 +95,13 @@ def reasons(found: Candidate, wish: Wish) -> Iterator[Reason]:
         yield Reason("plan", "forecast from the schedule of the traced step", "this plan cannot be run yet")
     for bucket in plan.buckets:
         yield Reason(bucket.name, _decided(bucket), _why(bucket, scheduler) or fastest)
-    yield from _activations(plan)
+    yield from _activations(plan, fastest if wish.recompute == "auto" else asked)
 
 
-def _activations(plan: Plan) -> Iterator[Reason]:
+def _activations(plan: Plan, why: str) -> Iterator[Reason]:
     if plan.recompute:
         text = f"{len(plan.recompute)} layers recomputed in the backward: {plan.recompute[0]} to {plan.recompute[-1]}"
-        yield Reason("activations", text, "saving them would not fit, or take longer to offload")
+        yield Reason("activations", text, why)
     for layer, tier in plan.offload:
         text = f"what it saves waits on {tier} for the backward"
         yield Reason(layer, text, "its copies run beside the compute of other layers")
