@@ -88,9 +88,8 @@ def _replays(path: Path, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"stage": 3, "bucket_size": 256, "prefetch": 2, "recompute": "full"},
+        {"stage": 3, "bucket_size": 256, "prefetch": 2, "dtype": torch.bfloat16, "recompute": 0.5},
         {"stage": 1, "bucket_size": 512, "prefetch": 0, "recompute": "none"},
-        {"stage": 3, "dtype": torch.bfloat16, "recompute": 0.5},
     ],
     ids=str,
 )

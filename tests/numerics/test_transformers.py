@@ -106,7 +106,6 @@ def _generates(make: Callable[[], nn.Module]) -> tuple[list[Any], list[Any]]:
     return module.generate(ids, **how).tolist(), plain.generate(ids, **how).tolist()
 
 
-@pytest.mark.parametrize("make", [llama, gpt2], ids=lambda make: make.__name__)
-def test_generates_after_sharding(make: Callable[[], nn.Module]) -> None:
-    for ours, plain in run(2, _generates, make):
+def test_generates_after_sharding() -> None:
+    for ours, plain in run(2, _generates, llama):
         assert ours == plain
