@@ -15,6 +15,12 @@ from zerograph.machine import Tier
 Stream = Literal["compute", "gather", "reduce", "h2d", "d2h", "nvme_read", "nvme_write", "cpu_update"]
 STREAMS: tuple[Stream, ...] = ("compute", "gather", "reduce", "h2d", "d2h", "nvme_read", "nvme_write", "cpu_update")
 COMMUNICATION: tuple[Stream, ...] = ("gather", "reduce")
+NOT_COUNTED = (
+    "fragmentation and workspaces of the allocator",
+    "Python, launches and synchronization between instructions",
+    "buffers of the model, and the batch itself",
+)
+"""What no forecast counts."""
 
 
 @dataclass(frozen=True, slots=True)

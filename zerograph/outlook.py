@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from zerograph.forecast import Forecast, Stream
+from zerograph.forecast import NOT_COUNTED, Forecast, Stream
 from zerograph.machine import Machine
 from zerograph.plan import Plan
 from zerograph.planfile import Holding
@@ -25,12 +25,6 @@ from zerograph.runtime.program import (
     Segment,
     WaitGather,
     WaitReduce,
-)
-
-NOT_COUNTED = (
-    "fragmentation and workspaces of the allocator",
-    "Python, launches and synchronization between instructions",
-    "buffers of the model, and the batch itself",
 )
 
 

@@ -15,10 +15,9 @@ from zerograph.plan import Plan
 from zerograph.planfile import PlanFile, Reason
 from zerograph.planner.choice import Offload
 from zerograph.planner.ladder import open_homes, open_tiers
-from zerograph.planner.planned import planned
+from zerograph.planner.planned import gathered, planned, recomputed
 from zerograph.planner.search import Wish
 from zerograph.symbolic import Name
-from zerograph.units import format_bytes
 from zerograph.vary import Vary
 
 if TYPE_CHECKING:
@@ -145,8 +144,7 @@ def _reasons(plan: Plan, config: Config) -> Iterator[Reason]:
     asked = "no plan that fits is predicted to be faster" if chosen else "it was asked for"
     yield Reason("plan", f"stage {plan.stage}", "stage auto shards all of it" if searched else "it was asked for")
     if plan.recompute:
-        layers = f"{len(plan.recompute)} layers recomputed in the backward: {plan.recompute[0]} to {plan.recompute[-1]}"
-        yield Reason("activations", layers, asked)
+        yield Reason("activations", recomputed(plan), asked)
     else:
         saved = "all saved" if plan.save_others else "saved where the partitioner finds that cheaper than recomputing"
         yield Reason("activations", saved, "it was asked for" if plan.save_others else "recompute is auto")
@@ -158,6 +156,4 @@ def _reasons(plan: Plan, config: Config) -> Iterator[Reason]:
         "step": "below stage 3 parameters stay whole from forward to backward",
     }
     for bucket in plan.buckets:
-        size = format_bytes(bucket.gathered_bytes)
-        count = f"{len(bucket.params)} parameter" + ("" if len(bucket.params) == 1 else "s")
-        yield Reason(bucket.name, f"{count}, {size}, residency {bucket.residency}", why[bucket.residency])
+        yield Reason(bucket.name, gathered(bucket), why[bucket.residency])

@@ -16,6 +16,18 @@ OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "gradients", "parameters")
 ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute", "host", "nvme")
 
 
+def level_at(stage: int, offload: Offload) -> int:
+    """The place of ``offload`` in :data:`OFFLOADS`, which is the least stage that shards what it moves.
+
+    Raises:
+        ConfigError: ``stage`` is lower.
+    """
+    level = OFFLOADS.index(offload)
+    if level > stage:
+        raise ConfigError(f"stage {stage} cannot offload {offload}", f"stage {level} or more can")
+    return level
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
     """What a row of the estimate stands for.
@@ -38,10 +50,7 @@ class Choice:
     tiles: int = 1
 
     def __post_init__(self) -> None:
-        level = OFFLOADS.index(self.offload)
-        if level > self.stage:
-            raise ConfigError(f"stage {self.stage} cannot offload {self.offload}", f"stage {level} or more can")
-        if (level == 0) != (self.tier == "device"):
+        if (level_at(self.stage, self.offload) == 0) != (self.tier == "device"):
             raise ConfigError(f"offload {self.offload} to {self.tier}", "offload to host or nvme, or offload none")
         if self.tiles < 1:
             raise ConfigError(f"tiles must be at least 1, got {self.tiles}")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from zerograph.errors import ConfigError
 from zerograph.machine import TIERS, Machine, Tier
 from zerograph.plan import Homes
-from zerograph.planner.choice import OFFLOADS, Offload
+from zerograph.planner.choice import Offload, level_at
 
 HOMES: tuple[Homes, ...] = (
     Homes(),
@@ -22,7 +23,9 @@ HOMES: tuple[Homes, ...] = (
 """What the search looks at, from near to far; candidates name homes by their place in here."""
 
 
-def open_tiers(machine: Machine, world_size: int, offload: Offload | str, tier: Tier | None) -> tuple[Tier, ...]:
+def open_tiers(
+    machine: Machine, world_size: int, offload: Offload | Literal["auto"], tier: Tier | None
+) -> tuple[Tier, ...]:
     """The tiers that something may be offloaded to: those that exist, or the one that was asked for.
 
     Raises:
@@ -40,15 +43,13 @@ def open_tiers(machine: Machine, world_size: int, offload: Offload | str, tier: 
     return found
 
 
-def open_homes(offload: Offload | str, tiers: Sequence[Tier], stage: int) -> tuple[int, ...]:
+def open_homes(offload: Offload | Literal["auto"], tiers: Sequence[Tier], stage: int) -> tuple[int, ...]:
     """Places in :data:`HOMES` that ``offload`` leaves open on ``tiers`` at ``stage``.
 
     "auto" leaves all open; "optimizer", "gradients" and "parameters" fix what leaves the device: that and what comes
     before it, and nothing else.
     """
-    least = OFFLOADS.index(offload) if offload in OFFLOADS else 0
-    if least > stage:
-        raise ConfigError(f"stage {stage} cannot offload {offload}", f"stage {least} or more can")
+    least = 0 if offload == "auto" else level_at(stage, offload)
     open_ = [k for k, homes in enumerate(HOMES) if _tiers(homes) <= set(tiers) and homes.least_stage <= stage]
     if offload in ("none", "auto"):
         return tuple(open_)

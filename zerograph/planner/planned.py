@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zerograph.errors import InvariantError
+from zerograph.forecast import NOT_COUNTED
 from zerograph.ir import Step
 from zerograph.machine import TIERS, Machine
 from zerograph.plan import DEVICE, Bucket, Plan
@@ -17,11 +18,9 @@ from zerograph.planner.schedule import Scheduler
 from zerograph.planner.search import Search, Wish
 from zerograph.units import format_bytes, format_seconds
 
-NOT_COUNTED = (
+UNPROGRAMMED = (
     "what lowering changes: tasks follow the traced step, not a program",
-    "fragmentation and workspaces of the allocator",
-    "Python, launches and synchronization between instructions",
-    "buffers of the model, and the batch itself",
+    *NOT_COUNTED,
     "aligning and rounding of extents on NVMe",
 )
 
@@ -53,7 +52,7 @@ def planned(
     if found is None:
         raise infeasible(search, step, machine, budget)
     plan, scheduler = found.plan, found.space.scheduler
-    forecast, holdings = scheduled(scheduler, plan, NOT_COUNTED + ALONE * (plan.world_size == 1))
+    forecast, holdings = scheduled(scheduler, plan, UNPROGRAMMED + ALONE * (plan.world_size == 1))
     file = PlanFile(
         model=name,
         plan=plan,
@@ -100,18 +99,26 @@ def reasons(found: Candidate, wish: Wish) -> Iterator[Reason]:
 
 def _activations(plan: Plan, why: str) -> Iterator[Reason]:
     if plan.recompute:
-        text = f"{len(plan.recompute)} layers recomputed in the backward: {plan.recompute[0]} to {plan.recompute[-1]}"
-        yield Reason("activations", text, why)
+        yield Reason("activations", recomputed(plan), why)
     for layer, tier in plan.offload:
         text = f"what it saves waits on {tier} for the backward"
         yield Reason(layer, text, "its copies run beside the compute of other layers")
 
 
+def recomputed(plan: Plan) -> str:
+    """What is computed again, for people."""
+    return f"{len(plan.recompute)} layers recomputed in the backward: {plan.recompute[0]} to {plan.recompute[-1]}"
+
+
+def gathered(bucket: Bucket) -> str:
+    """What is gathered together and how long it stays, for people."""
+    count = f"{len(bucket.params)} parameter" + ("" if len(bucket.params) == 1 else "s")
+    return f"{count}, {format_bytes(bucket.gathered_bytes)}, residency {bucket.residency}"
+
+
 def _decided(bucket: Bucket) -> str:
     tiles = f", in {bucket.tiles} tiles" if bucket.tiles > 1 else ""
-    count = f"{len(bucket.params)} parameter" + ("" if len(bucket.params) == 1 else "s")
-    size = format_bytes(bucket.gathered_bytes)
-    return f"{count}, {size}, residency {bucket.residency}{tiles}, {bucket.homes}"
+    return f"{gathered(bucket)}{tiles}, {bucket.homes}"
 
 
 def _why(bucket: Bucket, scheduler: Scheduler) -> str:

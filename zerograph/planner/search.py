@@ -225,7 +225,7 @@ def _spaces(
     for size in sizes:
         plan = plan_step(
             step,
-            stage=3 if wish.stage == "auto" else wish.stage,
+            stage=wish.sharding,
             world_size=wish.world_size,
             bucket_size=size,
             prefetch=DEFAULT_PREFETCH,
