@@ -198,6 +198,7 @@ def test_all_instructions_are_a_table(opened: Opener) -> None:
     page = opened(plan_file(12))
     page.get_by_text("instructions in program order").click()
     table = page.locator("#all table")
+    table.wait_for()  # the browser says later that the summary was opened
     assert table.locator("tbody tr").count() == len(plan_file(12).forecast.spans)
     table.get_by_role("button", name="reduce blocks.7").press("Enter")
     assert page.locator("#instruction h2").inner_text() == "reduce blocks.7"
