@@ -114,8 +114,10 @@ def _worker(rank: int, world_size: int, store: str, pipe: Connection) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
     import torch
     import torch.distributed as dist
+    from conftest import COLLECT
 
     torch.set_num_threads(1)
+    gc.set_threshold(*COLLECT)
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     while True:
         # What compilers keep piles up, and is searched by collections and by adoption: half of the time in the end.

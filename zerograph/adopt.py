@@ -216,9 +216,8 @@ def replace_everywhere(pairs: Mapping[int, tuple[Tensor, Tensor]], convert_state
         convert_state: function of (state tensor of an old parameter, new parameter) that shards optimizer state.
         objects: what to look for optimizers in.
     """
-    old = [pair[0] for pair in pairs.values()]
-    for holder in gc.get_referrers(*old):
-        if type(holder) is list and holder is not old and all(isinstance(p, Tensor) for p in holder):
+    for holder in [held for held in gc.get_objects() if type(held) is list]:
+        if not pairs.keys().isdisjoint(map(id, holder)) and all(isinstance(p, Tensor) for p in holder):
             holder[:] = [pairs[id(p)][1] if id(p) in pairs else p for p in holder]
     for optimizer in [o for o in objects if isinstance(o, Optimizer)]:
         _point_optimizer(optimizer, pairs, convert_state)

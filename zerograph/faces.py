@@ -358,8 +358,8 @@ def as_shard(value: Tensor, like: DTensor) -> DTensor:
 def _local_rows(value: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
     local = value
     if isinstance(placement, Shard):
-        chunks, rank = torch.chunk(value, mesh.size(), dim=0), mesh.get_local_rank()
-        local = chunks[rank] if rank < len(chunks) else value[:0]
+        rows = -(-len(value) // mesh.size())
+        local = value[mesh.get_local_rank() * rows :][:rows]
     local = local.contiguous() if local is value else local.clone(memory_format=torch.contiguous_format)
     return DTensor.from_local(
         local, mesh, [placement], run_check=False, shape=value.shape, stride=value.contiguous().stride()

@@ -16,12 +16,14 @@ import zerograph
 
 transformers = pytest.importorskip("transformers", reason="the optional extra transformers is not installed")
 
-SMALL = {"vocab_size": 67, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+SMALL = {"vocab_size": 67, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 ROWS = 2
 
 
 def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, num_key_value_heads=1))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 2}, num_key_value_heads=1)
+    )
 
 
 def gpt2() -> nn.Module:
@@ -38,7 +40,7 @@ def bert() -> nn.Module:
 
 
 def t5() -> nn.Module:
-    sizes = {"vocab_size": 67, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+    sizes = {"vocab_size": 67, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
     return transformers.T5ForConditionalGeneration(config)
 
@@ -86,8 +88,7 @@ def _train(make: Callable[[], nn.Module], stage: int | None) -> Result:
 
 
 def _trains(make: Callable[[], nn.Module]) -> dict[int | None, Result]:
-    stages = (None, 1, 3) if make is llama else (None, 3)
-    return {stage: _train(make, stage) for stage in stages}
+    return {stage: _train(make, stage) for stage in (None, 3)}
 
 
 @pytest.mark.parametrize("make", [llama, gpt2, bert, t5, mixtral, vit], ids=lambda make: make.__name__)
@@ -102,7 +103,7 @@ def _generates(make: Callable[[], nn.Module]) -> tuple[list[Any], list[Any]]:
     module.compile(backend=zerograph.backend(stage=3, compute="eager"))
     ids = torch.arange(6).view(2, 3) + 1
     module(input_ids=ids)
-    how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     return module.generate(ids, **how).tolist(), plain.generate(ids, **how).tolist()
 
 
