@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from test_scale import Block
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
+import zerograph
 from zerograph import dryrun
 from zerograph.dryrun import compile_only, on_meta
+from zerograph.fold import Folded, fold
 from zerograph.frame import Frame
 from zerograph.loops import told_apart
 from zerograph.machine import machine_named
 from zerograph.planning import forecast_file
 from zerograph.repeats import LEAST, repeated_layers
+from zerograph.unfold import NotFoldable
 
 DEPTH, WIDTH, VOCAB = LEAST, 64, 100
+TRACED = f"traced 4 of {DEPTH} layers"
 
 
 class Layer(nn.Module):
@@ -89,6 +94,22 @@ def compiled(make: Callable[[], Any], fold: bool, **options: Any) -> tuple[Frame
     return found.frames[-1], forecast_file("model", found, machine_named("h100-80gb"))
 
 
+@contextmanager
+def compiler_says() -> Iterator[list[str]]:
+    """What the compiler logs of layers. Not by caplog, which would have torch format all of its own debugging."""
+    log, found = logging.getLogger("zerograph.compile"), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    before = log.level
+    log.setLevel(logging.DEBUG)
+    log.addHandler(handler)
+    try:
+        yield found
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+
+
 def facts(frame: Frame) -> dict[str, Any]:
     """What a frame is, but for names of nodes and the digests of segments, which know some constants by identity."""
     step, programs = frame.step, frame.programs
@@ -113,19 +134,29 @@ def facts(frame: Frame) -> dict[str, Any]:
     return found
 
 
-CASES: list[tuple[str, Callable[[], Any], dict[str, Any]]] = [
-    ("GPT, several layers a bucket", gpt, {"bucket_size": "512KiB"}),
-    ("recomputed", small, {"recompute": "full", "bucket_size": "64KiB"}),
-    ("frozen with dropout, stage 1 in bfloat16", frozen, {"stage": 1, "dtype": torch.bfloat16}),
-    ("tied and checkpointed, within a budget", tied, {"stage": "auto", "memory": "1GiB"}),
-    ("one rank within a budget", small, {"stage": "auto", "memory": "4MiB", "world_size": 1}),
-    ("Llama", llama, {}),
+CASES: list[tuple[str, Callable[[], Any], dict[str, Any], list[str]]] = [
+    ("GPT, several layers a bucket", gpt, {"bucket_size": "512KiB"}, []),
+    ("recomputed", small, {"recompute": "full", "bucket_size": "64KiB"}, [TRACED]),
+    (
+        "frozen with dropout, stage 1 in bfloat16",
+        frozen,
+        {"stage": 1, "dtype": torch.bfloat16},
+        [TRACED, "simplifying"],
+    ),
+    ("tied and checkpointed, within a budget", tied, {"stage": "auto", "memory": "1GiB"}, [TRACED]),
+    ("one rank within a budget", small, {"stage": "auto", "memory": "4MiB", "world_size": 1}, []),
+    ("Llama", llama, {}, []),
 ]
+"""The last column: what the compiler says when it has Dynamo's graph of all layers, where that is tried too."""
 
 
-@pytest.mark.parametrize(("make", "options"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+@pytest.mark.parametrize(("make", "options", "said"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
 def test_a_folded_dry_run_finds_what_a_whole_one_does(
-    make: Callable[[], Any], options: dict[str, Any], caplog: pytest.LogCaptureFixture
+    make: Callable[[], Any],
+    options: dict[str, Any],
+    said: list[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stack = repeated_layers(on_meta(make)[0])
     assert stack is not None and len(stack.layers) == DEPTH
@@ -139,6 +170,12 @@ def test_a_folded_dry_run_finds_what_a_whole_one_does(
     assert forecast.forecast.peaks == expected.forecast.peaks
     assert [replace(h, name="") for h in forecast.holdings] == [replace(h, name="") for h in expected.holdings]
     assert (forecast.reasons, forecast.flops) == (expected.reasons, expected.flops)
+    if said:
+        monkeypatch.setattr(dryrun, "_foldable", lambda _: None)
+        with compiler_says() as messages:
+            traced, _ = compiled(make, True, **options)
+        assert facts(traced) == wanted
+        assert [word for word in said if any(word in m for m in messages)] == said and len(messages) == len(said)
 
 
 def test_layers_that_differ_are_no_stack() -> None:
@@ -326,3 +363,87 @@ def test_a_model_that_goes_by_position_is_traced_whole(caplog: pytest.LogCapture
     assert f"tracing all {DEPTH} layers of layers: enumerate() in Positioned.forward" in caplog.text
     assert {f"layers.{i}" for i in range(DEPTH)} <= {op.module for op in frame.step.ops}
     assert any(op.module == "mid" for op in frame.step.ops)
+
+
+class Normalized(nn.Module):
+    """Writes into its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.up(x).flatten(0, 1)).view_as(x)
+
+
+def half_frozen() -> nn.Module:
+    model = small()
+    for layer in model.layers[: DEPTH // 2]:  # type: ignore[index]
+        layer.requires_grad_(False)
+    return model
+
+
+def graph_of(model: nn.Module) -> Folded:
+    """``model``'s graph as Dynamo records it, folded."""
+    found: list[fx.GraphModule] = []
+
+    def keep(gm: fx.GraphModule, _: Any) -> Any:
+        found.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(torch.zeros(1, 32, dtype=torch.int64))
+    return fold(found[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (half_frozen, "of two layers differ"),
+        (lambda: Model([OneOdd(i) for i in range(DEPTH)]), "have 18 and 19 nodes|have 8 and 9 nodes|nodes"),
+        (lambda: Model([Numbered(i) for i in range(DEPTH)]), "of two layers differ"),
+        (lambda: looping(rated), "of two layers differ"),
+        (lambda: looping(first_six_checkpointed), "of two layers differ|nodes"),
+        (lambda: looping(every_sixth), "no deep stack"),
+        (lambda: Collecting([Layer(i) for i in range(DEPTH)]), "of a layer in the middle is read outside of it"),
+    ],
+)
+def test_graphs_in_which_layers_differ_do_not_fold(make: Callable[[], nn.Module], reason: str) -> None:
+    with pytest.raises(NotFoldable, match=reason):
+        graph_of(make())
+
+
+def test_a_folded_graph_has_the_first_two_and_the_last_two_layers() -> None:
+    model = small()
+    folded = graph_of(model)
+    last = DEPTH - 1
+    assert (folded.path, folded.traced, folded.layers) == ("layers", (0, 1, last - 1, last), tuple(range(DEPTH)))
+    per_layer = len(list(model.layers[0].parameters()))  # type: ignore[index]
+    assert len(folded.inputs) == len(list(model.parameters())) + 1 - (DEPTH - 4) * per_layer
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [(small, TRACED), (lambda: Model([Normalized() for _ in range(DEPTH)]), "tracing all layers")],
+    ids=["plain", "buffers"],
+)
+def test_training_from_the_trace_of_a_few_layers_changes_no_bit(make: Callable[[], nn.Module], said: str) -> None:
+    tokens = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(0))
+    runs = []
+    for folds in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, backend = make(), zerograph.backend(stage=3, compute="eager")
+        backend.folds = folds
+        model.compile(backend=backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        with compiler_says() as messages:
+            for _ in range(3):
+                losses.append(model(tokens))
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert [said in m for m in messages] == [True] * folds
+        runs.append([*losses, *model.state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

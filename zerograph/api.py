@@ -40,7 +40,7 @@ from zerograph.runtime.telemetry import Telemetry
 from zerograph.segments import SegmentCache
 from zerograph.surgery import is_open
 from zerograph.symbolic import Name
-from zerograph.unfold import Joint
+from zerograph.unfold import Joint, Repeat
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class Backend:
         agreement: how ranks agree; None where there is one, and where they are simulated.
         runs: whether programs are executed; a dry run stops when they exist.
         open_sizes: traced sizes of what stays open; a dry run then stops once it has the step at all sizes.
+        folds: whether a few of many layers that are alike are traced in place of all; tests compare the two.
         unfolding: in a dry run, what makes the graph of a few layers that of all.
     """
 
@@ -71,7 +72,8 @@ class Backend:
         self.world_size = 1
         self.runs = True
         self.open_sizes: Mapping[Name, int] | None = None
-        self.unfolding: Callable[[Joint], Joint] | None = None
+        self.folds = True
+        self.unfolding: Callable[[Joint], Repeat] | None = None
         self.compile_seconds = 0.0
         self._known: set[int] = set()
         self._replaced = WeakIdKeyDictionary()

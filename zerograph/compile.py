@@ -12,12 +12,15 @@ What each step does is told where it lives, named on the right.
 
 from __future__ import annotations
 
+import gc
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from networkx.algorithms.flow import boykov_kolmogorov, maxflow
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
@@ -33,15 +36,18 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from zerograph import passes
 from zerograph.capture import capture, capture_symbolic
 from zerograph.dryrun import Captured, DryRun
+from zerograph.fold import fold, joint_of, tracing_gives
 from zerograph.frame import Frame
 from zerograph.lower import lower, without_code
 from zerograph.ops import REDUCE_GRAD
 from zerograph.rows import take_rows
 from zerograph.runtime.executor import Executor
-from zerograph.unfold import Joint
+from zerograph.unfold import Joint, NotFoldable, Repeat
 
 if TYPE_CHECKING:
     from zerograph.api import Backend
+
+log = logging.getLogger(__name__)
 
 MOST_NODES = 5000
 """Of a joint graph that is kept as text, to show what passes did to it: a deep one is long, and repeats itself."""
@@ -65,13 +71,49 @@ def compile_frame(backend: Backend, gm: fx.GraphModule, example_inputs: Sequence
     # may differ between ranks: one that asks the others about its backward would wait for ranks that run already.
     traced, exchanging = take_rows(gm, example_inputs)
     with (
+        _collecting_no_garbage(),
         functorch_config.patch(unlift_effect_tokens=True, force_non_lazy_backward_lowering=True),
         _use_lazy_graph_module(True),  # nobody calls the graphs between here and the programs: no Python for them
         frame.backend.segments.kernels_in_background(frame.backend.device),
+        _few_layers_traced(frame, gm, traced),
     ):
         compiled = compiler(gm, traced)
     frame.backend.compiled(frame)  # not before every kernel exists: a rank that fails has promised nothing
     return exchanging(compiled)
+
+
+@contextmanager
+def _collecting_no_garbage() -> Iterator[None]:
+    """Let Python look for no garbage: graphs of deep models are alive, and looking through them takes a fifth."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@contextmanager
+def _few_layers_traced(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
+    """Inside, AOTAutograd has the trace of ``gm`` from that of four of its layers, where they are alike."""
+    backend = frame.backend
+    if not backend.folds or backend.unfolding is not None or not torch.is_grad_enabled():
+        yield  # that dry run has few layers as it is
+        return
+    try:
+        folded = fold(gm)
+        frame.repeat = folded.repeated(joint_of(folded.gm, [inputs[i] for i in folded.inputs]))
+    except NotFoldable as reason:
+        log.debug("frame %d: tracing all layers: %s", frame.index, reason)
+        yield
+        return
+    log.debug("frame %d: %s: traced %d of %d layers", frame.index, folded.path, len(folded.traced), len(folded.layers))
+    try:
+        with tracing_gives(frame.repeat.whole.gm):
+            yield
+    finally:
+        frame.repeat = None  # it holds graphs, and is of no use any more
 
 
 def _partition(
@@ -84,10 +126,11 @@ def _partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Plan the step, then split the joint graph so that shards are saved and parameters gathered again."""
     static = list(static_lifetime_input_indices)
-    unfolding = frame.backend.unfolding
-    if unfolding is not None:
-        joint, _, static = unfolding(Joint(joint, num_fwd_outputs, static))
-    _prepare(frame, joint, inputs, training=True)
+    dry = frame.backend.unfolding
+    if dry is not None:
+        frame.repeat = dry(Joint(joint, num_fwd_outputs, static))
+        joint, static = frame.repeat.whole.gm, frame.repeat.whole.static
+    joint = _prepare(frame, joint, inputs, training=True)
     frame.passed("joint", "recompute", passes.recompute(joint, frame.plan), "", joint)  # it tags: the text stays
     with _fast_minimum_cut():
         forward, backward = min_cut_rematerialization_partition(
@@ -99,7 +142,7 @@ def _partition(
         )
     text = frame.text_of(forward, MOST_NODES)
     frame.passed("forward", "order_saved", passes.order_saved(forward, backward, num_fwd_outputs), text, forward)
-    if unfolding is not None:  # AOTAutograd knows the layers that were traced, and would miss the others' inputs
+    if dry is not None:  # AOTAutograd knows the layers that were traced, and would miss the others' inputs
         _compile_graph(frame, "forward", forward, inputs)
         _compile_graph(frame, "backward", backward, inputs)
         raise DryRun
@@ -122,11 +165,12 @@ def _fast_minimum_cut() -> Iterator[None]:
 
 
 def _compile_inference(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    _prepare(frame, gm, inputs, training=False)
-    return _compile_graph(frame, "inference", gm, inputs)
+    return _compile_graph(frame, "inference", _prepare(frame, gm, inputs, training=False), inputs)
 
 
-def _prepare(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], *, training: bool) -> None:
+def _prepare(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], *, training: bool) -> fx.GraphModule:
+    """Plan the step that ``gm`` is; returns the graph to go on with."""
+    repeat = frame.repeat if frame.repeat is not None and frame.repeat.whole.gm is gm else None
     kind, text = "joint" if training else "inference", frame.text_of(gm, MOST_NODES)
     text = frame.passed(kind, "canonicalize", passes.canonicalize(gm), text, gm)
     sizes = frame.backend.open_sizes
@@ -137,7 +181,26 @@ def _prepare(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], *, trainin
     frame.planned(step, frame.backend.planner.plan(frame, step))
     frame.passed(kind, "localize", passes.localize(gm), text, gm)
     with V.set_fake_mode(detect_fake_mode(inputs)):  # where Inductor's passes look for it
+        if repeat is not None:
+            try:
+                return _simplified_once(repeat)
+            except NotFoldable as reason:  # random operators are numbered through all layers
+                log.debug("frame %d: simplifying all layers: %s", frame.index, reason)
         joint_graph_passes(gm)
+    return gm
+
+
+def _simplified_once(repeat: Repeat) -> fx.GraphModule:
+    """The joint graph after our passes and Inductor's, which look at the traced layers in place of all.
+
+    Raises:
+        NotFoldable: they did not do the same to every layer.
+    """
+    few = repeat.few.gm
+    passes.canonicalize(few)
+    passes.localize(few)
+    joint_graph_passes(few)
+    return repeat.unfolded()
 
 
 def _compile_graph(frame: Frame, kind: str, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

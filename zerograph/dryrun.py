@@ -22,7 +22,7 @@ from zerograph.errors import UnsupportedError
 from zerograph.loops import told_apart
 from zerograph.repeats import Stack, repeated_layers
 from zerograph.symbolic import SymbolicStep
-from zerograph.unfold import Joint, NotFoldable, signature, unfold
+from zerograph.unfold import Joint, NotFoldable, Repeat, signature, unfold
 from zerograph.vary import Vary
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def compile_only(
         args, kwargs = _arguments(given, batch, seq)
         stack = _foldable(model) if fold and (vary is None or vary.open is None) else None
         ours = backend(**{"compute": "eager", **options})
-        ours.runs = False
+        ours.runs, ours.folds = False, fold
         ours.planner.moments = moments
         ours.planner.whole = tuple(model.parameters())  # a graph of a few layers reads a few of them
         shard(model, ours, device="cpu")
@@ -122,7 +122,7 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def trace(self, unfolding: Callable[[Joint], Joint] | None = None) -> None:
+    def trace(self, unfolding: Callable[[Joint], Repeat] | None = None) -> None:
         """Fill the backend's frames, with those of this call alone."""
         torch._dynamo.reset()
         self.backend.frames.clear()
@@ -155,24 +155,24 @@ class _Unfolder:
         self.whole = False
         self.reason = "it has no backward"
 
-    def keep(self, joint: Joint) -> Joint:
+    def keep(self, joint: Joint) -> Repeat:
         """Of the fewest layers, to be compared."""
         self.short, self.reason = joint, ""
         raise DryRun
 
-    def unfold(self, joint: Joint) -> Joint:
+    def unfold(self, joint: Joint) -> Repeat:
         """Of one more: the graph of all layers."""
         assert self.short is not None
         path, (fewer, more) = self.stack.path, self.stack.probes()
         try:
             if signature(unfold(self.short, path, fewer, more)) != signature(unfold(joint, path, more, more)):
                 raise NotFoldable("one layer more is not the same work once more")
-            joint = unfold(joint, path, more, range(len(self.stack.layers)))
+            repeat = Repeat.of(joint, path, more, range(len(self.stack.layers)), labels=range(len(more)))
         except NotFoldable as error:
             self.reason = str(error)
             raise DryRun from error
         self.whole = True
-        return joint
+        return repeat
 
 
 def _folded(call: _Call, stack: Stack) -> bool:

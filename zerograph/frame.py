@@ -14,6 +14,7 @@ from zerograph.planfile import PassRecord, changes
 from zerograph.runtime.executor import Runtime
 from zerograph.runtime.program import Program
 from zerograph.runtime.residency import GatheredCache
+from zerograph.unfold import Repeat
 
 if TYPE_CHECKING:
     from zerograph.api import Backend
@@ -31,6 +32,7 @@ class Frame:
         self.runtime: Runtime
         self.programs: dict[str, Program] = {}
         self.passes: list[PassRecord] = []
+        self.repeat: Repeat | None = None  # the joint graph from a few of its layers, where they are alike
 
     def planned(self, step: Step, plan: Plan) -> None:
         """The planner has decided; from here on the runtime's shared parts exist."""

@@ -44,21 +44,66 @@ class Joint(NamedTuple):
         gm: the graph.
         outputs: how many of its outputs are the forward's.
         static: indices of the inputs that stay where they are between calls.
+        inputs: of an unfolded graph, for each input, the one of the traced graph that it is, and in which copy of a
+            repeated layer; -1 where it is not repeated.
     """
 
     gm: fx.GraphModule
     outputs: int
     static: list[int]
+    inputs: tuple[tuple[int, int], ...] = ()
 
 
-def unfold(joint: Joint, path: str, traced: Sequence[int], layers: Sequence[int]) -> Joint:
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A joint graph with a few layers of a stack, and the one of all layers that it stands for.
+
+    Attributes:
+        few: the graph that was traced.
+        path: the stack's name.
+        traced: the numbers of its layers there.
+        layers: of all of them.
+        labels: what the graph calls the traced layers.
+        whole: the graph of all layers.
+    """
+
+    few: Joint
+    path: str
+    traced: Sequence[int]
+    layers: Sequence[int]
+    labels: Sequence[int]
+    whole: Joint
+
+    @staticmethod
+    def of(few: Joint, path: str, traced: Sequence[int], layers: Sequence[int], labels: Sequence[int]) -> Repeat:
+        """Raises: NotFoldable."""
+        return Repeat(few, path, traced, layers, labels, unfold(few, path, traced, layers, labels))
+
+    def unfolded(self) -> fx.GraphModule:
+        """The graph of all layers once more, after passes have rewritten that of the few.
+
+        Raises:
+            NotFoldable: they did not do the same to every layer.
+        """
+        whole = unfold(self.few, self.path, self.traced, self.layers, self.labels)
+        if whole.inputs != self.whole.inputs:
+            raise NotFoldable("its inputs are in another order")
+        return whole.gm
+
+
+def unfold(
+    joint: Joint, path: str, traced: Sequence[int], layers: Sequence[int], labels: Sequence[int] | None = None
+) -> Joint:
     """``joint``, of a model in which the stack ``path`` has the layers numbered ``traced``, with ``layers`` instead.
+
+    Args:
+        labels: what the graph calls the traced layers, where tracing did not number them from 0.
 
     Raises:
         NotFoldable: its layers are no stretches of the graph, or the two in the middle differ.
     """
     with unset_fake_temporarily():  # the dry run's: values belong to the mode that they were traced in
-        return _Unfolding(joint, path, traced, layers).run()
+        return _Unfolding(joint, path, traced, layers, labels or range(len(traced))).run()
 
 
 def signature(joint: Joint) -> list[str]:
@@ -83,6 +128,7 @@ class _Unfolding:
     path: str
     traced: Sequence[int]
     layers: Sequence[int]
+    labels: Sequence[int]
     places: dict[fx.Node, Place] = field(default_factory=dict)
     at: dict[Place, fx.Node] = field(default_factory=dict)
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of what is not repeated
@@ -126,7 +172,8 @@ class _Unfolding:
                         taken.append((node, -1 if number is None else number))
         gm = without_code(self.joint.gm, self.graph)
         gm.graph.lint()
-        return Joint(gm, self.joint.outputs, static)
+        index = {node: i for i, node in enumerate(n for n in nodes if n.op == "placeholder")}
+        return Joint(gm, self.joint.outputs, static, tuple((index[node], number) for node, number in taken))
 
     def _nodes_of(self, shift: int) -> list[fx.Node]:
         """The nodes of the template, or of the layer so many later."""
@@ -177,7 +224,7 @@ class _Unfolding:
     def _label(self, node: fx.Node) -> int | None:
         """The place in the stack of the module that ``node`` belongs to."""
         found = re.match(rf"{re.escape(self.path)}\.(\d+)(?:\.|$)", module_of(node) or "")
-        return int(found[1]) if found else None
+        return self.labels.index(int(found[1])) if found else None
 
     def _keep(self, node: fx.Node) -> fx.Node:
         """A node that is not repeated."""
@@ -331,15 +378,23 @@ class _Unfolding:
 
     def _relabel(self, node: fx.Node, layer: int, number: int) -> None:
         """Let ``node`` belong to layer ``number`` of the stack, instead of to the one traced in place ``layer``."""
-        replace = _replacer(rf"(^|\.){re.escape(self.path)}\.{layer}(?=\.|$)", rf"\g<1>{self.path}.{number}")
+        replace = _replacer(
+            rf"(^|\.){re.escape(self.path)}\.{self.labels[layer]}(?=\.|$)", rf"\g<1>{self.path}.{number}"
+        )
         for key in ("nn_module_stack", "fwd_nn_module_stack"):
             stack = node.meta.get(key)
             if stack:
                 node.meta[key] = {replace(k): (replace(path), cls) for k, (path, cls) in stack.items()}
         if node.op == "call_function" and node.target in FACE_AT:
-            rename = _replacer(rf"^{re.escape(self.path)}\.{self.traced[layer]}(?=\.)", f"{self.path}.{number}")
+            stack = parameters_in(self.path)
+            rename = _replacer(rf"^{re.escape(stack)}\.{self.traced[layer]}(?=\.)", f"{stack}.{number}")
             at = FACE_AT[node.target]
             node.update_arg(at, rename(str(node.args[at])))
+
+
+def parameters_in(path: str) -> str:
+    """What names of parameters begin with that belong to the module ``path``: that without what a function calls it."""
+    return re.sub(r"^[LG]\['\w+'\]\.", "", path)
 
 
 def _replacer(pattern: str, replacement: str) -> Callable[[str], str]:
