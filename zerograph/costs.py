@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import sympy
 import torch
+import torch._prims.rng_prims  # registers the operators that save and restore a generator's state
 from torch import fx
 from torch._functorch.partitioners import get_default_op_list  # what the partitioner itself goes by
 from torch.utils.flop_counter import flop_registry
@@ -40,12 +41,52 @@ def bytes_of(val: Any, read: Read = traced_size) -> Any:
 
 def flops_of(node: fx.Node, read: Read = traced_size) -> Any:
     """Floating-point operations of a product, convolution or attention; 0 for anything else."""
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    target, given = _behind_generator(node)
+    operation = getattr(target, "overloadpacket", None)
+    formula = _OF_CPU.get(operation) or flop_registry.get(operation)
     if formula is None:
         return 0
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    args, kwargs = fx.node.map_arg((given, node.kwargs), lambda n: n.meta.get("val"))  # type: ignore[arg-type]
     found = formula(*args, **kwargs, out_val=node.meta.get("val"))
     return int(found) if isinstance(found, (int, float)) else read(found)
+
+
+def _behind_generator(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """The operator that ``node`` calls, and its arguments.
+
+    What draws random numbers (attention may) and is computed again is called through others by the partitioner, which
+    save the generator's state and restore it.
+    """
+    operators = torch.ops.higher_order
+    if node.target in (operators.run_and_save_rng_state, operators.graphsafe_run_with_rng_state):
+        return node.args[0], node.args[1:]
+    if node.target is operators.run_with_rng_state:
+        return node.args[1], node.args[2:]
+    return node.target, node.args
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """Two products over all pairs of positions, as torch counts them for other kernels, masked or not."""
+    return 2 * _pairs(query, key) * (query.shape[-1] + value.shape[-1])
+
+
+def _attention_backward(
+    _: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *__: Any, **___: Any
+) -> Any:
+    """Five products: the scores again, and the gradients of scores, values, queries and keys."""
+    return 2 * _pairs(query, key) * (3 * query.shape[-1] + 2 * value.shape[-1])
+
+
+def _pairs(query: torch.Tensor, key: torch.Tensor) -> Any:
+    batch, heads, rows, _ = query.shape
+    return batch * heads * rows * key.shape[-2]
+
+
+# The kernel that dry runs trace, whichever machine they are about; torch counts nothing for it.
+_OF_CPU: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
 
 
 def describing_sizes(graph: fx.Graph) -> set[fx.Node]:

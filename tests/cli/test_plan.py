@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,34 @@ def test_a_plan_file_of_a_traced_model(model: Path, tmp_path: Path, world: int) 
     shown = CliRunner().invoke(main, ["show", str(out)]).stdout
     assert result.stdout.partition("\n\nplan: stage 3")[0] in shown  # one summary for both commands
     assert not torch.distributed.is_initialized()
+
+
+def test_a_model_that_is_told_by_its_sizes(tmp_path: Path) -> None:
+    """The transformer that is traced has the parameters and the operations of the formulas of `zerograph estimate`."""
+    out = tmp_path / "plan.json"
+    told = ("--params", "300k", "--layers", "2", "--hidden", "96", "--vocab", "800", "--heads", "4")
+    result = run(*told, "--world", "4", "--seq", "64", "-o", str(out))
+    assert result.exit_code == 0, result.stderr
+    assert "300k asked: whole layers and heads make it 298k" in result.stderr
+    file = PlanFile.from_json(out.read_text())
+    count = 2 * 12 * 96**2 + 800 * 96
+    assert sum(prod(p.shape) for bucket in file.plan.buckets for p in bucket.params) == count
+    assert file.model == "transformer of 298k parameters"
+    assert file.flops == 6 * count * 64 + (4 + 10) * 2 * 64**2 * 96  # attention computes its scores again
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "there is nothing to plan"),
+        (["--layers", "2"], "the size of the model is open"),
+        (["toy.py:small", "--layers", "2", "--vocab", "1k"], "toy.py:small has its own sizes, and --layers, --vocab"),
+        (["--layers", "2", "--hidden", "100", "--heads", "3"], "hidden 100 does not divide into 3 heads"),
+    ],
+)
+def test_sizes_that_tell_no_model(arguments: list[str], told: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2 and told in result.stderr and "hint: " in result.stderr, result.stderr
 
 
 def test_what_does_not_fit_exits_with_1(model: Path) -> None:

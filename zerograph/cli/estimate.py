@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import click
 
 from zerograph.cli.estimate_view import as_data, draw, lines
-from zerograph.cli.options import SIZE, Parsed
+from zerograph.cli.options import SIZE
+from zerograph.cli.size_options import COUNT, SIZES, sizes
 from zerograph.cli.terminal import progress
 from zerograph.errors import ConfigError
 from zerograph.machine import PRESETS, TIERS, machine_from
@@ -20,7 +21,7 @@ from zerograph.planner.choice import ACTIVATIONS, OFFLOADS, STAGES
 from zerograph.planner.estimate import RESERVE, Question, Row, fastest, rows
 from zerograph.planner.largest import WHATS, What, largest
 from zerograph.planner.shortage import Shortage, shortage
-from zerograph.planner.sizes import ModelSize, format_count, parse_count
+from zerograph.planner.sizes import ModelSize, format_count
 from zerograph.planner.training import ATTENTIONS, OPTIMIZERS, Training
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 Solved: TypeAlias = "tuple[Filled, int]"
 """What a traced step was solved to, and the bytes of the device that it could use."""
 
-_COUNT = Parsed("count", parse_count)
 _SHARE = click.FloatRange(0, 1, max_open=True)
 _LAYOUTS = "Model states: ZeroGraph's, mixed-precision Adam (2+2+12 bytes), or AdamW in float32 (4+4+8)."
 _SCORES = "Whether attention stores its scores (whole) or not (fused)."
@@ -37,15 +37,11 @@ _SCORES = "Whether attention stores its scores (whole) or not (fused)."
 
 @click.command()
 @click.argument("model", required=False)
-@click.option("--params", type=_COUNT, help="Parameters, such as 70B or 1.5T; k is 1000 everywhere.")
-@click.option("--layers", type=_COUNT, help="Transformer layers.")
-@click.option("--hidden", type=_COUNT, help="Hidden size.")
-@click.option("--vocab", type=_COUNT, help="Vocabulary; GPT-2's 50257 unless given.")
-@click.option("--heads", type=_COUNT, help="Attention heads; 128 wide unless given.")
-@click.option("--world", type=_COUNT, default=1, show_default=True, help="Ranks.")
-@click.option("--batch", type=_COUNT, default=1, show_default=True, help="Sequences per rank and micro-batch.")
-@click.option("--accumulate", type=_COUNT, default=1, show_default=True, help="Micro-batches per step.")
-@click.option("--seq", type=_COUNT, default=1024, show_default=True, help="Tokens per sequence.")
+@sizes
+@click.option("--world", type=COUNT, default=1, show_default=True, help="Ranks.")
+@click.option("--batch", type=COUNT, default=1, show_default=True, help="Sequences per rank and micro-batch.")
+@click.option("--accumulate", type=COUNT, default=1, show_default=True, help="Micro-batches per step.")
+@click.option("--seq", type=COUNT, default=1024, show_default=True, help="Tokens per sequence.")
 @click.option("--machine", default="h100-80gb", show_default=True, help=f"A file, or {', '.join(PRESETS)}.")
 @click.option("--memory", type=SIZE, help="Device memory a rank may use, such as 70GiB; the machine's unless given.")
 @click.option("--dtype", default="bfloat16", show_default=True, help="Compute dtype.")
@@ -55,7 +51,7 @@ _SCORES = "Whether attention stores its scores (whole) or not (fused)."
 @click.option("--offload", type=click.Choice(OFFLOADS), help="This offload only; each includes those before it.")
 @click.option("--tier", type=click.Choice(TIERS), help="Offload to this tier only; device offloads nothing.")
 @click.option("--activations", type=click.Choice(ACTIVATIONS), help="Fix what is otherwise chosen per row.")
-@click.option("--tiles", type=_COUNT, help="Fix the parts a large operator runs in; otherwise chosen per row.")
+@click.option("--tiles", type=COUNT, help="Fix the parts a large operator runs in; otherwise chosen per row.")
 @click.option("--reserve", type=_SHARE, default=RESERVE, show_default=True, help="Share of every tier to leave free.")
 @click.option("--largest", "what", type=click.Choice(WHATS), help="Solve for the largest that fits.")
 @click.option("--capture", is_flag=True, help="Solve for batch or seq on MODEL's traced step too.")
@@ -91,7 +87,7 @@ def estimate(model: str | None, what: What | None, capture: bool, check: bool, a
 
 
 def _question(model: str | None, what: What | None, machine: str, memory: int | None, **options: Any) -> Question:
-    sizes = {name: options.pop(name) for name in ("params", "layers", "hidden", "vocab", "heads")}
+    sizes = {name: options.pop(name) for name in SIZES}
     steps = {name: options.pop(name) for name in ("batch", "seq", "accumulate", "dtype", "optimizer", "attention")}
     stage = options.pop("stage")
     return Question(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,16 @@ import click
 
 from zerograph.cli.model_source import model_maker
 from zerograph.cli.options import SIZE, Parsed
+from zerograph.cli.size_options import SIZES, sizes
 from zerograph.cli.terminal import progress, show_lines
 from zerograph.cli.view.screen import show_summary
 from zerograph.config import OFFLOAD, OFFLOAD_TIERS
+from zerograph.errors import ConfigError
 from zerograph.files import check_writable
 from zerograph.machine import DTYPES, machine_from
 from zerograph.planfile import PlanFile
 from zerograph.planner.estimate import RESERVE
+from zerograph.planner.sizes import ModelSize, format_count
 from zerograph.symbolic import Name
 from zerograph.units import format_bytes
 
@@ -38,7 +41,8 @@ STAGE = Parsed("0|1|2|3|auto", _stage)
 
 
 @click.command()
-@click.argument("model")
+@click.argument("model", required=False)
+@sizes
 @click.option("--world", type=click.IntRange(1), default=1, show_default=True, help="Ranks.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Sequences per rank.")
 @click.option("--seq", type=click.IntRange(1), default=1024, show_default=True, help="Tokens per sequence.")
@@ -61,13 +65,14 @@ STAGE = Parsed("0|1|2|3|auto", _stage)
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan file here.")
 @click.option("--explain", is_flag=True, help="Say why each decision was made.")
 @click.option("--json", "json_", is_flag=True, help="Write the plan file to stdout.")
-def plan(model: str, what: Name | None, output: Path | None, explain: bool, json_: bool, **options: Any) -> int:
+def plan(model: str | None, what: Name | None, output: Path | None, explain: bool, json_: bool, **options: Any) -> int:
     """Plan a training step without running it, and write a plan file.
 
     MODEL is file.py:callable or module:callable. The callable returns a model, or a model and its inputs (a tuple, or a
     dict of keyword arguments), and is called on the meta device: nothing of any size is allocated. A model without
     inputs gets token ids of --batch by --seq. MODEL may also be the config.json of a Hugging Face causal language
-    model. Exits with 1 when the step does not fit.
+    model. Or there is none, and sizes tell of a plain transformer: --params 70B --layers 80 --hidden 8192 --vocab 128k.
+    What is missing is derived. Exits with 1 when the step does not fit.
 
     With --offload, the plan is searched over the memory of device, host and NVMe together: where shards and saved
     activations live, and which large operators are tiled.
@@ -79,6 +84,8 @@ def plan(model: str, what: Name | None, output: Path | None, explain: bool, json
     """
     if output is not None:
         check_writable(output)
+    told = {name: options.pop(name) for name in SIZES}
+    size = _size(model, **told)
     memory = options.pop("memory")
     machine = machine_from(options.pop("machine"), memory)
     if memory is not None and options["offload"] == "none" and what is None:
@@ -87,16 +94,16 @@ def plan(model: str, what: Name | None, output: Path | None, explain: bool, json
     options = {name: value for name, value in options.items() if value is not None or name == "dtype"}
     with progress() as say:
         say("importing torch and the model")
-        make = model_maker(model, batch=options["batch"], seq=options["seq"])
-        say(f"tracing {model} for {options['world']} simulated ranks")
+        name, make = _model(model, size, options["batch"], options["seq"])
+        say(f"tracing {name} for {options['world']} simulated ranks")
         if what is None:
             from zerograph.planning import plan_file
 
-            file, answer = plan_file(model, make, machine, reserve=RESERVE, **options), ""
+            file, answer = plan_file(name, make, machine, reserve=RESERVE, **options), ""
         else:
             from zerograph.filling import explained, largest_file
 
-            found = largest_file(model, make, machine, what, reserve=RESERVE, **options)
+            found = largest_file(name, make, machine, what, reserve=RESERVE, **options)
             file, answer = found.file, explained(what, found.found, found.budget)
     if answer:
         click.echo(answer, err=json_)  # with --json, stdout is the plan file's
@@ -109,6 +116,37 @@ def plan(model: str, what: Name | None, output: Path | None, explain: bool, json
         show_summary(file)
         show_lines(_reasons(file) if explain else ())
     return _report_overruns(file)
+
+
+def _size(model: str | None, **told: int | None) -> ModelSize | None:
+    """The model that is told by its sizes; None where one is named."""
+    given = [f"--{name}" for name, value in told.items() if value is not None]
+    if model is not None:
+        if given:
+            hint = "leave out the model, or the sizes; `zerograph estimate` takes both"
+            raise ConfigError(f"{model} has its own sizes, and {', '.join(given)} is told", hint)
+        return None
+    if not given:
+        raise ConfigError("there is nothing to plan", "give MODEL, or sizes: --params 70B, or --layers and --hidden")
+    size = ModelSize.of(told.pop("params"), **told)
+    if size.hidden % size.heads:
+        raise ConfigError(f"hidden {size.hidden} does not divide into {size.heads} heads", "give other --heads")
+    return size
+
+
+def _model(model: str | None, size: ModelSize | None, batch: int, seq: int) -> tuple[str, Callable[[], Any]]:
+    """What to call the model, and what makes it."""
+    if size is None:
+        assert model is not None, "one of the two is given"
+        return model, model_maker(model, batch=batch, seq=seq)
+    from zerograph.cli.sized import transformer
+
+    count, asked = format_count(size.formula), format_count(size.parameters)
+    name = f"transformer of {count} parameters"
+    if count != asked:
+        click.echo(f"{asked} asked: whole layers and heads make it {count}", err=True)
+    click.echo(f"{name}: {size.layers} layers, hidden {size.hidden}, {size.heads} heads, vocab {size.vocab}", err=True)
+    return name, lambda: transformer(size, batch, seq)
 
 
 def _reasons(file: PlanFile) -> Iterator[str]:
