@@ -1,4 +1,4 @@
-# Everything lives in $(VENV); nothing needs root. Needed beforehand: Python >= 3.11 with venv, a C++20 compiler.
+# Everything lives in $(VENV); nothing needs root. Needed beforehand: Python >= 3.11 with venv and headers, a C++20 compiler.
 PYTHON ?= python3
 VENV   ?= .venv
 NPROC  ?= 2
@@ -52,6 +52,9 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "error: ZeroGraph needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)"; echo; \
 	  echo "hint: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; } >&2
+	@$(PYTHON) -c 'import os, sys, sysconfig; p = sysconfig.get_path("include"); sys.exit(not os.path.exists(p + "/Python.h"))' || { \
+	  echo "error: the headers of '$(PYTHON)' are missing, which the native core and Inductor compile against"; echo; \
+	  echo "hint: apt install python3-dev"; exit 1; } >&2
 	$(PYTHON) -m venv $(VENV)
 
 # Build isolation brings scikit-build-core, pybind11 and, where they are missing, CMake and Ninja.

@@ -11,10 +11,11 @@ from zerograph.planner.simulate import Task, simulate
 MIB = 2**20
 
 
-def plan_file(layers: int = 4, world_size: int = 2, offload: bool = False) -> PlanFile:
+def plan_file(layers: int = 4, world_size: int = 2, offload: bool = False, update: bool = False) -> PlanFile:
     """A stage-3 step of a model of ``layers`` blocks: gathers ahead, computes, reduces, updates.
 
     With ``offload`` shards come from host memory and updates go there, so that all tiers and more streams occur.
+    With ``update`` the step ends with the optimizer's, as every real one does.
     """
     tasks: list[Task] = []
     holdings = [Holding("shards", "param", "device", layers * 24 * MIB // world_size, -1, -1)]
@@ -49,6 +50,9 @@ def plan_file(layers: int = 4, world_size: int = 2, offload: bool = False) -> Pl
             if offload:
                 tasks.append(Task(f"spill {module}", "d2h", 0.004, (len(tasks) - 1,), module=module))
                 tasks.append(Task(f"update {module}", "cpu_update", 0.006, (len(tasks) - 1,), module=module))
+    reduced = tuple(i for i, task in enumerate(tasks) if task.stream == "reduce")
+    if update:
+        tasks.append(Task("optimizer update", "compute", 0.002, reduced, module="optimizer"))
     held: dict[Tier, int] = {"device": layers * 24 * MIB // world_size}
     if offload:
         held["host"] = layers * 96 * MIB // world_size

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -79,3 +81,27 @@ def test_a_run_is_the_forecast_part_of_a_plan_file() -> None:
 def test_what_is_no_run_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="no measured run"):
         run_from_json(text)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.update(budget={"device": "8GiB"}),
+        lambda data: data.update(budget=[1]),
+        lambda data: data.update(critical_path=["a"]),
+        lambda data: data["spans"]["start"].__setitem__(0, "soon"),
+        lambda data: data["holdings"]["last"].__setitem__(0, None),
+        lambda data: data["peaks"]["device"].update(bytes="much"),
+    ],
+)
+def test_what_is_no_number_is_refused(change: Callable[[dict[str, Any]], object]) -> None:
+    data = json.loads(plan_file(4).to_json())
+    change(data)
+    with pytest.raises(ConfigError, match="the plan is incomplete"):
+        PlanFile.from_json(json.dumps(data), verify=False)
+
+
+def test_a_run_needs_no_more_than_names_and_times() -> None:
+    columns = {"task": [0], "name": ["a"], "stream": ["compute"], "start": [0.0], "end": [0.1]}
+    run = run_from_json(json.dumps({"spans": columns, "memory": {}, "peaks": {}}))
+    assert [(span.name, span.end, span.after) for span in run.spans] == [("a", 0.1, ())]

@@ -8,6 +8,8 @@ compiled by one rank alone; they communicate nothing and are compared with the f
 from __future__ import annotations
 
 import difflib
+import hashlib
+import itertools
 import json
 import uuid
 from collections.abc import Sequence
@@ -27,7 +29,7 @@ class Agreement:
     """The sequences agreed so far, of one backend on one rank."""
 
     def __init__(self, group: dist.ProcessGroup, scope: str, timeout: timedelta = timedelta(minutes=10)) -> None:
-        self.rank, self.world_size, self.timeout = group.rank(), group.size(), timeout
+        self.rank, self.world_size, self.timeout, self._group = group.rank(), group.size(), timeout, group
         store = dist.distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(f"zerograph/{scope}", store)
         self._first: dict[str, dict[str, list[str]]] = {}
@@ -45,6 +47,27 @@ class Agreement:
         dist.all_gather_object(told, (uuid.uuid4().hex, plan and plan.plan.digest, str(plan)), group=group)
         _compare_plans([(digest, text) for _, digest, text in told])
         return cls(group, told[0][0])
+
+    def require_same(self, lines: Sequence[str]) -> None:
+        """Compare ``lines``, what this rank was given, with those of all ranks, who call this together.
+
+        Raises:
+            CollectiveMismatch: on all ranks alike, naming the first rank and line that differ from rank 0's.
+        """
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        digests: list[Any] = [None] * self.world_size
+        dist.all_gather_object(digests, digest, group=self._group)
+        if len(set(digests)) == 1:
+            return
+        given: list[Any] = [None] * self.world_size
+        dist.all_gather_object(given, list(lines), group=self._group)
+        rank = next(rank for rank, theirs in enumerate(digests) if theirs != digests[0])
+        pairs = itertools.zip_longest(given[0], given[rank], fillvalue="nothing more")
+        first, other = next((a, b) for a, b in pairs if a != b)
+        raise CollectiveMismatch(
+            f"ranks shard different models, or in different ways: rank 0 has {first}, rank {rank} has {other}",
+            "build the same model on every rank, and give zerograph.backend the same arguments",
+        )
 
     def check(self, code: str, program: Program) -> None:
         """Compare ``program``, compiled from the user's function ``code``, with other ranks or with its predecessor.

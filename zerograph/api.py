@@ -140,6 +140,8 @@ class Backend:
         if self.world_size == 1 and self.config.dtype is None:
             return False
         before = tuple(p for root in roots for p in root.parameters())  # not a list: those are rewritten
+        if self.agreement is not None and any(id(p) not in self._known for p in before):
+            self.agreement.require_same(_given(self.config, roots))
         new = take_over(roots, self.config, self._mesh, self.params)
         new |= shard_parameters(roots, self.config, self._mesh, {**self.params, **new})
         self.params |= new
@@ -356,14 +358,27 @@ def backend(**options: Any) -> Backend:
     return Backend(Config.of(**options))
 
 
+def _given(config: Config, roots: Sequence[nn.Module]) -> list[str]:
+    """What must be the same on all ranks before anything is sharded, a line each. Budgets and batches may differ."""
+    names = ("stage", "dtype", "reduce_dtype", "bucket_size", "prefetch", "recompute")
+    lines = [f"{name}={getattr(config, name)}" for name in names]
+    for root in roots:
+        lines += [f"parameter {n} {tuple(p.shape)} {p.dtype}" for n, p in root.named_parameters()]
+        lines += [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in root.named_buffers()]
+    return lines
+
+
 def dynamo_backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, **other: Any
 ) -> Callable[..., Any]:
     """What ``torch.compile(model, backend="zerograph", options={"stage": 3})`` calls, per frame."""
-    _refuse_options(other)
+    try:
+        _refuse_options(other)
+        config = Config.of(**(options or {}))
+    except ZeroGraphError as error:
+        raise adopt.unwrapped(error) from error.__cause__
     roots = adopt.roots_of_call(gm)
     found = next((_BY_MODEL[root] for root in roots if root in _BY_MODEL), None)
-    config = Config.of(**(options or {}))
     if found is None or found.config != config:
         found = Backend(config)
     for root in roots:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 
@@ -14,13 +14,14 @@ def table(cls: Any, items: Iterable[Any]) -> dict[str, Any]:
 
 
 def rows(cls: Any, columns: dict[str, Any]) -> tuple[Any, ...]:
-    """What :func:`table` was given; lists became tuples.
+    """What :func:`table` was given; lists became tuples. A column may be missing where its field has a default.
 
     Raises:
         KeyError, IndexError, TypeError, ValueError: the columns are not those of ``cls``, or of different lengths.
     """
-    unpacked = ([tuple(v) if isinstance(v, list) else v for v in _unpacked(columns[f.name])] for f in fields(cls))
-    return tuple(cls(*values) for values in zip(*unpacked, strict=True))
+    known = [f.name for f in fields(cls) if f.name in columns or f.default is MISSING]
+    values = ([tuple(v) if isinstance(v, list) else v for v in unpacked(columns[name])] for name in known)
+    return tuple(cls(**dict(zip(known, row, strict=True))) for row in zip(*values, strict=True))
 
 
 def _packed(column: list[Any]) -> Any:
@@ -34,5 +35,6 @@ def _packed(column: list[Any]) -> Any:
     return {"of": list(places), "at": [places[text] for text in column]}
 
 
-def _unpacked(column: Any) -> list[Any]:
+def unpacked(column: Any) -> list[Any]:
+    """The values of one column of a :func:`table`."""
     return [column["of"][at] for at in column["at"]] if isinstance(column, dict) else column

@@ -12,7 +12,6 @@ What each step does is told where it lives, named on the right.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode
+from torch._inductor.constant_folding import add_dont_constant_fold
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.virtualized import V
@@ -35,6 +35,7 @@ from zerograph.capture import capture, capture_symbolic
 from zerograph.dryrun import Captured, DryRun
 from zerograph.frame import Frame
 from zerograph.lower import lower, without_code
+from zerograph.ops import REDUCE_GRAD
 from zerograph.rows import take_rows
 from zerograph.runtime.executor import Executor
 from zerograph.unfold import Joint
@@ -42,7 +43,11 @@ from zerograph.unfold import Joint
 if TYPE_CHECKING:
     from zerograph.api import Backend
 
-log = logging.getLogger(__name__)
+MOST_NODES = 5000
+"""Of a joint graph that is kept as text, to show what passes did to it: a deep one is long, and repeats itself."""
+
+
+add_dont_constant_fold(REDUCE_GRAD)  # a gradient that is the same everywhere is reduced like any other
 
 
 def compile_frame(backend: Backend, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -83,7 +88,7 @@ def _partition(
     if unfolding is not None:
         joint, _, static = unfolding(Joint(joint, num_fwd_outputs, static))
     _prepare(frame, joint, inputs, training=True)
-    passes.recompute(joint, frame.plan)
+    frame.passed("joint", "recompute", passes.recompute(joint, frame.plan), "", joint)  # it tags: the text stays
     with _fast_minimum_cut():
         forward, backward = min_cut_rematerialization_partition(
             joint,
@@ -92,7 +97,8 @@ def _partition(
             num_fwd_outputs=num_fwd_outputs,
             static_lifetime_input_indices=static,
         )
-    passes.order_saved(forward, backward, num_fwd_outputs)
+    text = frame.text_of(forward, MOST_NODES)
+    frame.passed("forward", "order_saved", passes.order_saved(forward, backward, num_fwd_outputs), text, forward)
     if unfolding is not None:  # AOTAutograd knows the layers that were traced, and would miss the others' inputs
         _compile_graph(frame, "forward", forward, inputs)
         _compile_graph(frame, "backward", backward, inputs)
@@ -121,14 +127,15 @@ def _compile_inference(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) 
 
 
 def _prepare(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], *, training: bool) -> None:
-    passes.canonicalize(gm)
+    kind, text = "joint" if training else "inference", frame.text_of(gm, MOST_NODES)
+    text = frame.passed(kind, "canonicalize", passes.canonicalize(gm), text, gm)
     sizes = frame.backend.open_sizes
     if sizes is not None:
         found = capture_symbolic(gm.graph, sizes, training=training)
         raise Captured(found, frame.backend.planner.states(found.traced))
     step = capture(gm.graph, training=training)
     frame.planned(step, frame.backend.planner.plan(frame, step))
-    passes.localize(gm)
+    frame.passed(kind, "localize", passes.localize(gm), text, gm)
     with V.set_fake_mode(detect_fake_mode(inputs)):  # where Inductor's passes look for it
         joint_graph_passes(gm)
 
@@ -138,10 +145,7 @@ def _compile_graph(frame: Frame, kind: str, gm: fx.GraphModule, inputs: Sequence
     gm = without_code(gm)
     text = frame.text_of(gm)
     for name, rewrite in passes.GRAPH_PASSES:
-        edits = rewrite(gm, frame.plan)
-        before, text = text, frame.text_of(gm) if edits else text
-        frame.passed(kind, name, edits, before, text)
-        log.debug("%s of frame %d: pass %s: %d", kind, frame.index, name, edits)
+        text = frame.passed(kind, name, rewrite(gm, frame.plan), text, gm)
     if kind == "backward":
         passes.verify_all_reduced(gm.graph, frame.plan)
         _donate_nothing()

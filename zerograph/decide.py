@@ -44,6 +44,7 @@ class Planner:
 
     Attributes:
         own: parameters among the inputs of the frame that is being compiled.
+        moments: tensors that the optimizer keeps per parameter.
         whole: all parameters of the model, in a dry run, whose graph may be made of a few layers; else empty.
     """
 
@@ -51,6 +52,7 @@ class Planner:
         self.backend = backend
         self.own: Sequence[nn.Parameter] = ()
         self.whole: Sequence[nn.Parameter] = ()
+        self.moments = MOMENTS
         self._budget = 0
         self._machine: Machine
         self._plans: dict[tuple[str, tuple[Param, ...]], Plan] = {}
@@ -141,7 +143,7 @@ class Planner:
     def _search(self, step: Step) -> tuple[int, Plan]:
         """Bytes that the step needs at least, and its best plan."""
         wish = Wish.of(self.backend.config, self.backend.world_size)
-        search = Search(step, wish, self._machine, states=self.states(step))
+        search = Search(step, wish, self._machine, states=self.states(step), moments=self.moments)
         found = search.within(self._budget)
         if found is None:
             raise infeasible(search, step, self._machine, self._budget)
@@ -158,10 +160,10 @@ class Planner:
         backend = self.backend
         if not backend.params:  # one rank: parameters and their gradients are the user's own
             sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in self.whole or self.own]
-            return sum(size * (1 + (MOMENTS + 1) * trained) for size, trained in sizes)
+            return sum(size * (1 + (self.moments + 1) * trained) for size, trained in sizes)
         known = {param.name: param for param in step.params}
         params = [known[name] if name in known else _param(name, p) for name, p in backend.params.items()]
-        return sum(state_bytes(params, backend.world_size, MOMENTS))
+        return sum(state_bytes(params, backend.world_size, self.moments))
 
 
 def _param(name: str, param: nn.Parameter) -> Param:

@@ -65,6 +65,7 @@ def compile_only(
     seq: int = 1024,
     vary: Vary | None = None,
     fold: bool = True,
+    moments: int = 2,
     **options: Any,
 ) -> Compiled:
     """Compile forward and backward of what ``make`` returns, as rank 0 of ``world_size`` would.
@@ -76,6 +77,7 @@ def compile_only(
         vary: other sizes of the inputs, those that the model brings too. If they are left open, the step is captured
             and no more.
         fold: trace a few of many layers that are alike, and repeat them; else, and where they turn out to differ, all.
+        moments: tensors that the optimizer keeps per parameter, for a plan that is searched.
         options: arguments of :func:`zerograph.backend`.
 
     Raises:
@@ -93,6 +95,7 @@ def compile_only(
         stack = _foldable(model) if fold and (vary is None or vary.open is None) else None
         ours = backend(**{"compute": "eager", **options})
         ours.runs = False
+        ours.planner.moments = moments
         ours.planner.whole = tuple(model.parameters())  # a graph of a few layers reads a few of them
         shard(model, ours, device="cpu")
         mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import itertools
+import logging
 import sys
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -35,6 +36,9 @@ from zerograph.adopt import (
 from zerograph.config import Config
 from zerograph.errors import ConfigError, ShardingError, UnsupportedError
 from zerograph.ops import UNSHARD
+from zerograph.units import format_bytes
+
+log = logging.getLogger(__name__)
 
 
 class Face(NamedTuple):
@@ -222,8 +226,9 @@ def shard_parameters(
         UnsupportedError: a parameter that cannot be sharded, before anything was changed.
     """
     named, places = _owned(roots, taken)
-    _refuse_sparse_gradients(roots)
+    _refuse_embeddings(roots)
     faces = {name: face_of(param, name, config, mesh) for name, param in named.items()}
+    _warn_of_few_rows(named, faces, mesh)
     new = {name: _new_parameter(param, faces[name], mesh, config.sharding) for name, param in named.items()}
     objects = live(nn.Module, Optimizer)
     for module in modules_holding(named.values(), objects):
@@ -236,6 +241,18 @@ def shard_parameters(
     replace_everywhere({id(old): (old, new[name]) for name, old in named.items()}, _convert_state, objects)
     _share_buffers(roots, mesh)
     return new
+
+
+def _warn_of_few_rows(named: Mapping[str, nn.Parameter], faces: Mapping[str, Face], mesh: DeviceMesh | None) -> None:
+    """Parameters are split by rows: say what that leaves whole, where it is more than scalars and small vectors."""
+    if mesh is None or not any(face.sharded for face in faces.values()):
+        return
+    whole = {n: p.nbytes for n, p in named.items() if p.ndim > 1 and not faces[n].sharded}
+    if sum(whole.values()) > sum(p.nbytes for p in named.values()) / 100:
+        log.warning(
+            "%d parameters with fewer rows than the %d ranks stay whole on each, %s: %s",
+            len(whole), mesh.size(), format_bytes(sum(whole.values())), ", ".join(list(whole)[:3]),
+        )  # fmt: skip
 
 
 def _owned(roots: Sequence[nn.Module], taken: Container[str]) -> tuple[dict[str, nn.Parameter], dict[int, Places]]:
@@ -263,7 +280,7 @@ def unique(name: str, *used: Container[str]) -> str:
 def _new_parameter(param: nn.Parameter, face: Face, mesh: DeviceMesh | None, stage: int) -> nn.Parameter:
     new = nn.Parameter(distribute(param, face, mesh, stage), requires_grad=param.requires_grad)
     if param.grad is not None:
-        new.grad = _convert_grad(param.grad, new)
+        new.grad = _convert_grad(param.grad, new, mesh)
     new.__dict__.update(param.__dict__)
     new._backward_hooks = param._backward_hooks  # the very dict that the handles of hooks refer to
     if param._post_accumulate_grad_hooks is not None:
@@ -271,13 +288,15 @@ def _new_parameter(param: nn.Parameter, face: Face, mesh: DeviceMesh | None, sta
     return new
 
 
-def _convert_grad(grad: Tensor, new: nn.Parameter) -> Tensor:
+def _convert_grad(grad: Tensor, new: nn.Parameter, mesh: DeviceMesh | None) -> Tensor:
     """A gradient from before sharding: averaged over ranks, then split like its parameter."""
-    if not isinstance(new, DTensor):
+    if mesh is None or mesh.size() == 1:
         return grad
     grad = grad.detach().clone()
-    dist.all_reduce(grad, group=new.device_mesh.get_group())
-    return as_shard(grad / new.device_mesh.size(), new)
+    if not grad.is_meta:
+        dist.all_reduce(grad, group=mesh.get_group())
+    grad = grad / mesh.size()
+    return as_shard(grad, new) if isinstance(new, DTensor) else grad
 
 
 def _convert_state(value: Any, param: nn.Parameter) -> Any:
@@ -301,13 +320,21 @@ def _share_buffers(roots: Sequence[nn.Module], mesh: DeviceMesh | None) -> None:
                 buffer.copy_(values)
 
 
-def _refuse_sparse_gradients(roots: Sequence[nn.Module]) -> None:
+def _refuse_embeddings(roots: Sequence[nn.Module]) -> None:
     for root in roots:
         for name, module in root.named_modules():
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                continue
+            which = f"{type(module).__name__} {name or 'at the root'}"
+            if module.sparse:
                 raise UnsupportedError(
-                    f"{type(module).__name__} {name or 'at the root'} makes sparse gradients, which cannot be reduced",
-                    "build it with sparse=False",
+                    f"{which} makes sparse gradients, which cannot be reduced", "build it with sparse=False"
+                )
+            if module.max_norm is not None:
+                raise UnsupportedError(
+                    f"{which} changes its weight in its forward (max_norm={module.max_norm}), which shards do not see",
+                    "build it without max_norm, and clip rows between steps in "
+                    "`with zerograph.gathered(module, writeback=True):`",
                 )
 
 

@@ -38,6 +38,21 @@ def read_run(path: Path) -> Forecast:
     return _read(path, run_from_json)
 
 
+def check_writable(path: Path) -> None:
+    """Before seconds are spent on what cannot be saved.
+
+    Raises:
+        ConfigError: ``path`` is no file that can be written.
+    """
+    existed = path.exists()
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}", "-o FILE in a folder that exists") from None
+    if not existed:
+        path.unlink()
+
+
 def _read(path: Path, parse: Callable[[str], T]) -> T:
     try:
         return parse(path.read_text(errors="replace"))

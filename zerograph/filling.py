@@ -39,28 +39,49 @@ class Largest:
 
 
 def traced(
-    make: Callable[[], Any], what: Name, *, world: int, batch: int, seq: int, dtype: str | None, stage: Any = 3
+    make: Callable[[], Any],
+    what: Name,
+    *,
+    world: int,
+    batch: int,
+    seq: int,
+    dtype: str | None,
+    stage: Any = 3,
+    moments: int = 2,
 ) -> Steps:
     """The step of a model by batch or sequence. Stages 1 to 3 and "auto" have the same one; stage 0 has its own."""
     import torch
 
     compute = getattr(torch, dtype) if dtype is not None else None
-    return Steps(make, what, world=world, batch=batch, seq=seq, dtype=compute, stage=3 if stage == "auto" else stage)
+    stage = 3 if stage == "auto" else stage
+    return Steps(make, what, world=world, batch=batch, seq=seq, dtype=compute, stage=stage, moments=moments)
 
 
 def largest(
-    steps: Steps, machine: Machine, world: int, *, memory: int | None = None, reserve: float = RESERVE, **options: Any
+    steps: Steps,
+    machine: Machine,
+    world: int,
+    *,
+    memory: int | None = None,
+    reserve: float = RESERVE,
+    moments: int = 2,
+    **options: Any,
 ) -> tuple[Filled, int]:
     """The largest size at which a plan exists, and the bytes of the device that it may use.
 
     Args:
         memory: bytes of the device, the reserve not taken off; ``machine``'s unless given.
         reserve: share of it to leave free.
+        moments: tensors that the optimizer keeps per parameter, as ``steps`` were traced for.
         options: what :func:`zerograph.backend` is told of stage, buckets, prefetch and recomputation.
     """
     wish = Wish.of(Config.of(**options), world)
     budget = int((machine.capacity("device", world) if memory is None else memory) * (1 - reserve))
-    return fill(lambda size: Search(steps.at(size), wish, machine, states=steps.states), budget, steps.start), budget
+
+    def search(size: int) -> Search:
+        return Search(steps.at(size), wish, machine, states=steps.states, moments=moments)
+
+    return fill(search, budget, steps.start), budget
 
 
 def largest_file(
@@ -94,10 +115,13 @@ def largest_file(
     """
     if options.get("offload", "none") != "none":
         raise ConfigError("sizes are solved for on the device alone", "plan with --offload at the sizes you think of")
-    steps = traced(make, what, world=world, batch=batch, seq=seq, dtype=dtype, stage=options.get("stage", 3))
+    stage = options.get("stage", 3)
+    steps = traced(make, what, world=world, batch=batch, seq=seq, dtype=dtype, stage=stage, moments=moments)
     memory = machine.capacity("device", world)
     for _ in range(ATTEMPTS):
-        found, budget = largest(steps, machine, world, memory=memory, **options)  # with the reserve of a backend
+        found, budget = largest(
+            steps, machine, world, memory=memory, moments=moments, **options
+        )  # with the reserve of a backend
         if found.value == 0:
             raise infeasible(found.search, steps.at(found.next), machine, budget)
         file = plan_file(

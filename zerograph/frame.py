@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING
 
 from torch import fx
@@ -38,14 +39,17 @@ class Frame:
         backend = self.backend
         self.runtime = Runtime(self.index, backend.communicator, cache, backend.hold, backend.telemetry, backend.device)
 
-    def text_of(self, gm: fx.GraphModule) -> str:
-        """The graph as text, where anyone will read it."""
-        return "" if self.backend.runs else str(gm.graph)
+    def text_of(self, gm: fx.GraphModule, most: int = sys.maxsize) -> str:
+        """The graph as text, where anyone will read it and it has no more than ``most`` nodes."""
+        return "" if self.backend.runs or len(gm.graph.nodes) > most else str(gm.graph)
 
-    def passed(self, kind: str, name: str, edits: int, before: str, after: str) -> None:
-        """A pass has rewritten the graph of that kind."""
+    def passed(self, kind: str, name: str, edits: int, before: str, gm: fx.GraphModule) -> str:
+        """A pass has rewritten the graph of that kind, of which ``before`` was the text; returns what it is now."""
+        log.debug("%s of frame %d: pass %s: %d", kind, self.index, name, edits)
+        after = self.text_of(gm) if edits and before else before
         if not self.backend.runs:
             self.passes.append(PassRecord(kind, name, edits, changes(before, after)))
+        return after
 
     def lowered(self, program: Program, seconds: float) -> None:
         """A graph of this frame became a program, ``seconds`` after its passes began."""

@@ -7,7 +7,7 @@ publish times the share of it that training reaches; ``zerograph bench`` measure
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,6 +18,7 @@ VERSION = 2
 
 Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +115,40 @@ class Machine:
             raise ConfigError(f"the machine has version {version}, this ZeroGraph reads {VERSION}", "measure it again")
         try:
             data |= {name: Link(**data[name]) for name in _LINKS}
-            return cls(**data)
+            machine = cls(**data)
         except (KeyError, TypeError) as error:
             raise ConfigError(f"the machine is incomplete: {error}", "measure it again") from None
+        wrong = next(machine._mistakes(), None)
+        if wrong is not None:
+            raise ConfigError(f"the machine cannot be: {wrong}", "mend the file, or measure the machine again")
+        return machine
+
+    def _mistakes(self) -> Iterator[str]:
+        """What no machine is like: rates and sizes that are no numbers, nothing, or less than nothing."""
+        if self.device not in ("cuda", "cpu"):
+            yield f"device is {self.device!r}, not cuda or cpu"
+        for name in ("device_memory", "ranks_per_node", "host_memory", "nvme_capacity"):
+            least = 0 if name in ("host_memory", "nvme_capacity") else 1
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                yield f"{name} is {value!r}, not a whole number of at least {least}"
+        rates = {"device_bandwidth": self.device_bandwidth, "cpu_optimizer": self.cpu_optimizer}
+        for name in ("matmul", "vector"):
+            found = getattr(self, name)
+            if not isinstance(found, Mapping) or not set(DTYPES) <= set(found):
+                yield f"{name} has not one rate for each of {', '.join(DTYPES)}"
+            else:
+                rates |= {f"{name} of {dtype}": rate for dtype, rate in found.items()}
+        for name in _LINKS:
+            if self.nvme_capacity or not name.startswith("nvme"):
+                rates[f"rate of {name}"] = getattr(self, name).rate
+        for name, rate in rates.items():
+            if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
+                yield f"{name} is {rate!r}, not a rate above 0"
+        for name in _LINKS:
+            delay = getattr(self, name).latency
+            if isinstance(delay, bool) or not isinstance(delay, int | float) or not delay >= 0:
+                yield f"latency of {name} is {delay!r}, not seconds"
 
 
 _LINKS = ("nvme_read", "nvme_write", "h2d", "d2h", "intra", "inter", "update")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 
+import torch.nn.functional as F
 from torch import fx
 
 from zerograph.errors import UnsupportedError
@@ -25,6 +26,8 @@ def refuse_mutations(gm: fx.GraphModule) -> None:
     full: dict[fx.Node, str] = {n: str(n.args[2]) for n in gm.graph.find_nodes(op="call_function", target=UNSHARD)}
     for node in gm.graph.nodes if full else ():
         changed = node.kwargs.get("out") or (node.args[0] if node.args and _is_in_place(node) else None)
+        if node.target in _EMBEDDINGS and _max_norm(node) is not None:
+            changed = node.kwargs.get("weight", node.args[1] if len(node.args) > 1 else None)
         if isinstance(changed, fx.Node) and changed in full:
             raise UnsupportedError(
                 f"the compiled code changes parameter {full[changed]} in place ({_name(node)}), which would be lost",
@@ -33,6 +36,15 @@ def refuse_mutations(gm: fx.GraphModule) -> None:
         source = node.args[0] if node.args else None
         if isinstance(source, fx.Node) and source in full and _name(node) in _VIEWS:
             full[node] = full[source]
+
+
+_EMBEDDINGS = {F.embedding: 3, F.embedding_bag: 3}
+"""Where their ``max_norm`` stands, which makes them write into their weight."""
+
+
+def _max_norm(node: fx.Node) -> object:
+    place = _EMBEDDINGS[node.target]  # type: ignore[index]
+    return node.kwargs.get("max_norm", node.args[place] if len(node.args) > place else None)
 
 
 def _is_in_place(node: fx.Node) -> bool:

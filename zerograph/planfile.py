@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import UnionType
 from typing import Any
 
-from zerograph.columns import rows, table
+from zerograph.columns import rows, table, unpacked
 from zerograph.errors import ConfigError
 from zerograph.forecast import Forecast, Peak, Span
 from zerograph.ir import Kind
@@ -153,11 +154,12 @@ class PlanFile:
             raise ConfigError(f"the plan was changed: its digest is not {digest}", "make the plan again")
         try:
             return cls._of(data)
-        except (KeyError, IndexError, TypeError, ValueError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"the plan is incomplete: {error}", "make the plan again") from None
 
     @classmethod
     def _of(cls, data: dict[str, Any]) -> PlanFile:
+        _require_numbers(data)
         return cls(
             model=data["model"],
             plan=Plan.from_json(json.dumps(data["plan"])),
@@ -170,6 +172,33 @@ class PlanFile:
             tokens=data["tokens"],
             flops=data["flops"],
         )
+
+
+_NUMBERS: Mapping[str, Mapping[str, type | UnionType]] = {
+    "spans": {"task": int, "start": int | float, "end": int | float},
+    "holdings": {"bytes": int, "first": int, "last": int},
+}
+
+
+def _require_numbers(data: dict[str, Any]) -> None:
+    """Refuse what a text editor puts where numbers belong, before sums and comparisons meet it."""
+    for name, columns in _NUMBERS.items():
+        for column, kind in columns.items():
+            _require(f"{column} of {name}", unpacked(data[name][column]), kind)
+    _require("after of spans", [task for after in unpacked(data["spans"]["after"]) for task in after], int)
+    _require("critical_path", data["critical_path"], int)
+    _require("budget", list(data["budget"].values()), int)
+    for tier, curve in data["memory"].items():
+        _require(f"memory of {tier}", [number for point in curve for number in point], int | float)
+    for tier, peak in data["peaks"].items():
+        _require(f"peak of {tier}", [peak["bytes"], peak["task"]], int)
+    _require("tokens and flops", [data["tokens"], data["flops"]], int | float)
+
+
+def _require(what: str, values: Iterable[Any], kind: type | UnionType) -> None:
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise ValueError(f"{what} holds {value!r}")
 
 
 _MOST_LINES = 400

@@ -53,7 +53,8 @@ def plan_file(
         reserve: share of every tier to leave free.
         sizes: batch or sequence at which the plan was found to fill ``machine``'s memory: it is searched for there,
             at any stage, and inputs that the model brings are resized.
-        memory: bytes of the device that a search may fill; all of it unless given.
+        memory: bytes of the device that a search may fill: then the plan is searched at any stage, for what the
+            options leave open.
         offload, tier: as in :class:`~zerograph.planner.search.Wish`. Unless it is "none", the plan is searched over
             all tiers of ``machine``, and forecast from its schedule: no program can be lowered for it yet.
         fold: see :func:`zerograph.dryrun.compile_only`.
@@ -81,11 +82,13 @@ def plan_file(
         if world == 1:  # one rank's parameters are whole, and all that can leave: they are its shards
             step = replace(step, params=tuple(replace(p, sharded=bool(p.shape)) for p in step.params))
         return planned(name, step, wish, machine, moments=moments, reserve=reserve, tokens=compiled.tokens)
-    if options.get("stage") == "auto" or sizes is not None:
+    if options.get("stage") == "auto" or sizes is not None or memory is not None:
         options |= {"memory": machine.capacity("device", world) if memory is None else memory, "machine": machine}
     if sizes is not None:
         options["vary"] = Vary(dict(sizes))
-    compiled = compile_only(make, world_size=world, batch=batch, seq=seq, fold=fold, dtype=compute, **options)
+    compiled = compile_only(
+        make, world_size=world, batch=batch, seq=seq, fold=fold, dtype=compute, moments=moments, **options
+    )
     return forecast_file(name, compiled, machine, moments=moments, reserve=reserve)
 
 
@@ -125,7 +128,7 @@ def forecast_file(
         reasons=tuple(_reasons(frame.plan, frame.backend.config)),
         passes=tuple(frame.passes),
         tokens=compiled.tokens,
-        flops=found.flops,
+        flops=sum(op.flops for op in frame.step.ops),  # the model's own: what is recomputed counts once
     )
 
 

@@ -43,7 +43,8 @@ class Report:
     Attributes:
         segments: segments in all programs; ``distinct_segments`` of them were compiled.
         compile_seconds: time in passes, lowering and segment compilation (not in tracing).
-        graph_breaks: reason and count of each graph break since the backend was made.
+        graph_breaks: reason and count of each graph break in this process since the backend was made, in what other
+            backends compiled too: Dynamo does not tell them apart.
         runs: executions per kind of program.
         peak_whole_buckets: most buckets that were whole at one time.
         recorded: the last step that ``backend.record()`` recorded.
@@ -76,5 +77,7 @@ class Report:
             f"  frame {b.frame}  {b.name:32s} {len(b.params):4d} parameters  {format_bytes(b.bytes):>9s}  {b.residency}"
             for b in self.buckets
         ]
-        lines += [f"  graph break x{n}: {reason.splitlines()[0]}" for reason, n in self.graph_breaks.items()]
+        lines += [
+            f"  graph break x{n} in this process: {reason.splitlines()[0]}" for reason, n in self.graph_breaks.items()
+        ]
         return "\n".join(lines)

@@ -11,5 +11,5 @@ from plans import plan_file
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
     path = tmp_path / "plan.json"
-    path.write_text(plan_file(4).to_json())
+    path.write_text(plan_file(4, update=True).to_json())
     return path

@@ -42,7 +42,7 @@ def test_a_file_changed_by_hand_is_checked_all_the_same(plan: Path) -> None:
     assert result.exit_code == 1
     assert "failed  digest         the content has digest " in result.stdout
     assert (
-        "failed  holdings       blocks.0.weight on device is held from task 0 to 99, the step has 20" in result.stdout
+        "failed  holdings       blocks.0.weight on device is held from task 0 to 99, the step has 21" in result.stdout
     )
     assert "at task 0, gather blocks.0, blocks.0, model.py:40\n" in result.stdout
     assert "and 1 more (--json lists them)" in result.stdout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -101,7 +102,7 @@ def test_a_plan_file_of_a_traced_model(model: Path, tmp_path: Path, world: int) 
 def test_what_does_not_fit_exits_with_1(model: Path) -> None:
     result = run(f"{model}:small", "--memory", "4MiB")
     assert result.exit_code == 1
-    assert "error: device memory: needs" in result.stderr and "hint: more ranks" in result.stderr
+    assert "error: the step needs" in result.stderr and "hint: what would help: " in result.stderr
 
 
 def test_stage_auto_fills_the_memory_or_says_what_is_missing(model: Path) -> None:
@@ -241,3 +242,42 @@ def test_memory_and_sizes_are_not_dropped_beside_offload() -> None:
     for given in ({"memory": 2**30}, {"sizes": {"batch": 2}}):
         with pytest.raises(ConfigError, match="cannot be given with offload"):
             plan_file("any", lambda: None, machine_named("h100-80gb"), offload="auto", **given)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_written_is_said_before_anything_is_traced(model: Path, tmp_path: Path) -> None:
+    result = run(f"{model}:small", "-o", str(tmp_path / "none" / "plan.json"))
+    assert result.exit_code == 2
+    assert "error: cannot write" in result.stderr and "tracing" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("def made(:", "raises SyntaxError"),
+        ("import nothing_of_that_name", "raises ModuleNotFoundError"),
+        ("def made():\n    raise RuntimeError('too early')", "raises RuntimeError: too early"),
+    ],
+    ids=["syntax", "import", "call"],
+)
+def test_a_model_that_raises_is_an_error_with_its_line(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "broken.py").write_text(text)
+    result = run(f"{tmp_path}/broken.py:made")
+    assert result.exit_code == 2 and told in result.stderr, result.stderr
+    assert "hint: mend " in result.stderr
+
+
+def test_recomputed_layers_count_once_in_the_models_flops(model: Path) -> None:
+    none, full = (
+        json.loads(run(f"{model}:small", "--recompute", how, "--json").stdout)["flops"] for how in ("none", "full")
+    )
+    assert none == full > 0
+
+
+def test_memory_is_searched_within_at_any_stage_and_without_moments_more_fits(model: Path) -> None:
+    given = (f"{model}:small", "--world", "4", "--batch", "8", "--seq", "256", "--stage", "3")
+    found = run(*given, "--memory", "64MiB")
+    assert found.exit_code == 0, found.stderr
+    with_moments, without = (run(*given, "--memory", "30MiB", "--moments", n) for n in ("2", "0"))
+    needs = [re.search(r"the step needs ([\d.]+) MiB", result.stderr) for result in (with_moments, without)]
+    assert with_moments.exit_code == 1 and needs[0] is not None
+    assert without.exit_code == 0 or (needs[1] is not None and float(needs[1][1]) < float(needs[0][1]))

@@ -20,9 +20,9 @@ SMALL = {"vocab_size": 67, "hidden_size": 16, "num_hidden_layers": 1, "num_atten
 ROWS = 2
 
 
-def llama() -> nn.Module:
+def llama(layers: int = 2) -> nn.Module:
     return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**SMALL | {"num_hidden_layers": 2}, num_key_value_heads=1)
+        transformers.LlamaConfig(**SMALL | {"num_hidden_layers": layers}, num_key_value_heads=1)
     )
 
 
@@ -96,9 +96,9 @@ def test_trains_like_plain_pytorch(make: Callable[[], nn.Module]) -> None:
     check(run(2, _trains, make)[0], rel=2e-5, atol=2e-5)
 
 
-def _generates(make: Callable[[], nn.Module]) -> tuple[list[Any], list[Any]]:
+def _generates(make: Callable[..., nn.Module]) -> tuple[list[Any], list[Any]]:
     torch.manual_seed(0)
-    module = make().eval()
+    module = make(layers=1).eval()
     plain = snapshot(module)
     module.compile(backend=zerograph.backend(stage=3, compute="eager"))
     ids = torch.arange(6).view(2, 3) + 1

@@ -17,7 +17,7 @@ from zerograph.planfile import Holding, PlanFile
 from zerograph.planner.check import CHECKS, Violation, check
 from zerograph.planner.simulate import Task, simulate
 
-FILE = plan_file(4, offload=True)
+FILE = plan_file(4, offload=True, update=True)
 
 
 def with_forecast(**changes: object) -> PlanFile:
@@ -40,7 +40,7 @@ def only(file: PlanFile, name: str) -> Violation:
 @pytest.mark.parametrize("layers", [1, 4, 12])
 @pytest.mark.parametrize("offload", [False, True])
 def test_nothing_is_wrong_with_a_plan(layers: int, offload: bool) -> None:
-    assert check(plan_file(layers, offload=offload)) == []
+    assert check(plan_file(layers, offload=offload, update=True)) == []
 
 
 @st.composite
@@ -150,3 +150,40 @@ def test_every_check_is_about_itself() -> None:
     for name, (_, finder) in CHECKS.items():
         for broken in (with_span(3, start=9.0, task=7), with_holding(last=99), with_forecast(critical_path=())):
             assert {violation.check for violation in finder(broken)} <= {name}
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_computation_that_waits_for_no_gather_is_noticed(layers: int) -> None:
+    file = plan_file(layers, update=True)
+    gathers = {span.task for span in file.forecast.spans if span.stream == "gather"}
+    for task in gathers:
+        spans = [replace(s, after=tuple(a for a in s.after if a != task)) for s in file.forecast.spans]
+        tampered = replace(file, forecast=replace(file.forecast, spans=tuple(spans)))
+        found = [v for v in check(tampered) if v.check == "use"]
+        assert [v.task for v in found] == [task]
+
+
+def test_a_bucket_that_is_never_gathered_is_noticed() -> None:
+    spans = tuple(replace(s, stream="compute") if s.stream == "gather" else s for s in FILE.forecast.spans)
+    found = [v for v in check(with_forecast(spans=spans)) if v.check == "use"]
+    assert {v.module for v in found} == {bucket.name for bucket in FILE.plan.buckets}
+
+
+@given(st.data())
+def test_waiting_for_a_later_task_is_noticed(data: st.DataObject) -> None:
+    place = data.draw(st.integers(0, len(FILE.forecast.spans) - 1))
+    task = data.draw(st.integers(place, len(FILE.forecast.spans) + 3))
+    assert only(with_span(place, after=(task,)), "waits").task == place
+
+
+def test_starting_before_what_it_waits_for_has_ended_is_noticed() -> None:
+    compute = next(span for span in FILE.forecast.spans if span.stream == "compute")
+    gather = FILE.forecast.spans[compute.after[0]]
+    found = only(with_span(compute.task, start=gather.end - 0.001), "waits")
+    assert found.task == compute.task and "that it waits for ends at" in found.message
+
+
+@pytest.mark.parametrize("name", ["renamed", "forward"])
+def test_a_step_without_the_optimizers_update_is_noticed(name: str) -> None:
+    last = FILE.forecast.spans[-1]
+    assert "0 times, not once" in only(with_span(last.task, name=name), "updates").message

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,7 +34,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
 """Name of a command -> where it is (``module:attribute``), and the line about it in ``zerograph --help``, which is
 said here so that listing the commands imports none of them."""
 
-FAILED, USAGE, INTERRUPTED = 1, 2, 130
+FAILED, USAGE, INTERNAL, INTERRUPTED = 1, 2, 70, 130
 
 
 class Commands(click.Group):
@@ -80,6 +81,11 @@ class Commands(click.Group):
                 raise
             message = str(error).partition("\n\nhint: ")[0]
             code = _show(message, error.hint, USAGE if isinstance(error, ConfigError | UnsupportedError) else FAILED)
+        except Exception:
+            if os.environ.get("ZEROGRAPH_DEBUG") == "1":
+                raise
+            traceback.print_exc()
+            code = _show("this is a mistake in ZeroGraph", "please report it with the lines above", INTERNAL)
         sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -9,7 +9,7 @@ import click
 
 from zerograph.cli.options import as_json, folder
 from zerograph.cli.terminal import Cell, progress, show_table
-from zerograph.errors import ConfigError
+from zerograph.files import check_writable
 from zerograph.units import format_bytes
 
 if TYPE_CHECKING:
@@ -43,21 +43,6 @@ def bench(output: Path | None, path: Path, world: int | None, quick: bool, json_
         show_table(rows(machine))
     if output is not None:
         click.echo(f"wrote {output}", err=True)
-
-
-def check_writable(path: Path) -> None:
-    """Before seconds are spent on what cannot be saved.
-
-    Raises:
-        ConfigError: ``path`` is no file that can be written.
-    """
-    existed = path.exists()
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}", "-o FILE in a folder that exists") from None
-    if not existed:
-        path.unlink()
 
 
 def rows(machine: Machine) -> list[list[Cell]]:

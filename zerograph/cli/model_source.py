@@ -6,12 +6,14 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from zerograph.errors import ConfigError
+from zerograph.errors import ConfigError, ZeroGraphError
 
 
 def model_maker(text: str, *, batch: int = 1, seq: int = 1024) -> Callable[[], Any]:
@@ -39,7 +41,26 @@ def model_maker(text: str, *, batch: int = 1, seq: int = 1024) -> Callable[[], A
         public = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
         raise ConfigError(f"{name} is {found} in {where}", f"it has {', '.join(sorted(public)) or 'no callable'}")
     _refuse_arguments(text, made)
-    return made  # type: ignore[no-any-return]
+
+    def make() -> Any:
+        with _of_the_user(text):
+            return made()
+
+    return make
+
+
+@contextmanager
+def _of_the_user(text: str) -> Iterator[None]:
+    """Whatever the user's own code raises, as an error about MODEL; its traceback stays the cause."""
+    try:
+        yield
+    except ZeroGraphError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        hint = f"mend {last.filename}:{last.lineno}; with ZEROGRAPH_DEBUG=1 the traceback is shown"
+        raise ConfigError(f"{text} raises {what}", hint) from error
 
 
 def _refuse_arguments(text: str, made: Callable[..., Any]) -> None:
@@ -63,7 +84,8 @@ def _from_file(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # dataclasses and pickles of the file look their module up
     sys.path.insert(0, str(path.parent.resolve()))  # as for a script: its neighbours can be imported
-    spec.loader.exec_module(module)
+    with _of_the_user(str(path)):
+        spec.loader.exec_module(module)
     return module
 
 
@@ -74,4 +96,8 @@ def _from_path(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
             raise ConfigError(f"there is no module {name}", "give file.py:callable for a file") from None
-        raise
+        with _of_the_user(name):
+            raise
+    except Exception:
+        with _of_the_user(name):
+            raise

@@ -13,6 +13,7 @@ from zerograph.cli.options import SIZE, Parsed
 from zerograph.cli.terminal import progress, show_lines
 from zerograph.cli.view.screen import show_summary
 from zerograph.config import OFFLOAD, OFFLOAD_TIERS
+from zerograph.files import check_writable
 from zerograph.machine import machine_from
 from zerograph.planfile import PlanFile
 from zerograph.planner.estimate import RESERVE
@@ -73,8 +74,15 @@ def plan(model: str, what: Name | None, output: Path | None, explain: bool, json
 
     --largest solves for the batch or the sequence: the step is traced once for all sizes, and the plan is that of the
     largest one that fits the memory.
+
+    With --memory, or at stage auto, the fastest plan that fits is searched for; what an option fixes stays as it is.
     """
-    machine = machine_from(options.pop("machine"), options.pop("memory"))
+    if output is not None:
+        check_writable(output)
+    memory = options.pop("memory")
+    machine = machine_from(options.pop("machine"), memory)
+    if memory is not None and options["offload"] == "none" and what is None:
+        options["memory"] = memory  # to search within, whatever the stage
     options["fold"] = not options.pop("whole")
     options = {name: value for name, value in options.items() if value is not None or name == "dtype"}
     with progress() as say:
@@ -115,8 +123,8 @@ def _report_overruns(file: PlanFile) -> int:
         need, have = format_bytes(peak.bytes), format_bytes(file.budget[tier])
         click.echo(f"error: {tier} memory: needs {need}, has {have}, at {peak.name} {peak.source}", err=True)
     if over:
-        click.echo(
-            "\nhint: more ranks, a higher --stage, a smaller --batch or --seq; see `zerograph estimate`",
-            err=True,
-        )
+        device = over.get("device") is not None
+        hint = "--memory searches for a plan that fits, and says what would help where none does" if device else ""
+        hint = hint or "more ranks, or a machine with more of it; see `zerograph estimate`"
+        click.echo(f"\nhint: {hint}", err=True)
     return 1 if over else 0

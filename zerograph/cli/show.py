@@ -73,6 +73,11 @@ def show(
     """
     if at is not None and measured is not None:
         raise click.UsageError("--at shows what the plan holds, --measured what a run did: give one of them")
+    written = [name.replace("_", "-") for name, path in files.items() if path is not None]
+    if measured is not None and written:
+        raise click.UsageError(
+            f"--{written[0]} draws the plan alone, --measured lays a run beside its tables: one of them"
+        )
     file = read_plan(plan)
     run = None if measured is None else read_run(measured)
     instant = None if at is None else moment(file, find_task(file, at))

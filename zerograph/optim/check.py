@@ -23,6 +23,9 @@ _NOT_ELEMENTWISE = {
 }
 
 
+_NOT_FUSED = {"SGD", "Adagrad"}
+
+
 class OptimizerCheck:
     """Looks at every optimizer before its first step, and again when its backend has sharded more since, or more of
     what it has not sharded has gradients."""
@@ -74,6 +77,8 @@ class OptimizerCheck:
     def _refuse_not_elementwise(self, optimizer: Optimizer) -> None:
         names = [c.__name__ for c in type(optimizer).__mro__]
         reason = next((_NOT_ELEMENTWISE[n] for n in names if n in _NOT_ELEMENTWISE), "")
+        if _NOT_FUSED & set(names) and any(group.get("fused") for group in optimizer.param_groups):
+            reason = "torch has no fused kernel of it for DTensors; fused=False has the others"
         if reason and any(isinstance(p, DTensor) and id(p) in self._params for p in _params_of(optimizer)):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} cannot update parameters that are split over ranks: {reason}",

@@ -64,6 +64,17 @@ def _streams(file: PlanFile) -> Iterator[Violation]:
                 yield _at("streams", span, text)
 
 
+def _waits(file: PlanFile) -> Iterator[Violation]:
+    spans = file.forecast.spans
+    for place, span in enumerate(spans):
+        for task in span.after:
+            if not 0 <= task < place:
+                yield _at("waits", span, f"{span.name}, task {place}, waits for task {task}, which is none before it")
+            elif spans[task].end > span.start + _NOISE:
+                text = f"{span.name} starts at {span.start:g} s, {spans[task].name} that it waits for ends at "
+                yield _at("waits", span, f"{text}{spans[task].end:g} s")
+
+
 def _budget(file: PlanFile) -> Iterator[Violation]:
     for tier, curve in file.forecast.memory.items():
         budget = file.budget.get(tier, 0)
@@ -203,14 +214,16 @@ CHECKS: Mapping[str, tuple[str, Finder]] = {
     "memory": ("no tier ever holds less than nothing", _memory),
     "peaks": ("the peak of a tier is the highest that it holds", _peaks),
     "tasks": ("tasks stand in program order and end after they start", _tasks),
+    "waits": ("tasks wait for earlier ones, and start when these have ended", _waits),
     "streams": ("tasks of one stream follow one another", _streams),
     "buckets": ("every parameter is in exactly one bucket", _buckets),
     "holdings": ("what is held is held by tasks of the step", _holdings),
     "plan": ("homes, tiles and stage of the plan go together", _of("plan", moves.sense)),
     "reductions": ("gradients of every bucket are reduced once, tile by tile", _of("reductions", moves.reductions)),
-    "updates": ("shards whose states live off the device are updated there, once", _of("updates", moves.updates)),
+    "updates": ("every shard is updated once, where its states live", _of("updates", moves.updates)),
     "arrivals": ("what is read has come from the tier where it lives", _of("arrivals", moves.arrivals)),
     "returns": ("saved activations are back before they are read", _of("returns", moves.returns)),
+    "use": ("sharded parameters are gathered, and something that computes waits for it", _of("use", moves.use)),
     "gathers": ("nothing is gathered while it is whole, and few tiles are at a time", _of("gathers", moves.gathers)),
     "critical path": ("the critical path is a chain from the step's start to its end", _critical_path),
 }

@@ -59,6 +59,10 @@ def updates(file: PlanFile) -> Iterator[Found]:
         if wanted[label] != done[label]:
             text = f"{label} is updated on the host {done[label]} times, not {wanted[label]}"
             yield None, label.partition(" tile ")[0], text
+    here = any(b.homes.optimizer == "device" and any(p.trainable for p in b.params) for b in file.plan.buckets)
+    steps = sum(span.stream == "compute" and span.name == "optimizer update" for span in file.forecast.spans)
+    if here and steps != 1:
+        yield None, "optimizer", f"the optimizer updates what lives on the device {steps} times, not once"
 
 
 def arrivals(file: PlanFile) -> Iterator[Found]:
@@ -102,6 +106,21 @@ def returns(file: PlanFile) -> Iterator[Found]:
         if f"{left} activations of {layer}" not in before:
             yield span, span.module, f"{span.name} does not wait for {left} activations of {layer}"
         if (move == "fetch" or not staged) and index not in awaited:
+            yield span, span.module, f"nothing that computes waits for {span.name}"
+
+
+def use(file: PlanFile) -> Iterator[Found]:
+    """Every sharded bucket is gathered, and something that computes waits for every gather."""
+    if file.plan.world_size == 1 or file.plan.stage == 0:
+        return
+    spans = file.forecast.spans
+    awaited = {task for span in spans if span.stream == "compute" for task in span.after}
+    gathered = {span.module for span in spans if span.stream == "gather"}
+    for bucket in file.plan.buckets:
+        if bucket.name not in gathered and any(p.sharded for p in bucket.params):
+            yield None, bucket.name, f"{bucket.name} is sharded and never gathered"
+    for index, span in enumerate(spans):
+        if span.stream == "gather" and index not in awaited:
             yield span, span.module, f"nothing that computes waits for {span.name}"
 
 
