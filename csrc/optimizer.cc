@@ -114,7 +114,7 @@ Coefficients coefficients_of(const Rule& rule, double factor, double step, bool 
   switch (rule.algorithm) {
     case Algorithm::adam:
       by.rate = to_float(-(rule.lr / (1.0 - std::pow(rule.beta1, step))));
-      by.root = to_float(std::sqrt(1.0 - std::pow(rule.beta2, step)));
+      by.root = to_float(1.0 / std::sqrt(1.0 - std::pow(rule.beta2, step)));
       break;
     case Algorithm::sgd:
       by.momentum = to_float(rule.momentum);

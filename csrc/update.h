@@ -27,7 +27,7 @@ struct Coefficients {
   float rest;      // sgd: 1 - dampening; adam and lion: 1 - beta1
   float beta2;
   float rest2;     // 1 - beta2
-  float root;      // adam: sqrt(1 - beta2^step)
+  float root;      // adam: 1 / sqrt(1 - beta2^step), by which one division less is the last bit of the denominator
   float eps;
   float rate;      // minus the step size, which adam divides by 1 - beta1^step
 };

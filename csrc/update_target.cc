@@ -62,12 +62,29 @@ inline void finish_stream() {
 // One row as the cores see it.
 struct Row {
   float* param;
-  const float* grad;
+  const void* grad;  // of type G, as each core has it
   float* states[kSlots];
   size_t count;
+  size_t streams;  // tensors read from memory, and what of them comes kAhead elements after this row
+  const std::byte* ahead[2 + kSlots];
+  size_t sizes[2 + kSlots];  // of their elements
 };
 
-template <bool kCoupled, bool kAmsgrad>
+constexpr size_t kBlock = 64;
+constexpr size_t kAhead = 512;  // elements; 1024 of float32 are a page, and loads that far apart disturb one another
+
+// Ends the block that begins at `begin`, and asks for memory that is needed later: the processor's own prefetchers stop
+// at every page, and the divisions leave them idle.
+inline size_t next_block(const Row& row, size_t begin) {
+  const size_t end = row.count - begin < kBlock ? row.count : begin + kBlock;
+  for (size_t k = 0; k < row.streams; ++k) {
+    const std::byte* first = row.ahead[k] + begin * row.sizes[k];
+    for (size_t at = 0; at < kBlock * row.sizes[k]; at += 64) __builtin_prefetch(first + at);
+  }
+  return end;
+}
+
+template <typename G, bool kCoupled, bool kAmsgrad>
 uint32_t adam(const Coefficients& by, const Row& row) {
   const float factor = by.factor, decay = by.decay, weight_decay = by.weight_decay, rest = by.rest, beta2 = by.beta2;
   const float rest2 = by.rest2, root = by.root, eps = by.eps, rate = by.rate;
@@ -75,122 +92,152 @@ uint32_t adam(const Coefficients& by, const Row& row) {
   const bool near = rest < 0.5f;
   const float weight = near ? rest : rest - 1.0f;
   float* __restrict p = row.param;
-  const float* __restrict gradient = row.grad;
+  const G* __restrict gradient = static_cast<const G*>(row.grad);
   float* __restrict average = row.states[0];
   float* __restrict square = row.states[1];
   float* __restrict largest = row.states[2];
   uint32_t noted = 0;
-  for (size_t i = 0; i < row.count; ++i) {
-    float g = gradient[i] * factor;
-    noted |= note(g);
-    float value = p[i] * decay;
-    if constexpr (kCoupled) g = g + weight_decay * value;
-    const float m = (near ? average[i] : g) + weight * (g - average[i]);
-    const float v = square[i] * beta2 + rest2 * g * g;
-    average[i] = m;
-    square[i] = v;
-    float top = v;
-    if constexpr (kAmsgrad) {
-      const float before = largest[i];
-      top = v > before || v != v ? v : before;  // NaN stays, as in torch.maximum
-      largest[i] = top;
+  for (size_t begin = 0, end; begin < row.count; begin = end) {
+    end = next_block(row, begin);
+    for (size_t i = begin; i < end; ++i) {
+      float g = widen(gradient[i]) * factor;
+      noted |= note(g);
+      float value = p[i] * decay;
+      if constexpr (kCoupled) g = g + weight_decay * value;
+      const float m = (near ? average[i] : g) + weight * (g - average[i]);
+      const float v = square[i] * beta2 + rest2 * g * g;
+      average[i] = m;
+      square[i] = v;
+      float top = v;
+      if constexpr (kAmsgrad) {
+        const float before = largest[i];
+        top = v > before || v != v ? v : before;  // NaN stays, as in torch.maximum
+        largest[i] = top;
+      }
+      p[i] = value + rate * m / (__builtin_sqrtf(top) * root + eps);
     }
-    p[i] = value + rate * m / (__builtin_sqrtf(top) / root + eps);
   }
   return noted;
 }
 
-template <bool kCoupled, bool kMomentum, bool kNesterov, bool kFresh>
+template <typename G, bool kCoupled, bool kMomentum, bool kNesterov, bool kFresh>
 uint32_t sgd(const Coefficients& by, const Row& row) {
   const float factor = by.factor, weight_decay = by.weight_decay, momentum = by.momentum, rest = by.rest;
   const float rate = by.rate;
   float* __restrict p = row.param;
-  const float* __restrict gradient = row.grad;
+  const G* __restrict gradient = static_cast<const G*>(row.grad);
   float* __restrict buffer = row.states[0];
   uint32_t noted = 0;
-  for (size_t i = 0; i < row.count; ++i) {
-    float g = gradient[i] * factor;
-    noted |= note(g);
-    const float value = p[i];
-    if constexpr (kCoupled) g = g + weight_decay * value;
-    if constexpr (kMomentum) {
-      const float velocity = kFresh ? g : buffer[i] * momentum + rest * g;
-      buffer[i] = velocity;
-      g = kNesterov ? g + momentum * velocity : velocity;
+  for (size_t begin = 0, end; begin < row.count; begin = end) {
+    end = next_block(row, begin);
+    for (size_t i = begin; i < end; ++i) {
+      float g = widen(gradient[i]) * factor;
+      noted |= note(g);
+      const float value = p[i];
+      if constexpr (kCoupled) g = g + weight_decay * value;
+      if constexpr (kMomentum) {
+        const float velocity = kFresh ? g : buffer[i] * momentum + rest * g;
+        buffer[i] = velocity;
+        g = kNesterov ? g + momentum * velocity : velocity;
+      }
+      p[i] = value + rate * g;
     }
-    p[i] = value + rate * g;
   }
   return noted;
 }
 
-template <bool kCoupled>
+template <typename G, bool kCoupled>
 uint32_t adagrad(const Coefficients& by, const Row& row) {
   const float factor = by.factor, weight_decay = by.weight_decay, eps = by.eps, rate = by.rate;
   float* __restrict p = row.param;
-  const float* __restrict gradient = row.grad;
+  const G* __restrict gradient = static_cast<const G*>(row.grad);
   float* __restrict sum = row.states[0];
   uint32_t noted = 0;
-  for (size_t i = 0; i < row.count; ++i) {
-    float g = gradient[i] * factor;
-    noted |= note(g);
-    const float value = p[i];
-    if constexpr (kCoupled) g = g + weight_decay * value;
-    const float total = sum[i] + g * g;
-    sum[i] = total;
-    p[i] = value + rate * g / (__builtin_sqrtf(total) + eps);
+  for (size_t begin = 0, end; begin < row.count; begin = end) {
+    end = next_block(row, begin);
+    for (size_t i = begin; i < end; ++i) {
+      float g = widen(gradient[i]) * factor;
+      noted |= note(g);
+      const float value = p[i];
+      if constexpr (kCoupled) g = g + weight_decay * value;
+      const float total = sum[i] + g * g;
+      sum[i] = total;
+      p[i] = value + rate * g / (__builtin_sqrtf(total) + eps);
+    }
   }
   return noted;
 }
 
 // Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", in the order of the authors' PyTorch code.
+template <typename G>
 uint32_t lion(const Coefficients& by, const Row& row) {
   const float factor = by.factor, decay = by.decay, beta1 = by.momentum, rest = by.rest, beta2 = by.beta2;
   const float rest2 = by.rest2, rate = by.rate;
   float* __restrict p = row.param;
-  const float* __restrict gradient = row.grad;
+  const G* __restrict gradient = static_cast<const G*>(row.grad);
   float* __restrict average = row.states[0];
   uint32_t noted = 0;
-  for (size_t i = 0; i < row.count; ++i) {
-    const float g = gradient[i] * factor;
-    noted |= note(g);
-    const float m = average[i];
-    const float direction = m * beta1 + rest * g;
-    const float sign = direction > 0.0f ? 1.0f : direction < 0.0f ? -1.0f : 0.0f;  // of NaN: 0, as torch.sign
-    average[i] = m * beta2 + rest2 * g;
-    p[i] = p[i] * decay + rate * sign;
+  for (size_t begin = 0, end; begin < row.count; begin = end) {
+    end = next_block(row, begin);
+    for (size_t i = begin; i < end; ++i) {
+      const float g = widen(gradient[i]) * factor;
+      noted |= note(g);
+      const float m = average[i];
+      const float direction = m * beta1 + rest * g;
+      const float sign = direction > 0.0f ? 1.0f : direction < 0.0f ? -1.0f : 0.0f;  // of NaN: 0, as torch.sign
+      average[i] = m * beta2 + rest2 * g;
+      p[i] = p[i] * decay + rate * sign;
+    }
   }
   return noted;
 }
 
 using Core = uint32_t (*)(const Coefficients&, const Row&);
 
-template <bool kCoupled>
+template <typename G, bool kCoupled>
 Core core_of(const Coefficients& by) {
   switch (by.algorithm) {
-    case Algorithm::adam: return by.amsgrad ? adam<kCoupled, true> : adam<kCoupled, false>;
+    case Algorithm::adam: return by.amsgrad ? adam<G, kCoupled, true> : adam<G, kCoupled, false>;
     case Algorithm::sgd:
-      if (by.momentum == 0.0f) return sgd<kCoupled, false, false, false>;
-      if (by.fresh) return by.nesterov ? sgd<kCoupled, true, true, true> : sgd<kCoupled, true, false, true>;
-      return by.nesterov ? sgd<kCoupled, true, true, false> : sgd<kCoupled, true, false, false>;
-    case Algorithm::adagrad: return adagrad<kCoupled>;
-    default: return lion;
+      if (by.momentum == 0.0f) return sgd<G, kCoupled, false, false, false>;
+      if (by.fresh) return by.nesterov ? sgd<G, kCoupled, true, true, true> : sgd<G, kCoupled, true, false, true>;
+      return by.nesterov ? sgd<G, kCoupled, true, true, false> : sgd<G, kCoupled, true, false, false>;
+    case Algorithm::adagrad: return adagrad<G, kCoupled>;
+    default: return lion<G>;
   }
+}
+
+template <typename G>
+Core core_of(const Coefficients& by) {
+  return by.coupled ? core_of<G, true>(by) : core_of<G, false>(by);
 }
 
 bool update(const Coefficients& by, const Span& span) {
   alignas(64) float params[kLine], grads[kLine], states[kSlots][kLine];
   alignas(64) std::byte narrowed[kLine * sizeof(float)];
-  const Core core = by.coupled ? core_of<true>(by) : core_of<false>(by);
+  // A gradient of bfloat16 costs one shift where it is used; one of float16 goes through a buffer.
+  const bool shifted = span.grad_dtype == DType::bfloat16;
+  const Core core = shifted ? core_of<BFloat16>(by) : core_of<float>(by);
   uint32_t noted = 0;
   for (size_t at = 0; at < span.count; at += kLine) {
     const size_t count = span.count - at < kLine ? span.count - at : kLine;
     Row row{};
     row.count = count;
-    row.grad = read(span.grad, span.grad_dtype, at, count, grads);
+    row.grad = shifted ? static_cast<const void*>(span.grad + at * sizeof(BFloat16))
+                       : read(span.grad, span.grad_dtype, at, count, grads);
     row.param = const_cast<float*>(read(span.param, span.param_dtype, at, count, params));
     for (size_t slot = 0; slot < kSlots; ++slot)
       if (span.states[slot] != nullptr)
         row.states[slot] = const_cast<float*>(read(span.states[slot], span.state_dtype, at, count, states[slot]));
+    const auto fetch = [&](const std::byte* base, DType dtype) {
+      const size_t size = dtype == DType::float32 ? 4 : 2;
+      row.ahead[row.streams] = base + (at + kAhead) * size;
+      row.sizes[row.streams++] = size;
+    };
+    fetch(span.param, span.param_dtype);
+    fetch(span.grad, span.grad_dtype);
+    for (size_t slot = 0; slot < kSlots; ++slot)
+      if (span.states[slot] != nullptr) fetch(span.states[slot], span.state_dtype);
     noted |= core(by, row);
     if (span.param_dtype != DType::float32) write(span.param, span.param_dtype, at, count, row.param);
     if (span.state_dtype != DType::float32)
