@@ -63,13 +63,30 @@ const std::vector<const Kernels*>& all_kernels() {
 
 const Kernels& kernels() { return *choice().kernels; }
 
-Status check_target() {
-  if (choice().kernels != nullptr) return {};
+Status find_target(const std::string& name, const Kernels*& out) {
+  if (name.empty()) {
+    ZG_TRY(check_target());
+    out = &kernels();
+    return {};
+  }
   std::string names;
-  for (const Kernels* kernels : all_kernels()) names += std::string(names.empty() ? "" : ", ") + kernels->name;
-  return fail(Code::invalid, std::string(kVariable) + "=" + choice().wanted +
-                                 " names no target that this processor runs; it runs " + names + "\n\nhint: unset " +
-                                 kVariable + " to use " + all_kernels().back()->name);
+  for (const Kernels* kernels : all_kernels()) {
+    if (name == kernels->name) {
+      out = kernels;
+      return {};
+    }
+    names += (names.empty() ? "" : ", ") + std::string(kernels->name);
+  }
+  return fail(Code::invalid, "'" + name + "' is no target that this processor runs; it runs " + names);
+}
+
+Status check_target() {
+  const Kernels* found = choice().kernels;
+  if (found != nullptr) return {};
+  Status status = find_target(choice().wanted, found);
+  status.text = std::string(kVariable) + "=" + choice().wanted + ": " + status.text + "\n\nhint: unset " + kVariable +
+                " to use " + all_kernels().back()->name;
+  return status;
 }
 
 }  // namespace zg

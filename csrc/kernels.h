@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 #include <vector>
 
 #include "dtype.h"
@@ -30,6 +31,9 @@ const Kernels& kernels();
 
 // Fails if ZEROGRAPH_SIMD names no target that this processor runs. Everything that calls kernels() asks first.
 Status check_target();
+
+// The target called `name`; of the empty name, the one in use.
+Status find_target(const std::string& name, const Kernels*& out);
 
 // Every target in this binary that this processor runs, the baseline first.
 const std::vector<const Kernels*>& all_kernels();

@@ -5,8 +5,6 @@
 #include <string>
 #include <utility>
 
-#include "kernels.h"
-
 namespace zg {
 
 namespace {
@@ -269,8 +267,8 @@ Status Ticket::wait(bool& nonfinite) {
   return {};
 }
 
-Status update(const std::vector<GroupStep>& groups, double factor, std::unique_ptr<Ticket>& ticket) {
-  ZG_TRY(check_target());
+Status update(const Kernels& kernels, const std::vector<GroupStep>& groups, double factor,
+              std::unique_ptr<Ticket>& ticket) {
   for (const GroupStep& group : groups) ZG_TRY(check_group(group));
   auto step = std::make_shared<Step>();
   for (const GroupStep& group : groups) add_group(group, factor, *step);
@@ -280,7 +278,7 @@ Status update(const std::vector<GroupStep>& groups, double factor, std::unique_p
   ticket.reset(new Ticket);
   ticket->nonfinite_ = std::shared_ptr<std::atomic<bool>>(step, &step->nonfinite);
   const std::size_t pieces = step->pieces.size();
-  ticket->job_ = submit(pieces, [step, kernel = kernels().update->update](std::size_t piece) {
+  ticket->job_ = submit(pieces, [step, kernel = kernels.update->update](std::size_t piece) {
     step->pieces.visit(piece, [&](const Range& range) {
       const Work& work = step->works[range.tensor];
       if (kernel(work.by, part(work.span, range))) step->nonfinite.store(true, std::memory_order_relaxed);
@@ -289,15 +287,14 @@ Status update(const std::vector<GroupStep>& groups, double factor, std::unique_p
   return {};
 }
 
-Status sum_squares(const std::vector<Tensor>& tensors, double& sum) {
-  ZG_TRY(check_target());
+Status sum_squares(const Kernels& kernels, const std::vector<Tensor>& tensors, double& sum) {
   Pieces pieces;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     ZG_TRY(check_tensor("a tensor", tensors[i]));
     pieces.add(i, tensors[i].count);
   }
   std::vector<double> sums(pieces.size());
-  ZG_TRY(run_pieces(sums.size(), [&, kernel = kernels().update->sum_squares](std::size_t piece) {
+  ZG_TRY(run_pieces(sums.size(), [&, kernel = kernels.update->sum_squares](std::size_t piece) {
     double total = 0.0;
     pieces.visit(piece, [&](const Range& range) {
       const Tensor& tensor = tensors[range.tensor];
@@ -311,15 +308,14 @@ Status sum_squares(const std::vector<Tensor>& tensors, double& sum) {
   return {};
 }
 
-Status accumulate(const Tensor& dst, const Tensor& src) {
-  ZG_TRY(check_target());
+Status accumulate(const Kernels& kernels, const Tensor& dst, const Tensor& src) {
   ZG_TRY(check_type("a sum", dst.dtype, dst.dtype == DType::float32, "sums of float32"));
   ZG_TRY(check_type("a term", src.dtype, is_row_type(src.dtype), kRowTypes));
   ZG_TRY(check_tensor("the sum", dst));
   ZG_TRY(check_tensor("the term", src));
   Pieces pieces;
   pieces.add(0, dst.count, head_of(dst.address, dst.dtype));
-  return run_pieces(pieces.size(), [&, kernel = kernels().update->accumulate](std::size_t piece) {
+  return run_pieces(pieces.size(), [&, kernel = kernels.update->accumulate](std::size_t piece) {
     pieces.visit(piece, [&](const Range& range) {
       kernel(pointer<float>(dst.address) + range.begin,
              pointer<const std::byte>(src.address) + range.begin * size_of(src.dtype), src.dtype, range.count);
@@ -327,13 +323,12 @@ Status accumulate(const Tensor& dst, const Tensor& src) {
   });
 }
 
-Status cast(const Tensor& src, const Tensor& dst) {
-  ZG_TRY(check_target());
+Status cast(const Kernels& kernels, const Tensor& src, const Tensor& dst) {
   ZG_TRY(check_tensor("the source", src));
   ZG_TRY(check_tensor("the destination", dst));
   Pieces pieces;
   pieces.add(0, dst.count, head_of(dst.address, dst.dtype));
-  return run_pieces(pieces.size(), [&, kernel = kernels().convert](std::size_t piece) {
+  return run_pieces(pieces.size(), [&, kernel = kernels.convert](std::size_t piece) {
     pieces.visit(piece, [&](const Range& range) {
       kernel(pointer<const std::byte>(src.address) + range.begin * size_of(src.dtype), src.dtype,
              pointer<std::byte>(dst.address) + range.begin * size_of(dst.dtype), dst.dtype, range.count);
@@ -341,9 +336,8 @@ Status cast(const Tensor& src, const Tensor& dst) {
   });
 }
 
-Status stream(const Tensor& param, const Tensor& grad, std::uint64_t exp_avg, std::uint64_t exp_avg_sq,
-              std::uint64_t copy) {
-  ZG_TRY(check_target());
+Status stream(const Kernels& kernels, const Tensor& param, const Tensor& grad, std::uint64_t exp_avg,
+              std::uint64_t exp_avg_sq, std::uint64_t copy) {
   Span span{};
   span.param = pointer<std::byte>(param.address);
   span.grad = pointer<const std::byte>(grad.address);
@@ -355,7 +349,7 @@ Status stream(const Tensor& param, const Tensor& grad, std::uint64_t exp_avg, st
   span.copy_dtype = DType::bfloat16;
   Pieces pieces;
   pieces.add(0, param.count, head_of(param.address, param.dtype));
-  return run_pieces(pieces.size(), [&, kernel = kernels().update->stream](std::size_t piece) {
+  return run_pieces(pieces.size(), [&, kernel = kernels.update->stream](std::size_t piece) {
     pieces.visit(piece, [&](const Range& range) { kernel(part(span, range)); });
   });
 }

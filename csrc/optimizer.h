@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "dtype.h"
+#include "kernels.h"
 #include "pool.h"
 #include "status.h"
 #include "update.h"
@@ -66,25 +67,26 @@ class Ticket {
   Status wait(bool& nonfinite);
 
  private:
-  friend Status update(const std::vector<GroupStep>&, double, std::unique_ptr<Ticket>&);
+  friend Status update(const Kernels&, const std::vector<GroupStep>&, double, std::unique_ptr<Ticket>&);
   std::shared_ptr<Job> job_;
   std::shared_ptr<std::atomic<bool>> nonfinite_;
 };
 
 // Increments the steps of all parameters with a gradient, and starts to update them.
-Status update(const std::vector<GroupStep>& groups, double factor, std::unique_ptr<Ticket>& ticket);
+Status update(const Kernels& kernels, const std::vector<GroupStep>& groups, double factor,
+              std::unique_ptr<Ticket>& ticket);
 
 // In float64. The result depends on the elements and on how they lie in the list, not on threads or addresses.
-Status sum_squares(const std::vector<Tensor>& tensors, double& sum);
+Status sum_squares(const Kernels& kernels, const std::vector<Tensor>& tensors, double& sum);
 
 // dst += src; dst is float32.
-Status accumulate(const Tensor& dst, const Tensor& src);
+Status accumulate(const Kernels& kernels, const Tensor& dst, const Tensor& src);
 
-Status cast(const Tensor& src, const Tensor& dst);
+Status cast(const Kernels& kernels, const Tensor& src, const Tensor& dst);
 
 // For benchmarks: a pass over memory with the traffic of an AdamW step, which adds the gradient to parameter, exp_avg and
 // exp_avg_sq (float32). `copy`, if not 0, gets the upper halves of the parameters.
-Status stream(const Tensor& param, const Tensor& grad, std::uint64_t exp_avg, std::uint64_t exp_avg_sq,
-              std::uint64_t copy);
+Status stream(const Kernels& kernels, const Tensor& param, const Tensor& grad, std::uint64_t exp_avg,
+              std::uint64_t exp_avg_sq, std::uint64_t copy);
 
 }  // namespace zg

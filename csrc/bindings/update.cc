@@ -1,5 +1,6 @@
 // Optimizer steps on the pool. Tensors are tuples of address, dtype and number of elements.
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -22,6 +23,13 @@ std::vector<Tensor> tensors(const std::vector<TensorTuple>& tuples) {
   out.reserve(tuples.size());
   for (const auto& [address, dtype, count] : tuples) out.push_back({address, dtype, count});
   return out;
+}
+
+// The target in use, or for tests the one with that name.
+const Kernels& target(const std::optional<std::string>& name) {
+  const Kernels* found = nullptr;
+  check(find_target(name.value_or(""), found));
+  return *found;
 }
 
 bool wait(Ticket& ticket) {
@@ -72,43 +80,51 @@ void bind_steps(py::module_& m) {
       .def("wait", &wait);
   m.def(
       "update",
-      [](const std::vector<GroupTuple>& groups, double factor) {
+      [](const std::vector<GroupTuple>& groups, double factor, const std::optional<std::string>& name) {
+        const Kernels& kernels = target(name);
         std::vector<GroupStep> steps;
         steps.reserve(groups.size());
         for (const auto& [rule, set, grads, dtype, fresh] : groups) steps.push_back({rule, set, grads, dtype, fresh});
         std::unique_ptr<Ticket> ticket;
-        run([&] { return update(steps, factor, ticket); });
+        run([&] { return update(kernels, steps, factor, ticket); });
         return TicketHolder(ticket.release());
       },
-      py::arg("groups"), py::arg("factor") = 1.0);
+      py::arg("groups"), py::arg("factor") = 1.0, py::arg("target") = py::none());
 }
 
 void bind_passes(py::module_& m) {
   m.def(
       "sum_squares",
-      [](const std::vector<TensorTuple>& pieces) {
+      [](const std::vector<TensorTuple>& pieces, const std::optional<std::string>& name) {
+        const Kernels& kernels = target(name);
         double sum = 0.0;
-        run([&] { return sum_squares(tensors(pieces), sum); });
+        run([&] { return sum_squares(kernels, tensors(pieces), sum); });
         return sum;
       },
-      py::arg("pieces"));
+      py::arg("pieces"), py::arg("target") = py::none());
   m.def(
       "accumulate",
-      [](std::uint64_t dst, DType dst_dtype, std::uint64_t src, DType src_dtype, std::uint64_t count) {
-        run([&] { return accumulate({dst, dst_dtype, count}, {src, src_dtype, count}); });
+      [](std::uint64_t dst, DType dst_dtype, std::uint64_t src, DType src_dtype, std::uint64_t count,
+         const std::optional<std::string>& name) {
+        const Kernels& kernels = target(name);
+        run([&] { return accumulate(kernels, {dst, dst_dtype, count}, {src, src_dtype, count}); });
       },
-      py::arg("dst"), py::arg("dst_dtype"), py::arg("src"), py::arg("src_dtype"), py::arg("count"));
+      py::arg("dst"), py::arg("dst_dtype"), py::arg("src"), py::arg("src_dtype"), py::arg("count"),
+      py::arg("target") = py::none());
   m.def(
       "cast",
       [](std::uint64_t src, DType src_dtype, std::uint64_t dst, DType dst_dtype, std::uint64_t count) {
-        run([&] { return cast({src, src_dtype, count}, {dst, dst_dtype, count}); });
+        const Kernels& kernels = target({});
+        run([&] { return cast(kernels, {src, src_dtype, count}, {dst, dst_dtype, count}); });
       },
       py::arg("src"), py::arg("src_dtype"), py::arg("dst"), py::arg("dst_dtype"), py::arg("count"));
   m.def(
       "stream",
       [](std::uint64_t param, std::uint64_t grad, DType grad_dtype, std::uint64_t exp_avg, std::uint64_t exp_avg_sq,
          std::uint64_t copy, std::uint64_t count) {
-        run([&] { return stream({param, DType::float32, count}, {grad, grad_dtype, count}, exp_avg, exp_avg_sq, copy); });
+        const Kernels& kernels = target({});
+        const Tensor params{param, DType::float32, count}, grads{grad, grad_dtype, count};
+        run([&] { return stream(kernels, params, grads, exp_avg, exp_avg_sq, copy); });
       },
       py::arg("param"), py::arg("grad"), py::arg("grad_dtype"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
       py::arg("copy"), py::arg("count"));
