@@ -74,7 +74,9 @@ class Problem:
             [self.count.data_ptr()] if counted else [],
         )
 
-    def step(self, grad: Tensor, grad_dtype: DType, target: str | None = None, factor: float = 1.0, fresh: bool = False):
+    def step(
+        self, grad: Tensor, grad_dtype: DType, target: str | None = None, factor: float = 1.0, fresh: bool = False
+    ):
         groups = [(Rule(**self.rule), self.tensor_set(), [grad.data_ptr()], grad_dtype, [fresh])]
         return _core.update(groups, factor, target).wait()
 
@@ -406,7 +408,9 @@ def run_python(body: str, **environment: str) -> subprocess.CompletedProcess[str
         "tensors = TensorSet([(a, DType.float32, n)], [], DType.float32, [], DType.bfloat16, [])\n"
         "def start(): return _core.update([(Rule(Algorithm.sgd, lr=1.0), tensors, [a], DType.float32, [])])\n"
     )
-    variables = {key: value for key, value in os.environ.items() if not key.startswith(("LOCAL_", "ZEROGRAPH_", "OMP_"))}
+    variables = {
+        key: value for key, value in os.environ.items() if not key.startswith(("LOCAL_", "ZEROGRAPH_", "OMP_"))
+    }
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", prelude + body],
         env={**variables, **environment},
