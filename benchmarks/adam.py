@@ -26,7 +26,6 @@ from typing import Any
 import psutil
 import torch
 from facts import Load, append_json, describe, machine_facts
-from torch import Tensor
 
 from zerograph import _core
 from zerograph._core import Algorithm, DType, Rule, TensorSet
@@ -99,7 +98,7 @@ class Tensors:
     def deepspeed(self) -> Variants:
         """Nothing where DeepSpeed is not installed."""
         try:
-            from deepspeed.ops.adam import DeepSpeedCPUAdam  # noqa: PLC0415
+            from deepspeed.ops.adam import DeepSpeedCPUAdam
         except ImportError:
             return {}
         optimizer = DeepSpeedCPUAdam(self.params, betas=BETAS, adamw_mode=True, **RULE)

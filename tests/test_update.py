@@ -25,15 +25,38 @@ TARGETS = _core.kernel_targets()
 SPECIAL = [0.0, -0.0, math.nan, math.inf, -math.inf, 1e-40, -1e-45, 1e-38, 3e38, -3e38, 6e-8, 65504.0]
 
 RULES: dict[str, dict[str, Any]] = {
-    "adam": dict(algorithm=Algorithm.adam, lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8),
-    "adam-decayed": dict(algorithm=Algorithm.adam, lr=1e-2, beta1=0.4, beta2=0.99, eps=1e-6, weight_decay=0.1),
-    "adamw": dict(algorithm=Algorithm.adam, lr=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, decoupled=True),
-    "amsgrad": dict(algorithm=Algorithm.adam, lr=1e-2, beta1=0.9, beta2=0.9, eps=1e-8, amsgrad=True, maximize=True),
-    "sgd": dict(algorithm=Algorithm.sgd, lr=0.1, weight_decay=0.01, maximize=True),
-    "momentum": dict(algorithm=Algorithm.sgd, lr=0.1, momentum=0.9, dampening=0.1),
-    "nesterov": dict(algorithm=Algorithm.sgd, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
-    "adagrad": dict(algorithm=Algorithm.adagrad, lr=0.1, eps=1e-10, lr_decay=0.01, weight_decay=0.01),
-    "lion": dict(algorithm=Algorithm.lion, lr=1e-3, beta1=0.9, beta2=0.99, weight_decay=0.1),
+    "adam": {"algorithm": Algorithm.adam, "lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
+    "adam-decayed": {
+        "algorithm": Algorithm.adam,
+        "lr": 1e-2,
+        "beta1": 0.4,
+        "beta2": 0.99,
+        "eps": 1e-6,
+        "weight_decay": 0.1,
+    },
+    "adamw": {
+        "algorithm": Algorithm.adam,
+        "lr": 1e-2,
+        "beta1": 0.9,
+        "beta2": 0.95,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "decoupled": True,
+    },
+    "amsgrad": {
+        "algorithm": Algorithm.adam,
+        "lr": 1e-2,
+        "beta1": 0.9,
+        "beta2": 0.9,
+        "eps": 1e-8,
+        "amsgrad": True,
+        "maximize": True,
+    },
+    "sgd": {"algorithm": Algorithm.sgd, "lr": 0.1, "weight_decay": 0.01, "maximize": True},
+    "momentum": {"algorithm": Algorithm.sgd, "lr": 0.1, "momentum": 0.9, "dampening": 0.1},
+    "nesterov": {"algorithm": Algorithm.sgd, "lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    "adagrad": {"algorithm": Algorithm.adagrad, "lr": 0.1, "eps": 1e-10, "lr_decay": 0.01, "weight_decay": 0.01},
+    "lion": {"algorithm": Algorithm.lion, "lr": 1e-3, "beta1": 0.9, "beta2": 0.99, "weight_decay": 0.1},
 }
 
 
@@ -366,8 +389,8 @@ def test_arguments_that_do_not_fit_are_named() -> None:
         _core.update([(Rule(Algorithm.sgd, lr=1.0), bare, [], F32, [])])
     with pytest.raises(ValueError, match="gradients of float64"):
         _core.update([(Rule(Algorithm.sgd, lr=1.0), bare, [x.data_ptr()], F64, [])])
+    half = TensorSet(params, [[x.data_ptr()]], BF16, [], BF16, [])
     with pytest.raises(ValueError, match="states of bfloat16"):
-        half = TensorSet(params, [[x.data_ptr()]], BF16, [], BF16, [])
         _core.update([(Rule(Algorithm.lion, lr=1.0), half, [x.data_ptr()], F32, [])])
     with pytest.raises(ValueError, match="a tensor of raw4"):
         _core.sum_squares([(x.data_ptr(), DType.raw4, 8)])

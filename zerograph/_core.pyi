@@ -71,10 +71,11 @@ class Rule:
 class TensorSet:
     """Addresses and dtypes of the tensors of one group, which stay the same from step to step.
 
-    ``params``: address, dtype (float32, bfloat16, float16) and number of elements of each. ``states``: for each state one
-    address per parameter: adam's exp_avg, exp_avg_sq and, for amsgrad, max_exp_avg_sq; sgd's momentum_buffer; adagrad's
-    sum; lion's exp_avg. ``copies``: where each updated parameter is written once more; may be empty. ``steps``: each
-    parameter's count, one float32, which an update increments before it uses it; empty for sgd and lion.
+    ``params``: address, dtype (float32, bfloat16, float16) and number of elements of each. ``states``: for each state
+    one address per parameter: adam's exp_avg, exp_avg_sq and, for amsgrad, max_exp_avg_sq; sgd's momentum_buffer;
+    adagrad's sum; lion's exp_avg. Float32; adam's moments also bfloat16, not with amsgrad. ``copies``: where each
+    updated parameter is written once more; may be empty. ``steps``: each parameter's count, one float32, which an
+    update increments before it uses it; may be empty for sgd and lion.
     """
 
     def __init__(
@@ -101,9 +102,9 @@ def update(
 ) -> Ticket:
     """Starts a step and returns. Memory must live until the ticket was waited for.
 
-    For each group: rule, tensors, addresses of the gradients (0: the parameter is left alone), their dtype, and for sgd
-    whether this is each parameter's first step (may be empty: it is not). Gradients are multiplied by ``factor`` as they
-    are read. ``target``, here and below, is for tests.
+    For each group: rule, tensors, addresses of the gradients (0: the parameter is left alone), their dtype, and for
+    sgd whether this is each parameter's first step (may be empty: it is not). Gradients are multiplied by ``factor``
+    as they are read. ``target``, here and below, is for tests.
     """
 
 def sum_squares(pieces: Sequence[tuple[int, DType, int]], target: str | None = None) -> float:
