@@ -7,6 +7,15 @@
 #include <immintrin.h>
 #endif
 
+#define ZG_INLINE inline __attribute__((always_inline))
+#define ZG_INLINE_LAMBDA __attribute__((always_inline))
+// The rows of one span do not overlap.
+#ifdef __clang__
+#define ZG_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define ZG_INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
 namespace zg {
 namespace {
 
@@ -70,18 +79,27 @@ struct Row {
   size_t sizes[2 + kSlots];  // of their elements
 };
 
-constexpr size_t kBlock = 64;
-constexpr size_t kAhead = 512;  // elements; 1024 of float32 are a page, and loads that far apart disturb one another
+constexpr size_t kBlock = 64;  // elements between two requests for what comes kAhead elements later
+constexpr size_t kAhead = 512;  // 1024 of float32 are a page, and loads that far apart disturb one another
 
-// Ends the block that begins at `begin`, and asks for memory that is needed later: the processor's own prefetchers stop
-// at every page, and the divisions leave them idle.
-inline size_t next_block(const Row& row, size_t begin) {
-  const size_t end = row.count - begin < kBlock ? row.count : begin + kBlock;
+// Asks for memory that is needed later: the processor's own prefetchers stop at every page, and the divisions leave
+// them idle.
+inline void fetch(const Row& row, size_t begin) {
   for (size_t k = 0; k < row.streams; ++k) {
     const std::byte* first = row.ahead[k] + begin * row.sizes[k];
     for (size_t at = 0; at < kBlock * row.sizes[k]; at += 64) __builtin_prefetch(first + at);
   }
-  return end;
+}
+
+// Calls `body(begin, end)` for blocks of the row, with a constant distance for all but the last.
+template <typename Body>
+ZG_INLINE void in_blocks(const Row& row, Body body) {
+  size_t begin = 0;
+  for (; begin + kBlock <= row.count; begin += kBlock) {
+    fetch(row, begin);
+    body(begin, begin + kBlock);
+  }
+  if (begin < row.count) body(begin, row.count);
 }
 
 template <typename G, bool kCoupled, bool kAmsgrad>
@@ -97,8 +115,8 @@ uint32_t adam(const Coefficients& by, const Row& row) {
   float* __restrict square = row.states[1];
   float* __restrict largest = row.states[2];
   uint32_t noted = 0;
-  for (size_t begin = 0, end; begin < row.count; begin = end) {
-    end = next_block(row, begin);
+  in_blocks(row, [&](size_t begin, size_t end) ZG_INLINE_LAMBDA {
+    ZG_INDEPENDENT
     for (size_t i = begin; i < end; ++i) {
       float g = widen(gradient[i]) * factor;
       noted |= note(g);
@@ -116,7 +134,7 @@ uint32_t adam(const Coefficients& by, const Row& row) {
       }
       p[i] = value + rate * m / (__builtin_sqrtf(top) * root + eps);
     }
-  }
+  });
   return noted;
 }
 
@@ -128,8 +146,8 @@ uint32_t sgd(const Coefficients& by, const Row& row) {
   const G* __restrict gradient = static_cast<const G*>(row.grad);
   float* __restrict buffer = row.states[0];
   uint32_t noted = 0;
-  for (size_t begin = 0, end; begin < row.count; begin = end) {
-    end = next_block(row, begin);
+  in_blocks(row, [&](size_t begin, size_t end) ZG_INLINE_LAMBDA {
+    ZG_INDEPENDENT
     for (size_t i = begin; i < end; ++i) {
       float g = widen(gradient[i]) * factor;
       noted |= note(g);
@@ -142,7 +160,7 @@ uint32_t sgd(const Coefficients& by, const Row& row) {
       }
       p[i] = value + rate * g;
     }
-  }
+  });
   return noted;
 }
 
@@ -153,8 +171,8 @@ uint32_t adagrad(const Coefficients& by, const Row& row) {
   const G* __restrict gradient = static_cast<const G*>(row.grad);
   float* __restrict sum = row.states[0];
   uint32_t noted = 0;
-  for (size_t begin = 0, end; begin < row.count; begin = end) {
-    end = next_block(row, begin);
+  in_blocks(row, [&](size_t begin, size_t end) ZG_INLINE_LAMBDA {
+    ZG_INDEPENDENT
     for (size_t i = begin; i < end; ++i) {
       float g = widen(gradient[i]) * factor;
       noted |= note(g);
@@ -164,7 +182,7 @@ uint32_t adagrad(const Coefficients& by, const Row& row) {
       sum[i] = total;
       p[i] = value + rate * g / (__builtin_sqrtf(total) + eps);
     }
-  }
+  });
   return noted;
 }
 
@@ -177,8 +195,8 @@ uint32_t lion(const Coefficients& by, const Row& row) {
   const G* __restrict gradient = static_cast<const G*>(row.grad);
   float* __restrict average = row.states[0];
   uint32_t noted = 0;
-  for (size_t begin = 0, end; begin < row.count; begin = end) {
-    end = next_block(row, begin);
+  in_blocks(row, [&](size_t begin, size_t end) ZG_INLINE_LAMBDA {
+    ZG_INDEPENDENT
     for (size_t i = begin; i < end; ++i) {
       const float g = widen(gradient[i]) * factor;
       noted |= note(g);
@@ -188,7 +206,7 @@ uint32_t lion(const Coefficients& by, const Row& row) {
       average[i] = m * beta2 + rest2 * g;
       p[i] = p[i] * decay + rate * sign;
     }
-  }
+  });
   return noted;
 }
 
