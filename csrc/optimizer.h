@@ -1,5 +1,5 @@
-// Optimizer steps over lists of tensors, and what goes with them: norms, accumulation, casts. All of it runs on the pool
-// in pieces of about kPiece elements, counted over the whole list, so that many small tensors cost no more than one.
+// Optimizer steps over lists of tensors, and what goes with them: norms, accumulation, casts. All of it runs on the
+// pool in pieces of about kPiece elements, counted over the whole list, so that many small tensors cost no more than one.
 #pragma once
 
 #include <array>
@@ -84,8 +84,8 @@ Status accumulate(const Kernels& kernels, const Tensor& dst, const Tensor& src);
 
 Status cast(const Kernels& kernels, const Tensor& src, const Tensor& dst);
 
-// For benchmarks: a pass over memory with the traffic of an AdamW step, which adds the gradient to parameter, exp_avg and
-// exp_avg_sq (float32). `copy`, if not 0, gets the upper halves of the parameters.
+// For benchmarks: a pass over memory with the traffic of an AdamW step, which adds the gradient to parameter, exp_avg
+// and exp_avg_sq (float32). `copy`, if not 0, gets the upper halves of the parameters.
 Status stream(const Kernels& kernels, const Tensor& param, const Tensor& grad, std::uint64_t exp_avg,
               std::uint64_t exp_avg_sq, std::uint64_t copy);
 

@@ -28,7 +28,7 @@ Shared& shared() {
   return *instance;
 }
 
-// Held across a fork, so that the child finds it free. Everything else that threads of the parent held there is let lie.
+// Held across a fork, so that the child finds it free. What else the parent's threads held there is let lie.
 void before_fork() { shared().mutex.lock(); }
 void in_parent() { shared().mutex.unlock(); }
 void in_child() {

@@ -1,5 +1,6 @@
 // What the kernels of one target do for an optimizer step: rows of float32, other dtypes pass through a buffer in L1.
-// Arithmetic is torch's (torch/optim, the single-tensor forms) in float32. Every target gives the same bits.
+// Arithmetic is torch's (torch/optim, the single-tensor forms) in float32, but for `root` below.
+// Every target gives the same bits.
 #pragma once
 
 #include <cstddef>
@@ -16,20 +17,20 @@ constexpr std::size_t kSlots = 3;  // states of one parameter: at most exp_avg, 
 // The scalars of one parameter's step, computed in double and rounded once.
 struct Coefficients {
   Algorithm algorithm;
-  bool amsgrad;    // adam
-  bool nesterov;   // sgd
-  bool fresh;      // sgd: the momentum buffer starts as the gradient
-  bool coupled;    // weight_decay * parameter is added to the gradient
-  float factor;    // of every gradient as it is read; negative for maximize
-  float decay;     // of the parameter before its update: 1 - lr * weight_decay where that is decoupled, else 1
+  bool amsgrad;   // adam
+  bool nesterov;  // sgd
+  bool fresh;     // sgd: the momentum buffer starts as the gradient
+  bool coupled;   // weight_decay * parameter is added to the gradient
+  float factor;   // of every gradient as it is read; negative for maximize
+  float decay;    // of the parameter before its update: 1 - lr * weight_decay where that is decoupled, else 1
   float weight_decay;
   float momentum;  // sgd; adam and lion: beta1
   float rest;      // sgd: 1 - dampening; adam and lion: 1 - beta1
   float beta2;
-  float rest2;     // 1 - beta2
-  float root;      // adam: 1 / sqrt(1 - beta2^step), by which one division less is the last bit of the denominator
+  float rest2;  // 1 - beta2
+  float root;   // adam: 1 / sqrt(1 - beta2^step). torch divides by the root: one more division, for the last bit
   float eps;
-  float rate;      // minus the step size, which adam divides by 1 - beta1^step
+  float rate;  // minus the step size, which adam divides by 1 - beta1^step
 };
 
 // Elements of one parameter that lie side by side, with everything that belongs to them.
