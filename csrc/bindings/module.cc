@@ -14,4 +14,5 @@ PYBIND11_MODULE(_core, m) {
   add_exception(m, "PeerError", PyExc_RuntimeError);
   bind_mailbox(m);
   bind_kernels(m);
+  bind_update(m);
 }

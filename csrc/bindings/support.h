@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 #include "status.h"
 
@@ -19,12 +20,33 @@ void check(const Status& status);
 // Runs signal handlers; true if one raised. Called without the GIL.
 bool interrupted();
 
+// Gives the GIL away for as long as it lives. A daemon thread that wants it back while the interpreter ends is unwound by
+// CPython before 3.14, which ends the process where C++ frames are in the way: here it stays instead, as in 3.14.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() noexcept(false) {
+    Stay stay;
+    PyEval_RestoreThread(state_);
+    stay.back = true;
+  }
+
+ private:
+  struct Stay {
+    bool back = false;
+    ~Stay() {
+      while (!back) pause();
+    }
+  };
+  PyThreadState* state_;
+};
+
 // Runs `work` without the GIL and raises what it returns.
 template <typename Work>
 void run(Work work) {
   Status status;
   {
-    py::gil_scoped_release release;
+    WithoutGil release;
     status = work();
   }
   check(status);
@@ -33,5 +55,6 @@ void run(Work work) {
 // One per file of this folder, called by module.cc.
 void bind_mailbox(py::module_& m);
 void bind_kernels(py::module_& m);
+void bind_update(py::module_& m);
 
 }  // namespace zg::bindings
