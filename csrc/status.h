@@ -14,6 +14,7 @@ enum class Code {
   mismatch,     // ranks do not run the same sequence of operations      -> MismatchError
   peer,         // a peer died, aborted or closed                        -> PeerError
   timeout,      // nothing arrived in time                               -> TimeoutError
+  cancelled,    // the caller asked for it                               -> CancelledError
   interrupted,  // a Python signal handler raised                        -> that exception
 };
 

@@ -36,6 +36,7 @@ void check(const Status& status) {
     case Code::mismatch: raise_with(exception_type("MismatchError").ptr(), status);
     case Code::peer: raise_with(exception_type("PeerError").ptr(), status);
     case Code::timeout: raise_with(PyExc_TimeoutError, status);
+    case Code::cancelled: raise_with(exception_type("CancelledError").ptr(), status);
     case Code::interrupted: throw py::error_already_set();
   }
 }

@@ -33,5 +33,6 @@ void run(Work work) {
 // One per file of this folder, called by module.cc.
 void bind_mailbox(py::module_& m);
 void bind_kernels(py::module_& m);
+void bind_io(py::module_& m);
 
 }  // namespace zg::bindings
