@@ -146,6 +146,7 @@ Status IoEngine::close() {
   queue_->close();
   std::lock_guard lock(closing_);
   backend_->join();
+  queue_->release();
   return {};
 }
 

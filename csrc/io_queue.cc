@@ -109,6 +109,12 @@ void IoQueue::close() {
   notify();
 }
 
+void IoQueue::release() {
+  std::lock_guard lock(mutex_);
+  buffers_.clear();
+  staging_ = Mapping();
+}
+
 void IoQueue::notify() {
   work_.notify_all();
   if (idle_ && wake_ != nullptr) {
@@ -428,19 +434,23 @@ IoTransfer IoQueue::transfer(IoPiece& piece) {
   out.injected = true;
   if (found->effect == Fault::Effect::error) out.result = -static_cast<long>(found->value);
   if (found->effect != Fault::Effect::cut) return out;
-  // Only what a kernel would have moved is moved: whole blocks. What continues must move the rest.
+  // Whatever is told to have been moved has been, and nothing else: a write moves the whole blocks of it, as the engine
+  // goes on from there; of a read what follows is spoilt afterwards.
   const std::uint64_t told = out.bytes - std::min<std::uint64_t>(found->value, out.bytes);
+  const std::uint64_t real = out.write ? round_down(told, piece.file->offset_alignment) : out.bytes;
   out.result = static_cast<long>(told);
-  const std::uint64_t real = round_down(told, piece.file->offset_alignment);
-  if (real == 0) return out;
+  if (told == 0 || real == 0) return out;
   out.injected = false;
-  out.cut = told - real;
+  out.told = told;
   out.bytes = real;
   return out;
 }
 
 bool IoQueue::finish(IoPiece& piece, const IoTransfer& transfer, long result) {
-  if (result == static_cast<long>(transfer.bytes)) result += static_cast<long>(transfer.cut);
+  if (transfer.told != 0 && result == static_cast<long>(transfer.bytes)) {
+    if (!transfer.write) memset(transfer.memory + transfer.told, 0xEE, transfer.bytes - transfer.told);
+    result = static_cast<long>(transfer.told);
+  }
   const bool retried = result == -EINTR || result == -EAGAIN || result == -EBUSY;
   {
     std::lock_guard lock(mutex_);

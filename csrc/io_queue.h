@@ -54,7 +54,7 @@ struct IoTransfer {
   std::byte* memory;
   std::size_t bytes;
   std::uint64_t offset;
-  std::uint64_t cut = 0;  // bytes by which a test shortens the result
+  std::uint64_t told = 0;  // the result that a test makes of a success; 0: as it is
   bool injected = false;
   long result = 0;
 };
@@ -73,7 +73,8 @@ class IoQueue {
   Status done(std::uint64_t ticket, bool& out);
   Status cancel(std::uint64_t ticket, bool& cancelled);
   void finished(std::vector<std::uint64_t>& tickets);
-  void close();  // no further requests; what is there still runs
+  void close();    // no further requests; what is there still runs
+  void release();  // the staging memory, once the backend is joined
   IoStats stats() const;
   void inject(std::vector<Fault> faults);
 
@@ -148,7 +149,7 @@ class IoBackend {
   virtual ~IoBackend() = default;
   virtual const char* name() const = 0;
   virtual Status start() = 0;
-  virtual void join() = 0;  // after IoQueue::close: returns when the queue is empty
+  virtual void join() = 0;  // after IoQueue::close: returns when the queue is empty, and lets go of everything
   virtual void attach(std::uint32_t, int) {}
   virtual void detach(std::uint32_t) {}
   virtual bool register_memory(std::uint64_t, std::uint64_t) { return false; }

@@ -31,9 +31,7 @@ class Uring final : public IoBackend {
     for (Slot& slot : slots_) free_.push_back(&slot);
   }
 
-  ~Uring() override {
-    if (made_) io_uring_queue_exit(&ring_);
-  }
+  ~Uring() override { release(); }
 
   Status open(int refuse, std::string& notes) {
     wakeup_ = FileDescriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
@@ -69,11 +67,12 @@ class Uring final : public IoBackend {
 
   void join() override {
     if (thread_.joinable()) thread_.join();
+    release();
   }
 
   void attach(std::uint32_t file, int fd) override {
-    if (!fixed_files_) return;
     std::lock_guard lock(mutex_);
+    if (!fixed_files_) return;
     for (int slot = 0; slot < static_cast<int>(kFileSlots); ++slot) {
       const bool used = std::any_of(files_.begin(), files_.end(), [&](const auto& entry) { return entry.second == slot; });
       if (used) continue;
@@ -92,8 +91,8 @@ class Uring final : public IoBackend {
   }
 
   bool register_memory(std::uint64_t address, std::uint64_t bytes) override {
-    if (!fixed_buffers_ || bytes > kMaxRegistered) return false;
     std::lock_guard lock(mutex_);
+    if (!fixed_buffers_ || bytes > kMaxRegistered) return false;
     for (unsigned slot = 1; slot < kBufferSlots; ++slot) {
       const bool used =
           std::any_of(areas_.begin(), areas_.end(), [&](const auto& entry) { return entry.second.slot == slot; });
@@ -113,6 +112,15 @@ class Uring final : public IoBackend {
   }
 
  private:
+  void release() {
+    std::lock_guard lock(mutex_);
+    if (made_) io_uring_queue_exit(&ring_);
+    made_ = fixed_files_ = fixed_buffers_ = false;
+    files_.clear();
+    areas_.clear();
+    wakeup_ = FileDescriptor();
+  }
+
   struct Slot {
     IoPiece* piece = nullptr;
     IoTransfer transfer{};

@@ -58,7 +58,8 @@ class Arena:
     """Room for ``size`` bytes of tensors in ``paths``, reserved at once.
 
     ``stripe`` bytes lie on one path before the next follows, ``depth`` transfers are in flight at most, each at most
-    ``block`` bytes long. ``direct=False`` goes through the page cache. A context manager: leaving it closes it.
+    ``block`` bytes long. Memory that is not aligned goes through ``buffers`` staging buffers of ``buffer`` bytes.
+    ``direct=False`` goes through the page cache. A context manager: leaving it closes it.
 
     Raises:
         StorageError: a folder cannot be written, is a symbolic link, or has no room; with errno.
@@ -73,6 +74,8 @@ class Arena:
         stripe: int = STRIPE,
         depth: int = 32,
         block: int = STRIPE,
+        buffer: int = 4 * 2**20,
+        buffers: int = 8,
         engine: str | None = None,
         direct: bool = True,
     ) -> None:
@@ -85,10 +88,13 @@ class Arena:
         unit = ALIGNMENT if len(paths) == 1 else stripe * len(paths)
         self.stripe, self.size = stripe, -(-size // unit) * unit
         with _explained():
-            self._engine = _core.IoEngine(
-                engine or os.environ.get("ZEROGRAPH_IO") or "auto", depth=depth, block=max(block, 2**16)
-            )
-            self._slabs = [_core.Slab(os.fspath(p), self.size // len(paths), direct) for p in paths]
+            name = engine or os.environ.get("ZEROGRAPH_IO") or "auto"
+            self._engine = _core.IoEngine(name, depth=depth, block=block, buffer=buffer, buffers=buffers)
+            try:
+                self._slabs = [_core.Slab(os.fspath(p), self.size // len(paths), direct) for p in paths]
+            except OSError:
+                self._engine.close()
+                raise
         self._files = [
             self._engine.attach(s.fd, s.path, s.memory_alignment, s.offset_alignment) for s in self._slabs
         ]
@@ -206,8 +212,7 @@ class Arena:
         if not tensor.is_contiguous():
             raise ValueError(f"transfers need a contiguous tensor, got strides {tensor.stride()}\n\nhint: contiguous()")
         size = tensor.numel() * tensor.element_size()
-        if extent not in self._free:
-            raise ValueError(f"{extent} is not of this arena, or was freed")
+        self._check_extent(extent)
         if offset < 0 or offset + size > extent.bytes:
             raise ValueError(f"{size} bytes at offset {offset} do not fit into {extent}")
         address = tensor.data_ptr()
@@ -215,6 +220,12 @@ class Arena:
             if mapping.address < address + size and address < mapping.address + other.bytes:
                 raise ValueError("a tensor that maps an extent cannot be transferred itself\n\nhint: clone() it")
         return size
+
+    def _check_extent(self, extent: Extent) -> None:
+        if not self._finalizer.alive:
+            raise ValueError("the arena is closed")
+        if extent not in self._free:
+            raise ValueError(f"{extent} is not of this arena, or was freed")
 
     def _parts(self, offset: int, size: int) -> Iterator[tuple[int, int, int, int]]:
         """(path, offset there, offset in the range, bytes) of each stripe of a range of the arena."""
@@ -305,8 +316,9 @@ class Arena:
 
     def map(self, extent: Extent) -> _core.FileMapping:
         """The extent as memory that is shared with its file; the same one while it is in use. See runtime/store.py."""
-        if extent not in self._free or extent.bytes == 0:
-            raise ValueError(f"{extent} is not of this arena, was freed, or is empty")
+        self._check_extent(extent)
+        if extent.bytes == 0:
+            raise ValueError("an empty extent cannot be mapped")
         mapping = self._mappings.get(extent)
         if mapping is None:
             parts = self._parts(extent.offset, extent.room)
