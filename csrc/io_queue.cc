@@ -436,10 +436,10 @@ IoTransfer IoQueue::transfer(IoPiece& piece) {
   if (found->effect != Fault::Effect::cut) return out;
   // Whatever is told to have been moved has been, and nothing else: a write moves the whole blocks of it, as the engine
   // goes on from there; of a read what follows is spoilt afterwards.
-  const std::uint64_t told = out.bytes - std::min<std::uint64_t>(found->value, out.bytes);
+  const std::uint64_t told = out.bytes - std::min<std::uint64_t>(found->value, out.bytes - 1);
   const std::uint64_t real = out.write ? round_down(told, piece.file->offset_alignment) : out.bytes;
   out.result = static_cast<long>(told);
-  if (told == 0 || real == 0) return out;
+  if (real == 0) return out;
   out.injected = false;
   out.told = told;
   out.bytes = real;
