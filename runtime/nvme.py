@@ -95,9 +95,7 @@ class Arena:
             except OSError:
                 self._engine.close()
                 raise
-        self._files = [
-            self._engine.attach(s.fd, s.path, s.memory_alignment, s.offset_alignment) for s in self._slabs
-        ]
+        self._files = [self._engine.attach(s.fd, s.path, s.memory_alignment, s.offset_alignment) for s in self._slabs]
         self._tell(direct)
         self._free = FreeList(self.size)
         self._live: dict[int, Ticket] = {}
@@ -167,9 +165,7 @@ class Arena:
 
     # ---- transfers
 
-    def write(
-        self, extent: Extent, tensor: Tensor, priority: Priority = Priority.later, *, offset: int = 0
-    ) -> Ticket:
+    def write(self, extent: Extent, tensor: Tensor, priority: Priority = Priority.later, *, offset: int = 0) -> Ticket:
         """Begin to write ``tensor``, contiguous and in host memory, to ``extent`` from byte ``offset`` on.
 
         Memory at a multiple of the disk's alignment (``huge_tensor`` has it) is used directly; other memory is copied
@@ -181,9 +177,7 @@ class Arena:
         """Begin to fill ``tensor``, contiguous and in host memory, from ``extent`` from byte ``offset`` on."""
         return self._submit(Direction.read, extent, tensor, priority, offset)
 
-    def _submit(
-        self, direction: Direction, extent: Extent, tensor: Tensor, priority: Priority, offset: int
-    ) -> Ticket:
+    def _submit(self, direction: Direction, extent: Extent, tensor: Tensor, priority: Priority, offset: int) -> Ticket:
         size = self._check(extent, tensor, offset)
         self._reap()
         ticket = Ticket(None, direction, tensor, extent.offset + offset, size)

@@ -1,4 +1,4 @@
-"""The native core: shared-memory collectives, host kernels, file I/O (csrc/). Addresses are those of `Tensor.data_ptr()`."""
+"""The native core: shared-memory collectives, kernels, file I/O (csrc/). Addresses are those of `Tensor.data_ptr()`."""
 
 from collections.abc import Sequence
 from enum import Enum

@@ -17,7 +17,9 @@ from zerograph.runtime.extents import Extent
 from zerograph.runtime.nvme import Arena, huge_tensor
 
 KIB = 2**10
-SIZE = 300_001  # a direct middle would need 256 KiB blocks: unaligned memory is staged, aligned memory has a staged tail
+SIZE = (
+    300_001  # a direct middle would need 256 KiB blocks: unaligned memory is staged, aligned memory has a staged tail
+)
 ENGINES = ["threads"] + ["uring"] * (_core.has_uring() and _core.probe_uring() == 0)
 POINTS = {FaultPoint.read: "read", FaultPoint.write: "write"}
 PIECES = 5

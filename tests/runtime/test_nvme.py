@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,7 @@ def test_extents_are_aligned_disjoint_and_merge_when_freed(steps: list[int | Non
         else:
             assert space.largest < step
         spans = sorted((e.offset, e.offset + e.room) for e in taken if e.room)
-        assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[1] <= b[0] for a, b in pairwise(spans))
         assert space.free == space.size - sum(e.room for e in taken)
     for extent in taken:
         space.give(extent)
