@@ -3,15 +3,16 @@
     python benchmarks/nvme.py --directory DIR [--bytes 1073741824] [--repeats 5] [--blocks 1 8] [--depths 8 32 128]
 
 Every variant reads and writes the whole size past the page cache, from memory on 2 MiB pages, with the same block size
-(MiB) and depth. The variants take turns, and each repeat's ratio is to fio in the same repeat, so that a disk whose speed
-drifts does not decide. GB/s and ratios are medians, with the quartiles of the ratio; CPU seconds are those of this
-process, kernel included, for GiB moved (fio's are its own account).
+(MiB) and depth. The variants take turns, and each repeat's ratio is to fio in the same repeat, so that a disk whose
+speed drifts does not decide. GB/s and ratios are medians, with the quartiles of the ratio; CPU seconds are this process's,
+kernel included, for GiB moved (fio's are its own account).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
@@ -49,7 +50,7 @@ def ours(name: str, case: Case, slab: Slab, memory: torch.Tensor) -> Run:
     def run(verb: str) -> tuple[float, float]:
         part = [(file, 0, memory.data_ptr(), case.size, False)]
         begin, cpu = time.perf_counter(), time.process_time()
-        engine.wait(engine.submit(Direction[verb], part, Priority.soon))
+        engine.wait(engine.submit(getattr(Direction, verb), part, Priority.soon))
         return time.perf_counter() - begin, time.process_time() - cpu
 
     return run
@@ -57,24 +58,21 @@ def ours(name: str, case: Case, slab: Slab, memory: torch.Tensor) -> Run:
 
 def fio(case: Case) -> Run:
     path = case.directory / "zerograph-bench.fio"
+    huge = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # buffers on 2 MiB pages, none reserved for it
 
     def run(verb: str) -> tuple[float, float]:
         command = [
             "fio", "--name=bench", f"--filename={path}", f"--size={case.size}", f"--rw={verb}", f"--bs={case.block}",
             f"--iodepth={case.depth}", "--ioengine=io_uring", "--direct=1", "--overwrite=1", "--output-format=json",
-            "--end_fsync=0", "--fallocate=posix", "--mem=mmap", "--iomem_align=2M", *huge(),
+            "--end_fsync=0", "--fallocate=posix", "--mem=malloc", "--iomem_align=2M",
         ]  # fmt: skip
-        job = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)["jobs"][0]
+        job = json.loads(subprocess.run(command, env=huge, capture_output=True, text=True, check=True).stdout)["jobs"][
+            0
+        ]
         seconds = case.size / job[verb]["bw_bytes"]
         return seconds, (job["usr_cpu"] + job["sys_cpu"]) / 100 * seconds
 
     return run
-
-
-def huge() -> list[str]:
-    """fio takes huge pages only from the reserved pool; otherwise its buffers lie on pages of 4 KiB."""
-    free = int(Path("/proc/sys/vm/nr_hugepages").read_text() or 0)
-    return ["--mem=mmaphuge"] if free * 2 * MIB >= 2 * GIB else []
 
 
 def deepspeed(case: Case, memory: torch.Tensor) -> Run | None:

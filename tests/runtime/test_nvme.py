@@ -348,7 +348,7 @@ from zerograph import _core
 slabs = []
 print("ready", flush=True)
 while True:
-    slabs.append(_core.Slab(sys.argv[1], 4096, naming=_core.Naming[sys.argv[2]]))
+    slabs.append(_core.Slab(sys.argv[1], 4096, naming=getattr(_core.Naming, sys.argv[2])))
     if len(slabs) > 40: del slabs[:20]
     if sys.argv[2] == "named": time.sleep(0.001)
 """
