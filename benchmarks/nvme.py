@@ -4,7 +4,7 @@
 
 Every variant reads and writes the whole size past the page cache, from memory on 2 MiB pages, with the same block size
 (MiB) and depth. The variants take turns, and each repeat's ratio is to fio in the same repeat, so that a disk whose
-speed drifts does not decide. GB/s and ratios are medians, with the quartiles of the ratio; CPU seconds per GiB moved are
+speed drifts does not decide. GB/s and ratios are medians, with the quartiles of the ratio; CPU seconds per GiB are
 this process's, kernel included (fio's are its own account).
 """
 
