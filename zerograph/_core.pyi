@@ -1,4 +1,4 @@
-"""The native core: shared-memory collectives and host kernels (csrc/). Addresses are those of `Tensor.data_ptr()`."""
+"""The native core: shared-memory collectives, kernels, file I/O (csrc/). Addresses are those of `Tensor.data_ptr()`."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -13,6 +13,7 @@ class DType(Enum):
     raw4 = 6
     raw8 = 7
 
+class CancelledError(RuntimeError): ...
 class ConnectError(OSError): ...
 class MismatchError(RuntimeError): ...
 class PeerError(RuntimeError): ...
@@ -121,3 +122,84 @@ def pool_threads() -> int: ...
 def set_pool_threads(threads: int) -> None: ...
 def simd_target() -> str:
     """The kernels in use. ValueError if ZEROGRAPH_SIMD names none that this processor runs."""
+
+class Direction(Enum):
+    read = 0
+    write = 1
+
+class Priority(Enum):
+    now = 0
+    soon = 1
+    later = 2
+
+class FaultPoint(Enum):
+    read = 0
+    write = 1
+    submit = 2
+
+class FaultEffect(Enum):
+    error = 0
+    cut = 1
+    nothing = 2
+
+class IoEngine:
+    name: str
+    notes: str
+    stats: dict[str, int]
+    def __init__(
+        self,
+        engine: str = "auto",
+        *,
+        depth: int = 32,
+        threads: int = 8,
+        block: int = 8388608,
+        buffer: int = 4194304,
+        buffers: int = 8,
+        refuse: int = 0,
+    ) -> None: ...
+    def attach(self, fd: int, path: str, memory_alignment: int = 1, offset_alignment: int = 1) -> int: ...
+    def detach(self, file: int) -> None: ...
+    def register_memory(self, address: int, bytes: int) -> bool: ...
+    def unregister_memory(self, address: int) -> None: ...
+    def submit(
+        self, direction: Direction, segments: Sequence[tuple[int, int, int, int, bool]], priority: Priority
+    ) -> int: ...
+    def wait(self, ticket: int, timeout: float = -1.0) -> None: ...
+    def done(self, ticket: int) -> bool: ...
+    def cancel(self, ticket: int) -> bool: ...
+    def finished(self) -> list[int]: ...
+    def inject(self, faults: Sequence[tuple[FaultPoint, int, int, FaultEffect, int]]) -> None: ...
+    def close(self) -> None: ...
+
+def has_uring() -> bool: ...
+def probe_uring() -> int: ...
+
+class Naming(Enum):
+    automatic = 0
+    unlinked = 1
+    named = 2
+
+class Slab:
+    fd: int
+    path: str
+    bytes: int
+    direct: bool
+    notes: str
+    memory_alignment: int
+    offset_alignment: int
+    def __init__(self, folder: str, bytes: int, direct: bool = True, naming: Naming = ...) -> None: ...
+    def flush(self, offset: int, bytes: int) -> None: ...
+    def drop(self, offset: int, bytes: int) -> None: ...
+
+def remove_leftovers(folder: str) -> int: ...
+
+class HugeMemory:
+    address: int
+    def __init__(self, bytes: int) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class FileMapping:
+    address: int
+    def __init__(self, parts: Sequence[tuple[int, int, int]]) -> None: ...
+    def drop(self, offset: int, bytes: int) -> None: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...

@@ -114,6 +114,18 @@ def test_direct_io_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert storage.direct_io(tmp_path).state == "warning"
 
 
+def test_the_io_engine_is_the_one_that_offloading_uses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ZEROGRAPH_IO", "threads")
+    found = storage.io_engine(tmp_path)
+    assert found.state == "ok" and found.fact.startswith(f"threads (ZEROGRAPH_IO) on {tmp_path}: ")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("ZEROGRAPH_IO", "tape")
+    found = storage.io_engine(tmp_path)
+    assert found.state == "missing" and "'tape'" in found.fact and "ZEROGRAPH_IO=" in found.mend
+    monkeypatch.delenv("ZEROGRAPH_IO")
+    assert storage.io_engine(Path("/proc")).state == "missing"
+
+
 def test_memory_of_another_process_and_huge_pages_are_tried() -> None:
     assert memory.shared_memory().state in ("ok", "warning")
     assert memory.huge_pages().state in ("ok", "warning")
