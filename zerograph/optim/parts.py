@@ -1,0 +1,167 @@
+"""The tensors of one parameter group as the kernels take them: gathered once, and again when one of them moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerograph import _core
+from zerograph.optim.tensors import TAGS, Layout
+
+_NOTHING = torch.zeros(1)
+"""What an empty tensor is said to lie at: address 0 stands for no gradient at all."""
+
+
+@dataclass(slots=True)
+class Member:
+    """One parameter that has a gradient, with its state.
+
+    Attributes:
+        index: in its group.
+        local: this rank's part.
+        target: what is updated: ``local``, or its float32 master.
+        states: local, in the order of the kernels' slots.
+        step: how many updates it has had, one float32; None where the algorithm does not count.
+        fresh: its momentum starts from this gradient.
+    """
+
+    index: int
+    local: Tensor
+    target: Tensor
+    states: list[Tensor]
+    step: Tensor | None
+    fresh: bool
+
+
+@dataclass(slots=True)
+class Part:
+    """Members that one kernel updates together: of one dtype, one dtype of gradients, one device.
+
+    Attributes:
+        members: in the group's order.
+        watched: what has the version counters of the parameters.
+        tensors: their addresses; None on a device.
+        grad_dtype: of all gradients.
+        fresh: per member; empty after their first update.
+    """
+
+    members: list[Member]
+    watched: list[Tensor]
+    grad_dtype: torch.dtype
+    tensors: _core.TensorSet | None = None
+    fresh: list[bool] = field(default_factory=list)
+    _versions: list[int] = field(default_factory=list)
+
+    @property
+    def mastered(self) -> bool:
+        return self.members[0].target is not self.members[0].local
+
+    def addresses(self, grads: Sequence[Tensor | None]) -> list[int]:
+        """Where the members' gradients lie; 0 for those that have none."""
+        nothing = _NOTHING.data_ptr()
+        return [0 if g is None else g.data_ptr() or nothing for g in grads]
+
+    def follow_copies(self) -> None:
+        """Let masters follow low-precision parameters that something else has changed since the last update: where a
+        parameter is not its master rounded, it is what counts."""
+        if not self.mastered or [t._version for t in self.watched] == self._versions:
+            return
+        for m in self.members:
+            changed = m.target.to(m.local.dtype) != m.local
+            if changed.any():
+                m.target.copy_(torch.where(changed, m.local.to(m.target.dtype), m.target))
+
+    def updated(self, grads: Sequence[Tensor | None]) -> None:
+        """Tell autograd that the members with gradients have changed."""
+        per_member = len(self.watched) // len(self.members)
+        changed = self.watched
+        if any(g is None for g in grads):
+            changed = [t for i, t in enumerate(self.watched) if grads[i // per_member] is not None]
+        torch.autograd.graph.increment_version(changed)
+        self.fresh = []
+        if self.mastered:
+            self._versions = [t._version for t in self.watched]
+
+
+class Plan:
+    """All parts of one group, and what tells whether they still hold."""
+
+    def __init__(self, layout: Layout, slots: tuple[str, ...], parts: list[Part], state: Mapping[Tensor, Any]) -> None:
+        self.layout, self.slots, self.parts = layout, slots, parts
+        self._dtypes: list[torch.dtype | None] = [None] * len(layout.params)
+        for part in parts:
+            for m in part.members:
+                self._dtypes[m.index] = part.grad_dtype
+        self._stateful = [
+            layout.params[m.index] for part in parts for m in part.members if m.states or m.step is not None
+        ]
+        self._objects = self._found(state)
+        self._locals = [t for part in parts for m in part.members for t in _of(m)]
+        self._addresses = [t.data_ptr() for t in self._locals]
+
+    def holds(
+        self, layout: Layout, slots: tuple[str, ...], grads: Sequence[Tensor | None], state: Mapping[Tensor, Any]
+    ) -> bool:
+        """Whether the same tensors are to be updated, at the same addresses."""
+        return (
+            self.layout is layout
+            and self.slots == slots
+            and all(g is None or g.dtype is d for g, d in zip(grads, self._dtypes, strict=True))
+            and self._found(state) == self._objects
+            and [t.data_ptr() for t in self._locals] == self._addresses
+        )
+
+    def _found(self, state: Mapping[Tensor, Any]) -> list[int]:
+        nothing: dict[str, Any] = {}
+        return [id(v) for p in self._stateful for v in state.get(p, nothing).values()]
+
+
+def _of(member: Member) -> list[Tensor]:
+    counted = [member.step] if member.step is not None else []
+    mastered = [member.target] if member.target is not member.local else []
+    return [*member.states, *mastered, *counted]
+
+
+def parts_of(layout: Layout, grads: Sequence[Tensor | None], member: Callable[[int], Member]) -> list[Part]:
+    """The parts of a group whose gradients are ``grads``; ``member`` gives a parameter's state."""
+    kinds: dict[Hashable, list[tuple[Member, torch.dtype]]] = {}
+    for index, grad in enumerate(grads):
+        if grad is None:
+            continue
+        m = member(index)
+        key = (m.local.device, m.local.dtype, m.target.dtype, grad.dtype)
+        kinds.setdefault(key, []).append((m, grad.dtype))
+    found = []
+    for kind in kinds.values():
+        members, dtype = [m for m, _ in kind], kind[0][1]
+        part = Part(members, _watched(layout, members), dtype, fresh=[m.fresh for m in members])
+        if members[0].local.is_cpu:
+            part.tensors = _tensor_set(members, part.mastered)
+        found.append(part)
+    return found
+
+
+def _watched(layout: Layout, members: Sequence[Member]) -> list[Tensor]:
+    """As many per member, as :meth:`Part.updated` expects: parameters of one group are all sharded, or none is."""
+    pairs = [(layout.params[m.index], m.local) for m in members]
+    return [t for pair in pairs for t in pair] if any(p is not t for p, t in pairs) else [p for p, _ in pairs]
+
+
+def _tensor_set(members: Sequence[Member], mastered: bool) -> _core.TensorSet:
+    first = members[0]
+    return _core.TensorSet(
+        [(_at(m.target), TAGS[m.target.dtype], m.target.numel()) for m in members],
+        [[_at(m.states[slot]) for m in members] for slot in range(len(first.states))],
+        TAGS[first.states[0].dtype] if first.states else _core.DType.float32,
+        [_at(m.local) for m in members] if mastered else [],
+        TAGS[first.local.dtype],
+        [_at(m.step) for m in members if m.step is not None],
+    )
+
+
+def _at(tensor: Tensor) -> int:
+    return tensor.data_ptr() or _NOTHING.data_ptr()
