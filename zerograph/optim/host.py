@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -164,8 +164,9 @@ class HostOptimizer(Optimizer):
 
     def _update(self, layouts: Sequence[Layout], grads: Sequence[Sequence[Tensor | None]], factor: float) -> None:
         calls, touched = [], []
+        states = set(map(id, self.state.values()))
         for index, (layout, group) in enumerate(zip(layouts, self.param_groups, strict=True)):
-            for part in self._plan(index, group, layout, grads[index]).parts:
+            for part in self._plan(index, group, layout, grads[index], states).parts:
                 own = [grads[index][m.index] for m in part.members]
                 part.follow_copies()
                 touched.append((part, own))
@@ -191,9 +192,11 @@ class HostOptimizer(Optimizer):
 
     # State.
 
-    def _plan(self, index: int, group: Mapping[str, Any], layout: Layout, grads: Sequence[Tensor | None]) -> Plan:
+    def _plan(
+        self, index: int, group: Mapping[str, Any], layout: Layout, grads: Sequence[Tensor | None], states: Set[int]
+    ) -> Plan:
         plan, slots = self._plans.get(index), self._slots(group)
-        if plan is None or not plan.holds(layout, slots, grads, self.state):
+        if plan is None or not plan.holds(layout, slots, grads, states):
             parts = parts_of(layout, grads, lambda i: self._member(group, layout, i, slots))
             plan = self._plans[index] = Plan(layout, slots, parts, self.state)
         return plan

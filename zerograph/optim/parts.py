@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import itertools
+import operator
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,28 +98,35 @@ class Plan:
         for part in parts:
             for m in part.members:
                 self._dtypes[m.index] = part.grad_dtype
-        self._stateful = [
-            layout.params[m.index] for part in parts for m in part.members if m.states or m.step is not None
-        ]
-        self._objects = self._found(state)
+        params = [layout.params[m.index] for part in parts for m in part.members]
+        self._dicts = [state[p] for p in params if p in state]
+        self._values = _values(self._dicts)
         self._locals = [t for part in parts for m in part.members for t in _of(m)]
-        self._addresses = [t.data_ptr() for t in self._locals]
+        self._addresses = _addresses(self._locals)
 
-    def holds(
-        self, layout: Layout, slots: tuple[str, ...], grads: Sequence[Tensor | None], state: Mapping[Tensor, Any]
-    ) -> bool:
-        """Whether the same tensors are to be updated, at the same addresses."""
+    def holds(self, layout: Layout, slots: tuple[str, ...], grads: Sequence[Tensor | None], states: Set[int]) -> bool:
+        """Whether the same tensors are to be updated, at the same addresses; ``states`` are the ids of the dicts that
+        the optimizer holds now."""
         return (
             self.layout is layout
             and self.slots == slots
             and all(g is None or g.dtype is d for g, d in zip(grads, self._dtypes, strict=True))
-            and self._found(state) == self._objects
-            and [t.data_ptr() for t in self._locals] == self._addresses
+            and all(id(d) in states for d in self._dicts)
+            and _same(self._values, _values(self._dicts))
+            and _addresses(self._locals) == self._addresses
         )
 
-    def _found(self, state: Mapping[Tensor, Any]) -> list[int]:
-        nothing: dict[str, Any] = {}
-        return [id(v) for p in self._stateful for v in state.get(p, nothing).values()]
+
+def _values(dicts: Sequence[dict[str, Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(map(dict.values, dicts)))
+
+
+def _same(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    return len(before) == len(now) and all(map(operator.is_, before, now))
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def _of(member: Member) -> list[Tensor]:

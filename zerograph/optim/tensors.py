@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -60,7 +61,8 @@ class Layout:
         self.locals = [local_of(p) for p in self.params]
         self.split = [isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements) for p in self.params]
         self._sharded = [(p, t) for p, t in zip(self.params, self.locals, strict=True) if p is not t]
-        self._addresses = [_address(t) for t in self.locals]
+        self._strided = [t for t in self.locals if t.layout is torch.strided]  # others have no address
+        self._addresses = list(map(Tensor.data_ptr, self._strided))
         self._rows = [
             (p, isinstance(p, DTensor), t.shape, t.stride()) for p, t in zip(self.params, self.locals, strict=True)
         ]
@@ -70,9 +72,9 @@ class Layout:
         """Whether ``params`` are the same objects and lie in the same memory."""
         return (
             len(params) == len(self.params)
-            and all(p is q for p, q in zip(params, self.params, strict=True))
+            and all(map(operator.is_, params, self.params))
             and all(p._local_tensor is t for p, t in self._sharded)  # type: ignore[attr-defined]
-            and [_address(t) for t in self.locals] == self._addresses
+            and list(map(Tensor.data_ptr, self._strided)) == self._addresses
         )
 
     @functools.cached_property
@@ -153,11 +155,6 @@ class Layout:
         """What errors call a parameter."""
         known = self.names[index] if index < len(self.names) else f"{index} of its group"
         return f"parameter {known}"
-
-
-def _address(local: Tensor) -> int:
-    # Sparse and meta tensors have none; they are refused later, if they have gradients.
-    return local.data_ptr() if local.layout is torch.strided else 0
 
 
 def _like_parameter(grad: Tensor, param: Any) -> Tensor:
