@@ -46,7 +46,7 @@ def clip_grad_norm_(
     whole = [local_of(g) for g in grads if not _is_split(g)]
     mine = [local_of(g) for g in split]
     group = split[0].device_mesh.get_group() if split else None
-    norm = norm_over_ranks(mine, whole, float(norm_type), group).to(_precision(mine + whole))
+    norm = _norm_over_ranks(mine, whole, float(norm_type), group).to(_precision(mine + whole))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped"
@@ -67,7 +67,7 @@ def _is_split(grad: Tensor) -> bool:
     return isinstance(grad.placements[0], Shard)
 
 
-def norm_over_ranks(split: list[Tensor], whole: list[Tensor], p: float, group: dist.ProcessGroup | None) -> Tensor:
+def _norm_over_ranks(split: list[Tensor], whole: list[Tensor], p: float, group: dist.ProcessGroup | None) -> Tensor:
     """Norm of the gradients that are split over ``group`` and the whole ones, the same on every rank, together.
 
     Args:
@@ -79,18 +79,18 @@ def norm_over_ranks(split: list[Tensor], whole: list[Tensor], p: float, group: d
     Returns:
         A 0-d tensor, of float64 where the native kernels took the norm.
     """
-    power = _power_sum(split, p)
+    power = power_sum(split, p)
     if split:
         op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
         dist.all_reduce(power, op=op, group=group)
     power = power.to(whole[0].device) if whole and not split else power
-    other = _power_sum(whole, p).to(power.device)
+    other = power_sum(whole, p).to(power.device)
     precision = torch.promote_types(power.dtype, other.dtype)
     both = torch.stack([power.to(precision), other.to(precision)])
     return both.max() if math.isinf(p) else both.sum() ** (1.0 / p)
 
 
-def _power_sum(grads: list[Tensor], p: float) -> Tensor:
+def power_sum(grads: list[Tensor], p: float) -> Tensor:
     """Sum of ``|g|**p`` over all elements, or their largest absolute value."""
     if not grads:
         return torch.zeros(())

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -20,9 +21,9 @@ from torch.optim import Optimizer
 
 from zerograph import _core
 from zerograph.errors import CheckpointError, ConfigError, UnsupportedError
-from zerograph.optim.clip import norm_over_ranks
+from zerograph.optim.clip import power_sum
 from zerograph.optim.parts import Member, Part, Plan, parts_of
-from zerograph.optim.tensors import TAGS, Layout, local_of
+from zerograph.optim.tensors import TAGS, Gradients, Layout, local_of
 
 
 class HostOptimizer(Optimizer):
@@ -141,7 +142,7 @@ class HostOptimizer(Optimizer):
     def _factor(
         self,
         layouts: Sequence[Layout],
-        grads: Sequence[Sequence[Tensor | None]],
+        grads: Sequence[Gradients],
         grad_scale: float | Tensor | None,
         clip: float | None,
     ) -> float | None:
@@ -162,26 +163,26 @@ class HostOptimizer(Optimizer):
         ratio = clip / (norm + 1e-6) if clip is not None else 1.0
         return (1.0 if ratio > 1.0 else ratio) / scale  # a norm that is not a number stays one
 
-    def _update(self, layouts: Sequence[Layout], grads: Sequence[Sequence[Tensor | None]], factor: float) -> None:
+    def _update(self, layouts: Sequence[Layout], grads: Sequence[Gradients], factor: float) -> None:
         calls, touched = [], []
         states = set(map(id, self.state.values()))
         for index, (layout, group) in enumerate(zip(layouts, self.param_groups, strict=True)):
             for part in self._plan(index, group, layout, grads[index], states).parts:
-                own = [grads[index][m.index] for m in part.members]
+                own = grads[index].of(part.indices)
                 part.follow_copies()
                 touched.append((part, own))
                 if part.tensors is None:
                     self._on_device(group, part, own, factor)
                 else:
                     tag = TAGS[part.grad_dtype]
-                    calls.append((self._rule(group), part.tensors, part.addresses(own), tag, part.fresh))
+                    calls.append((self._rule(group), part.tensors, own.addresses, tag, part.fresh))
         if calls:
             _core.update(calls, factor).wait()
         for part, own in touched:
             part.updated(own)
 
-    def _on_device(self, group: Mapping[str, Any], part: Part, grads: list[Tensor | None], factor: float) -> None:
-        pairs = [(m, g) for m, g in zip(part.members, grads, strict=True) if g is not None]
+    def _on_device(self, group: Mapping[str, Any], part: Part, grads: Gradients, factor: float) -> None:
+        pairs = [(m, g) for m, g in zip(part.members, grads.tensors, strict=True) if g is not None]
         if not pairs:
             return
         members, present = [m for m, _ in pairs], [g.to(m.target.dtype) for m, g in pairs]
@@ -192,9 +193,7 @@ class HostOptimizer(Optimizer):
 
     # State.
 
-    def _plan(
-        self, index: int, group: Mapping[str, Any], layout: Layout, grads: Sequence[Tensor | None], states: Set[int]
-    ) -> Plan:
+    def _plan(self, index: int, group: Mapping[str, Any], layout: Layout, grads: Gradients, states: set[int]) -> Plan:
         plan, slots = self._plans.get(index), self._slots(group)
         if plan is None or not plan.holds(layout, slots, grads, states):
             parts = parts_of(layout, grads, lambda i: self._member(group, layout, i, slots))
@@ -288,7 +287,7 @@ class HostOptimizer(Optimizer):
             )
 
 
-def _norm(layouts: Sequence[Layout], grads: Sequence[Sequence[Tensor | None]]) -> float:
+def _norm(layouts: Sequence[Layout], grads: Sequence[Gradients]) -> float:
     """Norm of all gradients of all ranks, in one pass over this rank's and one scalar reduction."""
     groups = frozenset[ProcessGroup]().union(*(layout.process_groups for layout in layouts))
     if len(groups) > 1:
@@ -296,12 +295,21 @@ def _norm(layouts: Sequence[Layout], grads: Sequence[Sequence[Tensor | None]]) -
             f"parameters are split over {len(groups)} process groups, and their norm is one reduction over one",
             "make an optimizer for each, or one with skip_nonfinite=False",
         )
-    found: dict[bool, list[Tensor]] = {True: [], False: []}
-    for layout, own in zip(layouts, grads, strict=True):
-        for split, grad in zip(layout.split, own, strict=True):
-            if grad is not None:
-                found[split].append(grad)
-    return float(norm_over_ranks(found[True], found[False], 2.0, next(iter(groups), None)))
+    split, whole = (_squares(layouts, grads, split) for split in (True, False))
+    for group in groups:
+        where = next(t.device for layout in layouts for t, s in zip(layout.locals, layout.split, strict=True) if s)
+        split = split.to(where)
+        dist.all_reduce(split, group=group)
+    return math.sqrt(float(split) + float(whole))
+
+
+def _squares(layouts: Sequence[Layout], grads: Sequence[Gradients], split: bool) -> Tensor:
+    """Sum of squares of this rank's gradients, those that are split or those that are whole."""
+    pairs = list(zip(layouts, grads, strict=True))
+    pieces = [piece for layout, own in pairs for piece in layout.pieces(own, split)]
+    total = torch.tensor(_core.sum_squares(pieces) if pieces else 0.0, dtype=torch.float64)
+    elsewhere = [grad for layout, own in pairs for grad in layout.elsewhere(own, split)]
+    return power_sum(elsewhere, 2.0).double() + total if elsewhere else total
 
 
 def _counter(value: Any, device: torch.device) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from zerograph import _core
-from zerograph.optim.tensors import TAGS, Layout
-
-_NOTHING = torch.zeros(1)
-"""What an empty tensor is said to lie at: address 0 stands for no gradient at all."""
+from zerograph.optim.tensors import NOTHING, TAGS, Gradients, Layout
 
 
 @dataclass(slots=True)
@@ -45,6 +42,7 @@ class Part:
 
     Attributes:
         members: in the group's order.
+        indices: theirs.
         watched: what has the version counters of the parameters.
         tensors: their addresses; None on a device.
         grad_dtype: of all gradients.
@@ -52,6 +50,7 @@ class Part:
     """
 
     members: list[Member]
+    indices: list[int]
     watched: list[Tensor]
     grad_dtype: torch.dtype
     tensors: _core.TensorSet | None = None
@@ -61,11 +60,6 @@ class Part:
     @property
     def mastered(self) -> bool:
         return self.members[0].target is not self.members[0].local
-
-    def addresses(self, grads: Sequence[Tensor | None]) -> list[int]:
-        """Where the members' gradients lie; 0 for those that have none."""
-        nothing = _NOTHING.data_ptr()
-        return [0 if g is None else g.data_ptr() or nothing for g in grads]
 
     def follow_copies(self) -> None:
         """Let masters follow low-precision parameters that something else has changed since the last update: where a
@@ -77,12 +71,12 @@ class Part:
             if changed.any():
                 m.target.copy_(torch.where(changed, m.local.to(m.target.dtype), m.target))
 
-    def updated(self, grads: Sequence[Tensor | None]) -> None:
+    def updated(self, grads: Gradients) -> None:
         """Tell autograd that the members with gradients have changed."""
         per_member = len(self.watched) // len(self.members)
         changed = self.watched
-        if any(g is None for g in grads):
-            changed = [t for i, t in enumerate(self.watched) if grads[i // per_member] is not None]
+        if not grads.complete:
+            changed = [t for i, t in enumerate(self.watched) if grads.addresses[i // per_member]]
         torch.autograd.graph.increment_version(changed)
         self.fresh = []
         if self.mastered:
@@ -94,27 +88,31 @@ class Plan:
 
     def __init__(self, layout: Layout, slots: tuple[str, ...], parts: list[Part], state: Mapping[Tensor, Any]) -> None:
         self.layout, self.slots, self.parts = layout, slots, parts
-        self._dtypes: list[torch.dtype | None] = [None] * len(layout.params)
-        for part in parts:
-            for m in part.members:
-                self._dtypes[m.index] = part.grad_dtype
+        self._changes = layout.changes
+        self._members = {m.index for part in parts for m in part.members}
         params = [layout.params[m.index] for part in parts for m in part.members]
         self._dicts = [state[p] for p in params if p in state]
         self._values = _values(self._dicts)
         self._locals = [t for part in parts for m in part.members for t in _of(m)]
         self._addresses = _addresses(self._locals)
 
-    def holds(self, layout: Layout, slots: tuple[str, ...], grads: Sequence[Tensor | None], states: Set[int]) -> bool:
+    def holds(self, layout: Layout, slots: tuple[str, ...], grads: Sequence[Tensor | None], states: set[int]) -> bool:
         """Whether the same tensors are to be updated, at the same addresses; ``states`` are the ids of the dicts that
         the optimizer holds now."""
         return (
             self.layout is layout
             and self.slots == slots
-            and all(g is None or g.dtype is d for g, d in zip(grads, self._dtypes, strict=True))
-            and all(id(d) in states for d in self._dicts)
+            and self._changes == layout.changes
+            and self._covers(grads)
+            and states.issuperset(map(id, self._dicts))
             and _same(self._values, _values(self._dicts))
             and _addresses(self._locals) == self._addresses
         )
+
+    def _covers(self, grads: Gradients) -> bool:
+        if grads.complete:
+            return len(self._members) == len(grads.tensors)
+        return all(not a or i in self._members for i, a in enumerate(grads.addresses))
 
 
 def _values(dicts: Sequence[dict[str, Any]]) -> list[Any]:
@@ -135,10 +133,10 @@ def _of(member: Member) -> list[Tensor]:
     return [*member.states, *mastered, *counted]
 
 
-def parts_of(layout: Layout, grads: Sequence[Tensor | None], member: Callable[[int], Member]) -> list[Part]:
+def parts_of(layout: Layout, grads: Gradients, member: Callable[[int], Member]) -> list[Part]:
     """The parts of a group whose gradients are ``grads``; ``member`` gives a parameter's state."""
     kinds: dict[Hashable, list[tuple[Member, torch.dtype]]] = {}
-    for index, grad in enumerate(grads):
+    for index, grad in enumerate(grads.tensors):
         if grad is None:
             continue
         m = member(index)
@@ -147,7 +145,9 @@ def parts_of(layout: Layout, grads: Sequence[Tensor | None], member: Callable[[i
     found = []
     for kind in kinds.values():
         members, dtype = [m for m, _ in kind], kind[0][1]
-        part = Part(members, _watched(layout, members), dtype, fresh=[m.fresh for m in members])
+        part = Part(
+            members, [m.index for m in members], _watched(layout, members), dtype, fresh=[m.fresh for m in members]
+        )
         if members[0].local.is_cpu:
             part.tensors = _tensor_set(members, part.mastered)
         found.append(part)
@@ -173,4 +173,4 @@ def _tensor_set(members: Sequence[Member], mastered: bool) -> _core.TensorSet:
 
 
 def _at(tensor: Tensor) -> int:
-    return tensor.data_ptr() or _NOTHING.data_ptr()
+    return tensor.data_ptr() or NOTHING

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +23,10 @@ TAGS: dict[torch.dtype, _core.DType] = {
     torch.float16: _core.DType.float16,
 }
 """What the kernels compute on."""
+
+_NOTHING = torch.zeros(1)
+NOTHING = _NOTHING.data_ptr()
+"""Where an empty tensor is said to lie: address 0 stands for no tensor at all."""
 
 Piece = tuple[int, _core.DType, int]
 """Address, dtype and number of elements of one tensor."""
@@ -46,6 +52,30 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
+@dataclass(slots=True)
+class Gradients:
+    """One step's gradients of one group, on this rank.
+
+    Attributes:
+        tensors: in the group's order; None where there is none.
+        addresses: of each; 0 where there is none, and never for one that is merely empty.
+        complete: every parameter has one.
+    """
+
+    tensors: list[Tensor | None]
+    addresses: list[int]
+    complete: bool
+
+    def of(self, indices: Sequence[int]) -> Gradients:
+        """Those of some parameters."""
+        if len(indices) == len(self.tensors):
+            return self
+        tensors = [self.tensors[i] for i in indices]
+        return Gradients(
+            tensors, [self.addresses[i] for i in indices], self.complete or all(t is not None for t in tensors)
+        )
+
+
 class Layout:
     """The parameters of one group as they were last seen; :meth:`describes` tells whether they still are.
 
@@ -53,6 +83,8 @@ class Layout:
         params: in the group's order.
         locals: this rank's part of each.
         split: whether ranks hold different parts of it, so that its norm is summed over ranks.
+        dtypes: of each gradient that was seen last.
+        changes: how often one of ``dtypes`` changed.
     """
 
     def __init__(self, group: Mapping[str, Any]) -> None:
@@ -60,13 +92,13 @@ class Layout:
         self.names: Sequence[str] = group.get("param_names", ())
         self.locals = [local_of(p) for p in self.params]
         self.split = [isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements) for p in self.params]
+        self.dtypes: list[torch.dtype | None] = [None] * len(self.params)
+        self.changes = 0
         self._sharded = [(p, t) for p, t in zip(self.params, self.locals, strict=True) if p is not t]
         self._strided = [t for t in self.locals if t.layout is torch.strided]  # others have no address
         self._addresses = list(map(Tensor.data_ptr, self._strided))
-        self._rows = [
-            (p, isinstance(p, DTensor), t.shape, t.stride()) for p, t in zip(self.params, self.locals, strict=True)
-        ]
-        self._checked: list[torch.dtype | None] = [None] * len(self.params)
+        self._counts = [t.numel() for t in self.locals]
+        self._ordinary = all(t.is_contiguous() for t in self._strided)
 
     def describes(self, params: Sequence[Tensor]) -> bool:
         """Whether ``params`` are the same objects and lie in the same memory."""
@@ -76,6 +108,23 @@ class Layout:
             and all(p._local_tensor is t for p, t in self._sharded)  # type: ignore[attr-defined]
             and list(map(Tensor.data_ptr, self._strided)) == self._addresses
         )
+
+    def pieces(self, grads: Gradients, split: bool) -> list[Piece]:
+        """The gradients on the host, those that are split or those that are whole."""
+        wanted = [a and s is split for a, s in zip(grads.addresses, self._split_on_host, strict=True)]
+        rows = zip(grads.addresses, map(TAGS.get, self.dtypes), self._counts, strict=True)
+        return list(itertools.compress(rows, wanted))  # type: ignore[arg-type]
+
+    def elsewhere(self, grads: Gradients, split: bool) -> list[Tensor]:
+        """The same of those on devices."""
+        if None not in self._split_on_host:
+            return []
+        rows = zip(grads.tensors, self.split, self._split_on_host, strict=True)
+        return [g for g, s, host in rows if g is not None and host is None and s is split]
+
+    @functools.cached_property
+    def _split_on_host(self) -> list[bool | None]:
+        return [s if t.is_cpu else None for s, t in zip(self.split, self.locals, strict=True)]
 
     @functools.cached_property
     def process_groups(self) -> frozenset[ProcessGroup]:
@@ -95,24 +144,41 @@ class Layout:
                 found.add(p.device_mesh.get_group())
         return frozenset(found)
 
-    def gradients(self) -> list[Tensor | None]:
-        """This rank's part of each gradient, laid out as its parameter is; None where there is none.
+    def gradients(self) -> Gradients:
+        """This rank's part of each gradient, laid out as its parameter is.
 
         Raises:
             UnsupportedError: a gradient that is sparse or of another shape, or a parameter that no kernel can update.
         """
-        found: list[Tensor | None] = []
-        for i, (p, sharded, shape, strides) in enumerate(self._rows):
-            grad = p.grad
-            if grad is not None:
-                if sharded:
-                    grad = _like_parameter(grad, p)
-                if grad.dtype is not self._checked[i]:
-                    self._check(i, grad)
-                if grad.layout is not torch.strided or grad.shape != shape or grad.stride() != strides:
-                    grad = self._fitted(grad, i)
-            found.append(grad)
-        return found
+        found = [p.grad for p in self.params]
+        if self._sharded:
+            found = [g if g is None else _like_parameter(g, p) for g, p in zip(found, self.params, strict=True)]
+        complete = all(map(operator.is_not, found, itertools.repeat(None)))
+        if not self._as_before(found):
+            found = [g if g is None else self._examined(i, g) for i, g in enumerate(found)]
+        addresses = (
+            list(map(Tensor.data_ptr, found)) if complete else [g.data_ptr() if g is not None else 0 for g in found]
+        )
+        if 0 in addresses:
+            addresses = [a or (0 if g is None else NOTHING) for a, g in zip(addresses, found, strict=True)]
+        return Gradients(found, addresses, complete)
+
+    def _as_before(self, grads: Sequence[Tensor | None]) -> bool:
+        """Whether nothing needs a closer look. Few operations per gradient: there may be hundreds in every step."""
+        rows = zip(grads, self.dtypes, self._counts, strict=True)
+        try:
+            alike = [g is None or (g.dtype is d and g.is_contiguous() and g.numel() == n) for g, d, n in rows]
+            return self._ordinary and all(alike)
+        except RuntimeError:  # sparse ones have no order
+            return False
+
+    def _examined(self, index: int, grad: Tensor) -> Tensor:
+        local = self.locals[index]
+        if grad.dtype is not self.dtypes[index]:
+            self._check(index, grad)
+        if grad.layout is torch.strided and grad.shape == local.shape and grad.stride() == local.stride():
+            return grad
+        return self._fitted(grad, index)
 
     def _fitted(self, grad: Tensor, index: int) -> Tensor:
         local = self.locals[index]
@@ -149,7 +215,8 @@ class Layout:
                     f"{name}: {what}is {dtype}, and the kernels know {', '.join(map(str, TAGS))}",
                     "convert it, or use the optimizer of torch.optim",
                 )
-        self._checked[index] = grad.dtype
+        self.dtypes[index] = grad.dtype
+        self.changes += 1
 
     def name(self, index: int) -> str:
         """What errors call a parameter."""
