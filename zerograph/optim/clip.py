@@ -52,8 +52,8 @@ def clip_grad_norm_(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped"
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for group in _by_kind(mine + whole):
-        torch._foreach_mul_(group, scale.to(group[0].device))
+    for alike in _by_kind(mine + whole):
+        torch._foreach_mul_(alike, scale.to(alike[0].device))
     return norm
 
 

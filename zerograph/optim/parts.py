@@ -96,7 +96,7 @@ class Plan:
         self._locals = [t for part in parts for m in part.members for t in _of(m)]
         self._addresses = _addresses(self._locals)
 
-    def holds(self, layout: Layout, slots: tuple[str, ...], grads: Sequence[Tensor | None], states: set[int]) -> bool:
+    def holds(self, layout: Layout, slots: tuple[str, ...], grads: Gradients, states: set[int]) -> bool:
         """Whether the same tensors are to be updated, at the same addresses; ``states`` are the ids of the dicts that
         the optimizer holds now."""
         return (

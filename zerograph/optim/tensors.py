@@ -94,6 +94,7 @@ class Layout:
         self.split = [isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements) for p in self.params]
         self.dtypes: list[torch.dtype | None] = [None] * len(self.params)
         self.changes = 0
+        self._tags = [_core.DType.float32] * len(self.params)
         self._sharded = [(p, t) for p, t in zip(self.params, self.locals, strict=True) if p is not t]
         self._strided = [t for t in self.locals if t.layout is torch.strided]  # others have no address
         self._addresses = list(map(Tensor.data_ptr, self._strided))
@@ -112,8 +113,7 @@ class Layout:
     def pieces(self, grads: Gradients, split: bool) -> list[Piece]:
         """The gradients on the host, those that are split or those that are whole."""
         wanted = [a and s is split for a, s in zip(grads.addresses, self._split_on_host, strict=True)]
-        rows = zip(grads.addresses, map(TAGS.get, self.dtypes), self._counts, strict=True)
-        return list(itertools.compress(rows, wanted))  # type: ignore[arg-type]
+        return list(itertools.compress(zip(grads.addresses, self._tags, self._counts, strict=True), wanted))
 
     def elsewhere(self, grads: Gradients, split: bool) -> list[Tensor]:
         """The same of those on devices."""
@@ -153,12 +153,10 @@ class Layout:
         found = [p.grad for p in self.params]
         if self._sharded:
             found = [g if g is None else _like_parameter(g, p) for g, p in zip(found, self.params, strict=True)]
-        complete = all(map(operator.is_not, found, itertools.repeat(None)))
+        complete = all(map(operator.is_not, found, itertools.repeat(None)))  # `in` would compare tensors
         if not self._as_before(found):
             found = [g if g is None else self._examined(i, g) for i, g in enumerate(found)]
-        addresses = (
-            list(map(Tensor.data_ptr, found)) if complete else [g.data_ptr() if g is not None else 0 for g in found]
-        )
+        addresses = [0 if g is None else g.data_ptr() for g in found]
         if 0 in addresses:
             addresses = [a or (0 if g is None else NOTHING) for a, g in zip(addresses, found, strict=True)]
         return Gradients(found, addresses, complete)
@@ -215,7 +213,7 @@ class Layout:
                     f"{name}: {what}is {dtype}, and the kernels know {', '.join(map(str, TAGS))}",
                     "convert it, or use the optimizer of torch.optim",
                 )
-        self.dtypes[index] = grad.dtype
+        self.dtypes[index], self._tags[index] = grad.dtype, TAGS.get(grad.dtype, _core.DType.float64)
         self.changes += 1
 
     def name(self, index: int) -> str:
