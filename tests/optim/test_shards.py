@@ -104,7 +104,7 @@ def _clipped(stage: int, fused: bool) -> tuple[list[float], Values, list[float]]
     return losses, full_values(model), norms
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_clipping_in_the_step_counts_every_gradient_once(stage: int) -> None:
     truth = run(2, _clipped, stage, False)[0]
     ranks = run(2, _clipped, stage, True)
@@ -197,7 +197,7 @@ def _resume(path: str, kind: str) -> tuple[list[float], Values]:
 
 @pytest.mark.parametrize(
     ("before", "after", "world"),
-    [("ours", "ours", 2), ("ours", "ours", 1), ("torch", "ours", 1), ("ours", "torch", 2), ("moments", "moments", 1)],
+    [("ours", "ours", 1), ("torch", "ours", 2), ("moments", "moments", 1)],
 )
 def test_checkpoints_across_world_sizes_and_optimizers(before: str, after: str, world: int, tmp_path: Path) -> None:
     losses, values = run(2, _save, str(tmp_path), before)[0]
