@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -186,3 +187,31 @@ def test_clip_grad_norm(norm_type: float, dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)
     tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-6
     assert_close([p.grad for p in mine if p.numel()], [p.grad for p in its], tolerance, tolerance)
+
+
+def test_a_step_beside_python() -> None:
+    mine, its = parameters(), parameters()
+    ours, theirs = native.AdamW(mine, lr=0.01), native.AdamW(its, lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(ours, 100)
+    hooked = []
+    ours.register_step_pre_hook(lambda *_: hooked.append("before"))
+    ours.register_step_post_hook(lambda *_: hooked.append("after"))
+    for step in range(5):
+        give_gradients(mine, step)
+        update = ours.start_step(clip=1.0)
+        if step % 2:
+            update.wait()
+            assert update.done()
+        del update
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            schedule.step()
+        ours.zero_grad(set_to_none=False)
+        give_gradients(its, step)
+        theirs.step(clip=1.0)
+    assert_close(mine, its, 0, 0)
+    assert hooked == ["before", "after"] * 5
+    give_gradients(mine, 5)
+    ours.start_step()
+    state = ours.state_dict()
+    assert float(state["state"][0]["step"]) == 6

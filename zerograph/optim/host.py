@@ -23,7 +23,8 @@ from zerograph import _core
 from zerograph.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.optim.clip import power_sum
 from zerograph.optim.parts import Member, Part, Plan, parts_of
-from zerograph.optim.tensors import TAGS, Gradients, Layout, local_of
+from zerograph.optim.tensors import TAGS, Gradients, Layout, local_of, uses_kernels
+from zerograph.optim.update import Update
 
 
 class HostOptimizer(Optimizer):
@@ -60,6 +61,7 @@ class HostOptimizer(Optimizer):
         self.skipped, self.grad_norm = 0, math.nan
         self._layouts: dict[int, Layout] = {}
         self._plans: dict[int, Plan] = {}
+        self._running: Update | None = None
         super().__init__(params, **torchs)
         self._refuse_differentiable()
 
@@ -120,18 +122,40 @@ class HostOptimizer(Optimizer):
             UnsupportedError: a parameter or gradient that cannot be updated; nothing has changed then.
             ConfigError: ``clip`` is not positive, or ``grad_scale`` is zero.
         """
+        self._settle()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._start(grad_scale, clip).wait()
+        return loss
+
+    @Optimizer.profile_hook_step
+    @torch.no_grad()
+    def start_step(self, *, grad_scale: float | Tensor | None = None, clip: float | None = None) -> Update:
+        """As :meth:`step`, without waiting for the kernels on the host.
+
+        Until ``wait()`` of what it returns, nothing may read the parameters or change the gradients. The optimizer
+        itself waits before it does anything else.
+        """
+        self._settle()
+        self._opt_called = True  # learning rate schedulers ask for it, and see only calls of step()
+        self._running = self._start(grad_scale, clip)
+        return self._running
+
+    def _settle(self) -> None:
+        if self._running is not None:
+            self._running.wait()
+            self._running = None
+
+    def _start(self, grad_scale: float | Tensor | None, clip: float | None) -> Update:
         layouts = [self._layout(i, group) for i, group in enumerate(self.param_groups)]
         grads = [layout.gradients() for layout in layouts]
         factor = self._factor(layouts, grads, grad_scale, clip)
         if factor is None:
             self.skipped += 1
-        else:
-            self._update(layouts, grads, factor)
-        return loss
+            return Update(None, ())
+        return self._update(layouts, grads, factor)
 
     def _layout(self, index: int, group: Mapping[str, Any]) -> Layout:
         layout = self._layouts.get(index)
@@ -163,7 +187,7 @@ class HostOptimizer(Optimizer):
         ratio = clip / (norm + 1e-6) if clip is not None else 1.0
         return (1.0 if ratio > 1.0 else ratio) / scale  # a norm that is not a number stays one
 
-    def _update(self, layouts: Sequence[Layout], grads: Sequence[Gradients], factor: float) -> None:
+    def _update(self, layouts: Sequence[Layout], grads: Sequence[Gradients], factor: float) -> Update:
         calls, touched = [], []
         states = set(map(id, self.state.values()))
         for index, (layout, group) in enumerate(zip(layouts, self.param_groups, strict=True)):
@@ -176,10 +200,7 @@ class HostOptimizer(Optimizer):
                 else:
                     tag = TAGS[part.grad_dtype]
                     calls.append((self._rule(group), part.tensors, own.addresses, tag, part.fresh))
-        if calls:
-            _core.update(calls, factor).wait()
-        for part, own in touched:
-            part.updated(own)
+        return Update(_core.update(calls, factor) if calls else None, touched)
 
     def _on_device(self, group: Mapping[str, Any], part: Part, grads: Gradients, factor: float) -> None:
         pairs = [(m, g) for m, g in zip(part.members, grads.tensors, strict=True) if g is not None]
@@ -229,7 +250,7 @@ class HostOptimizer(Optimizer):
 
     def _state_dtype(self, param: Tensor) -> torch.dtype:
         """float32 on the host, whatever the parameter's dtype is; torch's fused kernels want that of the parameter."""
-        if param.device.type == "cpu":
+        if uses_kernels(local_of(param)):
             return self.moments or torch.float32
         own = torch.float32 if self._keeps_master(param) else param.dtype
         if self.moments not in (None, own):
@@ -241,6 +262,16 @@ class HostOptimizer(Optimizer):
 
     # Checkpoints and copies.
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, after an update that is under way."""
+        self._settle()
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, after an update that is under way."""
+        self._settle()
+        return super().state_dict()
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state dict, one of the same algorithm of torch.optim too.
 
@@ -250,6 +281,7 @@ class HostOptimizer(Optimizer):
         def seen(_: Optimizer, final: dict[str, Any]) -> None:
             self.__dict__["_loading"] = final
 
+        self._settle()
         handle = self.register_load_state_dict_pre_hook(seen)
         try:
             super().load_state_dict(state_dict)
@@ -258,11 +290,12 @@ class HostOptimizer(Optimizer):
             self.__dict__.pop("_loading", None)
 
     def __getstate__(self) -> dict[str, Any]:
+        self._settle()
         kept = ("master", "moments", "skip_nonfinite", "skipped", "grad_norm")
         return super().__getstate__() | {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._layouts, self._plans = {}, {}
+        self._layouts, self._plans, self._running = {}, {}, None
         super().__setstate__(state)
         self._refuse_differentiable()
         loading = self.__dict__.get("_loading")

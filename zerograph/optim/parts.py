@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zerograph import _core
-from zerograph.optim.tensors import NOTHING, TAGS, Gradients, Layout
+from zerograph.optim.tensors import NOTHING, TAGS, Gradients, Layout, uses_kernels
 
 
 @dataclass(slots=True)
@@ -148,7 +148,7 @@ def parts_of(layout: Layout, grads: Gradients, member: Callable[[int], Member]) 
         part = Part(
             members, [m.index for m in members], _watched(layout, members), dtype, fresh=[m.fresh for m in members]
         )
-        if members[0].local.is_cpu:
+        if uses_kernels(members[0].local):
             part.tensors = _tensor_set(members, part.mastered)
         found.append(part)
     return found

@@ -37,6 +37,11 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def uses_kernels(local: Tensor) -> bool:
+    """Whether ``local`` lies where our kernels work; elsewhere torch's do."""
+    return local.is_cpu
+
+
 def pieces(tensors: Sequence[Tensor]) -> list[Piece]:
     """Of dense ``tensors``, in whatever order their elements lie."""
     return [(t.data_ptr(), TAGS[t.dtype], t.numel()) for t in tensors]
@@ -124,7 +129,7 @@ class Layout:
 
     @functools.cached_property
     def _split_on_host(self) -> list[bool | None]:
-        return [s if t.is_cpu else None for s, t in zip(self.split, self.locals, strict=True)]
+        return [s if uses_kernels(t) else None for s, t in zip(self.split, self.locals, strict=True)]
 
     @functools.cached_property
     def process_groups(self) -> frozenset[ProcessGroup]:
@@ -208,7 +213,7 @@ class Layout:
                 "make it contiguous before the optimizer sees it: nn.Parameter(p.detach().contiguous())",
             )
         for what, dtype in (("", local.dtype), ("its gradient ", grad.dtype)):
-            if dtype not in TAGS and (local.is_cpu or not dtype.is_floating_point):
+            if dtype not in TAGS and (uses_kernels(local) or not dtype.is_floating_point):
                 raise UnsupportedError(
                     f"{name}: {what}is {dtype}, and the kernels know {', '.join(map(str, TAGS))}",
                     "convert it, or use the optimizer of torch.optim",
