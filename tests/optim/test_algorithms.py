@@ -11,6 +11,7 @@ import torch
 from optim.training import PAIRS, assert_close, give_gradients, parameters, train
 from torch import Tensor, nn
 
+import zerograph
 import zerograph.optim as native
 
 
@@ -191,3 +192,22 @@ def test_layouts_in_memory() -> None:
         return params
 
     assert_close(trained(native.AdamW), trained(torch.optim.AdamW))
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd momentum", "sgd"])
+def test_gradients_that_come_and_go_do_not_gather_addresses_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs, options = PAIRS[name]
+    mine, its = parameters(), parameters()
+    optimizer, other = ours(mine, **options), theirs(its, **options)
+    sets, made = zerograph._core.TensorSet, []
+    monkeypatch.setattr(zerograph._core, "TensorSet", lambda *args: made.append(1) or sets(*args))
+    for step in range(20):
+        for params, which in ((mine, optimizer), (its, other)):
+            give_gradients(params, step)
+            for i, p in enumerate(params):
+                if (step >> i) % 2 == 0:
+                    p.grad = None
+            which.step()
+    assert_close(mine, its)
+    assert len(made) == len(mine)
+    assert optimizer.state_dict()["state"].keys() == other.state_dict()["state"].keys()

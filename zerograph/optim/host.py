@@ -188,11 +188,12 @@ class HostOptimizer(Optimizer):
         return (1.0 if ratio > 1.0 else ratio) / scale  # a norm that is not a number stays one
 
     def _update(self, layouts: Sequence[Layout], grads: Sequence[Gradients], factor: float) -> Update:
-        calls, touched = [], []
         states = set(map(id, self.state.values()))
-        for index, (layout, group) in enumerate(zip(layouts, self.param_groups, strict=True)):
-            for part in self._plan(index, group, layout, grads[index], states).parts:
-                own = grads[index].of(part.indices)
+        plans = [self._plan(i, layout, own, states) for i, (layout, own) in enumerate(zip(layouts, grads, strict=True))]
+        calls, touched = [], []
+        for plan, group, present in zip(plans, self.param_groups, grads, strict=True):
+            for part in plan.parts:
+                own = present.of(part.indices)
                 part.follow_copies()
                 touched.append((part, own))
                 if part.tensors is None:
@@ -214,10 +215,12 @@ class HostOptimizer(Optimizer):
 
     # State.
 
-    def _plan(self, index: int, group: Mapping[str, Any], layout: Layout, grads: Gradients, states: set[int]) -> Plan:
-        plan, slots = self._plans.get(index), self._slots(group)
+    def _plan(self, index: int, layout: Layout, grads: Gradients, states: set[int]) -> Plan:
+        group, plan = self.param_groups[index], self._plans.get(index)
+        slots = self._slots(group)
         if plan is None or not plan.holds(layout, slots, grads, states):
-            parts = parts_of(layout, grads, lambda i: self._member(group, layout, i, slots))
+            known = plan.members_of(layout, self.state) if plan is not None else ()
+            parts = parts_of(layout, grads, known, lambda i: self._member(group, layout, i, slots))
             plan = self._plans[index] = Plan(layout, slots, parts, self.state)
         return plan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,7 +46,7 @@ class Part:
         watched: what has the version counters of the parameters.
         tensors: their addresses; None on a device.
         grad_dtype: of all gradients.
-        fresh: per member; empty after their first update.
+        fresh: per member, until its first update; empty if none is.
     """
 
     members: list[Member]
@@ -78,7 +78,8 @@ class Part:
         if not grads.complete:
             changed = [t for i, t in enumerate(self.watched) if grads.addresses[i // per_member]]
         torch.autograd.graph.increment_version(changed)
-        self.fresh = []
+        if self.fresh:
+            self.fresh = [fresh and not a for fresh, a in zip(self.fresh, grads.addresses, strict=True)]
         if self.mastered:
             self._versions = [t._version for t in self.watched]
 
@@ -109,6 +110,11 @@ class Plan:
             and _addresses(self._locals) == self._addresses
         )
 
+    def members_of(self, layout: Layout, state: Mapping[Tensor, Any]) -> set[int]:
+        """Those who may stay while they have no gradient: who has one may change from step to step."""
+        stateful = bool(self._dicts)
+        return {i for i in self._members if self.layout is layout and (not stateful or layout.params[i] in state)}
+
     def _covers(self, grads: Gradients) -> bool:
         if grads.complete:
             return len(self._members) == len(grads.tensors)
@@ -133,15 +139,15 @@ def _of(member: Member) -> list[Tensor]:
     return [*member.states, *mastered, *counted]
 
 
-def parts_of(layout: Layout, grads: Gradients, member: Callable[[int], Member]) -> list[Part]:
-    """The parts of a group whose gradients are ``grads``; ``member`` gives a parameter's state."""
+def parts_of(layout: Layout, grads: Gradients, known: Container[int], member: Callable[[int], Member]) -> list[Part]:
+    """The parts of a group of the parameters with gradients and the ``known`` ones; ``member`` gives one's state."""
     kinds: dict[Hashable, list[tuple[Member, torch.dtype]]] = {}
     for index, grad in enumerate(grads.tensors):
-        if grad is None:
+        dtype = layout.dtypes[index]
+        if dtype is None or (grad is None and index not in known):
             continue
         m = member(index)
-        key = (m.local.device, m.local.dtype, m.target.dtype, grad.dtype)
-        kinds.setdefault(key, []).append((m, grad.dtype))
+        kinds.setdefault((m.local.device, m.local.dtype, m.target.dtype, dtype), []).append((m, dtype))
     found = []
     for kind in kinds.values():
         members, dtype = [m for m, _ in kind], kind[0][1]
