@@ -100,10 +100,14 @@ class Layout:
         self.dtypes: list[torch.dtype | None] = [None] * len(self.params)
         self.changes = 0
         self._tags = [_core.DType.float32] * len(self.params)
-        self._sharded = [(p, t) for p, t in zip(self.params, self.locals, strict=True) if p is not t]
+        self._sharded: list[Any] = [p for p in self.params if isinstance(p, DTensor)]
+        self._shards = [local_of(p) for p in self._sharded]
+        self._placements: list[Any] = [None] * len(self.params)  # of the gradients that were seen last
         self._strided = [t for t in self.locals if t.layout is torch.strided]  # others have no address
         self._addresses = list(map(Tensor.data_ptr, self._strided))
         self._counts = [t.numel() for t in self.locals]
+        self._where = [s if uses_kernels(t) else None for s, t in zip(self.split, self.locals, strict=True)]
+        self._kinds = set(self._where)
         self._ordinary = all(t.is_contiguous() for t in self._strided)
 
     def describes(self, params: Sequence[Tensor]) -> bool:
@@ -111,25 +115,27 @@ class Layout:
         return (
             len(params) == len(self.params)
             and all(map(operator.is_, params, self.params))
-            and all(p._local_tensor is t for p, t in self._sharded)  # type: ignore[attr-defined]
+            and all(map(operator.is_, [p._local_tensor for p in self._sharded], self._shards))
             and list(map(Tensor.data_ptr, self._strided)) == self._addresses
         )
 
     def pieces(self, grads: Gradients, split: bool) -> list[Piece]:
         """The gradients on the host, those that are split or those that are whole."""
-        wanted = [a and s is split for a, s in zip(grads.addresses, self._split_on_host, strict=True)]
-        return list(itertools.compress(zip(grads.addresses, self._tags, self._counts, strict=True), wanted))
+        if split not in self._kinds:
+            return []
+        rows = zip(grads.addresses, self._tags, self._counts, strict=True)
+        if grads.complete and len(self._kinds) == 1:
+            return list(rows)
+        return list(
+            itertools.compress(rows, [a and s is split for a, s in zip(grads.addresses, self._where, strict=True)])
+        )
 
     def elsewhere(self, grads: Gradients, split: bool) -> list[Tensor]:
         """The same of those on devices."""
-        if None not in self._split_on_host:
+        if None not in self._kinds:
             return []
-        rows = zip(grads.tensors, self.split, self._split_on_host, strict=True)
-        return [g for g, s, host in rows if g is not None and host is None and s is split]
-
-    @functools.cached_property
-    def _split_on_host(self) -> list[bool | None]:
-        return [s if uses_kernels(t) else None for s, t in zip(self.split, self.locals, strict=True)]
+        rows = zip(grads.tensors, self.split, self._where, strict=True)
+        return [g for g, s, where in rows if g is not None and where is None and s is split]
 
     @functools.cached_property
     def process_groups(self) -> frozenset[ProcessGroup]:
@@ -157,7 +163,11 @@ class Layout:
         """
         found = [p.grad for p in self.params]
         if self._sharded:
-            found = [g if g is None else _like_parameter(g, p) for g, p in zip(found, self.params, strict=True)]
+            rows = enumerate(zip(found, self._placements, strict=True))
+            found = [
+                g._local_tensor if type(g) is DTensor and g._spec.placements is seen else self._local(i, g)
+                for i, (g, seen) in rows
+            ]
         complete = all(map(operator.is_not, found, itertools.repeat(None)))  # `in` would compare tensors
         if not self._as_before(found):
             found = [g if g is None else self._examined(i, g) for i, g in enumerate(found)]
@@ -165,6 +175,21 @@ class Layout:
         if 0 in addresses:
             addresses = [a or (0 if g is None else NOTHING) for a, g in zip(addresses, found, strict=True)]
         return Gradients(found, addresses, complete)
+
+    def _local(self, index: int, grad: Tensor | None) -> Tensor | None:
+        """This rank's part of ``grad``, brought to where its parameter is."""
+        param = self.params[index]
+        if grad is None or not isinstance(param, DTensor):
+            return grad
+        if not isinstance(grad, DTensor):
+            raise UnsupportedError(
+                f"{self.name(index)} is placed as {param.placements}, its gradient {tuple(grad.shape)} is plain",
+                "assign a DTensor: DTensor.from_local(grad, param.device_mesh, param.placements)",
+            )
+        if grad._spec.placements != param._spec.placements:
+            return grad.redistribute(param.device_mesh, param.placements)._local_tensor
+        self._placements[index] = grad._spec.placements
+        return grad._local_tensor
 
     def _as_before(self, grads: Sequence[Tensor | None]) -> bool:
         """Whether nothing needs a closer look. Few operations per gradient: there may be hundreds in every step."""
@@ -225,14 +250,3 @@ class Layout:
         """What errors call a parameter."""
         known = self.names[index] if index < len(self.names) else f"{index} of its group"
         return f"parameter {known}"
-
-
-def _like_parameter(grad: Tensor, param: Any) -> Tensor:
-    if not isinstance(grad, DTensor):
-        raise UnsupportedError(
-            f"a parameter placed as {param.placements} has a plain gradient of shape {tuple(grad.shape)}",
-            "assign a DTensor: DTensor.from_local(grad, param.device_mesh, param.placements)",
-        )
-    if grad._spec.placements != param._spec.placements:
-        grad = grad.redistribute(param.device_mesh, param.placements)
-    return grad._local_tensor
