@@ -16,7 +16,7 @@ class ZeroGraphError(Exception):
 
 
 class ConfigError(ZeroGraphError, ValueError):
-    """An argument of :func:`zerograph.backend` or :func:`zerograph.shard` is wrong."""
+    """An argument of :func:`zerograph.backend`, :func:`zerograph.shard` or of an optimizer is wrong."""
 
 
 class UnsupportedError(ZeroGraphError, NotImplementedError):
