@@ -16,6 +16,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,14 +60,18 @@ def before_first_trace(adopt: Callable[[Any], None]) -> None:
     callbacks.append(starts)
 
 
-def unwrapped(error: ZeroGraphError) -> ZeroGraphError:
-    """``error`` in a form that Dynamo hands to the user as it is, instead of inside a BackendCompilerFailed."""
-    base = type(error)
-    members = {"__module__": base.__module__, "__init__": Exception.__init__}
-    clear = type(base.__name__, (base, ShortenTraceback), members)
-    result = clear(*error.args)
-    result.hint, result.first_useful_frame = error.hint, None
-    return result  # type: ignore[no-any-return]
+@contextmanager
+def unwrapped() -> Iterator[None]:
+    """Raise our errors in a form that Dynamo hands to the user as it is, instead of inside a BackendCompilerFailed."""
+    try:
+        yield
+    except ZeroGraphError as error:
+        base = type(error)
+        members = {"__module__": base.__module__, "__init__": Exception.__init__}
+        clear = type(base.__name__, (base, ShortenTraceback), members)
+        result = clear(*error.args)
+        result.hint, result.first_useful_frame = error.hint, None
+        raise result from error.__cause__
 
 
 def traced_function() -> str:

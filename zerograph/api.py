@@ -87,11 +87,9 @@ class Backend:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Dynamo's entry: adopt the model on its first call, then compile the frame."""
-        try:
+        with adopt.unwrapped():
             _refuse_options(options)
             return self._compile(gm, example_inputs)
-        except ZeroGraphError as error:
-            raise adopt.unwrapped(error) from error.__cause__
 
     def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         adopt.refuse_wrapped(adopt.modules_on_stack())  # DDP hands over pieces of its graph, without parameters
@@ -122,11 +120,9 @@ class Backend:
         params = list(root.parameters()) if root is not None else []
         if root is None or not params or is_open(params) or any(p.is_meta or is_lazy(p) for p in params):
             return  # what is to be said about them is said where a graph reads them
-        try:
+        with adopt.unwrapped():
             adopt.refuse_wrapped(root.modules())
             self.shard([root], params[0].device)
-        except ZeroGraphError as error:
-            raise adopt.unwrapped(error) from error.__cause__
 
     @torch.inference_mode(False)  # inference tensors could never be trained
     def shard(self, roots: Sequence[nn.Module], device: torch.device) -> bool:
@@ -372,11 +368,9 @@ def dynamo_backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, **other: Any
 ) -> Callable[..., Any]:
     """What ``torch.compile(model, backend="zerograph", options={"stage": 3})`` calls, per frame."""
-    try:
+    with adopt.unwrapped():
         _refuse_options(other)
         config = Config.of(**(options or {}))
-    except ZeroGraphError as error:
-        raise adopt.unwrapped(error) from error.__cause__
     roots = adopt.roots_of_call(gm)
     found = next((_BY_MODEL[root] for root in roots if root in _BY_MODEL), None)
     if found is None or found.config != config:

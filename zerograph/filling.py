@@ -119,9 +119,8 @@ def largest_file(
     steps = traced(make, what, world=world, batch=batch, seq=seq, dtype=dtype, stage=stage, moments=moments)
     memory = machine.capacity("device", world)
     for _ in range(ATTEMPTS):
-        found, budget = largest(
-            steps, machine, world, memory=memory, moments=moments, **options
-        )  # with the reserve of a backend
+        # With the reserve of a backend.
+        found, budget = largest(steps, machine, world, memory=memory, moments=moments, **options)
         if found.value == 0:
             raise infeasible(found.search, steps.at(found.next), machine, budget)
         file = plan_file(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zerograph.errors import ConfigError
+from zerograph.units import is_number
 
 VERSION = 2
 
@@ -127,10 +128,9 @@ class Machine:
         """What no machine is like: rates and sizes that are no numbers, nothing, or less than nothing."""
         if self.device not in ("cuda", "cpu"):
             yield f"device is {self.device!r}, not cuda or cpu"
-        for name in ("device_memory", "ranks_per_node", "host_memory", "nvme_capacity"):
-            least = 0 if name in ("host_memory", "nvme_capacity") else 1
+        for name, least in (("device_memory", 1), ("ranks_per_node", 1), ("host_memory", 0), ("nvme_capacity", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            if not (is_number(value, int) and value >= least):
                 yield f"{name} is {value!r}, not a whole number of at least {least}"
         rates = {"device_bandwidth": self.device_bandwidth, "cpu_optimizer": self.cpu_optimizer}
         for name in ("matmul", "vector"):
@@ -140,15 +140,14 @@ class Machine:
             else:
                 rates |= {f"{name} of {dtype}": rate for dtype, rate in found.items()}
         for name in _LINKS:
+            link = getattr(self, name)
             if self.nvme_capacity or not name.startswith("nvme"):
-                rates[f"rate of {name}"] = getattr(self, name).rate
+                rates[f"rate of {name}"] = link.rate
+            if not (is_number(link.latency) and link.latency >= 0):
+                yield f"latency of {name} is {link.latency!r}, not seconds"
         for name, rate in rates.items():
-            if isinstance(rate, bool) or not isinstance(rate, int | float) or not rate > 0:
+            if not (is_number(rate) and rate > 0):
                 yield f"{name} is {rate!r}, not a rate above 0"
-        for name in _LINKS:
-            delay = getattr(self, name).latency
-            if isinstance(delay, bool) or not isinstance(delay, int | float) or not delay >= 0:
-                yield f"latency of {name} is {delay!r}, not seconds"
 
 
 _LINKS = ("nvme_read", "nvme_write", "h2d", "d2h", "intra", "inter", "update")
@@ -180,7 +179,7 @@ def _gpu(
             "bfloat16": low if bf16 else tflops_32 * 1e12 * _REACHED,
             "float16": low,
         },
-        vector=dict.fromkeys(("float32", "bfloat16", "float16"), tflops_32 * 1e12 * 0.5),
+        vector=dict.fromkeys(DTYPES, tflops_32 * 1e12 * 0.5),
         launch=5e-6,
         ranks_per_node=ranks,
         host_memory=host,

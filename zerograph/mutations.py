@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch.nn.functional as F
 from torch import fx
@@ -12,6 +13,7 @@ from zerograph.ops import UNSHARD
 
 _VIEWS = {"t", "T", "view", "view_as", "transpose", "permute", "detach", "data", "narrow", "unsqueeze", "squeeze"}
 _VIEWS |= {"expand", "flatten", "reshape", "select", "diagonal", "mT", "getitem", "getattr", "__getitem__"}
+_EMBEDDINGS = {F.embedding, F.embedding_bag}  # with max_norm they write into their weight
 _IN_PLACE = {operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ipow}
 
 
@@ -26,8 +28,8 @@ def refuse_mutations(gm: fx.GraphModule) -> None:
     full: dict[fx.Node, str] = {n: str(n.args[2]) for n in gm.graph.find_nodes(op="call_function", target=UNSHARD)}
     for node in gm.graph.nodes if full else ():
         changed = node.kwargs.get("out") or (node.args[0] if node.args and _is_in_place(node) else None)
-        if node.target in _EMBEDDINGS and _max_norm(node) is not None:
-            changed = node.kwargs.get("weight", node.args[1] if len(node.args) > 1 else None)
+        if node.target in _EMBEDDINGS and _argument(node, 3, "max_norm") is not None:
+            changed = _argument(node, 1, "weight")
         if isinstance(changed, fx.Node) and changed in full:
             raise UnsupportedError(
                 f"the compiled code changes parameter {full[changed]} in place ({_name(node)}), which would be lost",
@@ -38,13 +40,8 @@ def refuse_mutations(gm: fx.GraphModule) -> None:
             full[node] = full[source]
 
 
-_EMBEDDINGS = {F.embedding: 3, F.embedding_bag: 3}
-"""Where their ``max_norm`` stands, which makes them write into their weight."""
-
-
-def _max_norm(node: fx.Node) -> object:
-    place = _EMBEDDINGS[node.target]  # type: ignore[index]
-    return node.kwargs.get("max_norm", node.args[place] if len(node.args) > place else None)
+def _argument(node: fx.Node, place: int, name: str) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get(name)
 
 
 def _is_in_place(node: fx.Node) -> bool:

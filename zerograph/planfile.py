@@ -19,6 +19,7 @@ from zerograph.ir import Kind
 from zerograph.linediff import unified
 from zerograph.machine import Machine, Tier
 from zerograph.plan import Plan
+from zerograph.units import is_number
 
 VERSION = 2
 
@@ -197,7 +198,7 @@ def _require_numbers(data: dict[str, Any]) -> None:
 
 def _require(what: str, values: Iterable[Any], kind: type | UnionType) -> None:
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, kind):
+        if not is_number(value, kind):
             raise ValueError(f"{what} holds {value!r}")
 
 

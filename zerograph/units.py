@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import UnionType
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -45,3 +46,8 @@ def format_seconds(seconds: float) -> str:
 
 def _digits(number: float) -> str:
     return f"{number:.3g}" if abs(number) < 1000 else f"{number:.0f}"
+
+
+def is_number(value: object, kind: type | UnionType = int | float) -> bool:
+    """Whether ``value``, of a file that anyone may have edited, is a number; true and false are none."""
+    return isinstance(value, kind) and not isinstance(value, bool)

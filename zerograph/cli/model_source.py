@@ -91,13 +91,10 @@ def _from_file(path: Path) -> ModuleType:
 
 def _from_path(name: str) -> ModuleType:
     sys.path.insert(0, "")
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
-            raise ConfigError(f"there is no module {name}", "give file.py:callable for a file") from None
-        with _of_the_user(name):
-            raise
-    except Exception:
-        with _of_the_user(name):
+    with _of_the_user(name):
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+                raise ConfigError(f"there is no module {name}", "give file.py:callable for a file") from None
             raise

@@ -14,7 +14,7 @@ from zerograph.cli.terminal import progress, show_lines
 from zerograph.cli.view.screen import show_summary
 from zerograph.config import OFFLOAD, OFFLOAD_TIERS
 from zerograph.files import check_writable
-from zerograph.machine import machine_from
+from zerograph.machine import DTYPES, machine_from
 from zerograph.planfile import PlanFile
 from zerograph.planner.estimate import RESERVE
 from zerograph.symbolic import Name
@@ -45,7 +45,7 @@ STAGE = Parsed("0|1|2|3|auto", _stage)
 @click.option("--stage", type=STAGE, default="3", show_default=True, help="ZeRO stage; auto fills the memory.")
 @click.option("--machine", default="h100-80gb", show_default=True, help="A preset, or a file from `zerograph bench`.")
 @click.option("--memory", type=SIZE, help="Device memory a rank may use: 70GiB.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Compute dtype.")
+@click.option("--dtype", type=click.Choice(DTYPES), help="Compute dtype.")
 @click.option("--bucket-size", help=f"Gathered bytes per collective.  [default: 32MiB; {_CHOSEN}]")
 @click.option(
     "--prefetch",
@@ -123,8 +123,8 @@ def _report_overruns(file: PlanFile) -> int:
         need, have = format_bytes(peak.bytes), format_bytes(file.budget[tier])
         click.echo(f"error: {tier} memory: needs {need}, has {have}, at {peak.name} {peak.source}", err=True)
     if over:
-        device = over.get("device") is not None
-        hint = "--memory searches for a plan that fits, and says what would help where none does" if device else ""
-        hint = hint or "more ranks, or a machine with more of it; see `zerograph estimate`"
+        hint = "more ranks, or a machine with more of it; see `zerograph estimate`"
+        if "device" in over:
+            hint = "--memory searches for a plan that fits, and says what would help where none does"
         click.echo(f"\nhint: {hint}", err=True)
     return 1 if over else 0

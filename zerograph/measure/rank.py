@@ -12,12 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from zerograph.ir import Param
-from zerograph.machine import Link
+from zerograph.machine import DTYPES, Link
 from zerograph.measure.job import Answer, Effort, Job
 from zerograph.measure.timing import seconds_of
 from zerograph.runtime.comm import Communicator, connect
 
-DTYPES = ("float32", "bfloat16", "float16")
 ADAM_BYTES = 28
 """Per float32 element: parameter, gradient and two moments are read, all but the gradient written."""
 

@@ -21,8 +21,6 @@ _NOT_ELEMENTWISE = {
     "Rprop": "it writes through index masks, which DTensor cannot",
     "SparseAdam": "it needs sparse gradients",
 }
-
-
 _NOT_FUSED = {"SGD", "Adagrad"}
 
 

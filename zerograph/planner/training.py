@@ -7,6 +7,7 @@ from typing import Literal
 
 from zerograph.errors import ConfigError
 from zerograph.ir import ITEM_SIZE
+from zerograph.machine import DTYPES
 
 Optimizer = Literal["zerograph", "mixed", "fp32"]
 OPTIMIZERS: tuple[Optimizer, ...] = ("zerograph", "mixed", "fp32")
@@ -73,8 +74,8 @@ class Training:
         for name in ("batch", "seq", "accumulate", "bucket_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise ConfigError(f"no compute dtype {self.dtype!r}", "one of float32, bfloat16, float16")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"no compute dtype {self.dtype!r}", f"one of {', '.join(DTYPES)}")
         if self.optimizer not in OPTIMIZERS or self.attention not in ATTENTIONS:
             raise ConfigError(
                 f"no optimizer {self.optimizer!r} with attention {self.attention!r}",
