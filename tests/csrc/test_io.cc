@@ -1,5 +1,4 @@
 // The I/O core without Python: order, priorities, faults and threads, made to be run under sanitizers.
-#define DOCTEST_CONFIG_IMPLEMENT_WITH_MAIN
 #include <doctest/doctest.h>
 #include <errno.h>
 #include <fcntl.h>
