@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <fstream>
+#include <limits>
 #include <map>
 #include <sstream>
 
@@ -19,6 +20,19 @@ std::string read_line(const std::string& path) {
 }
 
 using Core = std::vector<int>;  // its hardware threads
+
+constexpr double kUnlimited = std::numeric_limits<double>::infinity();
+
+double ratio(double quota, double period) { return quota > 0 && period > 0 ? quota / period : kUnlimited; }
+
+// Of one group, by version 2 ("50000 100000", "max 100000") or 1 of the interface; no such file: no limit.
+double quota_of(const std::string& group) {
+  std::istringstream both(read_line(group + "/cpu.max"));
+  double quota = 0, period = 0;
+  if (both >> quota >> period) return ratio(quota, period);
+  std::istringstream first(read_line(group + "/cpu.cfs_quota_us")), second(read_line(group + "/cpu.cfs_period_us"));
+  return first >> quota && second >> period ? ratio(quota, period) : kUnlimited;
+}
 
 }  // namespace
 
@@ -63,6 +77,25 @@ std::vector<Cpu> describe_cpus(const std::vector<int>& allowed, const std::strin
     cpus.push_back({id, siblings.empty() ? id : siblings.front(), node == nodes.end() ? 0 : node->second});
   }
   return cpus;
+}
+
+double cpu_quota(const std::string& groups, const std::string& mount) {
+  double least = kUnlimited;
+  std::ifstream file(groups);
+  for (std::string line; std::getline(file, line);) {  // id:controllers:path, no controllers in version 2
+    const std::size_t first = line.find(':'), second = line.find(':', first + 1);
+    if (first == std::string::npos || second == std::string::npos) continue;
+    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+    const bool unified = controllers == ",,";
+    if (!unified && controllers.find(",cpu,") == std::string::npos) continue;
+    const std::string top = unified ? mount : mount + "/cpu";
+    // Every group above limits as well. A container may see its own group at the top, and not under its full path.
+    for (std::string path = line.substr(second + 1);; path.erase(path.find_last_of('/'))) {
+      least = std::min(least, quota_of(top + path));
+      if (path.find('/') == std::string::npos) break;
+    }
+  }
+  return least;
 }
 
 Slice slice_cpus(std::vector<Cpu> cpus, std::size_t rank, std::size_t ranks) {

@@ -27,6 +27,10 @@ std::vector<Cpu> describe_cpus(const std::vector<int>& allowed, const std::strin
 // The processors this process may use.
 std::vector<int> allowed_cpus();
 
+// How many cores' time the control groups of this process leave it (a container's --cpus); infinity without a limit.
+// `groups` is /proc/self/cgroup, `mount` /sys/fs/cgroup, and others in tests.
+double cpu_quota(const std::string& groups, const std::string& mount);
+
 // The share of rank `rank`: as many whole cores for each, disjoint where there are enough, and on one memory node
 // where one has room. Every rank computes the shares of all and so they agree.
 Slice slice_cpus(std::vector<Cpu> cpus, std::size_t rank, std::size_t ranks);

@@ -51,7 +51,10 @@ std::shared_ptr<Pool> start_pool(std::size_t asked) {
   const std::size_t ranks = std::max<std::size_t>(1, number_in("LOCAL_WORLD_SIZE", 1));
   const Slice slice =
       slice_cpus(describe_cpus(allowed, "/sys/devices/system"), number_in("LOCAL_RANK", 0) % ranks, ranks);
-  const std::size_t threads = asked > 0 ? asked : slice.cores;
+  // More threads than the container has time for would be stopped in turn, with others waiting for them.
+  const double quota = cpu_quota("/proc/self/cgroup", "/sys/fs/cgroup") / static_cast<double>(ranks);
+  const std::size_t affordable = quota < static_cast<double>(slice.cores) ? static_cast<std::size_t>(quota) : slice.cores;
+  const std::size_t threads = asked > 0 ? asked : std::max<std::size_t>(1, affordable);
   return std::make_shared<Pool>(threads, threads <= slice.cpus.size() ? slice.cpus : allowed);
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,22 @@ def test_io_uring_refused(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     found = storage.io_uring()
     assert found.state == "warning" and found.mend
     assert found.fact.startswith(errno.errorcode[code])
+
+
+def test_the_simd_target_is_the_one_in_use() -> None:
+    """In processes of their own: the target is chosen once."""
+    call = "from zerograph.cli.checks import software; print(software.native_core())"
+    for forced, wanted in (("baseline", "SIMD target baseline (ZEROGRAPH_SIMD) of baseline"), ("sse9", "is no target")):
+        run = subprocess.run(
+            [sys.executable, "-c", call],
+            env={**os.environ, "ZEROGRAPH_SIMD": forced},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert wanted in run.stdout and ("unset ZEROGRAPH_SIMD" in run.stdout or "state='ok'" in run.stdout)
+        assert ("a pool of " in run.stdout) == (forced == "baseline")
 
 
 def test_io_uring_is_asked_for_and_given_back() -> None:

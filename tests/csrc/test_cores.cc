@@ -1,6 +1,11 @@
 // Which cores a rank gets, on machines that are not at hand.
 #include <doctest/doctest.h>
 
+#include <stdlib.h>
+
+#include <cmath>
+#include <filesystem>
+#include <fstream>
 #include <set>
 
 #include "cores.h"
@@ -60,6 +65,35 @@ TEST_CASE("more ranks than cores share them in turn") {
   CHECK(slice_cpus(cpus, 0, 5).cpus == std::vector<int>{0});
   CHECK(slice_cpus(cpus, 1, 5).cpus == std::vector<int>{1});
   CHECK(slice_cpus(cpus, 4, 5).cpus == std::vector<int>{0});
+}
+
+TEST_CASE("the time that control groups leave") {
+  char folder[] = "/tmp/zerograph-test-XXXXXX";
+  REQUIRE(mkdtemp(folder) != nullptr);
+  const std::filesystem::path root = folder;
+  const auto put = [&](const char* file, const char* text) {
+    std::filesystem::create_directories((root / file).parent_path());
+    std::ofstream(root / file) << text << "\n";
+  };
+  const auto quota = [&] { return cpu_quota((root / "self").string(), folder); };
+  CHECK(std::isinf(quota()));
+  put("self", "0::/a/b");
+  CHECK(std::isinf(quota()));
+  put("cpu.max", "max 100000");
+  CHECK(std::isinf(quota()));
+  put("a/cpu.max", "250000 100000");
+  CHECK(quota() == 2.5);
+  put("a/b/cpu.max", "400000 100000");
+  CHECK(quota() == 2.5);  // the group above is the narrower one
+  put("a/b/cpu.max", "50000 100000");
+  CHECK(quota() == 0.5);
+  put("self", "3:cpuset:/\n2:cpu,cpuacct:/elsewhere/on/the/host\n0::/");
+  put("cpu/cpu.cfs_period_us", "100000");
+  put("cpu/cpu.cfs_quota_us", "-1");
+  CHECK(std::isinf(quota()));
+  put("cpu/cpu.cfs_quota_us", "150000");
+  CHECK(quota() == 1.5);
+  std::filesystem::remove_all(root);
 }
 
 TEST_CASE("this machine") {

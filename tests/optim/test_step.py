@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 
@@ -12,7 +13,9 @@ from torch import nn
 
 import zerograph
 import zerograph.optim as native
+from zerograph import _core
 from zerograph.errors import ConfigError, UnsupportedError
+from zerograph.optim import host
 
 
 @pytest.mark.parametrize("scale", [None, 1024.0, torch.tensor(1024.0)], ids=str)
@@ -215,3 +218,16 @@ def test_a_step_beside_python() -> None:
     ours.start_step()
     state = ours.state_dict()
     assert float(state["state"][0]["step"]) == 6
+
+
+def test_the_kernels_in_use_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    host._tell_target.cache_clear()
+    with caplog.at_level(logging.INFO, logger="zerograph"):
+        for _ in range(2):
+            weight = nn.Parameter(torch.zeros(4))
+            weight.grad = torch.ones(4)
+            optimizer = zerograph.optim.SGD([weight], lr=1.0)
+            for _ in range(2):
+                optimizer.step()
+    threads = _core.pool_threads()
+    assert [r.message for r in caplog.records] == [f"optimizer kernels for {_core.simd_target()} on {threads} threads"]

@@ -7,7 +7,9 @@ once and writes what changed. What lies on a device goes to torch's kernels mean
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +27,8 @@ from zerograph.optim.clip import power_sum
 from zerograph.optim.parts import Member, Part, Plan, parts_of
 from zerograph.optim.tensors import TAGS, Gradients, Layout, local_of, uses_kernels
 from zerograph.optim.update import Update
+
+log = logging.getLogger(__name__)
 
 
 class HostOptimizer(Optimizer):
@@ -201,6 +205,8 @@ class HostOptimizer(Optimizer):
                 else:
                     tag = TAGS[part.grad_dtype]
                     calls.append((self._rule(group), part.tensors, own.addresses, tag, part.fresh))
+        if calls:
+            _tell_target()
         return Update(_core.update(calls, factor) if calls else None, touched)
 
     def _on_device(self, group: Mapping[str, Any], part: Part, grads: Gradients, factor: float) -> None:
@@ -321,6 +327,11 @@ class HostOptimizer(Optimizer):
                 f"{type(self).__name__}(differentiable=True): autograd cannot look into native kernels",
                 "use the optimizer of torch.optim to differentiate through its steps",
             )
+
+
+@functools.cache
+def _tell_target() -> None:
+    log.info("optimizer kernels for %s on %d threads", _core.simd_target(), _core.pool_threads())
 
 
 def _norm(layouts: Sequence[Layout], grads: Sequence[Gradients]) -> float:
