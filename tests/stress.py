@@ -1,8 +1,8 @@
 """The native core under many threads at once, without torch: also run under sanitizers (.ci/sanitize).
 
-Optimizer steps, norms and transfers with injected faults go on beside each other while the pool is replaced, tickets are
-dropped and cancelled, processes fork, and work is in flight when the interpreter ends. Exits with 0 if every number is
-right.
+Optimizer steps, norms and transfers with injected faults go on beside each other while the pool is replaced and tickets
+are dropped and cancelled; with the argument `fork`, processes fork meanwhile. Work is in flight when the interpreter
+ends. Exits with 0 if every number is right.
 """
 
 from __future__ import annotations
