@@ -3,6 +3,10 @@
 #include <cstdlib>
 #include <string>
 
+#ifdef ZG_HAS_AVX2
+#include <cpuid.h>
+#endif
+
 #include "update.h"
 
 namespace zg {
@@ -19,6 +23,14 @@ extern const Kernels kernels_neon;
 #endif
 
 namespace {
+
+#ifdef ZG_HAS_AVX2
+// Clang before 17 does not know the name in __builtin_cpu_supports.
+bool has_f16c() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
 
 constexpr const char* kVariable = "ZEROGRAPH_SIMD";
 
@@ -45,7 +57,7 @@ const std::vector<const Kernels*>& all_kernels() {
   static const std::vector<const Kernels*> all = [] {
     std::vector<const Kernels*> found{&kernels_baseline};
 #ifdef ZG_HAS_AVX2
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+    const bool avx2 = __builtin_cpu_supports("avx2") && has_f16c();
     if (avx2) found.push_back(&kernels_avx2);
 #endif
 #ifdef ZG_HAS_AVX512

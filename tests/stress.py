@@ -1,7 +1,7 @@
 """The native core under many threads at once, without torch: also run under sanitizers (.ci/sanitize).
 
 Optimizer steps, norms and transfers with injected faults go on beside each other while the pool is replaced and tickets
-are dropped and cancelled; with the argument `fork`, processes fork meanwhile. Work is in flight when the interpreter
+are dropped and cancelled; with the argument `fork`, processes fork as well. Work is in flight when the interpreter
 ends. Exits with 0 if every number is right.
 """
 
