@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import random
 import signal
 import stat
 import subprocess
@@ -362,7 +363,8 @@ def holder(folder: Path, naming: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("naming", ["unlinked", "named"])
 def test_nothing_of_a_killed_run_stays(tmp_path: Path, naming: str) -> None:
-    for delay in (0.01, 0.05, 0.13):
+    for _ in range(4):
+        delay = random.uniform(0.0, 0.15)
         living, killed = holder(tmp_path, naming), holder(tmp_path, naming)
         time.sleep(delay)
         os.kill(killed.pid, signal.SIGKILL)
