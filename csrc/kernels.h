@@ -6,8 +6,11 @@
 #include <vector>
 
 #include "dtype.h"
+#include "status.h"
 
 namespace zg {
+
+struct UpdateKernels;
 
 struct Kernels {
   const char* name;
@@ -19,10 +22,18 @@ struct Kernels {
   // float64 when the inputs are. `out` may be one of the sources if the types have the same size.
   void (*reduce)(const void* const* sources, std::size_t ranks, DType dtype, std::size_t count, double scale,
                  void* out, DType out_dtype);
+
+  const UpdateKernels* update;
 };
 
-// The best target this processor runs.
+// The target in use: the one ZEROGRAPH_SIMD names, else the best this processor runs.
 const Kernels& kernels();
+
+// Fails if ZEROGRAPH_SIMD names no target that this processor runs. Everything that calls kernels() asks first.
+Status check_target();
+
+// The target called `name`; of the empty name, the one in use.
+Status find_target(const std::string& name, const Kernels*& out);
 
 // Every target in this binary that this processor runs, the baseline first.
 const std::vector<const Kernels*>& all_kernels();

@@ -124,6 +124,7 @@ Status Mailbox::create(std::uint32_t rank, std::uint32_t world, std::uint64_t to
                        std::unique_ptr<Mailbox>& out) {
   if (world == 0 || rank >= world)
     return fail(Code::invalid, "rank " + number(rank) + " is not in a world of " + number(world));
+  ZG_TRY(check_target());
   std::unique_ptr<Mailbox> box(new Mailbox(rank, world, token, interrupted));
   ZG_TRY(create_shared("zerograph-control", align_up(sizeof(Control), kPage), box->control_));
   Control& control = *new (box->control_.map.data()) Control;  // fresh memory is zero: nothing posted, open

@@ -14,6 +14,8 @@ enum class Code {
   mismatch,     // ranks do not run the same sequence of operations      -> MismatchError
   peer,         // a peer died, aborted or closed                        -> PeerError
   timeout,      // nothing arrived in time                               -> TimeoutError
+  internal,     // something that no caller causes by an argument        -> RuntimeError
+  cancelled,    // the caller asked for it                               -> CancelledError
   interrupted,  // a Python signal handler raised                        -> that exception
 };
 

@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zerograph import optim
     from zerograph.api import Backend, backend, backend_of, shard
     from zerograph.checkpoint import export
     from zerograph.meta_init import materialize
@@ -39,11 +40,14 @@ __all__ = [
     "export",
     "gathered",
     "materialize",
+    "optim",
     "shard",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "optim":
+        return importlib.import_module(f"{__name__}.optim")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

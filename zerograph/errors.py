@@ -16,7 +16,7 @@ class ZeroGraphError(Exception):
 
 
 class ConfigError(ZeroGraphError, ValueError):
-    """An argument of :func:`zerograph.backend` or :func:`zerograph.shard` is wrong."""
+    """An argument of :func:`zerograph.backend`, :func:`zerograph.shard` or of an optimizer is wrong."""
 
 
 class UnsupportedError(ZeroGraphError, NotImplementedError):
@@ -49,3 +49,19 @@ class InfeasibleError(ZeroGraphError, RuntimeError):
 
 class SizeError(ZeroGraphError, ValueError):
     """A step was asked for at a batch or sequence that it was not traced for."""
+
+
+class StorageError(ZeroGraphError, OSError):
+    """A transfer to or from offloaded tensors failed, or there is no room for them.
+
+    Attributes:
+        errno: of the system call, or None.
+        filename: the file or folder, or None.
+    """
+
+    def __init__(self, message: str, hint: str = "", *, errno: int | None = None, path: str | None = None) -> None:
+        super().__init__(message, hint)
+        self.errno, self.filename = errno, path
+
+    def __str__(self) -> str:
+        return str(self.args[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,22 @@ def test_io_uring_refused(monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     assert found.fact.startswith(errno.errorcode[code])
 
 
+def test_the_simd_target_is_the_one_in_use() -> None:
+    """In processes of their own: the target is chosen once."""
+    call = "from zerograph.cli.checks import software; print(software.native_core())"
+    for forced, wanted in (("baseline", "SIMD target baseline (ZEROGRAPH_SIMD) of baseline"), ("sse9", "is no target")):
+        run = subprocess.run(
+            [sys.executable, "-c", call],
+            env={**os.environ, "ZEROGRAPH_SIMD": forced},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert wanted in run.stdout and ("unset ZEROGRAPH_SIMD" in run.stdout or "state='ok'" in run.stdout)
+        assert ("a pool of " in run.stdout) == (forced == "baseline")
+
+
 def test_io_uring_is_asked_for_and_given_back() -> None:
     descriptors = len(list(Path("/proc/self/fd").iterdir()))
     code = storage._try_io_uring()
@@ -112,6 +129,18 @@ def test_direct_io_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
 
     monkeypatch.setattr(storage, "open_scratch", refuse)
     assert storage.direct_io(tmp_path).state == "warning"
+
+
+def test_the_io_engine_is_the_one_that_offloading_uses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("ZEROGRAPH_IO", "threads")
+    found = storage.io_engine(tmp_path)
+    assert found.state == "ok" and found.fact.startswith(f"threads (ZEROGRAPH_IO) on {tmp_path}: ")
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setenv("ZEROGRAPH_IO", "tape")
+    found = storage.io_engine(tmp_path)
+    assert found.state == "missing" and "'tape'" in found.fact and "ZEROGRAPH_IO=" in found.mend
+    monkeypatch.delenv("ZEROGRAPH_IO")
+    assert storage.io_engine(Path("/proc")).state == "missing"
 
 
 def test_memory_of_another_process_and_huge_pages_are_tried() -> None:

@@ -42,6 +42,7 @@ def checks(path: Path, *, deep: bool) -> tuple[Check, ...]:
         ("huge pages", memory.huge_pages),
         ("io_uring", storage.io_uring),
         ("O_DIRECT", partial(storage.direct_io, path)),
+        ("I/O engine", partial(storage.io_engine, path)),
         ("free space", partial(storage.free_space, path)),
     )
 

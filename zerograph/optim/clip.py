@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
+from zerograph import _core
 from zerograph.errors import ConfigError, UnsupportedError
+from zerograph.optim.tensors import is_dense, local_of, on_host, pieces
 
 
 def clip_grad_norm_(
@@ -41,15 +43,17 @@ def clip_grad_norm_(
     params = [parameters] if isinstance(parameters, Tensor) else parameters
     grads = [p.grad for p in params if p.grad is not None]
     split: list[DTensor] = [g for g in grads if _is_split(g)]  # type: ignore[misc]
-    whole = [_local(g) for g in grads if not _is_split(g)]
-    norm = _norm_over_ranks(split, whole, float(norm_type))
+    whole = [local_of(g) for g in grads if not _is_split(g)]
+    mine = [local_of(g) for g in split]
+    group = split[0].device_mesh.get_group() if split else None
+    norm = _norm_over_ranks(mine, whole, float(norm_type), group).to(_precision(mine + whole))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped"
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for group in _by_kind([_local(g) for g in split] + whole):
-        torch._foreach_mul_(group, scale.to(group[0].device))
+    for alike in _by_kind(mine + whole):
+        torch._foreach_mul_(alike, scale.to(alike[0].device))
     return norm
 
 
@@ -63,36 +67,48 @@ def _is_split(grad: Tensor) -> bool:
     return isinstance(grad.placements[0], Shard)
 
 
-def _local(grad: Tensor) -> Tensor:
-    return grad._local_tensor if isinstance(grad, DTensor) else grad
+def _norm_over_ranks(split: list[Tensor], whole: list[Tensor], p: float, group: dist.ProcessGroup | None) -> Tensor:
+    """Norm of the gradients that are split over ``group`` and the whole ones, the same on every rank, together.
 
+    Args:
+        split: this rank's parts.
+        whole: gradients of which every rank has all.
+        p: of the norm.
+        group: whose ranks sum up; None if nothing is split.
 
-def _norm_over_ranks(split: list[DTensor], whole: list[Tensor], p: float) -> Tensor:
-    """Norm of the split gradients (summed over ranks) and the whole ones (the same on every rank) together."""
-    power = _power_sum([_local(g) for g in split], p)
+    Returns:
+        A 0-d tensor, of float64 where the native kernels took the norm.
+    """
+    power = power_sum(split, p)
     if split:
-        largest = math.isinf(p)
-        op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-        dist.all_reduce(power, op=op, group=split[0].device_mesh.get_group())
+        op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
+        dist.all_reduce(power, op=op, group=group)
     power = power.to(whole[0].device) if whole and not split else power
-    other = _power_sum(whole, p).to(power.device)
+    other = power_sum(whole, p).to(power.device)
     precision = torch.promote_types(power.dtype, other.dtype)
     both = torch.stack([power.to(precision), other.to(precision)])
     return both.max() if math.isinf(p) else both.sum() ** (1.0 / p)
 
 
-def _power_sum(grads: list[Tensor], p: float) -> Tensor:
+def power_sum(grads: list[Tensor], p: float) -> Tensor:
     """Sum of ``|g|**p`` over all elements, or their largest absolute value."""
     if not grads:
         return torch.zeros(())
-    # Of all gradients, empty ones too: ranks add up their sums.
-    precision = functools.reduce(torch.promote_types, {g.dtype for g in grads}, torch.float32)
+    if p == 2.0 and on_host(grads):
+        dense = [g if is_dense(g) else g.contiguous() for g in grads]
+        return torch.tensor(_core.sum_squares(pieces(dense)), dtype=torch.float64)
+    precision = _precision(grads)
     flat = [g.reshape(-1) for g in grads if g.numel()]
     norms = [n for group in _by_kind(flat) for n in torch._foreach_norm(group, p)]
     if not norms:
         return torch.zeros((), device=grads[0].device, dtype=precision)
     stacked = torch.stack([n.to(norms[0].device, precision) for n in norms])
     return stacked.max() if math.isinf(p) else (stacked**p).sum()
+
+
+def _precision(grads: list[Tensor]) -> torch.dtype:
+    """Of the sums; of all gradients, empty ones too, as ranks add up theirs."""
+    return functools.reduce(torch.promote_types, {g.dtype for g in grads}, torch.float32)
 
 
 def _by_kind(grads: list[Tensor]) -> list[list[Tensor]]:

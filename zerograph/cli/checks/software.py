@@ -76,14 +76,20 @@ def native_core() -> Finding:
     except ImportError as error:
         fact = f"cannot be imported: {first_line(error)}"
         return Finding("native core", "missing", fact, "pip install --force-reinstall --no-deps zerograph")
-    targets = _core.kernel_targets()
-    wanted = "avx512" if "avx512bw" in _flags() else "avx2" if "avx2" in _flags() else targets[-1]
-    if wanted in targets:
-        return Finding("native core", "ok", f"SIMD target {targets[-1]}, of {', '.join(targets)}")
-    fact = f"SIMD target {targets[-1]}, though this processor has {wanted}"
-    return Finding(
-        "native core", "warning", fact, "pip install --no-binary zerograph zerograph  # with a newer compiler"
-    )
+    targets, forced = _core.kernel_targets(), os.environ.get("ZEROGRAPH_SIMD")
+    try:
+        used = _core.simd_target()
+    except ValueError as error:
+        return Finding("native core", "missing", first_line(error), "unset ZEROGRAPH_SIMD")
+    best = "avx512" if "avx512bw" in _flags() else "avx2" if "avx2" in _flags() else targets[-1]
+    fact = f"SIMD target {used}{' (ZEROGRAPH_SIMD)' if forced else ''} of {', '.join(targets)}"
+    fact += f", a pool of {_core.pool_threads()} threads"
+    if used == best:
+        return Finding("native core", "ok", fact)
+    mend = "pip install --no-binary zerograph zerograph  # with a newer compiler"
+    if best in targets:
+        mend = "unset ZEROGRAPH_SIMD"
+    return Finding("native core", "warning", f"{fact}; this processor has {best}", mend)
 
 
 def _flags() -> set[str]:

@@ -9,7 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
-from zerograph.cli.checks.finding import Finding
+from zerograph.cli.checks.finding import Finding, first_line
 from zerograph.measure.disk import file_system, open_scratch
 from zerograph.units import format_bytes
 
@@ -75,6 +75,33 @@ def _round_trip(path: Path) -> None:
                 raise OSError(errno.EIO, f"wrote {wrote} bytes, read {read}, not all of them right")
     finally:
         os.close(fd)
+
+
+def io_engine(path: Path) -> Finding:
+    """The engine that moves offloaded tensors really writes and reads a slab on ``path``; nothing of it stays."""
+    from zerograph import _core
+
+    wanted = os.environ.get("ZEROGRAPH_IO") or "auto"
+    try:
+        engine = _core.IoEngine(wanted, depth=2, buffers=1)
+        slab = _core.Slab(str(path.resolve()), _SIZE)
+        file = engine.attach(slab.fd, slab.path, slab.memory_alignment, slab.offset_alignment)
+        memory = _core.HugeMemory(_SIZE)
+        for direction in (_core.Direction.write, _core.Direction.read):
+            engine.wait(engine.submit(direction, [(file, 0, memory.address, _SIZE, False)], _core.Priority.now))
+        engine.close()
+    except (OSError, ValueError) as error:
+        hint = str(error).partition("hint: ")[2] or "zerograph doctor --path DIR  # that can be written"
+        return Finding("I/O engine", "missing", first_line(error), hint)
+    way = f"O_DIRECT from memory at multiples of {slab.memory_alignment}" if slab.direct else "through the page cache"
+    fact = f"{engine.name}{' (ZEROGRAPH_IO)' if wanted != 'auto' else ''} on {path}: {way}"
+    notes = "; ".join((engine.notes + slab.notes).splitlines())
+    if not _core.has_uring() and wanted != "threads":
+        mend = "apt install liburing-dev && pip install --no-binary zerograph zerograph"
+        return Finding("I/O engine", "warning", f"{fact}; {notes}", mend)
+    if notes:
+        return Finding("I/O engine", "warning", f"{fact}; {notes}", "mend io_uring or the memlock limit, see there")
+    return Finding("I/O engine", "ok", fact)
 
 
 def free_space(path: Path) -> Finding:

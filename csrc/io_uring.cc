@@ -1,0 +1,301 @@
+// The engine for Linux: one thread keeps up to `depth` transfers in the kernel, and sleeps in between.
+#include <errno.h>
+#include <liburing.h>
+#include <poll.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "io_queue.h"
+
+namespace zg {
+
+namespace {
+
+constexpr unsigned kFileSlots = 64;
+constexpr unsigned kBufferSlots = 64;                       // the first is the staging area
+constexpr std::uint64_t kMaxRegistered = std::uint64_t{1} << 30;  // what the kernel takes as one buffer
+
+class Uring final : public IoBackend {
+ public:
+  Uring(IoQueue& queue, std::uint32_t depth) : queue_(queue), depth_(depth), slots_(depth) {
+    for (Slot& slot : slots_) free_.push_back(&slot);
+  }
+
+  ~Uring() override { release(); }
+
+  Status open(int refuse, std::string& notes) {
+    wakeup_ = FileDescriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    if (wakeup_.get() < 0) return fail(Code::system, "cannot make an eventfd", errno);
+    int error = refuse;
+    for (const unsigned flags : {unsigned{IORING_SETUP_COOP_TASKRUN}, 0u}) {
+      if (refuse == 0) error = -io_uring_queue_init(depth_ + 2, &ring_, flags);
+      if (error != EINVAL) break;  // an older kernel does not know the flag
+    }
+    if (error != 0) return fail(Code::system, std::string("io_uring_queue_init: ") + strerror(error), error);
+    made_ = true;
+    io_uring_ring_dontfork(&ring_);
+    fixed_files_ = io_uring_register_files_sparse(&ring_, kFileSlots) == 0;
+    fixed_buffers_ = io_uring_register_buffers_sparse(&ring_, kBufferSlots) == 0;
+    if (!fixed_files_) notes += "the kernel registers no files: a few hundred nanoseconds more per transfer\n";
+    if (!fixed_buffers_) notes += "the kernel registers no buffers: each transfer pins its memory anew\n";
+    if (fixed_buffers_ && !put_buffer(0, queue_.staging(), queue_.staging_bytes()))
+      notes += "staging buffers are not registered (ulimit -l is too low?): each transfer pins its memory anew\n";
+    return {};
+  }
+
+  const char* name() const override { return "uring"; }
+
+  Status start() override {
+    queue_.set_wake([](void* self) { static_cast<Uring*>(self)->wake(); }, this);
+    try {
+      thread_ = std::thread([this] { work(); });
+    } catch (const std::system_error& error) {
+      return fail(Code::system, "cannot start a thread for I/O", error.code().value());
+    }
+    return {};
+  }
+
+  void join() override {
+    if (thread_.joinable()) thread_.join();
+    release();
+  }
+
+  void attach(std::uint32_t file, int fd) override {
+    std::lock_guard lock(mutex_);
+    if (!fixed_files_) return;
+    for (int slot = 0; slot < static_cast<int>(kFileSlots); ++slot) {
+      const bool used = std::any_of(files_.begin(), files_.end(), [&](const auto& entry) { return entry.second == slot; });
+      if (used) continue;
+      if (io_uring_register_files_update(&ring_, static_cast<unsigned>(slot), &fd, 1) == 1) files_[file] = slot;
+      return;
+    }
+  }
+
+  void detach(std::uint32_t file) override {
+    std::lock_guard lock(mutex_);
+    const auto found = files_.find(file);
+    if (found == files_.end()) return;
+    int none = -1;
+    io_uring_register_files_update(&ring_, static_cast<unsigned>(found->second), &none, 1);
+    files_.erase(found);
+  }
+
+  bool register_memory(std::uint64_t address, std::uint64_t bytes) override {
+    std::lock_guard lock(mutex_);
+    if (!fixed_buffers_ || bytes > kMaxRegistered) return false;
+    for (unsigned slot = 1; slot < kBufferSlots; ++slot) {
+      const bool used =
+          std::any_of(areas_.begin(), areas_.end(), [&](const auto& entry) { return entry.second.slot == slot; });
+      if (!used) return put_buffer_locked(slot, reinterpret_cast<std::byte*>(address), bytes);
+    }
+    return false;
+  }
+
+  void unregister_memory(std::uint64_t address) override {
+    std::lock_guard lock(mutex_);
+    const auto found = areas_.find(address);
+    if (found == areas_.end()) return;
+    iovec none{nullptr, 0};
+    __u64 tag = 0;
+    io_uring_register_buffers_update_tag(&ring_, found->second.slot, &none, &tag, 1);
+    areas_.erase(found);
+  }
+
+ private:
+  void release() {
+    std::lock_guard lock(mutex_);
+    if (made_) io_uring_queue_exit(&ring_);
+    made_ = fixed_files_ = fixed_buffers_ = false;
+    files_.clear();
+    areas_.clear();
+    wakeup_ = FileDescriptor();
+  }
+
+  struct Slot {
+    IoPiece* piece = nullptr;
+    IoTransfer transfer{};
+  };
+  struct Area {
+    std::uint64_t bytes;
+    unsigned slot;
+  };
+
+  bool put_buffer(unsigned slot, std::byte* data, std::uint64_t bytes) {
+    std::lock_guard lock(mutex_);
+    return bytes <= kMaxRegistered && put_buffer_locked(slot, data, bytes);
+  }
+
+  bool put_buffer_locked(unsigned slot, std::byte* data, std::uint64_t bytes) {
+    const iovec area{data, bytes};
+    const __u64 tag = 0;
+    if (io_uring_register_buffers_update_tag(&ring_, slot, &area, &tag, 1) != 1) return false;
+    areas_[reinterpret_cast<std::uint64_t>(data)] = {bytes, slot};
+    return true;
+  }
+
+  void wake() {
+    const std::uint64_t one = 1;
+    [[maybe_unused]] const ssize_t written = write(wakeup_.get(), &one, sizeof one);  // full: it is awake already
+  }
+
+  io_uring_sqe* entry() {
+    io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+    for (std::uint32_t tries = 0; sqe == nullptr; ++tries) {  // the queue is full: hand over what is in it
+      io_uring_submit(&ring_);
+      sqe = io_uring_get_sqe(&ring_);
+      if (sqe == nullptr && tries > 2) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    return sqe;
+  }
+
+  void watch() {
+    io_uring_sqe* sqe = entry();
+    io_uring_prep_poll_add(sqe, wakeup_.get(), POLLIN);
+    io_uring_sqe_set_data(sqe, nullptr);
+    watching_ = true;
+  }
+
+  void begin(Slot& slot) {
+    slot.transfer = queue_.transfer(*slot.piece);
+    if (slot.transfer.injected) {
+      answered_.push_back(&slot);
+      return;
+    }
+    const IoTransfer& t = slot.transfer;
+    io_uring_sqe* sqe = entry();
+    std::lock_guard lock(mutex_);
+    const auto file = files_.find(t.file);
+    const int fd = file != files_.end() ? file->second : t.fd;
+    const auto length = static_cast<unsigned>(t.bytes);
+    if (const int buffer = find_buffer(t.memory, t.bytes); buffer >= 0) {
+      if (t.write)
+        io_uring_prep_write_fixed(sqe, fd, t.memory, length, t.offset, buffer);
+      else
+        io_uring_prep_read_fixed(sqe, fd, t.memory, length, t.offset, buffer);
+    } else if (t.write) {
+      io_uring_prep_write(sqe, fd, t.memory, length, t.offset);
+    } else {
+      io_uring_prep_read(sqe, fd, t.memory, length, t.offset);
+    }
+    if (file != files_.end()) io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE);
+    io_uring_sqe_set_data(sqe, &slot);
+  }
+
+  int find_buffer(const std::byte* memory, std::uint64_t bytes) const {
+    const auto address = reinterpret_cast<std::uint64_t>(memory);
+    auto found = areas_.upper_bound(address);
+    if (found == areas_.begin()) return -1;
+    --found;
+    return address + bytes <= found->first + found->second.bytes ? static_cast<int>(found->second.slot) : -1;
+  }
+
+  void end(Slot& slot, long result) {
+    if (queue_.finish(*slot.piece, slot.transfer, result)) {
+      begin(slot);
+      return;
+    }
+    slot.piece = nullptr;
+    free_.push_back(&slot);
+  }
+
+  // True once there is nothing left to do, ever.
+  bool fill() {
+    while (!free_.empty()) {
+      bool over = false;
+      IoPiece* piece = queue_.take(over);
+      if (over) return free_.size() == slots_.size();
+      if (piece == nullptr) return false;
+      Slot& slot = *free_.back();
+      free_.pop_back();
+      slot.piece = piece;
+      queue_.load(*piece);
+      begin(slot);
+    }
+    return false;
+  }
+
+  void answer() {
+    while (!answered_.empty()) {
+      Slot& slot = *answered_.back();
+      answered_.pop_back();
+      end(slot, slot.transfer.result);
+    }
+  }
+
+  void work() {
+    for (;;) {
+      if (!watching_) watch();
+      if (fill()) return;
+      if (!answered_.empty()) {
+        answer();
+        continue;  // what was freed may be taken before anything is waited for
+      }
+      int submitted = -queue_.injected_submit();
+      if (submitted == 0) submitted = io_uring_submit_and_wait(&ring_, 1);
+      // EINTR: a signal. EAGAIN, EBUSY: the kernel is short of memory or of room for results, which follow now. Whatever
+      // else it is, the transfers stay in the queue, and no result may be made up while the kernel can use the memory.
+      if (submitted < 0 && submitted != -EINTR && io_uring_cq_ready(&ring_) == 0)
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      collect();
+    }
+  }
+
+  void collect() {
+    io_uring_cqe* cqes[64];
+    while (const unsigned count = io_uring_peek_batch_cqe(&ring_, cqes, 64)) {
+      std::pair<Slot*, long> results[64];
+      for (unsigned i = 0; i < count; ++i)
+        results[i] = {static_cast<Slot*>(io_uring_cqe_get_data(cqes[i])), cqes[i]->res};
+      io_uring_cq_advance(&ring_, count);
+      for (unsigned i = 0; i < count; ++i) {
+        if (results[i].first != nullptr) {
+          end(*results[i].first, results[i].second);
+          continue;
+        }
+        std::uint64_t rung;
+        [[maybe_unused]] const ssize_t got = read(wakeup_.get(), &rung, sizeof rung);
+        watching_ = false;
+      }
+    }
+  }
+
+  IoQueue& queue_;
+  std::uint32_t depth_;
+  io_uring ring_{};
+  bool made_ = false, fixed_files_ = false, fixed_buffers_ = false, watching_ = false;
+  FileDescriptor wakeup_;
+  std::thread thread_;
+  std::vector<Slot> slots_;
+  std::vector<Slot*> free_, answered_;
+  std::mutex mutex_;  // of what is registered
+  std::map<std::uint32_t, int> files_;
+  std::map<std::uint64_t, Area> areas_;  // by address
+};
+
+}  // namespace
+
+Status make_uring(IoQueue& queue, const IoOptions& options, std::string& notes, std::unique_ptr<IoBackend>& out) {
+  auto uring = std::make_unique<Uring>(queue, options.depth);
+  ZG_TRY(uring->open(options.refuse, notes));
+  out = std::move(uring);
+  return {};
+}
+
+int probe_uring() {
+  io_uring ring{};
+  const int error = -io_uring_queue_init(2, &ring, 0);
+  if (error == 0) io_uring_queue_exit(&ring);
+  return error;
+}
+
+}  // namespace zg

@@ -1,0 +1,147 @@
+"""Adam and AdamW (Kingma and Ba, 2015; Loshchilov and Hutter, 2019), with arithmetic as torch.optim defines it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+
+from zerograph import _core
+from zerograph.errors import ConfigError
+from zerograph.optim.host import HostOptimizer
+from zerograph.optim.parts import Member, Part
+
+
+class _AdamUpdate(HostOptimizer):
+    _counts_on_device = True
+
+    def __init__(self, params: Any, *, amsgrad: bool, moments: torch.dtype | None, **rest: Any) -> None:
+        if amsgrad and moments == torch.bfloat16:
+            raise ConfigError(
+                "amsgrad=True with moments=torch.bfloat16",
+                "a maximum of rounded moments never comes down again: keep them in float32",
+            )
+        super().__init__(params, amsgrad=amsgrad, moments=moments, **rest)
+
+    def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+    def _rule(self, group: Mapping[str, Any]) -> _core.Rule:
+        beta1, beta2 = group["betas"]
+        return _core.Rule(
+            _core.Algorithm.adam,
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=bool(group["decoupled_weight_decay"]),
+            amsgrad=bool(group["amsgrad"]),
+            maximize=bool(group["maximize"]),
+        )
+
+    def _update_on_device(
+        self,
+        group: Mapping[str, Any],
+        part: Part,
+        grads: list[Tensor],
+        members: Sequence[Member],
+        scale: Tensor | None,
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        adam(
+            [m.target for m in members],
+            grads,
+            [m.states[0] for m in members],
+            [m.states[1] for m in members],
+            [m.states[2] for m in members] if group["amsgrad"] else [],
+            [m.step for m in members if m.step is not None],
+            fused=True,
+            grad_scale=scale,
+            amsgrad=group["amsgrad"],
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+        )
+
+
+class Adam(_AdamUpdate, torch.optim.Adam):
+    """``torch.optim.Adam`` in one pass over memory.
+
+    Takes torch's arguments; ``foreach``, ``fused`` and ``capturable`` change nothing on the host. Further ones:
+
+    Args:
+        master: ``torch.float32`` keeps float32 masters of low-precision parameters in ``state[p]["master"]``, which
+            take the update; the parameters are rounded copies of them.
+        moments: dtype of ``exp_avg`` and ``exp_avg_sq``, float32 if None; ``torch.bfloat16`` halves them.
+        skip_nonfinite: skip steps with a gradient that is not finite, on all ranks, and count them in ``skipped``.
+            Needs one more read of the gradients before the update, as ``clip`` does.
+
+    Raises:
+        ValueError: torch refuses a value. ConfigError, UnsupportedError: as :class:`HostOptimizer` says.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        master: torch.dtype | None = None,
+        moments: torch.dtype | None = None,
+        skip_nonfinite: bool = True,
+        **torchs: Any,
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            master=master,
+            moments=moments,
+            skip_nonfinite=skip_nonfinite,
+            **torchs,
+        )
+
+
+class AdamW(_AdamUpdate, torch.optim.AdamW):
+    """``torch.optim.AdamW`` in one pass over memory; arguments are those of :class:`Adam`."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        master: torch.dtype | None = None,
+        moments: torch.dtype | None = None,
+        skip_nonfinite: bool = True,
+        **torchs: Any,
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            master=master,
+            moments=moments,
+            skip_nonfinite=skip_nonfinite,
+            **torchs,
+        )

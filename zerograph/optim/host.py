@@ -1,0 +1,387 @@
+"""What all native optimizers share: gather, decide, update.
+
+A step gathers the gradients' addresses, decides by which factor they are multiplied and whether to skip them, and
+hands everything that lies on the host to one call of the native core, which reads gradients, parameters and states
+once and writes what changed. What lies on a device goes to torch's kernels meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from zerograph import _core
+from zerograph.errors import CheckpointError, ConfigError, UnsupportedError
+from zerograph.optim.clip import power_sum
+from zerograph.optim.parts import Member, Part, Plan, parts_of
+from zerograph.optim.tensors import TAGS, Gradients, Layout, local_of, uses_kernels
+from zerograph.optim.update import Update
+
+log = logging.getLogger(__name__)
+
+
+class HostOptimizer(Optimizer):
+    """Base of the native optimizers, mixed into torch's own ones, whose groups and state dicts they have.
+
+    Attributes:
+        skipped: how many steps were skipped because a gradient was not finite.
+        grad_norm: norm of all gradients, unscaled and before clipping, in the last step that took it (one with ``clip``
+            or with ``skip_nonfinite``); the same on every rank.
+    """
+
+    _step_supports_amp_scaling = True  # torch.amp.GradScaler then sets grad_scale and found_inf on the optimizer
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        master: torch.dtype | None,
+        skip_nonfinite: bool,
+        moments: torch.dtype | None = None,
+        **torchs: Any,
+    ) -> None:
+        """``torchs`` are the arguments of the optimizer of torch.optim.
+
+        Raises:
+            ConfigError: ``master`` is neither None nor float32, ``moments`` neither float32 nor bfloat16.
+            UnsupportedError: ``differentiable=True``.
+        """
+        if master not in (None, torch.float32):
+            raise ConfigError(f"master={master}", "masters are torch.float32, or None for parameters without masters")
+        if moments not in (None, torch.float32, torch.bfloat16):
+            raise ConfigError(f"moments={moments}", "moments are kept in torch.float32 or torch.bfloat16")
+        self.master, self.moments, self.skip_nonfinite = master, moments, skip_nonfinite
+        self.skipped, self.grad_norm = 0, math.nan
+        self._layouts: dict[int, Layout] = {}
+        self._plans: dict[int, Plan] = {}
+        self._running: Update | None = None
+        super().__init__(params, **torchs)
+        self._refuse_differentiable()
+
+    # What an algorithm says of itself.
+
+    def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the state tensors, in the order of the kernels' slots."""
+        raise NotImplementedError
+
+    def _rule(self, group: Mapping[str, Any]) -> _core.Rule:
+        raise NotImplementedError
+
+    def _update_on_device(
+        self,
+        group: Mapping[str, Any],
+        part: Part,
+        grads: list[Tensor],
+        members: Sequence[Member],
+        scale: Tensor | None,
+    ) -> None:
+        """Update the targets of ``members`` by torch; gradients are to be divided by ``scale``."""
+        raise NotImplementedError
+
+    _counts = True
+    """Whether each parameter's state has a ``step``."""
+
+    _counts_on_device = False
+    """Whether that of a parameter on a device lies there too."""
+
+    _starts_from_gradient = False
+    """Whether a slot that is made now is given the gradient itself."""
+
+    def _fill(self, group: Mapping[str, Any]) -> float:
+        """What new slots hold."""
+        return 0.0
+
+    # The step.
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        grad_scale: float | Tensor | None = None,
+        clip: float | None = None,
+    ) -> Any:
+        """Update the parameters that have gradients; all ranks call it together.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+            grad_scale: what the loss was multiplied by; gradients are divided by it as they are read.
+            clip: the largest norm of all gradients together, after that division.
+
+        Returns:
+            What ``closure`` returned.
+
+        Raises:
+            UnsupportedError: a parameter or gradient that cannot be updated; nothing has changed then.
+            ConfigError: ``clip`` is not positive, or ``grad_scale`` is zero.
+        """
+        self._settle()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._start(grad_scale, clip).wait()
+        return loss
+
+    @Optimizer.profile_hook_step
+    @torch.no_grad()
+    def start_step(self, *, grad_scale: float | Tensor | None = None, clip: float | None = None) -> Update:
+        """As :meth:`step`, without waiting for the kernels on the host.
+
+        Until ``wait()`` of what it returns, nothing may read the parameters or change the gradients. The optimizer
+        itself waits before it does anything else.
+        """
+        self._settle()
+        self._opt_called = True  # learning rate schedulers ask for it, and see only calls of step()
+        self._running = self._start(grad_scale, clip)
+        return self._running
+
+    def _settle(self) -> None:
+        if self._running is not None:
+            self._running.wait()
+            self._running = None
+
+    def _start(self, grad_scale: float | Tensor | None, clip: float | None) -> Update:
+        layouts = [self._layout(i, group) for i, group in enumerate(self.param_groups)]
+        grads = [layout.gradients() for layout in layouts]
+        factor = self._factor(layouts, grads, grad_scale, clip)
+        if factor is None:
+            self.skipped += 1
+            return Update(None, ())
+        return self._update(layouts, grads, factor)
+
+    def _layout(self, index: int, group: Mapping[str, Any]) -> Layout:
+        layout = self._layouts.get(index)
+        if layout is None or not layout.describes(group["params"]):
+            layout = self._layouts[index] = Layout(group)
+        return layout
+
+    def _factor(
+        self,
+        layouts: Sequence[Layout],
+        grads: Sequence[Gradients],
+        grad_scale: float | Tensor | None,
+        clip: float | None,
+    ) -> float | None:
+        """What gradients are multiplied by; None to skip the step."""
+        found_inf = self.__dict__.get("found_inf")  # set by GradScaler, which has looked at all gradients of all ranks
+        if found_inf is not None and float(found_inf):
+            return None
+        scale = math.prod(float(s) for s in (self.__dict__.get("grad_scale"), grad_scale) if s is not None)
+        if not scale:
+            raise ConfigError("grad_scale=0", "it is what the loss was multiplied by")
+        if clip is not None and not clip > 0:
+            raise ConfigError(f"clip={clip}", "it is the largest norm allowed: a positive number")
+        if clip is None and (found_inf is not None or not self.skip_nonfinite):
+            return 1.0 / scale
+        self.grad_norm = norm = _norm(layouts, grads) / scale
+        if self.skip_nonfinite and not math.isfinite(norm):
+            return None
+        ratio = clip / (norm + 1e-6) if clip is not None else 1.0
+        return (1.0 if ratio > 1.0 else ratio) / scale  # a norm that is not a number stays one
+
+    def _update(self, layouts: Sequence[Layout], grads: Sequence[Gradients], factor: float) -> Update:
+        states = set(map(id, self.state.values()))
+        plans = [self._plan(i, layout, own, states) for i, (layout, own) in enumerate(zip(layouts, grads, strict=True))]
+        calls, touched = [], []
+        for plan, group, present in zip(plans, self.param_groups, grads, strict=True):
+            for part in plan.parts:
+                own = present.of(part.indices)
+                part.follow_copies()
+                touched.append((part, own))
+                if part.tensors is None:
+                    self._on_device(group, part, own, factor)
+                else:
+                    tag = TAGS[part.grad_dtype]
+                    calls.append((self._rule(group), part.tensors, own.addresses, tag, part.fresh))
+        if calls:
+            _tell_target()
+        return Update(_core.update(calls, factor) if calls else None, touched)
+
+    def _on_device(self, group: Mapping[str, Any], part: Part, grads: Gradients, factor: float) -> None:
+        pairs = [(m, g) for m, g in zip(part.members, grads.tensors, strict=True) if g is not None]
+        if not pairs:
+            return
+        members, present = [m for m, _ in pairs], [g.to(m.target.dtype) for m, g in pairs]
+        scale = torch.tensor(1.0 / factor if factor else math.inf, device=present[0].device) if factor != 1.0 else None
+        self._update_on_device(group, part, present, members, scale)
+        if part.mastered:
+            torch._foreach_copy_([m.local for m in members], [m.target for m in members])
+
+    # State.
+
+    def _plan(self, index: int, layout: Layout, grads: Gradients, states: set[int]) -> Plan:
+        group, plan = self.param_groups[index], self._plans.get(index)
+        slots = self._slots(group)
+        if plan is None or not plan.holds(layout, slots, grads, states):
+            known = plan.members_of(layout, self.state) if plan is not None else ()
+            parts = parts_of(layout, grads, known, lambda i: self._member(group, layout, i, slots))
+            plan = self._plans[index] = Plan(layout, slots, parts, self.state)
+        return plan
+
+    def _member(self, group: Mapping[str, Any], layout: Layout, index: int, slots: Sequence[str]) -> Member:
+        """The parameter's state, made where it is missing and brought into the form that the kernels take."""
+        param, local, name = layout.params[index], layout.locals[index], layout.name(index)
+        if not (self._counts or slots or self._keeps_master(param)):
+            return Member(index, local, local, [], None, fresh=False)
+        state = self.state[param]
+        if self._counts:
+            at = local.device if self._counts_on_device else torch.device("cpu")
+            state["step"] = _counter(state.get("step", 0.0), at)
+        fresh = self._starts_from_gradient and any(state.get(slot) is None for slot in slots)
+        dtype = self._state_dtype(param)
+        for slot in slots:
+            made = state.get(slot)
+            if made is None:
+                made = torch.full_like(param, self._fill(group), dtype=dtype)
+            state[slot] = _fitted(made, param, dtype, f"{slot} of {name}")
+        target = local
+        if self._keeps_master(param):
+            master = state.get("master")
+            master = param.detach().to(torch.float32) if master is None else master
+            state["master"] = _fitted(master, param, torch.float32, f"master of {name}")
+            target = local_of(state["master"])
+        return Member(index, local, target, [local_of(state[s]) for s in slots], state.get("step"), fresh)
+
+    def _keeps_master(self, param: Tensor) -> bool:
+        return self.master is not None and param.dtype.itemsize < self.master.itemsize
+
+    def _state_dtype(self, param: Tensor) -> torch.dtype:
+        """float32 on the host, whatever the parameter's dtype is; torch's fused kernels want that of the parameter."""
+        if uses_kernels(local_of(param)):
+            return self.moments or torch.float32
+        own = torch.float32 if self._keeps_master(param) else param.dtype
+        if self.moments not in (None, own):
+            raise UnsupportedError(
+                f"moments={self.moments} for {own} on {param.device}: torch's fused kernels keep both alike",
+                "leave moments out there; on the host each choice works",
+            )
+        return own
+
+    # Checkpoints and copies.
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's, after an update that is under way."""
+        self._settle()
+        super().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, after an update that is under way."""
+        self._settle()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state dict, one of the same algorithm of torch.optim too.
+
+        torch would round all state to the parameter's dtype; what a checkpoint keeps in float32 stays so.
+        """
+
+        def seen(_: Optimizer, final: dict[str, Any]) -> None:
+            self.__dict__["_loading"] = final
+
+        self._settle()
+        handle = self.register_load_state_dict_pre_hook(seen)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self.__dict__.pop("_loading", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._settle()
+        kept = ("master", "moments", "skip_nonfinite", "skipped", "grad_norm")
+        return super().__getstate__() | {name: getattr(self, name) for name in kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._layouts, self._plans, self._running = {}, {}, None
+        super().__setstate__(state)
+        self._refuse_differentiable()
+        loading = self.__dict__.get("_loading")
+        if loading is not None:
+            self._restore_precision(loading)
+
+    def _restore_precision(self, loaded: dict[str, Any]) -> None:
+        ids = itertools.chain.from_iterable(g["params"] for g in loaded["param_groups"])
+        params = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
+        for key, param in zip(ids, params, strict=True):
+            if key not in loaded["state"] or param.dtype.itemsize >= torch.float32.itemsize:
+                continue
+            for name, value in loaded["state"][key].items():
+                if name != "step" and isinstance(value, Tensor):
+                    self.state[param][name] = value.to(param.device)
+
+    def _refuse_differentiable(self) -> None:
+        if any(group.get("differentiable") for group in self.param_groups):
+            raise UnsupportedError(
+                f"{type(self).__name__}(differentiable=True): autograd cannot look into native kernels",
+                "use the optimizer of torch.optim to differentiate through its steps",
+            )
+
+
+@functools.cache
+def _tell_target() -> None:
+    log.info("optimizer kernels for %s on %d threads", _core.simd_target(), _core.pool_threads())
+
+
+def _norm(layouts: Sequence[Layout], grads: Sequence[Gradients]) -> float:
+    """Norm of all gradients of all ranks, in one pass over this rank's and one scalar reduction."""
+    groups = frozenset[ProcessGroup]().union(*(layout.process_groups for layout in layouts))
+    if len(groups) > 1:
+        raise UnsupportedError(
+            f"parameters are split over {len(groups)} process groups, and their norm is one reduction over one",
+            "make an optimizer for each, or one with skip_nonfinite=False",
+        )
+    split, whole = (_squares(layouts, grads, split) for split in (True, False))
+    for group in groups:
+        where = next(t.device for layout in layouts for t, s in zip(layout.locals, layout.split, strict=True) if s)
+        split = split.to(where)
+        dist.all_reduce(split, group=group)
+    return math.sqrt(float(split) + float(whole))
+
+
+def _squares(layouts: Sequence[Layout], grads: Sequence[Gradients], split: bool) -> Tensor:
+    """Sum of squares of this rank's gradients, those that are split or those that are whole."""
+    pairs = list(zip(layouts, grads, strict=True))
+    pieces = [piece for layout, own in pairs for piece in layout.pieces(own, split)]
+    total = torch.tensor(_core.sum_squares(pieces) if pieces else 0.0, dtype=torch.float64)
+    elsewhere = [grad for layout, own in pairs for grad in layout.elsewhere(own, split)]
+    return power_sum(elsewhere, 2.0).double() + total if elsewhere else total
+
+
+def _counter(value: Any, device: torch.device) -> Tensor:
+    """``value`` as the 0-d float32 tensor that torch keeps."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if not isinstance(value, Tensor):
+        return torch.tensor(float(value), dtype=torch.float32, device=device)
+    value = value.to(device, torch.float32)
+    return value if value.ndim == 0 else value.reshape(())
+
+
+def _fitted(value: Tensor, param: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """State ``value`` in ``dtype`` and laid out as ``param``; itself if it is so already."""
+    if isinstance(param, DTensor) and not isinstance(value, DTensor) and value.shape == param.shape:
+        from zerograph.faces import as_shard  # imports Dynamo, which plain tensors do not need
+
+        value = as_shard(value, param)
+    if value.shape != param.shape:
+        raise CheckpointError(
+            f"{name} has shape {tuple(value.shape)}, its parameter {tuple(param.shape)}",
+            "load a checkpoint of the same model",
+        )
+    local, own = local_of(value), local_of(param)
+    alike = local.stride() == own.stride() or (local.is_contiguous() and own.is_contiguous())
+    if alike and (local.dtype, local.device, local.shape) == (dtype, own.device, own.shape):
+        return value
+    return torch.empty_like(param, dtype=dtype).copy_(value)

@@ -1,0 +1,87 @@
+"""Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023): the sign of a moment is the update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerograph import _core
+from zerograph.errors import ConfigError
+from zerograph.optim.host import HostOptimizer
+from zerograph.optim.parts import Member, Part
+
+
+class Lion(HostOptimizer):
+    """Lion in one pass over memory, with one state per element; weight decay is decoupled, as AdamW's is.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: 3 to 10 times smaller than AdamW's, and ``weight_decay`` as much larger.
+        betas: of the update's interpolation, and of the moment.
+        weight_decay: per step, times ``lr``.
+        maximize: go up the gradient.
+        master, skip_nonfinite: as of :class:`zerograph.optim.Adam`.
+
+    Raises:
+        ConfigError: a negative value, or a beta outside of [0, 1).
+    """
+
+    _counts = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        master: torch.dtype | None = None,
+        skip_nonfinite: bool = True,
+    ) -> None:
+        if not (lr >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
+            raise ConfigError(
+                f"Lion(lr={lr}, betas={betas}, weight_decay={weight_decay})",
+                "lr and weight_decay are not negative, betas are at least 0 and less than 1",
+            )
+        defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, master=master, skip_nonfinite=skip_nonfinite, defaults=defaults)
+
+    def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def _rule(self, group: Mapping[str, Any]) -> _core.Rule:
+        beta1, beta2 = group["betas"]
+        return _core.Rule(
+            _core.Algorithm.lion,
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=True,
+            maximize=bool(group["maximize"]),
+        )
+
+    def _update_on_device(
+        self,
+        group: Mapping[str, Any],
+        part: Part,
+        grads: list[Tensor],
+        members: Sequence[Member],
+        scale: Tensor | None,
+    ) -> None:
+        targets, moments = [m.target for m in members], [m.states[0] for m in members]
+        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        if scale is not None:
+            grads = list(torch._foreach_div(grads, scale.to(grads[0].dtype)))
+        if group["maximize"]:
+            grads = list(torch._foreach_neg(grads))
+        if group["weight_decay"]:
+            torch._foreach_mul_(targets, 1 - lr * group["weight_decay"])
+        update = torch._foreach_lerp(moments, grads, 1 - beta1)
+        torch._foreach_sign_(update)
+        torch._foreach_add_(targets, update, alpha=-lr)
+        torch._foreach_lerp_(moments, grads, 1 - beta2)

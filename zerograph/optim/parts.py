@@ -1,0 +1,182 @@
+"""The tensors of one parameter group as the kernels take them: gathered once, and again when one of them moved."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerograph import _core
+from zerograph.optim.tensors import NOTHING, TAGS, Gradients, Layout, uses_kernels
+
+
+@dataclass(slots=True)
+class Member:
+    """One parameter that has a gradient, with its state.
+
+    Attributes:
+        index: in its group.
+        local: this rank's part.
+        target: what is updated: ``local``, or its float32 master.
+        states: local, in the order of the kernels' slots.
+        step: how many updates it has had, one float32; None where the algorithm does not count.
+        fresh: its momentum starts from this gradient.
+    """
+
+    index: int
+    local: Tensor
+    target: Tensor
+    states: list[Tensor]
+    step: Tensor | None
+    fresh: bool
+
+
+@dataclass(slots=True)
+class Part:
+    """Members that one kernel updates together: of one dtype, one dtype of gradients, one device.
+
+    Attributes:
+        members: in the group's order.
+        indices: theirs.
+        watched: what has the version counters of the parameters.
+        tensors: their addresses; None on a device.
+        grad_dtype: of all gradients.
+        fresh: per member, until its first update; empty if none is.
+    """
+
+    members: list[Member]
+    indices: list[int]
+    watched: list[Tensor]
+    grad_dtype: torch.dtype
+    tensors: _core.TensorSet | None = None
+    fresh: list[bool] = field(default_factory=list)
+    _versions: list[int] = field(default_factory=list)
+
+    @property
+    def mastered(self) -> bool:
+        return self.members[0].target is not self.members[0].local
+
+    def follow_copies(self) -> None:
+        """Let masters follow low-precision parameters that something else has changed since the last update: where a
+        parameter is not its master rounded, it is what counts."""
+        if not self.mastered or [t._version for t in self.watched] == self._versions:
+            return
+        for m in self.members:
+            changed = m.target.to(m.local.dtype) != m.local
+            if changed.any():
+                m.target.copy_(torch.where(changed, m.local.to(m.target.dtype), m.target))
+
+    def updated(self, grads: Gradients) -> None:
+        """Tell autograd that the members with gradients have changed."""
+        per_member = len(self.watched) // len(self.members)
+        changed = self.watched
+        if not grads.complete:
+            changed = [t for i, t in enumerate(self.watched) if grads.addresses[i // per_member]]
+        torch.autograd.graph.increment_version(changed)
+        if self.fresh:
+            self.fresh = [fresh and not a for fresh, a in zip(self.fresh, grads.addresses, strict=True)]
+        if self.mastered:
+            self._versions = [t._version for t in self.watched]
+
+
+class Plan:
+    """All parts of one group, and what tells whether they still hold."""
+
+    def __init__(self, layout: Layout, slots: tuple[str, ...], parts: list[Part], state: Mapping[Tensor, Any]) -> None:
+        self.layout, self.slots, self.parts = layout, slots, parts
+        self._changes = layout.changes
+        self._members = {m.index for part in parts for m in part.members}
+        params = [layout.params[m.index] for part in parts for m in part.members]
+        self._dicts = [state[p] for p in params if p in state]
+        self._values = _values(self._dicts)
+        self._locals = [t for part in parts for m in part.members for t in _of(m)]
+        self._addresses = _addresses(self._locals)
+
+    def holds(self, layout: Layout, slots: tuple[str, ...], grads: Gradients, states: set[int]) -> bool:
+        """Whether the same tensors are to be updated, at the same addresses; ``states`` are the ids of the dicts that
+        the optimizer holds now."""
+        return (
+            self.layout is layout
+            and self.slots == slots
+            and self._changes == layout.changes
+            and self._covers(grads)
+            and states.issuperset(map(id, self._dicts))
+            and _same(self._values, _values(self._dicts))
+            and _addresses(self._locals) == self._addresses
+        )
+
+    def members_of(self, layout: Layout, state: Mapping[Tensor, Any]) -> set[int]:
+        """Those who may stay while they have no gradient: who has one may change from step to step."""
+        stateful = bool(self._dicts)
+        return {i for i in self._members if self.layout is layout and (not stateful or layout.params[i] in state)}
+
+    def _covers(self, grads: Gradients) -> bool:
+        if grads.complete:
+            return len(self._members) == len(grads.tensors)
+        return all(not a or i in self._members for i, a in enumerate(grads.addresses))
+
+
+def _values(dicts: Sequence[dict[str, Any]]) -> list[Any]:
+    return list(itertools.chain.from_iterable(map(dict.values, dicts)))
+
+
+def _same(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    return len(before) == len(now) and all(map(operator.is_, before, now))
+
+
+def _addresses(tensors: Sequence[Tensor]) -> list[int]:
+    return list(map(Tensor.data_ptr, tensors))
+
+
+def _of(member: Member) -> list[Tensor]:
+    counted = [member.step] if member.step is not None else []
+    mastered = [member.target] if member.target is not member.local else []
+    return [*member.states, *mastered, *counted]
+
+
+def parts_of(layout: Layout, grads: Gradients, known: Container[int], member: Callable[[int], Member]) -> list[Part]:
+    """The parts of a group of the parameters with gradients and the ``known`` ones; ``member`` gives one's state."""
+    kinds: dict[Hashable, list[tuple[Member, torch.dtype]]] = {}
+    for index, grad in enumerate(grads.tensors):
+        dtype = layout.dtypes[index]
+        if dtype is None or (grad is None and index not in known):
+            continue
+        m = member(index)
+        kinds.setdefault((m.local.device, m.local.dtype, m.target.dtype, dtype), []).append((m, dtype))
+    found = []
+    for kind in kinds.values():
+        members, dtype = [m for m, _ in kind], kind[0][1]
+        part = Part(
+            members, [m.index for m in members], _watched(layout, members), dtype, fresh=[m.fresh for m in members]
+        )
+        if uses_kernels(members[0].local):
+            part.tensors = _tensor_set(members, part.mastered)
+        found.append(part)
+    return found
+
+
+def _watched(layout: Layout, members: Sequence[Member]) -> list[Tensor]:
+    """As many per member, as :meth:`Part.updated` expects: parameters of one group are all sharded, or none is."""
+    pairs = [(layout.params[m.index], m.local) for m in members]
+    return [t for pair in pairs for t in pair] if any(p is not t for p, t in pairs) else [p for p, _ in pairs]
+
+
+def _tensor_set(members: Sequence[Member], mastered: bool) -> _core.TensorSet:
+    first = members[0]
+    return _core.TensorSet(
+        [(_at(m.target), TAGS[m.target.dtype], m.target.numel()) for m in members],
+        [[_at(m.states[slot]) for m in members] for slot in range(len(first.states))],
+        TAGS[first.states[0].dtype] if first.states else _core.DType.float32,
+        [_at(m.local) for m in members] if mastered else [],
+        TAGS[first.local.dtype],
+        [_at(m.step) for m in members if m.step is not None],
+    )
+
+
+def _at(tensor: Tensor) -> int:
+    return tensor.data_ptr() or NOTHING
