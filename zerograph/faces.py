@@ -12,7 +12,6 @@ import copyreg
 import functools
 import itertools
 import logging
-import sys
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,12 +29,12 @@ from zerograph.adopt import (
     move_to_one_mesh,
     one_mesh,
     replace_everywhere,
-    skip_frame,
     skip_getters,
 )
 from zerograph.config import Config
 from zerograph.errors import ConfigError, ShardingError, UnsupportedError
-from zerograph.ops import UNSHARD
+from zerograph.lent import refuse_lost_edits
+from zerograph.reading import getter
 from zerograph.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -115,6 +114,10 @@ class Faced:
                 state_dict[key] = as_shard(value.to(param.device), param)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
+    def _save_to_state_dict(self, *args: Any) -> None:
+        refuse_lost_edits()
+        super()._save_to_state_dict(*args)  # type: ignore[misc]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deep-copy by base class: generated classes cannot be imported."""
         _, (_, *args), *rest = super().__reduce_ex__(2)  # type: ignore[misc, str-unpack]
@@ -159,7 +162,7 @@ def _rebuild(base: type[nn.Module], names: frozenset[str], *args: Any) -> nn.Mod
 @functools.cache
 def faced_class(base: type[nn.Module], names: frozenset[str]) -> type[nn.Module]:
     """Subclass of ``base`` in which the parameters ``names`` are properties that yield full tensors."""
-    members: dict[str, Any] = {name: property(_getter(name)) for name in sorted(names)}
+    members: dict[str, Any] = {name: property(getter(name)) for name in sorted(names)}
     if issubclass(base, nn.RNNBase):
         # RNNs keep their parameters in a list as well, which would hold shards.
         members["_flat_weights"] = property(
@@ -171,44 +174,6 @@ def faced_class(base: type[nn.Module], names: frozenset[str]) -> type[nn.Module]
     skip_getters(cls)
     return cls
 
-
-def _getter(name: str) -> Any:
-    def full_parameter(self: Any) -> Tensor | None:
-        param = self._parameters[name]
-        if torch.compiler.is_compiling():
-            return unshard(param, self._zg_faces[name])
-        if param is None or _is_introspection(sys._getframe(1)):
-            return param
-        if param.is_meta:
-            raise ShardingError(
-                f"parameter {self._zg_faces[name].name} is on the meta device and has no values",
-                "call zerograph.materialize(model) first; an init function may touch a module's own parameters only",
-            )
-        return unshard(param, self._zg_faces[name])
-
-    return full_parameter
-
-
-def _is_introspection(caller: Any) -> bool:
-    # DCP resolves names with getattr and throws the values away: each would cost a collective. get_parameter() is
-    # asked for the nn.Parameter.
-    return (
-        caller.f_code is nn.Module.get_parameter.__code__
-        or caller.f_code.co_name in ("extra_repr", "__repr__")  # one rank may print its model
-        or caller.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
-    )
-
-
-def unshard(param: Tensor, face: Face) -> Tensor:
-    """The full tensor of ``param``, in ``face.dtype``; its gradient arrives averaged over ranks."""
-    if isinstance(param, DTensor):
-        return UNSHARD(param.to_local(), list(param.shape), *face)
-    if face.sharded:
-        return param  # swapped in by torch.func.functional_call or inside zerograph.gathered
-    return UNSHARD(param, list(param.shape), *face)
-
-
-skip_frame(unshard)
 
 Places = list[tuple[nn.Module, str]]
 """Where a parameter lives: the modules that own it and the attribute in each."""
