@@ -21,10 +21,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.optim import Optimizer
 
 from zerograph.adopt import (
-    live,
     modules_holding,
     move_to_one_mesh,
     one_mesh,
@@ -32,6 +30,7 @@ from zerograph.adopt import (
     skip_getters,
 )
 from zerograph.config import Config
+from zerograph.early_states import early_states, share, share_states
 from zerograph.errors import ConfigError, ShardingError, UnsupportedError
 from zerograph.lent import refuse_lost_edits
 from zerograph.reading import getter
@@ -180,12 +179,20 @@ Places = list[tuple[nn.Module, str]]
 
 
 def shard_parameters(
-    roots: Sequence[nn.Module], config: Config, mesh: DeviceMesh | None, taken: Container[str] = ()
+    roots: Sequence[nn.Module],
+    config: Config,
+    mesh: DeviceMesh | None,
+    objects: Sequence[Any],
+    taken: Container[str] = (),
 ) -> dict[str, nn.Parameter]:
     """Give every parameter of ``roots`` its two faces, in place; returns the outward ones by name.
 
-    All ranks call this together; values are those of rank 0. Optimizers, and lists of parameters, that hold the old
-    objects hold the new ones afterwards. Parameters on the meta device become uninitialized shards on the meta device.
+    All ranks call this together; values, and states of optimizers, are those of rank 0. Optimizers among ``objects``,
+    and lists of parameters, that hold the old parameters hold the new ones afterwards. Parameters on the meta device
+    become uninitialized shards on the meta device.
+
+    Args:
+        objects: all modules and optimizers of the process.
 
     Raises:
         UnsupportedError: a parameter that cannot be sharded, before anything was changed.
@@ -195,7 +202,7 @@ def shard_parameters(
     faces = {name: face_of(param, name, config, mesh) for name, param in named.items()}
     _warn_of_few_rows(named, faces, mesh)
     new = {name: _new_parameter(param, faces[name], mesh, config.sharding) for name, param in named.items()}
-    objects = live(nn.Module, Optimizer)
+    share_states(early_states(named, objects), mesh)
     for module in modules_holding(named.values(), objects):
         for attribute, param in module._parameters.items():
             if id(param) in places and (module, attribute) not in places[id(param)]:
@@ -277,12 +284,8 @@ def _share_buffers(roots: Sequence[nn.Module], mesh: DeviceMesh | None) -> None:
         return
     group = mesh.get_group()
     for buffer in dict.fromkeys(b for root in roots for b in root.buffers()):
-        if not buffer.is_meta and buffer.numel():
-            values = buffer.detach().contiguous()
-            # As bytes: gloo knows few dtypes.
-            dist.broadcast(values.view(-1).view(torch.uint8), src=dist.get_global_rank(group, 0), group=group)
-            with torch.no_grad():
-                buffer.copy_(values)
+        if not buffer.is_meta:
+            share(buffer, group)
 
 
 def _refuse_embeddings(roots: Sequence[nn.Module]) -> None:
