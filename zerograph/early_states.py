@@ -52,7 +52,9 @@ def share(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Rank 0's values into ``tensor`` on all ranks. Collective."""
     if not tensor.numel():
         return
-    values = tensor.detach().contiguous().to(_device_of(group, tensor))
+    # Of what expand() shows several times, once.
+    tensor = tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    values = tensor.clone(memory_format=torch.contiguous_format).to(_device_of(group, tensor))
     # As bytes: gloo knows few dtypes.
     dist.broadcast(values.view(-1).view(torch.uint8), src=dist.get_global_rank(group, 0), group=group)
     with torch.no_grad():

@@ -34,6 +34,7 @@ from zerograph.early_states import early_states, share, share_states
 from zerograph.errors import ConfigError, ShardingError, UnsupportedError
 from zerograph.lent import refuse_lost_edits
 from zerograph.reading import getter
+from zerograph.refusals import refuse_modules
 from zerograph.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,9 @@ class Faced:
 
     _zg_faces: Mapping[str, Face] = {}
     _zg_base: type[nn.Module]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Generated classes are none of the user's: no hook of theirs, which may want arguments, hears of one."""
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Refuse to replace a sharded parameter: the optimizer and the plan would go on with the old one."""
@@ -169,7 +173,14 @@ def faced_class(base: type[nn.Module], names: frozenset[str]) -> type[nn.Module]
             lambda self, _: None,
         )
     members |= {"_zg_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    cls = type(base.__name__, (Faced, base), members)
+    try:
+        cls = type(base.__name__, (Faced, base), members)
+    except TypeError as error:  # what metaclasses raise for classes that are not to be inherited from
+        raise UnsupportedError(
+            f"class {base.__qualname__} owns parameters and cannot be inherited from ({error}), "
+            "as its sharded form must",
+            "allow subclasses of it, or let a module inside of it own the parameters",
+        ) from error
     skip_getters(cls)
     return cls
 
@@ -197,8 +208,9 @@ def shard_parameters(
     Raises:
         UnsupportedError: a parameter that cannot be sharded, before anything was changed.
     """
+    refuse_modules(roots, several_ranks=mesh is not None and mesh.size() > 1)
     named, places = _owned(roots, taken)
-    _refuse_embeddings(roots)
+    _make_classes(places)
     faces = {name: face_of(param, name, config, mesh) for name, param in named.items()}
     _warn_of_few_rows(named, faces, mesh)
     new = {name: _new_parameter(param, faces[name], mesh, config.sharding) for name, param in named.items()}
@@ -244,6 +256,15 @@ def _owned(roots: Sequence[nn.Module], taken: Container[str]) -> tuple[dict[str,
     return named, places
 
 
+def _make_classes(places: Mapping[int, Places]) -> None:
+    """Generate every class that will be needed, while an error changes nothing yet."""
+    names: dict[nn.Module, set[str]] = {}
+    for module, attribute in (place for where in places.values() for place in where):
+        names.setdefault(module, set(module.__dict__.get("_zg_faces", ()))).add(attribute)
+    for module, attributes in names.items():
+        faced_class(getattr(module, "_zg_base", type(module)), frozenset(attributes))
+
+
 def unique(name: str, *used: Container[str]) -> str:
     candidates = itertools.chain([name], (f"{name}#{i}" for i in itertools.count(2)))
     return next(c for c in candidates if not any(c in names for names in used))
@@ -286,24 +307,6 @@ def _share_buffers(roots: Sequence[nn.Module], mesh: DeviceMesh | None) -> None:
     for buffer in dict.fromkeys(b for root in roots for b in root.buffers()):
         if not buffer.is_meta:
             share(buffer, group)
-
-
-def _refuse_embeddings(roots: Sequence[nn.Module]) -> None:
-    for root in roots:
-        for name, module in root.named_modules():
-            if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                continue
-            which = f"{type(module).__name__} {name or 'at the root'}"
-            if module.sparse:
-                raise UnsupportedError(
-                    f"{which} makes sparse gradients, which cannot be reduced", "build it with sparse=False"
-                )
-            if module.max_norm is not None:
-                raise UnsupportedError(
-                    f"{which} changes its weight in its forward (max_norm={module.max_norm}), which shards do not see",
-                    "build it without max_norm, and clip rows between steps in "
-                    "`with zerograph.gathered(module, writeback=True):`",
-                )
 
 
 def face_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -> Face:
