@@ -262,7 +262,7 @@ def _make_classes(places: Mapping[int, Places]) -> None:
     for module, attribute in (place for where in places.values() for place in where):
         names.setdefault(module, set(module.__dict__.get("_zg_faces", ()))).add(attribute)
     for module, attributes in names.items():
-        faced_class(getattr(module, "_zg_base", type(module)), frozenset(attributes))
+        faced_class(getattr(module, "_zg_base", type(module)), frozenset(attributes))  # type: ignore[arg-type]
 
 
 def unique(name: str, *used: Container[str]) -> str:

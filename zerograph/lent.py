@@ -25,7 +25,7 @@ _HINT = "change it on all ranks inside `with zerograph.gathered(module, writebac
 class Assignable(Tensor):
     """What ``.data`` is taken of. A plain tensor's would be an alias with a version counter of its own."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
