@@ -33,6 +33,12 @@ class Nowhere:
     def __init__(self) -> None:
         self.full = [torch.zeros(1) for _ in range(PARAMS)]
 
+    def enter(self, sequence: int) -> None:
+        """Nobody to agree with."""
+
+    def abort(self, reason: str) -> None:
+        """Nobody to tell."""
+
     def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> list[Tensor]:
         """Nothing to do."""
         return self.full

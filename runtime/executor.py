@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from zerograph.lent import refuse_lost_edits
 from zerograph.runtime.comm import Communicator
 from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.program import (
@@ -67,6 +68,7 @@ class Executor:
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run the program once."""
+        refuse_lost_edits()  # before the other ranks wait for this one: a script may go on after the error
         program = self.program
         registers: list[Any] = args + [None] * (program.registers - program.inputs)
         args.clear()

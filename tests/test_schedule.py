@@ -89,12 +89,10 @@ def forecasts(make: Callable[[], Any], **options: Any) -> tuple[Forecast, Foreca
 SETTINGS: list[tuple[str, Callable[[], Any], dict[str, Any], float]] = [
     ("GPT", GPT, {"bucket_size": "16MiB"}, 0.01),
     ("GPT recomputed", GPT, {"bucket_size": "16MiB", "recompute": "full"}, 0.01),
-    ("GPT half recomputed", GPT, {"bucket_size": "16MiB", "recompute": 0.5}, 0.01),
-    ("GPT in bfloat16", GPT, {"bucket_size": "16MiB", "dtype": torch.bfloat16}, 0.01),
+    ("GPT half recomputed in bfloat16", GPT, {"bucket_size": "16MiB", "recompute": 0.5, "dtype": torch.bfloat16}, 0.01),
     ("GPT in small buckets", GPT, {"bucket_size": "2MiB", "prefetch": 2}, 0.1),
     ("gated", GatedModel, {"bucket_size": "4MiB"}, 0.03),
     ("gated, stage 1", GatedModel, {"bucket_size": "4MiB", "stage": 1}, 0.03),
-    ("gated, recomputed", GatedModel, {"bucket_size": "4MiB", "recompute": "full"}, 0.01),
     ("short layers", stack, {"bucket_size": "64KiB"}, 0.01),
     ("no layers", plain, {}, 0.1),
 ]

@@ -23,6 +23,7 @@ from zerograph.compile import compile_frame
 from zerograph.config import Config
 from zerograph.copies import take_over
 from zerograph.decide import Planner
+from zerograph.early_states import early_states
 from zerograph.errors import ConfigError, ShardingError, UnsupportedError, ZeroGraphError
 from zerograph.faces import resolve_mesh, shard_parameters
 from zerograph.frame import Frame
@@ -138,10 +139,11 @@ class Backend:
         if self.world_size == 1 and self.config.dtype is None:
             return False
         before = tuple(p for root in roots for p in root.parameters())  # not a list: those are rewritten
+        objects = adopt.live(nn.Module, Optimizer)
         if self.agreement is not None and any(id(p) not in self._known for p in before):
-            self.agreement.require_same(_given(self.config, roots))
+            self.agreement.require_same(_given(self.config, roots, objects))
         new = take_over(roots, self.config, self._mesh, self.params)
-        new |= shard_parameters(roots, self.config, self._mesh, {**self.params, **new})
+        new |= shard_parameters(roots, self.config, self._mesh, objects, {**self.params, **new})
         self.params |= new
         self._known.update(id(p) for p in new.values())
         self._replaced.update((p, None) for p in before if id(p) not in self._known)
@@ -356,13 +358,14 @@ def backend(**options: Any) -> Backend:
     return Backend(Config.of(**options))
 
 
-def _given(config: Config, roots: Sequence[nn.Module]) -> list[str]:
+def _given(config: Config, roots: Sequence[nn.Module], objects: Sequence[Any]) -> list[str]:
     """What must be the same on all ranks before anything is sharded, a line each. Budgets and batches may differ."""
     names = ("stage", "dtype", "reduce_dtype", "bucket_size", "prefetch", "recompute")
     lines = [f"{name}={getattr(config, name)}" for name in names]
     for root in roots:
         lines += [f"parameter {n} {tuple(p.shape)} {p.dtype}" for n, p in root.named_parameters()]
         lines += [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in root.named_buffers()]
+        lines += early_states(dict(root.named_parameters()), objects)
     return lines
 
 

@@ -12,7 +12,6 @@ import copyreg
 import functools
 import itertools
 import logging
-import sys
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,20 +21,20 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
-from torch.optim import Optimizer
 
 from zerograph.adopt import (
-    live,
     modules_holding,
     move_to_one_mesh,
     one_mesh,
     replace_everywhere,
-    skip_frame,
     skip_getters,
 )
 from zerograph.config import Config
+from zerograph.early_states import early_states, share, share_states
 from zerograph.errors import ConfigError, ShardingError, UnsupportedError
-from zerograph.ops import UNSHARD
+from zerograph.lent import refuse_lost_edits
+from zerograph.reading import getter
+from zerograph.refusals import refuse_modules
 from zerograph.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -72,6 +71,9 @@ class Faced:
 
     _zg_faces: Mapping[str, Face] = {}
     _zg_base: type[nn.Module]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Generated classes are none of the user's: no hook of theirs, which may want arguments, hears of one."""
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Refuse to replace a sharded parameter: the optimizer and the plan would go on with the old one."""
@@ -114,6 +116,10 @@ class Faced:
             if value.shape == param.shape:
                 state_dict[key] = as_shard(value.to(param.device), param)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        refuse_lost_edits()
+        super()._save_to_state_dict(*args)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deep-copy by base class: generated classes cannot be imported."""
@@ -159,7 +165,7 @@ def _rebuild(base: type[nn.Module], names: frozenset[str], *args: Any) -> nn.Mod
 @functools.cache
 def faced_class(base: type[nn.Module], names: frozenset[str]) -> type[nn.Module]:
     """Subclass of ``base`` in which the parameters ``names`` are properties that yield full tensors."""
-    members: dict[str, Any] = {name: property(_getter(name)) for name in sorted(names)}
+    members: dict[str, Any] = {name: property(getter(name)) for name in sorted(names)}
     if issubclass(base, nn.RNNBase):
         # RNNs keep their parameters in a list as well, which would hold shards.
         members["_flat_weights"] = property(
@@ -167,70 +173,48 @@ def faced_class(base: type[nn.Module], names: frozenset[str]) -> type[nn.Module]
             lambda self, _: None,
         )
     members |= {"_zg_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    cls = type(base.__name__, (Faced, base), members)
+    try:
+        cls = type(base.__name__, (Faced, base), members)
+    except TypeError as error:  # what metaclasses raise for classes that are not to be inherited from
+        raise UnsupportedError(
+            f"class {base.__qualname__} owns parameters and cannot be inherited from ({error}), "
+            "as its sharded form must",
+            "allow subclasses of it, or let a module inside of it own the parameters",
+        ) from error
     skip_getters(cls)
     return cls
 
-
-def _getter(name: str) -> Any:
-    def full_parameter(self: Any) -> Tensor | None:
-        param = self._parameters[name]
-        if torch.compiler.is_compiling():
-            return unshard(param, self._zg_faces[name])
-        if param is None or _is_introspection(sys._getframe(1)):
-            return param
-        if param.is_meta:
-            raise ShardingError(
-                f"parameter {self._zg_faces[name].name} is on the meta device and has no values",
-                "call zerograph.materialize(model) first; an init function may touch a module's own parameters only",
-            )
-        return unshard(param, self._zg_faces[name])
-
-    return full_parameter
-
-
-def _is_introspection(caller: Any) -> bool:
-    # DCP resolves names with getattr and throws the values away: each would cost a collective. get_parameter() is
-    # asked for the nn.Parameter.
-    return (
-        caller.f_code is nn.Module.get_parameter.__code__
-        or caller.f_code.co_name in ("extra_repr", "__repr__")  # one rank may print its model
-        or caller.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
-    )
-
-
-def unshard(param: Tensor, face: Face) -> Tensor:
-    """The full tensor of ``param``, in ``face.dtype``; its gradient arrives averaged over ranks."""
-    if isinstance(param, DTensor):
-        return UNSHARD(param.to_local(), list(param.shape), *face)
-    if face.sharded:
-        return param  # swapped in by torch.func.functional_call or inside zerograph.gathered
-    return UNSHARD(param, list(param.shape), *face)
-
-
-skip_frame(unshard)
 
 Places = list[tuple[nn.Module, str]]
 """Where a parameter lives: the modules that own it and the attribute in each."""
 
 
 def shard_parameters(
-    roots: Sequence[nn.Module], config: Config, mesh: DeviceMesh | None, taken: Container[str] = ()
+    roots: Sequence[nn.Module],
+    config: Config,
+    mesh: DeviceMesh | None,
+    objects: Sequence[Any],
+    taken: Container[str] = (),
 ) -> dict[str, nn.Parameter]:
     """Give every parameter of ``roots`` its two faces, in place; returns the outward ones by name.
 
-    All ranks call this together; values are those of rank 0. Optimizers, and lists of parameters, that hold the old
-    objects hold the new ones afterwards. Parameters on the meta device become uninitialized shards on the meta device.
+    All ranks call this together; values, and states of optimizers, are those of rank 0. Optimizers among ``objects``,
+    and lists of parameters, that hold the old parameters hold the new ones afterwards. Parameters on the meta device
+    become uninitialized shards on the meta device.
+
+    Args:
+        objects: all modules and optimizers of the process.
 
     Raises:
         UnsupportedError: a parameter that cannot be sharded, before anything was changed.
     """
+    refuse_modules(roots, several_ranks=mesh is not None and mesh.size() > 1)
     named, places = _owned(roots, taken)
-    _refuse_embeddings(roots)
+    _make_classes(places)
     faces = {name: face_of(param, name, config, mesh) for name, param in named.items()}
     _warn_of_few_rows(named, faces, mesh)
     new = {name: _new_parameter(param, faces[name], mesh, config.sharding) for name, param in named.items()}
-    objects = live(nn.Module, Optimizer)
+    share_states(early_states(named, objects), mesh)
     for module in modules_holding(named.values(), objects):
         for attribute, param in module._parameters.items():
             if id(param) in places and (module, attribute) not in places[id(param)]:
@@ -270,6 +254,15 @@ def _owned(roots: Sequence[nn.Module], taken: Container[str]) -> tuple[dict[str,
                 if (module, attribute) not in places.setdefault(id(param), []):
                     places[id(param)].append((module, attribute))
     return named, places
+
+
+def _make_classes(places: Mapping[int, Places]) -> None:
+    """Generate every class that will be needed, while an error changes nothing yet."""
+    names: dict[nn.Module, set[str]] = {}
+    for module, attribute in (place for where in places.values() for place in where):
+        names.setdefault(module, set(module.__dict__.get("_zg_faces", ()))).add(attribute)
+    for module, attributes in names.items():
+        faced_class(getattr(module, "_zg_base", type(module)), frozenset(attributes))  # type: ignore[arg-type]
 
 
 def unique(name: str, *used: Container[str]) -> str:
@@ -312,30 +305,8 @@ def _share_buffers(roots: Sequence[nn.Module], mesh: DeviceMesh | None) -> None:
         return
     group = mesh.get_group()
     for buffer in dict.fromkeys(b for root in roots for b in root.buffers()):
-        if not buffer.is_meta and buffer.numel():
-            values = buffer.detach().contiguous()
-            # As bytes: gloo knows few dtypes.
-            dist.broadcast(values.view(-1).view(torch.uint8), src=dist.get_global_rank(group, 0), group=group)
-            with torch.no_grad():
-                buffer.copy_(values)
-
-
-def _refuse_embeddings(roots: Sequence[nn.Module]) -> None:
-    for root in roots:
-        for name, module in root.named_modules():
-            if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-                continue
-            which = f"{type(module).__name__} {name or 'at the root'}"
-            if module.sparse:
-                raise UnsupportedError(
-                    f"{which} makes sparse gradients, which cannot be reduced", "build it with sparse=False"
-                )
-            if module.max_norm is not None:
-                raise UnsupportedError(
-                    f"{which} changes its weight in its forward (max_norm={module.max_norm}), which shards do not see",
-                    "build it without max_norm, and clip rows between steps in "
-                    "`with zerograph.gathered(module, writeback=True):`",
-                )
+        if not buffer.is_meta:
+            share(buffer, group)
 
 
 def face_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -> Face:

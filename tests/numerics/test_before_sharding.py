@@ -51,9 +51,44 @@ def test_gradients_from_before_the_first_call_are_averaged(stage: int) -> None:
         torch.testing.assert_close(ours, plain)
 
 
+def _states_from_before(stage: int | None, first: int) -> dict[str, Tensor]:
+    """Parameters after an eager step on rank ``first``'s rows, and two more together; None is plain PyTorch."""
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3)
+    x = [torch.randn(2, 6, generator=seeded(rank)) for rank in range(dist.get_world_size())]
+    for _ in range(1 + first):  # so that the counts of steps differ too
+        model(x[first]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if stage is not None:
+        model.compile(backend=zerograph.backend(stage=stage, compute="eager"))
+    for _ in range(2):
+        (model(x[dist.get_rank()]) if stage is not None else model(torch.cat(x)) / len(x)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: full(p) for name, p in model.named_parameters()}
+
+
+def _all_states_from_before() -> list[dict[str, Tensor]]:
+    """At the stages that differ in what is whole: everything, and nothing but small parameters."""
+    return [_states_from_before(stage, dist.get_rank()) for stage in (0, 3)] + [_states_from_before(None, 0)]
+
+
+def test_optimizer_states_from_before_the_first_call_are_those_of_rank_0() -> None:
+    for at_0, at_3, plain in run(2, _all_states_from_before):
+        torch.testing.assert_close(at_0, plain)
+        torch.testing.assert_close(at_3, plain)
+
+
 def _first_call(mine: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
     sizes, options = mine[dist.get_rank()]
+    steps = options.pop("steps", 0)
     model = Net(**sizes)
+    if steps:
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.zeros(2, 6)).sum().backward()
+        optimizer.step()
     model.compile(backend=zerograph.backend(compute="eager", **options))
     model(torch.zeros(2, 6))
 
@@ -65,8 +100,9 @@ def _first_call(mine: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         ({}, {"bucket_size": 64}, "rank 1 has bucket_size=64"),
         ({"layers": 2}, {}, "rank 1 has parameter layers.1.weight (6, 6) torch.float32"),
         ({"buffers": 1}, {}, "rank 0 has nothing more, rank 1 has buffer buffer0 (1,) torch.float32"),
+        ({}, {"steps": 1}, "rank 1 has state exp_avg of layers.0.bias in Adam: (6,) torch.float32"),
     ],
-    ids=["stage", "bucket size", "layer", "buffer"],
+    ids=["stage", "bucket size", "layer", "buffer", "optimizer"],
 )
 def test_ranks_that_differ_all_get_an_error_before_anything_is_sharded(
     sizes: dict[str, Any], options: dict[str, Any], told: str

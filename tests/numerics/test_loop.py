@@ -457,8 +457,8 @@ VALUES_ARE_CHANGED = (sgd_by_hand, sgd_by_hand_in_place, ema_swap, load_state_di
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
 def test_loop(scenario: Callable[[Trainer], list[float]]) -> None:
     stages: tuple[int, ...] = (3,)  # in most, nothing depends on when parameters are whole
-    if scenario in GRADIENTS_ARE_HELD:
-        stages = ALL
+    if scenario in GRADIENTS_ARE_HELD:  # stage 2 reduces as stage 1 does
+        stages = ALL if scenario is accumulation_no_sync else (0, 1, 3)
     elif scenario in VALUES_ARE_CHANGED:
         stages = (1, 3)
     for results in run(2, _play, scenario, stages):
@@ -543,7 +543,7 @@ def _rounded(kind: str, stage: int | None) -> tuple[list[float], dict[str, Tenso
 
 
 def _roundeds(kind: str) -> dict[int | None, Result]:
-    return {stage: Result(*_rounded(kind, stage)) for stage in (None, 0, 1, 2, 3)}
+    return {stage: Result(*_rounded(kind, stage)) for stage in (None, 0, 1, 3)}
 
 
 @pytest.mark.parametrize("kind", ["autocast", "dtype"])

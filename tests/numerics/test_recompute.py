@@ -124,15 +124,16 @@ CASES: list[tuple[int, int, dict[str, Any]]] = [(1, 0, {}), (1, 0, {"dropout": 0
 
 @pytest.mark.parametrize(("world", "stage", "options"), CASES)
 def test_the_same_kernels_give_the_same_bits_from_less_memory(world: int, stage: int, options: dict[str, Any]) -> None:
-    results = {setting: run(world, train, setting, stage, "eager", options)[0] for setting in SETTINGS}
-    for setting in SETTINGS:
+    settings = SETTINGS if world == 1 else tuple(s for s in SETTINGS if s != "none")  # the same at any world size
+    results = {setting: run(world, train, setting, stage, "eager", options)[0] for setting in settings}
+    for setting in settings:
         assert results[setting].losses == results["auto"].losses, setting
         assert_same(results[setting].grads, results["auto"].grads)
     if not options:
         _close(results["auto"], run(world, train, None, stage, "eager", options)[0])
 
     saved = {setting: result.saved for setting, result in results.items()}
-    assert saved["none"] >= saved["auto"] > saved[0.5] > saved["full"], saved
+    assert saved.get("none", saved["auto"]) >= saved["auto"] > saved[0.5] > saved["full"], saved
     states = 0 if options else LAYERS * torch.get_rng_state().nbytes  # attention counts as random without dropout too
     assert saved["full"] < (LAYERS + 2) * STREAM + states, saved  # the inputs of layers, head and embedding
     assert results[0.5].layers == ("blocks.1",)

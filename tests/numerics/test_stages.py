@@ -1,12 +1,15 @@
-"""Losses and parameters at every stage, against plain PyTorch in one process."""
+"""Losses and parameters at every stage: against plain PyTorch in one process, DDP and ``fully_shard``."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
+from numerics.compare import ALL, Result, check, full_values, mean_over_ranks, mine, seeded
 from ranks import run
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import zerograph
 
@@ -23,15 +26,15 @@ class Block(nn.Module):
 
 
 class TiedModel(nn.Module):
-    """Embedding tied to the head, rows that do not divide, a scalar."""
+    """Embedding tied to the head, rows that do not divide, a parameter of one row."""
 
-    def __init__(self, layers: int = 2, width: int = 16, vocab: int = 33) -> None:
+    def __init__(self, layers: int = 1, width: int = 16, vocab: int = 33) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
         self.head = nn.Linear(width, vocab, bias=False)
         self.head.weight = self.embed.weight
-        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.scale = nn.Parameter(torch.ones(1))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         h = self.embed(tokens) * self.scale
@@ -40,43 +43,46 @@ class TiedModel(nn.Module):
         return self.head(h)
 
 
-def _train(
-    stage: int | None, compute: str, longer: int = 1, steps: int = 3
-) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Mean losses over ranks, and full parameters; ``stage`` None is plain PyTorch on the whole batch."""
+How = int | str
+"""A stage, or what to compare with: ``plain`` (the whole batch on each rank), ``DDP``, ``fully_shard``."""
+
+
+def _train(how: How, longer: bool) -> Result:
+    torch._dynamo.reset()
     torch.manual_seed(0)
-    model = TiedModel()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    world, rank = dist.get_world_size(), dist.get_rank()
-    if stage is not None:
-        model.compile(backend=zerograph.backend(stage=stage, compute=compute, bucket_size="16KB"))
+    module = TiedModel()
+    model: nn.Module = module
+    if how == "DDP":
+        model = DistributedDataParallel(module)
+    elif how == "fully_shard":
+        for part in (*module.blocks, module):
+            fully_shard(part)
+    elif how != "plain":
+        module.compile(backend=zerograph.backend(stage=how, compute="eager", bucket_size="16KB"))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     losses = []
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, 33, (4 * world, 8 + longer * step), generator=generator)
-        mine = tokens if stage is None else tokens[rank * 4 : (rank + 1) * 4]
-        loss = nn.functional.cross_entropy(model(mine).flatten(0, 1), mine.flatten())
+    for step in range(3):
+        tokens = torch.randint(0, 33, (4 * dist.get_world_size(), 8 + longer * step), generator=seeded(step))
+        tokens = tokens if how == "plain" else mine([tokens])[0]
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        mean = loss.detach().clone()
-        if stage is not None:
-            dist.all_reduce(mean)
-            mean /= world
-        losses.append(mean.item())
-    full = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
-    return losses, {n: p.detach().clone() for n, p in full.items()}
+        losses.append(mean_over_ranks(loss).item())
+    return Result(losses, full_values(module))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_every_stage_trains_like_plain_pytorch(world: int) -> None:
-    longer = 1 if world == 1 else 0  # lengths that change compile twice
-    reference, params = run(world, _train, None, "eager", longer)[0]
-    chosen = (0, 1, 2, 3) if world == 2 else (0, 3)
-    results = {stage: run(world, _train, stage, "eager", longer)[0] for stage in chosen}
-    for losses, ours in results.values():
-        assert losses == pytest.approx(reference, rel=1e-5)
-        assert all(torch.allclose(ours[n], params[n], atol=2e-5) for n in params)
-    for stage in (2, 3) if world == 2 else ():
-        assert results[stage][0] == results[1][0]
-        assert all(torch.equal(results[stage][1][n], results[1][1][n]) for n in params)
+def _all(hows: tuple[How, ...], longer: bool) -> dict[How, Result]:
+    return {how: _train(how, longer) for how in hows}
+
+
+@pytest.mark.parametrize(
+    ("world", "hows"),
+    [(1, ("plain", 3)), (2, ("plain", "DDP", "fully_shard", *ALL)), (4, ("plain", "DDP", "fully_shard", *ALL))],
+)
+def test_every_stage_trains_like_pytorch(world: int, hows: tuple[How, ...]) -> None:
+    """Stages 1 to 3 agree to the bit. On one process, where all stages are one, lengths change and compile twice."""
+    results = run(world, _all, hows, world == 1)[-1]
+    ours = {how: result for how, result in results.items() if isinstance(how, int)}
+    for theirs in set(results) - set(ours):
+        check({None: results[theirs], **ours}, rel=1e-5, atol=2e-5)

@@ -209,7 +209,7 @@ def decoder() -> Case:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.model = nn.Transformer(8, 2, 2, 2, 16, dropout=0.0, batch_first=True)
+            self.model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
 
         def forward(self, x: Tensor) -> Tensor:
             mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
@@ -444,10 +444,10 @@ def double_tied_names() -> Case:
 
 
 CASES = [
-    tied_across_break, graph_breaks, frozen, lora, used_twice_and_never, uneven, checkpointed, containers,
+    tied_across_break, graph_breaks, frozen, lora, used_twice_and_never, uneven, containers,
     attention, decoder, channels_last, transposed_parameter, mixed_dtypes, weight_norm, spectral_norm, shared_module,
     root_parameters, returned_parameters, regularizer_outside, padding_idx, embedding_bag, counting_buffers,
-    twice_before_backward, unused_output, gradient_of_input, matmul_of_two_parameters, stacked_parameters,
+    twice_before_backward, unused_output, gradient_of_input, matmul_of_two_parameters,
     double_tied_names,
 ]  # fmt: skip
 
@@ -459,17 +459,16 @@ FEW = (1, 3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_trains_like_plain_pytorch(case: Callable[[], Case]) -> None:
     """At stage 3, which does all that the others do; that they agree to the bit is seen on a few."""
-    check(run(2, stages, case, ALL if case in (uneven, lora, tied_across_break) else (3,), {})[1])
+    check(run(2, stages, case, {uneven: ALL, tied_across_break: ALL, lora: FEW}.get(case, (3,)), {})[1])
 
 
-@pytest.mark.parametrize("case", [uneven, tied_across_break], ids=lambda case: case.__name__)
-def test_on_four_ranks(case: Callable[[], Case]) -> None:
-    check(run(4, stages, case, (3,), {})[3])
+def test_rows_that_do_not_divide_on_four_ranks() -> None:
+    check(run(4, stages, uneven, (3,), {})[3])
 
 
 @pytest.mark.parametrize("case", [checkpointed, stacked_parameters], ids=lambda case: case.__name__)
 def test_compiled_by_inductor(case: Callable[[], Case]) -> None:
-    check(run(2, stages, case, (1, 3), {"compute": "inductor"})[0])
+    check(run(2, stages, case, FEW, {"compute": "inductor"})[0])
 
 
 # What Dynamo skips: recurrent modules, and functions with a graph break in a loop.
@@ -489,10 +488,6 @@ class BreakInLoop(nn.Module):
 
 def lstm() -> nn.Module:
     return Recurrent(nn.LSTM)
-
-
-def gru() -> nn.Module:
-    return Recurrent(nn.GRU)
 
 
 def _skipped(make: Callable[[], nn.Module], stage: int | None) -> Result:
@@ -526,7 +521,7 @@ def _skips(make: Callable[[], nn.Module]) -> tuple[dict[int | None, Result], str
     return results, "no error"
 
 
-@pytest.mark.parametrize("make", [lstm, gru, BreakInLoop], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [lstm, BreakInLoop], ids=lambda make: make.__name__)
 def test_what_dynamo_skips_runs_eagerly_once_sharded_and_is_an_error_otherwise(make: Callable[[], nn.Module]) -> None:
     results, message = run(2, _skips, make)[0]
     check(results)
@@ -602,7 +597,7 @@ class Dropped(nn.Module):
 
 
 def _dropouts(compute: str) -> dict[int, tuple[list[float], Values, bool]]:
-    return {stage: _dropout(stage, compute) for stage in ALL}
+    return {stage: _dropout(stage, compute) for stage in (ALL if compute == "eager" else FEW)}
 
 
 @pytest.mark.parametrize("compute", ["eager", "inductor"])
@@ -610,7 +605,7 @@ def test_dropout_is_the_same_at_every_stage_and_in_the_backward(compute: str) ->
     first, second = run(2, _dropouts, compute)
     for rank in (first, second):
         assert all(consistent for _, _, consistent in rank.values())
-        assert rank[1][0] == rank[2][0] == rank[3][0]
+        assert all(losses == rank[3][0] for stage, (losses, *_) in rank.items() if stage > 0)
         assert_same(rank[1][1], rank[3][1])
     assert first[3][0] != second[3][0], "the ranks drew the same masks"
 
@@ -618,11 +613,11 @@ def test_dropout_is_the_same_at_every_stage_and_in_the_backward(compute: str) ->
 # Shapes that change.
 
 
-def _changing_shapes(stage: int) -> tuple[int, list[int]]:
+def _changing_shapes() -> tuple[int, list[int]]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding(33, 8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 33))
     reference = snapshot(module)
-    backend = zerograph.backend(stage=stage, compute="eager")
+    backend = zerograph.backend(stage=3, compute="eager")
     model, rank, frames = torch.compile(module, backend=backend), dist.get_rank(), []
     for step in range(6):
         shapes = [(3 + step, 7 + 2 * step), (4 + 3 * step, 5 + step)]  # every rank has its own
@@ -637,9 +632,8 @@ def _changing_shapes(stage: int) -> tuple[int, list[int]]:
     return len(backend.frames), frames
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_ranks_with_their_own_changing_shapes_do_not_recompile(stage: int) -> None:
-    for frames, history in run(2, _changing_shapes, stage):
+def test_ranks_with_their_own_changing_shapes_do_not_recompile() -> None:
+    for frames, history in run(2, _changing_shapes):
         assert frames <= 3, f"compiled again and again: {history}"
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from graphs import Builder
+from expecttest import assert_expected_inline
+from graphs import Builder, plan, show
 from torch import fx
 
+from zerograph.passes import gather, layers
 from zerograph.passes.layers import layer_of, layer_starts, module_of
 
 aten = torch.ops.aten
@@ -27,6 +30,50 @@ def _graph(*modules: tuple[str | None, int], key: str = "nn_module_stack") -> fx
 def _starts(graph: fx.Graph) -> list[int]:
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     return [nodes.index(n) for n in layer_starts(graph)]
+
+
+def test_golden_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cuts of a gathered graph: none at a gather or a free, which move to what they are for."""
+    monkeypatch.setattr(layers, "_LEAST", 2)
+    b = Builder()
+    x = b.input("x", 4, 4)
+    embed, up, down, head = b.params("embed", "up", "down", "head")
+    for module, weight in (("embed", embed), ("h.0", up), ("h.1", down), ("head", head)):
+        b.module = f"L['self'].{module}"
+        x = b.call(aten.relu.default, b.mm(x, weight))
+    gm = b.output(x)
+    gather(gm, plan(gm, "embed", "up", "down", "head"))
+    starts = {node.name for node in layer_starts(gm.graph)}
+    lines = show(gm).split("\n")
+    assert_expected_inline(
+        "\n".join(f"--- {line}" if line.split(" =")[0] in starts else line for line in lines),
+        """\
+gather_default = gather([embed_shard], 0)
+wait_gather_default = wait_gather(gather_default, [embed_shard], 0)
+getitem = getitem(wait_gather_default, 0)
+mm_default = mm(x, getitem)
+relu_default = relu(mm_default)
+free_default = free([getitem], 0)
+gather_default_1 = gather([up_shard], 1)
+wait_gather_default_1 = wait_gather(gather_default_1, [up_shard], 1)
+getitem_1 = getitem(wait_gather_default_1, 0)
+--- mm_default_1 = mm(relu_default, getitem_1)
+relu_default_1 = relu(mm_default_1)
+free_default_1 = free([getitem_1], 1)
+gather_default_2 = gather([down_shard], 2)
+wait_gather_default_2 = wait_gather(gather_default_2, [down_shard], 2)
+getitem_2 = getitem(wait_gather_default_2, 0)
+--- mm_default_2 = mm(relu_default_1, getitem_2)
+relu_default_2 = relu(mm_default_2)
+free_default_2 = free([getitem_2], 2)
+gather_default_3 = gather([head_shard], 3)
+wait_gather_default_3 = wait_gather(gather_default_3, [head_shard], 3)
+getitem_3 = getitem(wait_gather_default_3, 0)
+--- mm_default_3 = mm(relu_default_2, getitem_3)
+relu_default_3 = relu(mm_default_3)
+free_default_3 = free([getitem_3], 3)
+return [relu_default_3]""",
+    )
 
 
 def test_layers_begin_with_their_first_operation_and_the_rest_after_the_last() -> None:

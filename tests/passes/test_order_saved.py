@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from graphs import Builder
+import torch
+from expecttest import assert_expected_inline
+from graphs import Builder, show
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -31,6 +33,34 @@ def _inputs(gm: fx.GraphModule) -> list[str]:
 
 def _returned(gm: fx.GraphModule) -> list[str]:
     return [n.name for n in next(iter(gm.graph.find_nodes(op="output"))).args[0]]
+
+
+def test_golden_graphs() -> None:
+    """A product that is saved, and behind the mesh the seed of a mask."""
+    f = Builder()
+    x, mesh, seed = f.input("x", 4, 4), f.input("mesh", 4), f.input("seed", 4)
+    mesh.meta["val"] = MESH
+    product = f.mm(x, x)
+    forward = f.output(f.call(torch.ops.aten.mul.Tensor, product, seed), product, mesh, seed)
+    b = Builder()
+    saved, mesh, seed, tangent = (b.input(name, 4, 4) for name in ("product", "mesh", "seed", "tangents_1"))
+    mesh.meta["val"] = MESH
+    backward = b.output(b.mm(saved, b.call(torch.ops.aten.mul.Tensor, tangent, seed)))
+    before = show(backward)
+    assert order_saved(forward, backward, 1) == 2
+    assert_expected_inline(
+        f"{show(forward)}\n\n{', '.join(_inputs(backward))}\n{show(backward)}",
+        """\
+mm_default = mm(x, x)
+mul_tensor = mul(mm_default, seed)
+return [mul_tensor, mm_default, seed, mesh]
+
+product, seed, mesh, tangents_1
+mul_tensor = mul(tangents_1, seed)
+mm_default = mm(product, mul_tensor)
+return [mm_default]""",
+    )
+    assert show(backward) == before
 
 
 def test_states_of_generators_come_before_opaque_objects() -> None:

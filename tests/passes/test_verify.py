@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import Builder, plan
+from expecttest import assert_expected_inline
+from graphs import Builder, plan, show
 from torch import fx
 
 from zerograph.errors import InvariantError
@@ -44,6 +45,46 @@ def _fails(gm: fx.GraphModule, p: Plan, message: str) -> str:
 def test_a_valid_graph_passes_and_every_instruction_was_looked_at() -> None:
     gm, p = _valid()
     assert verify(gm, p) == 3 * 3 + 2
+
+
+def test_golden_graph_and_message() -> None:
+    gm, p = _valid()
+    assert_expected_inline(
+        show(gm),
+        """\
+gather_default = gather([u_shard], 0)
+gather_default_1 = gather([v_shard], 1)
+wait_gather_default = wait_gather(gather_default, [u_shard], 0)
+getitem = getitem(wait_gather_default, 0)
+mm_default = mm(x, getitem)
+free_default = free([getitem], 0)
+gather_default_2 = gather([w_shard], 2)
+wait_gather_default_1 = wait_gather(gather_default_1, [v_shard], 1)
+getitem_1 = getitem(wait_gather_default_1, 0)
+t_default_1 = t(getitem_1)
+mm_default_1 = mm(mm_default, t_default_1)
+free_default_1 = free([getitem_1], 1)
+wait_gather_default_2 = wait_gather(gather_default_2, [w_shard], 2)
+getitem_2 = getitem(wait_gather_default_2, 0)
+mm_default_2 = mm(mm_default_1, getitem_2)
+mm_default_3 = mm(mm_default_2, mm_default_2)
+free_default_2 = free([getitem_2], 2)
+reduce_default = reduce([mm_default_3], 0)
+wait_reduce_default = wait_reduce(reduce_default, [mm_default_3], 0)
+getitem_3 = getitem(wait_reduce_default, 0)
+return [mm_default_2, getitem_3]""",
+    )
+    _find(gm, GATHER).append(_find(gm, GATHER, 2))
+    assert_expected_inline(
+        _fails(gm, p, "3 buckets would be whole").replace(", kwargs = {}", ""),
+        """\
+gather_default_1: 3 buckets would be whole, at most 2 may (parameters: v; File "model.py", line 5)
+  gather_default_2
+  %gather_default_1 : [num_users=1] = call_function[target=torch.ops.zg.gather.default](args = ([%v_shard], 1))
+  wait_gather_default
+
+hint: this is a bug in ZeroGraph; please report it with this message""",
+    )
 
 
 def test_the_message_names_node_parameter_and_source_line() -> None:

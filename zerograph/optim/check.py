@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zerograph.errors import UnsupportedError
+from zerograph.lent import refuse_lost_edits
 from zerograph.runtime.hold import GradientHold
 
 _NOT_ELEMENTWISE = {
@@ -53,10 +54,11 @@ class OptimizerCheck:
         """Raises:
         UnsupportedError: ``optimizer`` holds sharded parameters of this backend and is not elementwise, or
             parameters that should be sharded and are not.
-        ZeroGraphError: a part of the gradients is held back.
+        ZeroGraphError: a part of the gradients is held back, or an edit of a full copy was lost.
         """
         if all(group.get("lr") == 0 for group in optimizer.param_groups):
             return  # DCP steps once without moving anything, to make the state
+        refuse_lost_edits()
         if self._hold.names and any(id(p) in self._params for p in _params_of(optimizer)):
             self._hold.refuse_step()
         foreign = {id(p) for p in _params_of(optimizer) if id(p) not in self._params and p.grad is not None}

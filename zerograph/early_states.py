@@ -1,0 +1,68 @@
+"""Optimizer states from before sharding: all ranks go on with rank 0's, as they do with parameters and buffers.
+
+Steps before the first call are each rank's own. Left alone, whole parameters would drift apart, and split ones would
+mix rows of several histories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+
+def early_states(named: Mapping[str, Tensor], objects: Iterable[Any]) -> dict[str, Any]:
+    """What the optimizers among ``objects`` keep of the parameters ``named``, in an order that ranks share.
+
+    Keys describe the state, for ranks to compare; values are the tensors, or the numbers that their keys tell.
+    """
+    names = {id(param): name for name, param in named.items()}
+    found: dict[str, Any] = {}
+    for optimizer in [o for o in objects if isinstance(o, Optimizer)]:
+        for param, state in optimizer.state.items():
+            for key, value in state.items() if id(param) in names else ():
+                line = f"state {key} of {names[id(param)]} in {type(optimizer).__name__}: {_described(value)}"
+                while line in found:  # of several optimizers of one class
+                    line += ", again"
+                found[line] = value
+    return dict(sorted(found.items()))
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {value.dtype}"
+    return repr(value) if isinstance(value, (bool, int, float)) else type(value).__name__
+
+
+def share_states(states: Mapping[str, Any], mesh: DeviceMesh | None) -> None:
+    """Rank 0's values into the tensors of all ranks, which have compared the keys. Collective."""
+    if mesh is None or mesh.size() == 1:
+        return
+    for value in states.values():
+        if isinstance(value, Tensor) and not value.is_meta:
+            share(value, mesh.get_group())
+
+
+def share(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Rank 0's values into ``tensor`` on all ranks. Collective."""
+    if not tensor.numel():
+        return
+    # Of what expand() shows several times, once.
+    tensor = tensor.detach()[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    values = tensor.clone(memory_format=torch.contiguous_format).to(_device_of(group, tensor))
+    # As bytes: gloo knows few dtypes.
+    dist.broadcast(values.view(-1).view(torch.uint8), src=dist.get_global_rank(group, 0), group=group)
+    with torch.no_grad():
+        tensor.copy_(values)
+
+
+def _device_of(group: dist.ProcessGroup, tensor: Tensor) -> torch.device:
+    """Where ``group`` can send ``tensor`` from: Adam counts its steps on the CPU, which NCCL does not reach."""
+    if tensor.device.type == "cpu" and dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return tensor.device
