@@ -122,9 +122,9 @@ def main(folder: str) -> list[object]:
         kept.append((engine, slab))
     if "fork" in sys.argv[1:]:
         fork(0)
-    weights = Weights()
-    threading.Thread(target=weights.start().wait, daemon=True).start()
-    return [*kept, weights.start(), weights]
+    waited, left = Weights(), Weights()  # one each: steps of the same parameter are the caller's to put in order
+    threading.Thread(target=waited.start().wait, daemon=True).start()
+    return [*kept, left.start(), left, waited]
 
 
 if __name__ == "__main__":
