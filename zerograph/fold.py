@@ -169,8 +169,11 @@ class _Folding:
         self._find_stack(nodes)
         self._place(nodes)
         last = len(self.numbers) - 1
+        layers: list[dict[Place, fx.Node]] = [{} for _ in self.numbers]
+        for node, place in self.places.items():
+            layers[place.layer][place._replace(layer=0)] = node
         for layer in range(2, last):
-            self._compare(layer)
+            self._compare(layer, layers[layer], layers[layer - 1])
         kept = (0, 1, last - 1, last)
         graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in nodes:
@@ -254,10 +257,8 @@ class _Folding:
     def _put(self, node: fx.Node, place: Place) -> None:
         self.places[node], self.at[place] = place, node
 
-    def _compare(self, layer: int) -> None:
-        """Raises unless ``layer`` does what the one before it does."""
-        parts = {p._replace(layer=0): n for n, p in self.places.items() if p.layer == layer}
-        before = {p._replace(layer=0): n for n, p in self.places.items() if p.layer == layer - 1}
+    def _compare(self, layer: int, parts: dict[Place, fx.Node], before: dict[Place, fx.Node]) -> None:
+        """Raises unless ``layer``, of these ``parts``, does what the one before it does."""
         if parts.keys() != before.keys():
             raise NotFoldable(f"layers {layer - 1} and {layer} have {len(before)} and {len(parts)} nodes")
         stack = parameters_in(self.path)

@@ -18,13 +18,37 @@ from zerograph.optim.parts import Member, Part
 class _AdamUpdate(HostOptimizer):
     _counts_on_device = True
 
-    def __init__(self, params: Any, *, amsgrad: bool, moments: torch.dtype | None, **rest: Any) -> None:
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        master: torch.dtype | None = None,
+        moments: torch.dtype | None = None,
+        skip_nonfinite: bool = True,
+        **torchs: Any,
+    ) -> None:
         if amsgrad and moments == torch.bfloat16:
             raise ConfigError(
                 "amsgrad=True with moments=torch.bfloat16",
                 "a maximum of rounded moments never comes down again: keep them in float32",
             )
-        super().__init__(params, amsgrad=amsgrad, moments=moments, **rest)
+        super().__init__(
+            params,
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            master=master,
+            moments=moments,
+            skip_nonfinite=skip_nonfinite,
+            **torchs,
+        )
 
     def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
@@ -88,33 +112,6 @@ class Adam(_AdamUpdate, torch.optim.Adam):
         ValueError: torch refuses a value. ConfigError, UnsupportedError: as :class:`HostOptimizer` says.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        *,
-        master: torch.dtype | None = None,
-        moments: torch.dtype | None = None,
-        skip_nonfinite: bool = True,
-        **torchs: Any,
-    ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            master=master,
-            moments=moments,
-            skip_nonfinite=skip_nonfinite,
-            **torchs,
-        )
-
 
 class AdamW(_AdamUpdate, torch.optim.AdamW):
     """``torch.optim.AdamW`` in one pass over memory; arguments are those of :class:`Adam`."""
@@ -127,21 +124,6 @@ class AdamW(_AdamUpdate, torch.optim.AdamW):
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
         amsgrad: bool = False,
-        *,
-        master: torch.dtype | None = None,
-        moments: torch.dtype | None = None,
-        skip_nonfinite: bool = True,
-        **torchs: Any,
+        **rest: Any,
     ) -> None:
-        super().__init__(
-            params,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            master=master,
-            moments=moments,
-            skip_nonfinite=skip_nonfinite,
-            **torchs,
-        )
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **rest)
