@@ -170,8 +170,8 @@ class _Folding:
         self._place(nodes)
         last = len(self.numbers) - 1
         layers: list[dict[Place, fx.Node]] = [{} for _ in self.numbers]
-        for node, place in self.places.items():
-            layers[place.layer][place._replace(layer=0)] = node
+        for where, node in self.at.items():
+            layers[where.layer][where._replace(layer=0)] = node
         for layer in range(2, last):
             self._compare(layer, layers[layer], layers[layer - 1])
         kept = (0, 1, last - 1, last)
