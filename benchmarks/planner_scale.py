@@ -116,7 +116,7 @@ def measure(layers: int, hidden: int, world: int, fold: bool) -> Cost:
     )
 
 
-PREPARING = ("canonicalize", "localize", "recompute", "order_saved")
+PREPARING = ("canonicalize", "localize", "recompute", "hoist", "order_saved")
 """Passes that the compiler calls by name."""
 
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from zerograph.passes.canonicalize import canonicalize
 from zerograph.passes.gather import gather
+from zerograph.passes.hoist import hoist
 from zerograph.passes.localize import localize
 from zerograph.passes.order_saved import order_saved
 from zerograph.passes.prefetch import prefetch
@@ -34,6 +35,7 @@ __all__ = [
     "GraphPass",
     "canonicalize",
     "gather",
+    "hoist",
     "localize",
     "order_saved",
     "prefetch",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,19 @@ def behind_identity(node: fx.Node) -> fx.Node:
     while is_identity_view(node):
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def readings_of_overwritten(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """What reads, or views, an input that one of ``nodes``, in order, overwrites (a counter in a buffer)."""
+    nodes = list(nodes)
+    overwriting = [n for n in nodes if n.target is aten.copy_.default]
+    changing, found = {n.args[0] for n in overwriting}, list[fx.Node]()
+    for node in nodes:
+        if node.op == "call_function" and node not in overwriting and not changing.isdisjoint(node.all_input_nodes):
+            found.append(node)
+            if is_view(node):
+                changing.add(node)
+    return found
 
 
 def is_size(node: fx.Node) -> bool:

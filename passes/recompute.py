@@ -23,7 +23,7 @@ from torch._higher_order_ops.effects import with_effects
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zerograph.ops import UNSHARD
-from zerograph.passes.graph import is_size, is_view
+from zerograph.passes.graph import is_size, is_view, readings_of_overwritten
 from zerograph.passes.layers import layer_of
 from zerograph.plan import Plan
 
@@ -43,7 +43,9 @@ def recompute(gm: fx.GraphModule, plan: Plan) -> int:
     before = {n for n in gm.graph.nodes if "recompute" in n.meta}
     _tag_parameters(gm.graph)
     forward = _forward(gm.graph)
-    _save_readings_of_overwritten_inputs(forward)
+    for node in readings_of_overwritten(forward):
+        if not is_view(node):
+            node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
     if plan.save_others:
         _save_all(forward)
     if plan.recompute:
@@ -74,17 +76,6 @@ def _forward(graph: fx.Graph) -> list[fx.Node]:
             backward.add(node)
     found = [n for n in graph.nodes if n.op == "call_function" and n not in backward and not is_size(n)]
     return [n for n in found if n.meta.get("ac_graph_id") != _LAST_REGION]
-
-
-def _save_readings_of_overwritten_inputs(forward: list[fx.Node]) -> None:
-    changing = {n.args[0] for n in forward if n.target is aten.copy_.default}
-    for node in forward:
-        if node.target is aten.copy_.default or changing.isdisjoint(node.all_input_nodes):
-            continue
-        if is_view(node):
-            changing.add(node)
-        else:
-            node.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
 
 
 def _save_all(forward: list[fx.Node]) -> None:

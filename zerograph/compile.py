@@ -3,7 +3,7 @@
     Dynamo graph -> of plain tensors     rows
                  -> joint graph          AOTAutograd, with Inductor's decompositions
     joint        -> Step -> Plan         capture, planner
-    joint        -> forward, backward    canonicalize, localize, recompute, min-cut partition, order_saved
+    joint        -> forward, backward    canonicalize, localize, recompute, min-cut partition, hoist, order_saved
     each         -> zg:: instructions    gather, prefetch, reduce, verify
     each         -> Program -> Executor  lower, runtime
 
@@ -141,6 +141,7 @@ def _partition(
             static_lifetime_input_indices=static,
         )
     text = frame.text_of(forward, MOST_NODES)
+    text = frame.passed("forward", "hoist", passes.hoist(forward), text, forward)
     frame.passed("forward", "order_saved", passes.order_saved(forward, backward, num_fwd_outputs), text, forward)
     if dry is not None:  # AOTAutograd knows the layers that were traced, and would miss the others' inputs
         _compile_graph(frame, "forward", forward, inputs)

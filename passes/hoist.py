@@ -1,0 +1,41 @@
+"""Compute what the forward computes for the backward where its inputs are made, instead of at the forward's end.
+
+Where saving the result of an operator costs no more than saving its input (a norm's ``rsqrt / width``) the partitioner
+moves it from the backward into the forward, and leaves it where the joint graph has it: behind the loss, for all layers
+at once. There it keeps inputs of every layer alive, fuses with nothing, and makes of the forward's last segment one
+that grows with depth. Moved up, each operator stands in its layer, and layers that are alike stay alike.
+
+Safe because what moves is pure and moves no further than behind the last of its inputs; what reads an input that the
+forward overwrites stays where it is.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from zerograph.passes.graph import readings_of_overwritten
+
+
+def hoist(forward: fx.GraphModule) -> int:
+    """Move operators of the backward in the graph ``forward`` up to their inputs; returns how many have moved."""
+    stay = set(readings_of_overwritten(forward.graph.nodes))
+    moved = 0
+    for node in list(forward.graph.nodes):
+        if node.meta.get("partitioner_tag") != "is_backward" or not _is_pure(node) or node in stay:
+            continue
+        inputs = node.all_input_nodes
+        if inputs and node.prev is not max(inputs):  # nodes compare by where they stand
+            max(inputs).append(node)
+            moved += 1
+    if moved:
+        forward.graph.lint()
+        forward.recompile()
+    return moved
+
+
+def _is_pure(node: fx.Node) -> bool:
+    known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+    return known and not node.is_impure()
