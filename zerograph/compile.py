@@ -12,7 +12,6 @@ What each step does is told where it lives, named on the right.
 
 from __future__ import annotations
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from networkx.algorithms.flow import boykov_kolmogorov, maxflow
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import config as functorch_config
@@ -42,6 +40,7 @@ from zerograph.lower import lower, without_code
 from zerograph.ops import REDUCE_GRAD
 from zerograph.rows import take_rows
 from zerograph.runtime.executor import Executor
+from zerograph.speedups import collecting_no_garbage, fast_minimum_cut, graphs_written_for_readers
 from zerograph.unfold import Joint, NotFoldable, Repeat
 
 if TYPE_CHECKING:
@@ -71,7 +70,8 @@ def compile_frame(backend: Backend, gm: fx.GraphModule, example_inputs: Sequence
     # may differ between ranks: one that asks the others about its backward would wait for ranks that run already.
     traced, exchanging = take_rows(gm, example_inputs)
     with (
-        _collecting_no_garbage(),
+        collecting_no_garbage(),
+        graphs_written_for_readers(),
         functorch_config.patch(unlift_effect_tokens=True, force_non_lazy_backward_lowering=True),
         _use_lazy_graph_module(True),  # nobody calls the graphs between here and the programs: no Python for them
         frame.backend.segments.kernels_in_background(frame.backend.device),
@@ -80,18 +80,6 @@ def compile_frame(backend: Backend, gm: fx.GraphModule, example_inputs: Sequence
         compiled = compiler(gm, traced)
     frame.backend.compiled(frame)  # not before every kernel exists: a rank that fails has promised nothing
     return exchanging(compiled)
-
-
-@contextmanager
-def _collecting_no_garbage() -> Iterator[None]:
-    """Let Python look for no garbage: graphs of deep models are alive, and looking through them takes a fifth."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 @contextmanager
@@ -132,7 +120,7 @@ def _partition(
         joint, static = frame.repeat.whole.gm, frame.repeat.whole.static
     joint = _prepare(frame, joint, inputs, training=True)
     frame.passed("joint", "recompute", passes.recompute(joint, frame.plan), "", joint)  # it tags: the text stays
-    with _fast_minimum_cut():
+    with fast_minimum_cut():
         forward, backward = min_cut_rematerialization_partition(
             joint,
             inputs,
@@ -148,21 +136,6 @@ def _partition(
         _compile_graph(frame, "backward", backward, inputs)
         raise DryRun
     return forward, backward
-
-
-@contextmanager
-def _fast_minimum_cut() -> Iterator[None]:
-    """Let the partitioner cut by augmenting paths, several times faster on graphs of deep models.
-
-    The cut does not depend on it: networkx takes all nodes from which the sink can be reached once a flow is maximal,
-    which are the same for every maximal flow, and the partitioner's capacities are whole numbers.
-    """
-    before = maxflow.default_flow_func
-    maxflow.default_flow_func = boykov_kolmogorov
-    try:
-        yield
-    finally:
-        maxflow.default_flow_func = before
 
 
 def _compile_inference(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
