@@ -15,7 +15,7 @@ from zerograph.machine import TIERS, Tier
 
 __all__ = ["DEVICE", "VERSION", "Bucket", "GivenPlan", "Homes", "Param", "Plan", "Residency", "tile_rows"]
 
-VERSION = 3
+VERSION = 4
 
 Residency = Literal["use", "backward", "step"]
 """How long a gathered bucket stays whole: until its last use in a graph, until its use in the backward, or until
@@ -206,7 +206,7 @@ class GivenPlan:
 
 
 def _bucket(params: list[dict[str, Any]], homes: dict[str, Tier], **rest: Any) -> Bucket:
-    whole = tuple(Param(**{**p, "shape": tuple(p["shape"])}) for p in params)
+    whole = tuple(Param(**{**p, "shape": tuple(p["shape"]), "tied_to": tuple(p["tied_to"])}) for p in params)
     return Bucket(params=whole, homes=Homes(**homes), **rest)
 
 

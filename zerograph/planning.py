@@ -15,7 +15,7 @@ from zerograph.plan import Plan
 from zerograph.planfile import PlanFile, Reason
 from zerograph.planner.choice import Offload
 from zerograph.planner.ladder import open_homes, open_tiers
-from zerograph.planner.planned import gathered, planned, recomputed
+from zerograph.planner.planned import gathered, planned, recomputed, updated
 from zerograph.planner.search import Wish
 from zerograph.symbolic import Name
 from zerograph.vary import Vary
@@ -125,7 +125,7 @@ def forecast_file(
         budget={tier: int(machine.capacity(tier, frame.plan.world_size) * (1 - reserve)) for tier in TIERS},
         forecast=found.forecast,
         holdings=found.holdings,
-        reasons=tuple(_reasons(frame.plan, frame.backend.config)),
+        reasons=(*_reasons(frame.plan, frame.backend.config), *updated(frame.step, frame.plan)),
         passes=tuple(frame.passes),
         tokens=compiled.tokens,
         flops=sum(op.flops for op in frame.step.ops),  # the model's own: what is recomputed counts once
