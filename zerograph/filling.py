@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from zerograph.config import Config
 from zerograph.machine import TIERS, Machine, Tier
+from zerograph.plan import Offload
 from zerograph.planfile import PlanFile
-from zerograph.planner.choice import Offload
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.fill import Budget, Filled, fill
 from zerograph.planner.infeasible import infeasible

@@ -53,7 +53,6 @@ class Outlook:
 
     forecast: Forecast
     holdings: tuple[Holding, ...]
-    flops: int
 
 
 def outlook(
@@ -79,8 +78,7 @@ def outlook(
         builder.add_update(moments)
     builder.finish()
     held: Memory = tuple(("device", holding.bytes) for holding in states)
-    flops = sum(p.segments[s.segment].flops for p in programs for s in p.instructions if isinstance(s, Compute))
-    return Outlook(simulate(builder.tasks, held, NOT_COUNTED), tuple(builder.holdings), flops)
+    return Outlook(simulate(builder.tasks, held, NOT_COUNTED), tuple(builder.holdings))
 
 
 def _states(plan: Plan, moments: int) -> list[Holding]:

@@ -12,9 +12,8 @@ from zerograph.errors import ConfigError, UnsupportedError
 from zerograph.ir import Step
 from zerograph.machine import TIERS, Machine, Tier
 from zerograph.outlook import outlook
-from zerograph.plan import Plan
+from zerograph.plan import Offload, Plan
 from zerograph.planfile import PlanFile, Reason
-from zerograph.planner.choice import Offload
 from zerograph.planner.ladder import open_homes, open_tiers
 from zerograph.planner.planned import gathered, planned, recomputed, updated
 from zerograph.planner.search import Wish

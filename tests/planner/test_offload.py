@@ -16,12 +16,12 @@ from zerograph.errors import ZeroGraphError
 from zerograph.forecast import Forecast
 from zerograph.ir import Step
 from zerograph.machine import TIERS, Machine, Tier, machine_named
-from zerograph.plan import Bucket, Homes, Plan, tile_rows
+from zerograph.plan import Bucket, Homes, Offload, Plan, tile_rows
 from zerograph.planfile import PlanFile
 from zerograph.planner.activations import checkpoint_bytes, layer_bytes
 from zerograph.planner.books import scheduled
 from zerograph.planner.check_file import check_file
-from zerograph.planner.choice import Activations, Choice, Offload, placements
+from zerograph.planner.choice import Activations, Choice, placements
 from zerograph.planner.ladder import HOMES
 from zerograph.planner.moves import labels
 from zerograph.planner.placement import Shards

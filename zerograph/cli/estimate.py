@@ -17,7 +17,8 @@ from zerograph.cli.size_options import COUNT, SIZES, sizes
 from zerograph.cli.terminal import progress
 from zerograph.errors import ConfigError
 from zerograph.machine import PRESETS, TIERS, Tier, machine_from
-from zerograph.planner.choice import ACTIVATIONS, OFFLOADS, STAGES, Offload
+from zerograph.plan import OFFLOADS, Offload
+from zerograph.planner.choice import ACTIVATIONS, STAGES
 from zerograph.planner.estimate import RESERVE, Question, Row, fastest, rows
 from zerograph.planner.largest import WHATS, What, largest
 from zerograph.planner.shortage import Shortage, shortage
