@@ -12,7 +12,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zerograph import ops
-from zerograph.capture import capture
+from zerograph.capture import Setting, capture
 from zerograph.dryrun import simulated_rank
 from zerograph.plan import Bucket, Plan
 
@@ -90,7 +90,7 @@ def _face(
 
 def plan(gm: fx.GraphModule, *buckets: str, prefetch: int = 1, world_size: int = 2) -> Plan:
     """A plan whose buckets hold the parameters named in each text, separated by blanks."""
-    params = {p.name: p for p in capture(gm.graph, training=True).params}
+    params = {p.name: p for p in capture(gm.graph, Setting(training=True)).params}
     made = (Bucket(i, text, tuple(params[n] for n in text.split()), "use") for i, text in enumerate(buckets))
     return Plan(3, world_size, tuple(made), prefetch)
 

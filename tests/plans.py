@@ -2,13 +2,46 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
+from zerograph.forecast import Forecast
 from zerograph.ir import Param
 from zerograph.machine import Tier, machine_named
 from zerograph.plan import Bucket, Plan
 from zerograph.planfile import Holding, PassRecord, PlanFile, Reason
+from zerograph.planner.retime import retimed, tasks_of
 from zerograph.planner.simulate import Task, simulate
+from zerograph.runfile import Beside, Measured, Run
 
 MIB = 2**20
+
+
+def run_of(file: PlanFile, times: float = 2.0) -> Run:
+    """A run of ``file`` that took ``times`` as long, in the segments of another process and hence of other digests."""
+    spans, segments = [], {}
+    collectives: dict[str, dict[int, float]] = {"gather": {}, "reduce": {}}
+    for span in file.forecast.spans:
+        seconds, key = times * (span.end - span.start), span.key
+        if span.stream in collectives:
+            collectives[span.stream][int(span.key)] = seconds
+        elif span.key:
+            segments[key := f"run's {span.key}"] = seconds
+        begin, end = times * span.start, times * span.end
+        cuts = (begin, (begin + end) / 2, end) if span.stream in collectives else (begin, end)  # the start and the wait
+        for start, stop in pairwise(cuts):
+            spans.append(replace(span, task=len(spans), start=start, end=stop, key=key, after=()))
+    memory = {t: tuple((times * at, size) for at, size in curve) for t, curve in file.forecast.memory.items()}
+    update = next((times * (s.end - s.start) for s in file.forecast.spans if s.name == "optimizer update"), None)
+    measured = Measured(segments, collectives["gather"], collectives["reduce"], update)
+    run = Forecast(tuple(spans), memory, {t: replace(peak, task=0) for t, peak in file.forecast.peaks.items()})
+    return Run(file.plan.digest, file.machine.device, run, measured)
+
+
+def beside(file: PlanFile, times: float = 2.0) -> Beside:
+    """That run, ready to be laid beside ``file``."""
+    run = run_of(file, times)
+    return Beside(run, retimed(file, run), tasks_of(file, run))
 
 
 def plan_file(layers: int = 4, world_size: int = 2, offload: bool = False, update: bool = False) -> PlanFile:
@@ -31,7 +64,15 @@ def plan_file(layers: int = 4, world_size: int = 2, offload: bool = False, updat
         gather = len(tasks)
         earlier = computed[-2:-1]  # at most two buckets whole
         tasks.append(
-            Task(f"gather {module}", "gather", 0.003, (*fetch, *earlier), (("device", 24 * MIB),), module=module)
+            Task(
+                f"gather {module}",
+                "gather",
+                0.003,
+                (*fetch, *earlier),
+                (("device", 24 * MIB),),
+                module=module,
+                key=str(i),
+            )
         )
         here = len(tasks)
         saved: tuple[tuple[Tier, int], ...] = (("device", 6 * MIB),) if phase == "forward" else ()
@@ -42,11 +83,12 @@ def plan_file(layers: int = 4, world_size: int = 2, offload: bool = False, updat
         else:
             kept[i] = here
         work = 0.005 if phase == "forward" else 0.010
-        tasks.append(Task(f"{phase} {module}", "compute", work, (gather,), saved, gives, module, source))
+        what = (module, source, f"digest of {phase}", 10**9)
+        tasks.append(Task(f"{phase} {module}", "compute", work, (gather,), saved, gives, *what))
         holdings.append(Holding(f"{module}.weight", "gathered", "device", 24 * MIB, gather, here, module, source))
         computed.append(here)
         if phase == "backward":
-            tasks.append(Task(f"reduce {module}", "reduce", 0.004, (here,), module=module, source=source))
+            tasks.append(Task(f"reduce {module}", "reduce", 0.004, (here,), module=module, source=source, key=str(i)))
             if offload:
                 tasks.append(Task(f"spill {module}", "d2h", 0.004, (len(tasks) - 1,), module=module))
                 tasks.append(Task(f"update {module}", "cpu_update", 0.006, (len(tasks) - 1,), module=module))

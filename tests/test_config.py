@@ -15,7 +15,7 @@ import zerograph
 from zerograph.config import OFFLOAD, OFFLOAD_TIERS, Config
 from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.machine import TIERS, machine_named
-from zerograph.planner.choice import OFFLOADS
+from zerograph.plan import OFFLOADS, Homes, level_at
 
 WRONG: list[tuple[str, Any, str]] = [
     ("stage", 4, 'stage must be 0, 1, 2, 3 or "auto", got 4'),
@@ -141,6 +141,15 @@ def test_what_a_stage_does_not_shard_cannot_be_offloaded(stage: int, offload: st
         zerograph.backend(stage=stage, offload=offload)
 
 
-def test_offload_has_the_vocabulary_of_estimates() -> None:
+def test_offload_has_the_vocabulary_of_plans() -> None:
     assert (*OFFLOADS, "auto") == OFFLOAD and TIERS[1:] == OFFLOAD_TIERS
+    for stage in range(4):
+        for level, offload in enumerate(OFFLOADS):
+            homes = Homes(**dict.fromkeys(OFFLOADS[1 : level + 1], "host"))
+            assert homes.least_stage == level
+            if level <= stage:
+                assert level_at(stage, offload) == level
+            else:
+                with pytest.raises(ConfigError, match=f"stage {stage} cannot offload {offload}"):
+                    level_at(stage, offload)
     assert zerograph.backend(offload="none", tier=None).config.offload == "none"

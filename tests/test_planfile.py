@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plans import plan_file
 
 from zerograph.errors import ConfigError
-from zerograph.planfile import Holding, PlanFile, run_from_json
+from zerograph.planfile import Holding, PlanFile
 
 
 @pytest.mark.parametrize("offload", [False, True])
@@ -69,20 +69,6 @@ def test_what_was_changed_by_hand_can_be_read_where_that_is_the_point() -> None:
     assert PlanFile.from_json(json.dumps(data), verify=False) == replace(plan_file(), tokens=1)
 
 
-def test_a_run_is_the_forecast_part_of_a_plan_file() -> None:
-    file = plan_file()
-    assert run_from_json(file.to_json()) == file.forecast
-    parts = {name: json.loads(file.to_json())[name] for name in ("spans", "memory", "peaks")}
-    run = run_from_json(json.dumps(parts))
-    assert run.spans == file.forecast.spans and run.critical_path == () and run.not_counted == ()
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"spans": {}, "memory": {}, "peaks": {}}', '{"spans": 1}'])
-def test_what_is_no_run_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="no measured run"):
-        run_from_json(text)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -99,9 +85,3 @@ def test_what_is_no_number_is_refused(change: Callable[[dict[str, Any]], object]
     change(data)
     with pytest.raises(ConfigError, match="the plan is incomplete"):
         PlanFile.from_json(json.dumps(data), verify=False)
-
-
-def test_a_run_needs_no_more_than_names_and_times() -> None:
-    columns = {"task": [0], "name": ["a"], "stream": ["compute"], "start": [0.0], "end": [0.1]}
-    run = run_from_json(json.dumps({"spans": columns, "memory": {}, "peaks": {}}))
-    assert [(span.name, span.end, span.after) for span in run.spans] == [("a", 0.1, ())]

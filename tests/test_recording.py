@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from toy import Toy, adamw, compiled
 
 import zerograph
-from zerograph.errors import ZeroGraphError
+from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.machine import machine_named
-from zerograph.planfile import run_from_json
+from zerograph.planfile import PlanFile
+from zerograph.planner.retime import retimed, tasks_of
+from zerograph.planning import plan_file
+from zerograph.runfile import Run
 
 
 class Stack(nn.Module):
@@ -31,7 +34,7 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def _record(stage: int, path: str) -> tuple[dict[str, int], list[str], str]:
+def _record(stage: int, path: str) -> tuple[dict[str, float], list[str], str]:
     model = Stack()
     backend = zerograph.backend(stage=stage, bucket_size="70kB")
     model.compile(backend=backend)
@@ -49,11 +52,16 @@ def _record(stage: int, path: str) -> tuple[dict[str, int], list[str], str]:
     found = recording.predicted(machine_named("cpu"))
     if dist.get_rank() == 0:
         recording.save(path)
+        assert Run.from_json(Path(path).read_text()).plan == backend.plan.digest
     recorded = backend.report().recorded
     assert recorded is not None
     assert recorded.peak == recording.forecast.peaks["device"].bytes
     return (
-        {"measured": recorded.peak, "forecast": found.forecast.peaks["device"].bytes},
+        {
+            "measured": recorded.peak,
+            "forecast": found.forecast.peaks["device"].bytes,
+            "seconds": found.forecast.seconds,
+        },
         [span.name for span in recording.forecast.spans],
         str(backend.report()),
     )
@@ -62,15 +70,40 @@ def _record(stage: int, path: str) -> tuple[dict[str, int], list[str], str]:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_recorded_peak_is_the_forecast_one(stage: int, tmp_path: Path) -> None:
     path = tmp_path / "run.json"
-    for peaks, names, report in run(2, _record, stage, str(path)):
+    ran = run(2, _record, stage, str(path))
+    for peaks, names, report in ran:
         assert peaks["forecast"] == pytest.approx(peaks["measured"], rel=0.05)
         assert names[-1] == "optimizer update"
         gathers = [name for name in names if name.startswith("gather")]
         again = 7 if stage == 3 else 0  # in the backward; the first layer passes no gradient on
         assert len(gathers) == 2 * (8 + again)  # start and wait
         assert "recorded step" in report
-    read = run_from_json(path.read_text())
-    assert [span.name for span in read.spans] == names
+    read = Run.from_json(path.read_text())
+    assert [span.name for span in read.forecast.spans] == ran[0][1]
+    _check_retimed(planned(stage), read, ran[0][0])
+
+
+def planned(stage: int, batch: int = 512) -> PlanFile:
+    """The same step, from a dry run that knows nothing of the real one."""
+    return plan_file(
+        "stack",
+        lambda: (Stack(), (torch.zeros(batch, 128),)),
+        machine_named("cpu"),
+        world=2,
+        stage=stage,
+        bucket_size="70kB",
+    )
+
+
+def _check_retimed(file: PlanFile, read: Run, predicted: dict[str, float]) -> None:
+    """A saved plan with a saved run's seconds is the forecast that the run's own programs give."""
+    again = retimed(file, read)
+    assert again.seconds == pytest.approx(predicted["seconds"])
+    assert again.peaks["device"].bytes == predicted["forecast"]
+    assert again.seconds != file.forecast.seconds
+    assert set(tasks_of(file, read)) == {span.task for span in file.forecast.spans}
+    with pytest.raises(ConfigError, match=r"operations in the plan and .* it was of another batch"):
+        retimed(planned(file.plan.stage, batch=256), read)
 
 
 def _record_wrongly(what: str) -> str:

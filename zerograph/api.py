@@ -25,7 +25,7 @@ from zerograph.copies import take_over
 from zerograph.decide import Planner
 from zerograph.early_states import early_states
 from zerograph.errors import ConfigError, ShardingError, UnsupportedError, ZeroGraphError
-from zerograph.faces import resolve_mesh, shard_parameters
+from zerograph.faces import other_names, resolve_mesh, shard_parameters
 from zerograph.frame import Frame
 from zerograph.mutations import refuse_mutations
 from zerograph.optim.check import OptimizerCheck
@@ -53,6 +53,7 @@ class Backend:
         config: the validated arguments.
         frames: every frame compiled so far, in order.
         params: the outward faces this backend made, by name.
+        tied: of each that the model has several names for, the other ones.
         world_size: ranks sharded over; 1 until the first call.
         agreement: how ranks agree; None where there is one, and where they are simulated.
         runs: whether programs are executed; a dry run stops when they exist.
@@ -65,6 +66,7 @@ class Backend:
         self.config = config
         self.frames: list[Frame] = []
         self.params: dict[str, nn.Parameter] = {}
+        self.tied: dict[str, tuple[str, ...]] = {}
         self.segments = SegmentCache(config.compute)
         self.telemetry = Telemetry()
         self.steps = StepCount()
@@ -145,6 +147,7 @@ class Backend:
         new = take_over(roots, self.config, self._mesh, self.params)
         new |= shard_parameters(roots, self.config, self._mesh, objects, {**self.params, **new})
         self.params |= new
+        self.tied |= other_names(roots, new)
         self._known.update(id(p) for p in new.values())
         self._replaced.update((p, None) for p in before if id(p) not in self._known)
         if new:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,30 +29,49 @@ from zerograph.ir import Kind, Op, Param, Step, Value
 from zerograph.ops import REDUCE_GRAD, UNSHARD
 from zerograph.passes.graph import FACE_AT, Marker, is_view, markers, output_of
 from zerograph.passes.layers import module_of
+from zerograph.planner.optimizer import with_updates
 from zerograph.symbolic import Name, SymbolicStep
 
 
-def capture(graph: fx.Graph, *, training: bool) -> Step:
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a graph does not tell of the step that it is.
+
+    Attributes:
+        training: whether a backward, and then an update, follow the forward.
+        world_size: ranks that parameters are sharded over.
+        moments: tensors that the optimizer keeps per parameter.
+        tied: of a parameter the other names that the model has for it.
+    """
+
+    training: bool
+    world_size: int = 1
+    moments: int = 2
+    tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def capture(graph: fx.Graph, setting: Setting) -> Step:
     """The step that ``graph`` (joint, or inference) performs on this rank.
 
     Symbolic sizes are counted at the size that was traced.
     """
-    return _step(graph, _Part(graph), training)
+    return _step(graph, _Part(graph), setting)
 
 
-def _step(graph: fx.Graph, part: _Part, training: bool) -> Step:
+def _step(graph: fx.Graph, part: _Part, setting: Setting) -> Step:
     backward = backward_nodes(graph)
     returned = part.behind(n for n in output_of(graph).all_input_nodes if n not in backward)
-    return Step(
+    step = Step(
         ops=tuple(_op(n, n in backward, part) for n in part.ops),
         values=tuple(_value(n, part) for n in part.nodes),
-        params=_params(graph),
-        training=training,
+        params=tuple(replace(p, tied_to=setting.tied.get(p.name, ())) for p in _params(graph)),
+        training=setting.training,
         outputs=tuple(n.name for n in returned if n.op != "placeholder"),
     )
+    return with_updates(step, setting.world_size, setting.moments)
 
 
-def capture_symbolic(graph: fx.Graph, sizes: Mapping[Name, int], *, training: bool) -> SymbolicStep:
+def capture_symbolic(graph: fx.Graph, sizes: Mapping[Name, int], setting: Setting) -> SymbolicStep:
     """The step that ``graph`` performs, at all sizes that it was traced for.
 
     Args:
@@ -64,14 +84,19 @@ def capture_symbolic(graph: fx.Graph, sizes: Mapping[Name, int], *, training: bo
     part = _Part(graph)
     dimensions = Dimensions(_traced(graph), sizes)
     read = dimensions.read
+    step = _step(graph, part, setting)
+    values, updates = step.values[len(part.nodes) :], step.updates  # parameters are of one size
     return SymbolicStep(
-        traced=_step(graph, part, training),
+        traced=step,
         sizes={name: size for name, size in sizes.items() if name not in dimensions.fixed},
         fixed=dimensions.fixed,
-        bytes=tuple(_bytes(n, read) for n in part.nodes),
-        flops=tuple(flops_of(n, read) for n in part.ops),
-        moved=tuple(kernel_bytes(n, read, part.sizes) for n in part.ops),
-        cheap=tuple(dimensions.decided(is_cheap_to_repeat(n, read, part.sizes)) for n in part.ops),
+        bytes=(*(_bytes(n, read) for n in part.nodes), *(v.bytes for v in values)),
+        flops=(*(flops_of(n, read) for n in part.ops), *(op.flops for op in updates)),
+        moved=(*(kernel_bytes(n, read, part.sizes) for n in part.ops), *(op.moved for op in updates)),
+        cheap=(
+            *(dimensions.decided(is_cheap_to_repeat(n, read, part.sizes)) for n in part.ops),
+            *(op.cheap for op in updates),
+        ),
         conditions=dimensions.conditions(_lookups(graph)),
     )
 

@@ -32,7 +32,7 @@ from torch._inductor.virtualized import V
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from zerograph import passes
-from zerograph.capture import capture, capture_symbolic
+from zerograph.capture import Setting, capture, capture_symbolic
 from zerograph.dryrun import Captured, DryRun
 from zerograph.fold import fold, joint_of, tracing_gives
 from zerograph.frame import Frame
@@ -147,11 +147,12 @@ def _prepare(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], *, trainin
     repeat = frame.repeat if frame.repeat is not None and frame.repeat.whole.gm is gm else None
     kind, text = "joint" if training else "inference", frame.text_of(gm, MOST_NODES)
     text = frame.passed(kind, "canonicalize", passes.canonicalize(gm), text, gm)
-    sizes = frame.backend.open_sizes
+    sizes, backend = frame.backend.open_sizes, frame.backend
+    setting = Setting(training, backend.world_size, backend.planner.moments, backend.tied)
     if sizes is not None:
-        found = capture_symbolic(gm.graph, sizes, training=training)
+        found = capture_symbolic(gm.graph, sizes, setting)
         raise Captured(found, frame.backend.planner.states(found.traced))
-    step = capture(gm.graph, training=training)
+    step = capture(gm.graph, setting)
     frame.planned(step, frame.backend.planner.plan(frame, step))
     frame.passed(kind, "localize", passes.localize(gm), text, gm)
     with V.set_fake_mode(detect_fake_mode(inputs)):  # where Inductor's passes look for it

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zerograph.errors import ConfigError
 from zerograph.machine import Machine, machine_from
-from zerograph.plan import GivenPlan
+from zerograph.plan import OFFLOADS, GivenPlan, Offload, level_at
 from zerograph.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ COMPUTE = ("inductor", "eager")
 DEFAULT_BUCKET_SIZE = 32 * 2**20
 DEFAULT_PREFETCH = 1
 DTYPES = ("float32", "float64", "bfloat16", "float16")
-Offload = Literal["none", "optimizer", "gradients", "parameters", "auto"]
-OFFLOAD = ("none", "optimizer", "gradients", "parameters", "auto")
+OFFLOAD = (*OFFLOADS, "auto")
 OFFLOAD_TIERS = ("host", "nvme")
 PLANNED = ("stage", "bucket_size", "prefetch", "recompute", "memory", "machine", "offload", "tier")
 """Arguments that say what a plan decides, and so have no place beside ``plan``."""
@@ -69,7 +68,7 @@ class Config:
     bucket_size: int = DEFAULT_BUCKET_SIZE
     prefetch: int = DEFAULT_PREFETCH
     recompute: Recompute = "auto"
-    offload: Offload = "none"
+    offload: Offload | Literal["auto"] = "none"
     tier: Literal["host", "nvme"] | None = None
     compute: Literal["inductor", "eager"] = "inductor"
     plan: GivenPlan | None = None
@@ -148,12 +147,8 @@ class Config:
             f"tier={self.tier!r} is given, and offload is none",
             'say what goes there, for example offload="optimizer"',
         )
-        least = 0 if self.offload == "auto" else OFFLOAD.index(self.offload)
-        _require(
-            least <= self.sharding,
-            f"stage {self.stage} cannot offload {self.offload}, which it does not shard",
-            f"stage {least} or more can",
-        )
+        if self.offload != "auto":
+            level_at(self.sharding, self.offload)
         _require(
             self.offload == "none",
             f"offload={self.offload!r} is planned and forecast, but no backend runs it yet",

@@ -23,6 +23,7 @@ from zerograph.ir import Param, Step
 from zerograph.machine import Machine, preset_for
 from zerograph.plan import Plan
 from zerograph.planner import plan_step, replay
+from zerograph.planner.check import require
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.infeasible import infeasible
 from zerograph.planner.rates import state_bytes
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 MOMENTS = 2
 """Optimizer states per parameter that a budget has to hold: Adam's. Optimizers may be made later than plans."""
+_REPLAYED = "make the plan again from this model: zerograph plan MODEL -o plan.json"
+_REPORT = "this is a bug in the planner: report it with this message and the arguments of zerograph.backend"
 
 
 class Planner:
@@ -82,12 +85,18 @@ class Planner:
         self._machine = config.machine if config.machine is not None else preset_for(device.type, name)
 
     def plan(self, frame: Frame, step: Step) -> Plan:
-        """The plan for ``step``, which was traced as ``frame``.
+        """The plan for ``step``, which was traced as ``frame``; nothing of it has been carried out yet.
 
         Raises:
             ConfigError: the plan to replay was made for another step.
             InfeasibleError: nothing fits the budget.
+            InvariantError: the plan, wherever it comes from, cannot be carried out.
         """
+        found = self._decided(frame, step)
+        require(step, found, _REPLAYED if self.backend.config.plan is not None else _REPORT)
+        return found
+
+    def _decided(self, frame: Frame, step: Step) -> Plan:
         config = self.backend.config
         if config.plan is not None:
             return replay(config.plan, step)

@@ -256,6 +256,19 @@ def _owned(roots: Sequence[nn.Module], taken: Container[str]) -> tuple[dict[str,
     return named, places
 
 
+def other_names(roots: Sequence[nn.Module], params: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:
+    """Of each of ``params`` that its model has more than one name for: the other ones."""
+    first = {id(param): name for name, param in params.items()}
+    found: dict[str, tuple[str, ...]] = {}
+    for root in roots:
+        names: dict[str, list[str]] = {}
+        for name, param in root.named_parameters(remove_duplicate=False):
+            if id(param) in first:
+                names.setdefault(first[id(param)], []).append(name.removeprefix("_orig_mod."))
+        found |= {n: tuple(o for o in all_ if o != n) for n, all_ in names.items() if n in all_ and len(all_) > 1}
+    return found
+
+
 def _make_classes(places: Mapping[int, Places]) -> None:
     """Generate every class that will be needed, while an error changes nothing yet."""
     names: dict[nn.Module, set[str]] = {}

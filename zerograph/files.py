@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from zerograph.errors import ConfigError, ZeroGraphError
-from zerograph.forecast import Forecast
-from zerograph.planfile import PlanFile, run_from_json
+from zerograph.planfile import PlanFile
+from zerograph.runfile import Run
 
 T = TypeVar("T")
 
@@ -29,13 +29,13 @@ def told_digest(path: Path) -> str:
     return _read(path, lambda text: str(json.loads(text)["digest"]))
 
 
-def read_run(path: Path) -> Forecast:
+def read_run(path: Path) -> Run:
     """The measured run in ``path``.
 
     Raises:
         ConfigError: the file cannot be read, or holds no run.
     """
-    return _read(path, run_from_json)
+    return _read(path, Run.from_json)
 
 
 def check_writable(path: Path) -> None:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from zerograph.config import Config
-from zerograph.errors import ConfigError
-from zerograph.machine import Machine
+from zerograph.machine import TIERS, Machine, Tier
+from zerograph.plan import Offload
 from zerograph.planfile import PlanFile
 from zerograph.planner.estimate import RESERVE
-from zerograph.planner.fill import Filled, fill
+from zerograph.planner.fill import Budget, Filled, fill
 from zerograph.planner.infeasible import infeasible
 from zerograph.planner.search import Search, Wish
-from zerograph.planning import plan_file
+from zerograph.planning import compute_dtype, movable, plan_file, refuse_offload
 from zerograph.steps import Steps
 from zerograph.symbolic import Name
 from zerograph.units import format_bytes
@@ -29,13 +29,13 @@ class Largest:
 
     Attributes:
         found: the size, and what the next one would need or why there is none.
-        budget: bytes of the device that the search could use: the reserve is taken off, and what the programs turned
-            out to hold beyond the step.
+        budget: bytes of the device, or of each tier, that the search could use: the reserve is taken off, and what the
+            programs turned out to hold beyond the step.
     """
 
     file: PlanFile
     found: Filled
-    budget: int
+    budget: Budget
 
 
 def traced(
@@ -48,11 +48,10 @@ def traced(
     dtype: str | None,
     stage: Any = 3,
     moments: int = 2,
+    offload: Offload | Literal["auto"] = "none",
 ) -> Steps:
     """The step of a model by batch or sequence. Stages 1 to 3 and "auto" have the same one; stage 0 has its own."""
-    import torch
-
-    compute = getattr(torch, dtype) if dtype is not None else None
+    compute = compute_dtype(dtype, world, offload)
     stage = 3 if stage == "auto" else stage
     return Steps(make, what, world=world, batch=batch, seq=seq, dtype=compute, stage=stage, moments=moments)
 
@@ -65,21 +64,28 @@ def largest(
     memory: int | None = None,
     reserve: float = RESERVE,
     moments: int = 2,
+    offload: Offload | Literal["auto"] = "none",
+    tier: Tier | None = None,
     **options: Any,
-) -> tuple[Filled, int]:
-    """The largest size at which a plan exists, and the bytes of the device that it may use.
+) -> tuple[Filled, Budget]:
+    """The largest size at which a plan exists, and the bytes that it may use: of the device, or of each tier.
 
     Args:
         memory: bytes of the device, the reserve not taken off; ``machine``'s unless given.
-        reserve: share of it to leave free.
+        reserve: share of every tier to leave free.
         moments: tensors that the optimizer keeps per parameter, as ``steps`` were traced for.
+        offload, tier: as in :class:`~zerograph.planner.search.Wish`; unless it is "none", all tiers are searched.
         options: what :func:`zerograph.backend` is told of stage, buckets, prefetch and recomputation.
     """
-    wish = Wish.of(Config.of(**options), world)
-    budget = int((machine.capacity("device", world) if memory is None else memory) * (1 - reserve))
+    wish = Wish.of(Config.of(**options), world, offload=offload, tier=tier)
+    have = {t: machine.capacity(t, world) for t in TIERS} | ({} if memory is None else {"device": memory})
+    budgets: dict[Tier, int] = {t: int(size * (1 - reserve)) for t, size in have.items()}
+    budget: Budget = budgets["device"] if offload == "none" else budgets
 
     def search(size: int) -> Search:
-        return Search(steps.at(size), wish, machine, states=steps.states, moments=moments)
+        if offload == "none":
+            return Search(steps.at(size), wish, machine, states=steps.states, moments=moments)
+        return Search(movable(steps.at(size), world), wish, machine, moments=moments)
 
     return fill(search, budget, steps.start), budget
 
@@ -97,26 +103,39 @@ def largest_file(
     moments: int = 2,
     reserve: float = RESERVE,
     fold: bool = True,
+    offload: Offload | Literal["auto"] = "none",
+    tier: Tier | None = None,
     **options: Any,
 ) -> Largest:
     """Plan the largest step that fits: solve for it on the traced step, then compile its programs.
 
-    If these hold more than the machine has, it is solved again with that much less memory.
+    If these hold more than the machine has, it is solved again with that much less memory. Plans that offload have no
+    programs: theirs is the traced step at that size.
 
     Args:
         what: the dimension to solve for; the other is as given, or as in the inputs that the model brings.
-        name, make, machine, world, batch, seq, dtype, moments, reserve, fold, options: as for
+        name, make, machine, world, batch, seq, dtype, moments, reserve, fold, offload, tier, options: as for
             :func:`zerograph.planning.plan_file`.
 
     Raises:
-        ConfigError: with ``offload``: what is solved for is what a backend can run.
+        ConfigError: an offload that the stage or the machine does not allow.
         InfeasibleError: not even a size of 1 fits.
         UnsupportedError: the model cannot be traced whole, does not train, or works at one size only.
     """
-    if options.get("offload", "none") != "none":
-        raise ConfigError("sizes are solved for on the device alone", "plan with --offload at the sizes you think of")
     stage = options.get("stage", 3)
-    steps = traced(make, what, world=world, batch=batch, seq=seq, dtype=dtype, stage=stage, moments=moments)
+    refuse_offload(offload, tier, machine, world, stage)
+    steps = traced(
+        make, what, world=world, batch=batch, seq=seq, dtype=dtype, stage=stage, moments=moments, offload=offload
+    )
+    if offload != "none":
+        found, budget = largest(steps, machine, world, moments=moments, offload=offload, tier=tier, **options)
+        if found.value == 0:
+            raise infeasible(found.search, movable(steps.at(found.next), world), machine, budget)
+        file = plan_file(
+            name, make, machine, world=world, batch=batch, seq=seq, dtype=dtype, moments=moments, reserve=reserve,
+            sizes={what: found.value}, fold=fold, offload=offload, tier=tier, **options,
+        )  # fmt: skip
+        return Largest(file, found, budget)
     memory = machine.capacity("device", world)
     for _ in range(ATTEMPTS):
         # With the reserve of a backend.
@@ -134,9 +153,9 @@ def largest_file(
     return Largest(file, found, budget)
 
 
-def explained(what: str, found: Filled, budget: int) -> str:
+def explained(what: str, found: Filled, budget: Budget) -> str:
     """The answer in words, with what keeps it from being larger."""
     if found.need is None:
         return f"largest {what}: {found.value}; {found.limit}"
-    need, have = format_bytes(found.need), format_bytes(budget)
-    return f"largest {what}: {found.value}; {found.next} needs {need} of device memory per rank, of {have}"
+    need, have = format_bytes(found.need), format_bytes(budget if isinstance(budget, int) else budget[found.tier])
+    return f"largest {what}: {found.value}; {found.next} needs {need} of {found.tier} memory per rank, of {have}"

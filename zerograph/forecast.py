@@ -33,6 +33,9 @@ class Span:
         module: fully qualified name of the module it belongs to; empty when there is none.
         source: the user's ``file:line`` it comes from; empty when unknown.
         after: earlier tasks that had to end first, besides the previous one on its stream.
+        key: what of a plan's programs it runs, by which a run's times are told: the digest of a segment, or the index
+            of a bucket; empty for the update, and where tasks follow a schedule and no program.
+        flops: operations of the matrix products in it.
     """
 
     task: int
@@ -43,6 +46,8 @@ class Span:
     module: str = ""
     source: str = ""
     after: tuple[int, ...] = ()
+    key: str = ""
+    flops: int = 0
 
 
 @dataclass(frozen=True, slots=True)

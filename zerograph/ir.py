@@ -11,7 +11,9 @@ from math import prod
 from typing import Literal
 
 Kind = Literal["param", "gathered", "activation", "gradient", "state", "temporary", "input"]
-Phase = Literal["forward", "backward"]
+Phase = Literal["forward", "backward", "update"]
+"""The loss that a model computes is the end of its forward; one that the user computes of its outputs is no part of a
+step. Updates are the optimizer's, which follows the backward."""
 
 ITEM_SIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2}
 ITEM_SIZE |= {"int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
@@ -30,6 +32,7 @@ class Param:
         trainable: whether a gradient reaches it in this step.
         sharded: split by rows over ranks; otherwise every rank holds it whole (scalars, fewer rows than ranks,
             stage 0).
+        tied_to: other names that the model has for it: one parameter, gathered, reduced and updated once.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Param:
     reduce_dtype: str
     trainable: bool
     sharded: bool
+    tied_to: tuple[str, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -90,7 +94,7 @@ class Op:
     Attributes:
         name, target: of the node, and what it calls.
         reads, writes: values by name.
-        params: the parameters that it reads directly, gathers (an ``unshard``) or reduces the gradient of.
+        params: the parameters that it reads directly, gathers (an ``unshard``), reduces the gradient of or updates.
         source: the user's ``file:line``; empty when unknown.
         module: fully qualified name of the module that it computes, or whose gradient (``blocks.3.mlp``); empty for the
             model's own operations, and where tracing left no word of it.
@@ -126,9 +130,10 @@ def layer_of(module: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Forward and, when training, backward of one frame, in execution order.
+    """Forward and, when training, backward of one frame and the optimizer's update, in execution order.
 
     Attributes:
+        ops: updates are one per trainable parameter, see :mod:`zerograph.planner.optimizer`.
         params: in order of first use in the forward.
         training: whether a backward follows.
         outputs: values that the forward returns to the user.
@@ -139,3 +144,13 @@ class Step:
     params: tuple[Param, ...]
     training: bool
     outputs: tuple[str, ...] = ()
+
+    @property
+    def passes(self) -> tuple[Op, ...]:
+        """What forward and backward compute: what is compiled, recomputed and moved about; the update is neither."""
+        return tuple(op for op in self.ops if op.phase != "update")
+
+    @property
+    def updates(self) -> tuple[Op, ...]:
+        """What the optimizer does."""
+        return tuple(op for op in self.ops if op.phase == "update")

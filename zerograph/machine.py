@@ -44,7 +44,10 @@ class Machine:
         device_memory: bytes a rank may use on its device. On a CPU this is the host's memory over its ranks.
         device_bandwidth: bytes per second that element-wise kernels read and write.
         matmul: floating-point operations per second of large matrix products, by dtype.
-        vector: floating-point operations per second of element-wise code, by dtype.
+        vector: floating-point operations per second of element-wise code, by dtype. To know a machine by: no forecast
+            goes by it. What element-wise code costs is counted as the bytes that it reads and writes once fused; its
+            operations are not known before a compiler has fused and vectorized it, and on GPUs (12 per byte on an H100)
+            they come second. Where they do not (long chains of exp or erf on a CPU), a run's own times tell.
         launch: seconds that a kernel costs however small it is.
         ranks_per_node: devices that share a host.
         host_memory: bytes per node.

@@ -6,8 +6,8 @@ when it is written and given back after its last reader; what the forward saves,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from zerograph.forecast import NOT_COUNTED, Forecast, Stream
 from zerograph.machine import Machine
@@ -15,6 +15,7 @@ from zerograph.plan import Plan
 from zerograph.planfile import Holding
 from zerograph.planner.rates import Rates, gathered_bytes, reduced_bytes, state_bytes
 from zerograph.planner.simulate import Memory, Task, simulate
+from zerograph.runfile import Measured
 from zerograph.runtime.program import (
     Compute,
     Free,
@@ -26,16 +27,6 @@ from zerograph.runtime.program import (
     WaitGather,
     WaitReduce,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """Seconds that a run took, to forecast with instead of rates: by segment digest, by bucket, of the update."""
-
-    segments: Mapping[str, float] = field(default_factory=dict)
-    gathers: Mapping[int, float] = field(default_factory=dict)
-    reduces: Mapping[int, float] = field(default_factory=dict)
-    update: float | None = None
 
 
 def task_of(plan: Plan, step: Instruction | None, kind: str) -> tuple[Stream | None, str, str]:
@@ -62,7 +53,6 @@ class Outlook:
 
     forecast: Forecast
     holdings: tuple[Holding, ...]
-    flops: int
 
 
 def outlook(
@@ -88,8 +78,7 @@ def outlook(
         builder.add_update(moments)
     builder.finish()
     held: Memory = tuple(("device", holding.bytes) for holding in states)
-    flops = sum(p.segments[s.segment].flops for p in programs for s in p.instructions if isinstance(s, Compute))
-    return Outlook(simulate(builder.tasks, held, NOT_COUNTED), tuple(builder.holdings), flops)
+    return Outlook(simulate(builder.tasks, held, NOT_COUNTED), tuple(builder.holdings))
 
 
 def _states(plan: Plan, moments: int) -> list[Holding]:
@@ -210,7 +199,8 @@ class _Run:
         _, name, _ = task_of(self.builder.plan, step, self.program.kind)
         seconds = self._seconds(segment)
         temporary: Memory = (("device", segment.temporary),) if segment.temporary else ()
-        index = self.builder.task(Task(name, "compute", seconds, after, temporary, temporary, step.module, step.source))
+        where = (step.module, step.source, segment.digest, segment.flops)
+        index = self.builder.task(Task(name, "compute", seconds, after, temporary, temporary, *where))
         if segment.temporary:
             work = _Held("work of this segment", "temporary", segment.temporary, index, step.module, step.source)
             self.builder.hold(work, index)
@@ -254,7 +244,8 @@ class _Run:
             seconds = builder.measured.gathers.get(step.bucket, builder.rates.collective(size))
             after = (self.last,) if self.last >= 0 else ()
             _, task, name = task_of(builder.plan, step, self.program.kind)
-            index = builder.task(Task(task, "gather", seconds, after, (("device", size),), (), name))
+            takes: Memory = (("device", size),)
+            index = builder.task(Task(task, "gather", seconds, after, takes, module=name, key=str(step.bucket)))
             builder.whole[step.bucket] = self.ready[step.out] = index
             self._stall(index)
             self.held[-1 - step.bucket] = _Held(name, "gathered", size, index, name, "")
@@ -275,7 +266,7 @@ class _Run:
         after = tuple(sorted({self.ready[r] for r in step.grads if r in self.ready}))
         _, task, name = task_of(builder.plan, step, self.program.kind)
         self.reducing[step.out] = step.dead
-        self.ready[step.out] = builder.task(Task(task, "reduce", seconds, after, module=name))
+        self.ready[step.out] = builder.task(Task(task, "reduce", seconds, after, module=name, key=str(step.bucket)))
         self._stall(self.ready[step.out])
 
     def _stall(self, transfer: int) -> None:

@@ -9,13 +9,26 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from zerograph.errors import ZeroGraphError
+from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.ir import Param
 from zerograph.machine import TIERS, Tier
 
-__all__ = ["DEVICE", "VERSION", "Bucket", "GivenPlan", "Homes", "Param", "Plan", "Residency", "tile_rows"]
+__all__ = [
+    "DEVICE",
+    "OFFLOADS",
+    "VERSION",
+    "Bucket",
+    "GivenPlan",
+    "Homes",
+    "Offload",
+    "Param",
+    "Plan",
+    "Residency",
+    "level_at",
+    "tile_rows",
+]
 
-VERSION = 3
+VERSION = 4
 
 Residency = Literal["use", "backward", "step"]
 """How long a gathered bucket stays whole: until its last use in a graph, until its use in the backward, or until
@@ -23,13 +36,33 @@ the next forward whose shards may have changed."""
 _RESIDENCIES = ("use", "backward", "step")
 
 
+Offload = Literal["none", "optimizer", "gradients", "parameters"]
+OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "gradients", "parameters")
+"""What leaves the device, each with those before it. What is offloaded is sharded: the optimizer can leave from stage 1
+on, gradients from stage 2, parameters from stage 3, so that the place in here is the least stage that each needs."""
+
+
+def level_at(stage: int, offload: Offload) -> int:
+    """The place of ``offload`` in :data:`OFFLOADS`.
+
+    Raises:
+        ConfigError: ``stage`` does not shard it.
+    """
+    level = OFFLOADS.index(offload)
+    if level > stage:
+        raise ConfigError(
+            f"stage {stage} cannot offload {offload}, which it does not shard", f"stage {level} or more can"
+        )
+    return level
+
+
 @dataclass(frozen=True, slots=True)
 class Homes:
     """The tiers that the shards of one bucket live on when nothing uses them.
 
-    What is offloaded is sharded, so ``optimizer`` can leave the device from stage 1 on, ``gradients`` from stage 2,
-    ``parameters`` from stage 3. None of them lives farther away than the next: an update reads all three. The master
-    copy lives with the optimizer; when that is off the device, ``parameters`` are a copy in the compute dtype.
+    :data:`OFFLOADS` says what a stage lets leave the device. None of them lives farther away than the next: an update
+    reads all three. The master copy lives with the optimizer; when that is off the device, ``parameters`` are a copy in
+    the compute dtype.
 
     Attributes:
         parameters: shards of the parameters, as they are gathered.
@@ -50,8 +83,7 @@ class Homes:
     @property
     def least_stage(self) -> int:
         """The lowest stage that shards everything that is off the device."""
-        off = (self.optimizer, self.gradients, self.parameters)
-        return max((stage for stage, tier in enumerate(off, 1) if tier != "device"), default=0)
+        return max(level for level, kind in enumerate(OFFLOADS) if not level or getattr(self, kind) != "device")
 
     def __str__(self) -> str:
         kinds = (("parameters", self.parameters), ("gradients", self.gradients), ("optimizer", self.optimizer))
@@ -206,7 +238,7 @@ class GivenPlan:
 
 
 def _bucket(params: list[dict[str, Any]], homes: dict[str, Tier], **rest: Any) -> Bucket:
-    whole = tuple(Param(**{**p, "shape": tuple(p["shape"])}) for p in params)
+    whole = tuple(Param(**{**p, "shape": tuple(p["shape"]), "tied_to": tuple(p["tied_to"])}) for p in params)
     return Bucket(params=whole, homes=Homes(**homes), **rest)
 
 

@@ -21,7 +21,7 @@ from zerograph.machine import Machine, Tier
 from zerograph.plan import Plan
 from zerograph.units import is_number
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class PlanFile:
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, one line, with a digest of everything else in it."""
-        return _canonical({**(data := self._data()), "digest": _digest(data)})
+        return canonical({**(data := self._data()), "digest": _digest(data)})
 
     @property
     def digest(self) -> str:
@@ -129,7 +129,7 @@ class PlanFile:
             "plan": json.loads(self.plan.to_json()),
             "machine": json.loads(self.machine.to_json()),
             "budget": dict(self.budget),
-            **_forecast_data(self.forecast),
+            **forecast_data(self.forecast),
             "holdings": table(Holding, self.holdings),
             "reasons": table(Reason, self.reasons),
             "passes": table(PassRecord, self.passes),
@@ -166,7 +166,7 @@ class PlanFile:
             plan=Plan.from_json(json.dumps(data["plan"])),
             machine=Machine.from_json(json.dumps(data["machine"])),
             budget=data["budget"],
-            forecast=_forecast(data),
+            forecast=forecast_of(data),
             holdings=rows(Holding, data["holdings"]),
             reasons=rows(Reason, data["reasons"]),
             passes=rows(PassRecord, data["passes"]),
@@ -176,7 +176,7 @@ class PlanFile:
 
 
 _NUMBERS: Mapping[str, Mapping[str, type | UnionType]] = {
-    "spans": {"task": int, "start": int | float, "end": int | float},
+    "spans": {"task": int, "start": int | float, "end": int | float, "flops": int},
     "holdings": {"bytes": int, "first": int, "last": int},
 }
 
@@ -213,25 +213,8 @@ def changes(before: str, after: str) -> str:
     return "\n".join(lines)
 
 
-def run_to_json(run: Forecast) -> str:
-    """What :func:`run_from_json` reads."""
-    return _canonical(_forecast_data(run))
-
-
-def run_from_json(text: str) -> Forecast:
-    """What a run measured: the parts of a plan file that make its forecast, filled in by the run.
-
-    Raises:
-        ConfigError: the text holds no such parts.
-    """
-    try:
-        return _forecast(json.loads(text))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        hint = "it needs spans, memory and peaks as in a plan file (docs/cli.md)"
-        raise ConfigError("the file holds no measured run", hint) from None
-
-
-def _forecast_data(forecast: Forecast) -> dict[str, Any]:
+def forecast_data(forecast: Forecast) -> dict[str, Any]:
+    """The parts of a file that :func:`forecast_of` reads."""
     return {
         "spans": table(Span, forecast.spans),
         "memory": {tier: [list(point) for point in curve] for tier, curve in forecast.memory.items()},
@@ -241,7 +224,12 @@ def _forecast_data(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def _forecast(data: dict[str, Any]) -> Forecast:
+def forecast_of(data: dict[str, Any]) -> Forecast:
+    """What :func:`forecast_data` was given.
+
+    Raises:
+        KeyError, IndexError, TypeError, ValueError, AttributeError: there is none.
+    """
     return Forecast(
         spans=rows(Span, data["spans"]),
         memory={tier: tuple((t, b) for t, b in curve) for tier, curve in data["memory"].items()},
@@ -251,9 +239,10 @@ def _forecast(data: dict[str, Any]) -> Forecast:
     )
 
 
-def _canonical(data: Any) -> str:
+def canonical(data: Any) -> str:
+    """JSON in one line, sorted by keys."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
 
 def _digest(data: dict[str, Any]) -> str:
-    return hashlib.sha256(_canonical(data).encode()).hexdigest()[:16]
+    return hashlib.sha256(canonical(data).encode()).hexdigest()[:16]

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from zerograph.config import Config
 from zerograph.dryrun import Compiled, compile_only
 from zerograph.errors import ConfigError, UnsupportedError
+from zerograph.ir import Step
 from zerograph.machine import TIERS, Machine, Tier
 from zerograph.outlook import outlook
-from zerograph.plan import Plan
+from zerograph.plan import Offload, Plan
 from zerograph.planfile import PlanFile, Reason
-from zerograph.planner.choice import Offload
 from zerograph.planner.ladder import open_homes, open_tiers
-from zerograph.planner.planned import gathered, planned, recomputed
+from zerograph.planner.planned import gathered, planned, recomputed, updated
 from zerograph.planner.search import Wish
 from zerograph.symbolic import Name
 from zerograph.vary import Vary
@@ -61,26 +61,23 @@ def plan_file(
         options: further arguments of :func:`zerograph.backend`. At stage "auto" the plan fills ``machine``'s memory.
 
     Raises:
-        ConfigError: a tier without offload, ``memory`` or ``sizes`` with it, or an offload that the stage or the
-            machine does not allow.
+        ConfigError: a tier without offload, ``memory`` with it, or an offload that the stage or the machine does not
+            allow.
         InfeasibleError: no plan that is searched for fits.
         UnsupportedError: the model cannot be traced whole, or does not train.
     """
-    import torch
-
-    compute = getattr(torch, dtype) if dtype is not None else None
-    _refuse(offload, tier, machine, world, given={"memory": memory, "sizes": sizes}, stage=options.get("stage", 3))
+    compute = compute_dtype(dtype, world, offload)
+    refuse_offload(offload, tier, machine, world, options.get("stage", 3))
+    if offload != "none" and memory is not None:
+        raise ConfigError("memory cannot be given with offload", "give a machine with that memory")
     if offload != "none":
         config = Config.of(**options)
         wish = Wish.of(config, world, offload=offload, tier=tier)
-        # One rank alone keeps its parameters as they are unless they compute in a dtype, and could move none of them.
-        compute = compute or (torch.float32 if world == 1 else None)
+        vary = None if sizes is None else Vary(dict(sizes))
         compiled = compile_only(
-            make, world_size=world, batch=batch, seq=seq, fold=fold, dtype=compute, stage=config.sharding
+            make, world_size=world, batch=batch, seq=seq, fold=fold, dtype=compute, stage=config.sharding, vary=vary
         )
-        step = _training_frame(compiled.frames).step
-        if world == 1:  # one rank's parameters are whole, and all that can leave: they are its shards
-            step = replace(step, params=tuple(replace(p, sharded=bool(p.shape)) for p in step.params))
+        step = movable(_training_frame(compiled.frames).step, world)
         return planned(name, step, wish, machine, moments=moments, reserve=reserve, tokens=compiled.tokens)
     if options.get("stage") == "auto" or sizes is not None or memory is not None:
         options |= {"memory": machine.capacity("device", world) if memory is None else memory, "machine": machine}
@@ -92,19 +89,37 @@ def plan_file(
     return forecast_file(name, compiled, machine, moments=moments, reserve=reserve)
 
 
-def _refuse(
-    offload: Offload | Literal["auto"], tier: Tier | None, machine: Machine, world: int, *, given: Mapping[str, Any],
-    stage: Any,
-) -> None:  # fmt: skip
-    """What can be refused before minutes of tracing."""
+def compute_dtype(dtype: str | None, world: int, offload: Offload | Literal["auto"]) -> Any:
+    """The torch dtype of that name.
+
+    One rank alone keeps its parameters as they are unless they compute in a dtype, and could move none of them.
+    """
+    import torch
+
+    if dtype is None:
+        return torch.float32 if world == 1 and offload != "none" else None
+    return getattr(torch, dtype)
+
+
+def movable(step: Step, world: int) -> Step:
+    """``step`` with parameters that can leave the device: one rank's are whole, and are its shards."""
+    if world > 1:
+        return step
+    return replace(step, params=tuple(replace(p, sharded=bool(p.shape)) for p in step.params))
+
+
+def refuse_offload(
+    offload: Offload | Literal["auto"], tier: Tier | None, machine: Machine, world: int, stage: Any
+) -> None:
+    """What can be refused before minutes of tracing.
+
+    Raises:
+        ConfigError: a tier without offload, or an offload that the stage or the machine does not allow.
+    """
     if offload == "none":
         if tier is not None:
             raise ConfigError(f"tier {tier} is given, and offload is none", "say what goes there: --offload optimizer")
         return
-    beside = [name for name, value in given.items() if value is not None]
-    if beside:
-        hint = "give a machine with that memory, or sizes that you think of"
-        raise ConfigError(f"{' and '.join(beside)} cannot be given with offload", hint)
     open_homes(offload, open_tiers(machine, world, offload, tier), 3 if stage == "auto" else stage)
 
 
@@ -125,7 +140,7 @@ def forecast_file(
         budget={tier: int(machine.capacity(tier, frame.plan.world_size) * (1 - reserve)) for tier in TIERS},
         forecast=found.forecast,
         holdings=found.holdings,
-        reasons=tuple(_reasons(frame.plan, frame.backend.config)),
+        reasons=(*_reasons(frame.plan, frame.backend.config), *updated(frame.step, frame.plan)),
         passes=tuple(frame.passes),
         tokens=compiled.tokens,
         flops=sum(op.flops for op in frame.step.ops),  # the model's own: what is recomputed counts once

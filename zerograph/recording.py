@@ -20,9 +20,9 @@ from torch.profiler import ProfilerActivity, profile
 from zerograph.errors import ZeroGraphError
 from zerograph.forecast import Forecast, Peak, Span
 from zerograph.machine import Machine, machine_named
-from zerograph.outlook import Measured, Outlook, outlook, task_of
-from zerograph.planfile import run_to_json
+from zerograph.outlook import Outlook, outlook, task_of
 from zerograph.report import RecordedStep
+from zerograph.runfile import Measured, Run
 from zerograph.runtime.program import Compute, Gather, Instruction, Reduce, WaitGather, WaitReduce
 from zerograph.runtime.telemetry import LABEL
 
@@ -119,7 +119,8 @@ class Recording:
 
     def save(self, path: str | Path) -> None:
         """Write what ``zerograph show plan.json --measured PATH`` reads."""
-        Path(path).write_text(run_to_json(self.forecast))
+        run = Run(self._frame.plan.digest, self._backend.device.type, self.forecast, self.measured)
+        Path(path).write_text(run.to_json())
 
     def _instructions(self, events: Sequence[Any]) -> tuple[Frame, list[_Ran]]:
         found: dict[tuple[int, str], list[_Ran]] = {}
@@ -230,8 +231,19 @@ def _forecast(frame: Frame, ran: Sequence[_Ran], memory: Sequence[tuple[int, int
         if stream is not None:
             source = run.step.source if isinstance(run.step, Compute) else ""
             start, end = (run.start - origin) / 1e9, (run.end - origin) / 1e9
-            spans.append(Span(len(spans), name, stream, start, end, module, source))
+            spans.append(Span(len(spans), name, stream, start, end, module, source, (), *_key(frame, run)))
     return Forecast(tuple(spans), *_curve(spans, memory, origin), not_counted=NOT_COUNTED)
+
+
+def _key(frame: Frame, run: _Ran) -> tuple[str, int]:
+    """What of the frame's programs ran, and the operations of its products."""
+    match run.step:
+        case Compute(segment=segment):
+            found = frame.programs[run.kind].segments[segment]
+            return found.digest, found.flops
+        case Gather(bucket=bucket) | WaitGather(bucket=bucket) | Reduce(bucket=bucket) | WaitReduce(bucket=bucket):
+            return str(bucket), 0
+    return "", 0
 
 
 def _curve(

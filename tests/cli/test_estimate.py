@@ -195,6 +195,22 @@ def test_capture_solves_on_the_traced_step_as_well(tmp_path: Path) -> None:
     assert ", by the formulas" in shown
 
 
+def test_capture_solves_over_all_tiers_too(tmp_path: Path) -> None:
+    path = tmp_path / "captured_model.py"
+    path.write_text(TRACED)
+    line = f"{path}:make --layers 1 --world 4 --seq 64 --memory 16MiB --dtype float32 --largest batch --capture"
+    (stays,) = json.loads(run(f"{line} --stage 3 --json").stdout)["traced"]
+    data = json.loads(run(f"{line} --offload gradients --tier host --json").stdout)["traced"]
+    assert [row["stage"] for row in data] == [2, 3]
+    for row in data:
+        assert row["tier"] == "device" and row["need"]["largest"] <= row["have"] < row["need"]["next"]
+    assert data[1]["value"] > stays["value"]
+    shown = run(f"{line} --offload gradients --tier host --stage 3").stdout
+    assert f"traced step, stage 3, gradients on host: largest batch: {data[1]['value']}; " in shown
+    refused = run(f"{line} --offload parameters --stage 2")
+    assert refused.exit_code == 2
+
+
 @pytest.mark.parametrize("line", [f"{LLAMA} --largest batch --capture", "m.py:f --capture", "m.py:f --largest params"])
 def test_capture_needs_a_model_and_something_to_solve_for(line: str) -> None:
     result = run(f"{line} --capture" if "--capture" not in line else line)

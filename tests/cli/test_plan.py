@@ -267,10 +267,31 @@ def test_what_cannot_be_offloaded_is_refused_before_tracing(model: Path) -> None
         assert result.exit_code == 2 and message in result.stderr, result.stderr
 
 
-def test_memory_and_sizes_are_not_dropped_beside_offload() -> None:
-    for given in ({"memory": 2**30}, {"sizes": {"batch": 2}}):
-        with pytest.raises(ConfigError, match="cannot be given with offload"):
-            plan_file("any", lambda: None, machine_named("h100-80gb"), offload="auto", **given)  # type: ignore[arg-type]
+def test_memory_is_not_dropped_beside_offload() -> None:
+    with pytest.raises(ConfigError, match="memory cannot be given with offload"):
+        plan_file("any", lambda: None, machine_named("h100-80gb"), offload="auto", memory=2**30)
+
+
+def test_largest_is_larger_where_more_may_leave_the_device(model: Path, tmp_path: Path) -> None:
+    """Solved over all tiers: the plan at that size fits them, and none does at the next."""
+    arguments = (f"{model}:small", "--world", "4", "--seq", "32", "--memory", "16MiB", "--largest", "batch")
+    stays = re.match(r"largest batch: (\d+); ", run(*arguments).stdout)
+    out = tmp_path / "plan.json"
+    result = run(*arguments, "--offload", "auto", "-o", str(out))
+    assert result.exit_code == 0, result.stderr
+    found = re.match(
+        r"largest batch: (\d+); (\d+) needs [\d.]+ MiB of device memory per rank, of 15 MiB", result.stdout
+    )
+    assert stays is not None and found is not None and int(found[1]) > int(stays[1])
+    file = PlanFile.from_json(out.read_text())
+    assert file.tokens == 32 * int(found[1]) and file.plan.unexecuted
+    assert all(peak.bytes <= file.budget[tier] for tier, peak in file.forecast.peaks.items())
+    offload = (f"{model}:small", "--world", "4", "--seq", "32", "--memory", "16MiB", "--offload", "auto")
+    assert run(*offload, "--batch", found[1]).exit_code == 0
+    missing = run(*offload, "--batch", found[2])
+    assert missing.exit_code == 1 and "error: the step needs" in missing.stderr
+    refused = run(*arguments, "--offload", "parameters", "--stage", "2")
+    assert refused.exit_code == 2 and "stage 2 cannot offload parameters" in refused.stderr
 
 
 def test_what_cannot_be_written_is_said_before_anything_is_traced(model: Path, tmp_path: Path) -> None:

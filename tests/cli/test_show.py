@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import plan_file
+from plans import plan_file, run_of
 
 from zerograph.cli import main
 from zerograph.cli.show import EXPORTS
@@ -178,26 +178,59 @@ def test_json_of_a_moment(plan: Path) -> None:
     assert named + at["not_told_apart"]["device"] == at["levels"]["device"]
 
 
-def test_a_measured_run_beside_the_forecast(plan: Path) -> None:
-    parts = json.loads(plan.read_text())
-    parts["spans"] |= {edge: [2 * t for t in parts["spans"][edge]] for edge in ("start", "end")}
-    parts["peaks"]["device"]["bytes"] *= 2
-    measured = plan.with_name("run.json")
-    measured.write_text(json.dumps({name: parts[name] for name in ("spans", "memory", "peaks")}))
-    screen = run(plan, "--measured", measured).stdout
-    assert "step         201 ms (402 ms measured, x2.00)" in screen
-    assert "744 MiB measured, x2.00" in screen
-    assert "compute     ██████████████████░░  89.6%  180 ms  360 ms measured, x2.00" in screen
-    assert "blocks.0 .. blocks.7 (8 alike)      6 MiB           43 ms     86 ms  x2.00" in screen
-    told = data(plan, "--measured", measured, "--by", "op")
+@pytest.fixture
+def measured(tmp_path: Path) -> tuple[Path, Path]:
+    """A plan of what can run, and a run of it that took twice as long."""
+    file = plan_file(12, update=True)
+    (tmp_path / "run.json").write_text(run_of(file).to_json())
+    return written(tmp_path / "plan.json", file), tmp_path / "run.json"
+
+
+def test_a_measured_run_beside_the_forecast(measured: tuple[Path, Path]) -> None:
+    plan, path = measured
+    screen = run(plan, "--measured", path).stdout
+    assert "step         189 ms (378 ms measured, x2.00)" in screen
+    assert "re-timed     378 ms (378 ms measured, x1.00), 264 MiB of device, with the run's segments" in screen
+    assert "264 MiB measured, x1.00" in screen
+    assert "96.3%  182 ms  364 ms measured, x2.00" in screen
+    told = data(plan, "--measured", path, "--by", "op")
     assert told["measured"]["seconds"] == pytest.approx(2 * told["seconds"])
+    assert told["retimed"]["seconds"] == pytest.approx(2 * told["seconds"])
+    assert told["retimed"]["peaks"] == told["peaks"]
     assert told["rows"][0]["measured"] == pytest.approx(2 * told["rows"][0]["seconds"])
+
+
+def test_a_run_of_another_plan_is_refused(measured: tuple[Path, Path]) -> None:
+    plan, path = measured
+    file = plan_file(12, update=True)
+    other = replace(file, plan=replace(file.plan, prefetch=2))
+    path.write_text(run_of(other).to_json())
+    said = run(plan, "--measured", path, code=2).stderr
+    assert f"the run is one of plan {other.plan.digest}, and this is plan {file.plan.digest}" in said
+    assert "hint: record a run of this plan" in said
+
+
+def test_exports_show_the_run_too(measured: tuple[Path, Path], tmp_path: Path) -> None:
+    plan, path = measured
+    names = [name for name, (_, _, _, takes_a_run) in EXPORTS.items() if takes_a_run]
+    assert names == ["html", "svg", "trace", "dot", "graphml"]
+    for name in names:
+        run(plan, "--measured", path, f"--{name}", tmp_path / name)
+        run(plan, f"--{name}", tmp_path / f"{name} alone")
+        assert "measured" in (tmp_path / name).read_text()
+        assert (tmp_path / name).read_text() != (tmp_path / f"{name} alone").read_text()
+    said = run(plan, "--measured", path, "--memory-viz", tmp_path / "out", code=2).stderr
+    assert "--memory-viz draws tensors, and --measured is of a run, which tells only their sum" in said
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_is_no_run_is_refused(plan: Path) -> None:
     other = plan.with_name("run.json")
     other.write_text('{"spans": 1}')
-    assert "the file holds no measured run\n\nhint: " in run(plan, "--measured", other, code=2).stderr
+    assert (
+        "the file holds no measured run: it names no plan and no segments\n\nhint: "
+        in run(plan, "--measured", other, code=2).stderr
+    )
 
 
 def test_a_plan_of_nothing_can_be_shown(tmp_path: Path) -> None:
@@ -216,7 +249,7 @@ def test_an_export_that_cannot_be_written(plan: Path, monkeypatch: pytest.Monkey
         files.append(path)
         path.write_text(file.model)
 
-    for module, function, _ in EXPORTS.values():
+    for module, function, _, _ in EXPORTS.values():
         fake = sys.modules.get(f"zerograph.cli.export.{module}") or type(sys)(module)
         monkeypatch.setitem(sys.modules, f"zerograph.cli.export.{module}", fake)
         monkeypatch.setattr(fake, function, write, raising=False)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zerograph.ir import ITEM_SIZE, Op, Param, Step, Value
+from zerograph.planner.optimizer import with_updates
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,12 @@ class _Builder:
         return name
 
 
-def step_of(layers: list[Layer], training: bool = True) -> Step:
-    """Forward and backward of a stack of ``layers`` named ``blocks.0``, ``blocks.1``, ..."""
+WORLD, MOMENTS = 1, 2
+"""Of the updates that steps end with; the planner counts them for its own world and optimizer."""
+
+
+def step_of(layers: list[Layer], training: bool = True, updates: bool = True) -> Step:
+    """Forward, backward and updates of a stack of ``layers`` named ``blocks.0``, ``blocks.1``, ..."""
     build = _Builder()
     build.values.append(Value("x", layers[0].stream, "input"))
     stream = "x"
@@ -63,7 +68,8 @@ def step_of(layers: list[Layer], training: bool = True) -> Step:
     build.op("loss", "forward", "", [stream], 4)
     if training:
         _backward(build, layers)
-    return Step(tuple(build.ops), tuple(build.values), tuple(build.params), training, ("loss",))
+    step = Step(tuple(build.ops), tuple(build.values), tuple(build.params), training, ("loss",))
+    return with_updates(step, WORLD, MOMENTS) if updates else step
 
 
 def _backward(build: _Builder, layers: list[Layer]) -> None:
@@ -90,7 +96,12 @@ def of_kinds(step: Step, kinds: Sequence[tuple[bool, bool]]) -> Step:
     """``step`` of :func:`step_of` with each parameter sharded and trained or not; one that is not has no gradient."""
     pairs = list(zip(step.params, kinds, strict=True))
     params = tuple(replace(param, sharded=sharded, trainable=trainable) for param, (sharded, trainable) in pairs)
-    still = {name for i, param in enumerate(params) if not param.trainable for name in (f"d_full{i}", f"grad{i}")}
+    still = {
+        name
+        for i, param in enumerate(params)
+        if not param.trainable
+        for name in (f"d_full{i}", f"grad{i}", f"update {param.name}")
+    }
     ops = tuple(op for op in step.ops if op.name not in still)
     return replace(step, params=params, ops=ops, values=tuple(v for v in step.values if v.name not in still))
 
@@ -128,4 +139,5 @@ def transformer(layers: int, hidden: int, tokens: int, compute: str = "bfloat16"
             gradient = build.op(f"d_{key}", "backward", module, [gradient, f"full_{key}"],
                                 tokens * columns * hidden * item, "temporary", param, work, False)  # fmt: skip
         gradient = build.op(f"d_end{i}", "backward", module, [leaving, gradient], tokens * hidden * item)
-    return Step(tuple(build.ops), tuple(build.values), tuple(build.params), True, ("loss",))
+    step = Step(tuple(build.ops), tuple(build.values), tuple(build.params), True, ("loss",))
+    return with_updates(step, WORLD, MOMENTS)

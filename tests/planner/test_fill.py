@@ -11,7 +11,7 @@ from planner.steps import Layer, step_of
 
 from zerograph.errors import SizeError
 from zerograph.ir import Step
-from zerograph.machine import machine_named
+from zerograph.machine import Tier, machine_named
 from zerograph.planner.fill import fill
 from zerograph.planner.search import Search, Wish
 
@@ -85,3 +85,18 @@ def test_nothing_fits() -> None:
 def test_without_any_step_there_is_no_answer() -> None:
     with pytest.raises(SizeError, match="no more than 0"):
         fill(Asked(most=0), 10**9, 4)
+
+
+@settings(max_examples=8, deadline=None)
+@given(device=st.integers(3 * 10**6, 3 * 10**7), host=st.integers(10**6, 10**8), start=st.integers(1, 500))
+def test_over_several_tiers_the_largest_fits_and_the_next_does_not(device: int, host: int, start: int) -> None:
+    def search(size: int) -> Search:
+        return Search(sized(size), Wish(3, 8, 4096, 1, offload="auto", tier="host"), MACHINE, work=300)
+
+    budget: dict[Tier, int] = {"device": device, "host": host}
+    found = fill(search, budget, start)
+    if found.value:
+        assert search(found.value).within(budget) is not None
+        assert found.held <= budget[found.tier]
+    assert search(found.next).within(budget) is None
+    assert found.need is not None and found.need > budget[found.tier]

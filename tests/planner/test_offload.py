@@ -16,12 +16,12 @@ from zerograph.errors import ZeroGraphError
 from zerograph.forecast import Forecast
 from zerograph.ir import Step
 from zerograph.machine import TIERS, Machine, Tier, machine_named
-from zerograph.plan import Bucket, Homes, Plan, tile_rows
+from zerograph.plan import Bucket, Homes, Offload, Plan, tile_rows
 from zerograph.planfile import PlanFile
 from zerograph.planner.activations import checkpoint_bytes, layer_bytes
 from zerograph.planner.books import scheduled
-from zerograph.planner.check import check
-from zerograph.planner.choice import Activations, Choice, Offload, placements
+from zerograph.planner.check_file import check_file
+from zerograph.planner.choice import Activations, Choice, placements
 from zerograph.planner.ladder import HOMES
 from zerograph.planner.moves import labels
 from zerograph.planner.placement import Shards
@@ -196,7 +196,7 @@ def test_every_schedule_keeps_what_must_be_true_of_plans(found: Drawn) -> None:
     """Budgets are exactly the peaks; reads, reductions, updates and gathers are looked at by the checks of the CLI."""
     step, plan, machine, moments = found
     file = file_of(step, plan, machine, moments)
-    assert check(file) == []
+    assert check_file(file) == []
     assert Plan.from_json(plan.to_json()) == plan
     assert PlanFile.from_json(file.to_json()) == file
 
@@ -400,10 +400,10 @@ def broken(file: PlanFile, task: str, **changes: object) -> PlanFile:
 def test_checks_find_what_is_wrong_with_moves() -> None:
     step = step_of([Layer(rows=MIB, stream=MIB)] * 2)
     file = file_of(step, placed(ruled(step), HOMES[-1], tiles=2), GPU)
-    assert check(file) == []
+    assert check_file(file) == []
 
     def found(wrong: PlanFile) -> dict[str, str]:
-        return {v.check: v.message for v in reversed(check(wrong))}
+        return {v.check: v.message for v in reversed(check_file(wrong))}
 
     tile = "blocks.1 tile 1/2"
     assert "does not wait for fetch shard of " + tile in found(broken(file, f"gather {tile}", after=()))["arrivals"]
@@ -416,7 +416,7 @@ def test_checks_find_what_is_wrong_with_moves() -> None:
     saved = replace(ruled(step), offload=(("blocks.0", "nvme"), ("blocks.1", "nvme")), save_others=True)
     away = file_of(step, saved, GPU)
     back = "activations of blocks.0"
-    assert check(away) == []
+    assert check_file(away) == []
     assert f"fetch {back} does not wait for read {back}" in found(broken(away, f"fetch {back}", after=()))["returns"]
     assert f"read {back} does not wait for write {back}" in found(broken(away, f"read {back}", after=()))["returns"]
     alone = broken(away, "backward blocks.0", after=())
@@ -425,7 +425,7 @@ def test_checks_find_what_is_wrong_with_moves() -> None:
         step_of([Layer(rows=MIB, flops=10**13)]), placed(ruled(step_of([Layer(rows=MIB)])), Homes(), 4), GPU
     )
     hasty = replace(ahead, plan=replace(ahead.plan, prefetch=0))
-    assert check(ahead) == []
+    assert check_file(ahead) == []
     assert "2 tiles of blocks.0 are whole at a time, 1 may be" in found(hasty)["gathers"]
     gathered = next(h for h in file.holdings if h.kind == "gathered")
     again = replace(file, holdings=(*file.holdings, gathered))
@@ -465,4 +465,4 @@ def test_what_has_nothing_to_move_stays_on_the_device(offload: Offload, least: i
     wish = Wish(3, 4, bucket_size=1, offload=offload, tier=tier, tile=False)
     file = planned("any", of_kinds(step, kinds), wish, GPU)
     assert [b.homes.least_stage for b in file.plan.buckets] == [least, 0, 3 if offload == "parameters" else 0]
-    assert check(file) == []
+    assert check_file(file) == []

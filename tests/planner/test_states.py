@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerograph.errors import ConfigError
+from zerograph.plan import OFFLOADS
 from zerograph.planner.activations import checkpoint_bytes, layer_bytes
-from zerograph.planner.choice import OFFLOADS, STAGES, Choice, placements
+from zerograph.planner.choice import STAGES, Choice, placements
 from zerograph.planner.sizes import ModelSize, format_count, parse_count
 from zerograph.planner.states import Need, model_states, needs, staging_bytes, total, working
 from zerograph.planner.training import OPTIMIZERS, Layout, Training

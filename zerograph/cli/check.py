@@ -14,8 +14,8 @@ from zerograph.cli.options import SIZE, as_json, plan_argument
 from zerograph.cli.terminal import Cell, show_table
 from zerograph.files import read_plan, told_digest
 from zerograph.planfile import PlanFile
-from zerograph.planner.check import CHECKS, Violation
-from zerograph.planner.check import check as violations_of
+from zerograph.planner.check import Violation
+from zerograph.planner.check_file import CHECKS, check_file
 
 VERSION = 1
 DIGEST = "digest"
@@ -33,7 +33,7 @@ def check(plan: Path, memory: int | None, json_: bool) -> int:
     """
     file = read_plan(plan, verify=False)
     budget = file.budget if memory is None else {**file.budget, "device": memory}
-    found = [*violations_of(replace(file, budget=budget)), *_changed(file, told_digest(plan))]
+    found = [*check_file(replace(file, budget=budget)), *_changed(file, told_digest(plan))]
     if json_:
         click.echo(json.dumps(to_data(found), indent=2))
     else:

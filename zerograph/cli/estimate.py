@@ -16,8 +16,9 @@ from zerograph.cli.options import SIZE
 from zerograph.cli.size_options import COUNT, SIZES, sizes
 from zerograph.cli.terminal import progress
 from zerograph.errors import ConfigError
-from zerograph.machine import PRESETS, TIERS, machine_from
-from zerograph.planner.choice import ACTIVATIONS, OFFLOADS, STAGES
+from zerograph.machine import PRESETS, TIERS, Tier, machine_from
+from zerograph.plan import OFFLOADS, Offload
+from zerograph.planner.choice import ACTIVATIONS, STAGES
 from zerograph.planner.estimate import RESERVE, Question, Row, fastest, rows
 from zerograph.planner.largest import WHATS, What, largest
 from zerograph.planner.shortage import Shortage, shortage
@@ -25,10 +26,10 @@ from zerograph.planner.sizes import ModelSize, format_count
 from zerograph.planner.training import ATTENTIONS, OPTIMIZERS, Training
 
 if TYPE_CHECKING:
-    from zerograph.planner.fill import Filled
+    from zerograph.planner.fill import Budget, Filled
 
-Solved: TypeAlias = "tuple[Filled, int]"
-"""What a traced step was solved to, and the bytes of the device that it could use."""
+Solved: TypeAlias = "tuple[Filled, Budget]"
+"""What a traced step was solved to, and the bytes of the device, or of each tier, that it could use."""
 
 _SHARE = click.FloatRange(0, 1, max_open=True)
 _LAYOUTS = "Model states: ZeroGraph's, mixed-precision Adam (2+2+12 bytes), or AdamW in float32 (4+4+8)."
@@ -70,7 +71,7 @@ def estimate(model: str | None, what: What | None, capture: bool, check: bool, a
     allocated nor downloaded. --layers, --hidden, --heads and --vocab then replace what was read.
 
     --largest solves with the formulas, over all rows. --capture traces a step of MODEL, for all sizes at once, and
-    solves on that as well: without offload, a line per stage.
+    solves on that as well, a line per stage: without offload, or with --offload and --tier over all tiers.
     """
     if capture and (model is None or what not in ("batch", "seq")):
         raise ConfigError("--capture solves for batch or seq on the step of a MODEL", "give MODEL and --largest batch")
@@ -135,18 +136,34 @@ def _traced(model: str, what: Literal["batch", "seq"], question: Question) -> di
     from zerograph.cli.model_source import model_maker
 
     training, world, machine = question.training, question.world_size, question.machine
-    stages = (1, 2, 3) if question.stage is None else (question.stage,)
+    offload, tier = _offloaded(question)
+    stages = [stage for stage in STAGES if stage >= max(1, OFFLOADS.index(offload))]
+    if question.stage is not None:
+        stages = [question.stage]
     with progress() as say:
         say("importing torch and the model")
         from zerograph.filling import largest, traced
+        from zerograph.planning import refuse_offload
 
+        for stage in stages:
+            refuse_offload(offload, tier, machine, world, stage)
         make = model_maker(model, batch=training.batch, seq=training.seq)
         say(f"tracing {model} for {world} simulated ranks and every {what}")
         steps = traced(
-            make, what, world=world, batch=training.batch, seq=training.seq, dtype=training.dtype, stage=stages[0]
-        )
+            make, what, world=world, batch=training.batch, seq=training.seq, dtype=training.dtype, stage=stages[0],
+            offload=offload,
+        )  # fmt: skip
         say("solving")
-        return {stage: largest(steps, machine, world, reserve=question.reserve, stage=stage) for stage in stages}
+        given: dict[str, Any] = {"reserve": question.reserve, "offload": offload, "tier": tier}
+        return {stage: largest(steps, machine, world, stage=stage, **given) for stage in stages}
+
+
+def _offloaded(question: Question) -> tuple[Offload, Tier | None]:
+    """What leaves the device on a traced step, and where to; the tier "device" is nowhere."""
+    offload = question.offload or "none"
+    if offload == "none" or question.tier == "device":
+        return "none", None
+    return offload, question.tier
 
 
 def _show(
@@ -169,7 +186,9 @@ def _show(
     for stage, solved in (traced or {}).items():
         from zerograph.filling import explained
 
-        click.echo(f"traced step, stage {stage}, nothing offloaded: {explained(str(what), *solved)}")
+        offload, tier = _offloaded(question)
+        where = "nothing offloaded" if offload == "none" else f"{offload} on {tier or 'host or nvme'}"
+        click.echo(f"traced step, stage {stage}, {where}: {explained(str(what), *solved)}")
     if sys.stdout.isatty():
         draw(table, best)
     else:

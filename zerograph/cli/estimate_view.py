@@ -13,7 +13,7 @@ from zerograph.planner.sizes import format_count
 from zerograph.units import format_bytes
 
 if TYPE_CHECKING:
-    from zerograph.planner.fill import Filled
+    from zerograph.planner.fill import Budget, Filled
 
 VERSION = 1
 
@@ -63,7 +63,7 @@ def _digits(seconds: float) -> str:
 
 def as_data(
     model: str | None, question: Question, table: Iterable[Row], best: Row | None, missing: Shortage | None,
-    what: str | None, value: int | None, traced: Mapping[int, tuple[Filled, int]] | None = None,
+    what: str | None, value: int | None, traced: Mapping[int, tuple[Filled, Budget]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What ``--json`` prints; ``docs/estimates.md`` describes every field."""
     return {
@@ -81,9 +81,11 @@ def as_data(
     }
 
 
-def _solved(stage: int, found: Filled, budget: int) -> dict[str, Any]:
-    need = {"largest": found.search.smallest.peak, "next": found.need}
-    return {"stage": stage, "value": found.value, "need": need, "have": budget, "limit": found.limit or None}
+def _solved(stage: int, found: Filled, budget: Budget) -> dict[str, Any]:
+    have = budget if isinstance(budget, int) else budget[found.tier]
+    need = {"largest": found.held, "next": found.need}
+    told = {"stage": stage, "value": found.value, "tier": found.tier, "need": need, "have": have}
+    return {**told, "limit": found.limit or None}
 
 
 def _row(row: Row, best: bool) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from zerograph.cli.view.screen import show_summary
 from zerograph.cli.view.tables import Table, group_data, group_table, moment_data, moment_lines, moment_table
 from zerograph.errors import ConfigError
 from zerograph.files import read_plan, read_run
-from zerograph.forecast import Forecast
 from zerograph.planfile import PlanFile
+from zerograph.runfile import Beside, Run
 
 VERSION = 1
 
@@ -31,21 +31,22 @@ CAPTIONS: Mapping[By, str] = {
     "op": "Bytes that an op takes and its time in the step, of each where alike:",
 }
 
-EXPORTS: Mapping[str, tuple[str, str, str]] = {
-    "html": ("html", "write", "one page that needs nothing else, for a browser."),
-    "svg": ("svg", "write", "a picture of the streams over the memory curve."),
-    "trace": ("trace", "write", "a trace for Perfetto or chrome://tracing."),
-    "memory-viz": ("memory_viz", "write", "a snapshot for PyTorch's memory visualizer."),
-    "dot": ("dot", "write_dot", "the tasks as a graph for Graphviz."),
-    "graphml": ("dot", "write_graphml", "the tasks as a graph in GraphML."),
+EXPORTS: Mapping[str, tuple[str, str, str, bool]] = {
+    "html": ("html", "write", "one page that needs nothing else, for a browser.", True),
+    "svg": ("svg", "write", "a picture of the streams over the memory curve.", True),
+    "trace": ("trace", "write", "a trace for Perfetto or chrome://tracing.", True),
+    "memory-viz": ("memory_viz", "write", "a snapshot for PyTorch's memory visualizer.", False),
+    "dot": ("dot", "write_dot", "the tasks as a graph for Graphviz.", True),
+    "graphml": ("dot", "write_graphml", "the tasks as a graph in GraphML.", True),
 }
-"""Option -> module in ``zerograph.cli.export``, its function ``(PlanFile, Path) -> None``, and the help."""
+"""Option -> module in ``zerograph.cli.export``, its function ``(PlanFile, Path) -> None``, the help, and whether the
+function takes a :class:`~zerograph.runfile.Beside` too."""
 
 
 def exports(command: F) -> F:
     """An option ``--NAME FILE`` for each of :data:`EXPORTS`."""
     kind = click.Path(dir_okay=False, path_type=Path)
-    for name, (_, _, text) in reversed(list(EXPORTS.items())):
+    for name, (_, _, text, _) in reversed(list(EXPORTS.items())):
         command = click.option(f"--{name}", type=kind, metavar="FILE", help=f"Also write {text}")(command)
     return command
 
@@ -59,7 +60,7 @@ def exports(command: F) -> F:
     "--measured",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="RUN",
-    help="Lay what a run measured beside the forecast.",
+    help="Lay what a run measured beside the forecast, and the forecast with its seconds.",
 )
 @as_json
 @exports
@@ -74,38 +75,44 @@ def show(
     if at is not None and measured is not None:
         raise click.UsageError("--at shows what the plan holds, --measured what a run did: give one of them")
     written = [name.replace("_", "-") for name, path in files.items() if path is not None]
-    if measured is not None and written:
-        raise click.UsageError(
-            f"--{written[0]} draws the plan alone, --measured lays a run beside its tables: one of them"
-        )
+    alone = [name for name in written if measured is not None and not EXPORTS[name][3]]
+    if alone:
+        raise click.UsageError(f"--{alone[0]} draws tensors, and --measured is of a run, which tells only their sum")
     file = read_plan(plan)
-    run = None if measured is None else read_run(measured)
+    beside = None if measured is None else _beside(file, read_run(measured))
     instant = None if at is None else moment(file, find_task(file, at))
     for name, path in files.items():
         if path is not None:
-            _export(name.replace("_", "-"), file, path)
+            _export(name.replace("_", "-"), file, path, beside)
     if json_:
-        click.echo(json.dumps(to_data(file, run, by, top, instant), indent=2))
+        click.echo(json.dumps(to_data(file, beside, by, top, instant), indent=2))
     elif instant is not None:
         show_lines([*moment_lines(file, instant), ""])
         _show(moment_table(file, instant, top))
     else:
-        show_summary(file, run)
+        show_summary(file, beside)
         click.echo()
-        _show_groups(file, run, by, top)
+        _show_groups(file, beside, by, top)
 
 
-def to_data(file: PlanFile, run: Forecast | None, by: By, top: int | None, at: Moment | None) -> dict[str, Any]:
+def _beside(file: PlanFile, run: Run) -> Beside:
+    """What ``run`` measured, and the forecast of ``file`` with its seconds."""
+    from zerograph.planner.retime import retimed, tasks_of  # late: it simulates, and few shows do
+
+    return Beside(run, retimed(file, run), tasks_of(file, run))
+
+
+def to_data(file: PlanFile, beside: Beside | None, by: By, top: int | None, at: Moment | None) -> dict[str, Any]:
     """What ``--json`` writes; docs/cli.md has the schema."""
-    folds = grouped(file, by, run)
+    folds = grouped(file, by, beside.measured if beside else None)
     rows = group_data(folds if top is None else largest(folds, by, top))
-    data = {"version": VERSION, **summary.as_data(file, run), "by": by, "rows": rows}
+    data = {"version": VERSION, **summary.as_data(file, beside), "by": by, "rows": rows}
     return data if at is None else {**data, "at": moment_data(file, at)}
 
 
-def _show_groups(file: PlanFile, run: Forecast | None, by: By, top: int | None) -> None:
+def _show_groups(file: PlanFile, beside: Beside | None, by: By, top: int | None) -> None:
     show_lines([(CAPTIONS[by], "italic")])
-    _show(group_table(grouped(file, by, run), by, top))
+    _show(group_table(grouped(file, by, beside.measured if beside else None), by, top))
 
 
 def _show(table: Table) -> None:
@@ -114,13 +121,11 @@ def _show(table: Table) -> None:
         click.echo(f"and {table.left_out} smaller")
 
 
-def _export(name: str, file: PlanFile, path: Path) -> None:
-    module, function, _ = EXPORTS[name]
-    write: Callable[[PlanFile, Path], None] = getattr(
-        importlib.import_module(f"zerograph.cli.export.{module}"), function
-    )
+def _export(name: str, file: PlanFile, path: Path, beside: Beside | None) -> None:
+    module, function, _, _ = EXPORTS[name]
+    write: Callable[..., None] = getattr(importlib.import_module(f"zerograph.cli.export.{module}"), function)
     try:
-        write(file, path)
+        write(file, path) if beside is None else write(file, path, beside)
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", f"--{name} FILE in a folder that exists") from None
     click.echo(f"wrote {path}", err=True)

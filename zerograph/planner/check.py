@@ -1,25 +1,26 @@
-"""What must be true of every planned step, checked on the plan file alone.
+"""What must be true of a plan for the step that it is made for: a backend asks before anything of it is carried out.
 
-The planner calls :func:`check` on what it made over all tiers; ``zerograph check`` on what somebody was handed.
+Of the design's invariants, those that can be told from decisions alone, in milliseconds. What is about the plan without
+a step is part of ``zerograph check`` too, which goes on with the forecast's tasks
+(:mod:`~zerograph.planner.check_file`); gathers, frees and reductions of what is then compiled are looked at one by one
+in its graphs (:mod:`zerograph.passes.verify`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
-from zerograph.forecast import Span, Stream
-from zerograph.machine import Tier
-from zerograph.planfile import PlanFile
-from zerograph.planner import moves
-from zerograph.units import format_bytes
+from zerograph.errors import InvariantError
+from zerograph.ir import Op, Param, Step, layer_of
+from zerograph.plan import Plan, tile_rows
 
-_NOISE = 1e-9
-"""Seconds that may be lost in sums of floating-point times."""
-_BEFORE = -1
+BEFORE = -1
 """The task that stands for the start of the step."""
+_SHOWN = 5
+"""Violations that an error names; more are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +28,10 @@ class Violation:
     """Something that is not as it must be.
 
     Attributes:
-        check: which of :data:`CHECKS` found it.
-        task: where, as a task's index; -1 when it is before the first task or about no task.
-        module, source: of that task or holding; empty when unknown.
+        check: which of the checks found it.
+        task: where, as the index of a step's operation or of a forecast's task; -1 when it is before the first or about
+            none.
+        module, source: of that, or of what else is wrong; empty when unknown.
         message: what is wrong, with numbers and names.
     """
 
@@ -40,191 +42,156 @@ class Violation:
     message: str
 
 
-def check(file: PlanFile) -> list[Violation]:
-    """Everything that is wrong with ``file``, check by check; empty when nothing is."""
-    return [violation for _, finder in CHECKS.values() for violation in finder(file)]
+Found = tuple[int, str, str, str]
+"""A violation without the name of its check."""
 
 
-def _tasks(file: PlanFile) -> Iterator[Violation]:
-    for place, span in enumerate(file.forecast.spans):
-        if span.task != place:
-            yield _at("tasks", span, f"{span.name} is task {span.task} in place {place}")
-        if not 0 <= span.start <= span.end:
-            yield _at("tasks", span, f"{span.name} runs from {span.start:g} s to {span.end:g} s")
+def check(step: Step, plan: Plan) -> list[Violation]:
+    """Everything that is wrong with ``plan`` as one for ``step``; empty when nothing is."""
+    return [Violation(name, *found) for name, (_, finder) in CHECKS.items() for found in finder(step, plan)]
 
 
-def _streams(file: PlanFile) -> Iterator[Violation]:
-    streams: dict[Stream, list[Span]] = defaultdict(list)
-    for span in file.forecast.spans:
-        streams[span.stream].append(span)
-    for stream, spans in streams.items():
-        for before, span in pairwise(spans):
-            if span.start < before.end - _NOISE:
-                text = f"{span.name} starts on {stream} at {span.start:g} s, {before.name} ends at {before.end:g} s"
-                yield _at("streams", span, text)
+def require(step: Step, plan: Plan, hint: str) -> None:
+    """Refuse a plan that is none for ``step``.
+
+    Raises:
+        InvariantError: naming the operation, the parameter or module and the user's source line; ends with ``hint``.
+    """
+    wrong = check(step, plan)
+    if not wrong:
+        return
+    lines = [f"  {violation.check}: {violation.message}{_where(step, violation)}" for violation in wrong[:_SHOWN]]
+    if len(wrong) > _SHOWN:
+        lines.append(f"  and {len(wrong) - _SHOWN} more")
+    raise InvariantError(f"the plan {plan.digest} cannot be carried out:\n" + "\n".join(lines), hint)
 
 
-def _waits(file: PlanFile) -> Iterator[Violation]:
-    spans = file.forecast.spans
-    for place, span in enumerate(spans):
-        for task in span.after:
-            if not 0 <= task < place:
-                yield _at("waits", span, f"{span.name}, task {place}, waits for task {task}, which is none before it")
-            elif spans[task].end > span.start + _NOISE:
-                text = f"{span.name} starts at {span.start:g} s, {spans[task].name} that it waits for ends at "
-                yield _at("waits", span, f"{text}{spans[task].end:g} s")
+def _where(step: Step, violation: Violation) -> str:
+    operation = f"operation {step.ops[violation.task].name}" if violation.task != BEFORE else ""
+    known = [text for text in (operation, violation.module, violation.source) if text]
+    return f" (at {', '.join(known)})" if known else ""
 
 
-def _budget(file: PlanFile) -> Iterator[Violation]:
-    for tier, curve in file.forecast.memory.items():
-        budget = file.budget.get(tier, 0)
-        over = next(((time, level) for time, level in curve if level > budget), None)
-        peak = file.forecast.peaks.get(tier)
-        before = sum(h.bytes for h in file.holdings if h.tier == tier and h.first == _BEFORE)
-        if before > budget:
-            yield _at("budget", None, _too_much(tier, before, budget, "before the step"))
-        elif over is not None:
-            time, level = over
-            yield _at("budget", _cause(file, tier, time), _too_much(tier, level, budget, f"at {time:g} s"))
-        elif peak is not None and peak.bytes > budget:
-            text = _too_much(tier, peak.bytes, budget, f"in {peak.name}")
-            yield Violation("budget", peak.task, peak.module, peak.source, text)
+def sense(plan: Plan) -> Iterator[Found]:
+    """The plan says nothing that no plan may say."""
+    return ((BEFORE, "", "", text) for text in plan.mistakes())
 
 
-def _too_much(tier: Tier, held: int, budget: int, when: str) -> str:
-    more, limit = format_bytes(held - budget), format_bytes(budget)
-    return f"{tier} holds {format_bytes(held)} {when}, {more} more than its budget of {limit}"
-
-
-def _memory(file: PlanFile) -> Iterator[Violation]:
-    for tier, curve in file.forecast.memory.items():
-        for time, level in curve:
-            if level < 0:
-                text = f"{tier} holds {format_bytes(level)} at {time:g} s"
-                yield _at("memory", _cause(file, tier, time), text)
-        for (before, _), (time, _) in pairwise(curve):
-            if time <= before:
-                yield _at("memory", _cause(file, tier, time), f"the curve of {tier} goes from {before:g} to {time:g} s")
-
-
-def _peaks(file: PlanFile) -> Iterator[Violation]:
-    for tier, peak in file.forecast.peaks.items():
-        highest = max((level for _, level in file.forecast.memory.get(tier, ())), default=0)
-        if peak.bytes < highest:
-            text = f"the peak of {tier} is {format_bytes(peak.bytes)}, its curve reaches {format_bytes(highest)}"
-            yield Violation("peaks", peak.task, peak.module, peak.source, text)
-        if not _BEFORE <= peak.task < len(file.forecast.spans):
-            text = f"the peak of {tier} is in task {peak.task} of {len(file.forecast.spans)}"
-            yield Violation("peaks", _BEFORE, peak.module, peak.source, text)
-    for tier in file.forecast.memory.keys() - file.forecast.peaks.keys():
-        yield Violation("peaks", _BEFORE, "", "", f"{tier} holds memory and has no peak")
-
-
-def _buckets(file: PlanFile) -> Iterator[Violation]:
+def buckets(plan: Plan) -> Iterator[Found]:
+    """Every parameter is in exactly one bucket."""
     owner: dict[str, str] = {}
-    for place, bucket in enumerate(file.plan.buckets):
+    for place, bucket in enumerate(plan.buckets):
         if bucket.index != place:
-            yield _about(bucket.name, f"bucket {bucket.name} has index {bucket.index} in place {place}")
+            yield BEFORE, bucket.name, "", f"bucket {bucket.name} has index {bucket.index} in place {place}"
         if not bucket.params:
-            yield _about(bucket.name, f"bucket {bucket.name} is empty")
+            yield BEFORE, bucket.name, "", f"bucket {bucket.name} is empty"
         for param in bucket.params:
             if param.name in owner:
-                yield _about(param.name, f"{param.name} is in buckets {owner[param.name]} and {bucket.name}")
+                yield BEFORE, param.name, "", f"{param.name} is in buckets {owner[param.name]} and {bucket.name}"
             owner.setdefault(param.name, bucket.name)
 
 
-def _about(module: str, message: str) -> Violation:
-    return Violation("buckets", _BEFORE, module, "", message)
+def tiles(plan: Plan) -> Iterator[Found]:
+    """Tiles of a parameter follow one another from its shards' first row to their last."""
+    for bucket in plan.buckets:
+        if bucket.tiles > 1 and bucket.params and plan.world_size >= 1:
+            rows = bucket.params[0].chunk_rows(plan.world_size)
+            cuts = tile_rows(rows, bucket.tiles)
+            joined = all(end == begin for (_, end), (begin, _) in pairwise(cuts))
+            if not joined or (cuts[0][0], cuts[-1][1]) != (0, rows) or any(begin == end for begin, end in cuts):
+                yield BEFORE, bucket.name, "", f"{bucket.tiles} tiles of {bucket.name} are not its {rows} rows once"
 
 
-def _holdings(file: PlanFile) -> Iterator[Violation]:
-    tasks = len(file.forecast.spans)
-    for h in file.holdings:
-        wrong = ""
-        if not (_BEFORE <= h.first < tasks and _BEFORE <= h.last < tasks):
-            wrong = f"is held from task {h.first} to {h.last}, the step has {tasks}"
-        elif h.last != _BEFORE and h.last < h.first:
-            wrong = f"is held from task {h.first} to an earlier one, {h.last}"
-        elif h.bytes < 0:
-            wrong = f"holds {format_bytes(h.bytes)}"
-        if wrong:
-            task = h.first if 0 <= h.first < tasks else _BEFORE
-            yield Violation("holdings", task, h.module, h.source, f"{h.name} on {h.tier} {wrong}")
+def _parameters(step: Step, plan: Plan) -> Iterator[Found]:
+    planned, here = {p.name: p for b in plan.buckets for p in b.params}, {p.name: p for p in step.params}
+    for name in {**here, **planned}:
+        if name not in planned:
+            yield BEFORE, name, "", f"{name} is read by the step and in no bucket"
+        elif name not in here:
+            yield BEFORE, name, "", f"{name} is in a bucket and the step does not read it"
+        elif planned[name] != here[name]:
+            yield BEFORE, name, "", f"{name} is planned with another {' and '.join(_other(planned[name], here[name]))}"
 
 
-def _critical_path(file: PlanFile) -> Iterator[Violation]:
-    spans, path = file.forecast.spans, file.forecast.critical_path
-    unknown = [task for task in path if not 0 <= task < len(spans)]
-    if unknown:
-        yield Violation("critical path", _BEFORE, "", "", f"task {unknown[0]} of {len(spans)} is on the critical path")
-        return
-    if not path:
-        if file.forecast.seconds > _NOISE:
-            yield Violation("critical path", _BEFORE, "", "", f"the step has {len(spans)} tasks and no critical path")
-        return
-    chain = [spans[task] for task in path]
-    if chain[0].start > _NOISE:
-        yield _at("critical path", chain[0], f"it begins with {chain[0].name} at {chain[0].start:g} s, not at 0 s")
-    for before, span in pairwise(chain):
-        if abs(span.start - before.end) > _NOISE:
-            text = f"{span.name} starts at {span.start:g} s, {before.name} before it ends at {before.end:g} s"
-            yield _at("critical path", span, text)
-    last, end = chain[-1], file.forecast.seconds
-    if last.end < end - _NOISE:
-        yield _at("critical path", last, f"it ends with {last.name} at {last.end:g} s, the step at {end:g} s")
+def _other(a: Param, b: Param) -> list[str]:
+    return [f.name for f in fields(Param) if getattr(a, f.name) != getattr(b, f.name)]
 
 
-def _at(name: str, span: Span | None, message: str) -> Violation:
-    if span is None:
-        return Violation(name, _BEFORE, "", "", message)
-    return Violation(name, span.task, span.module, span.source, message)
+def _layers(step: Step, plan: Plan) -> Iterator[Found]:
+    named = [*plan.recompute, *(layer for layer, _ in plan.offload)]
+    there = {layer_of(op.module) for op in step.passes} if named else set()
+    for layer in named:
+        if layer not in there:
+            yield BEFORE, layer, "", f"what {layer} saves was decided, and the step has no such layer"
 
 
-def _cause(file: PlanFile, tier: Tier, time: float) -> Span | None:
-    """The task that changes what ``tier`` holds at ``time``: the one that takes the most, or one that ends.
-
-    Where it has no source line, as a gather, that of what it takes stands in.
-    """
-    starting = {span.task: span for span in file.forecast.spans if span.start == time}
-    taken = [h for h in file.holdings if h.tier == tier and h.first in starting]
-    if taken:
-        most = max(taken, key=lambda h: h.bytes)
-        span = starting[most.first]
-        return replace(span, module=span.module or most.module, source=span.source or most.source)
-    ending = [span for span in file.forecast.spans if span.end == time]
-    return next(iter((*starting.values(), *ending)), None)
+def _reads(step: Step, plan: Plan) -> Iterator[Found]:
+    written = {name for op in step.ops for name in op.writes}
+    there = {value.name for value in step.values if value.name not in written}  # inputs
+    for place, op in enumerate(step.ops):
+        if not there.issuperset(op.reads):
+            for name in (name for name in op.reads if name not in there):
+                when = "before it is made" if name in written else "which is neither an input nor made"
+                yield _at(place, op, f"{op.name} reads {name}, {when}")
+        if not there.isdisjoint(op.writes):
+            yield _at(place, op, f"{op.name} makes {', '.join(there.intersection(op.writes))}, which is there")
+        there.update(op.writes)
 
 
-Finder = Callable[[PlanFile], Iterator[Violation]]
+def _reductions(step: Step, plan: Plan) -> Iterator[Found]:
+    gradients = _gradients(step)
+    done = Counter(name for op in step.ops if not gradients.isdisjoint(op.writes) for name in op.params)
+    for name, wanted in _trained(step, done):
+        if done[name] != wanted:
+            yield BEFORE, name, "", f"the gradient of {name} is reduced {done[name]} times, not {wanted}"
 
 
-def _of(name: str, finder: Callable[[PlanFile], Iterator[moves.Found]]) -> Finder:
-    """The violations of a check that only says where and what."""
+def _updates(step: Step, plan: Plan) -> Iterator[Found]:
+    gradients = _gradients(step)
+    done = Counter(name for op in step.updates for name in op.params)
+    for name, wanted in _trained(step, done):
+        if done[name] != wanted:
+            yield BEFORE, name, "", f"{name} is updated {done[name]} times, not {wanted}"
+    for place, op in enumerate(step.ops):
+        if op.phase == "update" and gradients.isdisjoint(op.reads):
+            yield _at(place, op, f"{op.name} reads no gradient")
 
-    def found(file: PlanFile) -> Iterator[Violation]:
-        for span, module, message in finder(file):
-            task, source = (_BEFORE, "") if span is None else (span.task, span.source)
-            yield Violation(name, task, module, source, message)
 
-    return found
+def _gradients(step: Step) -> set[str]:
+    return {value.name for value in step.values if value.kind == "gradient"}
 
+
+def _trained(step: Step, done: Counter[str]) -> Iterator[tuple[str, int]]:
+    """Every parameter that the step has, or does something with, and how often that is to be done."""
+    trained = {p.name for p in step.params if p.trainable and step.training}
+    names = dict.fromkeys((*(p.name for p in step.params), *done))
+    return ((name, 1 if name in trained else 0) for name in names)
+
+
+def _at(place: int, op: Op, message: str) -> Found:
+    return place, op.module, op.source, message
+
+
+Finder = Callable[[Step, Plan], Iterator[Found]]
+
+
+def _of_plan(finder: Callable[[Plan], Iterator[Found]]) -> Finder:
+    return lambda step, plan: finder(plan)
+
+
+PLAN_CHECKS: Mapping[str, tuple[str, Callable[[Plan], Iterator[Found]]]] = {
+    "plan": ("homes, tiles and stage of the plan go together", sense),
+    "buckets": ("every parameter is in exactly one bucket", buckets),
+    "tiles": ("tiles cover every row of their parameter exactly once", tiles),
+}
+"""What needs no step."""
 
 CHECKS: Mapping[str, tuple[str, Finder]] = {
-    "budget": ("every tier stays within its budget at every moment", _budget),
-    "memory": ("no tier ever holds less than nothing", _memory),
-    "peaks": ("the peak of a tier is the highest that it holds", _peaks),
-    "tasks": ("tasks stand in program order and end after they start", _tasks),
-    "waits": ("tasks wait for earlier ones, and start when these have ended", _waits),
-    "streams": ("tasks of one stream follow one another", _streams),
-    "buckets": ("every parameter is in exactly one bucket", _buckets),
-    "holdings": ("what is held is held by tasks of the step", _holdings),
-    "plan": ("homes, tiles and stage of the plan go together", _of("plan", moves.sense)),
-    "reductions": ("gradients of every bucket are reduced once, tile by tile", _of("reductions", moves.reductions)),
-    "updates": ("every shard is updated once, where its states live", _of("updates", moves.updates)),
-    "arrivals": ("what is read has come from the tier where it lives", _of("arrivals", moves.arrivals)),
-    "returns": ("saved activations are back before they are read", _of("returns", moves.returns)),
-    "use": ("sharded parameters are gathered, and something that computes waits for it", _of("use", moves.use)),
-    "gathers": ("nothing is gathered while it is whole, and few tiles are at a time", _of("gathers", moves.gathers)),
-    "critical path": ("the critical path is a chain from the step's start to its end", _critical_path),
+    **{name: (text, _of_plan(finder)) for name, (text, finder) in PLAN_CHECKS.items()},
+    "parameters": ("the plan is about the very parameters of the step", _parameters),
+    "layers": ("layers that are recomputed or offloaded exist", _layers),
+    "reads": ("what is read was made before, and nothing is made twice", _reads),
+    "reductions": ("every gradient is reduced once", _reductions),
+    "updates": ("every trainable parameter is updated once, with its gradient", _updates),
 }
 """Name of a check, what it makes sure of, and what finds the violations."""

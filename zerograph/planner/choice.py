@@ -7,25 +7,14 @@ from typing import Literal
 
 from zerograph.errors import ConfigError
 from zerograph.machine import Tier
+from zerograph.plan import OFFLOADS, Offload, level_at
+
+__all__ = ["ACTIVATIONS", "OFFLOADS", "STAGES", "Activations", "Choice", "Offload", "Stage", "placements"]
 
 Stage = Literal[0, 1, 2, 3]
-Offload = Literal["none", "optimizer", "gradients", "parameters"]
 Activations = Literal["keep", "recompute", "host", "nvme"]
 STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
-OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "gradients", "parameters")
 ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute", "host", "nvme")
-
-
-def level_at(stage: int, offload: Offload) -> int:
-    """The place of ``offload`` in :data:`OFFLOADS`, which is the least stage that shards what it moves.
-
-    Raises:
-        ConfigError: ``stage`` is lower.
-    """
-    level = OFFLOADS.index(offload)
-    if level > stage:
-        raise ConfigError(f"stage {stage} cannot offload {offload}", f"stage {level} or more can")
-    return level
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +23,7 @@ class Choice:
 
     Attributes:
         stage: what is sharded over ranks: nothing (0), optimizer states (1), gradients too (2), parameters too (3).
-        offload: what leaves the device; each includes those before it. The optimizer can leave from stage 1 on,
-            gradients from stage 2, parameters from stage 3: what is offloaded is sharded.
+        offload: what leaves the device, one of :data:`~zerograph.plan.OFFLOADS`, if the stage shards it.
         tier: where it goes.
         activations: kept; recomputed from one checkpoint per layer; or that, with the checkpoints in host memory or
             on NVMe.

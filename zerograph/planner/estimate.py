@@ -13,7 +13,8 @@ from functools import cached_property
 
 from zerograph.errors import ConfigError
 from zerograph.machine import TIERS, Machine, Tier
-from zerograph.planner.choice import Activations, Choice, Offload, Stage, placements
+from zerograph.plan import Offload
+from zerograph.planner.choice import Activations, Choice, Stage, placements
 from zerograph.planner.sizes import ModelSize
 from zerograph.planner.states import Need, needs, total
 from zerograph.planner.timing import Timing, timing

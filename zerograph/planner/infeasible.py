@@ -13,10 +13,10 @@ from zerograph.errors import InfeasibleError
 from zerograph.forecast import Forecast, Peak, Span
 from zerograph.ir import Step
 from zerograph.machine import TIERS, Machine, Tier
+from zerograph.plan import OFFLOADS, Offload
 from zerograph.planfile import Holding
 from zerograph.planner.books import scheduled
 from zerograph.planner.candidates import Candidate
-from zerograph.planner.choice import OFFLOADS, Offload
 from zerograph.planner.rates import state_bytes
 from zerograph.planner.regions import Life, Profile, Work
 from zerograph.planner.search import BUCKET_SIZES, Search, Wish, limits, over, smallest

@@ -7,8 +7,7 @@ from typing import Literal
 
 from zerograph.errors import ConfigError
 from zerograph.machine import TIERS, Machine, Tier
-from zerograph.plan import Homes
-from zerograph.planner.choice import Offload, level_at
+from zerograph.plan import Homes, Offload, level_at
 
 HOMES: tuple[Homes, ...] = (
     Homes(),

@@ -161,8 +161,3 @@ def _most_at_a_time(times: list[tuple[float, float]]) -> int:
         now += change
         most = max(most, now)
     return most
-
-
-def sense(file: PlanFile) -> Iterator[Found]:
-    """The plan says nothing that no plan may say."""
-    yield from ((None, "", text) for text in file.plan.mistakes())

@@ -12,7 +12,8 @@ from zerograph.plan import DEVICE, Bucket, Plan
 from zerograph.planfile import PlanFile, Reason
 from zerograph.planner.books import scheduled
 from zerograph.planner.candidates import Candidate
-from zerograph.planner.check import check
+from zerograph.planner.check import require
+from zerograph.planner.check_file import check_file
 from zerograph.planner.infeasible import infeasible
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.search import Search, Wish
@@ -52,6 +53,7 @@ def planned(
     if found is None:
         raise infeasible(search, step, machine, budget)
     plan, scheduler = found.plan, found.space.scheduler
+    require(step, plan, _REPORT)
     forecast, holdings = scheduled(scheduler, plan, UNPROGRAMMED + ALONE * (plan.world_size == 1))
     file = PlanFile(
         model=name,
@@ -60,7 +62,7 @@ def planned(
         budget=budget,
         forecast=forecast,
         holdings=holdings,
-        reasons=tuple(reasons(found, wish)),
+        reasons=tuple(reasons(found, wish, step)),
         tokens=tokens,
         flops=sum(op.flops for op in step.ops),
     )
@@ -73,13 +75,13 @@ def _verify(file: PlanFile, found: Candidate) -> None:
     peaks = tuple(file.forecast.peaks[tier].bytes if tier in file.forecast.peaks else 0 for tier in TIERS)
     if peaks != found.peaks:
         raise InvariantError(f"the planner found peaks of {found.peaks} bytes and forecasts {peaks}", _REPORT)
-    for wrong in check(file):
+    for wrong in check_file(file):
         raise InvariantError(
             f"the planner made a plan that fails its own check of {wrong.check}: {wrong.message}", _REPORT
         )
 
 
-def reasons(found: Candidate, wish: Wish) -> Iterator[Reason]:
+def reasons(found: Candidate, wish: Wish, step: Step) -> Iterator[Reason]:
     """The decisions of ``found``, and what each of them costs and gains."""
     plan, scheduler = found.plan, found.space.scheduler
     fastest = "no plan that fits every tier is predicted to be faster"
@@ -95,6 +97,7 @@ def reasons(found: Candidate, wish: Wish) -> Iterator[Reason]:
     for bucket in plan.buckets:
         yield Reason(bucket.name, _decided(bucket), _why(bucket, scheduler) or fastest)
     yield from _activations(plan, fastest if wish.recompute == "auto" else asked)
+    yield from updated(step, plan)
 
 
 def _activations(plan: Plan, why: str) -> Iterator[Reason]:
@@ -105,6 +108,16 @@ def _activations(plan: Plan, why: str) -> Iterator[Reason]:
         yield Reason(layer, text, "its copies run beside the compute of other layers")
 
 
+def updated(step: Step, plan: Plan) -> Iterator[Reason]:
+    """What the optimizer does, and when."""
+    updates = step.updates
+    if updates:
+        done = f"{len(updates)} parameter" + ("" if len(updates) == 1 else "s") + " updated"
+        if all(bucket.homes.optimizer == "device" for bucket in plan.buckets):
+            done += f", {format_bytes(sum(op.moved for op in updates))} read and written"
+        yield Reason("optimizer", done, "gradients may be clipped by their norm, so it waits for the whole backward")
+
+
 def recomputed(plan: Plan) -> str:
     """What is computed again, for people."""
     return f"{len(plan.recompute)} layers recomputed in the backward: {plan.recompute[0]} to {plan.recompute[-1]}"
@@ -113,7 +126,8 @@ def recomputed(plan: Plan) -> str:
 def gathered(bucket: Bucket) -> str:
     """What is gathered together and how long it stays, for people."""
     count = f"{len(bucket.params)} parameter" + ("" if len(bucket.params) == 1 else "s")
-    return f"{count}, {format_bytes(bucket.gathered_bytes)}, residency {bucket.residency}"
+    tied = "".join(f", {p.name} is also {' and '.join(p.tied_to)}" for p in bucket.params if p.tied_to)
+    return f"{count}, {format_bytes(bucket.gathered_bytes)}, residency {bucket.residency}{tied}"
 
 
 def _decided(bucket: Bucket) -> str:

@@ -62,17 +62,22 @@ class Rates:
         return min(self.world_size, self.machine.ranks_per_node)
 
     def update(self, params: Iterable[Param], moments: int) -> float:
-        """The optimizer's pass over the shards of trainable ``params``, their gradients and ``moments`` tensors.
-
-        All of these are read, and all but gradients written.
-        """
-        sizes = [shard_bytes(p, self.world_size) * (3 + 2 * moments) for p in params if p.trainable]
+        """The optimizer's pass over the shards of trainable ``params``, their gradients and ``moments`` tensors."""
+        sizes = [update_bytes(p, self.world_size, moments) for p in params if p.trainable]
         return sum(map(self.machine.update.seconds, sizes))
 
 
 def shard_bytes(param: Param, world_size: int) -> int:
     """Bytes of the largest shard of ``param``."""
     return param.chunk_elements(world_size) * ITEM_SIZE[param.dtype]
+
+
+def update_bytes(param: Param, world_size: int, moments: int) -> int:
+    """Bytes that an update of the largest shard of ``param`` on the device reads and writes.
+
+    The shard, its gradient and ``moments`` tensors are read, and all but the gradient written.
+    """
+    return shard_bytes(param, world_size) * (3 + 2 * moments)
 
 
 def copy_bytes(param: Param, world_size: int) -> int:

@@ -84,11 +84,12 @@ _FIELDS = {
     "reduce_dtype": "dtype of the reduction",
     "trainable": "trainable",
     "sharded": "sharded",
+    "tied_to": "other names",
 }
 
 
 def _layers(plan: Plan, step: Step) -> Iterator[str]:
-    layers = {layer_of(op.module) for op in step.ops} if plan.recompute else set()
+    layers = {layer_of(op.module) for op in step.passes} if plan.recompute else set()
     return (f"layer {layer} is recomputed in the plan, and not here" for layer in plan.recompute if layer not in layers)
 
 

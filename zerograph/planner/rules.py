@@ -57,7 +57,7 @@ def _recomputed(step: Step, recompute: Recompute) -> tuple[str, ...]:
     share = _SHARES[recompute] if isinstance(recompute, str) else recompute
     if not share or not step.training:
         return ()
-    layers = list(dict.fromkeys(layer for op in step.ops if (layer := layer_of_module(op.module))))
+    layers = list(dict.fromkeys(layer for op in step.passes if (layer := layer_of_module(op.module))))
     if not layers:
         log.warning(
             "recompute=%r: this graph has no repeated layers (modules in nn.ModuleList or nn.Sequential), so nothing "

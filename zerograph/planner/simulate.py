@@ -36,6 +36,7 @@ class Task(NamedTuple):
         gives: memory that is free at its end.
         module: fully qualified name of the module it works for.
         source: the user's ``file:line``.
+        key, flops: as of a :class:`~zerograph.forecast.Span`.
     """
 
     name: str
@@ -46,6 +47,8 @@ class Task(NamedTuple):
     gives: Memory = ()
     module: str = ""
     source: str = ""
+    key: str = ""
+    flops: int = 0
 
 
 def simulate(tasks: Sequence[Task], held: Memory = (), not_counted: tuple[str, ...] = ()) -> Forecast:
@@ -56,7 +59,8 @@ def simulate(tasks: Sequence[Task], held: Memory = (), not_counted: tuple[str, .
     """
     starts, ends = _run(tasks)
     spans = tuple(
-        Span(i, t.name, t.stream, starts[i], ends[i], t.module, t.source, t.after) for i, t in enumerate(tasks)
+        Span(i, t.name, t.stream, starts[i], ends[i], t.module, t.source, t.after, t.key, t.flops)
+        for i, t in enumerate(tasks)
     )
     curves: dict[Tier, tuple[tuple[float, int], ...]] = {}
     peaks: dict[Tier, Peak] = {}

@@ -8,7 +8,7 @@ from pathlib import Path
 import networkx as nx
 import pydot
 import pytest
-from plans import plan_file
+from plans import beside, plan_file
 
 from zerograph.cli.export import dot
 from zerograph.planfile import PlanFile
@@ -54,3 +54,15 @@ def test_names_are_quoted(tmp_path: Path) -> None:
     assert len([n for n in graph.get_nodes() if n.get_name().isdigit()]) == len(spans)
     dot.write_graphml(file, tmp_path / "plan.graphml")
     assert nx.read_graphml(tmp_path / "plan.graphml").nodes["0"]["name"] == 'a "b" \\N; }'
+
+
+def test_nodes_have_measured_seconds(tmp_path: Path) -> None:
+    file = plan_file(4, update=True)
+    dot.write_graphml(file, tmp_path / "plan.graphml", beside(file, 3.0))
+    graph = nx.read_graphml(tmp_path / "plan.graphml")
+    for span in file.forecast.spans:
+        assert graph.nodes[str(span.task)]["measured"] == pytest.approx(3 * (span.end - span.start))
+    dot.write_dot(file, tmp_path / "plan.dot", beside(file, 3.0))
+    (told,) = pydot.graph_from_dot_file(str(tmp_path / "plan.dot"))
+    labels = {n.get_name(): n.get("label") for n in told.get_nodes()}
+    assert labels["1"] == '"forward blocks.0\\n5 ms (15 ms measured)"'

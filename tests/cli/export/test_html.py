@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 from overlaps import overlapping_labels
-from plans import plan_file
+from plans import beside, plan_file
 
 from zerograph.cli.export import html
 from zerograph.forecast import Forecast, Span
 from zerograph.planfile import PlanFile
+from zerograph.runfile import Beside
 
 SIZE = {"width": 1280, "height": 900}
 Opener = Callable[..., Any]
@@ -26,9 +27,9 @@ def opened(browser: Any, tmp_path: Path) -> Iterator[Opener]:
     heard: list[str] = []
     pages: list[Any] = []
 
-    def open_page(file: PlanFile, scheme: str = "light", size: dict[str, int] = SIZE) -> Any:
+    def open_page(file: PlanFile, scheme: str = "light", size: dict[str, int] = SIZE, run: Beside | None = None) -> Any:
         path = tmp_path / "plan.html"
-        html.write(file, path)
+        html.write(file, path, run)
         page = browser.new_page(viewport=size, color_scheme=scheme)
         pages.append(page)
         page.on("console", lambda message: heard.append(message.text))
@@ -258,3 +259,28 @@ def test_it_prints_dark_on_white(opened: Opener) -> None:
     page.emulate_media(media="print", color_scheme="dark")
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert page.pdf().startswith(b"%PDF")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_run_stands_below_the_plan(opened: Opener, tmp_path: Path, scheme: str) -> None:
+    file = plan_file(12, update=True)
+    page = opened(file, scheme, run=beside(file, 2.0))
+    assert page.locator("#timeline .task").count() > len(file.forecast.spans)
+    groups = page.locator("#timeline svg > [role=group]")
+    lanes = [groups.nth(i).get_attribute("aria-label") for i in range(groups.count())]
+    assert lanes == [f"{stream}{run} stream" for run in ("", ", run") for stream in ("compute", "gather", "reduce")]
+    assert page.locator("#timeline .curve").count() == 2
+    assert "Measured device memory" in page.locator("#timeline svg").text_content()
+    tiles = page.locator(".tiles").inner_text()
+    assert "378 ms" in tiles and "2.00 times the forecast" in tiles
+    assert overlapping_labels(page, "#timeline svg") == []
+    colours = {
+        page.evaluate(f"getComputedStyle(document.documentElement).getPropertyValue('--{name}')").strip()
+        for name in ("compute", "measured-compute")
+    }
+    assert len(colours) == 1 and all(colours)
+    page.screenshot(path=tmp_path / "measured.png", full_page=True)
+    page.get_by_role("button", name=re.compile(r"^backward blocks\.2, compute, run")).click()
+    told = page.locator("#instruction").inner_text()
+    assert "A run tells how much is held, and not what." in told and "Critical path" not in told
+    assert "for 20 ms" in told

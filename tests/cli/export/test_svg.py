@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 from overlaps import overlapping_labels
-from plans import plan_file
+from plans import beside, plan_file
 
 from zerograph.cli.export import svg
 from zerograph.forecast import Forecast
@@ -65,3 +65,21 @@ def test_any_name_is_only_text(tmp_path: Path) -> None:
 def test_a_plan_without_instructions(tmp_path: Path) -> None:
     svg.write(replace(plan_file(1), forecast=Forecast((), {}, {})), tmp_path / "plan.svg")
     assert "no instructions" in "".join(parsed(tmp_path / "plan.svg").itertext())
+
+
+def test_a_run_is_drawn_below_on_the_same_scale(browser: Any, tmp_path: Path) -> None:
+    file = plan_file(4, update=True)
+    svg.write(file, tmp_path / "plan.svg", beside(file, 2.0))
+    root = parsed(tmp_path / "plan.svg")
+    texts = ["".join(node.itertext()) for node in root.iter(f"{NAMESPACE}text")]
+    assert texts.count("forecast") == texts.count("measured") == 1 and texts.count("compute") == 2
+    assert any("re-timed 138 ms · measured 138 ms" in text for text in texts)
+    bars = [r for r in root.iter(f"{NAMESPACE}rect") if r.get("class") == "compute"]
+    half = len(bars) // 2
+    ends = [float(bar.get("x", 0)) + float(bar.get("width", 0)) - svg.LEFT for bar in (bars[half - 1], bars[-1])]
+    assert ends[1] == pytest.approx(svg.PLOT, abs=1) and ends[0] == pytest.approx(svg.PLOT / 2, abs=1)
+    page = browser.new_page(viewport={"width": 900, "height": 800})
+    page.goto((tmp_path / "plan.svg").as_uri())
+    assert overlapping_labels(page, "svg") == []
+    page.screenshot(path=tmp_path / "plan.png")
+    page.close()

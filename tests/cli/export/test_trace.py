@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from plans import plan_file
+from plans import beside, plan_file
 
 from zerograph.cli.export import trace
 from zerograph.planfile import PlanFile
@@ -60,3 +60,19 @@ def test_arrows_lead_from_gathers_to_what_waits_for_them(tmp_path: Path) -> None
         assert gather["cat"] == "gather" and compute["cat"] == "compute"
         assert gather["args"]["module"] == compute["args"]["module"]
         assert gather["args"]["task"] in file.forecast.spans[compute["args"]["task"]].after
+
+
+def test_a_run_and_the_forecast_with_its_seconds_are_processes_of_their_own(tmp_path: Path) -> None:
+    file = plan_file(4, update=True)
+    laid = beside(file, 2.0)
+    trace.write(file, tmp_path / "trace.json", laid)
+    found = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    names = {e["pid"]: e["args"]["name"] for e in found if e["name"] == "process_name"}
+    assert names == {1: f"one step of {file.model}", 2: f"{file.model}, re-timed", 3: f"{file.model}, measured"}
+    for process, forecast in ((1, file.forecast), (2, laid.retimed), (3, laid.measured)):
+        mine = [e for e in found if e["pid"] == process]
+        slices = [(e["name"], e["ts"]) for e in mine if e["ph"] == "X"]
+        assert slices == [(s.name, pytest.approx(s.start * 1e6, abs=1e-3)) for s in forecast.spans]
+        assert len([e for e in mine if e["ph"] == "C"]) == len(forecast.memory["device"])
+    arrows = [e["id"] for e in found if e["ph"] == "s"]
+    assert len(set(arrows)) == len(arrows), "no arrow leads from one process to another"

@@ -15,15 +15,16 @@ import networkx as nx
 from zerograph.cli.export.labels import STREAM_COLOURS, format_seconds
 from zerograph.forecast import Forecast, Stream
 from zerograph.planfile import PlanFile
+from zerograph.runfile import Beside
 
 
-def write_dot(file: PlanFile, path: Path) -> None:
-    """Write the graph for Graphviz: a row per stream, the critical path in bold.
+def write_dot(file: PlanFile, path: Path, beside: Beside | None = None) -> None:
+    """Write the graph for Graphviz: a row per stream, the critical path in bold, measured times if there are any.
 
     Raises:
         OSError: ``path`` cannot be written.
     """
-    graph = task_graph(file.forecast)
+    graph = task_graph(file.forecast, beside)
     lines = ["digraph plan {", f"  label={_quoted(file.model)};", "  rankdir=LR; labelloc=t;"]
     lines += ['  fontname="sans-serif"; node [shape=box style="filled,rounded" fontname="sans-serif" fontcolor=white];']
     lines += [f"  {task} [{_attributes(_node_style(data))}];" for task, data in graph.nodes(data=True)]
@@ -31,17 +32,20 @@ def write_dot(file: PlanFile, path: Path) -> None:
     path.write_text("\n".join([*lines, "}"]) + "\n", encoding="utf-8")
 
 
-def write_graphml(file: PlanFile, path: Path) -> None:
+def write_graphml(file: PlanFile, path: Path, beside: Beside | None = None) -> None:
     """Write the graph as GraphML, with everything known about a task as attributes of its node.
 
     Raises:
         OSError: ``path`` cannot be written.
     """
-    nx.write_graphml(task_graph(file.forecast), str(path))
+    nx.write_graphml(task_graph(file.forecast, beside), str(path))
 
 
-def task_graph(forecast: Forecast) -> nx.DiGraph:
-    """A node per task, an edge to each task from every one it waits for."""
+def task_graph(forecast: Forecast, beside: Beside | None = None) -> nx.DiGraph:
+    """A node per task, an edge to each task from every one it waits for.
+
+    With a run, nodes have ``measured`` seconds: those that the run spent in the task, where it had it.
+    """
     critical = set(forecast.critical_path)
     graph = nx.DiGraph()
     last: dict[Stream, int] = {}
@@ -56,6 +60,8 @@ def task_graph(forecast: Forecast) -> nx.DiGraph:
             source=span.source,
             critical=span.task in critical,
         )
+        if beside is not None and span.task in beside.spans:
+            graph.nodes[span.task]["measured"] = sum(s.end - s.start for s in beside.spans[span.task])
         if span.stream in last:
             graph.add_edge(last[span.stream], span.task, kind="order")
         graph.add_edges_from(((before, span.task) for before in span.after), kind="data")
@@ -65,8 +71,9 @@ def task_graph(forecast: Forecast) -> nx.DiGraph:
 
 def _node_style(data: Mapping[str, Any]) -> dict[str, str]:
     colour = STREAM_COLOURS[data["stream"]].light
+    measured = f" ({format_seconds(data['measured'])} measured)" if "measured" in data else ""
     style = {
-        "label": f"{data['name']}\n{format_seconds(data['seconds'])}",
+        "label": f"{data['name']}\n{format_seconds(data['seconds'])}{measured}",
         "tooltip": f"{data['stream']} {data['module']} {data['source']}".strip(),
         "group": data["stream"],
         "fillcolor": colour,

@@ -16,25 +16,26 @@ from importlib.resources import files
 from pathlib import Path
 
 from zerograph.cli.export.labels import STREAM_COLOURS, TIER_COLOURS, TIER_NAMES, format_seconds, tiers_used
-from zerograph.cli.export.page_data import page_data
+from zerograph.cli.export.page_data import MEASURED, page_data
 from zerograph.cli.export.picture import peak_bytes
 from zerograph.planfile import PlanFile
+from zerograph.runfile import Beside
 from zerograph.units import format_bytes
 
 SCRIPTS = ("base.js", "view.js", "timeline.js", "instruction.js", "tables.js", "main.js")
 """Put together in this order."""
 
 
-def write(file: PlanFile, path: Path) -> None:
-    """Write the page.
+def write(file: PlanFile, path: Path, beside: Beside | None = None) -> None:
+    """Write the page; what a run measured stands below the plan's streams and tiers, on the same scale of time.
 
     Raises:
         OSError: ``path`` cannot be written.
     """
-    path.write_text(page(file), encoding="utf-8")
+    path.write_text(page(file, beside), encoding="utf-8")
 
 
-def page(file: PlanFile) -> str:
+def page(file: PlanFile, beside: Beside | None = None) -> str:
     """The HTML document."""
     script = '"use strict";\n(() => {\n' + "\n".join(_part(name) for name in SCRIPTS) + "})();\n"
     return _filled(
@@ -43,9 +44,9 @@ def page(file: PlanFile) -> str:
             "policy": f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{_hash(script)}'",
             "title": escape(file.model),
             "facts": escape(_facts(file)),
-            "tiles": "\n".join(_tiles(file)),
+            "tiles": "\n".join((*_tiles(file), *_measured_tiles(file, beside))),
             "style": _colours() + _part("page.css"),
-            "data": _embedded(page_data(file)),
+            "data": _embedded(page_data(file, beside)),
             "script": script,
         },
     )
@@ -73,8 +74,11 @@ def _embedded(data: object) -> str:
 
 def _colours() -> str:
     def variables(theme: str) -> str:
-        named = [*STREAM_COLOURS.items(), *((f"tier-{tier}", colours) for tier, colours in TIER_COLOURS.items())]
-        return "".join(f"--{name}:{getattr(colours, theme)};" for name, colours in named)
+        streams = {str(name): getattr(colours, theme) for name, colours in STREAM_COLOURS.items()}
+        tiers = {str(name): getattr(colours, theme) for name, colours in TIER_COLOURS.items()}
+        found = {f"{run}{name}": colour for run in ("", MEASURED) for name, colour in streams.items()}
+        found |= {f"tier-{run}{name}": colour for run in ("", MEASURED) for name, colour in tiers.items()}
+        return "".join(f"--{name}:{colour};" for name, colour in found.items())
 
     dark = f"@media screen and (prefers-color-scheme:dark){{:root{{{variables('dark')}}}}}"
     return f":root{{{variables('light')}}}\n{dark}\n"
@@ -102,6 +106,22 @@ def _tiles(file: PlanFile) -> list[str]:
         of = f"{peak / budget:.0%} of {format_bytes(budget)}" if budget else "no budget"
         name = TIER_NAMES[tier]
         tiles.append(_tile(f"{name[0].upper()}{name[1:]} peak", format_bytes(peak), of, peak > budget > 0))
+    return tiles
+
+
+def _measured_tiles(file: PlanFile, beside: Beside | None) -> list[str]:
+    if beside is None:
+        return []
+    measured, again = beside.measured, beside.retimed
+    ratio = f"{measured.seconds / file.forecast.seconds:.2f} times the forecast" if file.forecast.seconds else ""
+    tiles = [
+        _tile("Measured step", format_seconds(measured.seconds), ratio),
+        _tile("Re-timed forecast", format_seconds(again.seconds), "by the run's own times"),
+    ]
+    for tier in tiers_used(measured):
+        peak, told = peak_bytes(measured, tier), peak_bytes(file.forecast, tier)
+        of = f"{peak / told:.2f} times the forecast" if told else ""
+        tiles.append(_tile(f"Measured {TIER_NAMES[tier]} peak", format_bytes(peak), of))
     return tiles
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from zerograph.cli.export.labels import STREAM_NAMES, TIER_NAMES, streams_used, tiers_used
 from zerograph.cli.export.modules import Module, module_tree, most_held
 from zerograph.cli.export.picture import memory_top, peak_bytes, peak_time
+from zerograph.forecast import Forecast
 from zerograph.machine import Tier
 from zerograph.planfile import PlanFile
+from zerograph.runfile import Beside
 
 NANOSECOND_DIGITS = 9
+MEASURED = "measured-"
+"""What the keys of a run's streams and tiers begin with."""
+_NOTHING = Forecast((), {}, {})
 FEW_REASONS = 2
 """So many fit into a row of repeated layers."""
 
@@ -35,23 +41,37 @@ class Texts:
         return list(self._places)
 
 
-def page_data(file: PlanFile) -> dict[str, Any]:
-    """Plain data for ``JSON.parse``."""
+def page_data(file: PlanFile, beside: Beside | None = None) -> dict[str, Any]:
+    """Plain data for ``JSON.parse``. What a run measured are further streams and tiers, below the plan's."""
     texts = Texts()
-    forecast = file.forecast
+    forecast, measured = file.forecast, beside.measured if beside is not None else _NOTHING
+    ran = replace(file, forecast=measured)
+    spans = [*forecast.spans, *(replace(s, after=()) for s in measured.spans)]
     data = {
-        "seconds": _rounded(forecast.seconds),
-        "streams": [{"key": s, "name": STREAM_NAMES[s]} for s in streams_used(forecast)],
-        "tiers": [_tier(file, tier) for tier in tiers_used(forecast)],
+        "seconds": _rounded(max(forecast.seconds, measured.seconds)),
+        "planned": len(forecast.spans),
+        "streams": [
+            *({"key": s, "name": STREAM_NAMES[s]} for s in streams_used(forecast)),
+            *({"key": MEASURED + s, "name": f"{STREAM_NAMES[s]}, run"} for s in streams_used(measured)),
+        ],
+        "tiers": [
+            *(_tier(file, tier) for tier in tiers_used(forecast)),
+            *(_measured_tier(ran, tier, len(forecast.spans)) for tier in tiers_used(measured)),
+        ],
         "tierNames": dict(TIER_NAMES),
         "spans": {
-            "name": texts.column([s.name for s in forecast.spans]),
-            "stream": texts.column([s.stream for s in forecast.spans]),
-            "module": texts.column([s.module for s in forecast.spans]),
-            "source": texts.column([s.source for s in forecast.spans]),
-            "start": [_rounded(s.start) for s in forecast.spans],
-            "end": [_rounded(s.end) for s in forecast.spans],
-            "after": [list(s.after) for s in forecast.spans],
+            "name": texts.column([s.name for s in spans]),
+            "stream": texts.column(
+                [
+                    *(s.stream for s in forecast.spans),
+                    *(MEASURED + s.stream for s in measured.spans),
+                ]
+            ),
+            "module": texts.column([s.module for s in spans]),
+            "source": texts.column([s.source for s in spans]),
+            "start": [_rounded(s.start) for s in spans],
+            "end": [_rounded(s.end) for s in spans],
+            "after": [list(s.after) for s in spans],
         },
         "critical": list(forecast.critical_path),
         "holdings": {
@@ -86,6 +106,13 @@ def _tier(file: PlanFile, tier: Tier) -> dict[str, Any]:
             "name": peak.name if peak else "",
         },
     }
+
+
+def _measured_tier(ran: PlanFile, tier: Tier, before: int) -> dict[str, Any]:
+    """A tier of a run, whose tasks stand after the ``before`` tasks of the plan."""
+    found = _tier(ran, tier)
+    peak = {**found["peak"], "task": found["peak"]["task"] + before if found["peak"]["task"] >= 0 else -1}
+    return {**found, "key": MEASURED + tier, "name": f"measured {TIER_NAMES[tier]}", "peak": peak}
 
 
 def _row(module: Module, tasks: int, texts: Texts) -> dict[str, Any]:

@@ -6,6 +6,7 @@ It follows the reader's light or dark theme by itself, and needs no font or scri
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
@@ -30,32 +31,38 @@ from zerograph.cli.export.picture import (
 from zerograph.forecast import Forecast, Stream
 from zerograph.machine import Tier
 from zerograph.planfile import PlanFile
+from zerograph.runfile import Beside
 from zerograph.units import format_bytes
 
 WIDTH, LEFT, RIGHT = 900, 118, 20
 PLOT = WIDTH - LEFT - RIGHT
-HEAD, AXIS, LANE, BAR, MEMORY, TIER_HEAD, FOOT = 58, 24, 26, 20, 84, 34, 18
+HEAD, AXIS, LANE, BAR, MEMORY, TIER_HEAD, FOOT, PANEL_HEAD = 58, 24, 26, 20, 84, 34, 18, 28
 CHARACTER = 6.4
 """Width of a character of a label, in pixels, rounded up."""
 ELLIPSIS = "…"
 
 
-def write(file: PlanFile, path: Path) -> None:
-    """Write the picture, 900 pixels wide.
+def write(file: PlanFile, path: Path, beside: Beside | None = None) -> None:
+    """Write the picture, 900 pixels wide; what a run measured is drawn below the forecast, on the same scale of time.
 
     Raises:
         OSError: ``path`` cannot be written.
     """
-    path.write_text(picture(file), encoding="utf-8")
+    path.write_text(picture(file, beside), encoding="utf-8")
 
 
-def picture(file: PlanFile) -> str:
+def picture(file: PlanFile, beside: Beside | None = None) -> str:
     """The SVG document."""
-    forecast = file.forecast
-    streams, tiers = streams_used(forecast), tiers_used(forecast)
-    below = HEAD + AXIS + LANE * max(1, len(streams))
-    height = below + len(tiers) * (TIER_HEAD + MEMORY) + FOOT
-    summary = _summary(file)
+    forecast, summary = file.forecast, _summary(file, beside)
+    shown = [("forecast" if beside else "", file)]
+    if beside is not None:
+        shown.append(("measured", replace(file, forecast=beside.measured)))
+    seconds = max(part.forecast.seconds for _, part in shown)
+    panels, bottom = list[str](), HEAD + AXIS
+    for heading, part in shown:
+        drawn, bottom = _panel(heading, part, bottom, seconds)
+        panels += drawn
+    height = bottom + FOOT
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" '
         'role="img" aria-labelledby="title about">',
@@ -65,23 +72,36 @@ def picture(file: PlanFile) -> str:
         f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1}" rx="8"/>',
         f'<text class="head" x="20" y="28">{_text(_shortened(file.model, 90))}</text>',
         f'<text class="quiet" x="20" y="46">{_text(summary)}</text>',
-        *_axis(forecast.seconds, height - FOOT),
-        *(part for row, stream in enumerate(streams) for part in _lane(forecast, stream, HEAD + AXIS + row * LANE)),
-        *(
-            part
-            for row, tier in enumerate(tiers)
-            for part in _memory(file, tier, below + row * (TIER_HEAD + MEMORY) + TIER_HEAD)
-        ),
+        *_axis(seconds, height - FOOT),
+        *panels,
     ]
     if not forecast.spans:
         parts.append(f'<text class="quiet" x="{LEFT}" y="{HEAD + AXIS + 16}">This plan has no instructions.</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _summary(file: PlanFile) -> str:
+def _panel(heading: str, file: PlanFile, top: int, seconds: float) -> tuple[list[str], int]:
+    """Streams and tiers of one step under ``top``, and where they end; ``seconds`` are as wide as the plot."""
+    streams, tiers = streams_used(file.forecast), tiers_used(file.forecast)
+    parts = []
+    if heading:
+        top += PANEL_HEAD
+        parts.append(f'<text class="part" x="20" y="{top - 9}">{heading}</text>')
+    for row, stream in enumerate(streams):
+        parts += _lane(file.forecast, stream, top + row * LANE, seconds)
+    below = top + LANE * max(1, len(streams))
+    for row, tier in enumerate(tiers):
+        parts += _memory(file, tier, below + row * (TIER_HEAD + MEMORY) + TIER_HEAD, seconds)
+    return parts, below + len(tiers) * (TIER_HEAD + MEMORY)
+
+
+def _summary(file: PlanFile, beside: Beside | None) -> str:
     forecast, plan = file.forecast, file.plan
     ranks = f"{plan.world_size} rank" + ("s" if plan.world_size != 1 else "")
     facts = [f"stage {plan.stage}", ranks, file.machine.name, f"step {format_seconds(forecast.seconds)}"]
+    if beside is not None:
+        facts.append(f"re-timed {format_seconds(beside.retimed.seconds)}")
+        facts.append(f"measured {format_seconds(beside.measured.seconds)}")
     if forecast.exposed_communication:
         facts.append(f"exposed communication {format_seconds(forecast.exposed_communication)}")
     return " · ".join(facts)
@@ -98,7 +118,7 @@ def _style() -> str:
 
     return (
         "text{font:11px system-ui,'Segoe UI','DejaVu Sans',sans-serif;fill:#1c2430}"
-        ".head{font-size:15px;font-weight:600}.quiet{fill:#566270}.end{text-anchor:end}.middle{text-anchor:middle}"
+        ".head{font-size:15px;font-weight:600}.part{font-weight:600}.quiet{fill:#566270}.end{text-anchor:end}.middle{text-anchor:middle}"
         ".on{fill:#fff;font-size:10.5px}.page{fill:#fff;stroke:#d5dbe1}.track{fill:#f0f3f6}.grid{stroke:#dfe4e9}"
         ".area{fill-opacity:.18}.line{fill:none;stroke-width:1.5}"
         ".budget{stroke:#c22f2f;stroke-width:1.5;stroke-dasharray:6 4}"
@@ -117,8 +137,7 @@ def _axis(seconds: float, bottom: int) -> Iterator[str]:
         yield f'<text class="quiet middle" x="{x:.1f}" y="{HEAD + AXIS - 9}">{format_seconds(tick)}</text>'
 
 
-def _lane(forecast: Forecast, stream: Stream, top: int) -> Iterator[str]:
-    seconds = forecast.seconds
+def _lane(forecast: Forecast, stream: Stream, top: int, seconds: float) -> Iterator[str]:
     middle = top + BAR / 2 + 4
     yield f'<text class="end" x="{LEFT - 10}" y="{middle:.1f}">{STREAM_NAMES[stream]}</text>'
     yield f'<rect class="track" x="{LEFT}" y="{top}" width="{PLOT}" height="{BAR}" rx="3"/>'
@@ -147,7 +166,7 @@ def _label(name: str, module: str, width: float) -> str:
     return next((text for text in texts if len(text) * CHARACTER + 6 <= width), "")
 
 
-def _memory(file: PlanFile, tier: Tier, top: int) -> Iterator[str]:
+def _memory(file: PlanFile, tier: Tier, top: int, seconds: float) -> Iterator[str]:
     forecast, budget = file.forecast, file.budget.get(tier, 0)
     most, peak = memory_top(forecast, tier, budget), peak_bytes(forecast, tier)
     bottom = top + MEMORY - 12
@@ -159,13 +178,14 @@ def _memory(file: PlanFile, tier: Tier, top: int) -> Iterator[str]:
     for tick in [0, *byte_ticks(most)]:
         yield f'<line class="grid" x1="{LEFT}" x2="{LEFT + PLOT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
         yield f'<text class="quiet end" x="{LEFT - 10}" y="{y(tick) + 4:.1f}">{format_bytes(tick)}</text>'
-    points = [(_x(time, forecast.seconds), y(size)) for time, size in forecast.memory[tier]]
-    steps = f"V{points[0][1]:.1f}" + "".join(f"H{a:.1f}V{b:.1f}" for a, b in points[1:]) + f"H{LEFT + PLOT}"
+    points = [(_x(min(time, seconds), seconds), y(size)) for time, size in forecast.memory[tier]]
+    end = max(_x(forecast.seconds, seconds), points[-1][0])
+    steps = f"V{points[0][1]:.1f}" + "".join(f"H{a:.1f}V{b:.1f}" for a, b in points[1:]) + f"H{end:.1f}"
     yield f'<path class="area tier-{tier}" d="M{LEFT} {bottom}{steps}V{bottom}Z"/>'
     yield f'<path class="line line-{tier}" d="M{LEFT} {points[0][1]:.1f}{steps}"/>'
     if budget and budget <= most:
         yield f'<line class="budget" x1="{LEFT}" x2="{LEFT + PLOT}" y1="{y(budget):.1f}" y2="{y(budget):.1f}"/>'
-    x = _x(peak_time(forecast, tier), forecast.seconds)
+    x = _x(peak_time(forecast, tier), seconds)
     colour = "over" if 0 < budget < peak else f"tier-{tier}"
     yield f'<circle class="peak {colour}" cx="{x:.1f}" cy="{y(peak):.1f}" r="5"/>'
 

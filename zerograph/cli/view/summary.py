@@ -13,17 +13,19 @@ from zerograph.cli.view.moment import START
 from zerograph.forecast import STREAMS, Forecast, Peak
 from zerograph.machine import TIERS, Tier
 from zerograph.planfile import PlanFile
+from zerograph.runfile import Beside
 from zerograph.units import format_bytes, format_seconds
 
 BAR_WIDTH = 20
 
 
-def as_data(file: PlanFile, measured: Forecast | None) -> dict[str, Any]:
+def as_data(file: PlanFile, beside: Beside | None) -> dict[str, Any]:
     """The part of ``--json`` that says what the plan comes to; docs/cli.md has the schema."""
     forecast, plan = file.forecast, file.plan
     data: dict[str, Any] = {
         "model": file.model,
         "digest": file.digest,
+        "plan_digest": plan.digest,
         "machine": file.machine.name,
         "stage": plan.stage,
         "world_size": plan.world_size,
@@ -37,7 +39,9 @@ def as_data(file: PlanFile, measured: Forecast | None) -> dict[str, Any]:
         "reasons": [asdict(reason) for reason in file.reasons],
         "not_counted": list(forecast.not_counted),
     }
-    return data if measured is None else {**data, "measured": _outcome(measured)}
+    if beside is None:
+        return data
+    return {**data, "measured": _outcome(beside.measured), "retimed": _outcome(beside.retimed)}
 
 
 def _outcome(forecast: Forecast) -> dict[str, Any]:
@@ -50,9 +54,9 @@ def _outcome(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def headline(file: PlanFile, measured: Forecast | None) -> list[Sequence[Cell]]:
+def headline(file: PlanFile, beside: Beside | None) -> list[Sequence[Cell]]:
     """Rows: what was planned, and how fast it is."""
-    plan, forecast = file.plan, file.forecast
+    plan, forecast, measured = file.plan, file.forecast, beside.measured if beside else None
     decided = f"stage {plan.stage}, {_count(plan.world_size, 'rank')}, {_count(len(plan.buckets), 'bucket')}"
     rows: list[Sequence[Cell]] = [
         ["model", (file.model, "bold")],
@@ -60,6 +64,10 @@ def headline(file: PlanFile, measured: Forecast | None) -> list[Sequence[Cell]]:
         ["machine", file.machine.name],
         ["step", ", ".join(_speed(file, measured))],
     ]
+    if beside is not None:
+        rows.append(
+            ["re-timed", f"{_retimed(beside.measured, beside.retimed)}, with the run's segments, transfers and update"]
+        )
     exposed = forecast.exposed_communication
     if plan.world_size > 1:
         text = f"{format_seconds(exposed)} of communication ({_percent(exposed, forecast.seconds)} of the step)"
@@ -70,6 +78,12 @@ def headline(file: PlanFile, measured: Forecast | None) -> list[Sequence[Cell]]:
     if forecast.not_counted:
         rows.append(["not counted", ", ".join(forecast.not_counted)])
     return rows
+
+
+def _retimed(measured: Forecast, retimed: Forecast) -> str:
+    """What the forecast is with the seconds of a run; its streams overlap as planned, so its peaks may be others."""
+    peaks = ", ".join(f"{format_bytes(peak.bytes)} of {tier}" for tier, peak in retimed.peaks.items())
+    return f"{format_seconds(retimed.seconds)}{_against(retimed.seconds, measured.seconds)}, {peaks}"
 
 
 def _bound(forecast: Forecast) -> str:

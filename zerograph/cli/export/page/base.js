@@ -30,8 +30,9 @@ const holdings = plan.holdings.bytes.map((bytes, i) => ({
 // In time, not in program order: what a later gather brings early is held early.
 const heldAt = (h, time) =>
   (h.first === -1 || spans[h.first].start <= time) && (h.last === -1 || time < spans[h.last].end);
+const isMeasured = (task) => task >= plan.planned; // a run tells how much is held, and not what
 const heldDuring = (task) =>
-  holdings.filter((h) => task === h.first || task === h.last || heldAt(h, spans[task].start));
+  isMeasured(task) ? [] : holdings.filter((h) => task === h.first || task === h.last || heldAt(h, spans[task].start));
 
 const digits = (number) => (Math.abs(number) < 999.5 ? String(Number(number.toPrecision(3))) : number.toFixed(0));
 

@@ -25,8 +25,8 @@ function spanFacts(span) {
     ["Runs", `${formatSeconds(span.start)} to ${formatSeconds(span.end)}, for ${formatSeconds(span.end - span.start)}`],
     ["Module", element("span", { class: "code" }, span.module || "none")],
     ["Source", element("span", { class: "code" }, span.source || "unknown")],
-    ["Critical path", span.critical ? "yes: its delay delays the step" : "no"],
   ];
+  if (!isMeasured(span.task)) rows.push(["Critical path", span.critical ? "yes: its delay delays the step" : "no"]);
   for (const tier of plan.tiers) rows.push([`${capital(tier.name)} memory`, formatBytes(bytesAt(tier, span.start))]);
   if (span.after.length) rows.push(["Waits for", taskList(span.after)]);
   if (span.before.length) rows.push(["Waited for by", taskList(span.before)]);
@@ -84,7 +84,8 @@ function groupRow(group, most) {
 
 function heldTable(span) {
   const held = heldDuring(span.task);
-  if (held.length === 0) return element("p", { class: "quiet" }, "The plan names nothing that is held here.");
+  const nothing = isMeasured(span.task) ? "A run tells how much is held, and not what." : "The plan names nothing that is held here.";
+  if (held.length === 0) return element("p", { class: "quiet" }, nothing);
   const sums = tiers
     .map((tier) => [tier, bytesOf(held.filter((holding) => holding.tier === tier))])
     .filter(([, size]) => size > 0)

@@ -1,0 +1,128 @@
+"""A plan's forecast again, with the seconds of a run of it in place of a machine's rates; nothing is compiled.
+
+Tasks and what they wait for are the plan's, and so is the memory that they take and give back, which its holdings tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zerograph.errors import ConfigError
+from zerograph.forecast import Forecast, Span
+from zerograph.machine import Tier
+from zerograph.planfile import Holding, PlanFile
+from zerograph.planner.simulate import Memory, Task, simulate
+from zerograph.runfile import Run
+
+_ALWAYS = -1
+_UPDATE = "optimizer update"
+_RECORD = 'record a run of this plan: zerograph.backend(plan="plan.json") trains by it, backend.record() records'
+
+
+def retimed(file: PlanFile, run: Run) -> Forecast:
+    """The forecast of ``file`` with the seconds that ``run`` measured.
+
+    Raises:
+        ConfigError: the run is not one of this plan, or of another batch or device; says what differs.
+    """
+    _refuse(file, run)
+    planned = [span.end - span.start for span in file.forecast.spans]
+    if _simulated(file, planned).peaks != file.forecast.peaks:
+        raise ConfigError("the plan does not say what all of its memory is for", "make the plan again")
+    seconds = dict(_seconds(file, run))
+    return _simulated(file, [seconds.get(task, before) for task, before in enumerate(planned)])
+
+
+def tasks_of(file: PlanFile, run: Run) -> dict[int, list[Span]]:
+    """By task of ``file``, the spans of ``run`` that are that task: of a collective its start and its wait.
+
+    Raises:
+        ConfigError: as :func:`retimed`.
+    """
+    _refuse(file, run)
+    measured: dict[str, list[list[Span]]] = {}
+    for span in run.forecast.spans:
+        before = measured.setdefault(_identity(span), [])
+        if span.stream != "compute" and before and len(before[-1]) == 1:
+            before[-1].append(span)
+        else:
+            before.append([span])
+    found: dict[int, list[Span]] = {}
+    for span in file.forecast.spans:
+        same = measured.get(_identity(span), [])
+        if same:
+            found[span.task] = same.pop(0)
+    return found
+
+
+def _identity(span: Span) -> str:
+    return f"{span.name} of {span.key}" if span.stream != "compute" else span.name
+
+
+def _refuse(file: PlanFile, run: Run) -> None:
+    if run.plan != file.plan.digest:
+        raise ConfigError(f"the run is one of plan {run.plan}, and this is plan {file.plan.digest}", _RECORD)
+    if run.device != file.machine.device:
+        raise ConfigError(
+            f"the run was on {run.device}, and the plan is for {file.machine.name} ({file.machine.device}), where "
+            "other things run side by side",
+            "make the plan with --machine cpu, or for the machine that `zerograph bench` measured",
+        )
+    planned, ran = list(_segments(file.forecast)), list(_segments(run.forecast))
+    if not all(span.key for span in planned):
+        raise ConfigError("the plan was forecast from its schedule, not from segments that run", _RECORD)
+    if [span.name for span in planned] != [span.name for span in ran]:
+        at = next((i for i, (a, b) in enumerate(zip(planned, ran, strict=False)) if a.name != b.name), -1)
+        first = f"; the first that differs is {planned[at].name}, not {ran[at].name}" if at >= 0 else ""
+        raise ConfigError(f"the run has {len(ran)} segments and the plan {len(planned)}{first}", _RECORD)
+    for a, b in zip(planned, ran, strict=True):
+        if a.flops != b.flops:
+            raise ConfigError(
+                f"{a.name} has {a.flops} operations in the plan and {b.flops} in the run: it was of another batch or "
+                "sequence",
+                "make the plan at the size that runs: zerograph plan MODEL --batch B --seq S",
+            )
+
+
+def _segments(forecast: Forecast) -> Iterator[Span]:
+    return (span for span in forecast.spans if span.stream == "compute" and span.name != _UPDATE)
+
+
+def _seconds(file: PlanFile, run: Run) -> Iterator[tuple[int, float]]:
+    measured, ran = run.measured, _segments(run.forecast)
+    by_bucket = {"gather": measured.gathers, "reduce": measured.reduces}
+    segments = {span.task for span in _segments(file.forecast)}
+    for span in file.forecast.spans:
+        if span.task in segments:
+            yield span.task, measured.segments[next(ran).key]
+        elif span.stream in by_bucket:
+            seconds = by_bucket[span.stream].get(int(span.key))
+            if seconds is None:
+                raise ConfigError(f"the run has no {span.name}", _RECORD)
+            yield span.task, seconds
+        elif span.name == _UPDATE and measured.update is not None:
+            yield span.task, measured.update
+
+
+def _simulated(file: PlanFile, seconds: list[float]) -> Forecast:
+    spans = file.forecast.spans
+    takes: list[Memory] = [()] * len(spans)
+    gives: list[Memory] = [()] * len(spans)
+    held: list[tuple[Tier, int]] = []
+    for holding in file.holdings:
+        _place(holding, takes, gives, held)
+    tasks = [
+        Task(s.name, s.stream, length, s.after, taken, given, s.module, s.source, s.key, s.flops)
+        for s, length, taken, given in zip(spans, seconds, takes, gives, strict=True)
+    ]
+    return simulate(tasks, tuple(held), file.forecast.not_counted)
+
+
+def _place(holding: Holding, takes: list[Memory], gives: list[Memory], held: list[tuple[Tier, int]]) -> None:
+    size = (holding.tier, holding.bytes)
+    if holding.first == _ALWAYS:
+        held.append(size)
+    else:
+        takes[holding.first] += (size,)
+    if holding.last != _ALWAYS:
+        gives[holding.last] += (size,)
