@@ -16,13 +16,15 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from facts import Load, append_json, describe, machine_facts
+from facts import Load, append_json, describe, machine_facts, version
 
 from zerograph import _core
 from zerograph._core import Direction, IoEngine, Priority, Slab
@@ -75,29 +77,58 @@ def fio(case: Case) -> Run:
     return run
 
 
-def deepspeed(case: Case, memory: torch.Tensor) -> Run | None:
-    try:
-        from deepspeed.ops.op_builder import AsyncIOBuilder
+def deepspeed(case: Case, memory: torch.Tensor) -> Run:
+    """Its `read` and `write`, which use the caller's memory; `sync_pread` and `async_pread` copy what they have not
+    allocated themselves. It compiles its engine when it is first used, against libaio."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
 
-        handle = AsyncIOBuilder().load().aio_handle(case.block, case.depth, False, True, 1)
-    except Exception:
-        return None
-    path = str(case.directory / "zerograph-bench.ds")
+    handle = AsyncIOBuilder().load(verbose=False).aio_handle(case.block, case.depth, False, True, 1)
+    path, tensor = str(case.directory / "zerograph-bench.ds"), memory[: case.size]
 
     def run(verb: str) -> tuple[float, float]:
-        begin, cpu = time.perf_counter(), time.process_time()
-        (handle.sync_pread if verb == "read" else handle.sync_pwrite)(memory[: case.size], path, 0)
-        return time.perf_counter() - begin, time.process_time() - cpu
+        with silent():
+            begin, cpu = time.perf_counter(), time.process_time()
+            done = getattr(handle, verb)(tensor, path, False, 0)
+            taken = time.perf_counter() - begin, time.process_time() - cpu
+        if done < 0:
+            raise OSError(f"DeepSpeed's {verb} of {path} failed")
+        return taken
 
     return run
 
 
+@contextmanager
+def silent() -> Iterator[None]:
+    """Without what C++ prints: DeepSpeed says how long each transfer took."""
+    sys.stdout.flush()
+    kept, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nothing)
+
+
+def absent() -> dict[str, str]:
+    """The variants that this machine does not have, and why; one that is there and fails is an error."""
+    reasons = {
+        "fio": None if shutil.which("fio") else "fio is not installed",
+        "deepspeed": None if version("deepspeed") else "DeepSpeed is not installed",
+        "uring": None if _core.has_uring() and _core.probe_uring() == 0 else "there is no io_uring (zerograph doctor)",
+    }
+    return {name: reason for name, reason in reasons.items() if reason is not None}
+
+
 def measure(case: Case, slab: Slab, memory: torch.Tensor, repeats: int) -> list[dict[str, object]]:
-    variants: dict[str, Run | None] = {"fio": fio(case) if shutil.which("fio") else None}
-    variants |= {"deepspeed": deepspeed(case, memory), "threads": ours("threads", case, slab, memory)}
-    if _core.has_uring() and _core.probe_uring() == 0:
-        variants["uring"] = ours("uring", case, slab, memory)
-    found = {name: run for name, run in variants.items() if run is not None}
+    make: dict[str, Callable[[], Run]] = {
+        "fio": lambda: fio(case),
+        "deepspeed": lambda: deepspeed(case, memory),
+        "threads": lambda: ours("threads", case, slab, memory),
+        "uring": lambda: ours("uring", case, slab, memory),
+    }
+    found = {name: build() for name, build in make.items() if name not in absent()}
     samples: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for repeat in range(repeats + 1):  # the first writes the files, and is not counted
         for verb in ("write", "read"):
@@ -155,6 +186,8 @@ def main() -> None:
     memory.view(torch.int64).random_()
     facts, load = machine_facts("cpu"), Load()
     print(describe(facts))
+    for reason in absent().values():
+        print(f"{reason}: not compared with")
     print("| | block MiB | depth | engine | GB/s | of fio | of DeepSpeed | CPU s/GiB |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     try:

@@ -171,6 +171,13 @@ class Uring final : public IoBackend {
       answered_.push_back(&slot);
       return;
     }
+    prepare(slot);
+    // Each by itself: of three or more at once the kernel makes fewer requests where they are neighbours on disk, up to
+    // max_sectors_kb long. A disk that was to have 8 of 1 MiB in flight then had 2 of 4 MiB, and wrote a fifth slower.
+    hand_over(0);
+  }
+
+  void prepare(Slot& slot) {
     const IoTransfer& t = slot.transfer;
     io_uring_sqe* sqe = entry();
     std::lock_guard lock(mutex_);
@@ -189,6 +196,12 @@ class Uring final : public IoBackend {
     }
     if (file != files_.end()) io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE);
     io_uring_sqe_set_data(sqe, &slot);
+  }
+
+  // The entries of the queue to the kernel; what it does not take now goes with the next ones.
+  int hand_over(unsigned wait) {
+    const int injected = queue_.injected_submit();
+    return injected != 0 ? -injected : io_uring_submit_and_wait(&ring_, wait);
   }
 
   int find_buffer(const std::byte* memory, std::uint64_t bytes) const {
@@ -240,8 +253,7 @@ class Uring final : public IoBackend {
         answer();
         continue;  // what was freed may be taken before anything is waited for
       }
-      int submitted = -queue_.injected_submit();
-      if (submitted == 0) submitted = io_uring_submit_and_wait(&ring_, 1);
+      const int submitted = hand_over(1);
       // EINTR: a signal. EAGAIN, EBUSY: the kernel is short of memory or of room for results, which follow now. Whatever
       // else it is, the transfers stay in the queue, and no result may be made up while the kernel can use the memory.
       if (submitted < 0 && submitted != -EINTR && io_uring_cq_ready(&ring_) == 0)
@@ -260,6 +272,7 @@ class Uring final : public IoBackend {
       for (unsigned i = 0; i < count; ++i) {
         if (results[i].first != nullptr) {
           end(*results[i].first, results[i].second);
+          fill();  // at once: the next result may be a staging buffer to copy, with the disk idle meanwhile
           continue;
         }
         std::uint64_t rung;

@@ -15,6 +15,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "folder.h"
+
 namespace zg {
 
 namespace {
@@ -33,17 +35,6 @@ std::string gigabytes(std::uint64_t bytes) {
 
 Status failed(const std::string& what, int error, const std::string& path, const std::string& hint = {}) {
   return fail(Code::system, what + ": " + strerror(error) + (hint.empty() ? "" : "\n\nhint: " + hint), error, path);
-}
-
-Status open_folder(const std::string& folder, FileDescriptor& out) {
-  out = FileDescriptor(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
-  if (out.get() >= 0) return {};
-  const int error = errno;
-  struct stat info;
-  if (lstat(folder.c_str(), &info) == 0 && S_ISLNK(info.st_mode))
-    return failed("the folder for offloaded tensors is a symbolic link, which whoever owns it may turn elsewhere", error,
-                  folder, "give the folder itself, as `realpath` prints it");
-  return failed("cannot open the folder for offloaded tensors", error, folder, "a folder that exists and can be written");
 }
 
 // A random name, so that nobody can be in its place beforehand.

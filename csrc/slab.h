@@ -20,8 +20,7 @@ enum class Naming : std::uint8_t { automatic, unlinked, named };  // the last tw
 
 class Slab {
  public:
-  // Fails with ENOSPC before anything is written where the folder has no room, with ENOTDIR or ELOOP where `folder`
-  // itself is a symbolic link.
+  // Fails with ENOSPC before anything is written where the folder has no room, and where it cannot be opened (folder.h).
   static Status create(const std::string& folder, std::uint64_t bytes, bool direct, Naming naming,
                        std::unique_ptr<Slab>& out);
   ~Slab();

@@ -62,7 +62,8 @@ class Arena:
     ``direct=False`` goes through the page cache. A context manager: leaving it closes it.
 
     Raises:
-        StorageError: a folder cannot be written, is a symbolic link, or has no room; with errno.
+        StorageError: a folder cannot be written, has no room, is a symbolic link, or is reached through one that
+            neither root nor this user owns; with errno.
         ValueError: an argument, or ``ZEROGRAPH_IO``, is none.
     """
 

@@ -315,7 +315,7 @@ def test_folders_that_will_not_do(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path)
     for path, code in (
-        (link, errno.ENOTDIR), (tmp_path / "none", errno.ENOENT), (Path("/dev/null"), errno.ENOTDIR),
+        (link, errno.ELOOP), (tmp_path / "none", errno.ENOENT), (Path("/dev/null"), errno.ENOTDIR),
     ):  # fmt: skip
         with pytest.raises(StorageError) as caught:
             Arena([path], MIB)
@@ -328,6 +328,38 @@ def test_folders_that_will_not_do(tmp_path: Path) -> None:
             Arena(bad, MIB)
     with pytest.raises(ValueError, match="stripe"):
         Arena([tmp_path], MIB, stripe=5000)
+
+
+def test_links_among_the_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of root and of this user are followed, those of others are not; the folder itself is never one."""
+    folder = tmp_path / "disk" / "folder"
+    folder.mkdir(parents=True)
+    absolute, relative, chain = (tmp_path / name for name in ("absolute", "relative", "chain"))
+    absolute.symlink_to(folder.parent)
+    relative.symlink_to("disk/../disk/.")
+    chain.symlink_to("./relative/folder/..")
+    monkeypatch.chdir(tmp_path)
+    for path in (absolute / "folder", relative / "folder", chain / "folder", "chain/folder", "./chain/./folder//"):
+        with Arena([path], MIB) as arena:
+            (name,) = {os.readlink(f"/proc/self/fd/{slab.fd}") for slab in arena._slabs}
+            assert Path(name).parent == folder
+    chain.unlink()
+    chain.symlink_to("chain")
+    for path in (chain / "folder", f"{absolute}/", f"{absolute}/."):
+        with pytest.raises(StorageError) as caught:
+            Arena([path], MIB)
+        assert caught.value.errno == errno.ELOOP
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a link away")
+def test_a_link_of_another_user_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "folder").mkdir(parents=True)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "disk")
+    os.chown(link, 12345, -1, follow_symlinks=False)
+    with pytest.raises(StorageError, match=r"'link', on the way .* is a symbolic link of user 12345") as caught:
+        Arena([link / "folder"], MIB)
+    assert caught.value.errno == errno.ELOOP and "realpath" in caught.value.hint
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no tmpfs")

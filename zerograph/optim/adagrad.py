@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adagrad import adagrad
 
 from zerograph import _core
-from zerograph.optim.host import HostOptimizer
+from zerograph.optim.host import HostOptimizer, unscaled
 from zerograph.optim.parts import Member, Part
 
 
@@ -71,7 +71,7 @@ class Adagrad(HostOptimizer, torch.optim.Adagrad):
     ) -> None:
         adagrad(
             [m.target for m in members],
-            grads if scale is None else list(torch._foreach_div(grads, scale.to(grads[0].dtype))),
+            unscaled(grads, scale),
             [m.states[0] for m in members],
             [m.step for m in members if m.step is not None],
             foreach=True,

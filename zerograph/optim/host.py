@@ -86,7 +86,8 @@ class HostOptimizer(Optimizer):
         members: Sequence[Member],
         scale: Tensor | None,
     ) -> None:
-        """Update the targets of ``members`` by torch; gradients are to be divided by ``scale``."""
+        """Update the targets of ``members`` by torch; gradients are to be divided by ``scale``: torch's fused kernels
+        do that themselves, for others there is :func:`unscaled`."""
         raise NotImplementedError
 
     _counts = True
@@ -327,6 +328,11 @@ class HostOptimizer(Optimizer):
                 f"{type(self).__name__}(differentiable=True): autograd cannot look into native kernels",
                 "use the optimizer of torch.optim to differentiate through its steps",
             )
+
+
+def unscaled(grads: list[Tensor], scale: Tensor | None) -> list[Tensor]:
+    """``grads``, of one dtype, divided by ``scale``; they themselves where there is none."""
+    return grads if scale is None else list(torch._foreach_div(grads, scale.to(grads[0].dtype)))
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zerograph import _core
 from zerograph.errors import ConfigError
-from zerograph.optim.host import HostOptimizer
+from zerograph.optim.host import HostOptimizer, unscaled
 from zerograph.optim.parts import Member, Part
 
 
@@ -75,8 +75,7 @@ class Lion(HostOptimizer):
     ) -> None:
         targets, moments = [m.target for m in members], [m.states[0] for m in members]
         (beta1, beta2), lr = group["betas"], float(group["lr"])
-        if scale is not None:
-            grads = list(torch._foreach_div(grads, scale.to(grads[0].dtype)))
+        grads = unscaled(grads, scale)
         if group["maximize"]:
             grads = list(torch._foreach_neg(grads))
         if group["weight_decay"]:
