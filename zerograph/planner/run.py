@@ -3,7 +3,7 @@
 Shards that live off the device are fetched into their slice of the gathered bucket (an in-place all-gather) when its
 gather could begin. Reduced gradients are spilled one bucket after another. Saved activations leave after the last
 layer that reads them, and come back one layer before the backward needs them. Tiles of an oversized operator follow
-one another, at most ``prefetch + 1`` of them whole. Where optimizer states live off the device, updates run on the
+one another, at most one more of them whole than is gathered ahead. Where optimizer states live off the device, updates run on the
 host (:mod:`~zerograph.planner.updates`). What goes to NVMe or comes from it passes through buffers on the host.
 """
 
@@ -37,6 +37,7 @@ class Run:
         self.waits: set[int] = set()
         self.reducing = -1
         self.reduced: dict[int, None] = {}  # buckets, in the order in which their gradients were reduced
+        self.ahead = decisions.ahead or (decisions.prefetch,) * len(decisions.homes)
         self.tier_of = dict(decisions.offload)  # layer -> tier of what it saves
         self.saved: dict[str, int] = {}  # layer -> the task that moved the last of what it saves away
         self.arriving: dict[int, list[int]] = {}  # region -> tasks that bring back what it needs
@@ -132,7 +133,7 @@ class Run:
                 ended = i == slices - 1 or tile != (i + 1) * tiles // slices
                 if bucket in gathered:
                     there = gathered[bucket]
-                    for ahead in range(len(there), min(tiles, tile + self.decisions.prefetch + 1) if begins else 0):
+                    for ahead in range(len(there), min(tiles, tile + self.ahead[bucket] + 1) if begins else 0):
                         there.append(self._bring(bucket, parts[ahead]))
                     self.waits.add(there[tile])
                     if ended:
