@@ -66,7 +66,8 @@ def test_counts_alone_come_close_where_layers_are_alike(layer: Layer, depth: int
     """Deep steps are searched by counts; on shallow ones all subsets tell what that misses."""
     search = Search(step_of([layer] * depth), WISH, MACHINE, complete=0)
     candidates = every(search)
-    budget = search.smallest.peak + int(share * (max(c.peak for c in candidates) - search.smallest.peak))
+    peaks = [c.peak for c in candidates]
+    budget = max(min(peaks), search.smallest.peak) + int(share * (max(peaks) - min(peaks)))
     best = min(c.seconds for c in candidates if c.peak <= budget)
     found = search.within(budget)
     assert found is not None

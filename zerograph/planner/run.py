@@ -3,8 +3,9 @@
 Shards that live off the device are fetched into their slice of the gathered bucket (an in-place all-gather) when its
 gather could begin. Reduced gradients are spilled one bucket after another. Saved activations leave after the last
 layer that reads them, and come back one layer before the backward needs them. Tiles of an oversized operator follow
-one another, at most one more of them whole than is gathered ahead. Where optimizer states live off the device, updates run on the
-host (:mod:`~zerograph.planner.updates`). What goes to NVMe or comes from it passes through buffers on the host.
+one another, at most one more of them whole than is gathered ahead. Where optimizer states live off the device, updates
+run on the host (:mod:`~zerograph.planner.updates`). What goes to NVMe or comes from it passes through buffers on the
+host.
 """
 
 from __future__ import annotations
@@ -189,10 +190,13 @@ class Run:
             if self.decisions.tiles[bucket] > 1:
                 continue  # tiles are freed one by one
             if kept == "use" or (kept == "backward" and phase.name == "backward"):
-                del self.whole[bucket]
-                part = self.scheduler.transfers(bucket, 1)[0]
-                self.freed[self.last] = self.freed.get(self.last, ()) + on("device", part.whole)
-                self.gave("whole", part.label, "device", part.whole, self.last)
+                self._let_go(bucket)
+
+    def _let_go(self, bucket: int) -> None:
+        del self.whole[bucket]
+        part = self.scheduler.transfers(bucket, 1)[0]
+        self.freed[self.last] = self.freed.get(self.last, ()) + on("device", part.whole)
+        self.gave("whole", part.label, "device", part.whole, self.last)
 
     def _reduce_all(self, buckets: Sequence[int]) -> None:
         for bucket in buckets:

@@ -321,8 +321,8 @@ def _phase(
         slices = max((tiles[bucket] for bucket in (*reads, *makes)), default=1)
         visited = tuple(starts.get(begin, ()))
         pieces.append(Piece(task, k, first, last, visited, done, slices, reads, makes, tuple(made), temporary))
-    begin, end = gathers(found_visits, prefetch, ()), _frees(found_visits)
-    return PhaseWork(name, tuple(regions), tuple(pieces), found_visits, begin, end, moving)
+    gathered = gathers(found_visits, prefetch, ())
+    return PhaseWork(name, tuple(regions), tuple(pieces), found_visits, gathered, _frees(found_visits), moving)
 
 
 @dataclass(frozen=True, slots=True)

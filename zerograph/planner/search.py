@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, pairwise
@@ -26,13 +26,14 @@ from zerograph.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Reco
 from zerograph.ir import Step
 from zerograph.machine import TIERS, Machine, Tier
 from zerograph.plan import Plan
-from zerograph.planner.candidates import Candidate, Space, frontier
+from zerograph.planner.candidates import Candidate, Place, Space, frontier
 from zerograph.planner.choice import Offload
 from zerograph.planner.ladder import open_homes, open_tiers
 from zerograph.planner.liveness import Mode
 from zerograph.planner.offloading import WORK, Offloading, corners, every_home, every_offload
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import Profile, profile
+from zerograph.planner.relief import relieved, varied
 from zerograph.planner.rules import plan_step
 from zerograph.planner.simulate import Memory
 
@@ -50,6 +51,12 @@ MOST_TILES = 16
 """Tiles of one parameter, at most: each costs a collective of its own, and the planner a few tasks."""
 ALL_TILES = 2048
 """Tiles of a step, at most, unless two of each parameter are more: a plan of so many takes the planner 0.2 s."""
+
+
+RELIEVED = 6
+"""Plans whose peaks are relieved (:mod:`~zerograph.planner.relief`), of those that stay and of those that offload."""
+RELIEF = 60_000
+"""Tasks that are simulated for that, of either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,24 +138,23 @@ class Search:
         prefetches = PREFETCHES if wish.prefetch is None else (wish.prefetch,)
         if not step.params or not step.training:
             prefetches = (DEFAULT_PREFETCH if wish.prefetch is None else wish.prefetch,)
-        places = [
-            (s, prefetch)
-            for s in self.spaces
-            for prefetch in prefetches
-            if not (s.tiled and wish.prefetch is None and prefetch > 1)
-        ]
-        if sum(_size(space, self.homes, self.tiers) for space, _ in places) <= complete:
-            self.best = frontier(c for place in places for c in _all(*place, self.homes, self.tiers))
-            return
-        whole = [place for place in places if not place[0].tiled]
-        in_tiles = [place for place in places if place[0].tiled]
-        stays = self.homes[0] == 0
-        # Plans that offload nothing, where they are open, are those that are looked at where nothing can be offloaded.
-        found = list(_staying(whole, complete)) if stays else []
-        if step.training and (self.tiers or in_tiles):
-            chosen = [*(_worthwhile(in_tiles)[:1] if in_tiles else []), *_worthwhile(whole)]
-            found += Offloading(self.homes, self.tiers, chosen, work * (2 - stays)).candidates
-        found += corners(self.spaces, self.homes, self.tiers, min(prefetches))
+        whole = [Place(space, prefetch) for space in self.spaces for prefetch in prefetches]
+        in_tiles = list(_in_tiles(self.spaces, prefetches if wish.prefetch is not None else prefetches[:2]))
+        places = [*whole, *in_tiles]
+        found: list[Candidate] = []
+        if self.homes[0] == 0:  # what may stay is looked at as where nothing can be offloaded: more tiers lose nothing
+            found += _staying(whole, complete)
+            found += corners(self.spaces, (0,), (), min(prefetches))
+            found += _relieved(found, tile=False, small=_count(whole, (0,), ()) <= complete)
+        if self.tiers or in_tiles:
+            small = _count(places, self.homes, self.tiers) <= complete
+            if small:
+                found += (c for place in places for c in _all(place, self.homes, self.tiers))
+            elif step.training:
+                chosen = [*(_worthwhile(in_tiles)[:1] if in_tiles else []), *_worthwhile(whole)]
+                found += Offloading(self.homes, self.tiers, chosen, work * (2 - (self.homes[0] == 0))).candidates
+            found += corners(self.spaces, self.homes, self.tiers, min(prefetches))
+            found += _relieved(found, tile=wish.tiles, small=small)
         self.best = frontier(found)
 
     @property
@@ -232,48 +238,74 @@ def _spaces(
             recompute=wish.recompute,
         )
         rates = Rates(machine, wish.world_size, plan.compute_dtype)
-        tiles = wish.tiles and size in (sizes[0], DEFAULT_BUCKET_SIZE)  # in between there is little to gain
-        for one in (plan, tiled(plan, size)) if tiles else (plan,):
-            if one not in seen:
-                seen.add(one)
-                keep, save = wish.stage == "auto", wish.recompute == "auto"
-                yield Space(found, one, rates, held, keep=keep, save=save, home=home, moments=moments)
+        tiles = most_tiles(plan, size) if wish.tiles else ()
+        if plan not in seen:
+            seen.add(plan)
+            keep, save = wish.stage == "auto", wish.recompute == "auto"
+            yield Space(
+                found, plan, rates, held, keep=keep, save=save, home=home, moments=moments, most_tiles=tiles, size=size
+            )
 
 
-def tiled(plan: Plan, size: int) -> Plan:
-    """``plan`` with every parameter that is larger than ``size`` bytes when gathered in tiles of at most so many."""
-    large = [b for b in plan.buckets if b.gathered_bytes > size and len(b.params) == 1 and b.params[0].sharded]
+def most_tiles(plan: Plan, size: int) -> tuple[int, ...]:
+    """In how many tiles each bucket may be: 1 unless it is one parameter that is larger than ``size`` when gathered."""
+    large = {b.index for b in plan.buckets if b.gathered_bytes > size and len(b.params) == 1 and b.params[0].sharded}
     most = min(MOST_TILES, max(2, ALL_TILES // max(1, len(large))))
-    buckets = list(plan.buckets)
-    for bucket in large:
-        wanted = -(-bucket.gathered_bytes // size)
-        tiles = max(1, min(wanted, most, bucket.params[0].chunk_rows(plan.world_size)))
-        buckets[bucket.index] = replace(bucket, tiles=tiles)
-    return replace(plan, buckets=tuple(buckets))
+    return tuple(min(most, b.params[0].chunk_rows(plan.world_size)) if b.index in large else 1 for b in plan.buckets)
 
 
-def _size(space: Space, homes: Sequence[int], tiers: Sequence[Tier]) -> int:
-    """How many plans a space has."""
+def _in_tiles(spaces: Sequence[Space], prefetches: Sequence[int]) -> Iterator[Place]:
+    """Everything in tiles that may be; in buckets of sizes in between there is little to gain."""
+    for space in spaces:
+        tiles = space.in_tiles()
+        if max(tiles, default=1) > 1 and space.size in (spaces[0].size, DEFAULT_BUCKET_SIZE):
+            yield from (Place(space, prefetch, tiles) for prefetch in prefetches)
+
+
+def _relieved(plans: Iterable[Candidate], *, tile: bool, small: bool) -> list[Candidate]:
+    """Plans whose peaks are lower than those of some of the best of ``plans``, evenly spread among them.
+
+    Args:
+        tile: whether operators may be tiled for it.
+        small: whether ``plans`` are all there are: then single changes are tried, too.
+    """
+    best = frontier(plans)
+    count = min(len(best), RELIEVED)
+    some = [best[i * (len(best) - 1) // max(1, count - 1)] for i in range(count)]
+    found = list(relieved(some, tile=tile, work=RELIEF))
+    if small:
+        found += varied(frontier([*best, *found]), tile=tile, work=RELIEF)
+    return found
+
+
+def _count(places: Iterable[Place], homes: Sequence[int], tiers: Sequence[Tier]) -> int:
+    return sum(_size(place, homes, tiers) for place in places)
+
+
+def _size(place: Place, homes: Sequence[int], tiers: Sequence[Tier]) -> int:
+    """How many plans a place has."""
+    space = place.space
     layers = len(space.scheduler.profile.layers) if tiers else 0
     placed: int = len(homes) ** len(space.moves) * (1 + len(tiers)) ** layers
-    return placed << len(space.keeps) + len(space.saves)
+    return placed << len(place.keeps) + len(space.saves)
 
 
-def _all(space: Space, prefetch: int, homes: Sequence[int], tiers: Sequence[Tier]) -> Iterator[Candidate]:
+def _all(place: Place, homes: Sequence[int], tiers: Sequence[Tier]) -> Iterator[Candidate]:
+    space, prefetch, tiles = place
     for placed in every_home(space, homes):
         for offload in every_offload(space, tiers):
-            for kept in _subsets(space.keeps):
+            for kept in _subsets(place.keeps):
                 for saved in _subsets(space.saves):
-                    yield space.candidate(prefetch, kept, saved, placed, offload)
+                    yield space.candidate(prefetch, kept, saved, placed, offload, tiles)
 
 
-def _staying(places: Sequence[tuple[Space, int]], complete: int) -> Iterator[Candidate]:
+def _staying(places: Sequence[Place], complete: int) -> Iterator[Candidate]:
     """Plans that offload nothing: all of them, or a grid of counts and what lies behind its frontier."""
-    if sum(_size(space, (0,), ()) for space, _ in places) <= complete:
+    if _count(places, (0,), ()) <= complete:
         for place in places:
-            yield from _all(*place, (0,), ())
+            yield from _all(place, (0,), ())
         return
-    points = {p.candidate: p for place in _worthwhile(places) for p in _grid(*place)}
+    points = {p.candidate: p for place in _worthwhile(places) for p in _grid(place.space, place.prefetch)}
     yield from points
     yield from (c for candidate in frontier(points) for c in points[candidate].finer())
 
@@ -282,11 +314,12 @@ def _subsets(items: Sequence[T]) -> Iterator[tuple[T, ...]]:
     return chain.from_iterable(combinations(items, k) for k in range(len(items) + 1))
 
 
-def _worthwhile(places: Sequence[tuple[Space, int]]) -> list[tuple[Space, int]]:
-    """The pairs of buckets and prefetch that are fastest or smallest with nothing kept and everything saved."""
-    seen: dict[Candidate, tuple[Space, int]] = {}
-    for space, prefetch in places:
-        seen.setdefault(space.counted(prefetch, 0, len(space.saves)), (space, prefetch))
+def _worthwhile(places: Sequence[Place]) -> list[Place]:
+    """Those that are fastest or smallest with nothing kept and everything saved."""
+    seen: dict[Candidate, Place] = {}
+    for place in places:
+        space, prefetch, tiles = place
+        seen.setdefault(space.counted(prefetch, 0, len(space.saves), tiles), place)
     best = frontier(seen)
     chosen = {round(k * (len(best) - 1) / (SPACES - 1)) for k in range(SPACES)}
     return [seen[best[k]] for k in sorted(chosen)]
