@@ -43,11 +43,11 @@ def every_offload(space: Space, tiers: Sequence[Tier]) -> Iterator[tuple[tuple[s
 
 
 def corners(spaces: Sequence[Space], homes: Sequence[int], tiers: Sequence[Tier], prefetch: int) -> Iterator[Candidate]:
-    """Plans that need the least of each tier: the smallest buckets, whole and in most tiles, nothing kept or saved."""
+    """Plans that need the least of each tier: the smallest buckets, whole and in tiles, nothing kept or saved."""
     profile = spaces[0].scheduler.profile
     waits = [(), *(tuple((layer, tier) for layer in profile.layers) for tier in tiers if profile.training)]
     space = spaces[0]
-    tiled = space.most_tiles
+    tiled = space.in_tiles()
     looked_at = [((), waits), *([(tiled, waits[:1])] if max(tiled, default=1) > 1 else [])]  # tiles cost many tasks
     for tiles, offloads in looked_at:
         for home in _one_tier(homes) if profile.training else homes[:1]:
@@ -147,11 +147,12 @@ class Offloading:
     def _corners(self) -> Iterator[_State]:
         """All groups alike, all shards on one tier: what needs the least of each tier is among these.
 
-        Tiles cost many tasks and are for plans that are short of memory, so nothing is saved beside them.
+        The last place is the fastest; the others are for plans that are short of memory, so nothing is saved there.
         """
         homes = _one_tier(self.homes)
-        for place, (_, _, tiles) in enumerate(self.places):
-            for saved in (0,) if tiles else (0, 1):
+        fastest = len(self.places) - 1
+        for place in range(len(self.places)):
+            for saved in (0, 1) if place == fastest else (0,):
                 for tier, home in product(range(len(self.tiers) + 1), homes):
                     yield self._alike(place, saved, home, tier)
 

@@ -100,9 +100,10 @@ def relieved(plans: Iterable[Candidate], *, tile: bool, work: int) -> Iterator[C
         space, before = plan.space, plan.space.work
         tilable = frozenset(b for b, most in enumerate(space.most_tiles) if most > 1) if tile else frozenset()
         for target, start in _targets(plan, tilable):
-            yield from _reach(start, target, tilable)
-            if space.work - before >= work:
-                break
+            for changed in _reach(start, target, tilable):
+                yield changed
+                if space.work - before >= work:
+                    return
         work -= space.work - before
 
 
@@ -150,8 +151,7 @@ def _targets(plan: Candidate, tilable: frozenset[int]) -> Iterator[tuple[int, Ca
         whole = plan.space.of((*plan.key[:5], (), plan.ahead))
         yield plan.peak, whole
         plan = whole
-    tiles = [most if b in tilable else 1 for b, most in enumerate(plan.space.most_tiles)]
-    tiles = tiles if tilable else list(plan.tiles)
+    tiles = plan.space.in_tiles() if tilable else plan.tiles
     overlaps = plan.space.scheduler.rates.overlaps
     ahead = (0,) * len(plan.homes) if overlaps else plan.ahead
     least = plan.space.of(plan.space.key(*plan.key[:5], tiles, ahead))

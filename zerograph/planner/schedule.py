@@ -129,6 +129,7 @@ class Scheduler:
         self._trained = [p for p in profile.params if p.trainable]
         self._updates: dict[frozenset[int], float] = {}
         self._transfers: dict[tuple[int, int], tuple[Transfer, ...]] = {}
+        self._all: dict[tuple[int, ...], tuple[tuple[Transfer, ...], ...]] = {}
         self._parts: dict[tuple[int, Mode], list[_Part]] = {}
         self._phases: dict[tuple[tuple[int, ...], int, tuple[str, ...], bool], tuple[PhaseWork, ...]] = {}
         self._later: dict[tuple[object, ...], tuple[PhaseWork, ...]] = {}  # the same, with gathers that wait
@@ -163,6 +164,12 @@ class Scheduler:
                 self.names[bucket], self.buckets[bucket], tiles, self._whole, self.rates, self.moments
             )
         return self._transfers[key]
+
+    def all_transfers(self, tiles: tuple[int, ...]) -> tuple[tuple[Transfer, ...], ...]:
+        """The parts of every bucket."""
+        if tiles not in self._all:
+            self._all[tiles] = tuple(self.transfers(bucket, count) for bucket, count in enumerate(tiles))
+        return self._all[tiles]
 
     def moved(self, homes: Sequence[Homes]) -> Memory:
         """What ``homes`` change of the memory that is held between steps, by tier."""

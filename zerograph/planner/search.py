@@ -2,8 +2,8 @@
 
 What is free is searched: which buckets stay gathered from forward to backward, which layers are recomputed, bucket size
 and prefetch. Every candidate is simulated. Which candidates are looked at does not depend on the budget: a coarse grid
-of counts, and finer steps behind those of it that no other beats in both time and memory. More budget therefore never
-finds a slower plan. Steps that are small enough are searched completely.
+of counts, and what lies between neighbours of it that no other beats in both time and memory. More budget therefore
+never finds a slower plan. Steps that are small enough are searched completely.
 
 Where something may leave the device, homes of shards and of saved activations are searched with all of that
 (:mod:`~zerograph.planner.offloading`), and peaks of all tiers count. Plans that offload nothing are looked at as
@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, pairwise
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from zerograph.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Recompute
 from zerograph.ir import Step
@@ -41,21 +41,23 @@ T = TypeVar("T")
 MIB = 2**20
 BUCKET_SIZES = (8 * MIB, 16 * MIB, DEFAULT_BUCKET_SIZE, 64 * MIB, 128 * MIB)
 PREFETCHES = (0, DEFAULT_PREFETCH, 2, 4)
-GRID = 4
-"""Steps of a count in the coarse grid, and between two neighbours of it."""
+GRID = 2
+"""Steps of a count in the coarse grid."""
+HALVINGS = 3
+"""Times that what lies between two neighbours of the frontier is halved."""
 SPACES = 2
 """Pairs of bucket size and prefetch of which the counts are searched."""
 COMPLETE = 1100
 """Candidates up to which all are looked at."""
 MOST_TILES = 16
 """Tiles of one parameter, at most: each costs a collective of its own, and the planner a few tasks."""
-ALL_TILES = 2048
-"""Tiles of a step, at most, unless two of each parameter are more: a plan of so many takes the planner 0.2 s."""
+ALL_TILES = 1024
+"""Tiles of a step, at most, unless two of each parameter are more: a plan of so many takes the planner 0.1 s."""
 
 
 RELIEVED = 6
 """Plans whose peaks are relieved (:mod:`~zerograph.planner.relief`), of those that stay and of those that offload."""
-RELIEF = 60_000
+RELIEF = 30_000
 """Tasks that are simulated for that, of either."""
 
 
@@ -300,14 +302,17 @@ def _all(place: Place, homes: Sequence[int], tiers: Sequence[Tier]) -> Iterator[
 
 
 def _staying(places: Sequence[Place], complete: int) -> Iterator[Candidate]:
-    """Plans that offload nothing: all of them, or a grid of counts and what lies behind its frontier."""
+    """Plans that offload nothing: all of them, or a grid of counts and what lies between those on its frontier."""
     if _count(places, (0,), ()) <= complete:
         for place in places:
             yield from _all(place, (0,), ())
         return
-    points = {p.candidate: p for place in _worthwhile(places) for p in _grid(place.space, place.prefetch)}
+    points = {p.candidate: p for place in _worthwhile(places) for p in _grid(place)}
+    for _ in range(HALVINGS):
+        best = [points[c] for c in frontier(points)]
+        pairs = chain.from_iterable(pairwise(p for p in best if p.place == place) for place in dict.fromkeys(p.place for p in best))
+        points |= {p.candidate: p for p in dict.fromkeys(a.between(b) for a, b in pairs)}
     yield from points
-    yield from (c for candidate in frontier(points) for c in points[candidate].finer())
 
 
 def _subsets(items: Sequence[T]) -> Iterator[tuple[T, ...]]:
@@ -325,38 +330,27 @@ def _worthwhile(places: Sequence[Place]) -> list[Place]:
     return [seen[best[k]] for k in sorted(chosen)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """A candidate of the grid, and the counts that belong to it and to the next ones."""
+class _Point(NamedTuple):
+    """A plan that keeps the first so many buckets, and saves the first so many layers."""
 
-    space: Space
-    prefetch: int
-    kept: tuple[int, int]
-    saved: tuple[int, int]
+    place: Place
+    kept: int
+    saved: int
 
     @property
     def candidate(self) -> Candidate:
-        return self.space.counted(self.prefetch, self.kept[0], self.saved[0])
+        return self.place.space.counted(self.place.prefetch, self.kept, self.saved)
 
-    def finer(self) -> Iterator[Candidate]:
-        """What lies between this point and the next ones of the grid, one count changed at a time."""
-        for kept in _steps(*self.kept):
-            yield self.space.counted(self.prefetch, kept, self.saved[0])
-        for saved in _steps(*self.saved):
-            yield self.space.counted(self.prefetch, self.kept[0], saved)
+    def between(self, other: _Point) -> _Point:
+        """The point in the middle."""
+        return _Point(self.place, (self.kept + other.kept) // 2, (self.saved + other.saved) // 2)
 
 
-def _grid(space: Space, prefetch: int) -> Iterator[_Point]:
-    for kept in _cells(len(space.keeps)):
-        for saved in _cells(len(space.saves)):
-            yield _Point(space, prefetch, kept, saved)
+def _grid(place: Place) -> Iterator[_Point]:
+    for kept in _steps(len(place.space.keeps)):
+        for saved in _steps(len(place.space.saves)):
+            yield _Point(place, kept, saved)
 
 
-def _cells(count: int) -> list[tuple[int, int]]:
-    """Ranges that begin at each step of a count; the last one is its end."""
-    steps = _steps(0, count)
-    return [*pairwise(steps), (count, count)]
-
-
-def _steps(begin: int, end: int) -> list[int]:
-    return sorted({begin + round(k * (end - begin) / GRID) for k in range(GRID + 1)})
+def _steps(count: int) -> list[int]:
+    return sorted({round(k * count / GRID) for k in range(GRID + 1)})
