@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, step_of
 
@@ -93,6 +93,7 @@ def compare(search: Search, everything: list[tuple[float, Peaks]], shares: list[
         assert not fit or (found is not None and found.seconds <= min(fit) * TOLERANCE)
 
 
+@example(layers=[Layer(1024, 1024, 1024, 10**11), Layer(4 * 10**7, 1024, 1024, 10**6)], shares=[(0.0, 0.0, 0.0)])
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(layers=st.lists(_LAYER, min_size=2, max_size=3), shares=_SHARES)
 def test_residency_recomputation_and_starts(layers: list[Layer], shares: list[tuple[float, ...]]) -> None:

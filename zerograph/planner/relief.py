@@ -108,7 +108,8 @@ def relieved(plans: Iterable[Candidate], *, tile: bool, work: int) -> Iterator[C
 
 
 def varied(plans: Sequence[Candidate], *, tile: bool, work: int) -> Iterator[Candidate]:
-    """What single changes of starts and tiles lead to from ``plans``, as long as nothing beats it.
+    """What single changes lead to from ``plans``, as long as nothing beats it: of starts and tiles, and of what is kept
+    and recomputed beside them.
 
     This finds what :func:`relieved` cannot aim at: a gather that begins later may also make room elsewhere, since it
     moves what comes after it. It is for steps of a few buckets.
@@ -131,7 +132,8 @@ def varied(plans: Sequence[Candidate], *, tile: bool, work: int) -> Iterator[Can
 
 
 def _beside(plan: Candidate, tile: bool) -> Iterator[Candidate]:
-    """Plans that differ from ``plan`` in when one bucket is gathered, or in its tiles."""
+    """Plans that differ from ``plan`` in when one bucket is gathered, in its tiles or residency, or in one layer."""
+    yield from _flipped(plan)
     space = plan.space
     ahead = plan.ahead or (plan.prefetch,) * len(plan.homes)
     tiles = plan.tiles or (1,) * len(plan.homes)
@@ -143,6 +145,18 @@ def _beside(plan: Candidate, tile: bool) -> Iterator[Candidate]:
         for other in {max(1, count - 1), min(most, count + 1)} - {count}:
             changed = (*tiles[:bucket], other, *tiles[bucket + 1 :])
             yield space.of(space.key(*plan.key[:5], changed, ahead))
+
+
+def _flipped(plan: Candidate) -> Iterator[Candidate]:
+    """Plans that keep one bucket more or less, or recompute one layer more or less."""
+    space, (prefetch, kept, recomputed, homes, offload, tiles, ahead) = plan.space, plan.key
+    for bucket in space.keeps:
+        if not plan.tiles or plan.tiles[bucket] == 1:
+            yield space.of(space.key(prefetch, {bucket} ^ set(kept), recomputed, homes, offload, tiles, ahead))
+    for layer in space.saves:
+        again = {layer} ^ set(recomputed)
+        layers = tuple(one for one in space.scheduler.profile.layers if one in again)
+        yield space.of(space.key(prefetch, kept, layers, homes, offload, tiles, ahead))
 
 
 def _targets(plan: Candidate, tilable: frozenset[int]) -> Iterator[tuple[int, Candidate]]:

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, combinations, pairwise
+from itertools import chain, combinations, pairwise, product
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from zerograph.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Recompute
@@ -306,13 +306,28 @@ def _staying(places: Sequence[Place], complete: int) -> Iterator[Candidate]:
     if _count(places, (0,), ()) <= complete:
         for place in places:
             yield from _all(place, (0,), ())
+        yield from _started(places, complete)
         return
     points = {p.candidate: p for place in _worthwhile(places) for p in _grid(place)}
     for _ in range(HALVINGS):
         best = [points[c] for c in frontier(points)]
-        pairs = chain.from_iterable(pairwise(p for p in best if p.place == place) for place in dict.fromkeys(p.place for p in best))
+        pairs = chain.from_iterable(
+            pairwise(p for p in best if p.place == place) for place in dict.fromkeys(p.place for p in best)
+        )
         points |= {p.candidate: p for p in dict.fromkeys(a.between(b) for a, b in pairs)}
     yield from points
+
+
+def _started(places: Sequence[Place], complete: int) -> Iterator[Candidate]:
+    """All plans of ``places`` with all starts of all gathers, as far as that many may be looked at."""
+    for space, prefetch, _ in places:
+        buckets = len(space.plan.buckets)
+        complete -= (prefetch + 1) ** buckets << len(space.keeps) + len(space.saves)
+        if complete < 0 or not space.scheduler.rates.overlaps:
+            return
+        for ahead in product(range(prefetch + 1), repeat=buckets):
+            for kept, saved in product(_subsets(space.keeps), _subsets(space.saves)):
+                yield space.candidate(prefetch, kept, saved, ahead=ahead)
 
 
 def _subsets(items: Sequence[T]) -> Iterator[tuple[T, ...]]:
