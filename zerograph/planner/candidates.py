@@ -22,6 +22,8 @@ from zerograph.planner.schedule import Decisions, Scheduler
 from zerograph.planner.simulate import Memory, Peaks, Task, measure
 
 T = TypeVar("T")
+FINEST = 128
+"""Tiles of a step up to which all operators are looked at in the most tiles there may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +166,11 @@ class Space:
             self.work += len(tasks)
             self._known[key] = Candidate(seconds, peaks, self, *key)
         return self._known[key]
+
+    @property
+    def finest(self) -> tuple[int, ...]:
+        """The most tiles that are looked at everywhere at once: those of the size where so many would take too long."""
+        return self.most_tiles if sum(self.most_tiles) <= FINEST + len(self.most_tiles) else self.in_tiles()
 
     def in_tiles(self) -> tuple[int, ...]:
         """Tiles of every bucket that may be tiled, as few as make each fit the size, if it may be so many."""

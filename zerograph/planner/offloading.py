@@ -43,11 +43,11 @@ def every_offload(space: Space, tiers: Sequence[Tier]) -> Iterator[tuple[tuple[s
 
 
 def corners(spaces: Sequence[Space], homes: Sequence[int], tiers: Sequence[Tier], prefetch: int) -> Iterator[Candidate]:
-    """Plans that need the least of each tier: the smallest buckets, whole and in tiles, nothing kept or saved."""
+    """Plans that need the least of each tier: the smallest buckets, whole and in most tiles, nothing kept or saved."""
     profile = spaces[0].scheduler.profile
     waits = [(), *(tuple((layer, tier) for layer in profile.layers) for tier in tiers if profile.training)]
     space = spaces[0]
-    tiled = space.in_tiles()
+    tiled = space.finest
     looked_at = [((), waits), *([(tiled, waits[:1])] if max(tiled, default=1) > 1 else [])]  # tiles cost many tasks
     for tiles, offloads in looked_at:
         for home in _one_tier(homes) if profile.training else homes[:1]:

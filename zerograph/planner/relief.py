@@ -165,7 +165,7 @@ def _targets(plan: Candidate, tilable: frozenset[int]) -> Iterator[tuple[int, Ca
         whole = plan.space.of((*plan.key[:5], (), plan.ahead))
         yield plan.peak, whole
         plan = whole
-    tiles = plan.space.in_tiles() if tilable else plan.tiles
+    tiles = plan.space.finest if tilable else plan.tiles
     overlaps = plan.space.scheduler.rates.overlaps
     ahead = (0,) * len(plan.homes) if overlaps else plan.ahead
     least = plan.space.of(plan.space.key(*plan.key[:5], tiles, ahead))
