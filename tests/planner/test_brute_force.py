@@ -52,9 +52,9 @@ def starts(plan: Plan) -> Iterator[Plan]:
         yield with_buckets(plan, [replace(b, ahead=ahead) for b, ahead in zip(plan.buckets, chosen, strict=True)])
 
 
-def homes(plan: Plan) -> Iterator[Plan]:
+def homes(plan: Plan, tiers: tuple[Tier, ...] = TIERS) -> Iterator[Plan]:
     """Every home of every bucket that goes with stage 3, also those that the search does not look at."""
-    every = [h for h in (Homes(*tiers) for tiers in product(TIERS, repeat=3)) if h.in_order]
+    every = [h for h in (Homes(*three) for three in product(tiers, repeat=3)) if h.in_order]
     for chosen in product(every, repeat=len(plan.buckets)):
         yield with_buckets(plan, [replace(b, homes=home) for b, home in zip(plan.buckets, chosen, strict=True)])
 
@@ -119,4 +119,20 @@ def test_homes_residency_and_recomputation(layers: list[Layer], shares: list[tup
         for recomputed in recomputations(kept, len(layers))
     )
     wish = Wish("auto", WORLD, bucket_size=SIZE, prefetch=1, offload="auto", tile=False)
-    compare(Search(step, wish, GPU), judged(step, plans, GPU), shares)
+    compare(Search(step, wish, GPU, complete=0), judged(step, plans, GPU), shares)
+
+
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(layers=st.lists(_LAYER, min_size=2, max_size=2), shares=_SHARES)
+def test_homes_residency_and_activations_on_one_tier(layers: list[Layer], shares: list[tuple[float, ...]]) -> None:
+    """Every layer's activations kept, recomputed or offloaded, with every home on the device and the host."""
+    machine, step = replace(GPU, nvme_capacity=0), step_of(layers)
+    plans = (
+        replace(recomputed, offload=tuple((f"blocks.{i}", "host") for i, away in enumerate(waits) if away))
+        for placed in homes(whole(step, 1), TIERS[:2])
+        for kept in residencies(placed)
+        for recomputed in recomputations(kept, len(layers))
+        for waits in product((False, True), repeat=len(layers))
+    )
+    wish = Wish("auto", WORLD, bucket_size=SIZE, prefetch=1, offload="auto", tile=False)
+    compare(Search(step, wish, machine, complete=0), judged(step, plans, machine), shares)

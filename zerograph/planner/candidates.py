@@ -263,10 +263,10 @@ def _by_reward(items: Sequence[T], reward: Callable[[T], float]) -> list[T]:
     groups: dict[float, list[T]] = {}
     for item in items:
         groups.setdefault(float(f"{reward(item):.6g}"), []).append(item)  # what differs by rounding is alike
-    return [item for value in sorted(groups, reverse=True) for item in _spread(groups[value])]
+    return [item for value in sorted(groups, reverse=True) for item in spread(groups[value])]
 
 
-def _spread(items: Sequence[T]) -> list[T]:
+def spread(items: Sequence[T]) -> list[T]:
     """The last, then those in the middle of the largest gaps (van der Corput's sequence)."""
     order = sorted(range(len(items)), key=lambda i: _reversed_bits(len(items) - 1 - i, len(items)))
     return [items[i] for i in order]

@@ -26,7 +26,7 @@ from zerograph.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Reco
 from zerograph.ir import Step
 from zerograph.machine import TIERS, Machine, Tier
 from zerograph.plan import Plan
-from zerograph.planner.candidates import Candidate, Place, Space, frontier
+from zerograph.planner.candidates import Candidate, Place, Space, frontier, spread
 from zerograph.planner.choice import Offload
 from zerograph.planner.ladder import open_homes, open_tiers
 from zerograph.planner.liveness import Mode
@@ -55,6 +55,8 @@ ALL_TILES = 1024
 """Tiles of a step, at most, unless two of each parameter are more: a plan of so many takes the planner 0.1 s."""
 
 
+FEW = 8
+"""Buckets up to which single changes of the best plans are tried, whatever the number of candidates."""
 RELIEVED = 6
 """Plans whose peaks are relieved (:mod:`~zerograph.planner.relief`), of those that stay and of those that offload."""
 RELIEF = 30_000
@@ -144,10 +146,11 @@ class Search:
         in_tiles = list(_in_tiles(self.spaces, prefetches if wish.prefetch is not None else prefetches[:2]))
         places = [*whole, *in_tiles]
         found: list[Candidate] = []
+        few = all(len(space.plan.buckets) <= FEW for space in self.spaces)
         if self.homes[0] == 0:  # what may stay is looked at as where nothing can be offloaded: more tiers lose nothing
             found += _staying(whole, complete)
             found += corners(self.spaces, (0,), (), min(prefetches))
-            found += _relieved(found, tile=False, small=_count(whole, (0,), ()) <= complete)
+            found += _relieved(found, tile=False, small=few or _count(whole, (0,), ()) <= complete)
         if self.tiers or in_tiles:
             small = _count(places, self.homes, self.tiers) <= complete
             if small:
@@ -156,7 +159,7 @@ class Search:
                 chosen = [*(_worthwhile(in_tiles)[:1] if in_tiles else []), *_worthwhile(whole)]
                 found += Offloading(self.homes, self.tiers, chosen, work * (2 - (self.homes[0] == 0))).candidates
             found += corners(self.spaces, self.homes, self.tiers, min(prefetches))
-            found += _relieved(found, tile=wish.tiles, small=small)
+            found += _relieved(found, tile=wish.tiles, small=small or few)
         self.best = frontier(found)
 
     @property
@@ -269,12 +272,10 @@ def _relieved(plans: Iterable[Candidate], *, tile: bool, small: bool) -> list[Ca
 
     Args:
         tile: whether operators may be tiled for it.
-        small: whether ``plans`` are all there are: then single changes are tried, too.
+        small: whether single changes of all the best are tried, too: of steps of a few buckets.
     """
     best = frontier(plans)
-    count = min(len(best), RELIEVED)
-    some = [best[i * (len(best) - 1) // max(1, count - 1)] for i in range(count)]
-    found = list(relieved(some, tile=tile, work=RELIEF))
+    found = list(relieved(spread(best)[:RELIEVED], tile=tile, work=RELIEF))
     if small:
         found += varied(frontier([*best, *found]), tile=tile, work=RELIEF)
     return found
