@@ -1,4 +1,4 @@
-"""Start each gather up to ``plan.prefetch`` visits before its bucket is needed.
+"""Start each gather up to ``plan.prefetch`` visits before its bucket is needed, or as few as its bucket says.
 
 Moves ``zg.gather`` nodes up to the start of an earlier visit, after that visit's frees, and those of the first visit to
 the very start. Safe because a gather reads only shards, which do not change within a graph; never moves one so early
@@ -19,7 +19,9 @@ def prefetch(gm: fx.GraphModule, plan: Plan) -> int:
     waits = list(gm.graph.find_nodes(op="call_function", target=WAIT_GATHER, sort=True))
     ends = _ends(gm.graph, waits)
     head = next(n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr") and n.target is not GATHER)
-    starts = gather_starts([wait.args[2] for wait in waits], ends, plan.prefetch)
+    buckets: list[int] = [wait.args[2] for wait in waits]  # type: ignore[misc]
+    ahead = plan.ahead()
+    starts = gather_starts(buckets, ends, plan.prefetch, [ahead[bucket] for bucket in buckets])
     moved = 0
     for i, wait in enumerate(waits):
         start: fx.Node = wait.args[0]  # type: ignore[assignment]

@@ -107,6 +107,8 @@ class Bucket:
         homes: where its shards live.
         tiles: parts that its one parameter is gathered, used, reduced and updated in, one after another:
             ZeRO-Infinity's memory-centric tiling of an operator that is too large to be whole.
+        ahead: visits of buckets before its own at which its gathers begin, at most; None: as many as the plan's
+            ``prefetch``, which is the most. Fewer where memory is short when it would be gathered.
     """
 
     index: int
@@ -115,6 +117,7 @@ class Bucket:
     residency: Residency
     homes: Homes = DEVICE
     tiles: int = 1
+    ahead: int | None = None
 
     @property
     def gathered_bytes(self) -> int:
@@ -138,7 +141,7 @@ class Plan:
         stage: the ZeRO stage the plan is a preset of.
         world_size: ranks the parameters are sharded over.
         buckets: in order of first use in the forward.
-        prefetch: buckets gathered ahead of the one in use.
+        prefetch: buckets gathered ahead of the one in use, at most; each bucket may say fewer for itself.
         recompute: layers (``blocks.3``) of which the forward saves the inputs only; their backward computes the rest
             again.
         save_others: whether every other activation that the backward reads is saved; else the partitioner computes
@@ -162,6 +165,10 @@ class Plan:
         tiles = next((f"{b.tiles} tiles of {b.params[0].name}" for b in self.buckets if b.tiles > 1), "")
         saved = f"activations of {self.offload[0][0]} on {self.offload[0][1]}" if self.offload else ""
         return "; ".join(part for part in (homes, saved, tiles) if part)
+
+    def ahead(self) -> tuple[int, ...]:
+        """How many visits ahead the gathers of each bucket begin, at most."""
+        return tuple(self.prefetch if b.ahead is None else b.ahead for b in self.buckets)
 
     def bucket_of(self) -> dict[str, Bucket]:
         """The bucket of every parameter, by name."""
@@ -252,6 +259,8 @@ def _mistakes(bucket: Bucket, plan: Plan) -> Iterator[str]:
         yield f"has {homes}, which stage {plan.stage} does not shard"
     elif not homes.in_order:
         yield f"has {homes}: none may live farther away than gradients, nor those farther than the optimizer"
+    if bucket.ahead is not None and not 0 <= bucket.ahead <= plan.prefetch:
+        yield f"is gathered {bucket.ahead} visits ahead, and prefetch is {plan.prefetch}"
     if bucket.tiles == 1:
         return
     if len(bucket.params) != 1 or not bucket.params[0].sharded:

@@ -36,12 +36,15 @@ def _more_than(limit: int, uses: Sequence[int], first: int, end: int) -> bool:
     return False
 
 
-def gather_starts(buckets: Sequence[object], ends: Sequence[int], distance: int) -> list[int]:
+def gather_starts(
+    buckets: Sequence[object], ends: Sequence[int], distance: int, ahead: Sequence[int] | None = None
+) -> list[int]:
     """For each visit, the one at whose start its gather may begin, with at most ``distance + 1`` buckets whole.
 
     Args:
         buckets: what each visit makes whole.
         ends: for each visit, the number of the visit at whose start it is freed.
+        ahead: for each visit, how many visits before its own its gather begins, at most; ``distance`` unless told.
 
     One pass over the visits: gathers start at most ``distance`` visits early, so what is whole before that is settled.
     """
@@ -54,6 +57,7 @@ def gather_starts(buckets: Sequence[object], ends: Sequence[int], distance: int)
             whole_before += change[at]
         settled = max(settled, i - distance)
         start, whole = max(freed.get(bucket, 0), settled), whole_before
+        start = max(start, i - ahead[i]) if ahead is not None else start
         for at in range(settled, i):
             whole += change[at]
             if whole > distance:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -53,6 +55,25 @@ def test_gathers_start_that_many_visits_ahead(ahead: int, order: str) -> None:
     prefetch(gm, p)
     verify(gm, p)
     assert _moves(gm) == order
+
+
+@pytest.mark.parametrize(
+    ("each", "order"),
+    [
+        ((None, 0, None, None), "g0 g2 w0 - f0 g1 g3 w1 - f1 w2 - f2 w3 - f3"),
+        ((2, 1, 0, 0), "g0 g1 w0 - f0 w1 - f1 g2 w2 - f2 g3 w3 - f3"),
+        ((0, 2, 2, 1), "g0 g1 g2 w0 - f0 w1 - f1 g3 w2 - f2 w3 - f3"),
+    ],
+)
+def test_a_bucket_may_be_gathered_later_than_others(each: tuple[int | None, ...], order: str) -> None:
+    gm, p = _chain("a", "b", "c", "d", ahead=2)
+    (expected,), _ = run(gm)
+    p = replace(p, buckets=tuple(replace(b, ahead=ahead) for b, ahead in zip(p.buckets, each, strict=True)))
+    gather(gm, p)
+    prefetch(gm, p)
+    verify(gm, p)
+    assert _moves(gm) == order
+    assert torch.equal(run(gm)[0][0], expected)
 
 
 def test_golden_graph() -> None:
@@ -119,9 +140,10 @@ _USES = st.lists(st.sampled_from([*_LETTERS, "ab", "bc", "cd", "fa"]), min_size=
 
 
 @settings(max_examples=60, deadline=None)
-@given(uses=_USES, ahead=st.integers(0, 4))
-def test_any_order_of_uses_keeps_the_invariants_and_the_result(uses: list[str], ahead: int) -> None:
+@given(uses=_USES, ahead=st.integers(0, 4), each=st.lists(st.integers(0, 4), min_size=6, max_size=6))
+def test_any_order_of_uses_keeps_the_invariants_and_the_result(uses: list[str], ahead: int, each: list[int]) -> None:
     gm, p = _chain(*uses, ahead=ahead)
+    p = replace(p, buckets=tuple(replace(b, ahead=min(ahead, each[b.index])) for b in p.buckets))
     (expected,), _ = run(gm)
     gather(gm, p)
     prefetch(gm, p)

@@ -177,7 +177,10 @@ def plans(draw: st.DrawFn) -> Drawn:
             tiles = draw(st.integers(1, min(rows, 5))) if len(bucket.params) == 1 and bucket.params[0].sharded else 1
             residency = draw(st.sampled_from(["use", "backward"])) if tiles == 1 else "use"
         kept = [h for h in homes if h == Homes() or _moves(bucket, h)]
-        buckets.append(replace(bucket, homes=draw(st.sampled_from(kept)), tiles=tiles, residency=residency))
+        ahead = draw(st.none() | st.integers(0, plan.prefetch))
+        buckets.append(
+            replace(bucket, homes=draw(st.sampled_from(kept)), tiles=tiles, residency=residency, ahead=ahead)
+        )
     layers = [f"blocks.{i}" for i in range(len(step.params))]
     offload = tuple((layer, draw(st.sampled_from(tiers))) for layer in layers if draw(st.booleans()))
     recompute = tuple(layer for layer in layers if draw(st.booleans()))

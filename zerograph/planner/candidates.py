@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import le
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from zerograph.machine import Tier
 from zerograph.plan import Bucket, Plan, Residency
@@ -19,9 +19,11 @@ from zerograph.planner.ladder import HOMES
 from zerograph.planner.rates import Rates, gathered_bytes
 from zerograph.planner.regions import Profile
 from zerograph.planner.schedule import Decisions, Scheduler
-from zerograph.planner.simulate import Memory, Peaks, measure
+from zerograph.planner.simulate import Memory, Peaks, Task, measure
 
 T = TypeVar("T")
+FINEST = 128
+"""Tiles of a step up to which all operators are looked at in the most tiles there may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,9 @@ class Candidate:
         recomputed: layers that are computed again.
         homes: of each bucket, as a place in :data:`~zerograph.planner.ladder.HOMES`.
         offload: layers whose saved activations leave the device, and where they go.
+        tiles: of each bucket; empty where nothing is tiled.
+        ahead: of each bucket, how many visits before its own it is gathered, at most; empty where all are
+            ``prefetch``.
     """
 
     seconds: float
@@ -43,6 +48,8 @@ class Candidate:
     recomputed: tuple[str, ...]
     homes: tuple[int, ...]
     offload: tuple[tuple[str, Tier], ...]
+    tiles: tuple[int, ...]
+    ahead: tuple[int, ...]
 
     @property
     def peak(self) -> int:
@@ -53,9 +60,14 @@ class Candidate:
     def rank(self) -> tuple[object, ...]:
         """Faster first, then smaller, off the device before on it; ties are broken by the decisions, the same way on
         all ranks."""
-        fixed = (len(self.space.plan.buckets), self.space.tiles, self.prefetch)
+        fixed = (len(self.space.plan.buckets), self.tiles, self.prefetch)
         size = (self.peaks[1:], self.peak)
-        return (self.seconds, *size, *fixed, self.kept, self.recomputed, self.homes, self.offload)
+        return (self.seconds, *size, *fixed, self.kept, self.recomputed, self.homes, self.offload, self.ahead)
+
+    @property
+    def key(self) -> Key:
+        """All decisions."""
+        return self.prefetch, self.kept, self.recomputed, self.homes, self.offload, self.tiles, self.ahead
 
     @property
     def plan(self) -> Plan:
@@ -73,34 +85,42 @@ class Candidate:
         return all(peak <= most for peak, most in zip(self.peaks, budget, strict=True))
 
 
+Key = tuple[
+    int, tuple[int, ...], tuple[str, ...], tuple[int, ...], tuple[tuple[str, Tier], ...], tuple[int, ...],
+    tuple[int, ...],
+]  # fmt: skip
+"""What tells two candidates of a space apart: all decisions, in the order of their fields."""
+
+
 class Space:
-    """All plans with the same buckets and tiles.
+    """All plans with the same buckets.
 
     Attributes:
-        plan: one that holds what does not vary here: stage, buckets, tiles, what is recomputed when nothing is free.
+        plan: one that holds what does not vary here: stage, buckets, what is recomputed when nothing is free.
         keeps: buckets that may be kept from forward to backward, the most rewarding first; none below stage 3.
         saves: layers that may be recomputed or saved, the most rewarding to save first; none when that is fixed.
         moves: buckets whose shards can leave the device, the largest first.
         home: where shards live unless told, as a place in :data:`~zerograph.planner.ladder.HOMES`.
-        tiled: whether anything is tiled.
+        most_tiles: of each bucket; 1 where it cannot be tiled.
+        size: bytes of a bucket, at most, unless one parameter is larger.
         work: tasks that were simulated so far.
     """
 
     def __init__(
         self, profile: Profile, plan: Plan, rates: Rates, held: Memory, *, keep: bool, save: bool, home: int = 0,
-        moments: int = 2,
+        moments: int = 2, most_tiles: tuple[int, ...] = (), size: int = 0,
     ) -> None:  # fmt: skip
-        self.plan, self.held, self.home = plan, held, home
-        self.tiles = tuple(bucket.tiles for bucket in plan.buckets)
+        self.plan, self.held, self.home, self.size = plan, held, home, size
+        self.most_tiles = most_tiles or (1,) * len(plan.buckets)
+        self._whole = (1,) * len(plan.buckets)
         params, names = [b.params for b in plan.buckets], [b.name for b in plan.buckets]
         self.scheduler = Scheduler(profile, params, names, rates, moments)
         self.keeps = tuple(_keeps(plan, rates)) if keep and profile.training else ()
         self.saves = tuple(_saves(profile, rates)) if save and profile.training else ()
         self.moves = tuple(_moves(plan, self.scheduler)) if profile.training else ()
         self._trained = {b.index for b in plan.buckets if any(p.sharded and p.trainable for p in b.params)}
-        self.tiled = any(tiles > 1 for tiles in self.tiles)
         self.work = 0
-        self._known: dict[tuple[object, ...], Candidate] = {}
+        self._known: dict[Key, Candidate] = {}
 
     def candidate(
         self,
@@ -109,26 +129,55 @@ class Space:
         saved: Iterable[str],
         homes: tuple[int, ...] = (),
         offload: tuple[tuple[str, Tier], ...] = (),
+        tiles: tuple[int, ...] = (),
+        ahead: tuple[int, ...] = (),
     ) -> Candidate:
-        """The plan that keeps the buckets ``kept`` and recomputes all free layers but ``saved``.
+        """The plan that keeps the buckets ``kept``, but for those in tiles, and recomputes all free layers but
+        ``saved``.
 
         Args:
             homes: of each bucket; where none are told, all that can leave live at :attr:`home`.
             offload: layers whose saved activations leave the device, in order of the layers.
+            tiles, ahead: of each bucket; not tiled, and gathered ``prefetch`` visits ahead, unless told.
         """
         recomputed = self.plan.recompute
         if self.saves:
             spared = frozenset(saved)
             recomputed = tuple(layer for layer in self.scheduler.profile.layers if layer not in spared)
         homes = homes or self.placed((bucket, self.home) for bucket in self.moves)
-        key = (prefetch, tuple(sorted(kept)), recomputed, homes, offload)
+        return self.of(self.key(prefetch, kept, recomputed, homes, offload, tiles, ahead))
+
+    def key(
+        self, prefetch: int, kept: Iterable[int], recomputed: tuple[str, ...], homes: tuple[int, ...],
+        offload: tuple[tuple[str, Tier], ...], tiles: Sequence[int], ahead: Sequence[int],
+    ) -> Key:  # fmt: skip
+        """The one key of these decisions: what says nothing is left out of it."""
+        tiled = tuple(tiles) if any(count > 1 for count in tiles) else ()
+        whole = (bucket for bucket in kept if not tiled or tiled[bucket] == 1)
+        later = tuple(ahead) if any(one != prefetch for one in ahead) else ()
+        return prefetch, tuple(sorted(whole)), recomputed, homes, offload, tiled, later
+
+    def of(self, key: Key, tasks: Sequence[Task] | None = None) -> Candidate:
+        """The candidate of ``key``; ``tasks`` are its schedule, where it is there already."""
         if key not in self._known:
-            decisions = self._decisions(*key)
-            tasks = self.scheduler.schedule(decisions)
+            decisions = self.decisions(*key)
+            tasks = self.scheduler.schedule(decisions) if tasks is None else tasks
             seconds, peaks = measure(tasks, self.held + self.scheduler.moved(decisions.homes))
             self.work += len(tasks)
             self._known[key] = Candidate(seconds, peaks, self, *key)
         return self._known[key]
+
+    @property
+    def finest(self) -> tuple[int, ...]:
+        """The most tiles that are looked at everywhere at once: those of the size where so many would take too long."""
+        return self.most_tiles if sum(self.most_tiles) <= FINEST + len(self.most_tiles) else self.in_tiles()
+
+    def in_tiles(self) -> tuple[int, ...]:
+        """Tiles of every bucket that may be tiled, as few as make each fit the size, if it may be so many."""
+        return tuple(
+            max(1, min(-(-bucket.gathered_bytes // max(1, self.size)), most))
+            for bucket, most in zip(self.plan.buckets, self.most_tiles, strict=True)
+        )
 
     def placed(self, chosen: Iterable[tuple[int, int]]) -> tuple[int, ...]:
         """The home of every bucket, of which ``chosen`` tells some; what has nothing to move there stays."""
@@ -138,34 +187,41 @@ class Space:
                 found[bucket] = home
         return tuple(found)
 
-    def counted(self, prefetch: int, kept: int, saved: int) -> Candidate:
+    def counted(self, prefetch: int, kept: int, saved: int, tiles: tuple[int, ...] = ()) -> Candidate:
         """The plan that keeps the first ``kept`` buckets and saves the first ``saved`` layers."""
-        return self.candidate(prefetch, self.keeps[:kept], self.saves[:saved])
+        return self.candidate(prefetch, self.keeps[:kept], self.saves[:saved], tiles=tiles)
 
     def plan_of(self, found: Candidate) -> Plan:
         """The plan with the decisions of ``found``."""
-        decided = self._decisions(found.prefetch, found.kept, found.recomputed, found.homes, found.offload)
+        decided = self.decisions(*found.key)
+        ahead = [None if one == found.prefetch else one for one in decided.ahead] or [None] * len(self.plan.buckets)
         buckets = tuple(
-            replace(b, residency=residency, homes=homes)
-            for b, residency, homes in zip(self.plan.buckets, decided.residency, decided.homes, strict=True)
+            replace(b, residency=residency, homes=homes, tiles=tiles, ahead=later)
+            for b, residency, homes, tiles, later in zip(
+                self.plan.buckets, decided.residency, decided.homes, decided.tiles, ahead, strict=True
+            )
         )
         return replace(
             self.plan, prefetch=found.prefetch, buckets=buckets, recompute=found.recomputed, offload=found.offload
         )
 
-    def _decisions(
+    def decisions(
         self,
         prefetch: int,
         kept: Sequence[int],
         recomputed: tuple[str, ...],
         homes: tuple[int, ...],
         offload: tuple[tuple[str, Tier], ...],
+        tiles: tuple[int, ...],
+        ahead: tuple[int, ...],
     ) -> Decisions:
+        """A key as the scheduler takes it."""
         residency: list[Residency] = [bucket.residency for bucket in self.plan.buckets]
         for index in kept:
             residency[index] = "backward"
         places = [HOMES[home] for home in homes]
-        return Decisions(residency, places, self.tiles, prefetch, recomputed, self.plan.save_others, offload)
+        tiled = tiles or self._whole
+        return Decisions(residency, places, tiled, prefetch, recomputed, self.plan.save_others, offload, ahead)
 
 
 def _keeps(plan: Plan, rates: Rates) -> list[int]:
@@ -173,7 +229,7 @@ def _keeps(plan: Plan, rates: Rates) -> list[int]:
         size = gathered_bytes(bucket.params, rates.world_size)
         return rates.collective(size) / max(1, size)
 
-    return [b.index for b in _by_reward([b for b in plan.buckets if b.tiles == 1], reward)]
+    return [b.index for b in _by_reward(plan.buckets, reward)]
 
 
 def _moves(plan: Plan, scheduler: Scheduler) -> list[int]:
@@ -207,10 +263,10 @@ def _by_reward(items: Sequence[T], reward: Callable[[T], float]) -> list[T]:
     groups: dict[float, list[T]] = {}
     for item in items:
         groups.setdefault(float(f"{reward(item):.6g}"), []).append(item)  # what differs by rounding is alike
-    return [item for value in sorted(groups, reverse=True) for item in _spread(groups[value])]
+    return [item for value in sorted(groups, reverse=True) for item in spread(groups[value])]
 
 
-def _spread(items: Sequence[T]) -> list[T]:
+def spread(items: Sequence[T]) -> list[T]:
     """The last, then those in the middle of the largest gaps (van der Corput's sequence)."""
     order = sorted(range(len(items)), key=lambda i: _reversed_bits(len(items) - 1 - i, len(items)))
     return [items[i] for i in order]
@@ -219,6 +275,19 @@ def _spread(items: Sequence[T]) -> list[T]:
 def _reversed_bits(number: int, count: int) -> int:
     width = max(1, (count - 1).bit_length())
     return int(f"{number:0{width}b}"[::-1], 2)
+
+
+class Place(NamedTuple):
+    """Where a search begins: a space, a number of buckets gathered ahead, and tiles; empty where nothing is tiled."""
+
+    space: Space
+    prefetch: int
+    tiles: tuple[int, ...] = ()
+
+    @property
+    def keeps(self) -> tuple[int, ...]:
+        """Buckets that may be kept: tiled ones are whole only in part."""
+        return tuple(b for b in self.space.keeps if not self.tiles or self.tiles[b] == 1)
 
 
 def frontier(found: Iterable[Candidate]) -> list[Candidate]:

@@ -145,11 +145,11 @@ def gathers(file: PlanFile) -> Iterator[Found]:
             for (_, end), (start, _) in pairwise(sorted(times)):
                 if start < end:
                     yield None, label, f"{label} is gathered at {start:g} s, and whole until {end:g} s"
-    for bucket in file.plan.buckets:
+    for bucket, ahead in zip(file.plan.buckets, file.plan.ahead(), strict=True):
         if bucket.tiles > 1 and names[bucket.name] == 1:
             most = _most_at_a_time([time for label in labels(bucket) for time in whole[label]])
-            if most > file.plan.prefetch + 1:
-                text = f"{most} tiles of {bucket.name} are whole at a time, {file.plan.prefetch + 1} may be"
+            if most > ahead + 1:
+                text = f"{most} tiles of {bucket.name} are whole at a time, {ahead + 1} may be"
                 yield None, bucket.name, text
 
 

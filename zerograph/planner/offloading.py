@@ -19,7 +19,7 @@ from operator import le
 from typing import TypeVar
 
 from zerograph.machine import Tier
-from zerograph.planner.candidates import Candidate, Space
+from zerograph.planner.candidates import Candidate, Place, Space
 from zerograph.planner.ladder import HOMES
 
 T = TypeVar("T")
@@ -43,15 +43,17 @@ def every_offload(space: Space, tiers: Sequence[Tier]) -> Iterator[tuple[tuple[s
 
 
 def corners(spaces: Sequence[Space], homes: Sequence[int], tiers: Sequence[Tier], prefetch: int) -> Iterator[Candidate]:
-    """Plans that need the least of each tier: the smallest buckets, whole and in tiles, nothing kept or saved."""
+    """Plans that need the least of each tier: the smallest buckets, whole and in most tiles, nothing kept or saved."""
     profile = spaces[0].scheduler.profile
     waits = [(), *(tuple((layer, tier) for layer in profile.layers) for tier in tiers if profile.training)]
-    whole, tiled = [s for s in spaces if not s.tiled][:1], [s for s in spaces if s.tiled][:1]
-    for space, offloads in [*((s, waits) for s in whole), *((s, waits[:1]) for s in tiled)]:  # tiles cost many tasks
+    space = spaces[0]
+    tiled = space.finest
+    looked_at = [((), waits), *([(tiled, waits[:1])] if max(tiled, default=1) > 1 else [])]  # tiles cost many tasks
+    for tiles, offloads in looked_at:
         for home in _one_tier(homes) if profile.training else homes[:1]:
             placed = space.placed((bucket, home) for bucket in space.moves)
             for offload in offloads:
-                yield space.candidate(prefetch, (), (), placed, offload)
+                yield space.candidate(prefetch, (), (), placed, offload, tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +82,10 @@ class Offloading:
         candidates: everything that was looked at.
     """
 
-    def __init__(
-        self, homes: Sequence[int], tiers: Sequence[Tier], places: Sequence[tuple[Space, int]], work: int = WORK
-    ) -> None:
+    def __init__(self, homes: Sequence[int], tiers: Sequence[Tier], places: Sequence[Place], work: int = WORK) -> None:
         self.homes, self.tiers, self.places = homes, tiers, places
         self._end: float = inf
-        self.groups = [_grouped(space) for space, _ in places]
+        self.groups = [_grouped(place) for place in places]
         self.candidates: list[Candidate] = []
         self._best: list[tuple[Candidate, _State]] = []
         self._beaten: deque[_State] = deque()
@@ -125,34 +125,34 @@ class Offloading:
     @property
     def _work(self) -> int:
         """Tasks that were simulated so far, in all spaces."""
-        return sum(space.work for space in {id(space): space for space, _ in self.places}.values())
+        return sum(space.work for space in {id(space): space for space, _, _ in self.places}.values())
 
     def _holds(self, candidate: Candidate) -> bool:
         """Whether nothing has beaten it since."""
         return any(other is candidate for other, _ in self._best)
 
     def _candidate(self, state: _State) -> Candidate:
-        space, prefetch = self.places[state.place]
-        groups, (kept, saved, homes, tiers) = self.groups[state.place], state.values
+        space, prefetch, tiles = self.places[state.place]
+        groups, (kept, saved, homes, waits) = self.groups[state.place], state.values
         moved = [(bucket, home) for group, home in zip(groups.moves, homes, strict=True) for bucket in group]
         offloaded = [
             (layer, self.tiers[tier - 1])
-            for group, tier in zip(groups.layers, tiers, strict=True)
+            for group, tier in zip(groups.layers, waits, strict=True)
             for layer in group
             if tier
         ]
-        return space.candidate(
-            prefetch, _chosen(groups.keeps, kept), _chosen(groups.saves, saved), space.placed(moved), tuple(offloaded)
-        )
+        whole, spared = _chosen(groups.keeps, kept), _chosen(groups.saves, saved)
+        return space.candidate(prefetch, whole, spared, space.placed(moved), tuple(offloaded), tiles)
 
     def _corners(self) -> Iterator[_State]:
         """All groups alike, all shards on one tier: what needs the least of each tier is among these.
 
-        Tiles cost many tasks and are for plans that are short of memory, so nothing is saved beside them.
+        The last place is the fastest; the others are for plans that are short of memory, so nothing is saved there.
         """
         homes = _one_tier(self.homes)
-        for place, (space, _) in enumerate(self.places):
-            for saved in (0,) if space.tiled else (0, 1):
+        fastest = len(self.places) - 1
+        for place in range(len(self.places)):
+            for saved in (0, 1) if place == fastest else (0,):
                 for tier, home in product(range(len(self.tiers) + 1), homes):
                     yield self._alike(place, saved, home, tier)
 
@@ -209,7 +209,8 @@ def _one_of_each(values: Sequence[int], alike: Sequence[object], old: int, *, fi
     return list(found.values())
 
 
-def _grouped(space: Space) -> _Groups:
+def _grouped(place: Place) -> _Groups:
+    space = place.space
     scheduler = space.scheduler
     size = dict.fromkeys(scheduler.profile.layers, 0)
     for life in scheduler.profile.lives:
@@ -221,7 +222,7 @@ def _grouped(space: Space) -> _Groups:
         part = scheduler.transfers(index, 1)[0]
         return part.whole, part.shards
 
-    keeps, saves, moves = _split(space.keeps), _split(space.saves), _split(space.moves)
+    keeps, saves, moves = _split(place.keeps), _split(space.saves), _split(space.moves)
     layers = _split(scheduler.profile.layers)
     alike = (
         tuple(tuple(map(bucket, group)) for group in keeps),

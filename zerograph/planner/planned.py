@@ -132,7 +132,8 @@ def gathered(bucket: Bucket) -> str:
 
 def _decided(bucket: Bucket) -> str:
     tiles = f", in {bucket.tiles} tiles" if bucket.tiles > 1 else ""
-    return f"{gathered(bucket)}{tiles}, {bucket.homes}"
+    ahead = "" if bucket.ahead is None else f", gathered {bucket.ahead} ahead"
+    return f"{gathered(bucket)}{tiles}{ahead}, {bucket.homes}"
 
 
 def _why(bucket: Bucket, scheduler: Scheduler) -> str:

@@ -3,8 +3,9 @@
 Shards that live off the device are fetched into their slice of the gathered bucket (an in-place all-gather) when its
 gather could begin. Reduced gradients are spilled one bucket after another. Saved activations leave after the last
 layer that reads them, and come back one layer before the backward needs them. Tiles of an oversized operator follow
-one another, at most ``prefetch + 1`` of them whole. Where optimizer states live off the device, updates run on the
-host (:mod:`~zerograph.planner.updates`). What goes to NVMe or comes from it passes through buffers on the host.
+one another, at most one more of them whole than is gathered ahead. Where optimizer states live off the device, updates
+run on the host (:mod:`~zerograph.planner.updates`). What goes to NVMe or comes from it passes through buffers on the
+host.
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ class Run:
         self.waits: set[int] = set()
         self.reducing = -1
         self.reduced: dict[int, None] = {}  # buckets, in the order in which their gradients were reduced
+        self.parts = scheduler.all_transfers(decisions.tiles)
+        self.ahead = decisions.ahead or (decisions.prefetch,) * len(decisions.homes)
         self.tier_of = dict(decisions.offload)  # layer -> tier of what it saves
         self.saved: dict[str, int] = {}  # layer -> the task that moved the last of what it saves away
         self.arriving: dict[int, list[int]] = {}  # region -> tasks that bring back what it needs
@@ -97,9 +100,7 @@ class Run:
             return
         after = tuple(sorted(self.waits))
         self.waits.clear()
-        self.last = self.add(
-            Task(task.name, "compute", task.seconds, after, task.takes, task.gives, task.module, task.source)
-        )
+        self.last = self.add(task._replace(after=after) if after else task)
         self.computed(piece, self.last)
 
     # What memory is for, told to those who keep books (zerograph.planner.books); the search does not ask.
@@ -127,12 +128,12 @@ class Run:
             gradients: list[Transfer] = []
             for bucket in (*piece.reads, *(b for b in piece.makes if b not in piece.reads)):
                 tiles = self.decisions.tiles[bucket]
-                tile, parts = i * tiles // slices, self.scheduler.transfers(bucket, tiles)
+                tile, parts = i * tiles // slices, self.parts[bucket]
                 begins = i == 0 or tile != (i - 1) * tiles // slices
                 ended = i == slices - 1 or tile != (i + 1) * tiles // slices
                 if bucket in gathered:
                     there = gathered[bucket]
-                    for ahead in range(len(there), min(tiles, tile + self.decisions.prefetch + 1) if begins else 0):
+                    for ahead in range(len(there), min(tiles, tile + self.ahead[bucket] + 1) if begins else 0):
                         there.append(self._bring(bucket, parts[ahead]))
                     self.waits.add(there[tile])
                     if ended:
@@ -156,8 +157,7 @@ class Run:
 
     def _gather(self, bucket: int) -> None:
         if bucket not in self.whole:
-            part = self.scheduler.transfers(bucket, self.decisions.tiles[bucket])[0]
-            self.whole[bucket] = self._bring(bucket, part)
+            self.whole[bucket] = self._bring(bucket, self.parts[bucket][0])
 
     def _bring(self, bucket: int, part: Transfer) -> int:
         """Gather a bucket or a tile of it, after fetching its shards; returns the gather."""
@@ -188,10 +188,13 @@ class Run:
             if self.decisions.tiles[bucket] > 1:
                 continue  # tiles are freed one by one
             if kept == "use" or (kept == "backward" and phase.name == "backward"):
-                del self.whole[bucket]
-                part = self.scheduler.transfers(bucket, 1)[0]
-                self.freed[self.last] = self.freed.get(self.last, ()) + on("device", part.whole)
-                self.gave("whole", part.label, "device", part.whole, self.last)
+                self._let_go(bucket)
+
+    def _let_go(self, bucket: int) -> None:
+        del self.whole[bucket]
+        part = self.parts[bucket][0]
+        self.freed[self.last] = self.freed.get(self.last, ()) + on("device", part.whole)
+        self.gave("whole", part.label, "device", part.whole, self.last)
 
     def _reduce_all(self, buckets: Sequence[int]) -> None:
         for bucket in buckets:
@@ -199,7 +202,7 @@ class Run:
 
     def _reduce(self, bucket: int, tile: int) -> None:
         """Start a reduction, for which the compute waits when the next one starts; then the gradient goes home."""
-        part = self.scheduler.transfers(bucket, self.decisions.tiles[bucket])[tile]
+        part = self.parts[bucket][tile]
         home = self.decisions.homes[bucket].gradients
         self.reduced[bucket] = None
         if self.reducing >= 0:
@@ -293,7 +296,7 @@ class Run:
             self.add(Task("optimizer update", "compute", seconds, after, module="optimizer"))
         updates = HostUpdates(self.rates, self, tuple(sorted({*after, self.last} - {-1})))
         for bucket in host:
-            for tile, part in enumerate(scheduler.transfers(bucket, self.decisions.tiles[bucket])):
+            for tile, part in enumerate(self.parts[bucket]):
                 if part.shards.optimizer:
                     updates.update(part, homes[bucket], self.spilled.get((bucket, tile)))
 

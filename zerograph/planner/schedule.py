@@ -12,7 +12,7 @@ changes residencies and homes hundreds of times; :mod:`~zerograph.planner.run` m
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,11 +25,12 @@ from zerograph.planner.regions import Atom, Life, Profile, Region
 from zerograph.planner.run import Run
 from zerograph.planner.simulate import Memory, Task, on
 from zerograph.planner.transfers import Transfer, transfers
-from zerograph.planner.visits import Visit, visits
+from zerograph.planner.visits import Visit, gathers, visits
 
 
 class Decisions(NamedTuple):
-    """A plan without its buckets: what the search varies. By bucket: residency, homes, tiles; by layer: the rest."""
+    """A plan without its buckets: what the search varies. By bucket: residency, homes, tiles and how far ahead it is
+    gathered, where any differs from ``prefetch``; by layer: the rest."""
 
     residency: Sequence[Residency]
     homes: Sequence[Homes]
@@ -38,11 +39,12 @@ class Decisions(NamedTuple):
     recompute: tuple[str, ...]
     save_others: bool
     offload: tuple[tuple[str, Tier], ...]
+    ahead: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, plan: Plan) -> Decisions:
         """Those of ``plan``."""
-        buckets = plan.buckets
+        buckets, ahead = plan.buckets, plan.ahead()
         return cls(
             [b.residency for b in buckets],
             [b.homes for b in buckets],
@@ -51,6 +53,7 @@ class Decisions(NamedTuple):
             plan.recompute,
             plan.save_others,
             plan.offload,
+            ahead if any(one != plan.prefetch for one in ahead) else (),
         )
 
 
@@ -126,8 +129,10 @@ class Scheduler:
         self._trained = [p for p in profile.params if p.trainable]
         self._updates: dict[frozenset[int], float] = {}
         self._transfers: dict[tuple[int, int], tuple[Transfer, ...]] = {}
+        self._all: dict[tuple[int, ...], tuple[tuple[Transfer, ...], ...]] = {}
         self._parts: dict[tuple[int, Mode], list[_Part]] = {}
         self._phases: dict[tuple[tuple[int, ...], int, tuple[str, ...], bool], tuple[PhaseWork, ...]] = {}
+        self._later: dict[tuple[object, ...], tuple[PhaseWork, ...]] = {}  # the same, with gathers that wait
 
     def tasks(self, plan: Plan) -> list[Task]:
         """One step under ``plan``: forward, backward and the optimizer's update."""
@@ -142,7 +147,14 @@ class Scheduler:
         key = (decisions.tiles, decisions.prefetch, decisions.recompute, decisions.save_others)
         if key not in self._phases:
             self._phases[key] = tuple(_phases(self, *key))
-        return self._phases[key]
+        found, ahead = self._phases[key], decisions.ahead
+        if not ahead:
+            return found
+        if (*key, ahead) not in self._later:  # only what begins when differs
+            self._later[*key, ahead] = tuple(
+                replace(phase, gathers=gathers(phase.visits, decisions.prefetch, ahead)) for phase in found
+            )
+        return self._later[*key, ahead]
 
     def transfers(self, bucket: int, tiles: int) -> tuple[Transfer, ...]:
         """The parts of a bucket; one if it is not tiled."""
@@ -152,6 +164,12 @@ class Scheduler:
                 self.names[bucket], self.buckets[bucket], tiles, self._whole, self.rates, self.moments
             )
         return self._transfers[key]
+
+    def all_transfers(self, tiles: tuple[int, ...]) -> tuple[tuple[Transfer, ...], ...]:
+        """The parts of every bucket."""
+        if tiles not in self._all:
+            self._all[tiles] = tuple(self.transfers(bucket, count) for bucket, count in enumerate(tiles))
+        return self._all[tiles]
 
     def moved(self, homes: Sequence[Homes]) -> Memory:
         """What ``homes`` change of the memory that is held between steps, by tier."""
@@ -310,7 +328,8 @@ def _phase(
         slices = max((tiles[bucket] for bucket in (*reads, *makes)), default=1)
         visited = tuple(starts.get(begin, ()))
         pieces.append(Piece(task, k, first, last, visited, done, slices, reads, makes, tuple(made), temporary))
-    return PhaseWork(name, tuple(regions), tuple(pieces), found_visits, *_moments(found_visits), moving)
+    gathered = gathers(found_visits, prefetch, ())
+    return PhaseWork(name, tuple(regions), tuple(pieces), found_visits, gathered, _frees(found_visits), moving)
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,11 +359,9 @@ def _parts(atoms: Sequence[Atom], bucket_of: dict[str, int]) -> list[_Part]:
     return parts
 
 
-def _moments(found: Sequence[Visit]) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
-    """Which gathers begin, and which buckets are freed, at the start of each visit."""
-    gathers: dict[int, list[int]] = {}
+def _frees(found: Sequence[Visit]) -> dict[int, list[int]]:
+    """Which visits' buckets are freed at the start of each visit."""
     frees: dict[int, list[int]] = {}
     for i, visit in enumerate(found):
-        gathers.setdefault(visit.gathered, []).append(i)
         frees.setdefault(visit.freed, []).append(i)
-    return gathers, frees
+    return frees

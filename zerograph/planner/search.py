@@ -2,8 +2,8 @@
 
 What is free is searched: which buckets stay gathered from forward to backward, which layers are recomputed, bucket size
 and prefetch. Every candidate is simulated. Which candidates are looked at does not depend on the budget: a coarse grid
-of counts, and finer steps behind those of it that no other beats in both time and memory. More budget therefore never
-finds a slower plan. Steps that are small enough are searched completely.
+of counts, and what lies between neighbours of it that no other beats in both time and memory. More budget therefore
+never finds a slower plan. Steps that are small enough are searched completely.
 
 Where something may leave the device, homes of shards and of saved activations are searched with all of that
 (:mod:`~zerograph.planner.offloading`), and peaks of all tiers count. Plans that offload nothing are looked at as
@@ -16,23 +16,24 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, combinations, pairwise
-from typing import Any, Literal, TypeVar
+from itertools import chain, combinations, pairwise, product
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from zerograph.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Recompute
 from zerograph.ir import Step
 from zerograph.machine import TIERS, Machine, Tier
 from zerograph.plan import Plan
-from zerograph.planner.candidates import Candidate, Space, frontier
+from zerograph.planner.candidates import Candidate, Place, Space, frontier, spread
 from zerograph.planner.choice import Offload
 from zerograph.planner.ladder import open_homes, open_tiers
 from zerograph.planner.liveness import Mode
 from zerograph.planner.offloading import WORK, Offloading, corners, every_home, every_offload
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import Profile, profile
+from zerograph.planner.relief import relieved, varied
 from zerograph.planner.rules import plan_step
 from zerograph.planner.simulate import Memory
 
@@ -40,16 +41,26 @@ T = TypeVar("T")
 MIB = 2**20
 BUCKET_SIZES = (8 * MIB, 16 * MIB, DEFAULT_BUCKET_SIZE, 64 * MIB, 128 * MIB)
 PREFETCHES = (0, DEFAULT_PREFETCH, 2, 4)
-GRID = 4
-"""Steps of a count in the coarse grid, and between two neighbours of it."""
+GRID = 2
+"""Steps of a count in the coarse grid."""
+HALVINGS = 3
+"""Times that what lies between two neighbours of the frontier is halved."""
 SPACES = 2
 """Pairs of bucket size and prefetch of which the counts are searched."""
 COMPLETE = 1100
 """Candidates up to which all are looked at."""
 MOST_TILES = 16
 """Tiles of one parameter, at most: each costs a collective of its own, and the planner a few tasks."""
-ALL_TILES = 2048
-"""Tiles of a step, at most, unless two of each parameter are more: a plan of so many takes the planner 0.2 s."""
+ALL_TILES = 1024
+"""Tiles of a step, at most, unless two of each parameter are more: a plan of so many takes the planner 0.1 s."""
+
+
+FEW = 8
+"""Buckets up to which single changes of the best plans are tried, whatever the number of candidates."""
+RELIEVED = 6
+"""Plans whose peaks are relieved (:mod:`~zerograph.planner.relief`), of those that stay and of those that offload."""
+RELIEF = 30_000
+"""Tasks that are simulated for that, of either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,24 +142,24 @@ class Search:
         prefetches = PREFETCHES if wish.prefetch is None else (wish.prefetch,)
         if not step.params or not step.training:
             prefetches = (DEFAULT_PREFETCH if wish.prefetch is None else wish.prefetch,)
-        places = [
-            (s, prefetch)
-            for s in self.spaces
-            for prefetch in prefetches
-            if not (s.tiled and wish.prefetch is None and prefetch > 1)
-        ]
-        if sum(_size(space, self.homes, self.tiers) for space, _ in places) <= complete:
-            self.best = frontier(c for place in places for c in _all(*place, self.homes, self.tiers))
-            return
-        whole = [place for place in places if not place[0].tiled]
-        in_tiles = [place for place in places if place[0].tiled]
-        stays = self.homes[0] == 0
-        # Plans that offload nothing, where they are open, are those that are looked at where nothing can be offloaded.
-        found = list(_staying(whole, complete)) if stays else []
-        if step.training and (self.tiers or in_tiles):
-            chosen = [*(_worthwhile(in_tiles)[:1] if in_tiles else []), *_worthwhile(whole)]
-            found += Offloading(self.homes, self.tiers, chosen, work * (2 - stays)).candidates
-        found += corners(self.spaces, self.homes, self.tiers, min(prefetches))
+        whole = [Place(space, prefetch) for space in self.spaces for prefetch in prefetches]
+        in_tiles = list(_in_tiles(self.spaces, prefetches if wish.prefetch is not None else prefetches[:2]))
+        places = [*whole, *in_tiles]
+        found: list[Candidate] = []
+        few = all(len(space.plan.buckets) <= FEW for space in self.spaces)
+        if self.homes[0] == 0:  # what may stay is looked at as where nothing can be offloaded: more tiers lose nothing
+            found += _staying(whole, complete)
+            found += corners(self.spaces, (0,), (), min(prefetches))
+            found += _relieved(found, tile=False, small=few or _count(whole, (0,), ()) <= complete)
+        if self.tiers or in_tiles:
+            small = _count(places, self.homes, self.tiers) <= complete
+            if small:
+                found += (c for place in places for c in _all(place, self.homes, self.tiers))
+            elif step.training:
+                chosen = [*(_worthwhile(in_tiles)[:1] if in_tiles else []), *_worthwhile(whole)]
+                found += Offloading(self.homes, self.tiers, chosen, work * (2 - (self.homes[0] == 0))).candidates
+            found += corners(self.spaces, self.homes, self.tiers, min(prefetches))
+            found += _relieved(found, tile=wish.tiles, small=small or few)
         self.best = frontier(found)
 
     @property
@@ -232,98 +243,130 @@ def _spaces(
             recompute=wish.recompute,
         )
         rates = Rates(machine, wish.world_size, plan.compute_dtype)
-        tiles = wish.tiles and size in (sizes[0], DEFAULT_BUCKET_SIZE)  # in between there is little to gain
-        for one in (plan, tiled(plan, size)) if tiles else (plan,):
-            if one not in seen:
-                seen.add(one)
-                keep, save = wish.stage == "auto", wish.recompute == "auto"
-                yield Space(found, one, rates, held, keep=keep, save=save, home=home, moments=moments)
+        tiles = most_tiles(plan, size) if wish.tiles else ()
+        if plan not in seen:
+            seen.add(plan)
+            keep, save = wish.stage == "auto", wish.recompute == "auto"
+            yield Space(
+                found, plan, rates, held, keep=keep, save=save, home=home, moments=moments, most_tiles=tiles, size=size
+            )
 
 
-def tiled(plan: Plan, size: int) -> Plan:
-    """``plan`` with every parameter that is larger than ``size`` bytes when gathered in tiles of at most so many."""
-    large = [b for b in plan.buckets if b.gathered_bytes > size and len(b.params) == 1 and b.params[0].sharded]
+def most_tiles(plan: Plan, size: int) -> tuple[int, ...]:
+    """In how many tiles each bucket may be: 1 unless it is one parameter that is larger than ``size`` when gathered."""
+    large = {b.index for b in plan.buckets if b.gathered_bytes > size and len(b.params) == 1 and b.params[0].sharded}
     most = min(MOST_TILES, max(2, ALL_TILES // max(1, len(large))))
-    buckets = list(plan.buckets)
-    for bucket in large:
-        wanted = -(-bucket.gathered_bytes // size)
-        tiles = max(1, min(wanted, most, bucket.params[0].chunk_rows(plan.world_size)))
-        buckets[bucket.index] = replace(bucket, tiles=tiles)
-    return replace(plan, buckets=tuple(buckets))
+    return tuple(min(most, b.params[0].chunk_rows(plan.world_size)) if b.index in large else 1 for b in plan.buckets)
 
 
-def _size(space: Space, homes: Sequence[int], tiers: Sequence[Tier]) -> int:
-    """How many plans a space has."""
+def _in_tiles(spaces: Sequence[Space], prefetches: Sequence[int]) -> Iterator[Place]:
+    """Everything in tiles that may be; in buckets of sizes in between there is little to gain."""
+    for space in spaces:
+        tiles = space.in_tiles()
+        if max(tiles, default=1) > 1 and space.size in (spaces[0].size, DEFAULT_BUCKET_SIZE):
+            yield from (Place(space, prefetch, tiles) for prefetch in prefetches)
+
+
+def _relieved(plans: Iterable[Candidate], *, tile: bool, small: bool) -> list[Candidate]:
+    """Plans whose peaks are lower than those of some of the best of ``plans``, evenly spread among them.
+
+    Args:
+        tile: whether operators may be tiled for it.
+        small: whether single changes of all the best are tried, too: of steps of a few buckets.
+    """
+    best = frontier(plans)
+    found = list(relieved(spread(best)[:RELIEVED], tile=tile, work=RELIEF))
+    if small:
+        found += varied(frontier([*best, *found]), tile=tile, work=RELIEF)
+    return found
+
+
+def _count(places: Iterable[Place], homes: Sequence[int], tiers: Sequence[Tier]) -> int:
+    return sum(_size(place, homes, tiers) for place in places)
+
+
+def _size(place: Place, homes: Sequence[int], tiers: Sequence[Tier]) -> int:
+    """How many plans a place has."""
+    space = place.space
     layers = len(space.scheduler.profile.layers) if tiers else 0
     placed: int = len(homes) ** len(space.moves) * (1 + len(tiers)) ** layers
-    return placed << len(space.keeps) + len(space.saves)
+    return placed << len(place.keeps) + len(space.saves)
 
 
-def _all(space: Space, prefetch: int, homes: Sequence[int], tiers: Sequence[Tier]) -> Iterator[Candidate]:
+def _all(place: Place, homes: Sequence[int], tiers: Sequence[Tier]) -> Iterator[Candidate]:
+    space, prefetch, tiles = place
     for placed in every_home(space, homes):
         for offload in every_offload(space, tiers):
-            for kept in _subsets(space.keeps):
+            for kept in _subsets(place.keeps):
                 for saved in _subsets(space.saves):
-                    yield space.candidate(prefetch, kept, saved, placed, offload)
+                    yield space.candidate(prefetch, kept, saved, placed, offload, tiles)
 
 
-def _staying(places: Sequence[tuple[Space, int]], complete: int) -> Iterator[Candidate]:
-    """Plans that offload nothing: all of them, or a grid of counts and what lies behind its frontier."""
-    if sum(_size(space, (0,), ()) for space, _ in places) <= complete:
+def _staying(places: Sequence[Place], complete: int) -> Iterator[Candidate]:
+    """Plans that offload nothing: all of them, or a grid of counts and what lies between those on its frontier."""
+    if _count(places, (0,), ()) <= complete:
         for place in places:
-            yield from _all(*place, (0,), ())
+            yield from _all(place, (0,), ())
+        yield from _started(places, complete)
         return
-    points = {p.candidate: p for place in _worthwhile(places) for p in _grid(*place)}
+    points = {p.candidate: p for place in _worthwhile(places) for p in _grid(place)}
+    for _ in range(HALVINGS):
+        best = [points[c] for c in frontier(points)]
+        pairs = chain.from_iterable(
+            pairwise(p for p in best if p.place == place) for place in dict.fromkeys(p.place for p in best)
+        )
+        points |= {p.candidate: p for p in dict.fromkeys(a.between(b) for a, b in pairs)}
     yield from points
-    yield from (c for candidate in frontier(points) for c in points[candidate].finer())
+
+
+def _started(places: Sequence[Place], complete: int) -> Iterator[Candidate]:
+    """All plans of ``places`` with all starts of all gathers, as far as that many may be looked at."""
+    for space, prefetch, _ in places:
+        buckets = len(space.plan.buckets)
+        complete -= (prefetch + 1) ** buckets << len(space.keeps) + len(space.saves)
+        if complete < 0 or not space.scheduler.rates.overlaps:
+            return
+        for ahead in product(range(prefetch + 1), repeat=buckets):
+            for kept, saved in product(_subsets(space.keeps), _subsets(space.saves)):
+                yield space.candidate(prefetch, kept, saved, ahead=ahead)
 
 
 def _subsets(items: Sequence[T]) -> Iterator[tuple[T, ...]]:
     return chain.from_iterable(combinations(items, k) for k in range(len(items) + 1))
 
 
-def _worthwhile(places: Sequence[tuple[Space, int]]) -> list[tuple[Space, int]]:
-    """The pairs of buckets and prefetch that are fastest or smallest with nothing kept and everything saved."""
-    seen: dict[Candidate, tuple[Space, int]] = {}
-    for space, prefetch in places:
-        seen.setdefault(space.counted(prefetch, 0, len(space.saves)), (space, prefetch))
+def _worthwhile(places: Sequence[Place]) -> list[Place]:
+    """Those that are fastest or smallest with nothing kept and everything saved."""
+    seen: dict[Candidate, Place] = {}
+    for place in places:
+        space, prefetch, tiles = place
+        seen.setdefault(space.counted(prefetch, 0, len(space.saves), tiles), place)
     best = frontier(seen)
     chosen = {round(k * (len(best) - 1) / (SPACES - 1)) for k in range(SPACES)}
     return [seen[best[k]] for k in sorted(chosen)]
 
 
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """A candidate of the grid, and the counts that belong to it and to the next ones."""
+class _Point(NamedTuple):
+    """A plan that keeps the first so many buckets, and saves the first so many layers."""
 
-    space: Space
-    prefetch: int
-    kept: tuple[int, int]
-    saved: tuple[int, int]
+    place: Place
+    kept: int
+    saved: int
 
     @property
     def candidate(self) -> Candidate:
-        return self.space.counted(self.prefetch, self.kept[0], self.saved[0])
+        return self.place.space.counted(self.place.prefetch, self.kept, self.saved)
 
-    def finer(self) -> Iterator[Candidate]:
-        """What lies between this point and the next ones of the grid, one count changed at a time."""
-        for kept in _steps(*self.kept):
-            yield self.space.counted(self.prefetch, kept, self.saved[0])
-        for saved in _steps(*self.saved):
-            yield self.space.counted(self.prefetch, self.kept[0], saved)
+    def between(self, other: _Point) -> _Point:
+        """The point in the middle."""
+        return _Point(self.place, (self.kept + other.kept) // 2, (self.saved + other.saved) // 2)
 
 
-def _grid(space: Space, prefetch: int) -> Iterator[_Point]:
-    for kept in _cells(len(space.keeps)):
-        for saved in _cells(len(space.saves)):
-            yield _Point(space, prefetch, kept, saved)
+def _grid(place: Place) -> Iterator[_Point]:
+    for kept in _steps(len(place.space.keeps)):
+        for saved in _steps(len(place.space.saves)):
+            yield _Point(place, kept, saved)
 
 
-def _cells(count: int) -> list[tuple[int, int]]:
-    """Ranges that begin at each step of a count; the last one is its end."""
-    steps = _steps(0, count)
-    return [*pairwise(steps), (count, count)]
-
-
-def _steps(begin: int, end: int) -> list[int]:
-    return sorted({begin + round(k * (end - begin) / GRID) for k in range(GRID + 1)})
+def _steps(count: int) -> list[int]:
+    return sorted({round(k * count / GRID) for k in range(GRID + 1)})

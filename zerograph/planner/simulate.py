@@ -57,7 +57,7 @@ def simulate(tasks: Sequence[Task], held: Memory = (), not_counted: tuple[str, .
     Raises:
         ValueError: a task waits for itself or a later one.
     """
-    starts, ends = _run(tasks)
+    starts, ends = times(tasks)
     spans = tuple(
         Span(i, t.name, t.stream, starts[i], ends[i], t.module, t.source, t.after, t.key, t.flops)
         for i, t in enumerate(tasks)
@@ -77,7 +77,7 @@ Peaks = tuple[int, ...]
 
 def measure(tasks: Sequence[Task], held: Memory = ()) -> tuple[float, Peaks]:
     """Seconds and peak bytes of every tier that :func:`simulate` finds, at a tenth of its cost."""
-    starts, ends = _run(tasks)
+    starts, ends = times(tasks)
     levels, events = _at_start(held), _events(tasks, starts, ends)
     peaks = []
     for tier in TIERS:
@@ -90,7 +90,7 @@ def measure(tasks: Sequence[Task], held: Memory = ()) -> tuple[float, Peaks]:
     return max(ends, default=0.0), tuple(peaks)
 
 
-def _run(tasks: Sequence[Task]) -> tuple[list[float], list[float]]:
+def times(tasks: Sequence[Task]) -> tuple[list[float], list[float]]:
     """When each task starts and ends."""
     free: dict[Stream, float] = {}  # when a stream's last task ends
     starts: list[float] = []

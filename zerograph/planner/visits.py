@@ -20,14 +20,12 @@ class Visit:
         bucket: which one.
         start: the piece of work before which it is waited for.
         last: the last piece of work that reads it.
-        gathered: the visit, this or an earlier one, at whose start its gather begins.
         freed: the visit at whose start it is freed; the number of visits for the end.
     """
 
     bucket: int
     start: int
     last: int
-    gathered: int
     freed: int
 
 
@@ -37,15 +35,28 @@ def visits(uses: Sequence[tuple[int, ...]], begins: Sequence[int], prefetch: int
     Args:
         uses: the buckets that each piece of work reads, in order.
         begins: per piece, the first piece of the layer it belongs to, where a cut is free.
-        prefetch: buckets gathered ahead.
+        prefetch: buckets gathered ahead, at most.
     """
     found = _stretches(uses, prefetch)
     starts = [_start(first, uses, begins) for _, first, _ in found]
     freed = []
     for i, (_, _, last) in enumerate(found):
         freed.append(next((k for k in range(i + 1, len(found)) if starts[k] > last), len(found)))
-    gathered = gather_starts([bucket for bucket, _, _ in found], freed, prefetch)
-    return tuple(Visit(bucket, starts[i], last, gathered[i], freed[i]) for i, (bucket, _, last) in enumerate(found))
+    return tuple(Visit(bucket, starts[i], last, freed[i]) for i, (bucket, _, last) in enumerate(found))
+
+
+def gathers(found: Sequence[Visit], prefetch: int, ahead: Sequence[int]) -> dict[int, list[int]]:
+    """Visit -> those whose gathers begin at its start.
+
+    Args:
+        ahead: of each bucket, how many visits before its own its gathers begin, at most; all ``prefetch`` unless told.
+    """
+    begin: dict[int, list[int]] = {}
+    buckets = [visit.bucket for visit in found]
+    limits = [ahead[bucket] for bucket in buckets] if ahead else None
+    for i, start in enumerate(gather_starts(buckets, [visit.freed for visit in found], prefetch, limits)):
+        begin.setdefault(start, []).append(i)
+    return begin
 
 
 def _stretches(uses: Sequence[tuple[int, ...]], prefetch: int) -> list[tuple[int, int, int]]:

@@ -93,6 +93,7 @@ def _decisions(a: PlanFile, b: PlanFile) -> Iterator[Difference]:
             yield Difference("decisions", f"residency {name}", mine[name].residency, theirs[name].residency)
             yield Difference("decisions", f"homes {name}", str(mine[name].homes), str(theirs[name].homes))
             yield Difference("decisions", f"tiles {name}", mine[name].tiles, theirs[name].tiles)
+            yield Difference("decisions", f"gathered ahead {name}", _ahead(mine[name]), _ahead(theirs[name]))
     ours, others = _activations(a.plan), _activations(b.plan)
     for layer in dict.fromkeys((*ours, *others)):
         yield Difference("decisions", f"activations {layer}", ours.get(layer, "saved"), others.get(layer, "saved"))
@@ -107,6 +108,10 @@ def _activations(plan: Plan) -> dict[str, str]:
         else "recomputed"
         for layer in (*plan.recompute, *offload)
     }
+
+
+def _ahead(bucket: Bucket) -> str:
+    return "as prefetch" if bucket.ahead is None else str(bucket.ahead)
 
 
 def _content(old: Bucket | None, new: Bucket | None) -> tuple[Told, Told]:

@@ -1,0 +1,138 @@
+"""The search against every plan there is of small steps: each decision of each bucket and layer, one by one.
+
+Plans are enumerated here as plans, not as candidates of the search, and judged by the forecast that is handed out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from planner.steps import Layer, step_of
+
+from zerograph.ir import Step
+from zerograph.machine import TIERS, Machine, Tier, machine_named
+from zerograph.plan import Bucket, Homes, Plan
+from zerograph.planner import plan_step
+from zerograph.planner.rates import Rates, state_bytes
+from zerograph.planner.regions import profile
+from zerograph.planner.schedule import Scheduler
+from zerograph.planner.search import Search, Wish
+from zerograph.planner.simulate import measure
+
+GPU, WORLD, SIZE = machine_named("h100-80gb"), 8, 2**26
+TOLERANCE = 1.05
+Peaks = tuple[int, ...]
+
+# Work, transfers and bytes of all kinds are of the same order, so that every decision may matter.
+_LAYER = st.builds(
+    Layer,
+    rows=st.sampled_from([1024, 10**6, 10**7, 4 * 10**7]),
+    stream=st.sampled_from([1024, 10**7, 10**8]),
+    inside=st.sampled_from([1024, 10**8, 10**9]),
+    flops=st.sampled_from([10**6, 10**11, 10**12, 10**13]),
+)
+_SHARES = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1)), min_size=12, max_size=12)
+
+
+def whole(step: Step, prefetch: int) -> Plan:
+    return plan_step(step, stage=3, world_size=WORLD, bucket_size=SIZE, prefetch=prefetch)
+
+
+def residencies(plan: Plan) -> Iterator[Plan]:
+    for chosen in product(("use", "backward"), repeat=len(plan.buckets)):
+        yield with_buckets(plan, [replace(b, residency=r) for b, r in zip(plan.buckets, chosen, strict=True)])  # type: ignore[arg-type]
+
+
+def starts(plan: Plan) -> Iterator[Plan]:
+    for chosen in product(range(plan.prefetch + 1), repeat=len(plan.buckets)):
+        yield with_buckets(plan, [replace(b, ahead=ahead) for b, ahead in zip(plan.buckets, chosen, strict=True)])
+
+
+def homes(plan: Plan, tiers: tuple[Tier, ...] = TIERS) -> Iterator[Plan]:
+    """Every home of every bucket that goes with stage 3, also those that the search does not look at."""
+    every = [h for h in (Homes(*three) for three in product(tiers, repeat=3)) if h.in_order]
+    for chosen in product(every, repeat=len(plan.buckets)):
+        yield with_buckets(plan, [replace(b, homes=home) for b, home in zip(plan.buckets, chosen, strict=True)])
+
+
+def recomputations(plan: Plan, layers: int) -> Iterator[Plan]:
+    for chosen in product((False, True), repeat=layers):
+        yield replace(plan, recompute=tuple(f"blocks.{i}" for i, again in enumerate(chosen) if again))
+
+
+def with_buckets(plan: Plan, buckets: list[Bucket]) -> Plan:
+    return replace(plan, buckets=tuple(buckets))
+
+
+def judged(step: Step, plans: Iterator[Plan], machine: Machine) -> list[tuple[float, Peaks]]:
+    """Seconds and peaks of each of ``plans``, whose buckets hold the same parameters."""
+    first = next(plans)
+    rates = Rates(machine, WORLD, "float32")
+    scheduler = Scheduler(profile(step), [b.params for b in first.buckets], [b.name for b in first.buckets], rates)
+    held = (("device", sum(state_bytes(step.params, WORLD, 2))),)
+    found = []
+    for plan in (first, *plans):
+        assert not list(plan.mistakes())
+        moved = scheduler.moved([b.homes for b in plan.buckets])
+        found.append(measure(scheduler.tasks(plan), (*held, *moved)))  # type: ignore[arg-type]
+    return found
+
+
+def compare(search: Search, everything: list[tuple[float, Peaks]], shares: list[tuple[float, ...]]) -> None:
+    ranges = [(min(found), max(found)) for found in zip(*(peaks for _, peaks in everything), strict=True)]
+    for share in shares:
+        limits = [low + int(s * (high - low)) for s, (low, high) in zip(share, ranges, strict=True)]
+        fit = [seconds for seconds, peaks in everything if all(p <= m for p, m in zip(peaks, limits, strict=True))]
+        budget: dict[Tier, int] = dict(zip(TIERS, limits, strict=True))
+        found = search.within(budget)
+        assert found is not None or not fit
+        assert not fit or (found is not None and found.seconds <= min(fit) * TOLERANCE)
+
+
+@example(layers=[Layer(1024, 1024, 1024, 10**11), Layer(4 * 10**7, 1024, 1024, 10**6)], shares=[(0.0, 0.0, 0.0)])
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(layers=st.lists(_LAYER, min_size=2, max_size=3), shares=_SHARES)
+def test_residency_recomputation_and_starts(layers: list[Layer], shares: list[tuple[float, ...]]) -> None:
+    step = step_of(layers)
+    plans = (
+        recomputed
+        for prefetch in (0, 1, 2)
+        for started in starts(whole(step, prefetch))
+        for kept in residencies(started)
+        for recomputed in recomputations(kept, len(layers))
+    )
+    compare(Search(step, Wish("auto", WORLD, bucket_size=SIZE), GPU), judged(step, plans, GPU), shares)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(layers=st.lists(_LAYER, min_size=2, max_size=2), shares=_SHARES)
+def test_homes_residency_and_recomputation(layers: list[Layer], shares: list[tuple[float, ...]]) -> None:
+    step = step_of(layers)
+    plans = (
+        recomputed
+        for placed in homes(whole(step, 1))
+        for kept in residencies(placed)
+        for recomputed in recomputations(kept, len(layers))
+    )
+    wish = Wish("auto", WORLD, bucket_size=SIZE, prefetch=1, offload="auto", tile=False)
+    compare(Search(step, wish, GPU, complete=0), judged(step, plans, GPU), shares)
+
+
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(layers=st.lists(_LAYER, min_size=2, max_size=2), shares=_SHARES)
+def test_homes_residency_and_activations_on_one_tier(layers: list[Layer], shares: list[tuple[float, ...]]) -> None:
+    """Every layer's activations kept, recomputed or offloaded, with every home on the device and the host."""
+    machine, step = replace(GPU, nvme_capacity=0), step_of(layers)
+    plans = (
+        replace(recomputed, offload=tuple((f"blocks.{i}", "host") for i, away in enumerate(waits) if away))
+        for placed in homes(whole(step, 1), TIERS[:2])
+        for kept in residencies(placed)
+        for recomputed in recomputations(kept, len(layers))
+        for waits in product((False, True), repeat=len(layers))
+    )
+    wish = Wish("auto", WORLD, bucket_size=SIZE, prefetch=1, offload="auto", tile=False)
+    compare(Search(step, wish, machine, complete=0), judged(step, plans, machine), shares)

@@ -1,0 +1,129 @@
+"""Plans are relieved where they have their peak only: gathers that wait, operators in as few tiles as fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner.steps import Layer, step_of
+
+from zerograph.machine import machine_named
+from zerograph.plan import Plan
+from zerograph.planner.books import scheduled
+from zerograph.planner.candidates import Candidate
+from zerograph.planner.search import MOST_TILES, Search, Wish
+
+MIB = 2**20
+GPU = machine_named("h100-80gb")
+TILED = Wish(3, 64, bucket_size=8 * MIB, prefetch=0, recompute="full", tile=True)
+
+
+ROWS = [MIB, 64 * MIB, 4 * MIB, 8 * MIB]
+"""Of the first layer, too few for tiles: its reduction is the last, and would overlap itself in parts."""
+
+
+def tiles(found: Candidate) -> tuple[int, ...]:
+    return tuple(bucket.tiles for bucket in found.plan.buckets)
+
+
+def within(search: Search, budget: int) -> Candidate:
+    found = search.within(budget)
+    assert found is not None
+    return found
+
+
+def test_only_what_does_not_fit_is_tiled() -> None:
+    """Three parameters are larger than a bucket; the budget is short of room for one of them."""
+    search = Search(step_of([Layer(rows=r, stream=1024, inside=1024, flops=10**13) for r in ROWS]), TILED, GPU)
+    whole = search.spaces[0].candidate(0, (), ()).peak
+    assert tiles(within(search, whole)) == (1, 1, 1, 1)
+    less = tiles(within(search, whole - 128 * MIB))
+    assert 1 < less[1] < MOST_TILES and (less[0], less[2], less[3]) == (1, 1, 1)
+    least = tiles(search.smallest)
+    assert least[1] == MOST_TILES and least[0] == 1
+
+
+def test_less_memory_takes_more_tiles_of_the_same_operator() -> None:
+    search = Search(step_of([Layer(rows=r, stream=1024, inside=1024, flops=10**13) for r in ROWS]), TILED, GPU)
+    low, high = search.smallest.peak, search.spaces[0].candidate(0, (), ()).peak
+    counts = [max(tiles(within(search, low + (high - low) * k // 4))) for k in range(5)]
+    assert counts == sorted(counts, reverse=True)
+    assert counts[0] > counts[1] > counts[4] == 1
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(st.sampled_from([MIB, 4 * MIB, 16 * MIB, 64 * MIB]), min_size=2, max_size=2),
+    inside=st.sampled_from([1024, 10**8]),
+    shares=st.lists(st.floats(0, 1), min_size=8, max_size=8),
+)
+def test_tiles_are_within_5_percent_of_brute_force(rows: list[int], inside: int, shares: list[float]) -> None:
+    search = Search(step_of([Layer(rows=r, stream=1024, inside=inside, flops=10**12) for r in rows]), TILED, GPU)
+    space = search.spaces[0]
+    counts = [sorted({*range(1, min(9, most + 1)), most}) for most in space.most_tiles]
+    everything = [space.candidate(0, (), (), tiles=chosen) for chosen in product(*counts)]
+    peaks = [c.peak for c in everything]
+    for share in shares:
+        budget = min(peaks) + int(share * (max(peaks) - min(peaks)))
+        best = min(c.seconds for c in everything if c.peak <= budget)
+        assert within(search, budget).seconds <= best * 1.05
+
+
+# Gathers that wait ---------------------------------------------------------------------------------------------------
+
+STEEP = [Layer(rows=r, stream=1024, inside=i, flops=10**12) for r, i in [(40 * MIB, 1024)] * 3 + [(40 * MIB, 10**9)]]
+AHEAD = Wish(3, 8, bucket_size=8 * MIB, prefetch=2, recompute="none")
+
+
+def test_a_gather_waits_where_memory_is_short_and_nowhere_else() -> None:
+    """One layer's work takes a gigabyte: what is gathered ahead beside it would not fit, and elsewhere it does."""
+    search = Search(step_of(STEEP), AHEAD, GPU)
+    most, least = search.best[-1], search.smallest
+    assert most.seconds == search.spaces[0].candidate(2, (), ()).seconds
+    assert min(least.ahead) == 0 < max(least.ahead)
+    nowhere = Search(step_of(STEEP), replace(AHEAD, prefetch=0), GPU).smallest
+    assert least.peak <= nowhere.peak and least.seconds < nowhere.seconds
+
+
+@settings(max_examples=10, deadline=None, derandomize=True)
+@given(
+    layers=st.lists(
+        st.builds(
+            Layer,
+            rows=st.sampled_from([MIB, 10 * MIB, 40 * MIB]),
+            stream=st.sampled_from([1024, 10**8]),
+            inside=st.sampled_from([1024, 10**8, 10**9]),
+            flops=st.sampled_from([10**10, 10**12]),
+        ),
+        min_size=2,
+        max_size=4,
+    ),
+    shares=st.lists(st.floats(0, 1), min_size=8, max_size=8),
+)
+def test_starts_are_within_5_percent_of_brute_force(layers: list[Layer], shares: list[float]) -> None:
+    search = Search(step_of(layers), AHEAD, GPU)
+    space = search.spaces[0]
+    buckets = len(space.plan.buckets)
+    everything = [space.candidate(2, (), (), ahead=chosen) for chosen in product(range(3), repeat=buckets)]
+    peaks = [c.peak for c in everything]
+    for share in shares:
+        budget = min(peaks) + int(share * (max(peaks) - min(peaks)))
+        best = min(c.seconds for c in everything if c.peak <= budget)
+        assert within(search, budget).seconds <= best * 1.05
+
+
+def test_plans_with_gathers_that_wait_can_be_run_and_written() -> None:
+    plan = Search(step_of(STEEP), AHEAD, GPU).smallest.plan
+    assert plan.unexecuted == "" and not list(plan.mistakes())
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.parametrize("machine", ["h100-80gb", "cpu"])
+def test_what_was_relieved_is_forecast_as_it_was_found(machine: str) -> None:
+    search = Search(step_of(STEEP), replace(AHEAD, stage="auto", tile=True), machine_named(machine))
+    for found in search.best:
+        forecast, _ = scheduled(found.space.scheduler, found.plan)
+        assert (forecast.seconds, forecast.peaks["device"].bytes) == (found.seconds, found.peak)

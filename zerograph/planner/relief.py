@@ -1,0 +1,262 @@
+"""Less memory on the device where a plan has its peak, and nowhere else: gathers that wait, operators in more tiles.
+
+A plan is run with an eye on what could be whole later, or in smaller parts. Where it holds more than a target, gathers
+whose bucket nobody reads yet begin later; if that is not enough, what is read is cut into as few tiles as make room.
+That is repeated until the target is met, or nothing is left to change. Targets lie between a plan's own peak and the
+least that these two ways reach, so no budget enters, and more of it cannot make the answer worse.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from zerograph.planner.candidates import Candidate, Space, frontier
+from zerograph.planner.run import Run
+from zerograph.planner.simulate import Task, times
+
+if TYPE_CHECKING:
+    from zerograph.planner.schedule import Decisions, Piece
+    from zerograph.planner.transfers import Transfer
+
+LEVELS = 4
+"""Targets between a plan's peak and the least that it can be relieved to."""
+ROUNDS = 8
+"""Changes of one plan towards one target, at most."""
+
+
+class _Held(NamedTuple):
+    """A bucket from the start of one task to the start, or the end, of another."""
+
+    bucket: int
+    first: int
+    last: int
+    early: bool  # whether nobody reads it yet; else it is in use, or its gradients are
+
+
+class _Watch(Run):
+    """A run that knows when each bucket is whole, and from when on it is needed."""
+
+    def __init__(self, space: Space, decisions: Decisions, tilable: frozenset[int]) -> None:
+        self.tilable = tilable
+        self.brought: dict[int, tuple[int, int]] = {}  # gather -> its bucket, and the first task that belongs to it
+        self.used: dict[int, int] = {}  # gather -> the first task that reads its bucket
+        self.held: list[_Held] = []
+        self._gradients: dict[int, int] = {}  # bucket -> the task that makes its first gradient
+        super().__init__(space.scheduler, decisions)
+        for task, (bucket, first) in self.brought.items():
+            if task in self.used:
+                self.held.append(_Held(bucket, first, self.used[task], early=True))
+
+    def add(self, task: Task) -> int:
+        index = super().add(task)
+        if task.stream == "compute":
+            self.used.update((before, index) for before in task.after if before in self.brought)
+        return index
+
+    def _bring(self, bucket: int, part: Transfer) -> int:
+        first = len(self.tasks)
+        gather = super()._bring(bucket, part)
+        self.brought[gather] = bucket, first
+        return gather
+
+    def computed(self, piece: Piece, task: int) -> None:
+        for bucket in piece.reads:
+            self.held.append(_Held(bucket, task, task, early=False))
+        for bucket, _ in piece.made:
+            self._gradients.setdefault(bucket, task)
+
+    def _let_go(self, bucket: int) -> None:
+        if bucket in self.tilable:
+            self.held.append(_Held(bucket, self.used[self.whole[bucket]], self.last, early=False))
+        super()._let_go(bucket)
+
+    def _reduce(self, bucket: int, tile: int) -> None:
+        super()._reduce(bucket, tile)
+        if bucket in self.tilable and tile == self.decisions.tiles[bucket] - 1:
+            self.held.append(_Held(bucket, self._gradients[bucket], self.reducing, early=False))
+
+
+@dataclass(slots=True)
+class _Short:
+    """What is wanted of a bucket: its gathers not before ``gather``, and ``size`` bytes less of it while it is used."""
+
+    gather: int | None = None
+    size: int = 0
+
+
+def relieved(plans: Iterable[Candidate], *, tile: bool, work: int) -> Iterator[Candidate]:
+    """Plans that need less of the device than ``plans``, with the same decisions otherwise.
+
+    Args:
+        tile: whether operators may be tiled; then what ``plans`` tile is decided anew, too.
+        work: tasks that are simulated, at most, but for the plan that is being changed then.
+    """
+    for plan in plans:
+        if work <= 0:
+            return
+        space, before = plan.space, plan.space.work
+        tilable = frozenset(b for b, most in enumerate(space.most_tiles) if most > 1) if tile else frozenset()
+        for target, start in _targets(plan, tilable):
+            for changed in _reach(start, target, tilable):
+                yield changed
+                if space.work - before >= work:
+                    return
+        work -= space.work - before
+
+
+def varied(plans: Sequence[Candidate], *, tile: bool, work: int) -> Iterator[Candidate]:
+    """What single changes lead to from ``plans``, as long as nothing beats it: of starts and tiles, and of what is kept
+    and recomputed beside them.
+
+    This finds what :func:`relieved` cannot aim at: a gather that begins later may also make room elsewhere, since it
+    moves what comes after it. It is for steps of a few buckets.
+    """
+    best, seen = list(plans), set(plans)
+    fresh = list(plans)
+    while fresh and work > 0:
+        found = []
+        for plan in fresh:
+            before = plan.space.work
+            found += [c for c in _beside(plan, tile) if c not in seen]
+            seen.update(found)
+            work -= plan.space.work - before
+            if work <= 0:
+                break
+        yield from found
+        best = frontier([*best, *found])
+        kept = set(best)
+        fresh = [c for c in found if c in kept]
+
+
+def _beside(plan: Candidate, tile: bool) -> Iterator[Candidate]:
+    """Plans that differ from ``plan`` in when one bucket is gathered, in its tiles or residency, or in one layer."""
+    yield from _flipped(plan)
+    space = plan.space
+    ahead = plan.ahead or (plan.prefetch,) * len(plan.homes)
+    tiles = plan.tiles or (1,) * len(plan.homes)
+    for bucket, (start, count) in enumerate(zip(ahead, tiles, strict=True)):
+        for other in {max(0, start - 1), min(plan.prefetch, start + 1)} - {start}:
+            changed = (*ahead[:bucket], other, *ahead[bucket + 1 :])
+            yield space.of(space.key(*plan.key[:5], tiles, changed))
+        most = space.most_tiles[bucket] if tile and bucket not in plan.kept else count
+        for other in {max(1, count - 1), min(most, count + 1)} - {count}:
+            changed = (*tiles[:bucket], other, *tiles[bucket + 1 :])
+            yield space.of(space.key(*plan.key[:5], changed, ahead))
+
+
+def _flipped(plan: Candidate) -> Iterator[Candidate]:
+    """Plans that keep one bucket more or less, or recompute one layer more or less."""
+    space, (prefetch, kept, recomputed, homes, offload, tiles, ahead) = plan.space, plan.key
+    for bucket in space.keeps:
+        if not plan.tiles or plan.tiles[bucket] == 1:
+            yield space.of(space.key(prefetch, {bucket} ^ set(kept), recomputed, homes, offload, tiles, ahead))
+    for layer in space.saves:
+        again = {layer} ^ set(recomputed)
+        layers = tuple(one for one in space.scheduler.profile.layers if one in again)
+        yield space.of(space.key(prefetch, kept, layers, homes, offload, tiles, ahead))
+
+
+def _targets(plan: Candidate, tilable: frozenset[int]) -> Iterator[tuple[int, Candidate]]:
+    """Bytes to reach, with the plan to begin from."""
+    if plan.tiles and tilable:
+        whole = plan.space.of((*plan.key[:5], (), plan.ahead))
+        yield plan.peak, whole
+        plan = whole
+    tiles = plan.space.finest if tilable else plan.tiles
+    overlaps = plan.space.scheduler.rates.overlaps
+    ahead = (0,) * len(plan.homes) if overlaps else plan.ahead
+    least = plan.space.of(plan.space.key(*plan.key[:5], tiles, ahead))
+    room = plan.peak - least.peak
+    yield least.peak, least  # all of it, everywhere
+    if room > 0:
+        yield from ((plan.peak - room * k // LEVELS, plan) for k in range(1, LEVELS + 1))
+
+
+def _reach(plan: Candidate, target: int, tilable: frozenset[int]) -> Iterator[Candidate]:
+    """Change ``plan`` step by step until its peak is at most ``target``."""
+    space = plan.space
+    if plan.peak <= target:
+        yield plan
+    for _ in range(ROUNDS):
+        if plan.peak <= target:
+            return
+        watch = _Watch(space, space.decisions(*plan.key), tilable)
+        space.work += len(watch.tasks)
+        wanted = _wanted(space, plan, watch, target)
+        tiles = list(plan.tiles or (1,) * len(plan.homes))
+        ahead = list(plan.ahead or (plan.prefetch,) * len(plan.homes))
+        for bucket, short in wanted.items():
+            if short.gather is not None:
+                ahead[bucket] = min(short.gather, ahead[bucket] - 1)
+            if short.size:
+                tiles[bucket] = _fewest(space, bucket, tiles[bucket], ahead[bucket], short.size)
+        changed = space.of(space.key(*plan.key[:5], tiles, ahead))
+        if changed is plan:
+            return
+        plan = changed
+        yield plan
+
+
+def _fewest(space: Space, bucket: int, tiles: int, ahead: int, size: int) -> int:
+    """The fewest tiles that hold ``size`` bytes less than ``tiles`` do; all there may be where none do."""
+    (part,) = space.scheduler.transfers(bucket, 1)
+
+    def held(count: int) -> int:
+        whole = part.whole * min(count, ahead + 1) // count
+        return whole + part.gradients * min(count, 2) // count  # one is being made, one reduced
+
+    most = space.most_tiles[bucket]
+    return next((count for count in range(tiles + 1, most) if held(tiles) - held(count) >= size), most)
+
+
+def _wanted(space: Space, plan: Candidate, watch: _Watch, target: int) -> dict[int, _Short]:
+    """By bucket, what would bring the device down to ``target`` where it holds more."""
+    starts, ends = times(watch.tasks)
+    reads = sorted({starts[task] for task in watch.used.values()})  # when visits begin
+    ahead = plan.ahead or (plan.prefetch,) * len(plan.homes)
+    found: dict[int, _Short] = {}
+    for excess, time, held in _above(space, plan, watch, starts, ends, target):
+        early = [h for h in held if h.early and ahead[h.bucket] > 0]
+        for h in early:
+            short = found.setdefault(h.bucket, _Short())
+            left = bisect_left(reads, starts[h.last]) - bisect_left(reads, time)
+            left = 0 if plan.tiles and plan.tiles[h.bucket] > 1 else max(0, left)
+            short.gather = left if short.gather is None else min(short.gather, left)
+            excess -= space.scheduler.transfers(h.bucket, 1)[0].whole
+        for bucket in {h.bucket for h in held if not h.early and h.bucket in watch.tilable} if excess > 0 else ():
+            if bucket not in plan.kept and (not plan.tiles or plan.tiles[bucket] < space.most_tiles[bucket]):
+                short = found.setdefault(bucket, _Short())
+                short.size = max(short.size, excess)
+    return found
+
+
+def _above(
+    space: Space, plan: Candidate, watch: _Watch, starts: Sequence[float], ends: Sequence[float], target: int
+) -> Iterator[tuple[int, float, list[_Held]]]:
+    """Moments at which the device holds more than ``target``: by how much, when, and what could be less of it."""
+    late = 2 * len(watch.tasks)
+    events: list[tuple[float, int, int, _Held | None]] = []
+    for index, task in enumerate(watch.tasks):
+        start, end = starts[index], ends[index]
+        for tier, size in task.takes:
+            if tier == "device":
+                events.append((start, 2 * index if end == start else late, size, None))
+        for tier, size in task.gives:
+            if tier == "device":
+                events.append((end, 2 * index + 1, -size, None))
+    for held in watch.held:
+        events.append((starts[held.first], -1, 1, held))  # there before it takes, and until after it gives
+        events.append((starts[held.last], late, 0, held) if held.early else (ends[held.last], late - 1, 0, held))
+    level, now = plan.held, dict[_Held, None]()
+    for time, _, size, about in sorted(events, key=lambda event: event[:3]):
+        if about is None:
+            level += size
+            if size > 0 and level > target:
+                yield level - target, time, list(now)
+        elif size:
+            now[about] = None
+        else:
+            now.pop(about, None)
