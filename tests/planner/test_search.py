@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain, combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, step_of, transformer
 
@@ -218,6 +218,9 @@ def test_more_of_any_tier_is_never_worse_and_peaks_fit(
             assert Plan.from_json(found.plan.to_json()) == found.plan
 
 
+@example(
+    layers=[Layer(256, 1024, 4096, 10**6), *[Layer(40_000_000, 1024, 4096, 10**6)] * 5]
+)  # what may be tiled is no part of what stays
 @settings(max_examples=10, deadline=None)
 @given(layers=st.one_of(_SMALL, _MIXED))
 def test_another_tier_never_makes_a_plan_slower(layers: list[Layer]) -> None:

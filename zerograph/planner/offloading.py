@@ -42,13 +42,22 @@ def every_offload(space: Space, tiers: Sequence[Tier]) -> Iterator[tuple[tuple[s
         yield tuple((layer, tier) for layer, tier in zip(layers, chosen, strict=True) if tier != "device")
 
 
-def corners(spaces: Sequence[Space], homes: Sequence[int], tiers: Sequence[Tier], prefetch: int) -> Iterator[Candidate]:
-    """Plans that need the least of each tier: the smallest buckets, whole and in most tiles, nothing kept or saved."""
+def corners(
+    spaces: Sequence[Space], homes: Sequence[int], tiers: Sequence[Tier], prefetch: int, *, tile: bool = True
+) -> Iterator[Candidate]:
+    """Plans that need the least of each tier: the smallest buckets, nothing kept or saved.
+
+    Args:
+        tile: whether they are looked at in most tiles, too, where tiles are open.
+    """
     profile = spaces[0].scheduler.profile
     waits = [(), *(tuple((layer, tier) for layer in profile.layers) for tier in tiers if profile.training)]
     space = spaces[0]
     tiled = space.finest
-    looked_at = [((), waits), *([(tiled, waits[:1])] if max(tiled, default=1) > 1 else [])]  # tiles cost many tasks
+    looked_at = [
+        ((), waits),
+        *([(tiled, waits[:1])] if tile and max(tiled, default=1) > 1 else []),
+    ]  # tiles cost many tasks
     for tiles, offloads in looked_at:
         for home in _one_tier(homes) if profile.training else homes[:1]:
             placed = space.placed((bucket, home) for bucket in space.moves)

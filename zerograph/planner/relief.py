@@ -69,7 +69,7 @@ class _Watch(Run):
             self._gradients.setdefault(bucket, task)
 
     def _let_go(self, bucket: int) -> None:
-        if bucket in self.tilable:
+        if bucket in self.tilable and self.decisions.residency[bucket] == "use":  # what is kept cannot be tiled
             self.held.append(_Held(bucket, self.used[self.whole[bucket]], self.last, early=False))
         super()._let_go(bucket)
 

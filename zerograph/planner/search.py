@@ -149,7 +149,7 @@ class Search:
         few = all(len(space.plan.buckets) <= FEW for space in self.spaces)
         if self.homes[0] == 0:  # what may stay is looked at as where nothing can be offloaded: more tiers lose nothing
             found += _staying(whole, complete)
-            found += corners(self.spaces, (0,), (), min(prefetches))
+            found += corners(self.spaces, (0,), (), min(prefetches), tile=False)
             found += _relieved(found, tile=False, small=few or _count(whole, (0,), ()) <= complete)
         if self.tiers or in_tiles:
             small = _count(places, self.homes, self.tiers) <= complete
