@@ -50,7 +50,10 @@ class Walk {
   Status step() {
     const std::string name = std::move(names_.back());
     names_.pop_back();
-    FileDescriptor next(openat(at_.get(), name.c_str(), O_PATH | O_NOFOLLOW | O_CLOEXEC));
+    // A folder is asked for first: nothing else has the kernel mount what is mounted on first use.
+    FileDescriptor next(openat(at_.get(), name.c_str(), O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+    if (next.get() < 0 && (errno == ENOTDIR || errno == ELOOP))
+      next = FileDescriptor(openat(at_.get(), name.c_str(), O_PATH | O_NOFOLLOW | O_CLOEXEC));
     struct stat info;
     if (next.get() < 0 || fstat(next.get(), &info) != 0) return refused(kCannot, errno);
     if (S_ISLNK(info.st_mode)) return follow(name, next, info.st_uid);

@@ -21,19 +21,33 @@ from zerograph.passes.graph import readings_of_overwritten
 
 def hoist(forward: fx.GraphModule) -> int:
     """Move operators of the backward in the graph ``forward`` up to their inputs; returns how many have moved."""
-    stay = set(readings_of_overwritten(forward.graph.nodes))
+    nodes = list(forward.graph.nodes)
+    stay = set(readings_of_overwritten(nodes))
+    late = [n for n in nodes if n.meta.get("partitioner_tag") == "is_backward" and _is_pure(n) and n not in stay]
+    placed: set[fx.Node] = set()
     moved = 0
-    for node in list(forward.graph.nodes):
-        if node.meta.get("partitioner_tag") != "is_backward" or not _is_pure(node) or node in stay:
+    for node in late:
+        if not node.all_input_nodes:
             continue
-        inputs = node.all_input_nodes
-        if inputs and node.prev is not max(inputs):  # nodes compare by where they stand
-            max(inputs).append(node)
+        before = _last_input(node)
+        while before.next in placed and before.next is not node:
+            before = before.next  # in the order in which they were
+        if before.next is not node:
+            before.append(node)
             moved += 1
+        placed.add(node)
     if moved:
         forward.graph.lint()
         forward.recompile()
     return moved
+
+
+def _last_input(node: fx.Node) -> fx.Node:
+    """What ``node`` can stand behind: the last of its inputs, but all inputs of the graph come first."""
+    last = max(node.all_input_nodes)  # nodes compare by where they stand
+    while last.op == "placeholder" and last.next.op == "placeholder":
+        last = last.next
+    return last
 
 
 def _is_pure(node: fx.Node) -> bool:

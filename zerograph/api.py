@@ -334,7 +334,7 @@ def backend(**options: Any) -> Backend:
         dtype: compute and gather dtype; parameters stay as they are. Default: each parameter's own.
         reduce_dtype: dtype gradients are summed over ranks in; default float32 under 16-bit compute.
         bucket_size: bytes of gathered parameters per collective: an int, or a text such as ``"32MiB"``.
-        prefetch: buckets gathered ahead; at stage 3 at most ``prefetch + 1`` are whole at a time.
+        prefetch: buckets gathered ahead, where memory allows; at stage 3 at most ``prefetch + 1`` are whole at a time.
         recompute: activations computed again in the backward instead of saved: "auto" (what the partitioner finds
             cheap; with ``memory`` also as many whole layers as are needed to fit), "none" (all are saved), "full" (of
             every repeated layer only the inputs are saved, as with ``torch.utils.checkpoint`` around each), or a number

@@ -128,7 +128,9 @@ def largest_file(
         make, what, world=world, batch=batch, seq=seq, dtype=dtype, stage=stage, moments=moments, offload=offload
     )
     if offload != "none":
-        found, budget = largest(steps, machine, world, moments=moments, offload=offload, tier=tier, **options)
+        found, budget = largest(
+            steps, machine, world, moments=moments, reserve=reserve, offload=offload, tier=tier, **options
+        )
         if found.value == 0:
             raise infeasible(found.search, movable(steps.at(found.next), world), machine, budget)
         file = plan_file(

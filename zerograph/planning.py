@@ -75,8 +75,9 @@ def plan_file(
         wish = Wish.of(config, world, offload=offload, tier=tier)
         vary = None if sizes is None else Vary(dict(sizes))
         compiled = compile_only(
-            make, world_size=world, batch=batch, seq=seq, fold=fold, dtype=compute, stage=config.sharding, vary=vary
-        )
+            make, world_size=world, batch=batch, seq=seq, fold=fold, dtype=compute, stage=config.sharding, vary=vary,
+            moments=moments,
+        )  # fmt: skip
         step = movable(_training_frame(compiled.frames).step, world)
         return planned(name, step, wish, machine, moments=moments, reserve=reserve, tokens=compiled.tokens)
     if options.get("stage") == "auto" or sizes is not None or memory is not None:

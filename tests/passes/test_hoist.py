@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from graphs import Builder, fake_world, run, show
+from graphs import Builder, fake_world, plan, run, show
 from torch import Tensor, fx, nn
 
 import zerograph
-from zerograph.passes import hoist
+from zerograph.passes import gather, hoist, prefetch, verify
 
 aten = torch.ops.aten
 
@@ -27,10 +27,10 @@ def test_golden_graph() -> None:
     negative = b.call(aten.neg.default, second)
     half = _late(b.call(aten.div.Tensor, first, 2))
     both = _late(b.call(aten.mul.Tensor, half, first))
-    cosine = _late(b.call(aten.cos.default, second))
-    gm = b.output(negative, half, both, cosine)
+    cosine, tangent = (_late(b.call(target, second)) for target in (aten.cos.default, aten.tan.default))
+    gm = b.output(negative, half, both, cosine, tangent)
     before, _ = run(gm)
-    assert hoist(gm) == 3
+    assert hoist(gm) == 4
     assert_expected_inline(
         show(gm),
         """\
@@ -39,12 +39,36 @@ div_tensor = div(exp_default, 2)
 mul_tensor = mul(div_tensor, exp_default)
 sin_default = sin(exp_default)
 cos_default = cos(sin_default)
+tan_default = tan(sin_default)
 neg_default = neg(sin_default)
-return [neg_default, div_tensor, mul_tensor, cos_default]""",
+return [neg_default, div_tensor, mul_tensor, cos_default, tan_default]""",
     )
     for a, b_ in zip(before, run(gm)[0], strict=True):
         assert torch.equal(a, b_)
     assert hoist(gm) == 0
+
+
+def test_nothing_comes_before_an_input_of_the_graph() -> None:
+    """Gathers are put before the first operator, and read shards."""
+    b = Builder()
+    x = b.input("x", 4, 4)
+    (weight,) = b.params("weight")
+    product = b.mm(x, weight)
+    gm = b.output(product, _late(b.call(aten.le.Scalar, x, 0)))
+    assert hoist(gm) == 1
+    planned = plan(gm, "weight")
+    for rewrite in (gather, prefetch, verify):
+        rewrite(gm, planned)
+    gm.graph.lint()
+    assert [n.op for n in gm.graph.nodes][:2] == ["placeholder"] * 2
+
+
+def test_a_model_that_begins_with_what_the_backward_wants_compiles() -> None:
+    """The backward of a clamp wants to know where the input was within its bounds, which takes less than the input."""
+    with fake_world(rank=0, world_size=2):
+        model = nn.Sequential(nn.Hardtanh(), nn.Linear(8, 8))
+        model.compile(backend=zerograph.backend(stage=3, compute="eager"))
+        model(torch.randn(4, 8, requires_grad=True)).sum().backward()
 
 
 def test_the_forward_itself_stays() -> None:

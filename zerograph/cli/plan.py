@@ -54,7 +54,7 @@ STAGE = Parsed("0|1|2|3|auto", _stage)
 @click.option(
     "--prefetch",
     type=click.IntRange(0),
-    help=f"Buckets gathered ahead.  [default: 1; {_CHOSEN}]",
+    help=f"Buckets gathered ahead, where memory allows.  [default: 1; {_CHOSEN}]",
 )
 @click.option("--recompute", type=RECOMPUTE, default="auto", show_default=True, help="auto, none, full or 0..1.")
 @click.option("--largest", "what", type=click.Choice(["batch", "seq"]), help="Solve for the largest that fits.")

@@ -9,7 +9,7 @@ from zerograph.errors import ConfigError
 from zerograph.machine import Tier
 from zerograph.plan import OFFLOADS, Offload, level_at
 
-__all__ = ["ACTIVATIONS", "OFFLOADS", "STAGES", "Activations", "Choice", "Offload", "Stage", "placements"]
+__all__ = ["ACTIVATIONS", "STAGES", "Activations", "Choice", "Stage", "placements"]
 
 Stage = Literal[0, 1, 2, 3]
 Activations = Literal["keep", "recompute", "host", "nvme"]

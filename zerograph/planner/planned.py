@@ -124,16 +124,16 @@ def recomputed(plan: Plan) -> str:
 
 
 def gathered(bucket: Bucket) -> str:
-    """What is gathered together and how long it stays, for people."""
+    """What is gathered together, when, and how long it stays, for people."""
     count = f"{len(bucket.params)} parameter" + ("" if len(bucket.params) == 1 else "s")
     tied = "".join(f", {p.name} is also {' and '.join(p.tied_to)}" for p in bucket.params if p.tied_to)
-    return f"{count}, {format_bytes(bucket.gathered_bytes)}, residency {bucket.residency}{tied}"
+    ahead = "" if bucket.ahead is None else f", gathered {bucket.ahead} ahead"
+    return f"{count}, {format_bytes(bucket.gathered_bytes)}, residency {bucket.residency}{ahead}{tied}"
 
 
 def _decided(bucket: Bucket) -> str:
     tiles = f", in {bucket.tiles} tiles" if bucket.tiles > 1 else ""
-    ahead = "" if bucket.ahead is None else f", gathered {bucket.ahead} ahead"
-    return f"{gathered(bucket)}{tiles}{ahead}, {bucket.homes}"
+    return f"{gathered(bucket)}{tiles}, {bucket.homes}"
 
 
 def _why(bucket: Bucket, scheduler: Scheduler) -> str:

@@ -159,18 +159,23 @@ def _flipped(plan: Candidate) -> Iterator[Candidate]:
         yield space.of(space.key(prefetch, kept, layers, homes, offload, tiles, ahead))
 
 
+def least(plan: Candidate, *, tile: bool) -> Candidate:
+    """``plan`` with every gather as late and, if ``tile``, every operator in as many tiles as there may be."""
+    space = plan.space
+    tiles = space.finest if tile else plan.tiles
+    ahead = (0,) * len(plan.homes) if space.scheduler.rates.overlaps else plan.ahead
+    return space.of(space.key(*plan.key[:5], tiles, ahead))
+
+
 def _targets(plan: Candidate, tilable: frozenset[int]) -> Iterator[tuple[int, Candidate]]:
     """Bytes to reach, with the plan to begin from."""
     if plan.tiles and tilable:
         whole = plan.space.of((*plan.key[:5], (), plan.ahead))
         yield plan.peak, whole
         plan = whole
-    tiles = plan.space.finest if tilable else plan.tiles
-    overlaps = plan.space.scheduler.rates.overlaps
-    ahead = (0,) * len(plan.homes) if overlaps else plan.ahead
-    least = plan.space.of(plan.space.key(*plan.key[:5], tiles, ahead))
-    room = plan.peak - least.peak
-    yield least.peak, least  # all of it, everywhere
+    smallest = least(plan, tile=bool(tilable))
+    room = plan.peak - smallest.peak
+    yield smallest.peak, smallest  # all of it, everywhere
     if room > 0:
         yield from ((plan.peak - room * k // LEVELS, plan) for k in range(1, LEVELS + 1))
 

@@ -34,7 +34,8 @@ def retimed(file: PlanFile, run: Run) -> Forecast:
 
 
 def tasks_of(file: PlanFile, run: Run) -> dict[int, list[Span]]:
-    """By task of ``file``, the spans of ``run`` that are that task: of a collective its start and its wait.
+    """By task of ``file``, the spans of ``run`` that are that task: of a collective its start and its wait, and
+    every optimizer's update.
 
     Raises:
         ConfigError: as :func:`retimed`.
@@ -43,7 +44,8 @@ def tasks_of(file: PlanFile, run: Run) -> dict[int, list[Span]]:
     measured: dict[str, list[list[Span]]] = {}
     for span in run.forecast.spans:
         before = measured.setdefault(_identity(span), [])
-        if span.stream != "compute" and before and len(before[-1]) == 1:
+        together = span.name == _UPDATE or (span.stream != "compute" and before and len(before[-1]) == 1)
+        if before and together:  # every optimizer's update; a collective's start and its wait
             before[-1].append(span)
         else:
             before.append([span])
@@ -94,7 +96,10 @@ def _seconds(file: PlanFile, run: Run) -> Iterator[tuple[int, float]]:
     segments = {span.task for span in _segments(file.forecast)}
     for span in file.forecast.spans:
         if span.task in segments:
-            yield span.task, measured.segments[next(ran).key]
+            key = next(ran).key
+            if key not in measured.segments:
+                raise ConfigError(f"the run has no seconds of the segment {key}", _RECORD)
+            yield span.task, measured.segments[key]
         elif span.stream in by_bucket:
             seconds = by_bucket[span.stream].get(int(span.key))
             if seconds is None:

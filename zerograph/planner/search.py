@@ -25,15 +25,14 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from zerograph.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Recompute
 from zerograph.ir import Step
 from zerograph.machine import TIERS, Machine, Tier
-from zerograph.plan import Plan
+from zerograph.plan import Offload, Plan
 from zerograph.planner.candidates import Candidate, Place, Space, frontier, spread
-from zerograph.planner.choice import Offload
 from zerograph.planner.ladder import open_homes, open_tiers
 from zerograph.planner.liveness import Mode
 from zerograph.planner.offloading import WORK, Offloading, corners, every_home, every_offload
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import Profile, profile
-from zerograph.planner.relief import relieved, varied
+from zerograph.planner.relief import least, relieved, varied
 from zerograph.planner.rules import plan_step
 from zerograph.planner.simulate import Memory
 
@@ -71,7 +70,7 @@ class Wish:
         stage: 0 to 3 fix every bucket's residency; "auto" shards parameters and chooses it per bucket.
         world_size: ranks to shard over.
         bucket_size: bytes of gathered parameters per bucket, at most.
-        prefetch: buckets gathered ahead.
+        prefetch: buckets gathered ahead, at most.
         recompute: as in :class:`~zerograph.config.Config`; "auto" chooses per layer.
         offload: what leaves the device. "none"; "optimizer", "gradients" or "parameters", each with those before it;
             or "auto", per bucket. Unless it is none, saved activations may leave too, per layer, and parameters larger
@@ -193,9 +192,10 @@ def smallest(
     tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
     homes = open_homes(wish.offload, tiers, wish.sharding)
     with _uncollected():
-        found = known or profile(step, _modes(wish))
-        spaces = list(_spaces(step, found, wish, machine, states, moments, homes[0]))
-        return list(corners(spaces, homes, tiers, wish.prefetch or 0))
+        known = known or profile(step, _modes(wish))
+        spaces = list(_spaces(step, known, wish, machine, states, moments, homes[0]))
+        found = list(corners(spaces, homes, tiers, wish.prefetch or 0))
+        return [*found, *(least(plan, tile=wish.tiles) for plan in frontier(found))]
 
 
 def _modes(wish: Wish) -> tuple[Mode, ...]:
