@@ -85,6 +85,16 @@ def _dry(**options: Any) -> PlanFile:
     return plan_file("toy", make, machine_named("cpu"), world=2, **options)
 
 
+def test_an_optimizer_without_moments_moves_less() -> None:
+    def moved(moments: int) -> str:
+        file = _dry(moments=moments)
+        (reason,) = [reason for reason in file.reasons if reason.subject == "optimizer"]
+        assert reason.decision.endswith(" read and written")
+        return reason.decision
+
+    assert moved(0) != moved(2)
+
+
 def test_updates_are_what_the_forecast_takes_time_for() -> None:
     backend = first_call()
     step, machine = backend.frames[0].step, machine_named("cpu")

@@ -53,6 +53,15 @@ def test_every_task_finds_its_spans() -> None:
         assert found[span.task][0].start == pytest.approx(2 * span.start)
 
 
+def test_updates_of_all_optimizers_are_one_task() -> None:
+    run = run_of(FILE)
+    (update,) = [span for span in run.forecast.spans if span.name == "optimizer update"]
+    again = replace(update, task=len(run.forecast.spans), start=update.end, end=update.end + 1.0)
+    twice = replace(run, forecast=replace(run.forecast, spans=(*run.forecast.spans, again)))
+    (task,) = [span.task for span in FILE.forecast.spans if span.name == "optimizer update"]
+    assert tasks_of(FILE, twice)[task] == [update, again]
+
+
 def cut(run: Run) -> Run:
     spans = tuple(s for s in run.forecast.spans if s.name != "forward blocks.2")
     return replace(run, forecast=replace(run.forecast, spans=spans))
@@ -72,6 +81,7 @@ def wider(run: Run) -> Run:
         (FILE, cut, "the run has 7 segments and the plan 8; the first that differs is forward blocks.2"),
         (FILE, wider, "forward blocks.0 has 1000000000 operations in the plan and 2000000000 in the run"),
         (FILE, lambda run: replace(run, measured=replace(run.measured, gathers={})), "the run has no gather blocks.0"),
+        (FILE, lambda run: replace(run, measured=replace(run.measured, segments={})), "has no seconds of the segment"),
         (replace(FILE, holdings=()), lambda run: run, "does not say what all of its memory is for"),
         (
             replace(
