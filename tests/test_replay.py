@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph.errors import CollectiveMismatch, ConfigError
+from zerograph.files import read_plan
 from zerograph.machine import machine_named
 from zerograph.plan import Plan
 from zerograph.planning import plan_file
@@ -97,6 +99,23 @@ def test_a_plan_trains_as_the_options_that_made_it(tmp_path: Path, options: dict
     dtype = {"dtype": "bfloat16"} if "dtype" in options else {}
     path = planned(tmp_path / "plan.json", **{**options, **dtype})
     run(2, _replays, path, options)
+
+
+def _gathers_later(early: Path, late: Path) -> None:
+    """The same numbers from gathers in another order; what is kept whole ahead of its turn is less."""
+    losses, values, first = _trained(plan=early)
+    again, later_values, second = _trained(plan=late)
+    assert again == losses and not toy.differing(values, later_values)
+    assert second.telemetry.peak_whole < first.telemetry.peak_whole == 3
+    assert first.program["forward"] != second.program["forward"]
+
+
+def test_each_bucket_may_be_gathered_later_than_prefetch_allows(tmp_path: Path) -> None:
+    early, late = planned(tmp_path / "early.json", stage=3, bucket_size=256, prefetch=2), tmp_path / "late.json"
+    file = read_plan(early)
+    buckets = tuple(replace(bucket, ahead=bucket.index % 2) for bucket in file.plan.buckets)
+    late.write_text(replace(file, plan=replace(file.plan, buckets=buckets)).to_json())
+    run(2, _gathers_later, early, late)
 
 
 def _one_process(path: Path) -> None:

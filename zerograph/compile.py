@@ -40,7 +40,8 @@ from zerograph.lower import lower, without_code
 from zerograph.ops import REDUCE_GRAD
 from zerograph.rows import take_rows
 from zerograph.runtime.executor import Executor
-from zerograph.speedups import collecting_no_garbage, fast_minimum_cut, graphs_written_for_readers
+from zerograph.speedups import fast_minimum_cut, graphs_written_for_readers
+from zerograph.uncollected import uncollected
 from zerograph.unfold import Joint, NotFoldable, Repeat
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def compile_frame(backend: Backend, gm: fx.GraphModule, example_inputs: Sequence
     # may differ between ranks: one that asks the others about its backward would wait for ranks that run already.
     traced, exchanging = take_rows(gm, example_inputs)
     with (
-        collecting_no_garbage(),
+        uncollected(),
         graphs_written_for_readers(),
         functorch_config.patch(unlift_effect_tokens=True, force_non_lazy_backward_lowering=True),
         _use_lazy_graph_module(True),  # nobody calls the graphs between here and the programs: no Python for them

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,18 +11,6 @@ from unittest.mock import patch
 from networkx.algorithms.flow import boykov_kolmogorov, maxflow
 from torch._functorch._aot_autograd import graph_compile  # private: it writes graphs, listened to or not
 from torch._logging._internal import trace_log
-
-
-@contextmanager
-def collecting_no_garbage() -> Iterator[None]:
-    """Let Python look for no garbage: graphs of deep models are alive, and looking through them takes a fifth."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 @contextmanager

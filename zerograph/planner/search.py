@@ -14,10 +14,8 @@ All ranks that are given the same step, machine and budget find the same plan.
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, pairwise, product
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -35,6 +33,7 @@ from zerograph.planner.regions import Profile, profile
 from zerograph.planner.relief import least, relieved, varied
 from zerograph.planner.rules import plan_step
 from zerograph.planner.simulate import Memory
+from zerograph.uncollected import uncollected
 
 T = TypeVar("T")
 MIB = 2**20
@@ -128,7 +127,7 @@ class Search:
                 all of them do.
         """
         self.wish, self.moments = wish, moments
-        with _uncollected():
+        with uncollected():
             self._search(step, machine, states, moments, complete, work)
 
     def _search(self, step: Step, machine: Machine, states: int | None, moments: int, complete: int, work: int) -> None:
@@ -191,7 +190,7 @@ def smallest(
     wish = replace(wish, bucket_size=BUCKET_SIZES[0] if wish.bucket_size is None else wish.bucket_size)
     tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
     homes = open_homes(wish.offload, tiers, wish.sharding)
-    with _uncollected():
+    with uncollected():
         known = known or profile(step, _modes(wish))
         spaces = list(_spaces(step, known, wish, machine, states, moments, homes[0]))
         found = list(corners(spaces, homes, tiers, wish.prefetch or 0))
@@ -200,18 +199,6 @@ def smallest(
 
 def _modes(wish: Wish) -> tuple[Mode, ...]:
     return ("none", "full") if wish.recompute == "none" else ("auto", "full")
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No search for cycles meanwhile: millions of tuples that need none would set off a quarter of the time in them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def over(candidate: Candidate, budget: int | Mapping[Tier, int]) -> float:
