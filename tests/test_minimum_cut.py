@@ -14,7 +14,7 @@ from networkx.algorithms.flow import preflow_push
 from torch import nn
 
 import zerograph
-from zerograph import compile as compiler
+from zerograph import speedups
 
 EDGES = st.lists(
     st.tuples(st.integers(0, 7), st.integers(0, 7), st.sampled_from([1, 1, 2, 3, 5, math.inf])), min_size=1, max_size=30
@@ -26,7 +26,7 @@ def test_the_cut_is_that_of_any_maximal_flow(edges: list[tuple[int, int, float]]
     graph = nx.DiGraph()
     graph.add_nodes_from([0, 7])
     graph.add_weighted_edges_from([edge for edge in edges if edge[0] < edge[1]], "capacity")
-    ours, theirs = (_cut(graph, algorithm) for algorithm in (compiler.boykov_kolmogorov, preflow_push))
+    ours, theirs = (_cut(graph, algorithm) for algorithm in (speedups.boykov_kolmogorov, preflow_push))
     assert ours == theirs
 
 
@@ -54,8 +54,8 @@ def test_the_partitioner_cuts_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(args)
         return chosen(*args, **kwargs)
 
-    chosen = compiler.boykov_kolmogorov
-    monkeypatch.setattr(compiler, "boykov_kolmogorov", counted)
+    chosen = speedups.boykov_kolmogorov
+    monkeypatch.setattr(speedups, "boykov_kolmogorov", counted)
     model = Model()
     model.compile(backend=zerograph.backend(compute="eager"))
     model(torch.randn(2, 4)).sum().backward()
