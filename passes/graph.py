@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,13 +84,12 @@ def behind_identity(node: fx.Node) -> fx.Node:
     return node
 
 
-def readings_of_overwritten(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+def readings_of_overwritten(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """What reads, or views, an input that one of ``nodes``, in order, overwrites (a counter in a buffer)."""
-    nodes = list(nodes)
-    overwriting = [n for n in nodes if n.target is aten.copy_.default]
-    changing, found = {n.args[0] for n in overwriting}, list[fx.Node]()
+    changing, found = {n.args[0] for n in nodes if n.target is aten.copy_.default}, list[fx.Node]()
     for node in nodes:
-        if node.op == "call_function" and node not in overwriting and not changing.isdisjoint(node.all_input_nodes):
+        reads = node.op == "call_function" and node.target is not aten.copy_.default
+        if reads and not changing.isdisjoint(node.all_input_nodes):
             found.append(node)
             if is_view(node):
                 changing.add(node)

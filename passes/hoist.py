@@ -23,14 +23,13 @@ def hoist(forward: fx.GraphModule) -> int:
     """Move operators of the backward in the graph ``forward`` up to their inputs; returns how many have moved."""
     nodes = list(forward.graph.nodes)
     stay = set(readings_of_overwritten(nodes))
-    late = [n for n in nodes if n.meta.get("partitioner_tag") == "is_backward" and _is_pure(n) and n not in stay]
     placed: set[fx.Node] = set()
     moved = 0
-    for node in late:
-        if not node.all_input_nodes:
+    for node in nodes:
+        if node in stay or not _may_move(node):
             continue
         before = _last_input(node)
-        while before.next in placed and before.next is not node:
+        while before.next in placed:
             before = before.next  # in the order in which they were
         if before.next is not node:
             before.append(node)
@@ -50,6 +49,8 @@ def _last_input(node: fx.Node) -> fx.Node:
     return last
 
 
-def _is_pure(node: fx.Node) -> bool:
+def _may_move(node: fx.Node) -> bool:
+    """Whether ``node`` is the backward's, computes something from inputs, and does nothing else."""
     known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
-    return known and not node.is_impure()
+    of_backward = node.meta.get("partitioner_tag") == "is_backward"
+    return known and of_backward and bool(node.all_input_nodes) and not node.is_impure()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 from unittest.mock import patch
 
 from networkx.algorithms.flow import boykov_kolmogorov, maxflow
@@ -39,15 +38,7 @@ def graphs_written_for_readers() -> Iterator[None]:
         yield
         return
     with (
-        patch.object(graph_compile, "_log_joint_graph", _nothing),
-        patch.object(graph_compile, "_log_fw_bw_graphs", _neither),
+        patch.object(graph_compile, "_log_joint_graph", lambda *_: None),
+        patch.object(graph_compile, "_log_fw_bw_graphs", lambda *_: (None, None)),
     ):
         yield
-
-
-def _nothing(*_: Any) -> None:
-    return None
-
-
-def _neither(*_: Any) -> tuple[None, None]:
-    return None, None

@@ -50,14 +50,12 @@ def corners(
     Args:
         tile: whether they are looked at in most tiles, too, where tiles are open.
     """
-    profile = spaces[0].scheduler.profile
-    waits = [(), *(tuple((layer, tier) for layer in profile.layers) for tier in tiers if profile.training)]
     space = spaces[0]
-    tiled = space.finest
-    looked_at = [
-        ((), waits),
-        *([(tiled, waits[:1])] if tile and max(tiled, default=1) > 1 else []),
-    ]  # tiles cost many tasks
+    profile, finest = space.scheduler.profile, space.finest
+    waits = [(), *(tuple((layer, tier) for layer in profile.layers) for tier in tiers if profile.training)]
+    looked_at: list[tuple[tuple[int, ...], Sequence[tuple[tuple[str, Tier], ...]]]] = [((), waits)]
+    if tile and max(finest, default=1) > 1:
+        looked_at.append((finest, waits[:1]))  # tiles cost many tasks
     for tiles, offloads in looked_at:
         for home in _one_tier(homes) if profile.training else homes[:1]:
             placed = space.placed((bucket, home) for bucket in space.moves)

@@ -145,7 +145,8 @@ class Search:
         places = [*whole, *in_tiles]
         found: list[Candidate] = []
         few = all(len(space.plan.buckets) <= FEW for space in self.spaces)
-        if self.homes[0] == 0:  # what may stay is looked at as where nothing can be offloaded: more tiers lose nothing
+        stays = self.homes[0] == 0
+        if stays:  # what may stay is looked at as where nothing can be offloaded: more tiers lose nothing
             found += _staying(whole, complete)
             found += corners(self.spaces, (0,), (), min(prefetches), tile=False)
             found += _relieved(found, tile=False, small=few or _count(whole, (0,), ()) <= complete)
@@ -155,7 +156,7 @@ class Search:
                 found += (c for place in places for c in _all(place, self.homes, self.tiers))
             elif step.training:
                 chosen = [*(_worthwhile(in_tiles)[:1] if in_tiles else []), *_worthwhile(whole)]
-                found += Offloading(self.homes, self.tiers, chosen, work * (2 - (self.homes[0] == 0))).candidates
+                found += Offloading(self.homes, self.tiers, chosen, work * (2 - stays)).candidates
             found += corners(self.spaces, self.homes, self.tiers, min(prefetches))
             found += _relieved(found, tile=wish.tiles, small=small or few)
         self.best = frontier(found)
