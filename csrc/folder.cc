@@ -3,7 +3,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
-#include <string.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -79,7 +78,7 @@ class Walk {
   }
 
   Status refused(const std::string& what, int error, const char* hint = "a folder that exists and can be written") {
-    return fail(Code::system, what + ": " + strerror(error) + "\n\nhint: " + hint, error, folder_);
+    return failed(what, error, folder_, hint);
   }
 
   const std::string& folder_;

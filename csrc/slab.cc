@@ -33,10 +33,6 @@ std::string gigabytes(std::uint64_t bytes) {
   return number(tenths / 10) + "." + number(tenths % 10) + " GB (" + number(bytes) + " bytes)";
 }
 
-Status failed(const std::string& what, int error, const std::string& path, const std::string& hint = {}) {
-  return fail(Code::system, what + ": " + strerror(error) + (hint.empty() ? "" : "\n\nhint: " + hint), error, path);
-}
-
 // A random name, so that nobody can be in its place beforehand.
 Status make_name(std::string& out) {
   std::uint64_t bits = 0;

@@ -1,6 +1,8 @@
 // Errors are values inside the core; bindings.cc turns them into Python exceptions.
 #pragma once
 
+#include <string.h>
+
 #include <string>
 #include <utility>
 
@@ -30,6 +32,11 @@ struct [[nodiscard]] Status {
 
 inline Status fail(Code code, std::string text, int error = 0, std::string path = {}) {
   return Status{code, error, std::move(text), std::move(path)};
+}
+
+// A system call's failure: what could not be done, the errno's text, and what to do next.
+inline Status failed(const std::string& what, int error, const std::string& path, const std::string& hint = {}) {
+  return fail(Code::system, what + ": " + strerror(error) + (hint.empty() ? "" : "\n\nhint: " + hint), error, path);
 }
 
 #define ZG_TRY(expression)                       \
