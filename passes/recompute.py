@@ -5,15 +5,16 @@ Gathered parameters, always: every ``unshard`` marker, and every cheap operator 
 collective is a matter of residency, decided by the runtime's cache.
 
 Activations, as planned: all of a recomputed layer but what enters and leaves it, as ``torch.utils.checkpoint`` around
-the layer would. Safe because operators are pure: random ones either read a seed that is saved, or are replayed by the
-partitioner with the state of the generator. What must run once stays out, and so does what reads an input that the
-forward overwrites (a counter in a buffer): torch 2.13 reads such inputs again, changed, in its own recomputations too,
-and computes wrong gradients; here the first reading is saved, under every plan. Regions of ``torch.utils.checkpoint``
-come with tags of their own, and those win.
+the layer would, and but for those that the plan saves by name. Safe because operators are pure: random ones either read
+a seed that is saved, or are replayed by the partitioner with the state of the generator. What must run once stays out,
+and so does what reads an input that the forward overwrites (a counter in a buffer): torch 2.13 reads such inputs again,
+changed, in its own recomputations too, and computes wrong gradients; here the first reading is saved, under every plan.
+Regions of ``torch.utils.checkpoint`` come with tags of their own, and those win.
 """
 
 from __future__ import annotations
 
+import logging
 import operator
 
 import torch
@@ -22,11 +23,13 @@ from torch import fx
 from torch._higher_order_ops.effects import with_effects
 from torch.utils.checkpoint import CheckpointPolicy
 
+from zerograph.ir import activation_names
 from zerograph.ops import UNSHARD
 from zerograph.passes.graph import is_size, is_view, readings_of_overwritten
-from zerograph.passes.layers import layer_of
+from zerograph.passes.layers import layer_of, module_of
 from zerograph.plan import Plan
 
+log = logging.getLogger(__name__)
 aten, prims = torch.ops.aten, torch.ops.prims
 
 _CASTS = frozenset({aten._to_copy.default, aten.clone.default, prims.convert_element_type.default})
@@ -49,7 +52,7 @@ def recompute(gm: fx.GraphModule, plan: Plan) -> int:
     if plan.save_others:
         _save_all(forward)
     if plan.recompute:
-        _recompute_layers(forward, frozenset(plan.recompute))
+        _recompute_layers(forward, frozenset(plan.recompute), frozenset(plan.save))
     return sum("recompute" in n.meta for n in gm.graph.nodes if n not in before)
 
 
@@ -85,29 +88,35 @@ def _save_all(forward: list[fx.Node]) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def _recompute_layers(forward: list[fx.Node], layers: frozenset[str]) -> None:
-    """Recompute what is inside of ``layers`` and save what enters or leaves them."""
-    inside = _inside(forward, layers)
+def _recompute_layers(forward: list[fx.Node], layers: frozenset[str], save: frozenset[str]) -> None:
+    """Recompute what is inside of ``layers``; save what enters or leaves them, and the activations ``save``."""
+    layer_at = _layers(forward)
+    inside = {node: layer for node, layer in layer_at.items() if layer in layers}
     for node in inside:
         if _may_be_repeated(node):
             node.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
-    members = set(forward)
     for node in forward:
-        crosses = any(user in members and inside.get(user) != inside.get(node) for user in node.users)
+        crosses = any(user in layer_at and inside.get(user) != inside.get(node) for user in node.users)
         if crosses and _is_recomputed(node):
             _save(node)
+    named = activation_names((module_of(node) or layer, str(node.target)) for node, layer in layer_at.items())
+    there = dict(zip(named, forward, strict=True))
+    for name in sorted(save & there.keys()):
+        if _is_recomputed(there[name]):
+            _save(there[name])
+    if missing := sorted(save - there.keys()):
+        log.warning("%s, which the plan saves, is not in the graph: it is recomputed", ", ".join(missing))
 
 
-def _inside(forward: list[fx.Node], layers: frozenset[str]) -> dict[fx.Node, str]:
-    """The nodes of ``layers`` and the layer of each; what has no module belongs to the layer before."""
-    inside: dict[fx.Node, str] = {}
+def _layers(forward: list[fx.Node]) -> dict[fx.Node, str]:
+    """The layer of each node; what has no module belongs to the layer before."""
+    found: dict[fx.Node, str] = {}
     layer = ""
     for node in forward:
-        found = layer_of(node)
-        layer = layer if found is None else found
-        if layer in layers:
-            inside[node] = layer
-    return inside
+        own = layer_of(node)
+        layer = layer if own is None else own
+        found[node] = layer
+    return found
 
 
 def _may_be_repeated(node: fx.Node) -> bool:

@@ -36,13 +36,15 @@ _BUCKETS = st.builds(
     tiles=st.integers(1, 4),
     ahead=st.none() | st.integers(-1, 9),
 )
+_LAYERS = st.text() | st.sampled_from(["h.0", "h.1"])
 _PLANS = st.builds(
     Plan,
     stage=st.integers(0, 3),
     world_size=st.integers(1, 4096),
     buckets=st.lists(_BUCKETS, max_size=4).map(tuple),
     prefetch=st.integers(0, 8),
-    recompute=st.lists(st.text(), max_size=3).map(tuple),
+    recompute=st.lists(_LAYERS, max_size=3).map(tuple),
+    save=st.lists(st.builds("{}:{}".format, _LAYERS, st.text()), max_size=3).map(tuple),
     save_others=st.booleans(),
     offload=st.lists(st.tuples(st.text(), st.sampled_from(TIERS[1:])), max_size=3).map(tuple),
 )
@@ -69,12 +71,12 @@ def test_plans_that_differ_have_different_digests(one: Plan, other: Plan) -> Non
 
 def test_another_version_is_refused() -> None:
     data = json.loads(Plan(3, 2, (), 1).to_json())
-    for version in (3, 99, None):
-        with pytest.raises(ZeroGraphError, match=f"plan has version {version}, this ZeroGraph reads 4"):
+    for version in (4, 99, None):
+        with pytest.raises(ZeroGraphError, match=f"plan has version {version}, this ZeroGraph reads 5"):
             Plan.from_json(json.dumps({**data, "version": version}))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 4}', '{"version": 4, "buckets": 3}', "null"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 5}', '{"version": 5, "buckets": 3}', "null"])
 def test_what_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(ZeroGraphError, match="plan"):
         Plan.from_json(text)
@@ -86,6 +88,15 @@ def test_bytes_and_lookup() -> None:
     bucket = Bucket(0, "both", (a, b), "use")
     assert bucket.gathered_bytes == 16 * 2 + 2 * 4
     assert Plan(3, 2, (bucket,), 1).bucket_of() == {"a": bucket, "b": bucket}
+
+
+def test_what_is_saved_belongs_to_a_layer_that_is_recomputed() -> None:
+    plan = Plan(3, 2, (), 1, ("h.0",), ("h.0.mlp:mm",))
+    assert list(plan.mistakes()) == []
+    assert Plan.from_json(plan.to_json()) == plan
+    other, twice = replace(plan, save=("h.1:mm",)), replace(plan, save=("h.0:mm", "h.0:mm"))
+    assert list(other.mistakes()) == ["h.1:mm is saved, of a layer that is not recomputed"]
+    assert list(twice.mistakes()) == ["h.0:mm is saved twice"]
 
 
 def test_what_no_backend_runs_yet_is_told() -> None:

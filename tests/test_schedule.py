@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from zerograph.forecast import Forecast
 from zerograph.machine import machine_named
 from zerograph.outlook import outlook
 from zerograph.planner.rates import Rates, state_bytes
-from zerograph.planner.regions import profile
+from zerograph.planner.regions import profile_of
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.simulate import simulate
+from zerograph.planning import forecast_file
 
 WORLD = 4
 
@@ -71,19 +73,50 @@ def plain() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Plain(), (torch.empty(8, 3, 32, 32),)
 
 
+def single(tmp_path: Path, make: Callable[[], Any], names: Sequence[str], **options: Any) -> Path:
+    """A plan that recomputes all layers but for what each has of these activations."""
+    compiled = compile_only(make, world_size=WORLD, batch=4, seq=128, **options)
+    step, plan = compiled.frames[-1].step, compiled.frames[-1].plan
+    layers = profile_of(step, plan).layers
+    save = tuple(f"{layer}{name}" for layer in layers for name in names)
+    file = forecast_file("tests", compiled, machine_named("cpu"))
+    path = tmp_path / "plan.json"
+    path.write_text(replace(file, plan=replace(plan, recompute=layers, save=save)).to_json())
+    return path
+
+
 def forecasts(make: Callable[[], Any], **options: Any) -> tuple[Forecast, Forecast, int]:
     """Of the programs and of the schedule; and the bytes that both hold from the start."""
     frame = compile_only(make, world_size=WORLD, batch=4, seq=128, **options).frames[-1]
     plan, machine = frame.plan, replace(machine_named("cpu"), device="cuda")
     true = outlook([frame.programs["forward"], frame.programs["backward"]], plan, machine).forecast
     rates = Rates(machine, WORLD, plan.compute_dtype)
-    modes = ("auto", "full", "none")
     scheduler = Scheduler(
-        profile(frame.step, modes), [b.params for b in plan.buckets], [b.name for b in plan.buckets], rates
+        profile_of(frame.step, plan), [b.params for b in plan.buckets], [b.name for b in plan.buckets], rates
     )
     states = state_bytes([p for b in plan.buckets for p in b.params], WORLD, moments=2)
     ours = simulate(scheduler.tasks(plan), tuple(("device", size) for size in states))
     return true, ours, sum(states)
+
+
+SINGLE: list[tuple[Callable[[], Any], tuple[str, ...], dict[str, Any], float]] = [
+    (GPT, (".up:addmm",), {"bucket_size": "16MiB"}, 0.01),
+    (GPT, (".qkv:addmm", ":_scaled_dot_product_flash_attention_for_cpu"), {"bucket_size": "16MiB"}, 0.01),
+    (GatedModel, (".gate:mm", ".up:mm"), {"bucket_size": "4MiB"}, 0.03),
+]
+
+
+@pytest.mark.parametrize(("make", "names", "options", "tolerance"), SINGLE)
+def test_a_schedule_with_single_activations_agrees_with_the_programs(
+    tmp_path: Path, make: Callable[[], Any], names: tuple[str, ...], options: dict[str, Any], tolerance: float
+) -> None:
+    whole, _, held = forecasts(make, recompute="full", **options)
+    true, ours, _ = forecasts(make, plan=single(tmp_path, make, names, **options))
+    wanted, found = true.peaks["device"].bytes - held, ours.peaks["device"].bytes - held
+    print(f"work {wanted / 1e6:.2f} MB, all recomputed {(whole.peaks['device'].bytes - held) / 1e6:.2f}")
+    assert found == pytest.approx(wanted, rel=tolerance)
+    assert true.seconds < whole.seconds
+    assert true.peaks["device"].bytes > whole.peaks["device"].bytes
 
 
 SETTINGS: list[tuple[str, Callable[[], Any], dict[str, Any], float]] = [

@@ -6,6 +6,8 @@ A :class:`Step` lists operations in execution order with the values they read an
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -126,6 +128,44 @@ def layer_of(module: str) -> str:
     """The repeated layer that ``module`` is or lies in: up to the outermost number (``blocks.3``), or empty."""
     found = _LAYER.match(module)
     return found[0] if found else ""
+
+
+def layers_of(modules: Sequence[str]) -> list[str]:
+    """The layer of each operation of one phase, in order; what stands between two layers and has none belongs to the
+    one before."""
+    found = [layer_of(module) for module in modules]
+    inside = [i for i, layer in enumerate(found) if layer]
+    for i in range(inside[0], inside[-1]) if inside else ():
+        found[i] = found[i] or found[i - 1]
+    return found
+
+
+def activation_names(places: Iterable[tuple[str, str]]) -> list[str]:
+    """A lasting name of what each operation of a forward makes, as plans have it: ``blocks.3.mlp:addmm``.
+
+    The second result of the same operator in the same module is ``blocks.3.mlp:addmm#2``. Such a name is the same in
+    every trace of the model, and in every layer that is alike but for the layer; names of a graph's nodes are not.
+
+    Args:
+        places: module (or layer, where tracing left no word of the module) and operator (``aten.addmm.default``).
+    """
+    seen: Counter[str] = Counter()
+    names = []
+    for module, target in places:
+        operator = target.removeprefix("aten.").removesuffix(".default")
+        name = f"{module}{_IN}{operator}"
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return names
+
+
+_IN = ":"
+
+
+def layer_of_activation(name: str) -> str:
+    """The repeated layer that an activation belongs to; empty where it is in none, or no activation's name."""
+    module, colon, _ = name.partition(_IN)
+    return layer_of(module) if colon else ""
 
 
 @dataclass(frozen=True, slots=True)

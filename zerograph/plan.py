@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from zerograph.errors import ConfigError, ZeroGraphError
-from zerograph.ir import Param
+from zerograph.ir import Param, layer_of_activation
 from zerograph.machine import TIERS, Tier
 
 __all__ = [
@@ -24,11 +24,12 @@ __all__ = [
     "Param",
     "Plan",
     "Residency",
+    "compute_dtype",
     "level_at",
     "tile_rows",
 ]
 
-VERSION = 4
+VERSION = 5
 
 Residency = Literal["use", "backward", "step"]
 """How long a gathered bucket stays whole: until its last use in a graph, until its use in the backward, or until
@@ -125,6 +126,12 @@ class Bucket:
         return sum(p.gathered_bytes for p in self.params)
 
 
+def compute_dtype(params: Iterable[Param]) -> str:
+    """The dtype that most of ``params`` compute in; float32 when there are none."""
+    dtypes = Counter(p.compute_dtype for p in params)
+    return max(dtypes, key=dtypes.__getitem__, default="float32")
+
+
 def tile_rows(rows: int, tiles: int) -> tuple[tuple[int, int], ...]:
     """First and one-past-last row of each tile of shards of ``rows`` rows: the same slice of every rank's shard.
 
@@ -144,10 +151,12 @@ class Plan:
         prefetch: buckets gathered ahead of the one in use, at most; each bucket may say fewer for itself.
         recompute: layers (``blocks.3``) of which the forward saves the inputs only; their backward computes the rest
             again.
+        save: activations inside of these layers that are saved all the same, by their lasting names
+            (``blocks.3.mlp:addmm``, :func:`~zerograph.ir.activation_names`).
         save_others: whether every other activation that the backward reads is saved; else the partitioner computes
             again what it finds cheaper than to save.
         offload: layers, each with the tier that what its forward saves (its inputs only, where it is recomputed) is
-            moved to until the backward needs it.
+            moved to until the backward needs it; and single activations, which go before their layer.
     """
 
     stage: int
@@ -155,6 +164,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
     prefetch: int
     recompute: tuple[str, ...] = ()
+    save: tuple[str, ...] = ()
     save_others: bool = False
     offload: tuple[tuple[str, Tier], ...] = ()
 
@@ -177,8 +187,7 @@ class Plan:
     @property
     def compute_dtype(self) -> str:
         """The dtype that most parameters compute in; float32 when there are none."""
-        dtypes = Counter(p.compute_dtype for bucket in self.buckets for p in bucket.params)
-        return max(dtypes, key=dtypes.__getitem__, default="float32")
+        return compute_dtype(p for bucket in self.buckets for p in bucket.params)
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, one line, with the format's version."""
@@ -204,9 +213,10 @@ class Plan:
         if version != VERSION:
             raise ZeroGraphError(f"plan has version {version}, this ZeroGraph reads {VERSION}", "make the plan again")
         try:
-            buckets, layers = tuple(_bucket(**b) for b in data["buckets"]), tuple(data["recompute"])
-            offload = tuple((layer, tier) for layer, tier in data["offload"])
-            plan = cls(**{**data, "buckets": buckets, "recompute": layers, "offload": offload})
+            buckets = tuple(_bucket(**b) for b in data["buckets"])
+            layers, save = tuple(data["recompute"]), tuple(data["save"])
+            offload = tuple((name, tier) for name, tier in data["offload"])
+            plan = cls(**{**data, "buckets": buckets, "recompute": layers, "save": save, "offload": offload})
             wrong = next(plan.mistakes(), "")
         except (KeyError, TypeError, ValueError) as error:
             raise ZeroGraphError(f"the plan is incomplete: {error}", "give what Plan.to_json wrote") from None
@@ -223,12 +233,14 @@ class Plan:
             yield f"stage {self.stage}"
         if self.prefetch < 0:
             yield f"prefetch {self.prefetch}"
-        again = (layer for layer, count in Counter(self.recompute).items() if count > 1)
-        yield from (f"{layer} is recomputed twice" for layer in again)
+        yield from (f"{layer} is recomputed twice" for layer in _twice(self.recompute))
+        yield from (f"{name} is saved twice" for name in _twice(self.save))
+        layers = frozenset(self.recompute)
+        whole = (name for name in self.save if layer_of_activation(name) not in layers)
+        yield from (f"{name} is saved, of a layer that is not recomputed" for name in whole)
         for bucket in self.buckets:
             yield from (f"bucket {bucket.name} {wrong}" for wrong in _mistakes(bucket, self))
-        layers = Counter(layer for layer, _ in self.offload)
-        yield from (f"activations of {layer} are offloaded twice" for layer, count in layers.items() if count > 1)
+        yield from (f"activations of {name} are offloaded twice" for name in _twice(name for name, _ in self.offload))
         off = ((layer, tier) for layer, tier in self.offload if tier not in TIERS[1:])
         yield from (f"activations of {layer} are offloaded to {tier!r}" for layer, tier in off)
 
@@ -247,6 +259,10 @@ class GivenPlan:
 def _bucket(params: list[dict[str, Any]], homes: dict[str, Tier], **rest: Any) -> Bucket:
     whole = tuple(Param(**{**p, "shape": tuple(p["shape"]), "tied_to": tuple(p["tied_to"])}) for p in params)
     return Bucket(params=whole, homes=Homes(**homes), **rest)
+
+
+def _twice(names: Iterable[str]) -> Iterator[str]:
+    return (name for name, count in Counter(names).items() if count > 1)
 
 
 def _mistakes(bucket: Bucket, plan: Plan) -> Iterator[str]:

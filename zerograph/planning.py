@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zerograph.config import Config
 from zerograph.dryrun import Compiled, compile_only
-from zerograph.errors import ConfigError, UnsupportedError
+from zerograph.errors import ConfigError, InfeasibleError, UnsupportedError
 from zerograph.ir import Step
 from zerograph.machine import TIERS, Machine, Tier
 from zerograph.outlook import outlook
@@ -22,6 +22,9 @@ from zerograph.vary import Vary
 
 if TYPE_CHECKING:
     from zerograph.frame import Frame
+
+ATTEMPTS = 3
+"""Searches for a plan whose programs hold no more than they may, after the first."""
 
 
 def plan_file(
@@ -84,10 +87,32 @@ def plan_file(
         options |= {"memory": machine.capacity("device", world) if memory is None else memory, "machine": machine}
     if sizes is not None:
         options["vary"] = Vary(dict(sizes))
-    compiled = compile_only(
-        make, world_size=world, batch=batch, seq=seq, fold=fold, dtype=compute, moments=moments, **options
-    )
-    return forecast_file(name, compiled, machine, moments=moments, reserve=reserve)
+
+    def planned_file(**more: Any) -> PlanFile:
+        found = compile_only(
+            make, world_size=world, batch=batch, seq=seq, fold=fold, dtype=compute, moments=moments, **options | more
+        )
+        return forecast_file(name, found, machine, moments=moments, reserve=reserve)
+
+    file = planned_file()
+    return _within(file, planned_file, options["memory"]) if sizes is None and "memory" in options else file
+
+
+def _within(file: PlanFile, planned_file: Callable[..., PlanFile], memory: int) -> PlanFile:
+    """``file``, or one whose programs hold less where they hold more than the search told them to.
+
+    The search counts the step before it is compiled: what crosses a cut inside of a layer has no kernel to fuse into.
+    """
+    for _ in range(ATTEMPTS):
+        need, have = file.forecast.peaks["device"].bytes, file.budget["device"]
+        if need <= have:
+            break
+        memory = memory * have // need - 1
+        try:
+            file = planned_file(memory=memory)
+        except InfeasibleError:
+            break  # by the search nothing holds as little; what was found is shown with what it overruns
+    return file
 
 
 def compute_dtype(dtype: str | None, world: int, offload: Offload | Literal["auto"]) -> Any:

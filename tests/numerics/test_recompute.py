@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zerograph
 from zerograph.config import Recompute
+from zerograph.machine import machine_named
+from zerograph.planning import plan_file
 
 SETTINGS: tuple[Recompute, ...] = ("auto", "none", 0.5, "full")
 LAYERS, WIDTH, ROWS, LENGTH = 2, 16, 2, 8
@@ -91,14 +95,16 @@ def _memory(tensor: Tensor) -> int:
     return tensor.detach().untyped_storage().data_ptr()
 
 
-def train(recompute: Recompute | None, stage: int, compute: str, options: dict[str, Any]) -> Result:
-    """Train a fresh model on this rank; None is plain PyTorch on the whole batch."""
+def train(recompute: Recompute | Path | None, stage: int, compute: str, options: dict[str, Any]) -> Result:
+    """Train a fresh model on this rank, maybe by the plan in a file; None is plain PyTorch on the whole batch."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Model(**options)
     backend = None
     if recompute is not None:
-        backend = zerograph.backend(stage=stage, compute=compute, bucket_size="8KB", recompute=recompute)
+        given = isinstance(recompute, Path)
+        ruled = {"stage": stage, "bucket_size": "8KB", "recompute": recompute}
+        backend = zerograph.backend(compute=compute, **({"plan": recompute} if given else ruled))
         model.compile(backend=backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses, grads, saved = [], {}, 0
@@ -138,6 +144,39 @@ def test_the_same_kernels_give_the_same_bits_from_less_memory(world: int, stage:
     assert saved["full"] < (LAYERS + 2) * STREAM + states, saved  # the inputs of layers, head and embedding
     assert results[0.5].layers == ("blocks.1",)
     assert results["full"].layers == ("blocks.0", "blocks.1")
+
+
+SINGLE = {":_scaled_dot_product_flash_attention_for_cpu": 1152, ".up:addmm": 4096, ".qkv:addmm": 3072}
+"""Activations inside of a layer, with their bytes at a batch of :data:`ROWS`."""
+
+
+def planned(path: Path, world: int, stage: int, names: Sequence[str]) -> Path:
+    """A file with a plan that recomputes all layers but for ``names`` of each."""
+
+    def make() -> tuple[nn.Module, tuple[Tensor]]:
+        return Model(), (torch.empty(ROWS, LENGTH, 5),)
+
+    file = plan_file("tests", make, machine_named("cpu"), world=world, stage=stage, bucket_size="8KB", recompute="full")
+    save = tuple(f"{layer}{name}" for layer in file.plan.recompute for name in names)
+    path.write_text(replace(file, plan=replace(file.plan, save=save)).to_json())
+    return path
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 3)])
+def test_single_activations_are_saved_and_change_no_bit(tmp_path: Path, world: int, stage: int) -> None:
+    auto = run(world, train, "auto", stage, "eager", {})[0]
+    ways: list[tuple[str, ...]] = [(), (".up:addmm",), tuple(SINGLE)]
+    saved = []
+    for names in ways:
+        path = planned(tmp_path / f"{len(names)}.json", world, stage, names)
+        found = run(world, train, path, stage, "eager", {})[0]
+        assert found.losses == auto.losses
+        assert_same(found.grads, auto.grads)
+        saved.append(found.saved)
+    state = torch.get_rng_state().nbytes  # of attention that is computed again, which counts as random
+    more = [sum(SINGLE[name] for name in names) - (state if len(names) == len(SINGLE) else 0) for names in ways]
+    assert [size - saved[0] for size in saved] == [LAYERS * size for size in more]
+    assert saved[-1] < auto.saved
 
 
 def test_compiled_kernels_agree_and_draw_the_same_masks() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
+import pytest
 import torch
 import torch._inductor.inductor_prims  # registers the operators for seeds
 from expecttest import assert_expected_inline
@@ -169,6 +171,42 @@ add_tensor_1: must_save
 cos_default: -
 mm_default_2: -""",
     )
+
+
+def test_single_activations_of_a_recomputed_layer_are_saved_by_name(caplog: pytest.LogCaptureFixture) -> None:
+    gm = _two_layers()
+    recompute(gm, replace(FULL, save=("h.0.mlp:mm", "h.1.mlp:gone")))
+    assert_expected_inline(
+        _policies(gm),
+        """\
+u_full: must_recompute
+v_full: must_recompute
+sin_default: -
+mm_default: must_save
+add_tensor: must_save
+view_default: must_recompute
+view_default_1: must_recompute
+t_default: must_recompute
+mm_default_1: must_recompute
+add_tensor_1: must_save
+cos_default: -
+mm_default_2: -""",
+    )
+    assert [record.message for record in caplog.records] == [
+        "h.1.mlp:gone, which the plan saves, is not in the graph: it is recomputed"
+    ]
+
+
+def test_of_a_tuple_that_is_saved_all_parts_are() -> None:
+    b = Builder()
+    x = b.input("x", 4, 4)
+    b.module = "L['self'].h.0"
+    both = b.call(aten.var_mean.correction, x, [0])
+    parts = [b.call(operator.getitem, both, k) for k in range(2)]
+    gm = b.output(b.call(aten.mul.Tensor, *parts))
+    recompute(gm, replace(FULL, save=("h.0:var_mean.correction",)))
+    assert both.meta["recompute"] is CheckpointPolicy.MUST_SAVE
+    assert not any("recompute" in part.meta for part in parts)
 
 
 def test_masks_are_drawn_again_from_seeds_that_are_not() -> None:

@@ -35,7 +35,19 @@ class _Builder:
         source = f"model.py:{len(module)}"
         self.values.append(Value(name, size, kind))  # type: ignore[arg-type]
         self.ops.append(
-            Op(name, name, phase, tuple(reads), (name,), params, source, module, flops, moved, cheap)  # type: ignore[arg-type]
+            Op(
+                name,
+                name.rstrip("0123456789"),
+                phase,
+                tuple(reads),
+                (name,),
+                params,
+                source,
+                module,
+                flops,
+                moved,
+                cheap,
+            )  # type: ignore[arg-type]
         )
         return name
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import combinations, product
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -26,6 +26,8 @@ from zerograph.planner.simulate import measure
 GPU, WORLD, SIZE = machine_named("h100-80gb"), 8, 2**26
 TOLERANCE = 1.05
 Peaks = tuple[int, ...]
+ACTIVATIONS = ("up", "act")
+"""What a layer of these steps saves inside."""
 
 # Work, transfers and bytes of all kinds are of the same order, so that every decision may matter.
 _LAYER = st.builds(
@@ -60,8 +62,12 @@ def homes(plan: Plan, tiers: tuple[Tier, ...] = TIERS) -> Iterator[Plan]:
 
 
 def recomputations(plan: Plan, layers: int) -> Iterator[Plan]:
-    for chosen in product((False, True), repeat=layers):
-        yield replace(plan, recompute=tuple(f"blocks.{i}" for i, again in enumerate(chosen) if again))
+    """Every activation of every layer saved or recomputed."""
+    ways = [None, *(subset for size in range(3) for subset in combinations(ACTIVATIONS, size))]
+    for chosen in product(ways, repeat=layers):
+        again = [(f"blocks.{i}", names) for i, names in enumerate(chosen) if names is not None]
+        save = tuple(f"{layer}:{name}" for layer, names in again for name in names)
+        yield replace(plan, recompute=tuple(layer for layer, _ in again), save=save)
 
 
 def with_buckets(plan: Plan, buckets: list[Bucket]) -> Plan:
@@ -72,7 +78,12 @@ def judged(step: Step, plans: Iterator[Plan], machine: Machine) -> list[tuple[fl
     """Seconds and peaks of each of ``plans``, whose buckets hold the same parameters."""
     first = next(plans)
     rates = Rates(machine, WORLD, "float32")
-    scheduler = Scheduler(profile(step), [b.params for b in first.buckets], [b.name for b in first.buckets], rates)
+    layers = [f"blocks.{i}" for i in range(len(step.params))]
+    subsets = [subset for size in (1, 2) for subset in combinations(ACTIVATIONS, size)]
+    spared = {layer: [frozenset(f"{layer}:{name}" for name in names) for names in subsets] for layer in layers}
+    scheduler = Scheduler(
+        profile(step, spared=spared), [b.params for b in first.buckets], [b.name for b in first.buckets], rates
+    )
     held = (("device", sum(state_bytes(step.params, WORLD, 2))),)
     found = []
     for plan in (first, *plans):

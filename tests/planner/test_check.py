@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, step_of, transformer
 
-from zerograph.errors import InvariantError
+from zerograph.errors import ConfigError, InvariantError
 from zerograph.ir import Step
 from zerograph.machine import machine_named
 from zerograph.plan import GivenPlan, Homes, Plan
@@ -92,6 +92,8 @@ FIRST, SECOND = (b.params[0] for b in PLAN.buckets)
         (STEP, bucket(1, params=(replace(SECOND, tied_to=("head",)),)), "parameters", "another tied_to"),
         (STEP, replace(PLAN, recompute=("blocks.7",)), "layers", "what blocks.7 saves"),
         (STEP, replace(PLAN, offload=(("blocks.8", "host"),)), "layers", "what blocks.8 saves"),
+        (STEP, replace(PLAN, save=("blocks.0:gone",)), "layers", "the step has no such activation"),
+        (STEP, replace(PLAN, offload=(("blocks.0:gone", "host"),)), "layers", "the step has no such activation"),
         (operation("act0", reads=("d_out0",)), PLAN, "reads", "act0 reads d_out0, before it is made"),
         (operation("act0", reads=("nowhere",)), PLAN, "reads", "nowhere, which is neither an input nor made"),
         (operation("act0", writes=("up0",)), PLAN, "reads", "act0 makes up0, which is there"),
@@ -107,6 +109,14 @@ def test_what_is_broken_is_found(step: Step, plan: Plan, name: str, message: str
     assert check(STEP, PLAN) == []
     assert any(message in violation.message for violation in check(step, plan) if violation.check == name)
     assert all(found[-1] for found in CHECKS[name][1](step, plan))
+
+
+def test_single_activations_that_the_step_has_are_no_mistake() -> None:
+    plan = replace(PLAN, save=("blocks.0:up", "blocks.1:act"), offload=(("blocks.0:up", "host"),))
+    assert check(STEP, plan) == []
+    assert replay(GivenPlan("plan.json", plan), STEP) == plan
+    with pytest.raises(ConfigError, match=r"blocks\.0:gone is saved in the plan, and not made here"):
+        replay(GivenPlan("plan.json", replace(plan, save=("blocks.0:gone",))), STEP)
 
 
 def test_an_error_names_the_operation_its_module_and_line() -> None:

@@ -27,7 +27,7 @@ from zerograph.planner.moves import labels
 from zerograph.planner.placement import Shards
 from zerograph.planner.planned import planned
 from zerograph.planner.rates import Rates, state_bytes
-from zerograph.planner.regions import profile
+from zerograph.planner.regions import profile_of
 from zerograph.planner.rules import plan_step
 from zerograph.planner.schedule import Decisions, Scheduler
 from zerograph.planner.search import Search, Wish
@@ -43,9 +43,8 @@ MIB = 2**20
 
 def scheduler_of(step: Step, plan: Plan, machine: Machine, moments: int = 2) -> Scheduler:
     rates = Rates(machine, plan.world_size, plan.compute_dtype)
-    modes = ("auto", "full", "none")
     params, names = [b.params for b in plan.buckets], [b.name for b in plan.buckets]
-    return Scheduler(profile(step, modes), params, names, rates, moments)
+    return Scheduler(profile_of(step, plan), params, names, rates, moments)
 
 
 def ruled(step: Step, stage: int = 3, world: int = 4, bucket_size: int = MIB, prefetch: int = 1) -> Plan:
@@ -246,7 +245,7 @@ def test_peaks_of_the_search_are_those_of_the_forecast(found: Drawn) -> None:
     forecast, _ = scheduled(scheduler, plan)
     held: Memory = tuple(("device", size) for size in state_bytes(step.params, plan.world_size, moments))
     held += scheduler.moved([b.homes for b in plan.buckets])
-    seconds, peaks = measure(scheduler.schedule(Decisions.of(plan)), held)
+    seconds, peaks = measure(scheduler.schedule(Decisions.of(plan, scheduler.profile)), held)
     assert (seconds, peaks) == (forecast.seconds, tuple(_peak(forecast, tier) for tier in TIERS))
 
 

@@ -12,7 +12,6 @@ from planner.steps import Layer, of_kinds, step_of
 from zerograph.ir import Step
 from zerograph.machine import machine_named
 from zerograph.planner import plan_step
-from zerograph.planner.liveness import Mode
 from zerograph.planner.optimizer import with_updates
 from zerograph.planner.rates import Rates
 from zerograph.planner.regions import profile
@@ -44,8 +43,7 @@ def test_tasks_take_as_long_as_operations_say(kinds: list[tuple[bool, bool]], wo
 def test_nothing_is_counted_twice(kinds: list[tuple[bool, bool]]) -> None:
     bare = mixed(kinds)
     step = with_updates(bare, 2, 2)
-    modes: tuple[Mode, ...] = ("auto", "full")
-    assert profile(step, modes) == profile(bare, modes)
+    assert profile(step) == profile(bare)
     assert sum(op.flops for op in step.ops) == sum(op.flops for op in bare.ops)
     wish, machine = Wish("auto", 2), machine_named("cpu")
     assert [c.plan for c in Search(step, wish, machine).best] == [c.plan for c in Search(bare, wish, machine).best]

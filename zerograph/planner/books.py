@@ -12,7 +12,7 @@ from zerograph.planfile import Holding
 from zerograph.planner.rates import shard_bytes
 from zerograph.planner.regions import Life
 from zerograph.planner.run import Run
-from zerograph.planner.schedule import Decisions, Piece, Scheduler, end_of, modes_of, need_of
+from zerograph.planner.schedule import Decisions, Piece, Scheduler, end_of, levels_of, need_of
 from zerograph.planner.simulate import simulate
 from zerograph.planner.updates import COPY, GRADIENT, STATES
 
@@ -34,7 +34,7 @@ def scheduled(
     scheduler: Scheduler, plan: Plan, not_counted: tuple[str, ...] = ()
 ) -> tuple[Forecast, tuple[Holding, ...]]:
     """The forecast of ``plan`` from its schedule, and what its memory is used for; they agree at every moment."""
-    books = Books(scheduler, Decisions.of(plan))
+    books = Books(scheduler, Decisions.of(plan, scheduler.profile))
     states = tuple(_states(scheduler, plan))
     held = tuple((holding.tier, holding.bytes) for holding in states)
     return simulate(books.tasks, held, not_counted), (*states, *books.holdings)
@@ -79,9 +79,9 @@ class Books(Run):
         for (what, label, tier), left in self._open.items():
             for size, task in left:
                 self._hold(what, label, tier, size, task, _ALWAYS)
-        modes = modes_of(scheduler.profile, decisions.recompute, decisions.save_others)
+        levels = levels_of(scheduler.profile, decisions.levels)
         for life in scheduler.profile.lives:
-            self.holdings += self._alive(life, end_of(life, modes), need_of(life, modes))
+            self.holdings += self._alive(life, end_of(life, levels), need_of(life, levels))
 
     def computed(self, piece: Piece, task: int) -> None:
         first, _ = self._ran.get(piece.region, (task, task))
@@ -121,7 +121,9 @@ class Books(Run):
         region = self.scheduler.profile.regions[life.start]
         first, last = self._ran[life.start][0], _ALWAYS if end is None else self._ran[end][1]
         parts = [(first, last)]
-        if life.read is not None and need is not None and (region.layer, life.read) in self.left:
-            parts = [(first, self.left[region.layer, life.read]), (self.came[region.layer, need], last)]
+        tier = self.away(region.layer, life) if region.phase == "forward" else None
+        if life.read is not None and need is not None and tier is not None:
+            left, came = self.left[region.layer, life.read, tier], self.came[region.layer, need, tier]
+            parts = [(first, left), (came, last)]
         for begin, until in parts:
             yield Holding(life.name, "activation", "device", life.bytes, begin, until, region.module, life.source)

@@ -1,9 +1,9 @@
 """The plans that a search looks at, and which of them are worth having: no other is both faster and smaller.
 
-Decided layer by layer are which gathered buckets stay whole from forward to backward, which layers are saved rather
-than recomputed, where the shards of each bucket live, and where what a layer saves waits for the backward. Layers that
-are alike are interchangeable, so most candidates are counts: the first so many buckets, and the first so many layers,
-of fixed orders by what they gain per byte.
+Decided layer by layer are which gathered buckets stay whole from forward to backward, how many of its activations a
+layer saves rather than recomputes (its level), where the shards of each bucket live, and where what a layer saves waits
+for the backward. Layers that are alike are interchangeable, so most candidates are counts: the first so many buckets,
+and the first so many levels of layers, of fixed orders by what they gain per byte.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Candidate:
 
     Attributes:
         kept: buckets that stay whole until the backward.
-        recomputed: layers that are computed again.
+        levels: of each layer of the profile, how many of its activations are saved.
         homes: of each bucket, as a place in :data:`~zerograph.planner.ladder.HOMES`.
         offload: layers whose saved activations leave the device, and where they go.
         tiles: of each bucket; empty where nothing is tiled.
@@ -45,7 +45,7 @@ class Candidate:
     space: Space
     prefetch: int
     kept: tuple[int, ...]
-    recomputed: tuple[str, ...]
+    levels: tuple[int, ...]
     homes: tuple[int, ...]
     offload: tuple[tuple[str, Tier], ...]
     tiles: tuple[int, ...]
@@ -62,12 +62,12 @@ class Candidate:
         all ranks."""
         fixed = (len(self.space.plan.buckets), self.tiles, self.prefetch)
         size = (self.peaks[1:], self.peak)
-        return (self.seconds, *size, *fixed, self.kept, self.recomputed, self.homes, self.offload, self.ahead)
+        return (self.seconds, *size, *fixed, self.kept, self.levels, self.homes, self.offload, self.ahead)
 
     @property
     def key(self) -> Key:
         """All decisions."""
-        return self.prefetch, self.kept, self.recomputed, self.homes, self.offload, self.tiles, self.ahead
+        return self.prefetch, self.kept, self.levels, self.homes, self.offload, self.tiles, self.ahead
 
     @property
     def plan(self) -> Plan:
@@ -86,10 +86,13 @@ class Candidate:
 
 
 Key = tuple[
-    int, tuple[int, ...], tuple[str, ...], tuple[int, ...], tuple[tuple[str, Tier], ...], tuple[int, ...],
+    int, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[tuple[str, Tier], ...], tuple[int, ...],
     tuple[int, ...],
 ]  # fmt: skip
 """What tells two candidates of a space apart: all decisions, in the order of their fields."""
+
+Raise = tuple[str, int]
+"""A layer and the level that it is raised to from those below."""
 
 
 class Space:
@@ -98,7 +101,8 @@ class Space:
     Attributes:
         plan: one that holds what does not vary here: stage, buckets, what is recomputed when nothing is free.
         keeps: buckets that may be kept from forward to backward, the most rewarding first; none below stage 3.
-        saves: layers that may be recomputed or saved, the most rewarding to save first; none when that is fixed.
+        saves: layers that may be recomputed, each with a level to raise it to, the most rewarding first; none when
+            levels are fixed.
         moves: buckets whose shards can leave the device, the largest first.
         home: where shards live unless told, as a place in :data:`~zerograph.planner.ladder.HOMES`.
         most_tiles: of each bucket; 1 where it cannot be tiled.
@@ -121,41 +125,57 @@ class Space:
         self._trained = {b.index for b in plan.buckets if any(p.sharded and p.trainable for p in b.params)}
         self.work = 0
         self._known: dict[Key, Candidate] = {}
+        self._layer = {layer: i for i, layer in enumerate(profile.layers)}
+        self._fixed = profile.levels(plan.recompute, plan.save)
 
     def candidate(
         self,
         prefetch: int,
         kept: Iterable[int],
-        saved: Iterable[str],
+        saved: Iterable[Raise],
         homes: tuple[int, ...] = (),
         offload: tuple[tuple[str, Tier], ...] = (),
         tiles: tuple[int, ...] = (),
         ahead: tuple[int, ...] = (),
     ) -> Candidate:
-        """The plan that keeps the buckets ``kept``, but for those in tiles, and recomputes all free layers but
-        ``saved``.
+        """The plan that keeps the buckets ``kept``, but for those in tiles, and recomputes all of the free layers but
+        for what they are raised to by ``saved``.
 
         Args:
             homes: of each bucket; where none are told, all that can leave live at :attr:`home`.
             offload: layers whose saved activations leave the device, in order of the layers.
             tiles, ahead: of each bucket; not tiled, and gathered ``prefetch`` visits ahead, unless told.
         """
-        recomputed = self.plan.recompute
-        if self.saves:
-            spared = frozenset(saved)
-            recomputed = tuple(layer for layer in self.scheduler.profile.layers if layer not in spared)
+        levels = self.raised(saved) if self.saves else self._fixed
         homes = homes or self.placed((bucket, self.home) for bucket in self.moves)
-        return self.of(self.key(prefetch, kept, recomputed, homes, offload, tiles, ahead))
+        return self.of(self.key(prefetch, kept, levels, homes, offload, tiles, ahead))
+
+    @property
+    def choices(self) -> list[list[int]]:
+        """The levels that each layer may have; none where they are fixed."""
+        if not self.saves:
+            return []
+        found = [[0] for _ in self._layer]
+        for layer, level in self.saves:
+            found[self._layer[layer]].append(level)
+        return found
+
+    def raised(self, saved: Iterable[Raise]) -> tuple[int, ...]:
+        """The level of every layer: the highest that it is raised to."""
+        levels = [0] * len(self._layer)
+        for layer, level in saved:
+            levels[self._layer[layer]] = max(level, levels[self._layer[layer]])
+        return tuple(levels)
 
     def key(
-        self, prefetch: int, kept: Iterable[int], recomputed: tuple[str, ...], homes: tuple[int, ...],
+        self, prefetch: int, kept: Iterable[int], levels: tuple[int, ...], homes: tuple[int, ...],
         offload: tuple[tuple[str, Tier], ...], tiles: Sequence[int], ahead: Sequence[int],
     ) -> Key:  # fmt: skip
         """The one key of these decisions: what says nothing is left out of it."""
         tiled = tuple(tiles) if any(count > 1 for count in tiles) else ()
         whole = (bucket for bucket in kept if not tiled or tiled[bucket] == 1)
         later = tuple(ahead) if any(one != prefetch for one in ahead) else ()
-        return prefetch, tuple(sorted(whole)), recomputed, homes, offload, tiled, later
+        return prefetch, tuple(sorted(whole)), levels, homes, offload, tiled, later
 
     def of(self, key: Key, tasks: Sequence[Task] | None = None) -> Candidate:
         """The candidate of ``key``; ``tasks`` are its schedule, where it is there already."""
@@ -188,7 +208,7 @@ class Space:
         return tuple(found)
 
     def counted(self, prefetch: int, kept: int, saved: int, tiles: tuple[int, ...] = ()) -> Candidate:
-        """The plan that keeps the first ``kept`` buckets and saves the first ``saved`` layers."""
+        """The plan that keeps the first ``kept`` buckets, and saves as the first ``saved`` of :attr:`saves` say."""
         return self.candidate(prefetch, self.keeps[:kept], self.saves[:saved], tiles=tiles)
 
     def plan_of(self, found: Candidate) -> Plan:
@@ -201,15 +221,18 @@ class Space:
                 self.plan.buckets, decided.residency, decided.homes, decided.tiles, ahead, strict=True
             )
         )
+        recompute, save = self.plan.recompute, self.plan.save
+        if self.saves:
+            recompute, save = self.scheduler.profile.recomputed(found.levels)
         return replace(
-            self.plan, prefetch=found.prefetch, buckets=buckets, recompute=found.recomputed, offload=found.offload
+            self.plan, prefetch=found.prefetch, buckets=buckets, recompute=recompute, save=save, offload=found.offload
         )
 
     def decisions(
         self,
         prefetch: int,
         kept: Sequence[int],
-        recomputed: tuple[str, ...],
+        levels: tuple[int, ...],
         homes: tuple[int, ...],
         offload: tuple[tuple[str, Tier], ...],
         tiles: tuple[int, ...],
@@ -221,7 +244,7 @@ class Space:
             residency[index] = "backward"
         places = [HOMES[home] for home in homes]
         tiled = tiles or self._whole
-        return Decisions(residency, places, tiled, prefetch, recomputed, self.plan.save_others, offload, ahead)
+        return Decisions(residency, places, tiled, prefetch, levels, offload, ahead)
 
 
 def _keeps(plan: Plan, rates: Rates) -> list[int]:
@@ -240,21 +263,30 @@ def _moves(plan: Plan, scheduler: Scheduler) -> list[int]:
     return [b.index for b in _by_reward(plan.buckets, reward) if reward(b)]
 
 
-def _saves(profile: Profile, rates: Rates) -> list[str]:
-    """Layers in the order of the seconds that recomputing them takes, per byte that it frees."""
-    seconds = dict.fromkeys(profile.layers, 0.0)
-    size = dict.fromkeys(profile.layers, 0)
+def _saves(profile: Profile, rates: Rates) -> list[Raise]:
+    """Levels of layers in the order of the seconds of recomputation that each saves, per byte that it takes."""
+    top = profile.all_saved
+    seconds = {layer: [0.0] * (top + 1) for layer in profile.layers}
+    size = {layer: [0] * (top + 1) for layer in profile.layers}
     for region in profile.regions:
         if region.layer in seconds:
-            for mode, sign in (("full", 1), ("auto", -1)):
-                atoms = region.work[mode].atoms  # type: ignore[index]  # both are literals of Mode
-                cost = rates.compute(sum(a.flops for a in atoms), sum(a.moved for a in atoms))
-                seconds[region.layer] += sign * cost
+            for level, work in enumerate(region.work):
+                cost = rates.compute(sum(a.flops for a in work.atoms), sum(a.moved for a in work.atoms))
+                seconds[region.layer][level] += cost
     for life in profile.lives:
         layer = profile.regions[life.start].layer
-        if layer in size:
-            size[layer] += life.bytes * (("auto" in life.saved) - ("full" in life.saved))
-    return _by_reward(profile.layers, lambda layer: seconds[layer] / max(1, size[layer]))
+        for level in life.saved if layer in size else ():
+            size[layer][level] += life.bytes
+    rewards: dict[Raise, float] = {}
+    for layer, spared in zip(profile.layers, profile.spared, strict=True):
+        before = 0
+        for level in range(1, top + 1):
+            if level < top and spared[level - 1] in (frozenset(), *spared[: level - 1]):
+                continue  # the same as one before
+            gain = seconds[layer][before] - seconds[layer][level]
+            rewards[layer, level] = gain / max(1, size[layer][level] - size[layer][before])
+            before = level
+    return _by_reward(list(rewards), rewards.__getitem__)
 
 
 def _by_reward(items: Sequence[T], reward: Callable[[T], float]) -> list[T]:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 
 from zerograph.errors import InvariantError
-from zerograph.ir import Op, Param, Step, layer_of
+from zerograph.ir import Op, Param, Step, layer_of, layer_of_activation
 from zerograph.plan import Plan, tile_rows
+from zerograph.planner.liveness import Graph
 
 BEFORE = -1
 """The task that stands for the start of the step."""
@@ -118,11 +119,14 @@ def _other(a: Param, b: Param) -> list[str]:
 
 
 def _layers(step: Step, plan: Plan) -> Iterator[Found]:
-    named = [*plan.recompute, *(layer for layer, _ in plan.offload)]
+    named = [*plan.recompute, *plan.save, *(name for name, _ in plan.offload)]
     there = {layer_of(op.module) for op in step.passes} if named else set()
-    for layer in named:
-        if layer not in there:
-            yield BEFORE, layer, "", f"what {layer} saves was decided, and the step has no such layer"
+    if any(map(layer_of_activation, named)):
+        there.update(Graph(step).activation)
+    for name in named:
+        if name not in there:
+            kind = "activation" if layer_of_activation(name) else "layer"
+            yield BEFORE, name, "", f"what {name} saves was decided, and the step has no such {kind}"
 
 
 def _reads(step: Step, plan: Plan) -> Iterator[Found]:

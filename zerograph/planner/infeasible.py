@@ -132,7 +132,7 @@ def _computing(forecast: Forecast, task: int) -> Span:
 
 def _largest(found: Candidate, span: Span) -> Life | None:
     """What takes the most of what lives through the compute task ``span``."""
-    alive = found.space.scheduler.alive(span.name, found.recomputed, found.space.plan.save_others)
+    alive = found.space.scheduler.alive(span.name, found.levels)
     return max(alive, key=lambda life: life.bytes, default=None)
 
 
@@ -147,7 +147,7 @@ def changes(search: Search, step: Step, machine: Machine, budget: Budget) -> Ite
     """Every single change of what the user fixed, of the batch, and of the world."""
     wish, states, known = search.wish, search.states, search.profile
     for text, changed in (*_fixed(wish), *((text + _PLANNED, w) for text, w in _placements(wish, machine))):
-        shared = known if (changed.recompute == "none") == (wish.recompute == "none") else None
+        shared = known if changed.recompute == wish.recompute else None
         yield Change(text, step, changed, budget, states, shared)
     if wish.stage == 0 and wish.world_size > 1:
         yield _sharded(search, step, budget)
@@ -193,9 +193,7 @@ def _wider(search: Search, step: Step, machine: Machine, budget: Budget) -> Chan
 
 def _halved(known: Profile) -> Profile:
     """The same step with half the activations and temporaries, and half the work; parameters stay."""
-    regions = tuple(
-        replace(region, work={mode: _half(work) for mode, work in region.work.items()}) for region in known.regions
-    )
+    regions = tuple(replace(region, work=tuple(map(_half, region.work))) for region in known.regions)
     lives = tuple(replace(life, bytes=-(-life.bytes // 2)) for life in known.lives)
     return replace(known, regions=regions, lives=lives)
 

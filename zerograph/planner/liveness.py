@@ -2,25 +2,31 @@
 
 The min-cut partitioner of AOTAutograd is modelled plainly: what the backward reads is saved, unless it is cheap to
 compute from what is saved already and fuses into its reader (what a product reads does not). Layers that are
-recomputed save what enters and leaves them only.
+recomputed save what enters and leaves them only, and of the rest what is spared: activations by their lasting names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
-from zerograph.ir import Step, layer_of
+from zerograph.ir import Step, activation_names, layers_of
 
 Mode = Literal["auto", "full", "none"]
-"""How a layer's activations are treated: as the partitioner finds cheapest, all recomputed, or all saved."""
+"""How a layer's activations are treated: as the partitioner finds cheapest, all recomputed (but for those that are
+spared), or all saved."""
+
+
+_PART = str(operator.getitem)
 
 
 class Graph:
     """A step with its values numbered, so that looking at all of them takes milliseconds.
 
     Attributes:
+        step: the step.
         reads, writes: values of each operation.
         backward: index of the first operation of the backward.
         maker: of each value the operation that makes it; -1 for inputs.
@@ -29,6 +35,7 @@ class Graph:
         params: of each value the parameters that it is, or is a view or cast of, if nothing else.
         params_read: of each operation the parameters that it computes with; views and casts do not, their readers do.
         layer: of each operation, filled in where tracing left no word of it.
+        activation: lasting name of what each operation of the forward makes; parts of a tuple have the tuple's.
         leaves: values that a forward operation of another layer reads.
     """
 
@@ -37,7 +44,7 @@ class Graph:
         self.ops = sorted(step.passes, key=lambda op: op.phase == "backward")
         self.backward = sum(op.phase == "forward" for op in self.ops)
         index = {value.name: i for i, value in enumerate(step.values)}
-        self.values = step.values
+        self.step, self.values = step, step.values
         self.reads = [[index[name] for name in op.reads] for op in self.ops]
         self.writes = [index[op.writes[0]] for op in self.ops]
         self.maker = [-1] * len(index)
@@ -46,7 +53,9 @@ class Graph:
         self.owner = [index[value.alias_of] if value.alias_of else i for i, value in enumerate(step.values)]
         self.size = [0 if value.alias_of else value.bytes for value in step.values]
         self.outputs = {self.owner[index[name]] for name in step.outputs}
-        self.layer = _layers(self.ops, self.backward)
+        phases = self.ops[: self.backward], self.ops[self.backward :]
+        self.layer = [layer for ops in phases for layer in layers_of([op.module for op in ops])]
+        self.activation = self._activations()
         self.params = self._params()
         self.params_read = [
             tuple(sorted({name for r in reads for name in self.params[r]})) if not self.params[value] else ()
@@ -59,6 +68,17 @@ class Graph:
             if self.maker[value] >= 0 and self.layer[self.maker[value]] != self.layer[i]
         }
 
+    def _activations(self) -> list[str]:
+        forward = self.ops[: self.backward]
+        names = activation_names(
+            (op.module or layer, op.target) for op, layer in zip(forward, self.layer, strict=False)
+        )
+        for i, op in enumerate(forward):
+            whole = self.maker[self.reads[i][0]] if op.target == _PART and self.reads[i] else -1
+            if whole >= 0:
+                names[i] = names[whole]
+        return names
+
     def _params(self) -> list[tuple[str, ...]]:
         found: list[tuple[str, ...]] = [()] * len(self.values)
         for op, reads, value in zip(self.ops[: self.backward], self.reads, self.writes, strict=False):
@@ -69,16 +89,6 @@ class Graph:
                 if tensors and all(found[r] for r in tensors):
                     found[value] = tuple(dict.fromkeys(name for r in tensors for name in found[r]))
         return found
-
-
-def _layers(ops: Sequence[object], backward: int) -> list[str]:
-    """The layer of each operation; what stands between two layers and has none belongs to the one before."""
-    own = [layer_of(op.module) for op in ops]  # type: ignore[attr-defined]
-    for begin, end in ((0, backward), (backward, len(ops))):
-        inside = [i for i in range(begin, end) if own[i]]
-        for i in range(inside[0], inside[-1]) if inside else ():
-            own[i] = own[i] or own[i - 1]
-    return own
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +106,14 @@ class Saved:
     repeats: dict[int, list[int]]
 
 
-def saved(graph: Graph, mode: Mode) -> Saved:
-    """What is saved when all layers are treated in ``mode``."""
+def saved(graph: Graph, mode: Mode, spared: Set[str] = frozenset()) -> Saved:
+    """What is saved when all layers are treated in ``mode``.
+
+    Args:
+        spared: activations of recomputed layers that are saved all the same.
+    """
     first, last = _readers(graph)
-    forced = [_is_forced(graph, i, mode) for i in range(graph.backward)]
+    forced = [_is_forced(graph, i, mode, spared) for i in range(graph.backward)]
     for i in reversed(range(graph.backward)):
         value = graph.writes[i]
         if forced[i] and value in first:
@@ -128,10 +142,11 @@ def _need(values: Sequence[int], first: dict[int, int], last: dict[int, int], be
             last[value] = end
 
 
-def _is_forced(graph: Graph, i: int, mode: Mode) -> bool:
+def _is_forced(graph: Graph, i: int, mode: Mode, spared: Set[str]) -> bool:
     if graph.ops[i].again:
         return True
-    return mode == "full" and bool(graph.layer[i]) and graph.writes[i] not in graph.leaves
+    inside = mode == "full" and bool(graph.layer[i]) and graph.writes[i] not in graph.leaves
+    return inside and graph.activation[i] not in spared
 
 
 def _kept(graph: Graph, mode: Mode, forced: Sequence[bool], wanted: dict[int, int]) -> set[int]:

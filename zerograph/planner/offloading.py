@@ -19,7 +19,7 @@ from operator import le
 from typing import TypeVar
 
 from zerograph.machine import Tier
-from zerograph.planner.candidates import Candidate, Place, Space
+from zerograph.planner.candidates import Candidate, Place, Raise, Space
 from zerograph.planner.ladder import HOMES
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class _Groups:
     """What a state decides about, in groups; and of each group what makes two alike."""
 
     keeps: tuple[tuple[int, ...], ...]
-    saves: tuple[tuple[str, ...], ...]
+    saves: tuple[tuple[Raise, ...], ...]
     moves: tuple[tuple[int, ...], ...]
     layers: tuple[tuple[str, ...], ...]
     alike: tuple[tuple[object, ...], ...]
@@ -233,7 +233,7 @@ def _grouped(place: Place) -> _Groups:
     layers = _split(scheduler.profile.layers)
     alike = (
         tuple(tuple(map(bucket, group)) for group in keeps),
-        tuple(tuple(size[layer] for layer in group) for group in saves),
+        tuple(tuple((size[layer], level) for layer, level in group) for group in saves),
         tuple(tuple(map(bucket, group)) for group in moves),
         tuple(tuple(size[layer] for layer in group) for group in layers),
     )

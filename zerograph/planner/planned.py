@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from zerograph.errors import InvariantError
 from zerograph.forecast import NOT_COUNTED
-from zerograph.ir import Step
+from zerograph.ir import Step, layer_of_activation
 from zerograph.machine import TIERS, Machine
 from zerograph.plan import DEVICE, Bucket, Plan
 from zerograph.planfile import PlanFile, Reason
@@ -120,7 +121,11 @@ def updated(step: Step, plan: Plan) -> Iterator[Reason]:
 
 def recomputed(plan: Plan) -> str:
     """What is computed again, for people."""
-    return f"{len(plan.recompute)} layers recomputed in the backward: {plan.recompute[0]} to {plan.recompute[-1]}"
+    text = f"{len(plan.recompute)} layers recomputed in the backward: {plan.recompute[0]} to {plan.recompute[-1]}"
+    if not plan.save:
+        return text
+    kinds = Counter(name.removeprefix(layer_of_activation(name)).lstrip(".") for name in plan.save)
+    return f"{text}, but for {', '.join(f'{kind} of {count}' for kind, count in kinds.items())}"
 
 
 def gathered(bucket: Bucket) -> str:

@@ -7,11 +7,12 @@ time of a few layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from zerograph.ir import Param, Phase, Step
+from zerograph.ir import Param, Phase, Step, layer_of_activation
+from zerograph.plan import Plan
 from zerograph.planner.liveness import Graph, Mode, Saved, saved
 
 
@@ -38,13 +39,13 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One layer's operations in one phase; ``layer`` is empty outside of repeated layers."""
+    """One layer's operations in one phase; ``layer`` is empty outside of repeated layers. ``work`` is by level."""
 
     phase: Phase
     layer: str
     module: str
     source: str
-    work: Mapping[Mode, Work]
+    work: tuple[Work, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,51 +54,111 @@ class Life:
 
     Attributes:
         name, source: of the largest value that is counted in.
+        activation: the lasting name of what a layer's forward saves; empty for what no level saves.
         bytes: of all of them.
         start: the region that makes it.
         read: the last region of the same phase that reads it; None where the step returns it to the user.
-        saved: by mode of the layer that makes it, the last region of the backward that needs it, where it is saved.
-        needed: by mode, the first such region.
+        saved: by level of the layer that makes it, the last region of the backward that needs it, where it is saved.
+        needed: by level, the first such region.
     """
 
     name: str
     source: str
+    activation: str
     bytes: int
     start: int
     read: int | None
-    saved: Mapping[Mode, int]
-    needed: Mapping[Mode, int]
+    saved: Mapping[int, int]
+    needed: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
     """A step, ready to be scheduled in many ways.
 
+    Each layer has a *level*: how many of its activations it saves. At level 0 these are what enters and leaves it; at
+    the last level all that the partitioner would save, or everything, as the plan has it for what is in no layer.
+
     Attributes:
         regions: those of the forward, then those of the backward.
         lives: what crosses from one to another.
         layers: repeated layers in order, those that can be recomputed.
+        spared: of each layer, the activations that the levels between the first and the last save.
         params: of the step.
     """
 
     regions: tuple[Region, ...]
     lives: tuple[Life, ...]
     layers: tuple[str, ...]
+    spared: tuple[tuple[frozenset[str], ...], ...]
     params: tuple[Param, ...]
     training: bool
 
+    @property
+    def all_saved(self) -> int:
+        """The last level."""
+        return len(self.spared[0]) + 1 if self.spared else 1
 
-def profile(step: Step, modes: Sequence[Mode] = ("auto", "full")) -> Profile:
-    """Divide ``step`` into regions and count what each costs in each of ``modes``, which a plan may give to layers."""
-    graph = Graph(step)
-    found = {mode: saved(graph, mode) for mode in modes}
+    def levels(self, recompute: Collection[str], save: Collection[str]) -> tuple[int, ...]:
+        """The level of every layer where ``recompute`` are recomputed but for the activations ``save``.
+
+        Raises:
+            ValueError: no level of a layer saves just these.
+        """
+        own: dict[str, set[str]] = {layer: set() for layer in recompute}
+        for name in save:
+            own[layer_of_activation(name)].add(name)
+        every = zip(self.layers, self.spared, strict=True)
+        return tuple(
+            (frozenset(), *spared).index(frozenset(own[layer])) if layer in own else self.all_saved
+            for layer, spared in every
+        )
+
+    def recomputed(self, levels: Sequence[int]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The layers that are recomputed at these levels, and the activations of them that are saved all the same."""
+        layers: list[str] = []
+        save: list[str] = []
+        for layer, spared, level in zip(self.layers, self.spared, levels, strict=True):
+            if level != self.all_saved:
+                layers.append(layer)
+                save += sorted(spared[level - 1]) if level else ()
+        return tuple(layers), tuple(save)
+
+
+def profile(
+    step: Step | Graph, base: Mode = "auto", spared: Mapping[str, Sequence[frozenset[str]]] | None = None
+) -> Profile:
+    """Divide ``step`` into regions and count what each costs at each level that a plan may give to layers.
+
+    Args:
+        base: how layers at the last level are treated.
+        spared: by layer, the activations that each level between the first and the last saves
+            (:func:`~zerograph.planner.selective.stops`); of those that have fewer levels than others the last is
+            repeated.
+    """
+    graph = step if isinstance(step, Graph) else Graph(step)
+    told = {layer: list(own) for layer, own in (spared or {}).items()}
+    between = max(map(len, told.values()), default=0)
+    sets = {layer: (*own, *(own[-1:] or [frozenset()]) * (between - len(own))) for layer, own in told.items()}
+    names = [frozenset(name for own in sets.values() for name in own[k]) for k in range(between)]
+    found = (saved(graph, "full"), *(saved(graph, "full", own) for own in names), saved(graph, base))
     spans = _spans(graph)
     region_of = [k for k, (begin, end) in enumerate(spans) for _ in range(begin, end)]
     crossing = _crossing(graph, region_of)
     regions = tuple(_region(graph, span, found, crossing) for span in spans)
     lives = _lives(graph, region_of, found, crossing)
     layers = tuple(dict.fromkeys(r.layer for r in regions if r.layer and r.phase == "forward"))
-    return Profile(regions, lives, layers, step.params, step.training)
+    levels = tuple(sets.get(layer, (frozenset(),) * between) for layer in layers)
+    return Profile(regions, lives, layers, levels, graph.step.params, graph.step.training)
+
+
+def profile_of(step: Step, plan: Plan) -> Profile:
+    """``step`` with the levels that ``plan`` gives to its layers."""
+    spared: dict[str, list[str]] = {layer: [] for layer in plan.recompute}
+    for name in plan.save:
+        spared[layer_of_activation(name)].append(name)
+    base: Mode = "none" if plan.save_others else "auto"
+    return profile(step, base, {layer: (frozenset(names),) for layer, names in spared.items() if names})
 
 
 def _spans(graph: Graph) -> list[tuple[int, int]]:
@@ -137,29 +198,28 @@ def _crossing(graph: Graph, region_of: Sequence[int]) -> _Crossing:
     return _Crossing(until, gradients)
 
 
-def _lives(
-    graph: Graph, region_of: Sequence[int], found: Mapping[Mode, Saved], crossing: _Crossing
-) -> tuple[Life, ...]:
-    alike: dict[tuple[int, int | None, tuple[tuple[Mode, int, int], ...]], list[int]] = {}
+def _lives(graph: Graph, region_of: Sequence[int], found: Sequence[Saved], crossing: _Crossing) -> tuple[Life, ...]:
+    alike: dict[tuple[int, str, int | None, tuple[tuple[int, int, int], ...]], list[int]] = {}
     for i, value in enumerate(graph.writes):
         if not graph.size[value] or value in crossing.gradients or not _is_memory(graph, value):
             continue
         kept = tuple(
-            (mode, region_of[s.since[value]], region_of[s.until[value]])
-            for mode, s in found.items()
+            (level, region_of[s.since[value]], region_of[s.until[value]])
+            for level, s in enumerate(found)
             if value in s.until
         )
         returned = value in graph.outputs
         if kept or returned or value in crossing.until:
             read = None if returned else crossing.until.get(value, region_of[i])
-            alike.setdefault((region_of[i], read, kept), []).append(i)
+            activation = graph.activation[i] if kept and graph.layer[i] else ""
+            alike.setdefault((region_of[i], activation, read, kept), []).append(i)
     lives = []
-    for (start, read, kept), members in alike.items():
+    for (start, activation, read, kept), members in alike.items():
         sizes = [graph.size[graph.writes[i]] for i in members]
         largest = graph.ops[members[sizes.index(max(sizes))]]
-        saved = {mode: until for mode, _, until in kept}
-        needed = {mode: since for mode, since, _ in kept}
-        lives.append(Life(largest.name, largest.source, sum(sizes), start, read, saved, needed))
+        saved = {level: until for level, _, until in kept}
+        needed = {level: since for level, since, _ in kept}
+        lives.append(Life(largest.name, largest.source, activation, sum(sizes), start, read, saved, needed))
     return tuple(lives)
 
 
@@ -168,12 +228,12 @@ def _is_memory(graph: Graph, value: int) -> bool:
     return not graph.params[value] and graph.values[value].kind != "gradient"
 
 
-def _region(graph: Graph, span: tuple[int, int], found: Mapping[Mode, Saved], crossing: _Crossing) -> Region:
+def _region(graph: Graph, span: tuple[int, int], found: Sequence[Saved], crossing: _Crossing) -> Region:
     begin, end = span
     first = graph.ops[begin]
     layer = graph.layer[begin]
     source = next((op.source for op in graph.ops[begin:end] if op.source), "")
-    work = {mode: _work(graph, _sequence(graph, begin, end, s), s, crossing) for mode, s in found.items()}
+    work = tuple(_work(graph, _sequence(graph, begin, end, s), s, crossing) for s in found)
     return Region(first.phase, layer, layer or first.module, source, work)
 
 

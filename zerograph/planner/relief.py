@@ -148,15 +148,15 @@ def _beside(plan: Candidate, tile: bool) -> Iterator[Candidate]:
 
 
 def _flipped(plan: Candidate) -> Iterator[Candidate]:
-    """Plans that keep one bucket more or less, or recompute one layer more or less."""
-    space, (prefetch, kept, recomputed, homes, offload, tiles, ahead) = plan.space, plan.key
+    """Plans that keep one bucket more or less, or save another level of one layer."""
+    space, (prefetch, kept, levels, homes, offload, tiles, ahead) = plan.space, plan.key
     for bucket in space.keeps:
         if not plan.tiles or plan.tiles[bucket] == 1:
-            yield space.of(space.key(prefetch, {bucket} ^ set(kept), recomputed, homes, offload, tiles, ahead))
-    for layer in space.saves:
-        again = {layer} ^ set(recomputed)
-        layers = tuple(one for one in space.scheduler.profile.layers if one in again)
-        yield space.of(space.key(prefetch, kept, layers, homes, offload, tiles, ahead))
+            yield space.of(space.key(prefetch, {bucket} ^ set(kept), levels, homes, offload, tiles, ahead))
+    for layer, choices in enumerate(space.choices):
+        for level in choices:
+            changed = (*levels[:layer], level, *levels[layer + 1 :])
+            yield space.of(space.key(prefetch, kept, changed, homes, offload, tiles, ahead))
 
 
 def least(plan: Candidate, *, tile: bool) -> Candidate:

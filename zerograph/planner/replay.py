@@ -8,6 +8,7 @@ from dataclasses import replace
 from zerograph.errors import ConfigError
 from zerograph.ir import Param, Step, layer_of
 from zerograph.plan import Bucket, GivenPlan, Plan
+from zerograph.planner.liveness import Graph
 
 _SHOWN = 6
 """Differences that an error names; more are counted."""
@@ -25,7 +26,7 @@ def replay(given: GivenPlan, step: Step) -> Plan:
     if not step.training:
         return _for_evaluation(given, step)
     if not step.params and given.plan.buckets:
-        return replace(given.plan, buckets=(), recompute=())
+        return replace(given.plan, buckets=(), recompute=(), save=())
     planned = {p.name: p for bucket in given.plan.buckets for p in bucket.params}
     _refuse(given, [*_parameters(planned, {p.name: p for p in step.params}), *_layers(given.plan, step)])
     return given.plan
@@ -55,7 +56,7 @@ def _for_evaluation(given: GivenPlan, step: Step) -> Plan:
     first = {p.name: at for at, p in enumerate(step.params)}
     kept.sort(key=lambda bucket: min(first[p.name] for p in bucket.params))
     buckets: list[Bucket] = [replace(bucket, index=index) for index, bucket in enumerate(kept)]
-    return replace(given.plan, buckets=tuple(buckets), recompute=())
+    return replace(given.plan, buckets=tuple(buckets), recompute=(), save=())
 
 
 _NOT_READ = "is in the plan, and the model does not read it"
@@ -90,7 +91,11 @@ _FIELDS = {
 
 def _layers(plan: Plan, step: Step) -> Iterator[str]:
     layers = {layer_of(op.module) for op in step.passes} if plan.recompute else set()
-    return (f"layer {layer} is recomputed in the plan, and not here" for layer in plan.recompute if layer not in layers)
+    yield from (
+        f"layer {layer} is recomputed in the plan, and not here" for layer in plan.recompute if layer not in layers
+    )
+    made = set(Graph(step).activation) if plan.save else set()
+    yield from (f"{name} is saved in the plan, and not made here" for name in plan.save if name not in made)
 
 
 def _refuse(given: GivenPlan, differences: list[str]) -> None:

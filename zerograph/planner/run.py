@@ -10,7 +10,7 @@ host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from zerograph.machine import Tier
@@ -19,6 +19,7 @@ from zerograph.planner.transfers import Transfer
 from zerograph.planner.updates import BUFFERS, HostUpdates
 
 if TYPE_CHECKING:
+    from zerograph.planner.regions import Life
     from zerograph.planner.schedule import Decisions, PhaseWork, Piece, Scheduler
 
 
@@ -40,12 +41,12 @@ class Run:
         self.reduced: dict[int, None] = {}  # buckets, in the order in which their gradients were reduced
         self.parts = scheduler.all_transfers(decisions.tiles)
         self.ahead = decisions.ahead or (decisions.prefetch,) * len(decisions.homes)
-        self.tier_of = dict(decisions.offload)  # layer -> tier of what it saves
-        self.saved: dict[str, int] = {}  # layer -> the task that moved the last of what it saves away
+        self.tier_of = dict(decisions.offload)  # layer or activation -> tier of what is saved of it
+        self.saved: dict[tuple[str, Tier], int] = {}  # layer and tier -> the task that moved the last of it there
         self.arriving: dict[int, list[int]] = {}  # region -> tasks that bring back what it needs
-        # Layer and region -> the tasks that free what it saves on the device, and that bring it back.
-        self.left: dict[tuple[str, int], int] = {}
-        self.came: dict[tuple[str, int], int] = {}
+        # Layer, region and tier -> the tasks that free what it saves on the device, and that bring it back.
+        self.left: dict[tuple[str, int, Tier], int] = {}
+        self.came: dict[tuple[str, int, Tier], int] = {}
         self.spilled: dict[tuple[int, int], int] = {}  # bucket and tile -> the task that moved its gradient home
         self.writes: list[int] = []  # tasks that release staging buffers of what goes to NVMe
         self._phases()
@@ -220,23 +221,33 @@ class Run:
 
     def _offload_saved(self, phase: PhaseWork, region: int) -> None:
         """Move away what no later layer of the forward reads, of layers whose activations are offloaded."""
-        for layer, size in phase.moving.get(region, {}).items():
-            if layer in self.tier_of:
-                tier, free = self.tier_of[layer], on("device", size)
-                before = len(self.tasks)
-                self.saved[layer] = self._down(layer, "activations", size, tier, (self.last,), free)
-                self.left[layer, region] = before
+        for layer, tier, size in self._moving(phase, region):
+            before = len(self.tasks)
+            self.saved[layer, tier] = self._down(layer, "activations", size, tier, (self.last,), on("device", size))
+            self.left[layer, region, tier] = before
 
     def _fetch_saved(self, phase: PhaseWork, place: int) -> None:
         """Bring back what the region at ``place`` needs, while the one before it runs."""
         region = phase.regions[place]
-        for layer, size in phase.moving.get(region, {}).items():
-            if layer in self.tier_of:
-                tier = self.tier_of[layer]
-                after = tuple(sorted({self.last, self.saved[layer]}))
-                task = self._up(layer, "activations", size, tier, after, on("device", size), moves=True)
-                self.arriving.setdefault(region, []).append(task)
-                self.came[layer, region] = task
+        for layer, tier, size in self._moving(phase, region):
+            after = tuple(sorted({self.last, self.saved[layer, tier]}))
+            task = self._up(layer, "activations", size, tier, after, on("device", size), moves=True)
+            self.arriving.setdefault(region, []).append(task)
+            self.came[layer, region, tier] = task
+
+    def _moving(self, phase: PhaseWork, region: int) -> Iterator[tuple[str, Tier, int]]:
+        """What of the saved activations leaves or comes with ``region``: layer, tier and bytes."""
+        for layer, lives in phase.moving.get(region, {}).items():
+            sizes: dict[Tier, int] = {}
+            for life in lives:
+                tier = self.away(layer, life)
+                if tier is not None:
+                    sizes[tier] = sizes.get(tier, 0) + life.bytes
+            yield from ((layer, tier, size) for tier, size in sizes.items())
+
+    def away(self, layer: str, life: Life) -> Tier | None:
+        """The tier on which a saved activation of ``layer`` waits; None where that is the device."""
+        return self.tier_of.get(life.activation, self.tier_of.get(layer))
 
     def _down(
         self, part: Transfer | str, what: str, size: int, tier: Tier, after: tuple[int, ...], gives: Memory

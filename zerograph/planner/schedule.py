@@ -19,7 +19,6 @@ from typing import NamedTuple
 from zerograph.ir import Param, Phase
 from zerograph.machine import Tier
 from zerograph.plan import Homes, Plan, Residency
-from zerograph.planner.liveness import Mode
 from zerograph.planner.rates import Rates
 from zerograph.planner.regions import Atom, Life, Profile, Region
 from zerograph.planner.run import Run
@@ -30,28 +29,27 @@ from zerograph.planner.visits import Visit, gathers, visits
 
 class Decisions(NamedTuple):
     """A plan without its buckets: what the search varies. By bucket: residency, homes, tiles and how far ahead it is
-    gathered, where any differs from ``prefetch``; by layer: the rest."""
+    gathered, where any differs from ``prefetch``; by layer of the profile: its level; by layer or activation: where
+    what is saved of it waits."""
 
     residency: Sequence[Residency]
     homes: Sequence[Homes]
     tiles: tuple[int, ...]
     prefetch: int
-    recompute: tuple[str, ...]
-    save_others: bool
+    levels: tuple[int, ...]
     offload: tuple[tuple[str, Tier], ...]
     ahead: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, plan: Plan) -> Decisions:
-        """Those of ``plan``."""
+    def of(cls, plan: Plan, profile: Profile) -> Decisions:
+        """Those of ``plan``, of which ``profile`` has the levels."""
         buckets, ahead = plan.buckets, plan.ahead()
         return cls(
             [b.residency for b in buckets],
             [b.homes for b in buckets],
             tuple(b.tiles for b in buckets),
             plan.prefetch,
-            plan.recompute,
-            plan.save_others,
+            profile.levels(plan.recompute, plan.save),
             plan.offload,
             ahead if any(one != plan.prefetch for one in ahead) else (),
         )
@@ -85,8 +83,8 @@ class Piece:
     temporary: int = 0
 
 
-Moving = Mapping[int, Mapping[str, int]]
-"""By region, the bytes of saved activations by the layer whose forward made them."""
+Moving = Mapping[int, Mapping[str, Sequence[Life]]]
+"""By region, saved activations by the layer whose forward made them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,19 +122,19 @@ class Scheduler:
         self.profile, self.rates, self.moments = profile, rates, moments
         self.names, self.buckets = names, buckets
         self.bucket_of = {p.name: i for i, params in enumerate(buckets) for p in params}
-        work = [next(iter(region.work.values())) for region in profile.regions]  # gradients are the same in all modes
+        work = [region.work[0] for region in profile.regions]  # gradients are the same at all levels
         self._whole = {name: size for w in work for atom in w.atoms for name, size in atom.gradients}
         self._trained = [p for p in profile.params if p.trainable]
         self._updates: dict[frozenset[int], float] = {}
         self._transfers: dict[tuple[int, int], tuple[Transfer, ...]] = {}
         self._all: dict[tuple[int, ...], tuple[tuple[Transfer, ...], ...]] = {}
-        self._parts: dict[tuple[int, Mode], list[_Part]] = {}
-        self._phases: dict[tuple[tuple[int, ...], int, tuple[str, ...], bool], tuple[PhaseWork, ...]] = {}
+        self._parts: dict[tuple[int, int], list[_Part]] = {}
+        self._phases: dict[tuple[tuple[int, ...], int, tuple[int, ...]], tuple[PhaseWork, ...]] = {}
         self._later: dict[tuple[object, ...], tuple[PhaseWork, ...]] = {}  # the same, with gathers that wait
 
     def tasks(self, plan: Plan) -> list[Task]:
         """One step under ``plan``: forward, backward and the optimizer's update."""
-        return self.schedule(Decisions.of(plan))
+        return self.schedule(Decisions.of(plan, self.profile))
 
     def schedule(self, decisions: Decisions) -> list[Task]:
         """The same for the decisions of a plan."""
@@ -144,7 +142,7 @@ class Scheduler:
 
     def phases(self, decisions: Decisions) -> tuple[PhaseWork, ...]:
         """Forward and backward, divided as ``decisions`` cut them."""
-        key = (decisions.tiles, decisions.prefetch, decisions.recompute, decisions.save_others)
+        key = (decisions.tiles, decisions.prefetch, decisions.levels)
         if key not in self._phases:
             self._phases[key] = tuple(_phases(self, *key))
         found, ahead = self._phases[key], decisions.ahead
@@ -187,44 +185,43 @@ class Scheduler:
             self._updates[key] = self.rates.update((p for p in self._trained if p.name not in gone), self.moments)
         return self._updates[key]
 
-    def alive(self, task: str, recompute: tuple[str, ...], save_others: bool) -> list[Life]:
+    def alive(self, task: str, levels: tuple[int, ...]) -> list[Life]:
         """What is held through the compute tasks named ``task``, besides buckets, gradients and temporaries."""
-        modes = modes_of(self.profile, recompute, save_others)
+        at = levels_of(self.profile, levels)
         regions = [k for k, region in enumerate(self.profile.regions) if name_of(region) == task]
         found = []
         for life in self.profile.lives:
-            end = end_of(life, modes)
+            end = end_of(life, at)
             if any(life.start <= k and (end is None or k <= end) for k in regions):
                 found.append(life)
         return found
 
-    def parts(self, region: int, mode: Mode) -> list[_Part]:
+    def parts(self, region: int, level: int) -> list[_Part]:
         """The work of a region, divided where buckets are first read."""
-        key = (region, mode)
+        key = (region, level)
         if key not in self._parts:
-            self._parts[key] = _parts(self.profile.regions[region].work[mode].atoms, self.bucket_of)
+            self._parts[key] = _parts(self.profile.regions[region].work[level].atoms, self.bucket_of)
         return self._parts[key]
 
 
 def _phases(
-    scheduler: Scheduler, tiles: tuple[int, ...], prefetch: int, recompute: tuple[str, ...], save_others: bool
+    scheduler: Scheduler, tiles: tuple[int, ...], prefetch: int, levels: tuple[int, ...]
 ) -> Iterator[PhaseWork]:
     """Divide the regions of each phase into pieces and visits."""
-    profile, modes = scheduler.profile, modes_of(scheduler.profile, recompute, save_others)
-    takes, gives = _memory(profile, modes)
-    leaving, coming = _moving(profile, modes)
+    profile, at = scheduler.profile, levels_of(scheduler.profile, levels)
+    takes, gives = _memory(profile, at)
+    leaving, coming = _moving(profile, at)
     phases: tuple[Phase, ...] = ("forward", "backward") if profile.training else ("forward",)
     for name in phases:
         regions = [k for k, region in enumerate(profile.regions) if region.phase == name]
         moving = leaving if name == "forward" else coming
-        yield _phase(scheduler, name, regions, modes, tiles, prefetch, takes, gives, moving)
+        yield _phase(scheduler, name, regions, at, tiles, prefetch, takes, gives, moving)
 
 
-def modes_of(profile: Profile, recompute: Sequence[str], save_others: bool) -> list[Mode]:
-    """How each region treats its activations."""
-    recomputed = frozenset(recompute)
-    base: Mode = "none" if save_others else "auto"
-    return ["full" if region.layer in recomputed else base for region in profile.regions]
+def levels_of(profile: Profile, levels: Sequence[int]) -> list[int]:
+    """The level of each region: its layer's, and outside of layers the last."""
+    of_layer = dict(zip(profile.layers, levels, strict=True))
+    return [of_layer.get(region.layer, profile.all_saved) for region in profile.regions]
 
 
 def name_of(region: Region) -> str:
@@ -232,45 +229,50 @@ def name_of(region: Region) -> str:
     return f"{region.phase} {region.layer or 'outside of layers'}"
 
 
-def _memory(profile: Profile, modes: Sequence[Mode]) -> tuple[list[int], list[int]]:
+def _memory(profile: Profile, levels: Sequence[int]) -> tuple[list[int], list[int]]:
     """Bytes that begin to live with each region, and those that end with it."""
     count = len(profile.regions)
     takes, gives = [0] * count, [0] * count
     for life in profile.lives:
         takes[life.start] += life.bytes
-        end = end_of(life, modes)
+        end = end_of(life, levels)
         if end is not None:
             gives[end] += life.bytes
     return takes, gives
 
 
-def end_of(life: Life, modes: Sequence[Mode]) -> int | None:
-    """The region that a life ends with; None where the user gets it."""
+def end_of(life: Life, levels: Sequence[int]) -> int | None:
+    """The region that a life ends with; None where the user gets it.
+
+    The layer that makes it says how long it is saved, and so does the one that reads it last: a layer that computes
+    itself again begins with what entered it.
+    """
     if life.read is None:
         return None
-    full = life.saved.get("full")
-    enters = full is not None and modes[full] == "full"  # a layer that is recomputed, from this
-    return max(life.read, life.saved.get(modes[life.start], 0), full if enters and full is not None else 0)
+    own, end = levels[life.start], life.read
+    for level, region in life.saved.items():
+        if region > end and (level == own or levels[region] == level):
+            end = region
+    return end
 
 
-def need_of(life: Life, modes: Sequence[Mode]) -> int | None:
+def need_of(life: Life, levels: Sequence[int]) -> int | None:
     """The region of the backward that first reads what a life holds; None where none does."""
-    own, full = life.needed.get(modes[life.start]), life.saved.get("full")
-    enters = full is not None and modes[full] == "full"
-    found = [k for k in (own, life.needed["full"] if enters else None) if k is not None]
+    own = levels[life.start]
+    found = [life.needed[k] for k, region in life.saved.items() if k == own or levels[region] == k]
     return min(found, default=None)
 
 
-def _moving(profile: Profile, modes: Sequence[Mode]) -> tuple[Moving, Moving]:
+def _moving(profile: Profile, levels: Sequence[int]) -> tuple[Moving, Moving]:
     """What regions of the forward read last, and what those of the backward need first, of what layers save."""
-    leaving: dict[int, dict[str, int]] = {}
-    coming: dict[int, dict[str, int]] = {}
+    leaving: dict[int, dict[str, list[Life]]] = {}
+    coming: dict[int, dict[str, list[Life]]] = {}
     for life in profile.lives:
-        layer, need = profile.regions[life.start].layer, need_of(life, modes)
-        if layer and need is not None and life.read is not None and profile.regions[life.start].phase == "forward":
+        region = profile.regions[life.start]
+        need = need_of(life, levels) if region.layer and region.phase == "forward" else None
+        if need is not None and life.read is not None:
             for found, k in ((leaving, life.read), (coming, need)):
-                sizes = found.setdefault(k, {})
-                sizes[layer] = sizes.get(layer, 0) + life.bytes
+                found.setdefault(k, {}).setdefault(region.layer, []).append(life)
     return leaving, coming
 
 
@@ -278,7 +280,7 @@ def _phase(
     scheduler: Scheduler,
     name: Phase,
     regions: Sequence[int],
-    modes: Sequence[Mode],
+    levels: Sequence[int],
     tiles: tuple[int, ...],
     prefetch: int,
     takes: Sequence[int],
@@ -288,7 +290,7 @@ def _phase(
     parts: list[tuple[int, _Part]] = []
     begins: list[int] = []
     for k in regions:
-        found = scheduler.parts(k, modes[k])
+        found = scheduler.parts(k, levels[k])
         begins += [len(parts)] * len(found)
         parts += [(k, part) for part in found]
     found_visits = visits([part.buckets for _, part in parts], begins, prefetch)
@@ -306,7 +308,7 @@ def _phase(
     for begin, end in pairwise((*cuts, len(parts))):
         k, inside = parts[begin][0], [part for _, part in parts[begin:end]]
         region = scheduler.profile.regions[k]
-        temporary = region.work[modes[k]].temporary
+        temporary = region.work[levels[k]].temporary
         first, last = begins[begin] == begin, end == len(parts) or parts[end][0] != k
         made = [(bucket, size) for part in inside for bucket, size in part.gradients.items()]
         taken = temporary + (takes[k] if first else 0) + sum(size for bucket, size in made if bucket not in tiled)

@@ -18,20 +18,22 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, combinations, pairwise, product
+from math import prod
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from zerograph.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Recompute
 from zerograph.ir import Step
 from zerograph.machine import TIERS, Machine, Tier
-from zerograph.plan import Offload, Plan
-from zerograph.planner.candidates import Candidate, Place, Space, frontier, spread
+from zerograph.plan import Offload, Plan, compute_dtype
+from zerograph.planner.candidates import Candidate, Place, Raise, Space, frontier, spread
 from zerograph.planner.ladder import open_homes, open_tiers
-from zerograph.planner.liveness import Mode
+from zerograph.planner.liveness import Graph
 from zerograph.planner.offloading import WORK, Offloading, corners, every_home, every_offload
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import Profile, profile
 from zerograph.planner.relief import least, relieved, varied
 from zerograph.planner.rules import plan_step
+from zerograph.planner.selective import stops
 from zerograph.planner.simulate import Memory
 from zerograph.uncollected import uncollected
 
@@ -132,7 +134,7 @@ class Search:
 
     def _search(self, step: Step, machine: Machine, states: int | None, moments: int, complete: int, work: int) -> None:
         wish = self.wish
-        self.profile = profile(step, _modes(wish))
+        self.profile = _profile(step, wish, machine)
         self.states = sum(state_bytes(step.params, wish.world_size, moments)) if states is None else states
         self.tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
         self.homes = open_homes(wish.offload, self.tiers, wish.sharding)
@@ -192,14 +194,21 @@ def smallest(
     tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
     homes = open_homes(wish.offload, tiers, wish.sharding)
     with uncollected():
-        known = known or profile(step, _modes(wish))
+        known = known or _profile(step, wish, machine)
         spaces = list(_spaces(step, known, wish, machine, states, moments, homes[0]))
         found = list(corners(spaces, homes, tiers, wish.prefetch or 0))
         return [*found, *(least(plan, tile=wish.tiles) for plan in frontier(found))]
 
 
-def _modes(wish: Wish) -> tuple[Mode, ...]:
-    return ("none", "full") if wish.recompute == "none" else ("auto", "full")
+def _profile(step: Step, wish: Wish, machine: Machine) -> Profile:
+    """``step``, with the levels between nothing and all saved where the search may choose them."""
+    graph = Graph(step)
+    if wish.recompute == "none":
+        return profile(graph, "none")
+    if wish.recompute != "auto" or not step.training:
+        return profile(graph)
+    rates = Rates(machine, wish.world_size, compute_dtype(step.params))
+    return profile(graph, spared=stops(graph, rates))
 
 
 def over(candidate: Candidate, budget: int | Mapping[Tier, int]) -> float:
@@ -278,7 +287,7 @@ def _size(place: Place, homes: Sequence[int], tiers: Sequence[Tier]) -> int:
     space = place.space
     layers = len(space.scheduler.profile.layers) if tiers else 0
     placed: int = len(homes) ** len(space.moves) * (1 + len(tiers)) ** layers
-    return placed << len(place.keeps) + len(space.saves)
+    return (placed << len(place.keeps)) * prod(map(len, space.choices))
 
 
 def _all(place: Place, homes: Sequence[int], tiers: Sequence[Tier]) -> Iterator[Candidate]:
@@ -286,7 +295,7 @@ def _all(place: Place, homes: Sequence[int], tiers: Sequence[Tier]) -> Iterator[
     for placed in every_home(space, homes):
         for offload in every_offload(space, tiers):
             for kept in _subsets(place.keeps):
-                for saved in _subsets(space.saves):
+                for saved in _every_level(space):
                     yield space.candidate(prefetch, kept, saved, placed, offload, tiles)
 
 
@@ -311,12 +320,18 @@ def _started(places: Sequence[Place], complete: int) -> Iterator[Candidate]:
     """All plans of ``places`` with all starts of all gathers, as far as that many may be looked at."""
     for space, prefetch, _ in places:
         buckets = len(space.plan.buckets)
-        complete -= (prefetch + 1) ** buckets << len(space.keeps) + len(space.saves)
+        complete -= ((prefetch + 1) ** buckets << len(space.keeps)) * prod(map(len, space.choices))
         if complete < 0 or not space.scheduler.rates.overlaps:
             return
         for ahead in product(range(prefetch + 1), repeat=buckets):
-            for kept, saved in product(_subsets(space.keeps), _subsets(space.saves)):
+            for kept, saved in product(_subsets(space.keeps), _every_level(space)):
                 yield space.candidate(prefetch, kept, saved, ahead=ahead)
+
+
+def _every_level(space: Space) -> Iterator[list[Raise]]:
+    """All ways to choose the levels of layers."""
+    for levels in product(*space.choices):
+        yield list(zip(space.scheduler.profile.layers, levels, strict=False))
 
 
 def _subsets(items: Sequence[T]) -> Iterator[tuple[T, ...]]:
@@ -335,7 +350,7 @@ def _worthwhile(places: Sequence[Place]) -> list[Place]:
 
 
 class _Point(NamedTuple):
-    """A plan that keeps the first so many buckets, and saves the first so many layers."""
+    """A plan that keeps the first so many buckets, and saves as the first so many raises say."""
 
     place: Place
     kept: int

@@ -100,14 +100,15 @@ def _decisions(a: PlanFile, b: PlanFile) -> Iterator[Difference]:
 
 
 def _activations(plan: Plan) -> dict[str, str]:
-    """What happens to the activations of layers, where they are not just saved."""
+    """What happens to the activations of layers, and to single ones, where they are not just saved."""
     offload = dict(plan.offload)
-    return {
+    found = {
         layer: ("recomputed, inputs " if layer in plan.recompute else "") + f"on {offload[layer]}"
         if layer in offload
         else "recomputed"
         for layer in (*plan.recompute, *offload)
     }
+    return found | {name: "saved of a recomputed layer" for name in plan.save if name not in offload}
 
 
 def _ahead(bucket: Bucket) -> str:

@@ -1,0 +1,131 @@
+"""Which single activations of recomputed layers a search may save, and that it does where memory is short."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner.steps import Layer, step_of, transformer
+
+from zerograph.ir import activation_names, layer_of_activation
+from zerograph.machine import machine_named
+from zerograph.plan import Plan
+from zerograph.planner.liveness import Graph, saved
+from zerograph.planner.rates import Rates
+from zerograph.planner.regions import profile, profile_of
+from zerograph.planner.search import Search, Wish
+from zerograph.planner.selective import STOPS, stops
+
+GPU, WORLD = machine_named("h100-80gb"), 8
+RATES = Rates(GPU, WORLD, "float32")
+
+
+def test_names_last_from_trace_to_trace_and_number_what_repeats() -> None:
+    places = [("h.0.mlp", "aten.mm.default"), ("h.0", "aten.add.Tensor"), ("h.0.mlp", "aten.mm.default"), ("", "sin")]
+    names = activation_names(places)
+    assert names == ["h.0.mlp:mm", "h.0:add.Tensor", "h.0.mlp:mm#2", ":sin"]
+    assert [layer_of_activation(name) for name in names] == ["h.0", "h.0", "h.0", ""]
+    assert layer_of_activation("h.0") == ""  # a layer is none
+
+
+def test_parts_of_a_tuple_are_one_activation() -> None:
+    step = step_of([Layer()] * 2)
+    graph = Graph(step)
+    assert graph.activation[:4] == ["blocks.0:full", "blocks.0:up", "blocks.0:act", "blocks.0:down"]
+
+
+_LAYERS = st.lists(
+    st.builds(
+        Layer,
+        inside=st.sampled_from([1024, 10**6, 10**8]),
+        stream=st.sampled_from([1024, 10**7]),
+        flops=st.sampled_from([10**6, 10**11, 10**13]),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(layers=_LAYERS)
+def test_stops_are_parts_of_each_other_and_save_what_they_say(layers: list[Layer]) -> None:
+    graph = Graph(step_of(layers))
+    everything = saved(graph, "auto").until
+    all_of = {graph.activation[graph.maker[value]] for value in everything if graph.size[value]}
+    for layer, found in stops(graph, RATES).items():
+        assert len(found) <= STOPS
+        for names in found:
+            assert {layer_of_activation(name) for name in names} == {layer}
+            assert names < all_of
+            kept = saved(graph, "full", names).until
+            inside = {graph.activation[graph.maker[value]] for value in kept} - set(_leaving(graph))
+            assert {name for name in inside if layer_of_activation(name)} == names
+        assert all(less < more for less, more in pairwise(found))
+
+
+def _leaving(graph: Graph) -> list[str]:
+    return [graph.activation[graph.maker[value]] for value in graph.leaves]
+
+
+def test_the_cheap_one_is_given_up_first() -> None:
+    """What follows a product takes as much memory as the product's own result, and no work."""
+    step = step_of([Layer(inside=10**8, flops=10**13)] * 6)
+    assert set(stops(Graph(step), RATES).values()) == {(frozenset({f"blocks.{i}:up"}),) for i in range(6)}
+
+
+def test_layers_that_are_alike_stop_at_the_same_places() -> None:
+    found = stops(Graph(transformer(6, 1024, 4096)), RATES)
+    relative = {tuple(frozenset(n.removeprefix(layer) for n in names) for names in own) for layer, own in found.items()}
+    assert len(found) == 6
+    assert len(relative) <= 2  # the last has no layer behind it
+
+
+def test_a_level_holds_what_is_spared_and_repeats_the_rest() -> None:
+    layers = 4
+    step = step_of([Layer(inside=10**8, flops=10**13)] * layers)
+    found = profile(step, spared=stops(Graph(step), RATES))
+    assert found.all_saved == 2
+
+    def held(level: int) -> int:
+        return sum(life.bytes for life in found.lives if level in life.saved)
+
+    def work(level: int) -> int:
+        return sum(atom.flops for region in found.regions for atom in region.work[level].atoms)
+
+    assert [held(level) - held(0) for level in range(3)] == [0, layers * 10**8, 2 * layers * 10**8]
+    assert [(work(level) - work(2)) // 10**13 for level in range(3)] == [layers, 0, 0]
+
+
+def test_levels_are_read_back_from_the_plan_that_they_make() -> None:
+    step = step_of([Layer(inside=10**8, flops=10**13)] * 4)
+    search = Search(step, Wish("auto", WORLD), GPU)
+    chosen = [c for c in search.best if 1 in c.levels]
+    assert chosen
+    for candidate in chosen:
+        plan = Plan.from_json(candidate.plan.to_json())
+        assert search.profile.levels(plan.recompute, plan.save) == candidate.levels
+        again = profile_of(step, plan)
+        assert [again.levels(plan.recompute, plan.save).count(level) for level in (0, 1)] == [
+            candidate.levels.count(0),
+            candidate.levels.count(1),
+        ]
+
+
+@pytest.mark.parametrize("layers", [2, 12])
+def test_what_is_cheap_to_recompute_is_not_saved(layers: int) -> None:
+    """Recomputing whole layers would cost a product each; half of what they save comes back for almost nothing."""
+    step = step_of([Layer(inside=10**8, flops=10**13)] * layers)
+    fastest = Search(step, Wish("auto", WORLD), GPU).best[-1]
+    everything = Search(step, Wish("auto", WORLD, recompute="none"), GPU).best[-1]
+    assert fastest.plan.save == tuple(f"blocks.{i}:up" for i in range(layers))
+    assert fastest.seconds < everything.seconds * 1.001
+    assert fastest.peak <= everything.peak - (layers - 1) * 10**8
+
+
+def test_what_is_fixed_is_not_chosen() -> None:
+    step = step_of([Layer(inside=10**8, flops=10**13)] * 6)
+    for recompute in ("none", "full", 0.5):
+        search = Search(step, Wish("auto", WORLD, recompute=recompute), GPU)  # type: ignore[arg-type]
+        assert {c.plan.save for c in search.best} == {()}
