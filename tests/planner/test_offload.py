@@ -181,9 +181,13 @@ def plans(draw: st.DrawFn) -> Drawn:
             replace(bucket, homes=draw(st.sampled_from(kept)), tiles=tiles, residency=residency, ahead=ahead)
         )
     layers = [f"blocks.{i}" for i in range(len(step.params))]
-    offload = tuple((layer, draw(st.sampled_from(tiers))) for layer in layers if draw(st.booleans()))
+    single = [f"{layer}:{name}" for layer in layers for name in ("up", "act", "out")]
+    away = [name for name in (*layers, *single) if draw(st.booleans())]
+    offload = tuple((name, draw(st.sampled_from(tiers))) for name in away)
     recompute = tuple(layer for layer in layers if draw(st.booleans()))
-    plan = replace(plan, buckets=tuple(buckets), offload=offload, recompute=recompute)
+    inside = [f"{layer}:{name}" for layer in recompute for name in ("up", "act")]
+    save = tuple(name for name in inside if draw(st.booleans()))
+    plan = replace(plan, buckets=tuple(buckets), offload=offload, recompute=recompute, save=save)
     return Drawn(step, plan, machine, draw(st.integers(0, 2)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -129,3 +130,16 @@ def test_what_is_fixed_is_not_chosen() -> None:
     for recompute in ("none", "full", 0.5):
         search = Search(step, Wish("auto", WORLD, recompute=recompute), GPU)  # type: ignore[arg-type]
         assert {c.plan.save for c in search.best} == {()}
+
+
+def test_one_activation_leaves_the_device_where_that_is_enough() -> None:
+    """All copies that hide behind the compute are free; of the first layer only one hides."""
+    machine = replace(GPU, nvme_capacity=0)
+    step = step_of([Layer(stream=10**8, inside=10**9, flops=10**13)] * 3)
+    search = Search(step, Wish("auto", WORLD, offload="auto", tile=False), machine)
+    alone = [c for c in search.best if c.offload == (("blocks.0:up", "host"),)]
+    assert alone
+    fastest = search.best[-1]
+    assert alone[0].seconds <= fastest.seconds
+    assert fastest.peak - alone[0].peak == pytest.approx(10**9, rel=0.001)
+    assert alone[0].peaks[1] == pytest.approx(10**9, rel=0.001)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zerograph.forecast import Forecast
-from zerograph.ir import Kind
+from zerograph.ir import Kind, layer_of_activation
 from zerograph.machine import Tier
 from zerograph.plan import Plan
 from zerograph.planfile import Holding
@@ -112,7 +112,7 @@ class Books(Run):
             size -= min(held, size)
 
     def _hold(self, what: str, label: str, tier: Tier, size: int, first: int, last: int) -> None:
-        module = label.partition(" tile ")[0]
+        module = layer_of_activation(label) or label.partition(" tile ")[0]
         name = label if what == "whole" else f"{what} of {label}"
         self.holdings.append(Holding(name, _KINDS[what], tier, size, first, last, module))
 
@@ -121,9 +121,8 @@ class Books(Run):
         region = self.scheduler.profile.regions[life.start]
         first, last = self._ran[life.start][0], _ALWAYS if end is None else self._ran[end][1]
         parts = [(first, last)]
-        tier = self.away(region.layer, life) if region.phase == "forward" else None
-        if life.read is not None and need is not None and tier is not None:
-            left, came = self.left[region.layer, life.read, tier], self.came[region.layer, need, tier]
-            parts = [(first, left), (came, last)]
+        what = self.away(region.layer, life) if region.phase == "forward" else None
+        if life.read is not None and need is not None and what is not None:
+            parts = [(first, self.left[what, life.read]), (self.came[what, need], last)]
         for begin, until in parts:
             yield Holding(life.name, "activation", "device", life.bytes, begin, until, region.module, life.source)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import le
 from typing import NamedTuple, TypeVar
 
@@ -149,6 +150,16 @@ class Space:
         levels = self.raised(saved) if self.saves else self._fixed
         homes = homes or self.placed((bucket, self.home) for bucket in self.moves)
         return self.of(self.key(prefetch, kept, levels, homes, offload, tiles, ahead))
+
+    @cached_property
+    def activations(self) -> dict[str, tuple[str, ...]]:
+        """Of each layer, those that any level saves."""
+        profile = self.scheduler.profile
+        found: dict[str, dict[str, None]] = {layer: {} for layer in profile.layers}
+        for life in profile.lives:
+            if life.activation:
+                found[profile.regions[life.start].layer][life.activation] = None
+        return {layer: tuple(names) for layer, names in found.items()}
 
     @property
     def choices(self) -> list[list[int]]:

@@ -104,9 +104,9 @@ def reasons(found: Candidate, wish: Wish, step: Step) -> Iterator[Reason]:
 def _activations(plan: Plan, why: str) -> Iterator[Reason]:
     if plan.recompute:
         yield Reason("activations", recomputed(plan), why)
-    for layer, tier in plan.offload:
-        text = f"what it saves waits on {tier} for the backward"
-        yield Reason(layer, text, "its copies run beside the compute of other layers")
+    for name, tier in plan.offload:
+        what = "it" if layer_of_activation(name) else "what it saves"
+        yield Reason(name, f"{what} waits on {tier} for the backward", "copies run beside the compute of other layers")
 
 
 def updated(step: Step, plan: Plan) -> Iterator[Reason]:

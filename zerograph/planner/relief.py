@@ -9,10 +9,11 @@ least that these two ways reach, so no budget enters, and more of it cannot make
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from zerograph.machine import Tier
 from zerograph.planner.candidates import Candidate, Space, frontier
 from zerograph.planner.run import Run
 from zerograph.planner.simulate import Task, times
@@ -107,9 +108,9 @@ def relieved(plans: Iterable[Candidate], *, tile: bool, work: int) -> Iterator[C
         work -= space.work - before
 
 
-def varied(plans: Sequence[Candidate], *, tile: bool, work: int) -> Iterator[Candidate]:
-    """What single changes lead to from ``plans``, as long as nothing beats it: of starts and tiles, and of what is kept
-    and recomputed beside them.
+def varied(plans: Sequence[Candidate], *, tile: bool, tiers: Sequence[Tier], work: int) -> Iterator[Candidate]:
+    """What single changes lead to from ``plans``, as long as nothing beats it: of starts and tiles, and of what is
+    kept, recomputed and offloaded beside them.
 
     This finds what :func:`relieved` cannot aim at: a gather that begins later may also make room elsewhere, since it
     moves what comes after it. It is for steps of a few buckets.
@@ -120,7 +121,7 @@ def varied(plans: Sequence[Candidate], *, tile: bool, work: int) -> Iterator[Can
         found = []
         for plan in fresh:
             before = plan.space.work
-            found += [c for c in _beside(plan, tile) if c not in seen]
+            found += [c for c in _beside(plan, tile, tiers) if c not in seen]
             seen.update(found)
             work -= plan.space.work - before
             if work <= 0:
@@ -131,9 +132,11 @@ def varied(plans: Sequence[Candidate], *, tile: bool, work: int) -> Iterator[Can
         fresh = [c for c in found if c in kept]
 
 
-def _beside(plan: Candidate, tile: bool) -> Iterator[Candidate]:
-    """Plans that differ from ``plan`` in when one bucket is gathered, in its tiles or residency, or in one layer."""
+def _beside(plan: Candidate, tile: bool, tiers: Sequence[Tier]) -> Iterator[Candidate]:
+    """Plans that differ from ``plan`` in when one bucket is gathered, in its tiles or residency, in one layer, or in
+    where one activation waits."""
     yield from _flipped(plan)
+    yield from _elsewhere(plan, tiers)
     space = plan.space
     ahead = plan.ahead or (plan.prefetch,) * len(plan.homes)
     tiles = plan.tiles or (1,) * len(plan.homes)
@@ -157,6 +160,29 @@ def _flipped(plan: Candidate) -> Iterator[Candidate]:
         for level in choices:
             changed = (*levels[:layer], level, *levels[layer + 1 :])
             yield space.of(space.key(prefetch, kept, changed, homes, offload, tiles, ahead))
+
+
+def _elsewhere(plan: Candidate, tiers: Sequence[Tier]) -> Iterator[Candidate]:
+    """Plans in which one activation, or all of one layer, waits on another tier."""
+    space, (prefetch, kept, levels, homes, offload, tiles, ahead) = plan.space, plan.key
+    every, named = space.activations if tiers else {}, dict(offload)
+    now = {name: named.get(name, named.get(layer, "device")) for layer, names in every.items() for name in names}
+    for names in every.values():
+        for changed in (names, *((name,) for name in names if len(names) > 1)):
+            for tier in ("device", *tiers):
+                if any(now[name] != tier for name in changed):
+                    moved = _named(every, now | dict.fromkeys(changed, tier))
+                    yield space.of(space.key(prefetch, kept, levels, homes, moved, tiles, ahead))
+
+
+def _named(every: Mapping[str, Sequence[str]], tier_of: Mapping[str, Tier]) -> tuple[tuple[str, Tier], ...]:
+    """Where activations wait, as plans have it: by layer where all of it waits on one tier."""
+    found: list[tuple[str, Tier]] = []
+    for layer, names in every.items():
+        tiers = {tier_of[name] for name in names}
+        together = [(layer, tier) for tier in tiers] if len(tiers) == 1 else [(name, tier_of[name]) for name in names]
+        found += [(name, tier) for name, tier in together if tier != "device"]
+    return tuple(found)
 
 
 def least(plan: Candidate, *, tile: bool) -> Candidate:

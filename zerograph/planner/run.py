@@ -10,9 +10,10 @@ host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from zerograph.ir import layer_of_activation
 from zerograph.machine import Tier
 from zerograph.planner.simulate import Memory, Task, on
 from zerograph.planner.transfers import Transfer
@@ -42,11 +43,11 @@ class Run:
         self.parts = scheduler.all_transfers(decisions.tiles)
         self.ahead = decisions.ahead or (decisions.prefetch,) * len(decisions.homes)
         self.tier_of = dict(decisions.offload)  # layer or activation -> tier of what is saved of it
-        self.saved: dict[tuple[str, Tier], int] = {}  # layer and tier -> the task that moved the last of it there
+        self.saved: dict[str, int] = {}  # layer or activation -> the task that moved the last of what is saved away
         self.arriving: dict[int, list[int]] = {}  # region -> tasks that bring back what it needs
-        # Layer, region and tier -> the tasks that free what it saves on the device, and that bring it back.
-        self.left: dict[tuple[str, int, Tier], int] = {}
-        self.came: dict[tuple[str, int, Tier], int] = {}
+        # That and region -> the tasks that free what is saved on the device, and that bring it back.
+        self.left: dict[tuple[str, int], int] = {}
+        self.came: dict[tuple[str, int], int] = {}
         self.spilled: dict[tuple[int, int], int] = {}  # bucket and tile -> the task that moved its gradient home
         self.writes: list[int] = []  # tasks that release staging buffers of what goes to NVMe
         self._phases()
@@ -221,39 +222,39 @@ class Run:
 
     def _offload_saved(self, phase: PhaseWork, region: int) -> None:
         """Move away what no later layer of the forward reads, of layers whose activations are offloaded."""
-        for layer, tier, size in self._moving(phase, region):
-            before = len(self.tasks)
-            self.saved[layer, tier] = self._down(layer, "activations", size, tier, (self.last,), on("device", size))
-            self.left[layer, region, tier] = before
+        for what, size in self._moving(phase, region).items():
+            before, free = len(self.tasks), on("device", size)
+            self.saved[what] = self._down(what, "activations", size, self.tier_of[what], (self.last,), free)
+            self.left[what, region] = before
 
     def _fetch_saved(self, phase: PhaseWork, place: int) -> None:
         """Bring back what the region at ``place`` needs, while the one before it runs."""
         region = phase.regions[place]
-        for layer, tier, size in self._moving(phase, region):
-            after = tuple(sorted({self.last, self.saved[layer, tier]}))
-            task = self._up(layer, "activations", size, tier, after, on("device", size), moves=True)
+        for what, size in self._moving(phase, region).items():
+            after = tuple(sorted({self.last, self.saved[what]}))
+            task = self._up(what, "activations", size, self.tier_of[what], after, on("device", size), moves=True)
             self.arriving.setdefault(region, []).append(task)
-            self.came[layer, region, tier] = task
+            self.came[what, region] = task
 
-    def _moving(self, phase: PhaseWork, region: int) -> Iterator[tuple[str, Tier, int]]:
-        """What of the saved activations leaves or comes with ``region``: layer, tier and bytes."""
+    def _moving(self, phase: PhaseWork, region: int) -> dict[str, int]:
+        """Bytes of saved activations that leave or come with ``region``, by what the plan calls them."""
+        sizes: dict[str, int] = {}
         for layer, lives in phase.moving.get(region, {}).items():
-            sizes: dict[Tier, int] = {}
             for life in lives:
-                tier = self.away(layer, life)
-                if tier is not None:
-                    sizes[tier] = sizes.get(tier, 0) + life.bytes
-            yield from ((layer, tier, size) for tier, size in sizes.items())
+                what = self.away(layer, life)
+                if what is not None:
+                    sizes[what] = sizes.get(what, 0) + life.bytes
+        return sizes
 
-    def away(self, layer: str, life: Life) -> Tier | None:
-        """The tier on which a saved activation of ``layer`` waits; None where that is the device."""
-        return self.tier_of.get(life.activation, self.tier_of.get(layer))
+    def away(self, layer: str, life: Life) -> str | None:
+        """What the plan offloads a saved activation of ``layer`` as: itself, or its layer; None where it stays."""
+        return next((what for what in (life.activation, layer) if what in self.tier_of), None)
 
     def _down(
         self, part: Transfer | str, what: str, size: int, tier: Tier, after: tuple[int, ...], gives: Memory
     ) -> int:
         """Copy ``size`` bytes from the device to ``tier``; returns the last task, at whose end ``gives`` is free."""
-        name, label = (part, part) if isinstance(part, str) else (part.name, part.label)
+        name, label = _named(part)
         to_nvme = tier == "nvme"
         staging = self.rates.staging
         if staging == "host":
@@ -278,7 +279,7 @@ class Run:
         moves: bool = False,
     ) -> int:  # fmt: skip
         """Copy ``size`` bytes from ``tier`` into ``takes`` on the device; with ``moves`` they are free on the tier."""
-        name, label = (part, part) if isinstance(part, str) else (part.name, part.label)
+        name, label = _named(part)
         gives = on(tier, size) if moves else ()
         if tier == "nvme":
             direct = self.rates.staging == "device"
@@ -314,3 +315,10 @@ class Run:
     def _by_readiness(self) -> list[int]:
         """All buckets, those whose gradients were reduced first before the others."""
         return list(dict.fromkeys((*self.reduced, *range(len(self.decisions.homes)))))
+
+
+def _named(part: Transfer | str) -> tuple[str, str]:
+    """The module that ``part`` belongs to, and what to call it: a layer and an activation are their own."""
+    if isinstance(part, str):
+        return layer_of_activation(part) or part, part
+    return part.name, part.label

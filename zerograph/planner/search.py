@@ -160,7 +160,7 @@ class Search:
                 chosen = [*(_worthwhile(in_tiles)[:1] if in_tiles else []), *_worthwhile(whole)]
                 found += Offloading(self.homes, self.tiers, chosen, work * (2 - stays)).candidates
             found += corners(self.spaces, self.homes, self.tiers, min(prefetches))
-            found += _relieved(found, tile=wish.tiles, small=small or few)
+            found += _relieved(found, tile=wish.tiles, small=small or few, tiers=self.tiers)
         self.best = frontier(found)
 
     @property
@@ -264,17 +264,18 @@ def _in_tiles(spaces: Sequence[Space], prefetches: Sequence[int]) -> Iterator[Pl
             yield from (Place(space, prefetch, tiles) for prefetch in prefetches)
 
 
-def _relieved(plans: Iterable[Candidate], *, tile: bool, small: bool) -> list[Candidate]:
+def _relieved(plans: Iterable[Candidate], *, tile: bool, small: bool, tiers: Sequence[Tier] = ()) -> list[Candidate]:
     """Plans whose peaks are lower than those of some of the best of ``plans``, evenly spread among them.
 
     Args:
         tile: whether operators may be tiled for it.
         small: whether single changes of all the best are tried, too: of steps of a few buckets.
+        tiers: that saved activations may wait on, one by one.
     """
     best = frontier(plans)
     found = list(relieved(spread(best)[:RELIEVED], tile=tile, work=RELIEF))
     if small:
-        found += varied(frontier([*best, *found]), tile=tile, work=RELIEF)
+        found += varied(frontier([*best, *found]), tile=tile, tiers=tiers, work=RELIEF)
     return found
 
 
