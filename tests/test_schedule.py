@@ -17,6 +17,8 @@ from zerograph.dryrun import compile_only
 from zerograph.forecast import Forecast
 from zerograph.machine import machine_named
 from zerograph.outlook import outlook
+from zerograph.planner.liveness import Graph
+from zerograph.planner.loss import head_of, tiled
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import profile_of
 from zerograph.planner.schedule import Scheduler
@@ -142,3 +144,19 @@ def test_a_schedule_agrees_with_the_programs(
     )
     assert found == pytest.approx(wanted, rel=tolerance)
     assert ours.seconds == pytest.approx(true.seconds, rel=0.03)
+
+
+def test_the_loss_of_a_traced_model_is_found_and_tiled() -> None:
+    """What the partitioner would do with tiles cannot be asked; what it does with the rest is the same."""
+    frame = compile_only(GatedModel, world_size=WORLD, batch=4, seq=128).frames[-1]
+    graph = Graph(frame.step)
+    head = head_of(graph)
+    assert head is not None
+    assert head.bytes == 4 * 128 * 700 * 4
+    assert head.weights.keys() == {op.name for op in frame.step.ops if op.flops and op.module in ("head", "")}
+    small = {v.name: v.bytes for v in tiled(frame.step, head, 4).values}
+    untouched = {v.name: v.bytes for v in frame.step.values if v.name not in head.large}
+    assert untouched.items() <= small.items()
+    assert {small[name] for name in head.large} == {head.bytes // 4}
+    returning = compile_only(GPT, world_size=WORLD, batch=4, seq=128).frames[-1].step
+    assert head_of(Graph(returning)) is None

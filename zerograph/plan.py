@@ -157,6 +157,9 @@ class Plan:
             again what it finds cheaper than to save.
         offload: layers, each with the tier that what its forward saves (its inputs only, where it is recomputed) is
             moved to until the backward needs it; and single activations, which go before their layer.
+        fetch_ahead: layers before its own in the backward at which what a layer offloaded begins to come back.
+        loss_tiles: parts over tokens that the head and its loss run in, one after another, so that logits never exist
+            whole; the backward computes each part again.
     """
 
     stage: int
@@ -167,6 +170,8 @@ class Plan:
     save: tuple[str, ...] = ()
     save_others: bool = False
     offload: tuple[tuple[str, Tier], ...] = ()
+    fetch_ahead: int = 1
+    loss_tiles: int = 1
 
     @property
     def unexecuted(self) -> str:
@@ -174,7 +179,8 @@ class Plan:
         homes = next((f"{b.homes} (bucket {b.name})" for b in self.buckets if b.homes != DEVICE), "")
         tiles = next((f"{b.tiles} tiles of {b.params[0].name}" for b in self.buckets if b.tiles > 1), "")
         saved = f"activations of {self.offload[0][0]} on {self.offload[0][1]}" if self.offload else ""
-        return "; ".join(part for part in (homes, saved, tiles) if part)
+        loss = f"head and loss in {self.loss_tiles} tiles" if self.loss_tiles > 1 else ""
+        return "; ".join(part for part in (homes, saved, tiles, loss) if part)
 
     def ahead(self) -> tuple[int, ...]:
         """How many visits ahead the gathers of each bucket begin, at most."""
@@ -233,6 +239,10 @@ class Plan:
             yield f"stage {self.stage}"
         if self.prefetch < 0:
             yield f"prefetch {self.prefetch}"
+        if self.fetch_ahead < 1:
+            yield f"activations come back {self.fetch_ahead} layers ahead"
+        if self.loss_tiles < 1:
+            yield f"{self.loss_tiles} tiles of the loss"
         yield from (f"{layer} is recomputed twice" for layer in _twice(self.recompute))
         yield from (f"{name} is saved twice" for name in _twice(self.save))
         layers = frozenset(self.recompute)

@@ -152,14 +152,19 @@ def test_homes_residency_and_activations_on_one_tier(layers: list[Layer], shares
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(layers=st.lists(_LAYER, min_size=2, max_size=2), shares=_SHARES)
 def test_each_activation_kept_recomputed_or_offloaded(layers: list[Layer], shares: list[tuple[float, ...]]) -> None:
-    """One by one, with every residency; shards stay on the device, where the search may move them."""
+    """One by one, with every residency, coming back early or late; shards stay, where the search may move them."""
     machine, step = replace(GPU, nvme_capacity=0), step_of(layers)
     inside = [f"blocks.{i}:{name}" for i in range(len(layers)) for name in (*ACTIVATIONS, "out")]
     plans = (
-        replace(recomputed, offload=tuple((name, "host") for name, away in zip(inside, waits, strict=True) if away))
+        replace(
+            recomputed,
+            offload=tuple((name, "host") for name, away in zip(inside, waits, strict=True) if away),
+            fetch_ahead=ahead,
+        )
         for kept in residencies(whole(step, 1))
         for recomputed in recomputations(kept, len(layers))
         for waits in product((False, True), repeat=len(inside))
+        for ahead in ((1, 2) if any(waits) else (1,))
     )
     wish = Wish("auto", WORLD, bucket_size=SIZE, prefetch=1, offload="auto", tile=False)
     compare(Search(step, wish, machine, complete=0), judged(step, plans, machine), shares)

@@ -143,3 +143,15 @@ def test_one_activation_leaves_the_device_where_that_is_enough() -> None:
     assert alone[0].seconds <= fastest.seconds
     assert fastest.peak - alone[0].peak == pytest.approx(10**9, rel=0.001)
     assert alone[0].peaks[1] == pytest.approx(10**9, rel=0.001)
+
+
+def test_activations_begin_to_come_back_early_where_one_layer_is_too_short() -> None:
+    """A read from NVMe and a copy to the device follow one another: together they take longer than one layer."""
+    step = step_of([Layer(stream=10**7, inside=2 * 10**8, flops=10**12)] * 16)
+    search = Search(step, Wish("auto", WORLD, offload="auto", tier="nvme", recompute="none"), GPU)
+    early = [c for c in search.best if c.fetch_ahead > 1]
+    assert early
+    for candidate in early:
+        late = candidate.space.of(candidate.key._replace(fetch_ahead=1))
+        assert candidate.seconds < late.seconds
+        assert Plan.from_json(candidate.plan.to_json()).fetch_ahead == candidate.fetch_ahead

@@ -39,6 +39,7 @@ class Candidate:
         tiles: of each bucket; empty where nothing is tiled.
         ahead: of each bucket, how many visits before its own it is gathered, at most; empty where all are
             ``prefetch``.
+        fetch_ahead: how many layers before its own what a layer offloaded begins to come back.
     """
 
     seconds: float
@@ -51,6 +52,7 @@ class Candidate:
     offload: tuple[tuple[str, Tier], ...]
     tiles: tuple[int, ...]
     ahead: tuple[int, ...]
+    fetch_ahead: int
 
     @property
     def peak(self) -> int:
@@ -63,12 +65,14 @@ class Candidate:
         all ranks."""
         fixed = (len(self.space.plan.buckets), self.tiles, self.prefetch)
         size = (self.peaks[1:], self.peak)
-        return (self.seconds, *size, *fixed, self.kept, self.levels, self.homes, self.offload, self.ahead)
+        late = (self.ahead, self.fetch_ahead)
+        return (self.seconds, *size, *fixed, self.kept, self.levels, self.homes, self.offload, *late)
 
     @property
     def key(self) -> Key:
         """All decisions."""
-        return self.prefetch, self.kept, self.levels, self.homes, self.offload, self.tiles, self.ahead
+        rest = self.offload, self.tiles, self.ahead, self.fetch_ahead
+        return Key(self.prefetch, self.kept, self.levels, self.homes, *rest)
 
     @property
     def plan(self) -> Plan:
@@ -86,11 +90,26 @@ class Candidate:
         return all(peak <= most for peak, most in zip(self.peaks, budget, strict=True))
 
 
-Key = tuple[
-    int, tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[tuple[str, Tier], ...], tuple[int, ...],
-    tuple[int, ...],
-]  # fmt: skip
-"""What tells two candidates of a space apart: all decisions, in the order of their fields."""
+class Key(NamedTuple):
+    """What tells two candidates of a space apart: all decisions, as :class:`Candidate` has them."""
+
+    prefetch: int
+    kept: tuple[int, ...]
+    levels: tuple[int, ...]
+    homes: tuple[int, ...]
+    offload: tuple[tuple[str, Tier], ...] = ()
+    tiles: tuple[int, ...] = ()
+    ahead: tuple[int, ...] = ()
+    fetch_ahead: int = 1
+
+    def plain(self) -> Key:
+        """The one key of these decisions: what says nothing is left out of it."""
+        tiles = self.tiles if any(count > 1 for count in self.tiles) else ()
+        kept = tuple(sorted(bucket for bucket in self.kept if not tiles or tiles[bucket] == 1))
+        ahead = self.ahead if any(one != self.prefetch for one in self.ahead) else ()
+        fetch_ahead = self.fetch_ahead if self.offload else 1
+        return self._replace(kept=kept, tiles=tiles, ahead=ahead, fetch_ahead=fetch_ahead)
+
 
 Raise = tuple[str, int]
 """A layer and the level that it is raised to from those below."""
@@ -149,7 +168,7 @@ class Space:
         """
         levels = self.raised(saved) if self.saves else self._fixed
         homes = homes or self.placed((bucket, self.home) for bucket in self.moves)
-        return self.of(self.key(prefetch, kept, levels, homes, offload, tiles, ahead))
+        return self.of(Key(prefetch, tuple(kept), levels, homes, offload, tiles, ahead))
 
     @cached_property
     def activations(self) -> dict[str, tuple[str, ...]]:
@@ -178,20 +197,11 @@ class Space:
             levels[self._layer[layer]] = max(level, levels[self._layer[layer]])
         return tuple(levels)
 
-    def key(
-        self, prefetch: int, kept: Iterable[int], levels: tuple[int, ...], homes: tuple[int, ...],
-        offload: tuple[tuple[str, Tier], ...], tiles: Sequence[int], ahead: Sequence[int],
-    ) -> Key:  # fmt: skip
-        """The one key of these decisions: what says nothing is left out of it."""
-        tiled = tuple(tiles) if any(count > 1 for count in tiles) else ()
-        whole = (bucket for bucket in kept if not tiled or tiled[bucket] == 1)
-        later = tuple(ahead) if any(one != prefetch for one in ahead) else ()
-        return prefetch, tuple(sorted(whole)), levels, homes, offload, tiled, later
-
     def of(self, key: Key, tasks: Sequence[Task] | None = None) -> Candidate:
         """The candidate of ``key``; ``tasks`` are its schedule, where it is there already."""
+        key = key.plain()
         if key not in self._known:
-            decisions = self.decisions(*key)
+            decisions = self.decisions(key)
             tasks = self.scheduler.schedule(decisions) if tasks is None else tasks
             seconds, peaks = measure(tasks, self.held + self.scheduler.moved(decisions.homes))
             self.work += len(tasks)
@@ -224,7 +234,7 @@ class Space:
 
     def plan_of(self, found: Candidate) -> Plan:
         """The plan with the decisions of ``found``."""
-        decided = self.decisions(*found.key)
+        decided = self.decisions(found.key)
         ahead = [None if one == found.prefetch else one for one in decided.ahead] or [None] * len(self.plan.buckets)
         buckets = tuple(
             replace(b, residency=residency, homes=homes, tiles=tiles, ahead=later)
@@ -236,26 +246,18 @@ class Space:
         if self.saves:
             recompute, save = self.scheduler.profile.recomputed(found.levels)
         return replace(
-            self.plan, prefetch=found.prefetch, buckets=buckets, recompute=recompute, save=save, offload=found.offload
-        )
+            self.plan, prefetch=found.prefetch, buckets=buckets, recompute=recompute, save=save, offload=found.offload,
+            fetch_ahead=found.fetch_ahead,
+        )  # fmt: skip
 
-    def decisions(
-        self,
-        prefetch: int,
-        kept: Sequence[int],
-        levels: tuple[int, ...],
-        homes: tuple[int, ...],
-        offload: tuple[tuple[str, Tier], ...],
-        tiles: tuple[int, ...],
-        ahead: tuple[int, ...],
-    ) -> Decisions:
+    def decisions(self, key: Key) -> Decisions:
         """A key as the scheduler takes it."""
         residency: list[Residency] = [bucket.residency for bucket in self.plan.buckets]
-        for index in kept:
+        for index in key.kept:
             residency[index] = "backward"
-        places = [HOMES[home] for home in homes]
-        tiled = tiles or self._whole
-        return Decisions(residency, places, tiled, prefetch, levels, offload, ahead)
+        places = [HOMES[home] for home in key.homes]
+        rest = key.offload, key.ahead, key.fetch_ahead
+        return Decisions(residency, places, key.tiles or self._whole, key.prefetch, key.levels, *rest)
 
 
 def _keeps(plan: Plan, rates: Rates) -> list[int]:

@@ -17,6 +17,7 @@ from zerograph.errors import InvariantError
 from zerograph.ir import Op, Param, Step, layer_of, layer_of_activation
 from zerograph.plan import Plan, tile_rows
 from zerograph.planner.liveness import Graph
+from zerograph.planner.loss import head_of
 
 BEFORE = -1
 """The task that stands for the start of the step."""
@@ -129,6 +130,11 @@ def _layers(step: Step, plan: Plan) -> Iterator[Found]:
             yield BEFORE, name, "", f"what {name} saves was decided, and the step has no such {kind}"
 
 
+def _loss(step: Step, plan: Plan) -> Iterator[Found]:
+    if plan.loss_tiles > 1 and head_of(Graph(step)) is None:
+        yield BEFORE, "", "", f"the loss is in {plan.loss_tiles} tiles, and the step has none behind logits of its own"
+
+
 def _reads(step: Step, plan: Plan) -> Iterator[Found]:
     written = {name for op in step.ops for name in op.writes}
     there = {value.name for value in step.values if value.name not in written}  # inputs
@@ -194,6 +200,7 @@ CHECKS: Mapping[str, tuple[str, Finder]] = {
     **{name: (text, _of_plan(finder)) for name, (text, finder) in PLAN_CHECKS.items()},
     "parameters": ("the plan is about the very parameters of the step", _parameters),
     "layers": ("layers that are recomputed or offloaded exist", _layers),
+    "loss": ("a loss that is tiled is the model's own, behind its logits", _loss),
     "reads": ("what is read was made before, and nothing is made twice", _reads),
     "reductions": ("every gradient is reduced once", _reductions),
     "updates": ("every trainable parameter is updated once, with its gradient", _updates),

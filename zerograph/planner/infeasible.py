@@ -147,7 +147,7 @@ def changes(search: Search, step: Step, machine: Machine, budget: Budget) -> Ite
     """Every single change of what the user fixed, of the batch, and of the world."""
     wish, states, known = search.wish, search.states, search.profile
     for text, changed in (*_fixed(wish), *((text + _PLANNED, w) for text, w in _placements(wish, machine))):
-        shared = known if changed.recompute == wish.recompute else None
+        shared = known if changed.recompute == wish.recompute and not changed.tiles else None
         yield Change(text, step, changed, budget, states, shared)
     if wish.stage == 0 and wish.world_size > 1:
         yield _sharded(search, step, budget)

@@ -97,6 +97,8 @@ def reasons(found: Candidate, wish: Wish, step: Step) -> Iterator[Reason]:
         yield Reason("plan", "forecast from the schedule of the traced step", "this plan cannot be run yet")
     for bucket in plan.buckets:
         yield Reason(bucket.name, _decided(bucket), _why(bucket, scheduler) or fastest)
+    if plan.loss_tiles > 1:
+        yield Reason("loss", f"in {plan.loss_tiles} tiles of tokens", "logits never exist whole")
     yield from _activations(plan, fastest if wish.recompute == "auto" else asked)
     yield from updated(step, plan)
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 LEVELS = 4
 """Targets between a plan's peak and the least that it can be relieved to."""
+FETCHES = (2, 4)
+"""Layers before its own at which what a layer offloaded may begin to come back, beside 1."""
 ROUNDS = 8
 """Changes of one plan towards one target, at most."""
 
@@ -143,36 +145,38 @@ def _beside(plan: Candidate, tile: bool, tiers: Sequence[Tier]) -> Iterator[Cand
     for bucket, (start, count) in enumerate(zip(ahead, tiles, strict=True)):
         for other in {max(0, start - 1), min(plan.prefetch, start + 1)} - {start}:
             changed = (*ahead[:bucket], other, *ahead[bucket + 1 :])
-            yield space.of(space.key(*plan.key[:5], tiles, changed))
+            yield space.of(plan.key._replace(tiles=tiles, ahead=changed))
         most = space.most_tiles[bucket] if tile and bucket not in plan.kept else count
         for other in {max(1, count - 1), min(most, count + 1)} - {count}:
             changed = (*tiles[:bucket], other, *tiles[bucket + 1 :])
-            yield space.of(space.key(*plan.key[:5], changed, ahead))
+            yield space.of(plan.key._replace(tiles=changed, ahead=ahead))
 
 
 def _flipped(plan: Candidate) -> Iterator[Candidate]:
     """Plans that keep one bucket more or less, or save another level of one layer."""
-    space, (prefetch, kept, levels, homes, offload, tiles, ahead) = plan.space, plan.key
+    space, levels = plan.space, plan.levels
     for bucket in space.keeps:
         if not plan.tiles or plan.tiles[bucket] == 1:
-            yield space.of(space.key(prefetch, {bucket} ^ set(kept), levels, homes, offload, tiles, ahead))
+            yield space.of(plan.key._replace(kept=tuple({bucket} ^ set(plan.kept))))
     for layer, choices in enumerate(space.choices):
         for level in choices:
             changed = (*levels[:layer], level, *levels[layer + 1 :])
-            yield space.of(space.key(prefetch, kept, changed, homes, offload, tiles, ahead))
+            yield space.of(plan.key._replace(levels=changed))
 
 
 def _elsewhere(plan: Candidate, tiers: Sequence[Tier]) -> Iterator[Candidate]:
     """Plans in which one activation, or all of one layer, waits on another tier."""
-    space, (prefetch, kept, levels, homes, offload, tiles, ahead) = plan.space, plan.key
-    every, named = space.activations if tiers else {}, dict(offload)
+    space, named = plan.space, dict(plan.offload)
+    every = space.activations if tiers else {}
     now = {name: named.get(name, named.get(layer, "device")) for layer, names in every.items() for name in names}
     for names in every.values():
         for changed in (names, *((name,) for name in names if len(names) > 1)):
             for tier in ("device", *tiers):
                 if any(now[name] != tier for name in changed):
                     moved = _named(every, now | dict.fromkeys(changed, tier))
-                    yield space.of(space.key(prefetch, kept, levels, homes, moved, tiles, ahead))
+                    yield space.of(plan.key._replace(offload=moved))
+    for other in {max(1, plan.fetch_ahead - 1), plan.fetch_ahead + 1} - {plan.fetch_ahead} if plan.offload else ():
+        yield space.of(plan.key._replace(fetch_ahead=other))
 
 
 def _named(every: Mapping[str, Sequence[str]], tier_of: Mapping[str, Tier]) -> tuple[tuple[str, Tier], ...]:
@@ -185,18 +189,25 @@ def _named(every: Mapping[str, Sequence[str]], tier_of: Mapping[str, Tier]) -> t
     return tuple(found)
 
 
+def returning_earlier(plans: Iterable[Candidate]) -> Iterator[Candidate]:
+    """Those of ``plans`` that offload activations, which begin to come back more than one layer before their own."""
+    for plan in plans:
+        for layers in FETCHES if plan.offload else ():
+            yield plan.space.of(plan.key._replace(fetch_ahead=layers))
+
+
 def least(plan: Candidate, *, tile: bool) -> Candidate:
     """``plan`` with every gather as late and, if ``tile``, every operator in as many tiles as there may be."""
     space = plan.space
     tiles = space.finest if tile else plan.tiles
     ahead = (0,) * len(plan.homes) if space.scheduler.rates.overlaps else plan.ahead
-    return space.of(space.key(*plan.key[:5], tiles, ahead))
+    return space.of(plan.key._replace(tiles=tiles, ahead=ahead))
 
 
 def _targets(plan: Candidate, tilable: frozenset[int]) -> Iterator[tuple[int, Candidate]]:
     """Bytes to reach, with the plan to begin from."""
     if plan.tiles and tilable:
-        whole = plan.space.of((*plan.key[:5], (), plan.ahead))
+        whole = plan.space.of(plan.key._replace(tiles=()))
         yield plan.peak, whole
         plan = whole
     smallest = least(plan, tile=bool(tilable))
@@ -214,7 +225,7 @@ def _reach(plan: Candidate, target: int, tilable: frozenset[int]) -> Iterator[Ca
     for _ in range(ROUNDS):
         if plan.peak <= target:
             return
-        watch = _Watch(space, space.decisions(*plan.key), tilable)
+        watch = _Watch(space, space.decisions(plan.key), tilable)
         space.work += len(watch.tasks)
         wanted = _wanted(space, plan, watch, target)
         tiles = list(plan.tiles or (1,) * len(plan.homes))
@@ -224,7 +235,7 @@ def _reach(plan: Candidate, target: int, tilable: frozenset[int]) -> Iterator[Ca
                 ahead[bucket] = min(short.gather, ahead[bucket] - 1)
             if short.size:
                 tiles[bucket] = _fewest(space, bucket, tiles[bucket], ahead[bucket], short.size)
-        changed = space.of(space.key(*plan.key[:5], tiles, ahead))
+        changed = space.of(plan.key._replace(tiles=tuple(tiles), ahead=tuple(ahead)))
         if changed is plan:
             return
         plan = changed

@@ -2,10 +2,10 @@
 
 Shards that live off the device are fetched into their slice of the gathered bucket (an in-place all-gather) when its
 gather could begin. Reduced gradients are spilled one bucket after another. Saved activations leave after the last
-layer that reads them, and come back one layer before the backward needs them. Tiles of an oversized operator follow
-one another, at most one more of them whole than is gathered ahead. Where optimizer states live off the device, updates
-run on the host (:mod:`~zerograph.planner.updates`). What goes to NVMe or comes from it passes through buffers on the
-host.
+layer that reads them, and begin to come back as many layers before the backward needs them as the plan says. Tiles of
+an oversized operator follow one another, at most one more of them whole than is gathered ahead. Where optimizer states
+live off the device, updates run on the host (:mod:`~zerograph.planner.updates`). What goes to NVMe or comes from it
+passes through buffers on the host.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Run:
         for visit in phase.gathers.get(0, ()):
             self._gather(phase.visits[visit].bucket)
         backward = phase.name == "backward"
-        if backward and phase.regions:
+        if backward and self.tier_of:
             self._fetch_saved(phase, 0)
         ready: tuple[int, ...] = ()
         place = 0
@@ -73,7 +73,7 @@ class Run:
             if piece.first and self.tier_of:
                 self.waits.update(self.arriving.pop(piece.region, ()))
                 place += 1
-                if backward and place < len(phase.regions):
+                if backward:
                     self._fetch_saved(phase, place)
             for visit in piece.visits:
                 self._free(phase, visit)
@@ -228,13 +228,13 @@ class Run:
             self.left[what, region] = before
 
     def _fetch_saved(self, phase: PhaseWork, place: int) -> None:
-        """Bring back what the region at ``place`` needs, while the one before it runs."""
-        region = phase.regions[place]
-        for what, size in self._moving(phase, region).items():
-            after = tuple(sorted({self.last, self.saved[what]}))
-            task = self._up(what, "activations", size, self.tier_of[what], after, on("device", size), moves=True)
-            self.arriving.setdefault(region, []).append(task)
-            self.came[what, region] = task
+        """Begin to bring back what regions from ``place`` on need, so many as the plan fetches ahead."""
+        for region in phase.regions[place : place + self.decisions.fetch_ahead]:
+            for what, size in self._moving(phase, region).items() if region not in self.arriving else ():
+                after = tuple(sorted({self.last, self.saved[what]}))
+                task = self._up(what, "activations", size, self.tier_of[what], after, on("device", size), moves=True)
+                self.arriving.setdefault(region, []).append(task)
+                self.came[what, region] = task
 
     def _moving(self, phase: PhaseWork, region: int) -> dict[str, int]:
         """Bytes of saved activations that leave or come with ``region``, by what the plan calls them."""

@@ -30,7 +30,8 @@ from zerograph.planner.visits import Visit, gathers, visits
 class Decisions(NamedTuple):
     """A plan without its buckets: what the search varies. By bucket: residency, homes, tiles and how far ahead it is
     gathered, where any differs from ``prefetch``; by layer of the profile: its level; by layer or activation: where
-    what is saved of it waits."""
+    what is saved of it waits, and how many
+    layers before its own it begins to come back."""
 
     residency: Sequence[Residency]
     homes: Sequence[Homes]
@@ -39,6 +40,7 @@ class Decisions(NamedTuple):
     levels: tuple[int, ...]
     offload: tuple[tuple[str, Tier], ...]
     ahead: tuple[int, ...] = ()
+    fetch_ahead: int = 1
 
     @classmethod
     def of(cls, plan: Plan, profile: Profile) -> Decisions:
@@ -52,6 +54,7 @@ class Decisions(NamedTuple):
             profile.levels(plan.recompute, plan.save),
             plan.offload,
             ahead if any(one != plan.prefetch for one in ahead) else (),
+            plan.fetch_ahead,
         )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, combinations, pairwise, product
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -28,10 +29,11 @@ from zerograph.plan import Offload, Plan, compute_dtype
 from zerograph.planner.candidates import Candidate, Place, Raise, Space, frontier, spread
 from zerograph.planner.ladder import open_homes, open_tiers
 from zerograph.planner.liveness import Graph
+from zerograph.planner.loss import head_of, loss_tiles, tiled
 from zerograph.planner.offloading import WORK, Offloading, corners, every_home, every_offload
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import Profile, profile
-from zerograph.planner.relief import least, relieved, varied
+from zerograph.planner.relief import least, relieved, returning_earlier, varied
 from zerograph.planner.rules import plan_step
 from zerograph.planner.selective import stops
 from zerograph.planner.simulate import Memory
@@ -134,16 +136,19 @@ class Search:
 
     def _search(self, step: Step, machine: Machine, states: int | None, moments: int, complete: int, work: int) -> None:
         wish = self.wish
-        self.profile = _profile(step, wish, machine)
+        (_, self.profile), *tiled_losses = _ways(Graph(step), wish, machine)
         self.states = sum(state_bytes(step.params, wish.world_size, moments)) if states is None else states
         self.tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
         self.homes = open_homes(wish.offload, self.tiers, wish.sharding)
-        self.spaces = list(_spaces(step, self.profile, wish, machine, self.states, moments, self.homes[0]))
+        spaces = partial(_spaces, step, wish, machine, self.states, moments, self.homes[0])
+        self.spaces = list(spaces(self.profile))
+        parts = [list(spaces(found, tiles)) for tiles, found in tiled_losses]
         prefetches = PREFETCHES if wish.prefetch is None else (wish.prefetch,)
         if not step.params or not step.training:
             prefetches = (DEFAULT_PREFETCH if wish.prefetch is None else wish.prefetch,)
         whole = [Place(space, prefetch) for space in self.spaces for prefetch in prefetches]
-        in_tiles = list(_in_tiles(self.spaces, prefetches if wish.prefetch is not None else prefetches[:2]))
+        some = prefetches if wish.prefetch is not None else prefetches[:2]
+        in_tiles = list(_in_tiles([*self.spaces, *chain(*parts)], some))
         places = [*whole, *in_tiles]
         found: list[Candidate] = []
         few = all(len(space.plan.buckets) <= FEW for space in self.spaces)
@@ -159,7 +164,9 @@ class Search:
             elif step.training:
                 chosen = [*(_worthwhile(in_tiles)[:1] if in_tiles else []), *_worthwhile(whole)]
                 found += Offloading(self.homes, self.tiers, chosen, work * (2 - stays)).candidates
-            found += corners(self.spaces, self.homes, self.tiers, min(prefetches))
+            for every in (self.spaces, *parts):
+                found += corners(every, self.homes, self.tiers, min(prefetches))
+            found += returning_earlier(spread(frontier(found))[:RELIEVED])
             found += _relieved(found, tile=wish.tiles, small=small or few, tiers=self.tiers)
         self.best = frontier(found)
 
@@ -194,21 +201,35 @@ def smallest(
     tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
     homes = open_homes(wish.offload, tiers, wish.sharding)
     with uncollected():
-        known = known or _profile(step, wish, machine)
-        spaces = list(_spaces(step, known, wish, machine, states, moments, homes[0]))
-        found = list(corners(spaces, homes, tiers, wish.prefetch or 0))
+        profiles = [(1, known)] if known is not None else _ways(Graph(step), wish, machine)
+        found: list[Candidate] = []
+        for parts, one in profiles:
+            spaces = list(_spaces(step, wish, machine, states, moments, homes[0], one, parts))
+            found += corners(spaces, homes, tiers, wish.prefetch or 0)
         return [*found, *(least(plan, tile=wish.tiles) for plan in frontier(found))]
 
 
-def _profile(step: Step, wish: Wish, machine: Machine) -> Profile:
-    """``step``, with the levels between nothing and all saved where the search may choose them."""
-    graph = Graph(step)
+def _profile(graph: Graph, wish: Wish, machine: Machine) -> Profile:
+    """A step, with the levels between nothing and all saved where the search may choose them."""
     if wish.recompute == "none":
         return profile(graph, "none")
-    if wish.recompute != "auto" or not step.training:
+    if wish.recompute != "auto" or not graph.step.training:
         return profile(graph)
-    rates = Rates(machine, wish.world_size, compute_dtype(step.params))
+    rates = Rates(machine, wish.world_size, compute_dtype(graph.step.params))
     return profile(graph, spared=stops(graph, rates))
+
+
+def _ways(graph: Graph, wish: Wish, machine: Machine) -> list[tuple[int, Profile]]:
+    """The step with its loss whole, and in each number of tiles."""
+    return [(1, _profile(graph, wish, machine)), *_loss_in_tiles(graph, wish, machine)]
+
+
+def _loss_in_tiles(graph: Graph, wish: Wish, machine: Machine) -> Iterator[tuple[int, Profile]]:
+    """The step with its loss in tiles, where tiles are open."""
+    head = head_of(graph) if wish.tiles else None
+    if head is not None:
+        for tiles in loss_tiles(head, wish.bucket_size or DEFAULT_BUCKET_SIZE):
+            yield tiles, _profile(Graph(tiled(graph.step, head, tiles)), wish, machine)
 
 
 def over(candidate: Candidate, budget: int | Mapping[Tier, int]) -> float:
@@ -224,9 +245,9 @@ def limits(budget: int | Mapping[Tier, int]) -> tuple[int, ...]:
 
 
 def _spaces(
-    step: Step, found: Profile, wish: Wish, machine: Machine, states: int, moments: int, home: int
+    step: Step, wish: Wish, machine: Machine, states: int, moments: int, home: int, found: Profile, parts: int = 1
 ) -> Iterator[Space]:
-    """One per distinct way to put parameters into buckets and tiles."""
+    """One per distinct way to put parameters into buckets and tiles; ``parts`` are those of the loss."""
     sizes = BUCKET_SIZES if wish.bucket_size is None else (wish.bucket_size,)
     seen = set()
     held: Memory = (("device", states),)
@@ -239,6 +260,7 @@ def _spaces(
             prefetch=DEFAULT_PREFETCH,
             recompute=wish.recompute,
         )
+        plan = replace(plan, loss_tiles=parts)
         rates = Rates(machine, wish.world_size, plan.compute_dtype)
         tiles = most_tiles(plan, size) if wish.tiles else ()
         if plan not in seen:
@@ -257,11 +279,15 @@ def most_tiles(plan: Plan, size: int) -> tuple[int, ...]:
 
 
 def _in_tiles(spaces: Sequence[Space], prefetches: Sequence[int]) -> Iterator[Place]:
-    """Everything in tiles that may be; in buckets of sizes in between there is little to gain."""
+    """Everything in tiles that may be, or the loss alone; in buckets of sizes in between there is little to gain."""
     for space in spaces:
+        if space.size not in (spaces[0].size, DEFAULT_BUCKET_SIZE):
+            continue
         tiles = space.in_tiles()
-        if max(tiles, default=1) > 1 and space.size in (spaces[0].size, DEFAULT_BUCKET_SIZE):
+        if max(tiles, default=1) > 1:
             yield from (Place(space, prefetch, tiles) for prefetch in prefetches)
+        if space.plan.loss_tiles > 1:
+            yield from (Place(space, prefetch) for prefetch in prefetches)
 
 
 def _relieved(plans: Iterable[Candidate], *, tile: bool, small: bool, tiers: Sequence[Tier] = ()) -> list[Candidate]:

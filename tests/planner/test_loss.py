@@ -1,0 +1,136 @@
+"""The head and its loss in tiles over tokens: logits are held a tile at a time, and computed again in the backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner.steps import Layer, step_of
+
+from zerograph.ir import Op, Param, Step, Value
+from zerograph.machine import TIERS, machine_named
+from zerograph.plan import Plan
+from zerograph.planner.check import check
+from zerograph.planner.liveness import Graph
+from zerograph.planner.loss import MOST_LOSS_TILES, head_of, loss_tiles, tiled
+from zerograph.planner.optimizer import with_updates
+from zerograph.planner.rules import plan_step
+from zerograph.planner.search import Search, Wish
+
+GPU, WORLD, MIB = machine_named("h100-80gb"), 8, 2**20
+LOGITS, WEIGHT, WORK = 2**32, 2**28, 10**13
+
+
+def with_head(layers: int = 3, logits: int = LOGITS, returned: bool = False) -> Step:
+    """Layers, a product with logits, their logarithms and a loss; the backward of these before that of the layers."""
+    step = step_of([Layer(stream=10**7, inside=10**8, flops=10**12)] * layers, updates=False)
+    param = Param("head.weight", (WEIGHT // 4,), "float32", "float32", "float32", True, True)
+
+    def op(name: str, phase: str, reads: tuple[str, ...], params: tuple[str, ...] = (), flops: int = 0) -> Op:
+        moved = 3 * logits if flops else 0
+        return Op(name, name, phase, reads, (name,), params, "model.py:9", "head", flops, moved, not flops)  # type: ignore[arg-type]
+
+    last, own = f"out{layers - 1}", ("head.weight",)
+    forward = [
+        replace(op("whole", "forward", ("shard",), own), cheap=False),
+        op("logits", "forward", (last, "whole"), own, WORK),
+        op("logs", "forward", ("logits",)),
+        op("nll", "forward", ("logs",)),
+    ]
+    backward = [
+        op("d_logits", "backward", ("nll", "logs")),
+        op("d_weight", "backward", ("d_logits", last), (), WORK),
+        replace(op("grad", "backward", ("d_weight",), own), cheap=False),
+        op("d_loss", "backward", ("d_logits", "whole"), own, WORK),
+    ]
+    sizes = {"whole": WEIGHT, "logits": logits, "logs": logits, "nll": 4, "d_logits": logits, "d_weight": WEIGHT}
+    sizes |= {"grad": WEIGHT // WORLD, "d_loss": 10**7, "shard": WEIGHT // WORLD}
+    kinds = {"whole": "gathered", "grad": "gradient", "shard": "input"}
+    values = [Value(name, size, kinds.get(name, "temporary")) for name, size in sizes.items()]  # type: ignore[arg-type]
+    there = {"loss", "d_loss"}
+    middle = [o for o in step.ops if o.name not in there]
+    ops = (
+        [o for o in middle if o.phase == "forward"] + forward + backward + [o for o in middle if o.phase == "backward"]
+    )
+    kept = tuple(v for v in step.values if v.name not in there)
+    outputs = ("nll", "logs") if returned else ("nll",)
+    step = replace(step, ops=ops, values=(*kept, *values), params=(*step.params, param), outputs=outputs)
+    return with_updates(step, 1, 2)
+
+
+def test_the_head_is_found_with_all_that_is_as_large() -> None:
+    head = head_of(Graph(with_head()))
+    assert head is not None
+    assert (head.name, head.large, head.bytes) == ("logits", {"logits", "logs", "d_logits"}, LOGITS)
+    assert head.weights == {"logits": WEIGHT, "d_weight": 2 * WEIGHT, "d_loss": WEIGHT}
+
+
+def test_logits_that_are_returned_are_whole() -> None:
+    assert head_of(Graph(with_head(returned=True))) is None
+    assert head_of(Graph(step_of([Layer()] * 2))) is None  # no product behind the layers
+    assert head_of(Graph(replace(with_head(), training=False))) is None
+
+
+@settings(deadline=None, max_examples=30)
+@given(tiles=st.integers(2, 64))
+def test_a_tile_is_held_and_every_product_but_the_first_runs_once(tiles: int) -> None:
+    step = with_head()
+    graph = Graph(step)
+    head = head_of(graph)
+    assert head is not None
+    parts = tiled(step, head, tiles)
+    sizes = {value.name: value.bytes for value in parts.values}
+    assert {sizes[name] for name in head.large} == {-(-LOGITS // tiles)}
+    again = {op.name for op in parts.ops if op.again}
+    assert again == {"logits", "logs"}
+    before, after = ({op.name: op.moved for op in s.ops} for s in (step, parts))
+    assert after["logits"] - before["logits"] >= (tiles - 1) * WEIGHT
+    assert after["d_weight"] - before["d_weight"] >= 2 * (tiles - 1) * WEIGHT
+    assert sum(op.flops for op in parts.ops) == sum(op.flops for op in step.ops)
+
+
+def test_numbers_of_tiles_are_few_and_enough() -> None:
+    head = head_of(Graph(with_head()))
+    assert head is not None
+    assert loss_tiles(head, LOGITS) == ()
+    assert loss_tiles(head, LOGITS // 4) == (2, 4)
+    assert loss_tiles(head, 1) == (8, MOST_LOSS_TILES)
+
+
+def test_with_less_memory_than_logits_take_the_loss_is_tiled() -> None:
+    step = with_head()
+    search = Search(step, Wish("auto", WORLD, tile=True), GPU)
+    whole, parts = search.best[-1], search.best[0]
+    assert whole.plan.loss_tiles == 1
+    assert parts.plan.loss_tiles == MOST_LOSS_TILES
+    assert whole.peak - parts.peak > 2 * LOGITS
+    assert parts.seconds - whole.seconds > WORK / GPU.matmul["float32"]  # logits are computed twice
+    assert "head and loss in 64 tiles" in parts.plan.unexecuted
+    assert check(step, parts.plan) == []
+    untiled = Search(step, Wish("auto", WORLD), GPU)
+    assert {c.plan.loss_tiles for c in untiled.best} == {1}
+    assert untiled.best[0].peak > LOGITS
+
+
+def test_tiles_of_a_loss_that_is_not_there_are_found() -> None:
+    step = step_of([Layer()] * 2)
+    plan = replace(plan_step(step, stage=3, world_size=2, bucket_size=MIB, prefetch=1), loss_tiles=4)
+    assert [v.message for v in check(step, plan)] == [
+        "the loss is in 4 tiles, and the step has none behind logits of its own"
+    ]
+    assert list(Plan(3, 2, (), 1, loss_tiles=0).mistakes()) == ["0 tiles of the loss"]
+
+
+@pytest.mark.parametrize("offload", ["auto", "optimizer"])
+def test_more_memory_is_never_slower_with_tiles_of_the_loss(offload: str) -> None:
+    search = Search(with_head(), Wish("auto", WORLD, offload=offload), GPU)  # type: ignore[arg-type]
+    assert {c.plan.loss_tiles for c in search.best} > {1}
+    low, high = search.best[0].peak, search.best[-1].peak
+    last = float("inf")
+    for share in range(11):
+        found = search.within(dict.fromkeys(TIERS, 2**62) | {"device": low + share * (high - low) // 10})
+        assert found is not None
+        assert found.seconds <= last
+        last = found.seconds

@@ -1,0 +1,104 @@
+"""The vocabulary head and its loss, tile by tile over tokens, so that logits never exist whole.
+
+The largest value of many steps belongs to no layer: logits, their logarithms and their gradient, of tokens by
+vocabulary each. Run for some tokens at a time, the head and the loss hold a tile of each. None of it waits for the
+backward, which computes every tile again. (Liger and Megatron do so by kernels of their own; here it is a step with
+other numbers, so that schedules, forecasts and books know nothing of it.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from zerograph.ir import Op, Step
+from zerograph.planner.liveness import Graph
+
+MOST_LOSS_TILES = 64
+"""Tiles of the loss, at most: each reads the head's weight again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The head of a step, and what is as large as its logits.
+
+    Attributes:
+        name: of the operation that makes the logits.
+        large: values that hold a number per token and word, in forward and backward.
+        weights: by operation that works on them, bytes of weights that each tile moves.
+        bytes: of the logits.
+    """
+
+    name: str
+    large: frozenset[str]
+    weights: dict[str, int]
+    bytes: int
+
+
+def head_of(graph: Graph) -> Head | None:
+    """The head of a step; None where it has no loss of its own behind a product outside of layers.
+
+    Logits that the model returns have to exist whole.
+    """
+    last = max((i for i in range(graph.backward) if graph.layer[i]), default=-1)
+    behind = range(last + 1, graph.backward)
+    products = [i for i in behind if graph.ops[i].flops and graph.params_read[i] and graph.size[graph.writes[i]]]
+    if not products or not graph.step.training:
+        return None
+    product = max(products, key=lambda i: graph.size[graph.writes[i]])
+    least = graph.size[graph.writes[product]] // 2
+    large = {graph.writes[product]}
+    for i in behind:
+        if not large.isdisjoint(graph.reads[i]) and graph.values[graph.writes[i]].bytes >= least:
+            large.add(graph.writes[i])
+    if any(graph.owner[value] in graph.outputs for value in large):
+        return None
+    own = range(graph.backward, len(graph.ops))
+    first = next((i for i in own if graph.layer[i]), len(graph.ops))
+    reduced = {r for i in own if graph.values[graph.writes[i]].kind == "gradient" for r in graph.reads[i]}
+    weights: dict[str, int] = {}
+    for i in (*behind, *range(graph.backward, first)):
+        value = graph.writes[i]
+        if i >= graph.backward and not graph.ops[i].flops:
+            weight = graph.params[graph.owner[value]] or _is_summed(graph, value, reduced)
+            if graph.values[value].bytes >= least and not weight:
+                large.add(value)
+        elif graph.ops[i].flops and not large.isdisjoint(graph.reads[i] + [value]):
+            read = sum(graph.values[r].bytes for r in graph.reads[i] if graph.params[graph.owner[r]])
+            added = 2 * graph.values[value].bytes if _is_summed(graph, value, reduced) else 0
+            weights[graph.ops[i].name] = read + added
+    names = frozenset(graph.values[value].name for value in large)
+    return Head(graph.ops[product].name, names, weights, 2 * least)
+
+
+def _is_summed(graph: Graph, value: int, reduced: set[int]) -> bool:
+    """Whether ``value`` is the full gradient of a parameter, or a view of one: a sum over tokens."""
+    return graph.owner[value] in {graph.owner[r] for r in reduced}
+
+
+def tiled(step: Step, head: Head, tiles: int) -> Step:
+    """``step`` with its head and loss in ``tiles`` parts.
+
+    Of what is as large as the logits a tile is held at a time. Products read their weight, or add to its gradient, once
+    per tile, and the logits themselves are read from memory all the same.
+    """
+    sizes = {value.name: value.bytes for value in step.values}
+
+    def in_tiles(op: Op) -> Op:
+        logits = sum(sizes[name] for name in (*op.reads, *op.writes) if name in head.large)
+        if not logits or op.phase == "update":
+            return op
+        again = op.again or (op.phase == "forward" and op.writes[0] in head.large)
+        if op.name not in head.weights:
+            return replace(op, again=again)
+        moved = op.moved + (tiles - 1) * head.weights[op.name] + logits - logits // tiles
+        return replace(op, again=again, moved=moved)
+
+    values = tuple(replace(v, bytes=-(-v.bytes // tiles)) if v.name in head.large else v for v in step.values)
+    return replace(step, ops=tuple(map(in_tiles, step.ops)), values=values)
+
+
+def loss_tiles(head: Head, size: int) -> tuple[int, ...]:
+    """Numbers of tiles that are worth a look: as many as make one of the logits take ``size`` bytes, and the root of
+    that."""
+    most = min(-(-head.bytes // max(1, size)), MOST_LOSS_TILES)
+    return tuple(sorted({round(most**0.5), most} - {0, 1}))
