@@ -163,11 +163,13 @@ class Worker:
         with backend.record() as run:
             self.step(*self.next_batches(1), Clock(self.job.work.device))
         programs = [backend.program["forward"], backend.program["backward"]]
+        predicted = run.predicted(found)
         return {
             "peak": run.forecast.peaks["device"].bytes,
-            "forecast_peak": run.predicted(found).forecast.peaks["device"].bytes,
+            "forecast_peak": predicted.forecast.peaks["device"].bytes,
+            "forecast_growth": predicted.resident.bytes if predicted.resident is not None else 0,
             "forecast": outlook(programs, backend.plan, found).forecast.seconds,
-            "retimed": run.predicted(found).forecast.seconds,
+            "retimed": predicted.forecast.seconds,
         }
 
     def report(self) -> str:

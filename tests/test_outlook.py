@@ -70,6 +70,14 @@ def test_holdings_add_up_to_the_curve() -> None:
     assert max(level for _, level in found.forecast.memory["device"]) == peak.bytes
 
 
+def test_only_on_a_cpu_is_the_growth_of_the_process_told() -> None:
+    found, _ = seen(3)
+    assert found.resident is not None
+    assert found.resident.peak == found.forecast.peaks["device"].bytes
+    assert found.resident.transport > WORLD * WEIGHT // WORLD  # a shard of each rank
+    assert seen(3, machine="h100-80gb")[0].resident is None
+
+
 def test_stage_3_holds_few_buckets_and_stage_1_all() -> None:
     whole = {}
     for stage in (1, 3):

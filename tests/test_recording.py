@@ -78,6 +78,7 @@ def test_the_recorded_peak_is_the_forecast_one(stage: int, tmp_path: Path) -> No
         again = 7 if stage == 3 else 0  # in the backward; the first layer passes no gradient on
         assert len(gathers) == 2 * (8 + again)  # start and wait
         assert "recorded step" in report
+        assert "the process grows by about" in report
     read = Run.from_json(path.read_text())
     assert [span.name for span in read.forecast.spans] == ran[0][1]
     _check_retimed(planned(stage), read, ran[0][0])

@@ -15,6 +15,7 @@ from zerograph.plan import Plan
 from zerograph.planfile import Holding
 from zerograph.planner.rates import Rates, gathered_bytes, reduced_bytes, state_bytes
 from zerograph.planner.simulate import Memory, Task, simulate
+from zerograph.resident import Resident, resident
 from zerograph.runfile import Measured
 from zerograph.runtime.program import (
     Compute,
@@ -49,10 +50,11 @@ def task_of(plan: Plan, step: Instruction | None, kind: str) -> tuple[Stream | N
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """A forecast, and what its memory is used for."""
+    """A forecast, what its memory is used for, and, on a CPU, what the process grows by."""
 
     forecast: Forecast
     holdings: tuple[Holding, ...]
+    resident: Resident | None = None
 
 
 def outlook(
@@ -78,7 +80,10 @@ def outlook(
         builder.add_update(moments)
     builder.finish()
     held: Memory = tuple(("device", holding.bytes) for holding in states)
-    return Outlook(simulate(builder.tasks, held, NOT_COUNTED), tuple(builder.holdings))
+    forecast = simulate(builder.tasks, held, NOT_COUNTED)
+    peak = forecast.peaks.get("device")
+    grows = resident(programs, plan, peak.bytes) if peak is not None and machine.device == "cpu" else None
+    return Outlook(forecast, tuple(builder.holdings), grows)
 
 
 def _states(plan: Plan, moments: int) -> list[Holding]:

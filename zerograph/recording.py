@@ -112,9 +112,13 @@ class Recording:
     def beside_forecast(self) -> RecordedStep:
         """This run, and the forecast of it that its own seconds give."""
         # All seconds were measured: of the machine only its kind matters.
-        found = self.predicted(machine_named("cpu" if self._backend.device.type == "cpu" else "h100-80gb")).forecast
+        found = self.predicted(machine_named("cpu" if self._backend.device.type == "cpu" else "h100-80gb"))
         return RecordedStep(
-            self.forecast.seconds, found.seconds, self.forecast.peaks["device"].bytes, found.peaks["device"].bytes
+            self.forecast.seconds,
+            found.forecast.seconds,
+            self.forecast.peaks["device"].bytes,
+            found.forecast.peaks["device"].bytes,
+            found.resident,
         )
 
     def save(self, path: str | Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zerograph.config import Stage
+from zerograph.resident import Resident
 from zerograph.units import format_bytes
 
 
@@ -21,12 +22,16 @@ class BucketReport:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """A recorded step beside its forecast from the run's own segment and transfer times; peaks are bytes per rank."""
+    """A recorded step beside its forecast from the run's own segment and transfer times; peaks are bytes per rank.
+
+    ``resident`` is the forecast of what a process on CPU grows by.
+    """
 
     seconds: float
     forecast_seconds: float
     peak: int
     forecast_peak: int
+    resident: Resident | None = None
 
     def __str__(self) -> str:
         return (
@@ -73,6 +78,8 @@ class Report:
         ]
         if self.recorded is not None:
             lines.append(f"  {self.recorded}")
+            if self.recorded.resident is not None:
+                lines.append(f"  {self.recorded.resident}")
         lines += [
             f"  frame {b.frame}  {b.name:32s} {len(b.params):4d} parameters  {format_bytes(b.bytes):>9s}  {b.residency}"
             for b in self.buckets
