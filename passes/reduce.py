@@ -1,8 +1,9 @@
 """Replace ``reduce_grad`` markers by one reduction per bucket, started as soon as its last gradient exists.
 
 A reduction starts at the first cut after its bucket's last gradient (where the next bucket of the backward is waited
-for, or a layer begins), so that it costs no cut of its own, and is waited for where the next reduction starts, so that
-it travels while the bucket in between computes. Safe because nothing reads a reduced gradient but the graph's output.
+for, or a layer begins), so that it costs no cut of its own. It is waited for where the next reduction starts, or a
+later one where the plan lets several be under way, so that it travels while the buckets in between compute. Safe
+because nothing reads a reduced gradient but the graph's output.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ def reduce(gm: fx.GraphModule, plan: Plan) -> int:
     if not groups:
         return 0
     places = _places(gm.graph, groups)
-    pending: tuple[fx.Node, list[Marker], Transfer] | None = None
+    under_way: list[tuple[fx.Node, list[Marker], Transfer]] = []
     for (bucket, group), place in zip(groups, places, strict=True):
         with gm.graph.inserting_before(place):
-            if pending is not None:
-                _finish(gm.graph, *pending)
-            pending = _start(gm.graph, plan, bucket, group)
-    assert pending is not None
+            if len(under_way) == plan.reductions:
+                _finish(gm.graph, *under_way.pop(0))
+            under_way.append(_start(gm.graph, plan, bucket, group))
     with gm.graph.inserting_before(output_of(gm.graph)):
-        _finish(gm.graph, *pending)
+        for pending in under_way:
+            _finish(gm.graph, *pending)
     for _, group in groups:
         for marker in group:
             gm.graph.erase_node(marker.node)

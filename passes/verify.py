@@ -28,7 +28,7 @@ def verify(gm: fx.GraphModule, plan: Plan) -> int:
         for marker in markers(gm.graph, target):
             raise _broken(marker.node, f"the marker of {marker.name} was not rewritten")
     checked = _check_gathers(gm.graph, plan)
-    return checked + _check_reductions(gm.graph)
+    return checked + _check_reductions(gm.graph, plan)
 
 
 def _check_gathers(graph: fx.Graph, plan: Plan) -> int:
@@ -81,8 +81,13 @@ def _memory_of(node: fx.Node) -> fx.Node:
     return node
 
 
-def _check_reductions(graph: fx.Graph) -> int:
+def _check_reductions(graph: fx.Graph, plan: Plan) -> int:
     started: Counter[str] = Counter()
+    under_way = 0
+    for node in graph.nodes:
+        under_way += (node.target is REDUCE) - (node.target is WAIT_REDUCE)
+        if under_way > plan.reductions:
+            raise _broken(node, f"{under_way} reductions are under way, at most {plan.reductions} may be")
     nodes = graph.find_nodes(op="call_function", target=REDUCE)
     for node in nodes:
         started.update(p.name for p in node.meta["zg"].params)

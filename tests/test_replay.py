@@ -21,6 +21,7 @@ from zerograph.files import read_plan
 from zerograph.machine import machine_named
 from zerograph.plan import Plan
 from zerograph.planning import plan_file
+from zerograph.runtime.program import Program, Reduce, WaitReduce
 
 
 class Block(nn.Module):
@@ -116,6 +117,32 @@ def test_each_bucket_may_be_gathered_later_than_prefetch_allows(tmp_path: Path) 
     buckets = tuple(replace(bucket, ahead=bucket.index % 2) for bucket in file.plan.buckets)
     late.write_text(replace(file, plan=replace(file.plan, buckets=buckets)).to_json())
     run(2, _gathers_later, early, late)
+
+
+def _under_way(program: Program) -> int:
+    now = most = 0
+    for step in program.instructions:
+        now += isinstance(step, Reduce) - isinstance(step, WaitReduce)
+        most = max(most, now)
+    return most
+
+
+def _several_reductions(one: Path, several: Path, transport: str) -> None:
+    """The same numbers, however many reductions are under way."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZEROGRAPH_TRANSPORT", transport)
+        losses, values, first = _trained(plan=one)
+        again, others, second = _trained(plan=several)
+    assert again == losses and not toy.differing(values, others)
+    assert [_under_way(backend.program["backward"]) for backend in (first, second)] == [1, 3]
+
+
+@pytest.mark.parametrize("transport", ["auto", "group"])
+def test_several_reductions_may_be_under_way(tmp_path: Path, transport: str) -> None:
+    one, several = planned(tmp_path / "one.json", stage=3, bucket_size=256), tmp_path / "several.json"
+    file = read_plan(one)
+    several.write_text(replace(file, plan=replace(file.plan, reductions=3)).to_json())
+    run(2, _several_reductions, one, several, transport)
 
 
 def _one_process(path: Path) -> None:

@@ -157,6 +157,8 @@ class Plan:
             again what it finds cheaper than to save.
         offload: layers, each with the tier that what its forward saves (its inputs only, where it is recomputed) is
             moved to until the backward needs it; and single activations, which go before their layer.
+        reductions: that may be under way at a time: one starts as soon as its gradients exist, and the computation
+            waits then for the one so many before it. More of them hold more full gradients.
         fetch_ahead: layers before its own in the backward at which what a layer offloaded begins to come back.
         loss_tiles: parts over tokens that the head and its loss run in, one after another, so that logits never exist
             whole; the backward computes each part again.
@@ -170,6 +172,7 @@ class Plan:
     save: tuple[str, ...] = ()
     save_others: bool = False
     offload: tuple[tuple[str, Tier], ...] = ()
+    reductions: int = 1
     fetch_ahead: int = 1
     loss_tiles: int = 1
 
@@ -239,6 +242,8 @@ class Plan:
             yield f"stage {self.stage}"
         if self.prefetch < 0:
             yield f"prefetch {self.prefetch}"
+        if self.reductions < 1:
+            yield f"{self.reductions} reductions under way"
         if self.fetch_ahead < 1:
             yield f"activations come back {self.fetch_ahead} layers ahead"
         if self.loss_tiles < 1:

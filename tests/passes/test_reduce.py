@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 from expecttest import assert_expected_inline
 from graphs import Builder, plan, run, show
 from torch import fx
 
-from zerograph.ops import INSTRUCTIONS, REDUCE
+from zerograph.errors import InvariantError
+from zerograph.ops import INSTRUCTIONS, REDUCE, WAIT_REDUCE
 from zerograph.passes import gather, reduce, verify
 
 aten = torch.ops.aten
@@ -59,6 +63,25 @@ wait_reduce_default_2 = wait_reduce(reduce_default_2, [mm_default_4], 0)
 getitem_5 = getitem(wait_reduce_default_2, 0)
 return [getitem_5, getitem_4, getitem_3, mm_default_5]""",
     )
+
+
+def test_as_many_reductions_are_under_way_as_the_plan_lets_be() -> None:
+    b = Builder()
+    g = b.input("g", 4, 4)
+    names = ("u", "v", "w")
+    h, gradients = g, []
+    for param in b.params(*names):
+        gradients.append(b.reduce_grad(b.mm(h, h), param))
+        h = b.mm(h, param)
+    gm = b.output(*gradients, h)
+    two = replace(plan(gm, *names), reductions=2)
+    gather(gm, two)
+    assert reduce(gm, two) == 3
+    verify(gm, two)
+    order = [n.target for n in gm.graph.nodes if n.target in (REDUCE, WAIT_REDUCE)]
+    assert order == [REDUCE, REDUCE, WAIT_REDUCE, REDUCE, WAIT_REDUCE, WAIT_REDUCE]
+    with pytest.raises(InvariantError, match="2 reductions are under way, at most 1 may be"):
+        verify(gm, replace(two, reductions=1))
 
 
 def test_gradients_travel_in_the_order_of_the_plan() -> None:

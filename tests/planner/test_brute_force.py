@@ -112,7 +112,8 @@ def test_residency_recomputation_and_starts(layers: list[Layer], shares: list[tu
     plans = (
         recomputed
         for prefetch in (0, 1, 2)
-        for started in starts(whole(step, prefetch))
+        for reductions in (1, 2)
+        for started in starts(replace(whole(step, prefetch), reductions=reductions))
         for kept in residencies(started)
         for recomputed in recomputations(kept, len(layers))
     )

@@ -39,6 +39,7 @@ class Candidate:
         tiles: of each bucket; empty where nothing is tiled.
         ahead: of each bucket, how many visits before its own it is gathered, at most; empty where all are
             ``prefetch``.
+        reductions: that may be under way at a time.
         fetch_ahead: how many layers before its own what a layer offloaded begins to come back.
     """
 
@@ -52,6 +53,7 @@ class Candidate:
     offload: tuple[tuple[str, Tier], ...]
     tiles: tuple[int, ...]
     ahead: tuple[int, ...]
+    reductions: int
     fetch_ahead: int
 
     @property
@@ -65,13 +67,13 @@ class Candidate:
         all ranks."""
         fixed = (len(self.space.plan.buckets), self.tiles, self.prefetch)
         size = (self.peaks[1:], self.peak)
-        late = (self.ahead, self.fetch_ahead)
+        late = (self.ahead, self.reductions, self.fetch_ahead)
         return (self.seconds, *size, *fixed, self.kept, self.levels, self.homes, self.offload, *late)
 
     @property
     def key(self) -> Key:
         """All decisions."""
-        rest = self.offload, self.tiles, self.ahead, self.fetch_ahead
+        rest = self.offload, self.tiles, self.ahead, self.reductions, self.fetch_ahead
         return Key(self.prefetch, self.kept, self.levels, self.homes, *rest)
 
     @property
@@ -100,6 +102,7 @@ class Key(NamedTuple):
     offload: tuple[tuple[str, Tier], ...] = ()
     tiles: tuple[int, ...] = ()
     ahead: tuple[int, ...] = ()
+    reductions: int = 1
     fetch_ahead: int = 1
 
     def plain(self) -> Key:
@@ -247,7 +250,7 @@ class Space:
             recompute, save = self.scheduler.profile.recomputed(found.levels)
         return replace(
             self.plan, prefetch=found.prefetch, buckets=buckets, recompute=recompute, save=save, offload=found.offload,
-            fetch_ahead=found.fetch_ahead,
+            reductions=found.reductions, fetch_ahead=found.fetch_ahead,
         )  # fmt: skip
 
     def decisions(self, key: Key) -> Decisions:
@@ -256,7 +259,7 @@ class Space:
         for index in key.kept:
             residency[index] = "backward"
         places = [HOMES[home] for home in key.homes]
-        rest = key.offload, key.ahead, key.fetch_ahead
+        rest = key.offload, key.ahead, key.reductions, key.fetch_ahead
         return Decisions(residency, places, key.tiles or self._whole, key.prefetch, key.levels, *rest)
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 LEVELS = 4
 """Targets between a plan's peak and the least that it can be relieved to."""
+UNDER_WAY = (2,)
+"""Reductions that may be under way at a time, beside 1."""
 FETCHES = (2, 4)
 """Layers before its own at which what a layer offloaded may begin to come back, beside 1."""
 ROUNDS = 8
@@ -139,6 +141,7 @@ def _beside(plan: Candidate, tile: bool, tiers: Sequence[Tier]) -> Iterator[Cand
     where one activation waits."""
     yield from _flipped(plan)
     yield from _elsewhere(plan, tiers)
+    yield from _waiting(plan, (plan.reductions - 1, plan.reductions + 1), (plan.fetch_ahead - 1, plan.fetch_ahead + 1))
     space = plan.space
     ahead = plan.ahead or (plan.prefetch,) * len(plan.homes)
     tiles = plan.tiles or (1,) * len(plan.homes)
@@ -175,8 +178,6 @@ def _elsewhere(plan: Candidate, tiers: Sequence[Tier]) -> Iterator[Candidate]:
                 if any(now[name] != tier for name in changed):
                     moved = _named(every, now | dict.fromkeys(changed, tier))
                     yield space.of(plan.key._replace(offload=moved))
-    for other in {max(1, plan.fetch_ahead - 1), plan.fetch_ahead + 1} - {plan.fetch_ahead} if plan.offload else ():
-        yield space.of(plan.key._replace(fetch_ahead=other))
 
 
 def _named(every: Mapping[str, Sequence[str]], tier_of: Mapping[str, Tier]) -> tuple[tuple[str, Tier], ...]:
@@ -189,11 +190,20 @@ def _named(every: Mapping[str, Sequence[str]], tier_of: Mapping[str, Tier]) -> t
     return tuple(found)
 
 
-def returning_earlier(plans: Iterable[Candidate]) -> Iterator[Candidate]:
-    """Those of ``plans`` that offload activations, which begin to come back more than one layer before their own."""
+def waiting_longer(plans: Iterable[Candidate]) -> Iterator[Candidate]:
+    """``plans`` with more reductions under way, and with offloaded activations that begin to come back earlier."""
     for plan in plans:
-        for layers in FETCHES if plan.offload else ():
-            yield plan.space.of(plan.key._replace(fetch_ahead=layers))
+        yield from _waiting(plan, UNDER_WAY, FETCHES)
+
+
+def _waiting(plan: Candidate, reductions: Sequence[int], fetches: Sequence[int]) -> Iterator[Candidate]:
+    space = plan.space
+    for count in reductions if space.scheduler.rates.overlaps and space.plan.world_size > 1 else ():
+        if count >= 1:
+            yield space.of(plan.key._replace(reductions=count))
+    for layers in fetches if plan.offload else ():
+        if layers >= 1:
+            yield space.of(plan.key._replace(fetch_ahead=layers))
 
 
 def least(plan: Candidate, *, tile: bool) -> Candidate:

@@ -38,7 +38,8 @@ class Run:
         self.whole: dict[int, int] = {}  # bucket -> the task that gathered it, or its first tile
         self.last = -1  # the task that ran last in the compute stream
         self.waits: set[int] = set()
-        self.reducing = -1
+        self.reducing = -1  # the reduction that started last
+        self.under_way: list[int] = []  # reductions that the computation has not waited for
         self.reduced: dict[int, None] = {}  # buckets, in the order in which their gradients were reduced
         self.parts = scheduler.all_transfers(decisions.tiles)
         self.ahead = decisions.ahead or (decisions.prefetch,) * len(decisions.homes)
@@ -87,8 +88,8 @@ class Run:
                 self._offload_saved(phase, piece.region)
         self._reduce_all(ready)
         self._free(phase, len(phase.visits))
-        if self.reducing >= 0:
-            self.waits.add(self.reducing)
+        self.waits.update(self.under_way)
+        self.under_way.clear()
 
     def add(self, task: Task) -> int:
         """Append ``task``; returns its index."""
@@ -203,16 +204,17 @@ class Run:
             self._reduce(bucket, 0)
 
     def _reduce(self, bucket: int, tile: int) -> None:
-        """Start a reduction, for which the compute waits when the next one starts; then the gradient goes home."""
+        """Start a reduction, for which the compute waits when a later one starts; then the gradient goes home."""
         part = self.parts[bucket][tile]
         home = self.decisions.homes[bucket].gradients
         self.reduced[bucket] = None
-        if self.reducing >= 0:
-            self.waits.add(self.reducing)
+        if len(self.under_way) == self.decisions.reductions:
+            self.waits.add(self.under_way.pop(0))
         takes, gives = on("device", part.reduced), on("device", part.gradients)
         self.reducing = self.add(
             Task(f"reduce {part.label}", "reduce", part.reduce_seconds, (self.last,), takes, gives, part.name)
         )
+        self.under_way.append(self.reducing)
         self.gave("full gradient", part.label, "device", part.gradients, self.reducing)
         self.took("gradient", part.label, "device", part.reduced, self.reducing)
         self._stall(self.reducing)

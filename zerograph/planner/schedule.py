@@ -40,6 +40,7 @@ class Decisions(NamedTuple):
     levels: tuple[int, ...]
     offload: tuple[tuple[str, Tier], ...]
     ahead: tuple[int, ...] = ()
+    reductions: int = 1
     fetch_ahead: int = 1
 
     @classmethod
@@ -54,6 +55,7 @@ class Decisions(NamedTuple):
             profile.levels(plan.recompute, plan.save),
             plan.offload,
             ahead if any(one != plan.prefetch for one in ahead) else (),
+            plan.reductions,
             plan.fetch_ahead,
         )
 

@@ -33,7 +33,7 @@ from zerograph.planner.loss import head_of, loss_tiles, tiled
 from zerograph.planner.offloading import WORK, Offloading, corners, every_home, every_offload
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import Profile, profile
-from zerograph.planner.relief import least, relieved, returning_earlier, varied
+from zerograph.planner.relief import least, relieved, varied, waiting_longer
 from zerograph.planner.rules import plan_step
 from zerograph.planner.selective import stops
 from zerograph.planner.simulate import Memory
@@ -156,6 +156,7 @@ class Search:
         if stays:  # what may stay is looked at as where nothing can be offloaded: more tiers lose nothing
             found += _staying(whole, complete)
             found += corners(self.spaces, (0,), (), min(prefetches), tile=False)
+            found += waiting_longer(spread(frontier(found))[:RELIEVED])
             found += _relieved(found, tile=False, small=few or _count(whole, (0,), ()) <= complete)
         if self.tiers or in_tiles:
             small = _count(places, self.homes, self.tiers) <= complete
@@ -166,7 +167,7 @@ class Search:
                 found += Offloading(self.homes, self.tiers, chosen, work * (2 - stays)).candidates
             for every in (self.spaces, *parts):
                 found += corners(every, self.homes, self.tiers, min(prefetches))
-            found += returning_earlier(spread(frontier(found))[:RELIEVED])
+            found += waiting_longer(spread(frontier(found))[:RELIEVED])
             found += _relieved(found, tile=wish.tiles, small=small or few, tiers=self.tiers)
         self.best = frontier(found)
 

@@ -80,6 +80,7 @@ def _decisions(a: PlanFile, b: PlanFile) -> Iterator[Difference]:
     yield Difference("decisions", "stage", a.plan.stage, b.plan.stage)
     yield Difference("decisions", "world size", a.plan.world_size, b.plan.world_size)
     yield Difference("decisions", "prefetch", a.plan.prefetch, b.plan.prefetch)
+    yield Difference("decisions", "reductions under way", a.plan.reductions, b.plan.reductions)
     yield Difference("decisions", "layers fetched ahead", a.plan.fetch_ahead, b.plan.fetch_ahead)
     yield Difference("decisions", "tiles of the loss", a.plan.loss_tiles, b.plan.loss_tiles)
     yield Difference("decisions", "number of buckets", len(a.plan.buckets), len(b.plan.buckets))
