@@ -6,7 +6,8 @@
 Prediction. The forecast of the peak is within 5% of what torch's allocator hands out, within 10% of the growth of the
 process where the model has more than 1 GB of states, and the forecast of the step's time within 20%.
 
-Method. `zerograph bench` measures the machine first, unless its file is given. Each case has fresh processes, which
+Method. `zerograph bench` measures the machine before every case, since a shared one changes from minute to minute,
+unless its file is given. Each case has fresh processes, which
 train 4 steps, record one (`backend.record()`), and train 5 more; "step" is the median of those 5, of the slowest rank.
 "Forecast" simulates the programs by the machine's rates alone; "re-timed" with the recorded step's seconds per
 segment and collective in their place. "Process" is the growth of resident memory from before the model was built to
@@ -70,15 +71,15 @@ class Found:
 def main() -> int:
     args = arguments()
     OUT.print(describe(facts := machine_facts("cpu")), soft_wrap=True)
-    machine = args.machine or measured_machine()
     table = Table(title=f"forecast / measured, {RANKS} ranks")
     for column in ("model", "variant", "peak MB", "forecast", "process", "step s", "forecast", "re-timed", "others"):
         table.add_column(column, justify="left" if column in ("model", "variant") else "right")
     results = []
     for work, spec in [CASES[i] for i in args.cases]:
+        machine = args.machine or measured_machine()
         with ERR.status(f"{title(spec)}, {work.layers} layers of {work.dim}"):
             found = measure(work, spec, machine, args.timeout)
-        results.append({"workload": asdict(work), "spec": spec, **asdict(found)})
+        results.append({"workload": asdict(work), "spec": spec, "measured": Path(machine).read_text(), **asdict(found)})
         table.add_row(
             f"{work.layers} x {work.dim}", title(spec),
             f"{found.peak / 1e6:.1f}", ratio(found.forecast_peak, found.peak),
@@ -89,7 +90,7 @@ def main() -> int:
     OUT.print(table)
     if args.json:
         append_json(args.json, {"benchmark": "accuracy", "command": " ".join(sys.argv), "machine": facts,
-                                "measured": Path(machine).read_text(), "results": results})  # fmt: skip
+                                "results": results})  # fmt: skip
     return 0
 
 
@@ -108,7 +109,7 @@ def measured_machine() -> str:
     zerograph = Path(sys.executable).with_name("zerograph")
     command = [str(zerograph), "bench", "--world", str(RANKS), "-o", str(path)]
     with ERR.status("zerograph bench"):
-        OUT.print(subprocess.run(command, check=True, capture_output=True, text=True).stdout, markup=False)
+        subprocess.run(command, check=True, capture_output=True)
     return str(path)
 
 

@@ -13,6 +13,7 @@ from zerograph.passes.canonicalize import canonicalize
 from zerograph.passes.gather import gather
 from zerograph.passes.hoist import hoist
 from zerograph.passes.localize import localize
+from zerograph.passes.name_activations import name_activations
 from zerograph.passes.order_saved import order_saved
 from zerograph.passes.prefetch import prefetch
 from zerograph.passes.recompute import recompute
@@ -37,6 +38,7 @@ __all__ = [
     "gather",
     "hoist",
     "localize",
+    "name_activations",
     "order_saved",
     "prefetch",
     "recompute",

@@ -28,6 +28,13 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class Activation:
+    """The fact on operators of the forward: what plans call their result."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Marker:
     """An ``unshard`` or ``reduce_grad`` node, read."""
 
@@ -52,6 +59,15 @@ def markers(graph: fx.Graph, target: Any) -> list[Marker]:
     """All ``unshard`` or all ``reduce_grad`` nodes in execution order."""
     nodes = graph.find_nodes(op="call_function", target=target, sort=True)
     return [Marker(n, *n.args[FACE_AT[target] :]) for n in nodes]  # type: ignore[arg-type]
+
+
+def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """What is tagged so, and whatever depends on it."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.meta.get("partitioner_tag") == "is_backward" or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def is_view(node: fx.Node) -> bool:

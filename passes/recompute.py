@@ -23,10 +23,10 @@ from torch import fx
 from torch._higher_order_ops.effects import with_effects
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zerograph.ir import activation_names
+from zerograph.ir import layers_of
 from zerograph.ops import UNSHARD
-from zerograph.passes.graph import is_size, is_view, readings_of_overwritten
-from zerograph.passes.layers import layer_of, module_of
+from zerograph.passes.graph import Activation, backward_nodes, is_size, is_view, readings_of_overwritten
+from zerograph.passes.layers import module_of
 from zerograph.plan import Plan
 
 log = logging.getLogger(__name__)
@@ -73,10 +73,7 @@ def _is_cheap(node: fx.Node) -> bool:
 
 def _forward(graph: fx.Graph) -> list[fx.Node]:
     """The forward's operators, but for arithmetic on sizes and what is made of parameters."""
-    backward: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.meta.get("partitioner_tag") == "is_backward" or not backward.isdisjoint(node.all_input_nodes):
-            backward.add(node)
+    backward = backward_nodes(graph)
     found = [n for n in graph.nodes if n.op == "call_function" and n not in backward and not is_size(n)]
     return [n for n in found if n.meta.get("ac_graph_id") != _LAST_REGION]
 
@@ -99,24 +96,17 @@ def _recompute_layers(forward: list[fx.Node], layers: frozenset[str], save: froz
         crosses = any(user in layer_at and inside.get(user) != inside.get(node) for user in node.users)
         if crosses and _is_recomputed(node):
             _save(node)
-    named = activation_names((module_of(node) or layer, str(node.target)) for node, layer in layer_at.items())
-    there = dict(zip(named, forward, strict=True))
-    for name in sorted(save & there.keys()):
-        if _is_recomputed(there[name]):
-            _save(there[name])
-    if missing := sorted(save - there.keys()):
+    named = {node.meta["zg"].name: node for node in reversed(forward) if isinstance(node.meta.get("zg"), Activation)}
+    for name in sorted(save & named.keys()):
+        if _is_recomputed(named[name]) and "ac_graph_id" not in named[name].meta:
+            _save(named[name])
+    if missing := sorted(save - named.keys()):
         log.warning("%s, which the plan saves, is not in the graph: it is recomputed", ", ".join(missing))
 
 
 def _layers(forward: list[fx.Node]) -> dict[fx.Node, str]:
-    """The layer of each node; what has no module belongs to the layer before."""
-    found: dict[fx.Node, str] = {}
-    layer = ""
-    for node in forward:
-        own = layer_of(node)
-        layer = layer if own is None else own
-        found[node] = layer
-    return found
+    """The layer of each node, as the planner has it."""
+    return dict(zip(forward, layers_of([module_of(node) or "" for node in forward]), strict=True))
 
 
 def _may_be_repeated(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from torch import fx
 
 from zerograph.errors import InvariantError
 from zerograph.ops import FREE, GATHER, REDUCE, REDUCE_GRAD, UNSHARD, WAIT_GATHER, WAIT_REDUCE
-from zerograph.passes.graph import is_view, markers
+from zerograph.passes.graph import Transfer, is_view, markers
 from zerograph.plan import Plan
 
 
@@ -115,7 +115,8 @@ def verify_all_reduced(graph: fx.Graph, plan: Plan) -> None:
 
 
 def _broken(node: fx.Node, what: str) -> InvariantError:
-    params = ", ".join(p.name for p in node.meta["zg"].params) if "zg" in node.meta else "-"
+    fact = node.meta.get("zg")
+    params = ", ".join(p.name for p in fact.params) if isinstance(fact, Transfer) else "-"
     lines = re.findall(r'File "[^"]+", line \d+', node.meta.get("stack_trace") or "")
     where = lines[-1] if lines else "unknown source line"
     return InvariantError(

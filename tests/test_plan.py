@@ -82,6 +82,13 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
         Plan.from_json(text)
 
 
+@pytest.mark.parametrize("key", ["save", "recompute"])
+def test_names_are_text(key: str) -> None:
+    data = json.loads(Plan(3, 2, (), 1).to_json()) | {key: [1]}
+    with pytest.raises(ZeroGraphError, match="1 is no name"):
+        Plan.from_json(json.dumps(data))
+
+
 def test_bytes_and_lookup() -> None:
     a = Param("a", (4, 4), "float32", "bfloat16", "float32", True, True)
     b = Param("b", (2,), "float32", "float32", "float32", True, False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from planner.steps import profile_of
 from test_outlook import Stack
 from test_scale import GPT
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from zerograph.outlook import outlook
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import head_of, tiled
 from zerograph.planner.rates import Rates, state_bytes
-from zerograph.planner.regions import profile_of
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.simulate import simulate
 from zerograph.planning import forecast_file
@@ -103,7 +103,7 @@ def forecasts(make: Callable[[], Any], **options: Any) -> tuple[Forecast, Foreca
 
 SINGLE: list[tuple[Callable[[], Any], tuple[str, ...], dict[str, Any], float]] = [
     (GPT, (".up:addmm",), {"bucket_size": "16MiB"}, 0.01),
-    (GPT, (".qkv:addmm", ":_scaled_dot_product_flash_attention_for_cpu"), {"bucket_size": "16MiB"}, 0.01),
+    (GPT, (".qkv:addmm", ":scaled_dot_product_attention"), {"bucket_size": "16MiB"}, 0.01),
     (GatedModel, (".gate:mm", ".up:mm"), {"bucket_size": "4MiB"}, 0.03),
 ]
 

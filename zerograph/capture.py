@@ -27,7 +27,7 @@ from zerograph.costs import (
 from zerograph.dimensions import Dimensions, Lookup, Traced, last_of_range
 from zerograph.ir import Kind, Op, Param, Step, Value
 from zerograph.ops import REDUCE_GRAD, UNSHARD
-from zerograph.passes.graph import FACE_AT, Marker, is_view, markers, output_of
+from zerograph.passes.graph import FACE_AT, Activation, Marker, backward_nodes, is_view, markers, output_of
 from zerograph.passes.layers import module_of
 from zerograph.planner.optimizer import with_updates
 from zerograph.symbolic import Name, SymbolicStep
@@ -201,15 +201,6 @@ def _sizes(sizes: Iterable[int | torch.SymInt]) -> list[Any]:
     return [size if isinstance(size, int) else expression_of(size) for size in sizes]
 
 
-def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """What is tagged so, and whatever depends on it."""
-    found: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node.meta.get("partitioner_tag") == "is_backward" or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
-
-
 def _params(graph: fx.Graph) -> tuple[Param, ...]:
     reduced = {m.name: m for m in markers(graph, REDUCE_GRAD)}
     read = {m.name: m for m in markers(graph, UNSHARD)}
@@ -251,6 +242,7 @@ def _op(node: fx.Node, backward: bool, part: _Part) -> Op:
         moved=kernel_bytes(node, without=part.sizes),
         cheap=is_cheap_to_repeat(node, without=part.sizes),
         again=node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE),
+        activation=fact.name if isinstance(fact := node.meta.get("zg"), Activation) else "",
     )
 
 

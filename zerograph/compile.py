@@ -3,7 +3,8 @@
     Dynamo graph -> of plain tensors     rows
                  -> joint graph          AOTAutograd, with Inductor's decompositions
     joint        -> Step -> Plan         capture, planner
-    joint        -> forward, backward    canonicalize, localize, recompute, min-cut partition, hoist, order_saved
+    joint        -> forward, backward    canonicalize, name_activations, localize, recompute, min-cut partition, hoist,
+                                         order_saved
     each         -> zg:: instructions    gather, prefetch, reduce, verify
     each         -> Program -> Executor  lower, runtime
 
@@ -148,6 +149,7 @@ def _prepare(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], *, trainin
     repeat = frame.repeat if frame.repeat is not None and frame.repeat.whole.gm is gm else None
     kind, text = "joint" if training else "inference", frame.text_of(gm, MOST_NODES)
     text = frame.passed(kind, "canonicalize", passes.canonicalize(gm), text, gm)
+    frame.passed(kind, "name_activations", passes.name_activations(gm), "", gm)  # it tags: the text stays
     sizes, backend = frame.backend.open_sizes, frame.backend
     setting = Setting(training, backend.world_size, backend.planner.moments, backend.tied)
     if sizes is not None:
@@ -174,6 +176,7 @@ def _simplified_once(repeat: Repeat) -> fx.GraphModule:
     """
     few = repeat.few.gm
     passes.canonicalize(few)
+    passes.name_activations(few)
     passes.localize(few)
     joint_graph_passes(few)
     return repeat.unfolded()

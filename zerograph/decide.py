@@ -27,6 +27,7 @@ from zerograph.planner.check import require
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.infeasible import infeasible
 from zerograph.planner.rates import state_bytes
+from zerograph.planner.replay import of_step
 from zerograph.planner.search import Search, Wish
 from zerograph.units import format_bytes, format_seconds
 
@@ -49,6 +50,7 @@ class Planner:
         own: parameters among the inputs of the frame that is being compiled.
         moments: tensors that the optimizer keeps per parameter.
         whole: all parameters of the model, in a dry run, whose graph may be made of a few layers; else empty.
+        searched: bytes that the last plan found by a search was predicted to need.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -56,6 +58,7 @@ class Planner:
         self.own: Sequence[nn.Parameter] = ()
         self.whole: Sequence[nn.Parameter] = ()
         self.moments = MOMENTS
+        self.searched = 0
         self._budget = 0
         self._machine: Machine
         self._plans: dict[tuple[str, tuple[Param, ...]], Plan] = {}
@@ -93,6 +96,8 @@ class Planner:
             InvariantError: the plan, wherever it comes from, cannot be carried out.
         """
         found = self._decided(frame, step)
+        if self.backend.config.plan is None:
+            found = of_step(found, step)
         require(step, found, _REPLAYED if self.backend.config.plan is not None else _REPORT)
         return found
 
@@ -156,6 +161,7 @@ class Planner:
         found = search.within(self._budget)
         if found is None:
             raise infeasible(search, step, self._machine, self._budget)
+        self.searched = found.peak
         log.info(
             "plan: %s predicted per step, peak %s of %s",
             format_seconds(found.seconds),

@@ -105,6 +105,8 @@ class Op:
         cheap: computing it again costs next to nothing (views, element-wise operations that fuse), so that the
             partitioner does that rather than save its result.
         again: the user's ``torch.utils.checkpoint`` has the backward compute it again.
+        activation: lasting name of what a forward's operation makes (:func:`activation_names`); parts of a tuple have
+            the tuple's.
     """
 
     name: str
@@ -119,6 +121,7 @@ class Op:
     moved: int = 0
     cheap: bool = False
     again: bool = False
+    activation: str = ""
 
 
 _LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
@@ -140,25 +143,29 @@ def layers_of(modules: Sequence[str]) -> list[str]:
     return found
 
 
-def activation_names(places: Iterable[tuple[str, str]]) -> list[str]:
+def activation_names(places: Iterable[tuple[str, str, str]]) -> list[str]:
     """A lasting name of what each operation of a forward makes, as plans have it: ``blocks.3.mlp:addmm``.
 
-    The second result of the same operator in the same module is ``blocks.3.mlp:addmm#2``. Such a name is the same in
+    The second result of the same operator in the same place is ``blocks.3.mlp:addmm#2``. Such a name is the same in
     every trace of the model, and in every layer that is alike but for the layer; names of a graph's nodes are not.
+    Attention is called the same whichever kernel a device has for it.
 
     Args:
-        places: module (or layer, where tracing left no word of the module) and operator (``aten.addmm.default``).
+        places: module, layer (:func:`layers_of`) and operator (``aten.addmm.default``). What a layer calls that lies
+            elsewhere, such as a module that all layers share, takes place in the layer.
     """
     seen: Counter[str] = Counter()
     names = []
-    for module, target in places:
+    for module, layer, target in places:
         operator = target.removeprefix("aten.").removesuffix(".default")
-        name = f"{module}{_IN}{operator}"
+        operator = _ATTENTION.sub("scaled_dot_product_attention", operator)
+        name = f"{module if layer_of(module) == layer else layer}{_IN}{operator}"
         seen[name] += 1
         names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
     return names
 
 
+_ATTENTION = re.compile(r"^_scaled_dot_product_\w+$")
 _IN = ":"
 
 

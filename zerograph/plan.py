@@ -223,8 +223,8 @@ class Plan:
             raise ZeroGraphError(f"plan has version {version}, this ZeroGraph reads {VERSION}", "make the plan again")
         try:
             buckets = tuple(_bucket(**b) for b in data["buckets"])
-            layers, save = tuple(data["recompute"]), tuple(data["save"])
-            offload = tuple((name, tier) for name, tier in data["offload"])
+            layers, save = tuple(map(_text, data["recompute"])), tuple(map(_text, data["save"]))
+            offload = tuple((_text(name), tier) for name, tier in data["offload"])
             plan = cls(**{**data, "buckets": buckets, "recompute": layers, "save": save, "offload": offload})
             wrong = next(plan.mistakes(), "")
         except (KeyError, TypeError, ValueError) as error:
@@ -274,6 +274,12 @@ class GivenPlan:
 def _bucket(params: list[dict[str, Any]], homes: dict[str, Tier], **rest: Any) -> Bucket:
     whole = tuple(Param(**{**p, "shape": tuple(p["shape"]), "tied_to": tuple(p["tied_to"])}) for p in params)
     return Bucket(params=whole, homes=Homes(**homes), **rest)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no name")
+    return value
 
 
 def _twice(names: Iterable[str]) -> Iterator[str]:

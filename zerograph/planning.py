@@ -14,6 +14,7 @@ from zerograph.machine import TIERS, Machine, Tier
 from zerograph.outlook import outlook
 from zerograph.plan import Offload, Plan
 from zerograph.planfile import PlanFile, Reason
+from zerograph.planner.estimate import RESERVE
 from zerograph.planner.ladder import open_homes, open_tiers
 from zerograph.planner.planned import gathered, planned, recomputed, updated
 from zerograph.planner.search import Wish
@@ -23,8 +24,8 @@ from zerograph.vary import Vary
 if TYPE_CHECKING:
     from zerograph.frame import Frame
 
-ATTEMPTS = 3
-"""Searches for a plan whose programs hold no more than they may, after the first."""
+ATTEMPTS = 8
+"""Plans that are compiled in search of one whose programs hold no more than they may, after the first."""
 
 
 def plan_file(
@@ -88,30 +89,35 @@ def plan_file(
     if sizes is not None:
         options["vary"] = Vary(dict(sizes))
 
-    def planned_file(**more: Any) -> PlanFile:
+    def planned_file(**more: Any) -> tuple[PlanFile, int]:
         found = compile_only(
             make, world_size=world, batch=batch, seq=seq, fold=fold, dtype=compute, moments=moments, **options | more
         )
-        return forecast_file(name, found, machine, moments=moments, reserve=reserve)
+        searched = _training_frame(found.frames).backend.planner.searched
+        return forecast_file(name, found, machine, moments=moments, reserve=reserve), searched
 
-    file = planned_file()
-    return _within(file, planned_file, options["memory"]) if sizes is None and "memory" in options else file
+    return within(planned_file) if sizes is None and "memory" in options else planned_file()[0]
 
 
-def _within(file: PlanFile, planned_file: Callable[..., PlanFile], memory: int) -> PlanFile:
-    """``file``, or one whose programs hold less where they hold more than the search told them to.
+def within(planned_file: Callable[..., tuple[PlanFile, int]]) -> PlanFile:
+    """The fastest plan whose programs hold no more than they may.
 
-    The search counts the step before it is compiled: what crosses a cut inside of a layer has no kernel to fuse into.
+    The search counts the step before it is compiled, and what crosses a cut inside of a layer has no kernel to fuse
+    into: programs may hold a percent or two more. Then the next plan is asked for that is predicted to need less, one
+    by one, so that more memory never gives a slower plan.
+
+    Args:
+        planned_file: a plan with its programs' forecast, and the bytes that the search counted; within ``memory``
+            bytes, where they are given.
     """
+    file, searched = planned_file()
     for _ in range(ATTEMPTS):
-        need, have = file.forecast.peaks["device"].bytes, file.budget["device"]
-        if need <= have:
+        if file.forecast.peaks["device"].bytes <= file.budget["device"]:
             break
-        memory = memory * have // need - 1
         try:
-            file = planned_file(memory=memory)
+            file, searched = planned_file(memory=int((searched - 1) / (1 - RESERVE)))
         except InfeasibleError:
-            break  # by the search nothing holds as little; what was found is shown with what it overruns
+            break  # by the search nothing holds less; what was found is shown with what it overruns
     return file
 
 

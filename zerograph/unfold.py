@@ -19,9 +19,8 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily  # what AOTAutograd traces with
 
-from zerograph.capture import backward_nodes
 from zerograph.lower import without_code
-from zerograph.passes.graph import FACE_AT, is_view
+from zerograph.passes.graph import FACE_AT, Activation, backward_nodes, is_view
 from zerograph.passes.layers import module_of
 
 
@@ -385,6 +384,10 @@ class _Unfolding:
             stack = node.meta.get(key)
             if stack:
                 node.meta[key] = {replace(k): (replace(path), cls) for k, (path, cls) in stack.items()}
+        fact = node.meta.get("zg")
+        if isinstance(fact, Activation):
+            module, colon, rest = fact.name.partition(":")
+            node.meta["zg"] = Activation(f"{replace(module)}{colon}{rest}")
         if node.op == "call_function" and node.target in FACE_AT:
             stack = parameters_in(self.path)
             rename = _replacer(rf"^{re.escape(stack)}\.{self.traced[layer]}(?=\.)", f"{stack}.{number}")

@@ -146,7 +146,7 @@ def test_the_same_kernels_give_the_same_bits_from_less_memory(world: int, stage:
     assert results["full"].layers == ("blocks.0", "blocks.1")
 
 
-SINGLE = {":_scaled_dot_product_flash_attention_for_cpu": 1152, ".up:addmm": 4096, ".qkv:addmm": 3072}
+SINGLE = {":scaled_dot_product_attention": 1152, ".up:addmm": 4096, ".qkv:addmm": 3072}
 """Activations inside of a layer, with their bytes at a batch of :data:`ROWS`."""
 
 

@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zerograph.passes import recompute
+from zerograph.passes import name_activations, recompute
 from zerograph.plan import Plan
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -145,8 +145,8 @@ add_tensor: must_save
 view_default: must_recompute
 view_default_1: must_recompute
 t_default: must_recompute
-mm_default_1: must_recompute
-add_tensor_1: must_save
+mm_default_1: must_save
+add_tensor_1: -
 cos_default: -
 mm_default_2: -""",
     )
@@ -166,8 +166,8 @@ add_tensor: -
 view_default: -
 view_default_1: must_recompute
 t_default: must_recompute
-mm_default_1: must_recompute
-add_tensor_1: must_save
+mm_default_1: must_save
+add_tensor_1: -
 cos_default: -
 mm_default_2: -""",
     )
@@ -175,6 +175,7 @@ mm_default_2: -""",
 
 def test_single_activations_of_a_recomputed_layer_are_saved_by_name(caplog: pytest.LogCaptureFixture) -> None:
     gm = _two_layers()
+    name_activations(gm)
     recompute(gm, replace(FULL, save=("h.0.mlp:mm", "h.1.mlp:gone")))
     assert_expected_inline(
         _policies(gm),
@@ -187,14 +188,25 @@ add_tensor: must_save
 view_default: must_recompute
 view_default_1: must_recompute
 t_default: must_recompute
-mm_default_1: must_recompute
-add_tensor_1: must_save
+mm_default_1: must_save
+add_tensor_1: -
 cos_default: -
 mm_default_2: -""",
     )
     assert [record.message for record in caplog.records] == [
         "h.1.mlp:gone, which the plan saves, is not in the graph: it is recomputed"
     ]
+
+
+def test_what_the_user_has_checkpointed_is_not_saved_by_name() -> None:
+    b = Builder()
+    b.module = "L['self'].h.0"
+    node = b.call(aten.sin.default, b.input("x", 4, 4))
+    node.meta |= {"recompute": CheckpointPolicy.MUST_RECOMPUTE, "ac_graph_id": 7}
+    gm = b.output(b.call(aten.cos.default, node))
+    name_activations(gm)
+    recompute(gm, replace(FULL, save=("h.0:sin",)))
+    assert node.meta["recompute"] is CheckpointPolicy.MUST_RECOMPUTE
 
 
 def test_of_a_tuple_that_is_saved_all_parts_are() -> None:
@@ -204,6 +216,7 @@ def test_of_a_tuple_that_is_saved_all_parts_are() -> None:
     both = b.call(aten.var_mean.correction, x, [0])
     parts = [b.call(operator.getitem, both, k) for k in range(2)]
     gm = b.output(b.call(aten.mul.Tensor, *parts))
+    name_activations(gm)
     recompute(gm, replace(FULL, save=("h.0:var_mean.correction",)))
     assert both.meta["recompute"] is CheckpointPolicy.MUST_SAVE
     assert not any("recompute" in part.meta for part in parts)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zerograph.ir import ITEM_SIZE, Op, Param, Step, Value
+from zerograph.ir import ITEM_SIZE, Op, Param, Step, Value, layer_of_activation
+from zerograph.plan import Plan
+from zerograph.planner.liveness import Mode
 from zerograph.planner.optimizer import with_updates
+from zerograph.planner.regions import Profile, profile
 
 
 @dataclass(frozen=True)
@@ -34,21 +37,10 @@ class _Builder:
         moved = 0 if cheap or kind in ("gathered", "gradient") else 3 * size  # those two are moves, not kernels
         source = f"model.py:{len(module)}"
         self.values.append(Value(name, size, kind))  # type: ignore[arg-type]
-        self.ops.append(
-            Op(
-                name,
-                name.rstrip("0123456789"),
-                phase,
-                tuple(reads),
-                (name,),
-                params,
-                source,
-                module,
-                flops,
-                moved,
-                cheap,
-            )  # type: ignore[arg-type]
-        )
+        target = name.rstrip("0123456789")
+        activation = f"{module}:{target}" if phase == "forward" else ""
+        op = Op(name, target, phase, tuple(reads), (name,), params, source, module, flops, moved, cheap)  # type: ignore[arg-type]
+        self.ops.append(replace(op, activation=activation))
         return name
 
 
@@ -153,3 +145,12 @@ def transformer(layers: int, hidden: int, tokens: int, compute: str = "bfloat16"
         gradient = build.op(f"d_end{i}", "backward", module, [leaving, gradient], tokens * hidden * item)
     step = Step(tuple(build.ops), tuple(build.values), tuple(build.params), True, ("loss",))
     return with_updates(step, WORLD, MOMENTS)
+
+
+def profile_of(step: Step, plan: Plan) -> Profile:
+    """``step`` with the levels that ``plan`` gives to its layers."""
+    spared: dict[str, list[str]] = {layer: [] for layer in plan.recompute}
+    for name in plan.save:
+        spared[layer_of_activation(name)].append(name)
+    base: Mode = "none" if plan.save_others else "auto"
+    return profile(step, base, {layer: (frozenset(names),) for layer, names in spared.items() if names})

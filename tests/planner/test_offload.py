@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.steps import Layer, of_kinds, step_of
+from planner.steps import Layer, of_kinds, profile_of, step_of
 
 from zerograph.errors import ZeroGraphError
 from zerograph.forecast import Forecast
@@ -27,7 +27,6 @@ from zerograph.planner.moves import labels
 from zerograph.planner.placement import Shards
 from zerograph.planner.planned import planned
 from zerograph.planner.rates import Rates, state_bytes
-from zerograph.planner.regions import profile_of
 from zerograph.planner.rules import plan_step
 from zerograph.planner.schedule import Decisions, Scheduler
 from zerograph.planner.search import Search, Wish

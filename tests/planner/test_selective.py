@@ -8,15 +8,18 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.steps import Layer, step_of, transformer
+from planner.steps import Layer, profile_of, step_of, transformer
 
 from zerograph.ir import activation_names, layer_of_activation
 from zerograph.machine import machine_named
 from zerograph.plan import Plan
 from zerograph.planner.liveness import Graph, saved
+from zerograph.planner.offloading import WORK
 from zerograph.planner.rates import Rates
-from zerograph.planner.regions import profile, profile_of
-from zerograph.planner.search import Search, Wish
+from zerograph.planner.regions import profile
+from zerograph.planner.replay import of_step
+from zerograph.planner.rules import plan_step
+from zerograph.planner.search import RELIEF, Search, Wish
 from zerograph.planner.selective import STOPS, stops
 
 GPU, WORLD = machine_named("h100-80gb"), 8
@@ -24,17 +27,19 @@ RATES = Rates(GPU, WORLD, "float32")
 
 
 def test_names_last_from_trace_to_trace_and_number_what_repeats() -> None:
-    places = [("h.0.mlp", "aten.mm.default"), ("h.0", "aten.add.Tensor"), ("h.0.mlp", "aten.mm.default"), ("", "sin")]
+    places = [
+        ("h.0.mlp", "h.0", "aten.mm.default"),
+        ("h.0", "h.0", "aten.add.Tensor"),
+        ("h.0.mlp", "h.0", "aten.mm.default"),
+        ("shared.up", "h.0", "aten.mm.default"),
+        ("h.1", "h.1", "aten._scaled_dot_product_flash_attention_for_cpu.default"),
+        ("", "", "sin"),
+    ]
     names = activation_names(places)
-    assert names == ["h.0.mlp:mm", "h.0:add.Tensor", "h.0.mlp:mm#2", ":sin"]
-    assert [layer_of_activation(name) for name in names] == ["h.0", "h.0", "h.0", ""]
+    attention = "h.1:scaled_dot_product_attention"
+    assert names == ["h.0.mlp:mm", "h.0:add.Tensor", "h.0.mlp:mm#2", "h.0:mm", attention, ":sin"]
+    assert [layer_of_activation(name) for name in names] == ["h.0", "h.0", "h.0", "h.0", "h.1", ""]
     assert layer_of_activation("h.0") == ""  # a layer is none
-
-
-def test_parts_of_a_tuple_are_one_activation() -> None:
-    step = step_of([Layer()] * 2)
-    graph = Graph(step)
-    assert graph.activation[:4] == ["blocks.0:full", "blocks.0:up", "blocks.0:act", "blocks.0:down"]
 
 
 _LAYERS = st.lists(
@@ -106,7 +111,7 @@ def test_levels_are_read_back_from_the_plan_that_they_make() -> None:
     assert chosen
     for candidate in chosen:
         plan = Plan.from_json(candidate.plan.to_json())
-        assert search.profile.levels(plan.recompute, plan.save) == candidate.levels
+        assert search.ways[0].profile.levels(plan.recompute, plan.save) == candidate.levels
         again = profile_of(step, plan)
         assert [again.levels(plan.recompute, plan.save).count(level) for level in (0, 1)] == [
             candidate.levels.count(0),
@@ -155,3 +160,18 @@ def test_activations_begin_to_come_back_early_where_one_layer_is_too_short() -> 
         late = candidate.space.of(candidate.key._replace(fetch_ahead=1))
         assert candidate.seconds < late.seconds
         assert Plan.from_json(candidate.plan.to_json()).fetch_ahead == candidate.fetch_ahead
+
+
+def test_a_deep_step_of_one_bucket_is_searched_in_bounds() -> None:
+    """Few buckets are not few activations: single changes of all of these would be simulated for each plan."""
+    step = step_of([Layer(rows=1024, stream=10**7, inside=10**8, flops=10**12)] * 96)
+    search = Search(step, Wish("auto", WORLD, bucket_size=2**40, prefetch=1, offload="auto"), GPU)
+    assert sum(space.work for space in search.spaces) < 2 * WORK + 6 * RELIEF
+
+
+def test_a_plan_of_another_program_saves_what_this_one_makes() -> None:
+    step = step_of([Layer()] * 2)
+    plan = replace(plan_step(step, stage=3, world_size=2, bucket_size=2**20, prefetch=1), recompute=("blocks.0",))
+    here = replace(plan, save=("blocks.0:up",))
+    assert of_step(here, step) is here
+    assert of_step(replace(plan, save=("blocks.0:up", "blocks.0:dropped")), step) == here

@@ -5,6 +5,7 @@ All ranks compute at once, as in training: cores that share a cache or a memory 
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,11 +16,15 @@ from zerograph.errors import ConfigError
 from zerograph.machine import PRESETS, Link, Machine
 from zerograph.measure.crew import run_ranks
 from zerograph.measure.disk import Disk, measure_disk
-from zerograph.measure.host import cores, host_memory, may_have_gpu
+from zerograph.measure.host import Others, cores, host_memory, may_have_gpu
 from zerograph.measure.job import QUICK, Answer, Effort, Job
 from zerograph.measure.timing import fit_link
 
 __all__ = ["QUICK", "Effort", "measure"]
+
+log = logging.getLogger(__name__)
+DISTURBED = 0.1
+"""Share of the processors from which on what others take is told: a rank that shares its core has half of it."""
 
 
 def measure(
@@ -47,8 +52,16 @@ def measure(
         raise ConfigError(f"{world} ranks on {count} GPUs", f"--world {count}, one rank per GPU")
     tell("measuring the disk")
     disk = measure_disk(path, effort.disk, effort.disk_seconds)
+    others = Others()
     answers = run_ranks(Job(device, world, effort), tell)
-    return _machine(device, answers, disk)
+    share = others.share
+    if share > DISTURBED:
+        log.warning(
+            "other processes took %.0f%% of the processors: rates may be too low, by half where two share one\n\n"
+            "hint: measure again when they are idle",
+            100 * share,
+        )
+    return _machine(device, answers, disk, share)
 
 
 def _devices() -> tuple[Literal["cuda", "cpu"], int]:
@@ -60,7 +73,7 @@ def _devices() -> tuple[Literal["cuda", "cpu"], int]:
     return "cpu", 0
 
 
-def _machine(device: Literal["cuda", "cpu"], answers: Sequence[Answer], disk: Disk) -> Machine:
+def _machine(device: Literal["cuda", "cpu"], answers: Sequence[Answer], disk: Disk, others: float) -> Machine:
     world = len(answers)
     like = PRESETS["cpu" if device == "cpu" else "a100-80gb"]
     intra = _intra(answers) or like.intra
@@ -84,7 +97,7 @@ def _machine(device: Literal["cuda", "cpu"], answers: Sequence[Answer], disk: Di
         inter=Link(min(like.inter.rate, intra.rate), max(like.inter.latency, intra.latency)),
         update=Link(min(a.update.rate for a in answers), max(a.update.latency for a in answers)),
         cpu_optimizer=sum(a.optimizer for a in answers),
-        notes=_notes(answers, disk),
+        notes=_notes(answers, disk, others),
     )
 
 
@@ -110,9 +123,9 @@ def _intra(answers: Sequence[Answer]) -> Link | None:
     return fit_link(samples)
 
 
-def _notes(answers: Sequence[Answer], disk: Disk) -> str:
+def _notes(answers: Sequence[Answer], disk: Disk, others: float) -> str:
     ranks, kind = len(answers), "O_DIRECT" if disk.direct else "through the page cache"
     notes = [f"{ranks} rank{'s' * (ranks > 1)}", f"torch {answers[0].torch}", answers[0].transport]
     notes += [f"disk {disk.file_system}, {kind}"]
     notes += ["inter is a guess: one host was measured"] + ["so is intra: one rank"] * (ranks == 1)
-    return "; ".join(notes)
+    return "; ".join([*notes, f"other processes took {others:.0%} of the processors"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import time
 from pathlib import Path
 
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -33,3 +35,31 @@ def cores() -> int:
 def may_have_gpu() -> bool:
     """False where no GPU driver is loaded; spares the import of torch, which knows for certain."""
     return any(path.exists() for path in _DEVICES)
+
+
+class Others:
+    """What other processes take of the processors, from when it is made: time stolen by a hypervisor's guests, too."""
+
+    def __init__(self) -> None:
+        self._before = _busy(), _ours(), time.monotonic()
+
+    @property
+    def share(self) -> float:
+        """Of all processors until now, that of others. Our children count once they have ended."""
+        busy, ours, start = self._before
+        elapsed = (time.monotonic() - start) * (os.cpu_count() or 1)
+        return max(0.0, (_busy() - busy) - (_ours() - ours)) / max(elapsed, 1e-9)
+
+
+def _busy() -> float:
+    """CPU seconds since the machine started, on anything but idling."""
+    import psutil
+
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
+
+
+def _ours() -> float:
+    """CPU seconds of this process, and of its children that have ended."""
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)

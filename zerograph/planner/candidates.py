@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from operator import le
 from typing import NamedTuple, TypeVar
 
@@ -173,14 +172,14 @@ class Space:
         homes = homes or self.placed((bucket, self.home) for bucket in self.moves)
         return self.of(Key(prefetch, tuple(kept), levels, homes, offload, tiles, ahead))
 
-    @cached_property
-    def activations(self) -> dict[str, tuple[str, ...]]:
-        """Of each layer, those that any level saves."""
+    def saved(self, levels: Sequence[int]) -> dict[str, tuple[str, ...]]:
+        """The activations that each layer saves at its level."""
         profile = self.scheduler.profile
         found: dict[str, dict[str, None]] = {layer: {} for layer in profile.layers}
         for life in profile.lives:
-            if life.activation:
-                found[profile.regions[life.start].layer][life.activation] = None
+            layer = profile.regions[life.start].layer
+            if life.activation and levels[self._layer[layer]] in life.saved:
+                found[layer][life.activation] = None
         return {layer: tuple(names) for layer, names in found.items()}
 
     @property

@@ -123,7 +123,7 @@ def _layers(step: Step, plan: Plan) -> Iterator[Found]:
     named = [*plan.recompute, *plan.save, *(name for name, _ in plan.offload)]
     there = {layer_of(op.module) for op in step.passes} if named else set()
     if any(map(layer_of_activation, named)):
-        there.update(Graph(step).activation)
+        there.update(op.activation for op in step.ops)
     for name in named:
         if name not in there:
             kind = "activation" if layer_of_activation(name) else "layer"

@@ -6,7 +6,7 @@ are simulated that need the least, which the search for it would look at too: wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zerograph.errors import InfeasibleError
@@ -19,7 +19,7 @@ from zerograph.planner.books import scheduled
 from zerograph.planner.candidates import Candidate
 from zerograph.planner.rates import state_bytes
 from zerograph.planner.regions import Life, Profile, Work
-from zerograph.planner.search import BUCKET_SIZES, Search, Wish, limits, over, smallest
+from zerograph.planner.search import BUCKET_SIZES, Search, Way, Wish, limits, over, smallest
 from zerograph.planner.shortage import Knob
 from zerograph.units import format_bytes
 
@@ -36,7 +36,7 @@ class Change:
         text: for people.
         step, wish, budget: what is then searched.
         states: bytes on the device between steps.
-        profile: of ``step``, where it is known.
+        ways: of ``step``, where they are known.
     """
 
     text: str
@@ -44,11 +44,11 @@ class Change:
     wish: Wish
     budget: Budget
     states: int
-    profile: Profile | None = None
+    ways: Sequence[Way] = ()
 
     def smallest(self, machine: Machine, moments: int) -> list[Candidate]:
         """Plans of which one overruns the budget the least: a search finds no worse ones."""
-        return smallest(self.step, self.wish, machine, self.states, moments, self.profile)
+        return smallest(self.step, self.wish, machine, self.states, moments, self.ways)
 
 
 def infeasible(search: Search, step: Step, machine: Machine, budget: Budget) -> InfeasibleError:
@@ -145,15 +145,16 @@ def _turn(change: Change, search: Search, machine: Machine, need: int, short: in
 
 def changes(search: Search, step: Step, machine: Machine, budget: Budget) -> Iterator[Change]:
     """Every single change of what the user fixed, of the batch, and of the world."""
-    wish, states, known = search.wish, search.states, search.profile
+    wish, states = search.wish, search.states
     for text, changed in (*_fixed(wish), *((text + _PLANNED, w) for text, w in _placements(wish, machine))):
-        shared = known if changed.recompute == wish.recompute and not changed.tiles else None
-        yield Change(text, step, changed, budget, states, shared)
+        same = changed.recompute == wish.recompute and changed.tiles == wish.tiles
+        yield Change(text, step, changed, budget, states, search.ways if same else ())
     if wish.stage == 0 and wish.world_size > 1:
         yield _sharded(search, step, budget)
     elif wish.stage != 0:
         yield _wider(search, step, machine, budget)
-    yield Change("half the batch, if activations shrink with it", step, wish, budget, states, _halved(known))
+    halved = [way._replace(profile=_halved(way.profile)) for way in search.ways]
+    yield Change("half the batch, if activations shrink with it", step, wish, budget, states, halved)
 
 
 def _fixed(wish: Wish) -> Iterator[tuple[str, Wish]]:
@@ -188,7 +189,7 @@ def _wider(search: Search, step: Step, machine: Machine, budget: Budget) -> Chan
     states = rest + sum(state_bytes(step.params, new, search.moments))
     if not isinstance(budget, int):
         budget = {t: b * machine.capacity(t, new) // max(1, machine.capacity(t, old)) for t, b in budget.items()}
-    return Change(f"world size {new}", step, replace(search.wish, world_size=new), budget, states, search.profile)
+    return Change(f"world size {new}", step, replace(search.wish, world_size=new), budget, states, search.ways)
 
 
 def _halved(known: Profile) -> Profile:

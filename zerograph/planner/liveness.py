@@ -7,19 +7,15 @@ recomputed save what enters and leaves them only, and of the rest what is spared
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
-from zerograph.ir import Step, activation_names, layers_of
+from zerograph.ir import Step, layers_of
 
 Mode = Literal["auto", "full", "none"]
 """How a layer's activations are treated: as the partitioner finds cheapest, all recomputed (but for those that are
 spared), or all saved."""
-
-
-_PART = str(operator.getitem)
 
 
 class Graph:
@@ -35,7 +31,7 @@ class Graph:
         params: of each value the parameters that it is, or is a view or cast of, if nothing else.
         params_read: of each operation the parameters that it computes with; views and casts do not, their readers do.
         layer: of each operation, filled in where tracing left no word of it.
-        activation: lasting name of what each operation of the forward makes; parts of a tuple have the tuple's.
+        activation: lasting name of what each operation of the forward makes.
         leaves: values that a forward operation of another layer reads.
     """
 
@@ -55,7 +51,7 @@ class Graph:
         self.outputs = {self.owner[index[name]] for name in step.outputs}
         phases = self.ops[: self.backward], self.ops[self.backward :]
         self.layer = [layer for ops in phases for layer in layers_of([op.module for op in ops])]
-        self.activation = self._activations()
+        self.activation = [op.activation for op in self.ops[: self.backward]]
         self.params = self._params()
         self.params_read = [
             tuple(sorted({name for r in reads for name in self.params[r]})) if not self.params[value] else ()
@@ -67,17 +63,6 @@ class Graph:
             for value in self.reads[i]
             if self.maker[value] >= 0 and self.layer[self.maker[value]] != self.layer[i]
         }
-
-    def _activations(self) -> list[str]:
-        forward = self.ops[: self.backward]
-        names = activation_names(
-            (op.module or layer, op.target) for op, layer in zip(forward, self.layer, strict=False)
-        )
-        for i, op in enumerate(forward):
-            whole = self.maker[self.reads[i][0]] if op.target == _PART and self.reads[i] else -1
-            if whole >= 0:
-                names[i] = names[whole]
-        return names
 
     def _params(self) -> list[tuple[str, ...]]:
         found: list[tuple[str, ...]] = [()] * len(self.values)

@@ -23,56 +23,52 @@ class Head:
 
     Attributes:
         name: of the operation that makes the logits.
+        params: that it reads.
         large: values that hold a number per token and word, in forward and backward.
         weights: by operation that works on them, bytes of weights that each tile moves.
         bytes: of the logits.
     """
 
     name: str
+    params: tuple[str, ...]
     large: frozenset[str]
     weights: dict[str, int]
     bytes: int
 
 
 def head_of(graph: Graph) -> Head | None:
-    """The head of a step; None where it has no loss of its own behind a product outside of layers.
+    """The head of a step; None where it has no loss of its own behind one product that follows repeated layers.
 
-    Logits that the model returns have to exist whole.
+    Logits that the model returns have to exist whole, and so does what a layer or another product behind it reads.
     """
     last = max((i for i in range(graph.backward) if graph.layer[i]), default=-1)
     behind = range(last + 1, graph.backward)
-    products = [i for i in behind if graph.ops[i].flops and graph.params_read[i] and graph.size[graph.writes[i]]]
-    if not products or not graph.step.training:
+    products = [i for i in behind if graph.ops[i].flops and "convolution" not in graph.ops[i].target]
+    if last < 0 or not products or not graph.step.training:
         return None
     product = max(products, key=lambda i: graph.size[graph.writes[i]])
-    least = graph.size[graph.writes[product]] // 2
-    large = {graph.writes[product]}
-    for i in behind:
-        if not large.isdisjoint(graph.reads[i]) and graph.values[graph.writes[i]].bytes >= least:
-            large.add(graph.writes[i])
-    if any(graph.owner[value] in graph.outputs for value in large):
+    if not graph.params_read[product]:
         return None
-    own = range(graph.backward, len(graph.ops))
-    first = next((i for i in own if graph.layer[i]), len(graph.ops))
-    reduced = {r for i in own if graph.values[graph.writes[i]].kind == "gradient" for r in graph.reads[i]}
-    weights: dict[str, int] = {}
-    for i in (*behind, *range(graph.backward, first)):
-        value = graph.writes[i]
-        if i >= graph.backward and not graph.ops[i].flops:
-            weight = graph.params[graph.owner[value]] or _is_summed(graph, value, reduced)
-            if graph.values[value].bytes >= least and not weight:
-                large.add(value)
-        elif graph.ops[i].flops and not large.isdisjoint(graph.reads[i] + [value]):
-            read = sum(graph.values[r].bytes for r in graph.reads[i] if graph.params[graph.owner[r]])
-            added = 2 * graph.values[value].bytes if _is_summed(graph, value, reduced) else 0
-            weights[graph.ops[i].name] = read + added
+    size = graph.size[graph.writes[product]]
+    large, weights = {graph.writes[product]}, {graph.ops[product].name: _weights(graph, product)}
+    for i in (*behind, *range(graph.backward, len(graph.ops))):
+        reads = not large.isdisjoint(graph.reads[i])
+        if reads and (graph.layer[i] or (graph.ops[i].flops and i < graph.backward)):
+            return None
+        if reads and graph.ops[i].flops:
+            added = 0 if _weights(graph, i) else 2 * graph.values[graph.writes[i]].bytes  # a sum over tokens
+            weights[graph.ops[i].name] = _weights(graph, i) + added
+        elif reads and graph.values[graph.writes[i]].bytes >= size // 2:
+            large.add(graph.writes[i])
+    if any(graph.owner[value] in graph.outputs or graph.values[value].kind == "gradient" for value in large):
+        return None
     names = frozenset(graph.values[value].name for value in large)
-    return Head(graph.ops[product].name, names, weights, 2 * least)
+    return Head(graph.ops[product].name, graph.params_read[product], names, weights, size)
 
 
-def _is_summed(graph: Graph, value: int, reduced: set[int]) -> bool:
-    """Whether ``value`` is the full gradient of a parameter, or a view of one: a sum over tokens."""
-    return graph.owner[value] in {graph.owner[r] for r in reduced}
+def _weights(graph: Graph, i: int) -> int:
+    """Bytes of parameters that an operation reads."""
+    return sum(graph.values[r].bytes for r in graph.reads[i] if graph.params[graph.owner[r]])
 
 
 def tiled(step: Step, head: Head, tiles: int) -> Step:

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from zerograph.ir import Param, Phase, Step, layer_of_activation
-from zerograph.plan import Plan
 from zerograph.planner.liveness import Graph, Mode, Saved, saved
 
 
@@ -150,15 +149,6 @@ def profile(
     layers = tuple(dict.fromkeys(r.layer for r in regions if r.layer and r.phase == "forward"))
     levels = tuple(sets.get(layer, (frozenset(),) * between) for layer in layers)
     return Profile(regions, lives, layers, levels, graph.step.params, graph.step.training)
-
-
-def profile_of(step: Step, plan: Plan) -> Profile:
-    """``step`` with the levels that ``plan`` gives to its layers."""
-    spared: dict[str, list[str]] = {layer: [] for layer in plan.recompute}
-    for name in plan.save:
-        spared[layer_of_activation(name)].append(name)
-    base: Mode = "none" if plan.save_others else "auto"
-    return profile(step, base, {layer: (frozenset(names),) for layer, names in spared.items() if names})
 
 
 def _spans(graph: Graph) -> list[tuple[int, int]]:

@@ -28,6 +28,8 @@ UNDER_WAY = (2,)
 """Reductions that may be under way at a time, beside 1."""
 FETCHES = (2, 4)
 """Layers before its own at which what a layer offloaded may begin to come back, beside 1."""
+MOST_SINGLE = 32
+"""Activations of a step up to which single ones are offloaded: of more, layers are."""
 ROUNDS = 8
 """Changes of one plan towards one target, at most."""
 
@@ -125,8 +127,12 @@ def varied(plans: Sequence[Candidate], *, tile: bool, tiers: Sequence[Tier], wor
         found = []
         for plan in fresh:
             before = plan.space.work
-            found += [c for c in _beside(plan, tile, tiers) if c not in seen]
-            seen.update(found)
+            for changed in _beside(plan, tile, tiers):
+                if changed not in seen:
+                    seen.add(changed)
+                    found.append(changed)
+                if plan.space.work - before >= work:
+                    break
             work -= plan.space.work - before
             if work <= 0:
                 break
@@ -140,7 +146,6 @@ def _beside(plan: Candidate, tile: bool, tiers: Sequence[Tier]) -> Iterator[Cand
     """Plans that differ from ``plan`` in when one bucket is gathered, in its tiles or residency, in one layer, or in
     where one activation waits."""
     yield from _flipped(plan)
-    yield from _elsewhere(plan, tiers)
     yield from _waiting(plan, (plan.reductions - 1, plan.reductions + 1), (plan.fetch_ahead - 1, plan.fetch_ahead + 1))
     space = plan.space
     ahead = plan.ahead or (plan.prefetch,) * len(plan.homes)
@@ -153,6 +158,7 @@ def _beside(plan: Candidate, tile: bool, tiers: Sequence[Tier]) -> Iterator[Cand
         for other in {max(1, count - 1), min(most, count + 1)} - {count}:
             changed = (*tiles[:bucket], other, *tiles[bucket + 1 :])
             yield space.of(plan.key._replace(tiles=changed, ahead=ahead))
+    yield from _elsewhere(plan, tiers)
 
 
 def _flipped(plan: Candidate) -> Iterator[Candidate]:
@@ -170,7 +176,9 @@ def _flipped(plan: Candidate) -> Iterator[Candidate]:
 def _elsewhere(plan: Candidate, tiers: Sequence[Tier]) -> Iterator[Candidate]:
     """Plans in which one activation, or all of one layer, waits on another tier."""
     space, named = plan.space, dict(plan.offload)
-    every = space.activations if tiers else {}
+    every = space.saved(plan.levels) if tiers else {}
+    if sum(map(len, every.values())) > MOST_SINGLE:
+        return
     now = {name: named.get(name, named.get(layer, "device")) for layer, names in every.items() for name in names}
     for names in every.values():
         for changed in (names, *((name,) for name in names if len(names) > 1)):

@@ -8,7 +8,6 @@ from dataclasses import replace
 from zerograph.errors import ConfigError
 from zerograph.ir import Param, Step, layer_of
 from zerograph.plan import Bucket, GivenPlan, Plan
-from zerograph.planner.liveness import Graph
 
 _SHOWN = 6
 """Differences that an error names; more are counted."""
@@ -30,6 +29,17 @@ def replay(given: GivenPlan, step: Step) -> Plan:
     planned = {p.name: p for bucket in given.plan.buckets for p in bucket.params}
     _refuse(given, [*_parameters(planned, {p.name: p for p in step.params}), *_layers(given.plan, step)])
     return given.plan
+
+
+def of_step(plan: Plan, step: Step) -> Plan:
+    """``plan``, which another program of the frame or another rank may have been given, less what is not made here.
+
+    What a dropout makes is no activation in evaluation, say. Which activations of a layer are saved decides no
+    collective, so ranks may differ in that.
+    """
+    made = {op.activation for op in step.ops} if plan.save else set()
+    save = tuple(name for name in plan.save if name in made)
+    return plan if save == plan.save else replace(plan, save=save)
 
 
 def refuse_world_size(given: GivenPlan, world_size: int) -> None:
@@ -94,7 +104,7 @@ def _layers(plan: Plan, step: Step) -> Iterator[str]:
     yield from (
         f"layer {layer} is recomputed in the plan, and not here" for layer in plan.recompute if layer not in layers
     )
-    made = set(Graph(step).activation) if plan.save else set()
+    made = {op.activation for op in step.ops}
     yield from (f"{name} is saved in the plan, and not made here" for name in plan.save if name not in made)
 
 

@@ -15,7 +15,7 @@ All ranks that are given the same step, machine and budget find the same plan.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain, combinations, pairwise, product
@@ -115,6 +115,14 @@ class Wish:
         return wanted and self.sharding == 3
 
 
+class Way(NamedTuple):
+    """A step with its loss whole, or in tiles, each of which reads the parameters ``head`` whole."""
+
+    profile: Profile
+    loss_tiles: int = 1
+    head: tuple[str, ...] = ()
+
+
 class Search:
     """Candidates for one step on one machine; ask :meth:`within` for the best of any budget."""
 
@@ -136,13 +144,12 @@ class Search:
 
     def _search(self, step: Step, machine: Machine, states: int | None, moments: int, complete: int, work: int) -> None:
         wish = self.wish
-        (_, self.profile), *tiled_losses = _ways(Graph(step), wish, machine)
+        self.ways = _ways(Graph(step), wish, machine)
         self.states = sum(state_bytes(step.params, wish.world_size, moments)) if states is None else states
         self.tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
         self.homes = open_homes(wish.offload, self.tiers, wish.sharding)
         spaces = partial(_spaces, step, wish, machine, self.states, moments, self.homes[0])
-        self.spaces = list(spaces(self.profile))
-        parts = [list(spaces(found, tiles)) for tiles, found in tiled_losses]
+        self.spaces, *parts = [list(spaces(way)) for way in self.ways]
         prefetches = PREFETCHES if wish.prefetch is None else (wish.prefetch,)
         if not step.params or not step.training:
             prefetches = (DEFAULT_PREFETCH if wish.prefetch is None else wish.prefetch,)
@@ -191,21 +198,20 @@ class Search:
 
 
 def smallest(
-    step: Step, wish: Wish, machine: Machine, states: int, moments: int, known: Profile | None = None
+    step: Step, wish: Wish, machine: Machine, states: int, moments: int, known: Sequence[Way] = ()
 ) -> list[Candidate]:
     """Those plans of a :class:`Search` that need the least of each tier, at a small part of its cost.
 
     Args:
-        known: the step's profile, where there is one already.
+        known: the step's ways, where there are some already.
     """
     wish = replace(wish, bucket_size=BUCKET_SIZES[0] if wish.bucket_size is None else wish.bucket_size)
     tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
     homes = open_homes(wish.offload, tiers, wish.sharding)
     with uncollected():
-        profiles = [(1, known)] if known is not None else _ways(Graph(step), wish, machine)
         found: list[Candidate] = []
-        for parts, one in profiles:
-            spaces = list(_spaces(step, wish, machine, states, moments, homes[0], one, parts))
+        for way in known or _ways(Graph(step), wish, machine):
+            spaces = list(_spaces(step, wish, machine, states, moments, homes[0], way))
             found += corners(spaces, homes, tiers, wish.prefetch or 0)
         return [*found, *(least(plan, tile=wish.tiles) for plan in frontier(found))]
 
@@ -220,17 +226,15 @@ def _profile(graph: Graph, wish: Wish, machine: Machine) -> Profile:
     return profile(graph, spared=stops(graph, rates))
 
 
-def _ways(graph: Graph, wish: Wish, machine: Machine) -> list[tuple[int, Profile]]:
-    """The step with its loss whole, and in each number of tiles."""
-    return [(1, _profile(graph, wish, machine)), *_loss_in_tiles(graph, wish, machine)]
-
-
-def _loss_in_tiles(graph: Graph, wish: Wish, machine: Machine) -> Iterator[tuple[int, Profile]]:
-    """The step with its loss in tiles, where tiles are open."""
+def _ways(graph: Graph, wish: Wish, machine: Machine) -> list[Way]:
+    """The step with its loss whole and, where tiles are open, in each number of tiles."""
+    found = [Way(_profile(graph, wish, machine))]
     head = head_of(graph) if wish.tiles else None
     if head is not None:
         for tiles in loss_tiles(head, wish.bucket_size or DEFAULT_BUCKET_SIZE):
-            yield tiles, _profile(Graph(tiled(graph.step, head, tiles)), wish, machine)
+            parts = Graph(tiled(graph.step, head, tiles))
+            found.append(Way(_profile(parts, wish, machine), tiles, head.params))
+    return found
 
 
 def over(candidate: Candidate, budget: int | Mapping[Tier, int]) -> float:
@@ -246,9 +250,9 @@ def limits(budget: int | Mapping[Tier, int]) -> tuple[int, ...]:
 
 
 def _spaces(
-    step: Step, wish: Wish, machine: Machine, states: int, moments: int, home: int, found: Profile, parts: int = 1
+    step: Step, wish: Wish, machine: Machine, states: int, moments: int, home: int, way: Way
 ) -> Iterator[Space]:
-    """One per distinct way to put parameters into buckets and tiles; ``parts`` are those of the loss."""
+    """One per distinct way to put parameters into buckets and tiles."""
     sizes = BUCKET_SIZES if wish.bucket_size is None else (wish.bucket_size,)
     seen = set()
     held: Memory = (("device", states),)
@@ -261,20 +265,31 @@ def _spaces(
             prefetch=DEFAULT_PREFETCH,
             recompute=wish.recompute,
         )
-        plan = replace(plan, loss_tiles=parts)
+        plan = replace(plan, loss_tiles=way.loss_tiles)
         rates = Rates(machine, wish.world_size, plan.compute_dtype)
-        tiles = most_tiles(plan, size) if wish.tiles else ()
+        tiles = most_tiles(plan, size, way.head) if wish.tiles else ()
         if plan not in seen:
             seen.add(plan)
             keep, save = wish.stage == "auto", wish.recompute == "auto"
             yield Space(
-                found, plan, rates, held, keep=keep, save=save, home=home, moments=moments, most_tiles=tiles, size=size
+                way.profile,
+                plan,
+                rates,
+                held,
+                keep=keep,
+                save=save,
+                home=home,
+                moments=moments,
+                most_tiles=tiles,
+                size=size,
             )
 
 
-def most_tiles(plan: Plan, size: int) -> tuple[int, ...]:
-    """In how many tiles each bucket may be: 1 unless it is one parameter that is larger than ``size`` when gathered."""
-    large = {b.index for b in plan.buckets if b.gathered_bytes > size and len(b.params) == 1 and b.params[0].sharded}
+def most_tiles(plan: Plan, size: int, whole: Container[str] = ()) -> tuple[int, ...]:
+    """In how many tiles each bucket may be: 1 unless it is one parameter that is larger than ``size`` when gathered,
+    and none of those that have to be ``whole``."""
+    alone = (b for b in plan.buckets if len(b.params) == 1 and b.params[0].sharded and b.params[0].name not in whole)
+    large = {b.index for b in alone if b.gathered_bytes > size}
     most = min(MOST_TILES, max(2, ALL_TILES // max(1, len(large))))
     return tuple(min(most, b.params[0].chunk_rows(plan.world_size)) if b.index in large else 1 for b in plan.buckets)
 
