@@ -280,12 +280,16 @@ class _Run:
             self.waits.add(transfer)
 
     def _wait_reduce(self, step: WaitReduce) -> None:
-        """Full gradients go when they are reduced, and this rank's rows of them come."""
+        """Full gradients go when they are reduced, and this rank's rows of them come.
+
+        Where nothing runs beside a collective, the wait is what reads them: they are there until then.
+        """
         index = self.ready[step.pending]
+        read = index if self.builder.rates.overlaps else max(index, self.last)
         self.waits.add(index)
         for register in step.outs:
             self._write(register, index, self.builder.tasks[index].module, "")
-        self._die(self.reducing.pop(step.pending), index)
+        self._die(self.reducing.pop(step.pending), read)
 
     def finish(self) -> None:
         """What the program returns lives on: saved for the backward, or gradients until the update."""

@@ -39,7 +39,7 @@ class Run:
         self.last = -1  # the task that ran last in the compute stream
         self.waits: set[int] = set()
         self.reducing = -1  # the reduction that started last
-        self.under_way: list[int] = []  # reductions that the computation has not waited for
+        self.under_way: list[tuple[int, Transfer]] = []  # reductions that the computation has not waited for
         self.reduced: dict[int, None] = {}  # buckets, in the order in which their gradients were reduced
         self.parts = scheduler.all_transfers(decisions.tiles)
         self.ahead = decisions.ahead or (decisions.prefetch,) * len(decisions.homes)
@@ -88,8 +88,8 @@ class Run:
                 self._offload_saved(phase, piece.region)
         self._reduce_all(ready)
         self._free(phase, len(phase.visits))
-        self.waits.update(self.under_way)
-        self.under_way.clear()
+        while self.under_way:
+            self._wait_reduce()
 
     def add(self, task: Task) -> int:
         """Append ``task``; returns its index."""
@@ -209,18 +209,28 @@ class Run:
         home = self.decisions.homes[bucket].gradients
         self.reduced[bucket] = None
         if len(self.under_way) == self.decisions.reductions:
-            self.waits.add(self.under_way.pop(0))
-        takes, gives = on("device", part.reduced), on("device", part.gradients)
+            self._wait_reduce()
+        takes = on("device", part.reduced)
         self.reducing = self.add(
-            Task(f"reduce {part.label}", "reduce", part.reduce_seconds, (self.last,), takes, gives, part.name)
+            Task(f"reduce {part.label}", "reduce", part.reduce_seconds, (self.last,), takes, (), part.name)
         )
-        self.under_way.append(self.reducing)
-        self.gave("full gradient", part.label, "device", part.gradients, self.reducing)
+        self.under_way.append((self.reducing, part))
         self.took("gradient", part.label, "device", part.reduced, self.reducing)
         self._stall(self.reducing)
         size = part.shards.gradient
         if home != "device" and size:
             self.spilled[bucket, tile] = self._down(part, "gradient", size, home, (self.reducing,), on("device", size))
+
+    def _wait_reduce(self) -> None:
+        """The next compute waits for the oldest reduction, and full gradients are free at its end.
+
+        Where nothing runs beside a collective, the wait is what reads them: they are there until then.
+        """
+        reduction, part = self.under_way.pop(0)
+        self.waits.add(reduction)
+        read = reduction if self.rates.overlaps else max(reduction, self.last)
+        self.freed[read] = self.freed.get(read, ()) + on("device", part.gradients)
+        self.gave("full gradient", part.label, "device", part.gradients, read)
 
     def _offload_saved(self, phase: PhaseWork, region: int) -> None:
         """Move away what no later layer of the forward reads, of layers whose activations are offloaded."""
