@@ -150,11 +150,11 @@ SINGLE = {":scaled_dot_product_attention": 1152, ".up:addmm": 4096, ".qkv:addmm"
 """Activations inside of a layer, with their bytes at a batch of :data:`ROWS`."""
 
 
-def planned(path: Path, world: int, stage: int, names: Sequence[str]) -> Path:
+def planned(path: Path, world: int, stage: int, layers: int, names: Sequence[str]) -> Path:
     """A file with a plan that recomputes all layers but for ``names`` of each."""
 
     def make() -> tuple[nn.Module, tuple[Tensor]]:
-        return Model(), (torch.empty(ROWS, LENGTH, 5),)
+        return Model(layers=layers), (torch.empty(ROWS, LENGTH, 5),)
 
     file = plan_file("tests", make, machine_named("cpu"), world=world, stage=stage, bucket_size="8KB", recompute="full")
     save = tuple(f"{layer}{name}" for layer in file.plan.recompute for name in names)
@@ -162,20 +162,21 @@ def planned(path: Path, world: int, stage: int, names: Sequence[str]) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 3)])
-def test_single_activations_are_saved_and_change_no_bit(tmp_path: Path, world: int, stage: int) -> None:
-    auto = run(world, train, "auto", stage, "eager", {})[0]
+@pytest.mark.parametrize(("world", "stage", "layers"), [(1, 0, LAYERS), (2, 3, LAYERS), (1, 0, 8)])
+def test_single_activations_are_saved_and_change_no_bit(tmp_path: Path, world: int, stage: int, layers: int) -> None:
+    """Of eight layers four are traced, and the rest is made of these."""
+    auto = run(world, train, "auto", stage, "eager", {"layers": layers})[0]
     ways: list[tuple[str, ...]] = [(), (".up:addmm",), tuple(SINGLE)]
     saved = []
     for names in ways:
-        path = planned(tmp_path / f"{len(names)}.json", world, stage, names)
-        found = run(world, train, path, stage, "eager", {})[0]
+        path = planned(tmp_path / f"{len(names)}.json", world, stage, layers, names)
+        found = run(world, train, path, stage, "eager", {"layers": layers})[0]
         assert found.losses == auto.losses
         assert_same(found.grads, auto.grads)
         saved.append(found.saved)
     state = torch.get_rng_state().nbytes  # of attention that is computed again, which counts as random
     more = [sum(SINGLE[name] for name in names) - (state if len(names) == len(SINGLE) else 0) for names in ways]
-    assert [size - saved[0] for size in saved] == [LAYERS * size for size in more]
+    assert [size - saved[0] for size in saved] == [layers * size for size in more]
     assert saved[-1] < auto.saved
 
 
