@@ -16,7 +16,7 @@ from zerograph.plan import Offload, Plan
 from zerograph.planfile import PlanFile, Reason
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.ladder import open_homes, open_tiers
-from zerograph.planner.planned import gathered, planned, recomputed, updated
+from zerograph.planner.planned import gathered, planned, recomputed, under_way, updated
 from zerograph.planner.search import Wish
 from zerograph.symbolic import Name
 from zerograph.vary import Vary
@@ -172,7 +172,7 @@ def forecast_file(
         budget={tier: int(machine.capacity(tier, frame.plan.world_size) * (1 - reserve)) for tier in TIERS},
         forecast=found.forecast,
         holdings=found.holdings,
-        reasons=(*_reasons(frame.plan, frame.backend.config), *updated(frame.step, frame.plan)),
+        reasons=(*_reasons(frame.plan, frame.backend.config), *under_way(frame.plan), *updated(frame.step, frame.plan)),
         passes=tuple(frame.passes),
         tokens=compiled.tokens,
         flops=sum(op.flops for op in frame.step.ops),  # the model's own: what is recomputed counts once

@@ -14,6 +14,7 @@ from zerograph.machine import machine_named
 from zerograph.plan import Plan
 from zerograph.planner.books import scheduled
 from zerograph.planner.candidates import Candidate
+from zerograph.planner.planned import under_way
 from zerograph.planner.search import MOST_TILES, Search, Wish
 
 MIB = 2**20
@@ -139,3 +140,5 @@ def test_more_reductions_are_under_way_where_one_is_longer_than_a_layer() -> Non
     for candidate in chosen:
         waiting = candidate.space.of(candidate.key._replace(reductions=1))
         assert candidate.seconds < waiting.seconds
+        assert [reason.subject for reason in under_way(candidate.plan)] == ["reductions"]
+    assert list(under_way(replace(chosen[0].plan, reductions=1))) == []

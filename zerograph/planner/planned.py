@@ -100,6 +100,7 @@ def reasons(found: Candidate, wish: Wish, step: Step) -> Iterator[Reason]:
     if plan.loss_tiles > 1:
         yield Reason("loss", f"in {plan.loss_tiles} tiles of tokens", "logits never exist whole")
     yield from _activations(plan, fastest if wish.recompute == "auto" else asked)
+    yield from under_way(plan)
     yield from updated(step, plan)
 
 
@@ -109,6 +110,15 @@ def _activations(plan: Plan, why: str) -> Iterator[Reason]:
     for name, tier in plan.offload:
         what = "it" if layer_of_activation(name) else "what it saves"
         yield Reason(name, f"{what} waits on {tier} for the backward", "copies run beside the compute of other layers")
+
+
+def under_way(plan: Plan) -> Iterator[Reason]:
+    """What is waited for later than as soon as possible, and why."""
+    if plan.reductions > 1:
+        yield Reason("reductions", f"up to {plan.reductions} under way", "the backward would wait for a long one")
+    if plan.fetch_ahead > 1:
+        text = f"come back from {plan.fetch_ahead} layers before their own on"
+        yield Reason("offloaded activations", text, "the copies of one take longer than a layer")
 
 
 def updated(step: Step, plan: Plan) -> Iterator[Reason]:

@@ -30,8 +30,8 @@ from zerograph.planner.visits import Visit, gathers, visits
 class Decisions(NamedTuple):
     """A plan without its buckets: what the search varies. By bucket: residency, homes, tiles and how far ahead it is
     gathered, where any differs from ``prefetch``; by layer of the profile: its level; by layer or activation: where
-    what is saved of it waits, and how many
-    layers before its own it begins to come back."""
+    what is saved of it waits. For all of it: how many reductions are under way, and how many layers before its own what
+    is offloaded begins to come back."""
 
     residency: Sequence[Residency]
     homes: Sequence[Homes]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from zerograph.ir import layer_of_activation
 from zerograph.planner.liveness import Graph, Mode, saved
 from zerograph.planner.rates import Rates
 
@@ -20,8 +21,6 @@ FEW_LAYERS = 3
 """Layers up to which stops are offered that mixtures of others beat: there are not enough layers to mix."""
 MOST = 16
 """Activations of a layer that are looked at one by one, the largest; the rest goes first."""
-
-
 LEAST = 0.02
 """Share of what a layer could save that makes a stop another one than nothing, or all."""
 
@@ -73,12 +72,17 @@ class _Layer:
         self.sizes: dict[str, int] = {}
         for i in inside:
             value = graph.writes[i]
-            if value in kept and value not in graph.leaves and graph.size[value]:
-                name = graph.activation[i]
+            name = graph.activation[i]
+            known = layer_of_activation(name) == layer  # else no plan could speak of it
+            if known and value in kept and value not in graph.leaves and graph.size[value]:
                 self.sizes[name] = self.sizes.get(name, 0) + graph.size[value]
-        self.signature = tuple(
-            (graph.activation[i].removeprefix(layer), graph.ops[i].flops, graph.size[graph.writes[i]]) for i in inside
-        )
+        self.signature = tuple(self._facts(i, len(layer)) for i in inside)
+
+    def _facts(self, i: int, prefix: int) -> tuple[object, ...]:
+        """What makes an operation another one than its twin in a layer that is alike."""
+        graph, value = self.graph, self.graph.writes[i]
+        op, name = graph.ops[i], graph.activation[i][prefix:]
+        return name, op.flops, op.moved, graph.size[value], value in self.wanted, value in graph.leaves
 
     def way(self) -> Iterator[Stop]:
         """From all that can be saved to nothing, one activation less each time."""
