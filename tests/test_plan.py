@@ -89,6 +89,27 @@ def test_names_are_text(key: str) -> None:
         Plan.from_json(json.dumps(data))
 
 
+WRONG: list[tuple[str, object]] = [
+    *((name, value) for name in ("stage", "world_size", "prefetch", "reductions", "fetch_ahead", "loss_tiles")
+      for value in (1.5, True, "2", None)),
+    ("save_others", "no"), ("save", "h.0:mm"), ("recompute", "h.0"), ("offload", {}), ("buckets", None), ("more", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_what_is_of_another_type_is_refused(name: str, value: object) -> None:
+    data = json.loads(Plan(3, 2, (), 1).to_json())
+    with pytest.raises(ZeroGraphError, match="the plan is incomplete: .*" + name):
+        Plan.from_json(json.dumps({**data, name: value}))
+
+
+def test_what_is_missing_is_not_made_up() -> None:
+    data = json.loads(Plan(3, 2, (), 1).to_json())
+    del data["reductions"]
+    with pytest.raises(ZeroGraphError, match="reductions"):
+        Plan.from_json(json.dumps(data))
+
+
 def test_bytes_and_lookup() -> None:
     a = Param("a", (4, 4), "float32", "bfloat16", "float32", True, True)
     b = Param("b", (2,), "float32", "float32", "float32", True, False)

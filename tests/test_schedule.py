@@ -14,6 +14,7 @@ from test_outlook import Stack
 from test_scale import GPT
 from torch import Tensor, nn
 
+import zerograph
 from zerograph.dryrun import compile_only
 from zerograph.forecast import Forecast
 from zerograph.machine import machine_named
@@ -160,3 +161,12 @@ def test_the_loss_of_a_traced_model_is_found_and_tiled() -> None:
     assert {small[name] for name in head.large} == {head.bytes // 4}
     returning = compile_only(GPT, world_size=WORLD, batch=4, seq=128).frames[-1].step
     assert head_of(Graph(returning)) is None
+
+
+def test_sources_are_lines_of_the_model() -> None:
+    """Also of parameters, which a property of ours reads."""
+    step = compile_only(GatedModel, world_size=WORLD, batch=4, seq=128).frames[-1].step
+    files = {op.source.rpartition(":")[0] for op in step.passes if op.source}
+    assert __file__ in files
+    assert not any(Path(file).parent == Path(zerograph.__file__).parent for file in files)
+    assert all(op.source.startswith(__file__) for op in step.passes if "unshard" in op.target and op.module)

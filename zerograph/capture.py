@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -253,9 +254,15 @@ def _params_of(node: fx.Node) -> tuple[str, ...]:
 
 
 def source_line(node: fx.Node) -> str:
-    """``file:line`` of the user's code that ``node`` comes from, innermost frame; empty when unknown."""
+    """``file:line`` of the user's code that ``node`` comes from, innermost frame; empty when unknown.
+
+    Where a parameter is read, that is not the property that reads it.
+    """
     found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return ":".join(found[-1]) if found else ""
+    return next((f"{file}:{line}" for file, line in reversed(found) if file not in _READERS), "")
+
+
+_READERS = frozenset(str(Path(__file__).with_name(name)) for name in ("faces.py", "reading.py"))
 
 
 def _value(node: fx.Node, part: _Part) -> Value:

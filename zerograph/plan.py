@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 from zerograph.errors import ConfigError, ZeroGraphError
@@ -219,9 +219,10 @@ class Plan:
             version = data.pop("version", None)
         except (ValueError, TypeError, AttributeError):
             raise ZeroGraphError("the text is no plan", "give what Plan.to_json wrote") from None
-        if version != VERSION:
+        if type(version) is not int or version != VERSION:
             raise ZeroGraphError(f"plan has version {version}, this ZeroGraph reads {VERSION}", "make the plan again")
         try:
+            _require_types(cls, data)
             buckets = tuple(_bucket(**b) for b in data["buckets"])
             layers, save = tuple(map(_text, data["recompute"])), tuple(map(_text, data["save"]))
             offload = tuple((_text(name), tier) for name, tier in data["offload"])
@@ -271,9 +272,36 @@ class GivenPlan:
         return f"{self.path} (digest {self.plan.digest})"
 
 
-def _bucket(params: list[dict[str, Any]], homes: dict[str, Tier], **rest: Any) -> Bucket:
+def _bucket(**data: Any) -> Bucket:
+    _require_types(Bucket, data)
+    params, homes, rest = data["params"], data["homes"], {k: v for k, v in data.items() if k not in ("params", "homes")}
     whole = tuple(Param(**{**p, "shape": tuple(p["shape"]), "tied_to": tuple(p["tied_to"])}) for p in params)
     return Bucket(params=whole, homes=Homes(**homes), **rest)
+
+
+def _require_types(kind: type[Plan] | type[Bucket], data: Mapping[str, Any]) -> None:
+    """Every field and no other, numbers whole and no truths, lists no texts.
+
+    Raises:
+        TypeError: naming the field.
+    """
+    names = [field.name for field in fields(kind)]
+    if data.keys() != set(names):
+        raise TypeError(f"it has {', '.join(sorted(data.keys() ^ set(names)))}, or has not")
+    for name in names:
+        value = data[name]
+        if name in _LISTS and not isinstance(value, list):
+            raise TypeError(f"{name} is {value!r}, no list")
+        if name in _NUMBERS and type(value) is not int and not (name == "ahead" and value is None):
+            raise TypeError(f"{name} is {value!r}, no whole number")
+        if name == "save_others" and type(value) is not bool:
+            raise TypeError(f"{name} is {value!r}, neither true nor false")
+
+
+_LISTS = frozenset({"buckets", "recompute", "save", "offload", "params"})
+_NUMBERS = frozenset(
+    {"stage", "world_size", "prefetch", "reductions", "fetch_ahead", "loss_tiles", "index", "tiles", "ahead"}
+)
 
 
 def _text(value: object) -> str:

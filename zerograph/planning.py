@@ -189,9 +189,12 @@ def _training_frame(frames: tuple[Frame, ...]) -> Frame:
     return training[-1]
 
 
+_FASTEST = "of the plans that were looked at and fit, it is predicted to be the fastest"
+
+
 def _reasons(plan: Plan, config: Config) -> Iterator[Reason]:
     searched, chosen = config.stage == "auto", config.searches and config.recompute == "auto"
-    asked = "no plan that fits is predicted to be faster" if chosen else "it was asked for"
+    asked = _FASTEST if chosen else "it was asked for"
     yield Reason("plan", f"stage {plan.stage}", "stage auto shards all of it" if searched else "it was asked for")
     if plan.recompute:
         yield Reason("activations", recomputed(plan), asked)
@@ -199,9 +202,7 @@ def _reasons(plan: Plan, config: Config) -> Iterator[Reason]:
         saved = "all saved" if plan.save_others else "saved where the partitioner finds that cheaper than recomputing"
         yield Reason("activations", saved, "it was asked for" if plan.save_others else "recompute is auto")
     why = {
-        "use": "no plan that fits is predicted to be faster"
-        if searched
-        else "stage 3 keeps parameters whole only while they are used",
+        "use": _FASTEST if searched else "stage 3 keeps parameters whole only while they are used",
         "backward": "it is kept from forward to backward, which saves a gather",
         "step": "below stage 3 parameters stay whole from forward to backward",
     }

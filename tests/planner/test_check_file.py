@@ -188,3 +188,14 @@ def test_starting_before_what_it_waits_for_has_ended_is_noticed() -> None:
 def test_a_step_without_the_optimizers_update_is_noticed(name: str) -> None:
     last = FILE.forecast.spans[-1]
     assert "0 times, not once" in only(with_span(last.task, name=name), "updates").message
+
+
+def test_decisions_about_layers_that_are_not_there_are_found() -> None:
+    plan = FILE.plan
+    for changed in (
+        replace(plan, recompute=("blocks.77",)),
+        replace(plan, recompute=("blocks.77",), save=("blocks.77.mlp:mm",)),
+        replace(plan, offload=(("blocks.77", "host"),)),
+    ):
+        found = [violation for violation in check_file(replace(FILE, plan=changed)) if violation.check == "layers"]
+        assert found and all("blocks.77" in violation.message for violation in found)

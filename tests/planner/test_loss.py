@@ -149,3 +149,18 @@ def test_more_memory_is_never_slower_with_tiles_of_the_loss(offload: str) -> Non
         assert found is not None
         assert found.seconds <= last
         last = found.seconds
+
+
+@pytest.mark.parametrize("recompute", ["full", 0.5])
+def test_what_is_left_open_is_never_slower_than_what_is_fixed(recompute: str | float) -> None:
+    """With the loss in tiles, too: single activations and kept buckets are as free as where it is whole."""
+    step = with_head(layers=12)
+    search = Search(step, Wish("auto", WORLD, tile=True), GPU)
+    fixed = Search(step, Wish("auto", WORLD, tile=True, recompute=recompute), GPU)  # type: ignore[arg-type]
+    assert any(c.plan.loss_tiles > 1 and any(c.levels) for c in search.best)
+    low, high = search.best[0].peak, fixed.best[-1].peak
+    for share in range(21):
+        budget = low + share * (high - low) // 20
+        free, told = search.within(budget), fixed.within(budget)
+        assert free is not None
+        assert told is None or free.seconds <= told.seconds * 1.01, share

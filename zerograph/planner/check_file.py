@@ -191,6 +191,7 @@ CHECKS: Mapping[str, tuple[str, Finder]] = {
     "updates": ("every shard is updated once, where its states live", _of("updates", moves.updates)),
     "arrivals": ("what is read has come from the tier where it lives", _of("arrivals", moves.arrivals)),
     "returns": ("saved activations are back before they are read", _of("returns", moves.returns)),
+    "layers": ("layers that are recomputed or offloaded exist", _of("layers", moves.layers)),
     "use": ("sharded parameters are gathered, and something that computes waits for it", _of("use", moves.use)),
     "gathers": ("nothing is gathered while it is whole, and few tiles are at a time", _of("gathers", moves.gathers)),
     "critical path": ("the critical path is a chain from the step's start to its end", _critical_path),

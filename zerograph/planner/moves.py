@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from zerograph.forecast import Span
+from zerograph.ir import layer_of, layer_of_activation
 from zerograph.plan import Bucket, Homes
 from zerograph.planfile import PlanFile
 
@@ -107,6 +108,14 @@ def returns(file: PlanFile) -> Iterator[Found]:
             yield span, span.module, f"{span.name} does not wait for {left} activations of {layer}"
         if (move == "fetch" or not staged) and index not in awaited:
             yield span, span.module, f"nothing that computes waits for {span.name}"
+
+
+def layers(file: PlanFile) -> Iterator[Found]:
+    """What is decided of layers is of layers that the step has."""
+    plan, there = file.plan, {layer_of(span.module) for span in file.forecast.spans}
+    for name in (*plan.recompute, *plan.save, *(name for name, _ in plan.offload)):
+        if (layer_of_activation(name) or name) not in there:
+            yield None, name, f"what {name} saves was decided, and nothing runs in such a layer"
 
 
 def use(file: PlanFile) -> Iterator[Found]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from zerograph.errors import InvariantError
 from zerograph.forecast import NOT_COUNTED
@@ -85,14 +85,14 @@ def _verify(file: PlanFile, found: Candidate) -> None:
 def reasons(found: Candidate, wish: Wish, step: Step) -> Iterator[Reason]:
     """The decisions of ``found``, and what each of them costs and gains."""
     plan, scheduler = found.plan, found.space.scheduler
-    fastest = "no plan that fits every tier is predicted to be faster"
+    fastest = "of the plans that were looked at and fit every tier, it is predicted to be the fastest"
     asked = "it was asked for"
     yield Reason("plan", f"stage {plan.stage}", "stage auto shards all of it" if wish.stage == "auto" else asked)
     yield Reason("plan", f"prefetch {plan.prefetch}", fastest if wish.prefetch is None else asked)
     yield Reason("plan", f"{len(plan.buckets)} buckets", fastest if wish.bucket_size is None else asked)
     off = sum(bucket.homes != DEVICE for bucket in plan.buckets)
     told = "it was chosen" if wish.offload == "auto" else f"offload={wish.offload} was asked for"
-    yield Reason("plan", f"shards of {off} buckets off the device", told)
+    yield Reason("plan", f"shards of {off} {'bucket' if off == 1 else 'buckets'} off the device", told)
     if plan.unexecuted:
         yield Reason("plan", "forecast from the schedule of the traced step", "this plan cannot be run yet")
     for bucket in plan.buckets:
@@ -133,11 +133,30 @@ def updated(step: Step, plan: Plan) -> Iterator[Reason]:
 
 def recomputed(plan: Plan) -> str:
     """What is computed again, for people."""
-    text = f"{len(plan.recompute)} layers recomputed in the backward: {plan.recompute[0]} to {plan.recompute[-1]}"
+    layers = "layer" if len(plan.recompute) == 1 else "layers"
+    text = f"{len(plan.recompute)} {layers} recomputed in the backward: {', '.join(_runs(plan.recompute))}"
     if not plan.save:
         return text
     kinds = Counter(name.removeprefix(layer_of_activation(name)).lstrip(".") for name in plan.save)
     return f"{text}, but for {', '.join(f'{kind} of {count}' for kind, count in kinds.items())}"
+
+
+def _runs(layers: Sequence[str]) -> Iterator[str]:
+    """``a.0 to a.3`` for layers that follow one another, others by themselves; of many the first ones."""
+    runs: list[list[str]] = []
+    for layer in layers:
+        stack, _, number = layer.rpartition(".")
+        before = f"{stack}.{int(number) - 1}" if number.isdigit() else ""
+        if runs and runs[-1][-1] == before:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    yield from (run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs[:_SHOWN])
+    if len(runs) > _SHOWN:
+        yield f"and {sum(map(len, runs[_SHOWN:]))} more"
+
+
+_SHOWN = 4
 
 
 def gathered(bucket: Bucket) -> str:

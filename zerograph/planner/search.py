@@ -61,6 +61,8 @@ FEW = 8
 """Buckets up to which single changes of the best plans are tried, whatever the number of candidates."""
 RELIEVED = 6
 """Plans whose peaks are relieved (:mod:`~zerograph.planner.relief`), of those that stay and of those that offload."""
+FASTEST = 8
+"""Plans that offload activations, the fastest, of which it is looked at what coming back earlier does."""
 RELIEF = 30_000
 """Tasks that are simulated for that, of either."""
 
@@ -166,6 +168,8 @@ class Search:
             found += waiting_longer(spread(frontier(found))[:RELIEVED])
             found += _relieved(found, tile=False, small=few or _count(whole, (0,), ()) <= complete)
         if self.tiers or in_tiles:
+            if stays:  # where it is the loss that is tiled, and no parameter, the rest is as free as without tiles
+                found += _staying([p for p in in_tiles if p.space.plan.loss_tiles > 1 and not p.tiles], complete)
             small = _count(places, self.homes, self.tiers) <= complete
             if small:
                 found += (c for place in places for c in _all(place, self.homes, self.tiers))
@@ -174,7 +178,8 @@ class Search:
                 found += Offloading(self.homes, self.tiers, chosen, work * (2 - stays)).candidates
             for every in (self.spaces, *parts):
                 found += corners(every, self.homes, self.tiers, min(prefetches))
-            found += waiting_longer(spread(frontier(found))[:RELIEVED])
+            moving = [c for c in frontier(found) if c.offload]
+            found += waiting_longer([*sorted(moving, key=lambda c: c.rank)[:FASTEST], *spread(moving)[:RELIEVED]])
             found += _relieved(found, tile=wish.tiles, small=small or few, tiers=self.tiers)
         self.best = frontier(found)
 
