@@ -7,11 +7,11 @@ Prediction. The forecast of the peak is within 5% of what torch's allocator hand
 process where the model has more than 1 GB of states, and the forecast of the step's time within 20%.
 
 Method. `zerograph bench` measures the machine before every case, since a shared one changes from minute to minute,
-unless its file is given. Each case has fresh processes, which
-train 4 steps, record one (`backend.record()`), and train 5 more; "step" is the median of those 5, of the slowest rank.
-"Forecast" simulates the programs by the machine's rates alone; "re-timed" with the recorded step's seconds per
-segment and collective in their place. "Process" is the growth of resident memory from before the model was built to
-the peak of the last steps, as the kernel counts it; its forecast is the peak and what `zerograph/resident.py` adds.
+unless its file is given. Each case has fresh processes, which train 4 steps, record one (`backend.record()`), and train
+5 more; "step" is the median of those 5, of the slowest rank. "Forecast" simulates the programs by the machine's rates
+alone; "re-timed" with the recorded step's seconds per segment and collective in their place. "Process" is the growth of
+resident memory from before the model was built to the peak of the last steps, as the kernel counts it; its forecast is
+the peak and what `zerograph/resident.py` adds.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from typing import Any
 import psutil
 import torch
 
+from zerograph.measure.host import busy_seconds
+
 PACKAGES = ("torch", "zerograph", "deepspeed", "triton")
 
 
@@ -78,9 +80,3 @@ class Load:
     @property
     def share(self) -> float:
         return self.others / self.capacity if self.capacity else 0.0
-
-
-def busy_seconds() -> float:
-    """CPU seconds spent on this machine since it started, by anyone, on anything but idling."""
-    times = psutil.cpu_times()
-    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from zerograph.errors import ConfigError, ZeroGraphError
 from zerograph.ir import Param, layer_of_activation
 from zerograph.machine import TIERS, Tier
+from zerograph.units import is_number
 
 __all__ = [
     "DEVICE",
@@ -219,7 +220,7 @@ class Plan:
             version = data.pop("version", None)
         except (ValueError, TypeError, AttributeError):
             raise ZeroGraphError("the text is no plan", "give what Plan.to_json wrote") from None
-        if type(version) is not int or version != VERSION:
+        if not is_number(version, int) or version != VERSION:
             raise ZeroGraphError(f"plan has version {version}, this ZeroGraph reads {VERSION}", "make the plan again")
         try:
             _require_types(cls, data)
@@ -292,7 +293,7 @@ def _require_types(kind: type[Plan] | type[Bucket], data: Mapping[str, Any]) -> 
         value = data[name]
         if name in _LISTS and not isinstance(value, list):
             raise TypeError(f"{name} is {value!r}, no list")
-        if name in _NUMBERS and type(value) is not int and not (name == "ahead" and value is None):
+        if name in _NUMBERS and not is_number(value, int) and not (name == "ahead" and value is None):
             raise TypeError(f"{name} is {value!r}, no whole number")
         if name == "save_others" and type(value) is not bool:
             raise TypeError(f"{name} is {value!r}, neither true nor false")

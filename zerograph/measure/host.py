@@ -41,18 +41,18 @@ class Others:
     """What other processes take of the processors, from when it is made: time stolen by a hypervisor's guests, too."""
 
     def __init__(self) -> None:
-        self._before = _busy(), _ours(), time.monotonic()
+        self._before = busy_seconds(), _ours(), time.monotonic()
 
     @property
     def share(self) -> float:
         """Of all processors until now, that of others. Our children count once they have ended."""
         busy, ours, start = self._before
         elapsed = (time.monotonic() - start) * (os.cpu_count() or 1)
-        return max(0.0, (_busy() - busy) - (_ours() - ours)) / max(elapsed, 1e-9)
+        return max(0.0, (busy_seconds() - busy) - (_ours() - ours)) / max(elapsed, 1e-9)
 
 
-def _busy() -> float:
-    """CPU seconds since the machine started, on anything but idling."""
+def busy_seconds() -> float:
+    """CPU seconds spent on this machine since it started, by anyone, on anything but idling."""
     import psutil
 
     times = psutil.cpu_times()

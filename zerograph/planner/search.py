@@ -28,7 +28,7 @@ from zerograph.machine import TIERS, Machine, Tier
 from zerograph.plan import Offload, Plan, compute_dtype
 from zerograph.planner.candidates import Candidate, Place, Raise, Space, frontier, spread
 from zerograph.planner.ladder import open_homes, open_tiers
-from zerograph.planner.liveness import Graph
+from zerograph.planner.liveness import Graph, Mode
 from zerograph.planner.loss import head_of, loss_tiles, tiled
 from zerograph.planner.offloading import WORK, Offloading, corners, every_home, every_offload
 from zerograph.planner.rates import Rates, state_bytes
@@ -221,24 +221,22 @@ def smallest(
         return [*found, *(least(plan, tile=wish.tiles) for plan in frontier(found))]
 
 
-def _profile(graph: Graph, wish: Wish, machine: Machine) -> Profile:
-    """A step, with the levels between nothing and all saved where the search may choose them."""
-    if wish.recompute == "none":
-        return profile(graph, "none")
-    if wish.recompute != "auto" or not graph.step.training:
-        return profile(graph)
-    rates = Rates(machine, wish.world_size, compute_dtype(graph.step.params))
-    return profile(graph, spared=stops(graph, rates))
-
-
 def _ways(graph: Graph, wish: Wish, machine: Machine) -> list[Way]:
-    """The step with its loss whole and, where tiles are open, in each number of tiles."""
-    found = [Way(_profile(graph, wish, machine))]
+    """The step with its loss whole and, where tiles are open, in each number of tiles.
+
+    Each has the levels between nothing and all saved where the search may choose them. Those are of layers, which the
+    tiles of the loss do not touch.
+    """
+    base: Mode = "none" if wish.recompute == "none" else "auto"
+    spared = {}
+    if wish.recompute == "auto" and graph.step.training:
+        spared = stops(graph, Rates(machine, wish.world_size, compute_dtype(graph.step.params)))
+    found = [Way(profile(graph, base, spared))]
     head = head_of(graph) if wish.tiles else None
     if head is not None:
         for tiles in loss_tiles(head, wish.bucket_size or DEFAULT_BUCKET_SIZE):
-            parts = Graph(tiled(graph.step, head, tiles))
-            found.append(Way(_profile(parts, wish, machine), tiles, head.params))
+            parts = profile(tiled(graph.step, head, tiles), base, spared)
+            found.append(Way(parts, tiles, head.params))
     return found
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from zerograph.ir import layer_of_activation
-from zerograph.planner.liveness import Graph, Mode, saved
+from zerograph.planner.liveness import Graph, saved
 from zerograph.planner.rates import Rates
 
 STOPS = 3
@@ -39,12 +39,12 @@ class Stop(NamedTuple):
     seconds: float
 
 
-def stops(graph: Graph, rates: Rates, base: Mode = "auto") -> dict[str, tuple[frozenset[str], ...]]:
+def stops(graph: Graph, rates: Rates) -> dict[str, tuple[frozenset[str], ...]]:
     """By layer, sets of activations to save where it is recomputed, each a part of the next.
 
-    Neither none of them is among these nor all that ``base`` would save.
+    Neither none of them is among these nor all that the partitioner would save.
     """
-    kept = saved(graph, base).until
+    kept = saved(graph, "auto").until
     members: dict[str, list[int]] = {}
     for i in range(graph.backward):
         if graph.layer[i]:
