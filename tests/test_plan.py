@@ -103,6 +103,12 @@ def test_what_is_of_another_type_is_refused(name: str, value: object) -> None:
         Plan.from_json(json.dumps({**data, name: value}))
 
 
+def test_a_scalar_has_no_rows_for_tiles() -> None:
+    scalar = Param("s", (), "float32", "float32", "float32", True, True)
+    plan = Plan(3, 2, (Bucket(0, "s", (scalar,), "use", tiles=2),), 1)
+    assert list(plan.mistakes()) == ["bucket s is tiled, and is not one sharded parameter"]
+
+
 def test_what_is_missing_is_not_made_up() -> None:
     data = json.loads(Plan(3, 2, (), 1).to_json())
     del data["reductions"]

@@ -329,7 +329,7 @@ def _mistakes(bucket: Bucket, plan: Plan) -> Iterator[str]:
         yield f"is gathered {bucket.ahead} visits ahead, and prefetch is {plan.prefetch}"
     if bucket.tiles == 1:
         return
-    if len(bucket.params) != 1 or not bucket.params[0].sharded:
+    if len(bucket.params) != 1 or not (bucket.params[0].sharded and bucket.params[0].shape):
         yield "is tiled, and is not one sharded parameter"
     elif not 1 < bucket.tiles <= bucket.params[0].chunk_rows(plan.world_size):
         yield f"has {bucket.tiles} tiles of {bucket.params[0].chunk_rows(plan.world_size)} rows"
