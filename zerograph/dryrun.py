@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from zerograph.errors import UnsupportedError
+from zerograph.errors import UnsupportedError, ZeroGraphError
 from zerograph.loops import told_apart
 from zerograph.repeats import Stack, repeated_layers
 from zerograph.symbolic import SymbolicStep
 from zerograph.unfold import Joint, NotFoldable, Repeat, signature, unfold
+from zerograph.untraceable import ModelRaises, explained
 from zerograph.vary import Vary
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def compile_only(
 
     Raises:
         UnsupportedError: the model needs values (data-dependent control flow), or breaks into several graphs.
+        ConfigError: the model's own code raises.
         RuntimeError: a process group exists already: this process trains.
         Captured: the step was captured, where sizes are left open.
     """
@@ -91,7 +93,6 @@ def compile_only(
         raise RuntimeError("a dry run simulates its ranks and cannot share a process with a process group")
     with simulated_rank(0, world_size):
         model, given = on_meta(make)
-        args, kwargs = _arguments(given, batch, seq)
         stack = _foldable(model) if fold and (vary is None or vary.open is None) else None
         ours = backend(**{"compute": "eager", **options})
         ours.runs, ours.folds = False, fold
@@ -99,28 +100,46 @@ def compile_only(
         ours.planner.whole = tuple(model.parameters())  # a graph of a few layers reads a few of them
         shard(model, ours, device="cpu")
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        inputs = [*args, *kwargs.values()]
+        args, kwargs = _fake_arguments(given, batch, seq, mode, vary)
         if vary is not None:
-            inputs = vary.resized(inputs)
             ours.open_sizes = vary.open_sizes
-        fakes: dict[int, Tensor] = {}
-        inputs = [_input(x, mode, fakes, vary) for x in inputs]
-        args, kwargs = tuple(inputs[: len(args)]), dict(zip(kwargs, inputs[len(args) :], strict=True))
-        call = _Call(model, ours, mode, args, kwargs)
+
+        def uncompiled() -> None:
+            again, brought = on_meta(make)
+            _fake(again, mode)
+            positional, named = _fake_arguments(brought, batch, seq, mode, vary)
+            with mode:
+                again(*positional, **named)
+
+        call = _Call(model, ours, mode, args, kwargs, uncompiled)
         if stack is None or not _folded(call, stack):
             call.trace()
-        return Compiled(tuple(ours.frames), _tokens(inputs))
+        return Compiled(tuple(ours.frames), _tokens([*args, *kwargs.values()]))
+
+
+def _fake_arguments(
+    given: Any, batch: int, seq: int, mode: FakeTensorMode, vary: Vary | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, positional and by keyword, their tensors fake."""
+    args, kwargs = _arguments(given, batch, seq)
+    inputs = [*args, *kwargs.values()]
+    if vary is not None:
+        inputs = vary.resized(inputs)
+    fakes: dict[int, Tensor] = {}
+    inputs = [_input(x, mode, fakes, vary) for x in inputs]
+    return tuple(inputs[: len(args)]), dict(zip(kwargs, inputs[len(args) :], strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of a model, to be compiled and not run."""
+    """One call of a model, to be compiled and not run; ``uncompiled`` makes the same call of the model as it was."""
 
     model: nn.Module
     backend: Backend
     mode: FakeTensorMode
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    uncompiled: Callable[[], object]
 
     def trace(self, unfolding: Callable[[Joint], Repeat] | None = None) -> None:
         """Fill the backend's frames, with those of this call alone."""
@@ -133,16 +152,13 @@ class _Call:
                 torch.compile(self.model, backend=self.backend, fullgraph=True)(*self.args, **self.kwargs)
         except DryRun:
             return
-        except (
-            torch._dynamo.exc.Unsupported,
-            torch._dynamo.exc.UserError,
-            torch._dynamo.exc.TorchRuntimeError,  # shapes that do not go together: a table that is too short
-        ) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise UnsupportedError(
-                f"the model does not trace into one graph on the meta device: {reason}",
-                "give a model whose forward neither needs values nor breaks the graph",
-            ) from error
+        except (ZeroGraphError, torch._dynamo.exc.BackendCompilerFailed):
+            raise
+        except Exception as error:
+            told = explained(error, self.uncompiled)
+            if told is None:
+                raise
+            raise told from told.__cause__
         raise UnsupportedError("the model computes nothing that could be compiled", "give one with a forward")
 
 
@@ -183,7 +199,7 @@ def _folded(call: _Call, stack: Stack) -> bool:
             with stack.only(chosen):
                 call.trace(unfolding)
         except Exception as error:
-            if unfolder.whole:
+            if unfolder.whole or isinstance(error, ModelRaises):
                 raise  # all layers would have met it
             unfolder.reason = f"with {len(chosen)} layers it fails: {str(error).strip().partition(chr(10))[0]}"
         if unfolder.reason:
@@ -253,9 +269,12 @@ def on_meta(make: Callable[[], Any]) -> tuple[nn.Module, Any]:
             return found, None
         case (nn.Module() as model, inputs):
             return model, inputs
-    raise UnsupportedError(
-        f"the model's function returned {type(found).__name__}", "return an nn.Module, or (module, inputs)"
+    kind = (
+        f"tuple of {', '.join(type(x).__name__ for x in found)}" if isinstance(found, tuple) else type(found).__name__
     )
+    if isinstance(found, type):
+        kind = f"the class {found.__name__}, not an instance of it"
+    raise UnsupportedError(f"the model's function returned {kind}", "return an nn.Module, or (module, inputs)")
 
 
 def _arguments(inputs: Any, batch: int, seq: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

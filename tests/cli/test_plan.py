@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from math import prod
 from pathlib import Path
 
@@ -331,3 +333,162 @@ def test_memory_is_searched_within_at_any_stage_and_without_moments_more_fits(mo
     needs = [re.search(r"the step needs ([\d.]+) MiB", result.stderr) for result in (with_moments, without)]
     assert with_moments.exit_code == 1 and needs[0] is not None
     assert without.exit_code == 0 or (needs[1] is not None and float(needs[1][1]) < float(needs[0][1]))
+
+
+FORWARDS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+
+def given(forward, *inputs):
+    Net.forward = forward
+    return Net(), (inputs or (torch.empty(4, 8),))
+
+def value():
+    def forward(self, x):
+        raise ValueError(f"at most {x.shape[0] - 1} rows,\\nnot {x.shape[0]}")
+    return given(forward)
+
+def helper():
+    def width_of(x):
+        assert x.shape[1] == 3, f"width is {x.shape[1]}"
+    def forward(self, x):
+        width_of(x)
+        return F.linear(x, self.weight)
+    return given(forward)
+
+def missing():
+    def forward(self, x):
+        return self.nothing(x)
+    return given(forward)
+
+def name():
+    def forward(self, x):
+        return undefined + x
+    return given(forward)
+
+def shape():
+    def forward(self, x):
+        return F.linear(x.T, self.weight)
+    return given(forward)
+
+def arguments():
+    def forward(self, x, labels):
+        return x
+    return given(forward)
+
+def breaks():
+    def forward(self, x):
+        x = F.linear(x, self.weight)
+        torch._dynamo.graph_break()
+        return x
+    return given(forward)
+
+def prints():
+    def forward(self, x):
+        print("x has", x.shape)
+        return F.linear(x, self.weight)
+    return given(forward)
+
+def values():
+    def forward(self, x):
+        x = F.linear(x, self.weight)
+        return x if x.sum().item() > 0 else -x
+    return given(forward)
+
+def numpy():
+    def forward(self, x):
+        return F.linear(x, self.weight).tolist()
+    return given(forward)
+
+def talks():
+    print("hello from the function")
+    return Net(), (torch.empty(4, 8),)
+
+def leaves():
+    raise SystemExit("no arguments given")
+
+def three():
+    return Net(), torch.empty(4, 8), 3
+
+def a_class():
+    return Net
+"""
+
+
+@pytest.fixture(scope="module")
+def forwards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("forwards") / "forwards.py"
+    path.write_text(FORWARDS)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "line"),
+    [
+        ("value", "raises ValueError: at most 3 rows, not 4", "raise ValueError("),
+        ("helper", "raises AssertionError: width is 8", "assert x.shape[1] == 3"),
+        ("missing", "raises AttributeError: 'Net' object has no attribute 'nothing'", "return self.nothing(x)"),
+        ("name", "raises NameError: name 'undefined' is not defined", "return undefined + x"),
+        ("shape", "raises RuntimeError: a and b must have same reduction dim", "return F.linear(x.T, self.weight)"),
+        ("arguments", "forward() missing 1 required positional argument: 'labels'", ""),
+        (
+            "breaks",
+            "does not trace into one graph on the meta device: Call to `torch._dynamo.graph_",
+            "torch._dynamo.g",
+        ),
+        ("prints", "does not know how to trace builtin operator `print`", 'print("x has"'),
+        ("values", "data-dependent", "return x if x.sum().item() > 0"),
+        ("numpy", "does not trace into one graph", ".tolist()"),
+        ("leaves", "forwards.py:leaves ends the process (SystemExit: no arguments given)", ""),
+        ("three", "returned tuple of Net, Tensor, int", ""),
+        ("a_class", "returned the class Net, not an instance of it", ""),
+    ],
+)
+def test_what_is_wrong_with_a_model_is_told_with_its_own_exception_and_line(
+    forwards: Path, name: str, told: str, line: str
+) -> None:
+    result = run(f"{forwards}:{name}", "--machine", "cpu", "--world", "2", "--json")
+    assert (result.exit_code, result.stdout) == (2, "")
+    error = result.stderr.partition("error: ")[2]
+    assert told in error and "Traceback" not in result.stderr and "torch/_" not in result.stderr
+    if line:
+        number = 1 + next(i for i, text in enumerate(FORWARDS.splitlines()) if line in text)
+        assert f"\n  at {forwards}:{number}, in " in error and line in error
+
+
+def test_the_traceback_of_a_models_error_is_there_for_the_asking(forwards: Path) -> None:
+    result = run(f"{forwards}:shape", "--machine", "cpu", "-v")
+    assert result.exit_code == 2 and "Traceback (most recent call last)" in result.stderr
+
+
+def test_what_a_model_prints_is_not_among_the_data(forwards: Path) -> None:
+    result = run(f"{forwards}:talks", "--machine", "cpu", "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["model"] == f"{forwards}:talks"
+    assert "hello from the function" in result.stderr
+
+
+@pytest.mark.parametrize("hidden", ["queue", "timeit", "sympy"])
+def test_a_file_that_hides_a_module_is_named(tmp_path: Path, hidden: str) -> None:
+    """In a process of its own: torch is imported after the model's folder has come first."""
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / f"{hidden}.py").write_text("mine = 1\n")
+    command = [sys.executable, "-m", "zerograph", "plan", f"{tmp_path}/model.py:small", "--machine", "cpu"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 2
+    assert f"{tmp_path}/{hidden}.py hides the module {hidden} of " in result.stderr
+    assert result.stderr.endswith(f"hint: rename {tmp_path}/{hidden}.py, which whoever imports its name gets\n")
+
+
+def test_a_model_file_may_have_the_name_of_a_module(tmp_path: Path) -> None:
+    import random
+
+    (tmp_path / "random.py").write_text(MODEL)
+    result = run(f"{tmp_path}/random.py:with_inputs", "--machine", "cpu")
+    assert result.exit_code == 0, result.stderr
+    assert sys.modules["random"] is random

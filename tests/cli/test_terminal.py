@@ -55,11 +55,21 @@ def test_notes_stand_below_their_rows_where_the_terminal_is_narrow(
     monkeypatch.setenv("TERM", "dumb")
     show_table(TABLE, numbers={1}, below={2})
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    notes = ("because " * 5).rstrip()
     if columns == 30:
-        assert lines == ["layer  bytes", "a        5 B", f"  {notes}", "b       12 B"]
+        notes = ["  because because because", "  because because"]  # words stay whole, in lines of 30 columns
+        assert lines == ["layer  bytes", "a        5 B", *notes, "b       12 B"]
     else:
-        assert lines == ["layer  bytes  why", f"a        5 B  {notes}", "b       12 B"]
+        assert lines == ["layer  bytes  why", f"a        5 B  {'because ' * 5}".rstrip(), "b       12 B"]
+
+
+def test_notes_have_their_titles_where_numbers_need_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    for name, value in (("COLUMNS", "17"), ("NO_COLOR", "1"), ("TERM", "dumb")):
+        monkeypatch.setenv(name, value)
+    show_table([["row", "device", "host"], ["a", "5 GiB", "-"], ["b", "1 GiB", "7 GiB"]], {1, 2}, {1, 2}, {1, 2})
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert lines == ["row", "a", "  device 5 GiB", "b", "  device 1 GiB, host 7", "  GiB"]
 
 
 def test_lines_are_written_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,15 @@ Sizes that are told need no torch, no model and no device; those of a MODEL are 
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import click
 
-from zerograph.cli.estimate_view import as_data, draw, lines
+from zerograph.cli.estimate_view import BELOW, NUMBERS, as_data, cells
 from zerograph.cli.options import SIZE
 from zerograph.cli.size_options import COUNT, SIZES, sizes
-from zerograph.cli.terminal import progress
+from zerograph.cli.terminal import progress, show_table
+from zerograph.cli.verbosity import model_code, verbose_option
 from zerograph.errors import ConfigError
 from zerograph.machine import PRESETS, TIERS, Tier, machine_from
 from zerograph.plan import OFFLOADS, Offload
@@ -58,7 +58,10 @@ _SCORES = "Whether attention stores its scores (whole) or not (fused)."
 @click.option("--capture", is_flag=True, help="Solve for batch or seq on MODEL's traced step too.")
 @click.option("--check", is_flag=True, help="Exit with 1 when nothing fits.")
 @click.option("--json", "as_json", is_flag=True, help="JSON, as docs/estimates.md describes it.")
-def estimate(model: str | None, what: What | None, capture: bool, check: bool, as_json: bool, **options: Any) -> None:
+@verbose_option
+def estimate(
+    model: str | None, what: What | None, capture: bool, check: bool, as_json: bool, verbose: bool, **options: Any
+) -> int:
     """Say whether a model fits, and how fast it would be, from its sizes alone.
 
     One row per ZeRO stage and offload choice, the fastest that fits marked.
@@ -75,16 +78,20 @@ def estimate(model: str | None, what: What | None, capture: bool, check: bool, a
     """
     if capture and (model is None or what not in ("batch", "seq")):
         raise ConfigError("--capture solves for batch or seq on the step of a MODEL", "give MODEL and --largest batch")
-    question = _question(model, what, **options)
+    with model_code(verbose):
+        question = _question(model, what, **options)
     value = None
     if what is not None:
         found = largest(question, what, layers=options["layers"], hidden=options["hidden"])
         question, value = found.question or found.beyond, found.value
     table = rows(question)
     missing = shortage(table)
-    traced = _traced(str(model), what, question) if capture and what in ("batch", "seq") else None
+    traced = None
+    if capture and what in ("batch", "seq"):
+        with model_code(verbose):
+            traced = _traced(str(model), what, question)
     _show(model, question, table, missing, what, value, traced, as_json)
-    sys.exit(1 if check and missing else 0)
+    return int(check and missing is not None)
 
 
 def _question(model: str | None, what: What | None, machine: str, memory: int | None, **options: Any) -> Question:
@@ -189,10 +196,7 @@ def _show(
         offload, tier = _offloaded(question)
         where = "nothing offloaded" if offload == "none" else f"{offload} on {tier or 'host or nvme'}"
         click.echo(f"traced step, stage {stage}, {where}: {explained(str(what), *solved)}")
-    if sys.stdout.isatty():
-        draw(table, best)
-    else:
-        click.echo("\n".join(lines(table, best)))
+    show_table(cells(table, best), NUMBERS, BELOW, BELOW)
     if missing:
         click.echo(f"nothing fits: {missing}\n", err=True)
         for knob in missing.knobs[:6]:

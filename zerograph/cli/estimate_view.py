@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from zerograph.cli.terminal import Cell
 from zerograph.machine import TIERS
 from zerograph.planner.estimate import Question, Row
 from zerograph.planner.shortage import Shortage
@@ -18,31 +19,23 @@ if TYPE_CHECKING:
 VERSION = 1
 
 
-def lines(table: Iterable[Row], best: Row | None) -> list[str]:
-    """A line per row, the fastest that fits marked with ``*``; columns are padded, two blanks apart."""
-    cells = [_HEADER, *(_cells(row, row is best) for row in table)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(_HEADER))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-
-
-def draw(table: Iterable[Row], best: Row | None) -> None:
-    """The same as a table in the terminal, overrun tiers in red; colours obey NO_COLOR."""
-    from rich.console import Console  # late: a plain run and --help need neither
-    from rich.table import Table
-
-    view = Table(box=None, header_style="bold", pad_edge=False)
-    for column, name in enumerate(_HEADER):
-        view.add_column(name, justify="right" if column > 4 else "left", no_wrap=column < 2)
-    for row in table:
-        style = "bold green" if row is best else None if row.fits else "dim"
-        view.add_row(*_cells(row, row is best), style=style)
-    Console().print(view)
+def cells(table: Iterable[Row], best: Row | None) -> list[list[Cell]]:
+    """A row of text per row under a header, the fastest that fits marked with ``*`` and bold, those that do not dim."""
+    header: list[Cell] = [(title, "bold") for title in _HEADER]
+    return [header, *([(text, _style(row, best)) for text in _texts(row, row is best)] for row in table)]
 
 
 _HEADER = ("", "choice", "fits", "activations", "tiles", "device", "host", "nvme", "seconds", "tokens/s", "bound by")
+NUMBERS = frozenset(range(5, 10))
+BELOW = frozenset({2, 3, 4, 5, 6, 7, 10})
+"""Columns that stand below their rows on a terminal that is too narrow for all of them."""
 
 
-def _cells(row: Row, best: bool) -> tuple[str, ...]:
+def _style(row: Row, best: Row | None) -> str:
+    return "bold green" if row is best else "" if row.fits else "dim"
+
+
+def _texts(row: Row, best: bool) -> tuple[str, ...]:
     over = [tier for tier in TIERS if row.need[tier] > row.have[tier]]
     return (
         "*" if best else "",

@@ -6,14 +6,15 @@ import importlib
 import importlib.util
 import inspect
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from zerograph.errors import ConfigError, ZeroGraphError
+from zerograph.tracebacks import line_of
 
 
 def model_maker(text: str, *, batch: int = 1, seq: int = 1024) -> Callable[[], Any]:
@@ -39,7 +40,8 @@ def model_maker(text: str, *, batch: int = 1, seq: int = 1024) -> Callable[[], A
     if not callable(made):
         found = "not a callable" if hasattr(module, name) else "not there"
         public = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__]
-        raise ConfigError(f"{name} is {found} in {where}", f"it has {', '.join(sorted(public)) or 'no callable'}")
+        meant = get_close_matches(name, public) or sorted(public)
+        raise ConfigError(f"{name} is {found} in {where}", f"it has {', '.join(meant) or 'no callable'}")
     _refuse_arguments(text, made)
 
     def make() -> Any:
@@ -56,11 +58,16 @@ def _of_the_user(text: str) -> Iterator[None]:
         yield
     except ZeroGraphError:
         raise
+    except SystemExit as error:  # a script that reads the command line, or trains, when it is imported
+        raise ConfigError(
+            f"{text} ends the process (SystemExit: {error})",
+            'put what only a run of the script should do under: if __name__ == "__main__":',
+        ) from error
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        hint = f"mend {last.filename}:{last.lineno}; with ZEROGRAPH_DEBUG=1 the traceback is shown"
-        raise ConfigError(f"{text} raises {what}", hint) from error
+        line = line_of(error)
+        place = f"mend {line.filename}:{line.lineno}; " if line is not None else ""
+        raise ConfigError(f"{text} raises {what}", f"{place}-v shows the traceback") from error
 
 
 def _refuse_arguments(text: str, made: Callable[..., Any]) -> None:
@@ -79,14 +86,21 @@ def _refuse_arguments(text: str, made: Callable[..., Any]) -> None:
 def _from_file(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"there is no file {path}", "paths are relative to the current folder")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    name = path.stem if path.stem.isidentifier() and not _taken(path) else f"_{path.stem}_of_the_user"
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickles of the file look their module up
+    sys.modules[name] = module  # dataclasses and pickles of the file look their module up
     sys.path.insert(0, str(path.parent.resolve()))  # as for a script: its neighbours can be imported
     with _of_the_user(str(path)):
         spec.loader.exec_module(module)
     return module
+
+
+def _taken(path: Path) -> bool:
+    """Whether another module has the name of the file: ``random.py`` must not become everyone's ``random``."""
+    there = sys.modules.get(path.stem)
+    return path.stem in sys.stdlib_module_names or (there is not None and getattr(there, "__file__", None) != str(path))
 
 
 def _from_path(name: str) -> ModuleType:

@@ -12,6 +12,7 @@ from zerograph.cli.model_source import model_maker
 from zerograph.cli.options import SIZE, Parsed
 from zerograph.cli.size_options import SIZES, sizes
 from zerograph.cli.terminal import progress, show_lines
+from zerograph.cli.verbosity import model_code, verbose_option
 from zerograph.cli.view.screen import show_summary
 from zerograph.config import OFFLOAD, OFFLOAD_TIERS
 from zerograph.errors import ConfigError
@@ -65,7 +66,10 @@ STAGE = Parsed("0|1|2|3|auto", _stage)
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan file here.")
 @click.option("--explain", is_flag=True, help="Say why each decision was made.")
 @click.option("--json", "json_", is_flag=True, help="Write the plan file to stdout.")
-def plan(model: str | None, what: Name | None, output: Path | None, explain: bool, json_: bool, **options: Any) -> int:
+@verbose_option
+def plan(
+    model: str | None, what: Name | None, output: Path | None, explain: bool, json_: bool, verbose: bool, **options: Any
+) -> int:
     """Plan a training step without running it, and write a plan file.
 
     MODEL is file.py:callable or module:callable. The callable returns a model, or a model and its inputs (a tuple, or a
@@ -92,7 +96,7 @@ def plan(model: str | None, what: Name | None, output: Path | None, explain: boo
         options["memory"] = memory  # to search within, whatever the stage
     options["fold"] = not options.pop("whole")
     options = {name: value for name, value in options.items() if value is not None or name == "dtype"}
-    with progress() as say:
+    with progress() as say, model_code(verbose):
         say("importing torch and the model")
         name, make = _model(model, size, options["batch"], options["seq"])
         say(f"tracing {name} for {options['world']} simulated ranks")

@@ -20,11 +20,16 @@ Cell = str | tuple[str, str]
 """Text, or text and the style it has on a terminal."""
 
 
-def show_table(rows: Sequence[Sequence[Cell]], numbers: Container[int] = (), below: Container[int] = ()) -> None:
+def show_table(
+    rows: Sequence[Sequence[Cell]],
+    numbers: Container[int] = (),
+    below: Container[int] = (),
+    named: Container[int] = (),
+) -> None:
     """Write ``rows``, all of one length, to stdout as aligned columns.
 
     Columns in ``numbers`` are aligned to the right. Where a table is wider than the terminal, the columns in ``below``
-    stand under their rows; the first row is a header then.
+    stand under their rows, those in ``named`` after their titles; the first row is a header then.
     """
     lines = plain_lines(rows, numbers)
     if not sys.stdout.isatty():
@@ -32,7 +37,7 @@ def show_table(rows: Sequence[Sequence[Cell]], numbers: Container[int] = (), bel
             click.echo(line)
         return
     if below and max(map(len, lines)) > width():
-        show_lines(_stacked(rows, numbers, below))
+        show_lines(_stacked(rows, numbers, below, named))
         return
     from rich.console import Console
 
@@ -78,14 +83,22 @@ def plain_lines(rows: Sequence[Sequence[Cell]], numbers: Container[int] = ()) ->
     return ["  ".join(_pad(text, widths, i, numbers) for i, text in enumerate(row)).rstrip() for row in texts]
 
 
-def _stacked(rows: Sequence[Sequence[Cell]], numbers: Container[int], below: Container[int]) -> Iterator[Cell]:
+def _stacked(
+    rows: Sequence[Sequence[Cell]], numbers: Container[int], below: Container[int], named: Container[int]
+) -> Iterator[Cell]:
+    from textwrap import wrap
+
+    titles = [f"{_text(title)} " if i in named else "" for i, title in enumerate(rows[0])]
     beside = [i for i in range(len(rows[0])) if i not in below]
     lines = plain_lines([[row[i] for i in beside] for row in rows], [at for at, i in enumerate(beside) if i in numbers])
     yield lines[0], "bold"
     for line, row in zip(lines[1:], rows[1:], strict=True):
-        yield line
-        if notes := [text for i, cell in enumerate(row) if i in below and (text := _text(cell))]:
-            yield f"  {', '.join(notes)}", "dim"
+        yield line, row[0][1] if isinstance(row[0], tuple) else ""
+        notes = [
+            titles[i] + text for i, cell in enumerate(row) if i in below and (text := _text(cell)) not in ("", "-")
+        ]
+        for part in wrap(", ".join(notes), max(width() - 2, 20), break_long_words=False, break_on_hyphens=False):
+            yield f"  {part}", "dim"
 
 
 def _pad(text: str, widths: Sequence[int], column: int, numbers: Container[int]) -> str:
