@@ -7,6 +7,7 @@ makes the segments of a layer the same in every layer, so that a deep model comp
 from __future__ import annotations
 
 import operator
+import re
 
 import torch
 import torch._inductor.inductor_prims  # registers the operators for seeds
@@ -19,7 +20,40 @@ _LEAST = 16
 """Operations between two cuts, at least: what a compiler has to fuse in less is worth more than a cut."""
 
 _MODEL = "L['self']"
-"""What Dynamo calls the module that was compiled; modules reached in other ways keep their whole path."""
+"""What Dynamo calls the module that was compiled, where its ``forward`` calls it ``self``."""
+_ROOT = re.compile(r"[LG]\['\w+'\](?=\.|$)")
+"""A module in a local or global variable, where Dynamo's name of one begins."""
+
+
+def name_model(gm: fx.GraphModule) -> int:
+    """Give modules the names of their parameters where they are reached through another variable than ``self``.
+
+    Dynamo names a module by the variable that it found it through: ``L['model'].blocks.0`` in a function that is
+    compiled, ``L['s'].blocks.0`` where a method calls its first argument ``s``. Where all modules of the graph are
+    found through one variable, it holds the model, and its name becomes that which :func:`module_of` leaves out. Where
+    there are several, as in a step of teacher and student, names stay as they are. Only names change; needs Dynamo's
+    graph, whose nodes the joint graph has its names from.
+
+    Returns:
+        The number of nodes that got another name.
+    """
+    nodes = [n for m in gm.modules() if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
+    named = [n for n in nodes if n.meta.get("nn_module_stack")]
+    roots = {_root_of(path) for n in named for path, _ in n.meta["nn_module_stack"].values()}
+    root = next(iter(roots), None)
+    if root in (None, _MODEL) or len(roots) > 1:
+        return 0
+    for n in named:
+        stack = n.meta["nn_module_stack"]
+        n.meta["nn_module_stack"] = {
+            key: (_ROOT.sub(_MODEL, path, count=1), kind) for key, (path, kind) in stack.items()
+        }
+    return len(named)
+
+
+def _root_of(path: str) -> str | None:
+    found = _ROOT.match(path)
+    return found[0] if found else None
 
 
 def module_of(node: fx.Node) -> str | None:

@@ -258,6 +258,24 @@ def test_layers_that_do_not_fold_are_all_traced_and_left_as_they_were(caplog: py
     assert facts(folded) == facts(whole)
 
 
+class OtherName(Model):
+    """Its first argument is not called ``self``, which is what Dynamo names modules by."""
+
+    def forward(this, tokens: Tensor) -> Tensor:  # noqa: N805
+        x = this.embed(tokens)
+        for layer in this.layers:
+            x = layer(x)
+        return this.head(x)
+
+
+def test_layers_fold_whatever_the_model_calls_itself(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="zerograph"):
+        folded, _ = compiled(lambda: OtherName([Layer(i) for i in range(DEPTH)]), True)
+    assert [r.getMessage() for r in caplog.records if r.name == "zerograph.dryrun"] == []
+    assert {f"layers.{i}.up" for i in range(DEPTH)} <= {op.module for op in folded.step.ops}
+    assert not any("[" in op.module for op in folded.step.ops)
+
+
 class Positioned(Model):
     """Does something else after the layer of one position."""
 

@@ -39,6 +39,7 @@ from zerograph.fold import fold, joint_of, tracing_gives
 from zerograph.frame import Frame
 from zerograph.lower import lower, without_code
 from zerograph.ops import REDUCE_GRAD
+from zerograph.passes.layers import name_model
 from zerograph.rows import take_rows
 from zerograph.runtime.executor import Executor
 from zerograph.speedups import fast_minimum_cut, graphs_written_for_readers
@@ -60,6 +61,7 @@ add_dont_constant_fold(REDUCE_GRAD)  # a gradient that is the same everywhere is
 def compile_frame(backend: Backend, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     """Compile one Dynamo graph whose parameters have their faces; returns what Dynamo calls."""
     frame = backend.new_frame()
+    name_model(gm)
     compiler = aot_autograd(
         fw_compiler=partial(_compile_graph, frame, "forward"),
         bw_compiler=partial(_compile_graph, frame, "backward"),

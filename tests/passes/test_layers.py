@@ -9,7 +9,7 @@ from graphs import Builder, plan, show
 from torch import fx
 
 from zerograph.passes import gather, layers
-from zerograph.passes.layers import layer_of, layer_starts, module_of
+from zerograph.passes.layers import layer_of, layer_starts, module_of, name_model
 
 aten = torch.ops.aten
 LONG, SHORT = 20, 5
@@ -114,3 +114,36 @@ def test_modules_of_the_compiled_model_have_the_names_of_its_parameters() -> Non
     for path, module in paths.items():
         (node,) = _graph((path, 1)).find_nodes(op="call_function", target=aten.sin.default)
         assert module_of(node) == module
+
+
+def _named(*paths: str) -> fx.GraphModule:
+    """A graph with an operation in each of these modules."""
+    return fx.GraphModule(torch.nn.Module(), _graph(*((path, 1) for path in paths)))
+
+
+def _modules(gm: fx.GraphModule) -> list[str | None]:
+    return [module_of(n) for n in gm.graph.find_nodes(op="call_function", target=aten.sin.default)]
+
+
+@pytest.mark.parametrize("root", ["L['this']", "L['model']", "G['model']"])
+def test_the_model_may_be_in_any_variable(root: str) -> None:
+    gm = _named(f"{root}.embed", f"{root}.h.0.up", root)
+    assert name_model(gm) == 3
+    assert _modules(gm) == ["embed", "h.0.up", ""]
+    assert name_model(gm) == 0
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ("L['self'].h.0", "L['self'].h.1"),
+        ("L['student'].h.0", "L['teacher'].h.0"),  # both would be h.0
+        ("L['self'].h.0", "L['other'].h.0"),
+        ("L['models'][0].h.0",),
+    ],
+)
+def test_names_that_are_right_or_would_meet_stay(paths: tuple[str, ...]) -> None:
+    gm = _named(*paths)
+    before = _modules(gm)
+    assert name_model(gm) == 0
+    assert _modules(gm) == before
