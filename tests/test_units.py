@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerograph.units import format_bytes, format_seconds, parse_bytes
+from zerograph.units import format_bytes, format_seconds, is_number, parse_bytes
 
 
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("0", 0),
-        ("33554432", 2**25),
+        ("0B", 0),
+        ("33554432B", 2**25),
+        ("1.1 TB", 1_100_000_000_000),
         ("32MiB", 2**25),
         (" 32 mib ", 2**25),
         ("1.5GB", 1_500_000_000),
@@ -26,6 +29,27 @@ from zerograph.units import format_bytes, format_seconds, parse_bytes
 )
 def test_parse(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["0", "70", " 33554432 ", "1.5"])
+def test_a_number_without_a_unit_is_asked_for_one(text: str) -> None:
+    with pytest.raises(ValueError, match=r"has no unit: '.*GiB', '.*GB', or '.*B' for bytes\?"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("text", ["9" * 30 + "TiB", "1" * 400 + "B", 2**63])
+def test_what_no_machine_addresses_is_refused(text: str | int) -> None:
+    with pytest.raises(ValueError, match="more than 8 EiB"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("value", [True, math.nan, math.inf, -math.inf, "1", None])
+def test_what_is_no_number_of_a_file(value: object) -> None:
+    assert not is_number(value)
+
+
+def test_large_whole_numbers_are_no_numbers_of_a_file_either() -> None:
+    assert is_number(10**18) and not is_number(10**400)
 
 
 @pytest.mark.parametrize("text", ["", "MiB", "-1", "1e6", "32 MiBs", "1,5GB", "1.GB", "0x10", -1])

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from zerograph.errors import ConfigError
+from zerograph.filekinds import refuse_other
 from zerograph.units import is_number
 
 VERSION = 2
@@ -112,9 +114,14 @@ class Machine:
         """
         try:
             data: dict[str, Any] = json.loads(text)
+            refuse_other(data, "a machine", _MADE)
             version = data.pop("version", None)
-        except (ValueError, TypeError, AttributeError):
-            raise ConfigError("the text is no machine", "give what `zerograph bench -o machine.json` wrote") from None
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            raise ConfigError(
+                "this is no machine", f"give a preset ({', '.join(PRESETS)}), or a file: {_MADE}"
+            ) from None
         if version != VERSION:
             raise ConfigError(f"the machine has version {version}, this ZeroGraph reads {VERSION}", "measure it again")
         try:
@@ -153,6 +160,7 @@ class Machine:
                 yield f"{name} is {rate!r}, not a rate above 0"
 
 
+_MADE = "`zerograph bench -o machine.json` writes a machine"
 _LINKS = ("nvme_read", "nvme_write", "h2d", "d2h", "intra", "inter", "update")
 GB, TB, GIB = 10**9, 10**12, 2**30
 _REACHED = 0.6
@@ -260,7 +268,10 @@ def machine_named(name: str, device_memory: int | None = None) -> Machine:
         ConfigError: no preset of that name.
     """
     if name not in PRESETS:
-        raise ConfigError(f"no machine {name!r}", f"one of {', '.join(PRESETS)}, or a file from `zerograph bench`")
+        meant = ", ".join(get_close_matches(name, PRESETS)) or f"one of {', '.join(PRESETS)}"
+        raise ConfigError(
+            f"no machine {name!r}, and no file of that name", f"{meant}, or a file from `zerograph bench`"
+        )
     machine = PRESETS[name]
     return machine if device_memory is None else replace(machine, device_memory=device_memory)
 
@@ -272,9 +283,14 @@ def machine_from(name: str, device_memory: int | None = None) -> Machine:
         ConfigError: neither a preset nor a machine file.
     """
     path = Path(name)
-    if name in PRESETS or not path.is_file():
+    if name in PRESETS or not path.exists():
         return machine_named(name, device_memory)
-    machine = Machine.from_json(path.read_text(errors="replace"))
+    try:
+        machine = Machine.from_json(path.read_text(errors="replace"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the machine {path}: {error.strerror}", _MADE) from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {str(error).partition(chr(10))[0]}", error.hint) from None
     return machine if device_memory is None else replace(machine, device_memory=device_memory)
 
 

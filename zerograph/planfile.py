@@ -14,6 +14,7 @@ from typing import Any
 
 from zerograph.columns import rows, table, unpacked
 from zerograph.errors import ConfigError
+from zerograph.filekinds import refuse_other
 from zerograph.forecast import Forecast, Peak, Span
 from zerograph.ir import Kind
 from zerograph.linediff import unified
@@ -22,6 +23,7 @@ from zerograph.plan import Plan
 from zerograph.units import is_number
 
 VERSION = 3
+_MADE = "give what `zerograph plan -o plan.json` wrote"
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,9 +148,12 @@ class PlanFile:
         """
         try:
             data: dict[str, Any] = json.loads(text)
+            refuse_other(data, "a plan", _MADE)
             version, digest = data["version"], data.pop("digest")
-        except (ValueError, TypeError, KeyError, AttributeError):
-            raise ConfigError("the file holds no plan", "give what `zerograph plan -o plan.json` wrote") from None
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise ConfigError("the file holds no plan", _MADE) from None
         if version != VERSION:
             raise ConfigError(f"the plan has version {version}, this ZeroGraph reads {VERSION}", "make the plan again")
         if verify and digest != _digest(data):

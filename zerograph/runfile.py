@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerograph.errors import ConfigError
+from zerograph.filekinds import refuse_other
 from zerograph.forecast import Forecast, Span
 from zerograph.planfile import canonical, forecast_data, forecast_of
 from zerograph.units import is_number
@@ -68,8 +69,11 @@ class Run:
         hint = "give what `run.save(path)` wrote after `with backend.record() as run` (docs/recording.md)"
         try:
             data: dict[str, Any] = json.loads(text)
+            refuse_other(data, "a measured run", hint)
             version = data.get("version") if "segments" in data else None
-        except (ValueError, TypeError, AttributeError):
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, AttributeError, RecursionError):
             raise ConfigError("the file holds no measured run", hint) from None
         if version is None:
             raise ConfigError("the file holds no measured run: it names no plan and no segments", hint)

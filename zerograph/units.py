@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from types import UnionType
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_bytes(text: str | int) -> int:
     """Bytes in ``text``: an int, or a number with a unit such as ``"32MiB"`` or ``"1.5 GB"``.
 
+    A text needs its unit: whoever types 70 does not mean 70 bytes.
+
     Raises:
-        ValueError: the text is no size, or is negative.
+        ValueError: the text is no size or has no unit, is negative, or is 2**63 and more.
     """
     if isinstance(text, int):
         size = text
     else:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+        if match is not None and not match[2]:
+            raise ValueError(f"{text!r} has no unit: '{match[1]}GiB', '{match[1]}GB', or '{match[1]}B' for bytes?")
         if match is None or match[2].upper() not in _UNITS:
-            raise ValueError(f"{text!r} is not a size such as 33554432, '32MiB' or '1.5GB'")
-        size = int(float(match[1]) * _UNITS[match[2].upper()])
+            raise ValueError(
+                f"{text!r} is not a size such as '32MiB' or '1.5GB'; units are {', '.join(_UNITS).replace('IB', 'iB')}"
+            )
+        size = int(Fraction(match[1]) * _UNITS[match[2].upper()])
     if size < 0:
         raise ValueError(f"a size cannot be negative, got {text!r}")
+    if size >= 2**63:
+        raise ValueError(f"{str(text)[:40]} is more than 8 EiB, which no machine addresses")
     return size
 
 
@@ -49,5 +58,5 @@ def _digits(number: float) -> str:
 
 
 def is_number(value: object, kind: type | UnionType = int | float) -> bool:
-    """Whether ``value``, of a file that anyone may have edited, is a number; true and false are none."""
-    return isinstance(value, kind) and not isinstance(value, bool)
+    """Whether ``value``, of a file that anyone may have edited, is a number; true, false, NaN and infinity are none."""
+    return isinstance(value, kind) and not isinstance(value, bool) and -1e300 < value < 1e300  # type: ignore[operator]

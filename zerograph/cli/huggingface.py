@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from zerograph.errors import ConfigError
+from zerograph.filekinds import refuse_other
 
 NO_MODEL = "give the config.json of a Hugging Face model, or file.py:callable"
 
@@ -55,8 +56,12 @@ def _read(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text())
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}", "paths are relative to the current folder") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}", NO_MODEL) from None
+    try:
+        refuse_other(data, "the config of a Hugging Face model", NO_MODEL)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {str(error).partition(chr(10))[0]}", error.hint) from None
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
         raise ConfigError(f"{path} says no model_type", NO_MODEL)
     return data

@@ -26,8 +26,15 @@ class Parsed(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-SIZE = Parsed("size", parse_bytes)
-"""Bytes, such as 70GiB."""
+def _memory(text: str) -> int:
+    size = parse_bytes(text)
+    if size == 0:
+        raise ValueError("there must be some memory")
+    return size
+
+
+SIZE = Parsed("size", _memory)
+"""Bytes of a memory, such as 70GiB."""
 
 
 def folder(text: str) -> Callable[[F], F]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from dataclasses import dataclass
+from fractions import Fraction
 from math import isqrt
 
 from zerograph.errors import ConfigError
 
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_MOST = 10**15
+"""The largest count: a thousand trillion parameters, ranks or tokens."""
 _GPT2_VOCAB = 50_257
 _ASPECT = 128
 """Hidden size per layer where only a parameter count is known: GPT-3 175B and Llama 7B have 128."""
@@ -21,13 +24,17 @@ def parse_count(text: str | int) -> int:
     """The number in ``text``: an int, or a decimal with k, M, B or T (powers of 1000) such as ``"70B"``.
 
     Raises:
-        ValueError: the text is no count, or is not positive.
+        ValueError: the text is no count, or is not a whole number of at least 1.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMBT]?)\s*", str(text).upper())
-    count = round(float(match[1]) * _COUNTS[match[2]]) if match else 0
+    count = Fraction(match[1]) * _COUNTS[match[2]] if match else Fraction(0)
     if count < 1:
         raise ValueError(f"{text!r} is not a count such as 1024, '128k', '70B' or '1.5T'")
-    return count
+    if count.denominator != 1:
+        raise ValueError(f"{text!r} is not a whole number")
+    if count > _MOST:
+        raise ValueError(f"{str(text)[:40]} is more than a thousand T")
+    return int(count)
 
 
 def format_count(count: float) -> str:
