@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -216,3 +224,31 @@ def test_capture_needs_a_model_and_something_to_solve_for(line: str) -> None:
     result = run(f"{line} --capture" if "--capture" not in line else line)
     assert result.exit_code == 2
     assert "--capture solves for batch or seq on the step of a MODEL" in result.stderr
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_every_figure_is_whole_on_a_narrow_terminal(columns: int) -> None:
+    """In a process on a terminal of that width: no cut figures, no line that the terminal would break."""
+    master, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    words = [sys.executable, "-m", "zerograph", "estimate", *LLAMA.split(), "--world", "8"]
+    environment = {**os.environ, "NO_COLOR": "1", "TERM": "xterm", "COLUMNS": str(columns)}
+    with subprocess.Popen(words, stdout=terminal, env=environment) as process:
+        os.close(terminal)
+        text = b""
+        while part := _read(master):
+            text += part
+    os.close(master)
+    assert process.returncode == 0
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text.decode()).splitlines()
+    assert max(map(len, lines)) <= columns and not any("…" in line for line in lines)
+    plain = run(f"{LLAMA} --world 8").stdout
+    figures = re.findall(r"\S+ [KMGT]iB of \S+ [KMGT]iB", " ".join(" ".join(lines).split()))
+    assert figures == re.findall(r"\S+ [KMGT]iB of \S+ [KMGT]iB", plain) and len(figures) > 20
+
+
+def _read(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 65536)
+    except OSError:  # what Linux says where nobody writes to it any more
+        return b""

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 import zerograph
 from zerograph.cli import COMMANDS, main
 from zerograph.errors import ConfigError, RankError, ZeroGraphError
+from zerograph.machine import PRESETS
 
 HEAVY = {"torch", "numpy", "networkx", "sympy", "rich", "psutil", "zerograph.planner", "zerograph.runtime"}
 
@@ -95,7 +96,13 @@ def test_without_a_command_the_help_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("args", "message", "hint"),
     [
-        (["bnech"], "No such command 'bnech'", "zerograph --help"),
+        (["bnech"], "No such command 'bnech'. Did you mean 'bench'?", "zerograph --help"),
+        (["shwo"], "No such command 'shwo'. Did you mean 'show'?", "zerograph --help"),
+        (["plan", "--stge", "3"], "'--stage'", "zerograph plan --help"),
+        (["estimate", "--batch", "1.5"], "'1.5' is not a whole number", "zerograph estimate --help"),
+        (["estimate", "--memory", "70"], "'70' has no unit: '70GiB', ", "zerograph estimate --help"),
+        (["estimate", "--memory", "0GiB"], "there must be some memory", "zerograph estimate --help"),
+        (["plan", "--memory", "70"], "'70' has no unit: '70GiB', ", "zerograph plan --help"),
         (["--jsno"], "No such option '--jsno'", "zerograph --help"),
         (["bench", "--world", "0"], "0 is not in the range x>=1", "zerograph bench --help"),
     ],
@@ -154,3 +161,46 @@ def test_interrupted() -> None:
 def test_debugging_keeps_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ZEROGRAPH_DEBUG", "1")
     assert isinstance(run("config").exception, ZeroGraphError)
+
+
+@pytest.mark.parametrize("command", [["show", "PLAN"], ["show", "PLAN", "--json"], ["estimate", "--params", "7B"]])
+def test_a_full_disk_is_no_mistake_of_ours(plan: Path, command: list[str]) -> None:
+    told = [str(plan) if word == "PLAN" else word for word in command]
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            [sys.executable, "-m", "zerograph", *told], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert run.returncode == 1 and run.stderr.startswith("error: No space left on device"), run.stderr
+
+
+MISTAKEN = [
+    (["estimate", "--params", "7B", "--machine", "PLAN"], "this is a plan, not a machine"),
+    (["plan", "--params", "7B", "--machine", "CONFIG"], "this is the config of a Hugging Face model, not a machine"),
+    (["show", "MACHINE"], "this is a machine, not a plan"),
+    (["diff", "PLAN", "CONFIG"], "this is the config of a Hugging Face model, not a plan"),
+    (["show", "PLAN", "--measured", "PLAN"], "this is a plan, not a measured run"),
+    (["estimate", "MACHINE"], "this is a machine, not the config of a Hugging Face model"),
+    (["plan", "PLAN"], "this is a plan, not the config of a Hugging Face model"),
+    (["estimate", "--params", "7B", "--machine", "FOLDER"], "cannot read the machine"),
+    (["estimate", "--params", "7B", "--machine", "EMPTY"], "this is no machine"),
+    (["check", "EMPTY"], "the file holds no plan"),
+    (["passes", "DEEP"], "the file holds no plan"),
+    (["estimate", "--params", "7B", "--machine", "DEEP"], "this is no machine"),
+]
+
+
+@pytest.mark.parametrize(("args", "told"), MISTAKEN, ids=[" ".join(args) for args, _ in MISTAKEN])
+def test_a_file_of_another_kind_is_told_for_what_it_is(plan: Path, args: list[str], told: str) -> None:
+    texts = {
+        "MACHINE": PRESETS["cpu"].to_json(),
+        "CONFIG": '{"model_type": "llama"}',
+        "EMPTY": "",
+        "DEEP": "[" * 100_000,
+    }
+    paths = {"PLAN": plan, "FOLDER": plan.parent, **{name: plan.parent / f"{name}.json" for name in texts}}
+    for name, text in texts.items():
+        paths[name].write_text(text)
+    result = CliRunner().invoke(main, [str(paths.get(word, word)) for word in args])
+    named = paths[next(word for word in reversed(args) if word in paths)]
+    assert result.exit_code == 2 and result.stdout == ""
+    assert told in result.stderr and str(named) in result.stderr and "\n\nhint: " in result.stderr

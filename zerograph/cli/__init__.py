@@ -7,6 +7,7 @@ to stdout and everything else to stderr. Exit codes: 0, 1 (does not fit, or a ch
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -71,6 +72,9 @@ class Commands(click.Group):
         With ``ZEROGRAPH_DEBUG=1`` in the environment our own errors keep their traceback.
         """
         run: Any = super().main  # click's overloads tell modes apart that are one here
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # a name that the terminal cannot write is no reason to fail
         if not standalone_mode:
             return run(*args, standalone_mode=False, **extra)
         try:
@@ -89,6 +93,11 @@ class Commands(click.Group):
                 raise
             message = str(error).partition("\n\nhint: ")[0]
             code = _show(message, error.hint, USAGE if isinstance(error, ConfigError | UnsupportedError) else FAILED)
+        except OSError as error:  # a full disk, a file that is gone by now: the system's word, and no mistake of ours
+            if os.environ.get("ZEROGRAPH_DEBUG") == "1":
+                raise
+            where = error.filename or "standard output, or a file that was open"
+            code = _show(f"{error.strerror or error}: {where}", "ZEROGRAPH_DEBUG=1 shows the traceback", FAILED)
         except Exception:
             if os.environ.get("ZEROGRAPH_DEBUG") == "1":
                 raise
