@@ -22,7 +22,8 @@ VERSION = 1
 def cells(table: Iterable[Row], best: Row | None) -> list[list[Cell]]:
     """A row of text per row under a header, the fastest that fits marked with ``*`` and bold, those that do not dim."""
     header: list[Cell] = [(title, "bold") for title in _HEADER]
-    return [header, *([(text, _style(row, best)) for text in _texts(row, row is best)] for row in table)]
+    body: list[list[Cell]] = [[(text, _style(row, best)) for text in _texts(row, row is best)] for row in table]
+    return [header, *body]
 
 
 _HEADER = ("", "choice", "fits", "activations", "tiles", "device", "host", "nvme", "seconds", "tokens/s", "bound by")
