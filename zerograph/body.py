@@ -7,6 +7,7 @@ fifth of the time of copying their nodes into a graph of their own.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,12 +72,9 @@ class Body:
         return [n for n in self.nodes if n.op == "get_attr"]
 
     def _shape_envs(self) -> list[Any]:
-        """The owner of the symbolic sizes; empty when all sizes are known."""
-        for val in (node.meta.get("val") for node in self.inputs):
-            if isinstance(val, (torch.Tensor, torch.SymInt)) and symbols_in(val):
-                sizes = [val] if isinstance(val, torch.SymInt) else val.shape
-                return [next(s for s in sizes if isinstance(s, torch.SymInt)).node.shape_env]
-        return []
+        """The owner of the symbolic numbers; empty when all are known."""
+        numbers = (number for node in self.inputs for number in _symbolic(node.meta.get("val")))
+        return [number.node.shape_env for number in itertools.islice(filter(free_symbols, numbers), 1)]
 
 
 def body_of(gm: fx.GraphModule, nodes: list[fx.Node], outs: list[Any], symbols: dict[Any, fx.Node]) -> Body:
@@ -130,20 +128,29 @@ def attribute(gm: fx.GraphModule, path: str) -> Any:
 
 
 def symbols_in(val: Any) -> set[Any]:
+    """The symbols in ``val``: in a tensor's sizes, strides and storage offset alike."""
+    return set().union(*map(free_symbols, _symbolic(val)))
+
+
+def _symbolic(val: Any) -> list[Any]:
+    """The numbers of ``val`` that are not known while compiling."""
     if isinstance(val, (list, tuple)):
-        return set().union(*(symbols_in(v) for v in val))
-    if isinstance(val, torch.Tensor) and all(type(s) is int for s in (*val.shape, *val.stride())):
-        return set()  # the common case, by far the cheapest
-    if isinstance(val, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return set(free_symbols(val))
-    return set()
+        return [number for v in val for number in _symbolic(v)]
+    numbers: tuple[Any, ...] = (val,)
+    if isinstance(val, torch.Tensor):
+        numbers = (*val.shape, *val.stride(), val.storage_offset()) if val.layout is torch.strided else val.shape
+    return [n for n in numbers if isinstance(n, _SYMBOLIC)]
+
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def _layout(val: Any) -> str:
     if isinstance(val, torch.Tensor):
         offset = val.storage_offset()
-        aligned = isinstance(offset, int) and offset * val.element_size() % 16 == 0
+        # Kernels may rely on 16 aligned bytes; how far a symbolic offset is known to be aligned, its expression tells.
+        aligned = offset * val.element_size() % 16 == 0 if isinstance(offset, int) else offset
         return f"{val.dtype} {tuple(val.shape)} {val.stride()} {val.device} {aligned}"
     if isinstance(val, (list, tuple)):
         return " ".join(_layout(v) for v in val)
-    return str(val) if isinstance(val, (torch.SymInt, torch.SymFloat, torch.SymBool)) else ""
+    return str(val) if isinstance(val, _SYMBOLIC) else ""
