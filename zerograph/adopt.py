@@ -10,6 +10,7 @@ This file holds every touch of Dynamo's private interfaces that this needs.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import inspect
 import os
@@ -23,7 +24,10 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import Guard, TracingContext
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -78,6 +82,26 @@ def traced_function() -> str:
     """The user's function that Dynamo is tracing, as ``name (file:line)``."""
     code = InstructionTranslator.current_tx().f_code
     return f"{code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"
+
+
+def match_rows_alone() -> None:
+    """Let Dynamo's guards on the rows of sharded parameters not ask whether two of them are one tensor.
+
+    Rows of different parameters never are. Where inputs are, Dynamo says so when it compiles again, and looks all that
+    it asked about up by the names it has in the traced model, in a model of the same class that is still plain.
+    Call it while a backend runs: guards are built afterwards.
+    """
+    for guard in TracingContext.get().guards_context.dynamo_guards:
+        source = guard.originating_source
+        if isinstance(source, AttrSource) and source.member == "_local_tensor":
+            guard.create_fn = functools.partial(_match_alone, guard.create_fn)
+
+
+def _match_alone(match: Callable[..., None], builder: GuardBuilder, guard: Guard) -> None:
+    names, managers = builder.no_tensor_aliasing_names, builder.no_tensor_aliasing_guard_managers
+    before = len(names)
+    match(builder, guard)
+    del names[before:], managers[before:]
 
 
 def refuse_wrapped(modules: Iterable[nn.Module]) -> None:

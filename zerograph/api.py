@@ -112,6 +112,7 @@ class Backend:
                 self._traced_in_vain = True
                 raise adopt.Retrace
             self._refuse_foreign(foreign)
+        adopt.match_rows_alone()
         refuse_mutations(gm)
         self.planner.own = params
         if self._traced_in_vain:

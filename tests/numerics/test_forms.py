@@ -360,3 +360,46 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+# Several models of one class.
+
+
+class Scaled(nn.Module):
+    """Owns a parameter itself: Dynamo asks of tensors in modules of torch.nn alone whether two are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.linear = nn.Parameter(torch.full((6,), 0.5)), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.linear(x * self.scale) - y).square().mean()
+
+
+def _functional() -> Callable[[nn.Module], Callable[..., Tensor]]:
+    compiled = torch.compile(lambda m, x, y: m(x, y), backend=zerograph.backend(**OPTIONS))
+    return lambda module: lambda x, y: compiled(module, x, y)
+
+
+def _same_tensor_twice(form: str) -> list[float]:
+    function = _functional()
+
+    def made() -> Callable[..., Tensor]:
+        torch.manual_seed(0)
+        module = Scaled()
+        if form == "function":
+            return function(module)
+        if form == "name":
+            return torch.compile(module, backend="zerograph", options=OPTIONS)
+        module.compile(backend=zerograph.backend(**OPTIONS))
+        return module
+
+    x = torch.randn(4, 6)
+    first, second = made(), made()
+    return [m(*args).item() for m, args in ((first, (x, x.clone())), (second, (x, x)), (first, (x, x)))]
+
+
+@pytest.mark.parametrize("form", ["module", "name", "function"])
+def test_a_second_model_may_get_one_tensor_twice(form: str) -> None:
+    for losses in run(2, _same_tensor_twice, form):
+        assert losses == pytest.approx([losses[0]] * 3)
