@@ -88,6 +88,62 @@ def test_moving_averages() -> None:
     run(2, _averages)
 
 
+def _early_averages(wrap: bool, stage: int) -> None:
+    """Against averages made after the first call, of a reference that trains alike."""
+    models, ema = (build(), build()), get_ema_multi_avg_fn(0.5)
+    early = AveragedModel(torch.compile(models[0]) if wrap else models[0], multi_avg_fn=ema)
+    other = AveragedModel(build())  # of a model that stays plain
+    optimizers = [adamw(m) for m in models]
+    for m, optimizer in zip(models, optimizers, strict=True):
+        compiled(m, stage)
+        train(m, optimizer, range(1))
+    late = AveragedModel(models[1], multi_avg_fn=ema)
+    early = copy.deepcopy(early)  # waits as the original does
+    for step in range(1, 4):
+        for average, m, optimizer in zip((early, late), models, optimizers, strict=True):
+            train(m, optimizer, range(step, step + 1))
+            average.update_parameters(m)
+    names = {n.replace("_orig_mod.", ""): v for n, v in full(early).items()}
+    assert differing(names, full(late)) == []
+    assert type(early) is AveragedModel
+    for ours, theirs in zip(early.parameters(), models[0].parameters(), strict=True):
+        assert type(ours) is type(theirs) and ours.device_mesh is theirs.device_mesh
+        assert ours.placements == theirs.placements
+    assert torch.allclose(early(torch.arange(4)), late(torch.arange(4)))
+    other.update_parameters(build())
+    assert all(type(p) is torch.nn.Parameter for p in other.parameters())
+
+
+@pytest.mark.parametrize(("wrap", "stage"), [(False, 3), (True, 1)])
+def test_averages_made_before_the_first_call_are_sharded_by_their_first_update(wrap: bool, stage: int) -> None:
+    run(2, _early_averages, wrap, stage)
+
+
+def _target_network(when: str) -> None:
+    model = build()
+    target = copy.deepcopy(model)
+    backend = compiled(model, 3)
+    if when == "before":
+        zerograph.shard(target, backend)
+    optimizer = adamw(model)
+    train(model, optimizer, range(1))
+    if when == "after":
+        zerograph.shard(target, backend)
+    assert differing(full(target), full(build())) == []
+    target.load_state_dict(model.state_dict())
+    assert differing(full(target), full(model)) == []
+    train(model, optimizer, range(1, 2))
+    with torch.no_grad():
+        for mine, theirs in zip(target.parameters(), model.parameters(), strict=True):
+            mine.lerp_(theirs, 1.0)
+    assert differing(full(target), full(model)) == []
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_copies_of_a_plain_model_are_sharded_alike_when_told_to(when: str) -> None:
+    run(2, _target_network, when)
+
+
 def _other_settings() -> None:
     model = build()
     compiled(model, 3)

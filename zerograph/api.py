@@ -21,7 +21,7 @@ from zerograph import adopt
 from zerograph.agreement import Agreement
 from zerograph.compile import compile_frame
 from zerograph.config import Config
-from zerograph.copies import take_over
+from zerograph.copies import await_updates, take_over
 from zerograph.decide import Planner
 from zerograph.early_states import early_states
 from zerograph.errors import ConfigError, ShardingError, UnsupportedError, ZeroGraphError
@@ -147,6 +147,7 @@ class Backend:
             self.agreement.require_same(_given(self.config, roots, objects))
         new = take_over(roots, self.config, self._mesh, self.params)
         new |= shard_parameters(roots, self.config, self._mesh, objects, {**self.params, **new})
+        await_updates(roots, objects)
         self.params |= new
         self.tied |= other_names(roots, new)
         self._known.update(id(p) for p in new.values())

@@ -1,16 +1,22 @@
-"""Copies of sharded models: a backend takes over faces that another one made."""
+"""Copies of models: a backend takes over faces that another one made; averages of a model are sharded as it is."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copyreg
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
 
+from zerograph.adopt import replace_everywhere
 from zerograph.config import Config
-from zerograph.errors import UnsupportedError
-from zerograph.faces import Face, face_of, unique
+from zerograph.errors import ShardingError, UnsupportedError
+from zerograph.faces import Face, convert_state, distribute, face_of, present, unique
 
 
 def take_over(
@@ -59,3 +65,89 @@ def _check(face: Face, param: nn.Parameter, config: Config, mesh: DeviceMesh | N
 
 def _settings(face: Face, fields: list[str]) -> str:
     return ", ".join(f"{field}={getattr(face, field)!r}" for field in fields)
+
+
+def await_updates(roots: Sequence[nn.Module], objects: Iterable[Any]) -> None:
+    """Let the averages among ``objects`` that were made of ``roots`` while these were plain follow them when updated.
+
+    Only then is it certain which model an average belongs to.
+    """
+    sharded = {_shapes(root) for root in roots}
+    for average in [o for o in objects if isinstance(o, AveragedModel) and not isinstance(o, _Waiting)]:
+        if _shapes(average.module) in sharded and not any(True for _ in _faced([average])):
+            average.__class__ = _waiting(type(average))
+
+
+def _shapes(model: nn.Module) -> frozenset[tuple[str, torch.Size]]:
+    return frozenset((name.removeprefix("_orig_mod."), param.shape) for name, param in model.named_parameters())
+
+
+class _Waiting:
+    """Mixin of averages whose model was sharded after they were made."""
+
+    _zg_base: type[AveragedModel]
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Shard the average as ``model`` is, if it is, and update it. All ranks together."""
+        average: Any = self
+        average.__class__ = self._zg_base
+        try:
+            shard_alike(average.module, model)
+        except BaseException:
+            average.__class__ = _waiting(self._zg_base)
+            raise
+        average.update_parameters(model)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and deep-copy by base class: generated classes cannot be imported."""
+        _, (_, *args), *rest = super().__reduce_ex__(2)  # type: ignore[misc]
+        return (_rebuild_waiting, (self._zg_base, *args), *rest)
+
+
+@functools.cache
+def _waiting(base: type[AveragedModel]) -> type[AveragedModel]:
+    names = {"_zg_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (_Waiting, base), names)
+
+
+def _rebuild_waiting(base: type[AveragedModel], *args: Any) -> nn.Module:
+    return copyreg.__newobj__(_waiting(base), *args)  # type: ignore[attr-defined, no-any-return]
+
+
+@torch.inference_mode(False)  # as in Backend.shard
+def shard_alike(copy: nn.Module, model: nn.Module) -> None:
+    """Shard ``copy``, which is plain, in place as ``model`` is; from rank 0's values. Collective.
+
+    Raises:
+        ShardingError: ``copy`` lacks a parameter of ``model``, or has it in another shape or on another device.
+    """
+    copy, model = (getattr(m, "_orig_mod", m) for m in (copy, model))
+    new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    places = [
+        (copy.get_submodule(prefix), attribute, face, module._parameters[attribute])
+        for prefix, module in model.named_modules()
+        for attribute, face in module.__dict__.get("_zg_faces", {}).items()
+    ]
+    for owner, attribute, face, param in places:
+        _check_alike(owner._parameters.get(attribute), param, face)
+    for owner, attribute, face, param in places:
+        plain = owner._parameters[attribute]
+        if not isinstance(param, DTensor) or plain is None or isinstance(plain, DTensor):
+            continue
+        if id(plain) not in new:
+            rows = distribute(plain, face, param.device_mesh)
+            new[id(plain)] = (plain, nn.Parameter(rows, requires_grad=plain.requires_grad))
+        present(owner, attribute, new[id(plain)][1], face)
+    replace_everywhere(new, convert_state, ())
+
+
+def _check_alike(plain: nn.Parameter | None, param: nn.Parameter | None, face: Face) -> None:
+    if param is None:
+        return
+    wanted = f"{list(param.shape)} on {param.device.type}"
+    found = "nothing" if plain is None else f"{list(plain.shape)} on {plain.device.type}"
+    if wanted != found:
+        raise ShardingError(
+            f"parameter {face.name} of the model is {wanted}, and {found} in the copy that is to be sharded alike",
+            "make the copy after the model's first call, on the model's own device",
+        )

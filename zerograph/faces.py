@@ -222,7 +222,7 @@ def shard_parameters(
     for name, param in named.items():
         for module, attribute in places[id(param)]:
             present(module, attribute, new[name], faces[name])
-    replace_everywhere({id(old): (old, new[name]) for name, old in named.items()}, _convert_state, objects)
+    replace_everywhere({id(old): (old, new[name]) for name, old in named.items()}, convert_state, objects)
     _share_buffers(roots, mesh)
     return new
 
@@ -305,7 +305,7 @@ def _convert_grad(grad: Tensor, new: nn.Parameter, mesh: DeviceMesh | None) -> T
     return as_shard(grad, new) if isinstance(new, DTensor) else grad
 
 
-def _convert_state(value: Any, param: nn.Parameter) -> Any:
+def convert_state(value: Any, param: nn.Parameter) -> Any:
     """Optimizer state from before sharding: tensors of the parameter's shape are split like it."""
     if isinstance(value, Tensor) and isinstance(param, DTensor) and value.shape == param.shape:
         return as_shard(value, param)
@@ -350,7 +350,7 @@ def face_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -
     return Face(name, group, dtype, reduce_dtype if floating else dtype, sharded)
 
 
-def distribute(value: Tensor, face: Face, mesh: DeviceMesh | None, stage: int) -> Tensor:
+def distribute(value: Tensor, face: Face, mesh: DeviceMesh | None, stage: int = 3) -> Tensor:
     """``value`` as its outward face, started from rank 0's values: a DTensor; plain at stage 0 and world size 1."""
     value = value.detach().contiguous()
     if mesh is None or mesh.size() == 1:

@@ -42,8 +42,8 @@ def clip_grad_norm_(
         raise ConfigError(f"norm_type={norm_type}", "it is the p of a norm: a positive number, or math.inf")
     params = [parameters] if isinstance(parameters, Tensor) else parameters
     grads = [p.grad for p in params if p.grad is not None]
-    split: list[DTensor] = [g for g in grads if _is_split(g)]  # type: ignore[misc]
-    whole = [local_of(g) for g in grads if not _is_split(g)]
+    split: list[DTensor] = [g for g in grads if is_split(g)]  # type: ignore[misc]
+    whole = [local_of(g) for g in grads if not is_split(g)]
     mine = [local_of(g) for g in split]
     group = split[0].device_mesh.get_group() if split else None
     norm = _norm_over_ranks(mine, whole, float(norm_type), group).to(_precision(mine + whole))
@@ -57,12 +57,17 @@ def clip_grad_norm_(
     return norm
 
 
-def _is_split(grad: Tensor) -> bool:
+def is_split(grad: Tensor) -> bool:
+    """Whether ranks hold different parts of ``grad``, so that its norm is summed over them.
+
+    Raises:
+        UnsupportedError: one scalar reduction would not do.
+    """
     if not isinstance(grad, DTensor):
         return False
     if grad.device_mesh.ndim > 1 or isinstance(grad.placements[0], Partial):
         raise UnsupportedError(
-            f"cannot clip a gradient placed as {grad.placements}", "use torch.nn.utils.clip_grad_norm_"
+            f"cannot take the norm of a tensor placed as {grad.placements}", "use torch.nn.utils.clip_grad_norm_"
         )
     return isinstance(grad.placements[0], Shard)
 
@@ -97,13 +102,22 @@ def power_sum(grads: list[Tensor], p: float) -> Tensor:
     if p == 2.0 and on_host(grads):
         dense = [g if is_dense(g) else g.contiguous() for g in grads]
         return torch.tensor(_core.sum_squares(pieces(dense)), dtype=torch.float64)
-    precision = _precision(grads)
-    flat = [g.reshape(-1) for g in grads if g.numel()]
-    norms = [n for group in _by_kind(flat) for n in torch._foreach_norm(group, p)]
-    if not norms:
-        return torch.zeros((), device=grads[0].device, dtype=precision)
-    stacked = torch.stack([n.to(norms[0].device, precision) for n in norms])
-    return stacked.max() if math.isinf(p) else (stacked**p).sum()
+    powers = power_sums(grads, p)
+    return powers.max() if math.isinf(p) else powers.sum()
+
+
+def power_sums(tensors: list[Tensor], p: float) -> Tensor:
+    """Of each tensor by itself: the sum of ``|x|**p`` over its elements, or the largest absolute value."""
+    if p == 2.0 and on_host(tensors):
+        dense = [t if is_dense(t) else t.contiguous() for t in tensors]
+        return torch.tensor([_core.sum_squares(pieces([t])) for t in dense], dtype=torch.float64)
+    device = tensors[0].device
+    norms = torch.zeros(len(tensors), device=device, dtype=_precision(tensors))
+    filled = {i: t.reshape(-1) for i, t in enumerate(tensors) if t.numel()}
+    for alike in _by_kind(list(filled.values())):
+        places = [i for i, t in filled.items() if any(t is a for a in alike)]
+        norms[places] = torch.stack(torch._foreach_norm(alike, p)).to(norms)
+    return norms if math.isinf(p) else norms**p
 
 
 def _precision(grads: list[Tensor]) -> torch.dtype:
