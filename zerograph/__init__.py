@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zerograph.checkpoint import export
     from zerograph.meta_init import materialize
     from zerograph.optim.clip import clip_grad_norm_
+    from zerograph.optim.norms import norms
     from zerograph.surgery import gathered
 
 __version__ = "0.1.0"
@@ -28,6 +29,7 @@ _HOMES = {
     "export": "checkpoint",
     "gathered": "surgery",
     "materialize": "meta_init",
+    "norms": "optim.norms",
     "shard": "api",
 }
 
@@ -40,6 +42,7 @@ __all__ = [
     "export",
     "gathered",
     "materialize",
+    "norms",
     "optim",
     "shard",
 ]

@@ -52,7 +52,9 @@ def clip_grad_norm_(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped"
         )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for alike in _by_kind(mine + whole):
+    local = mine + whole
+    for places in _by_kind(local):
+        alike = [local[i] for i in places]
         torch._foreach_mul_(alike, scale.to(alike[0].device))
     return norm
 
@@ -113,10 +115,10 @@ def power_sums(tensors: list[Tensor], p: float) -> Tensor:
         return torch.tensor([_core.sum_squares(pieces([t])) for t in dense], dtype=torch.float64)
     device = tensors[0].device
     norms = torch.zeros(len(tensors), device=device, dtype=_precision(tensors))
-    filled = {i: t.reshape(-1) for i, t in enumerate(tensors) if t.numel()}
-    for alike in _by_kind(list(filled.values())):
-        places = [i for i, t in filled.items() if any(t is a for a in alike)]
-        norms[places] = torch.stack(torch._foreach_norm(alike, p)).to(norms)
+    for places in _by_kind(tensors):
+        filled = [i for i in places if tensors[i].numel()]
+        if filled:
+            norms[filled] = torch.stack(torch._foreach_norm([tensors[i].reshape(-1) for i in filled], p)).to(norms)
     return norms if math.isinf(p) else norms**p
 
 
@@ -125,9 +127,9 @@ def _precision(grads: list[Tensor]) -> torch.dtype:
     return functools.reduce(torch.promote_types, {g.dtype for g in grads}, torch.float32)
 
 
-def _by_kind(grads: list[Tensor]) -> list[list[Tensor]]:
-    """Grouped by device and dtype, as foreach kernels need them."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
-        groups.setdefault((grad.device, grad.dtype), []).append(grad)
-    return list(groups.values())
+def _by_kind(tensors: list[Tensor]) -> list[list[int]]:
+    """Places of the tensors of each device and dtype, as foreach kernels need them."""
+    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        places.setdefault((tensor.device, tensor.dtype), []).append(i)
+    return list(places.values())

@@ -1,0 +1,98 @@
+"""Norms to log, of each parameter and its gradient: one pass over this rank's memory and one reduction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zerograph.errors import ConfigError, ShardingError
+from zerograph.optim.clip import is_split, power_sums
+from zerograph.optim.tensors import local_of
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """The same on every rank.
+
+    Attributes:
+        p: of the norms.
+        weights: of each parameter, by name.
+        gradients: of each parameter that has a gradient.
+    """
+
+    p: float
+    weights: dict[str, float]
+    gradients: dict[str, float]
+
+    @property
+    def weight(self) -> float:
+        """Of all parameters together."""
+        return self._joint(self.weights.values())
+
+    @property
+    def gradient(self) -> float:
+        """Of all gradients together: what :func:`zerograph.clip_grad_norm_` returns."""
+        return self._joint(self.gradients.values())
+
+    def _joint(self, norms: Iterable[float]) -> float:
+        return float(torch.linalg.vector_norm(torch.tensor([0.0, *norms], dtype=torch.float64), self.p))
+
+
+def norms(model: nn.Module, norm_type: float = 2.0) -> Norms:
+    """Norms of the parameters of ``model`` and of their gradients, over the shards of all ranks.
+
+    Sharded and plain models alike. All ranks call it together. It waits for the device: call it when you log.
+
+    Args:
+        model: a tied parameter counts once, under its first name.
+        norm_type: the p of the norms; ``math.inf`` is the largest absolute value.
+
+    Raises:
+        ConfigError: ``norm_type`` is not positive.
+        ShardingError: a parameter is on the meta device.
+        UnsupportedError: a tensor is partial over ranks, or sharded over more than one mesh dimension.
+    """
+    if not norm_type > 0:
+        raise ConfigError(f"norm_type={norm_type}", "it is the p of a norm: a positive number, or math.inf")
+    params = dict(getattr(model, "_orig_mod", model).named_parameters())
+    _refuse_meta(params)
+    # Split parameters first, each with a place for its gradient: ranks add up vectors of one length.
+    split = [p for p in params.values() if is_split(p)]
+    whole = [p for p in params.values() if not is_split(p)]
+    powers = torch.cat([_over_ranks(split, norm_type), _powers(whole, norm_type)], dim=1).cpu()
+    found = (powers if math.isinf(norm_type) else powers ** (1.0 / norm_type)).tolist()
+    order = {id(p): i for i, p in enumerate(split + whole)}
+    weights, gradients = ({n: row[order[id(p)]] for n, p in params.items()} for row in found)
+    return Norms(norm_type, weights, {n: gradients[n] for n, p in params.items() if p.grad is not None})
+
+
+def _refuse_meta(params: dict[str, nn.Parameter]) -> None:
+    for name, param in params.items():
+        if param.is_meta:
+            raise ShardingError(
+                f"parameter {name} is on the meta device and has no values", "call zerograph.materialize(model) first"
+            )
+
+
+def _powers(params: Sequence[Tensor], p: float) -> Tensor:
+    """This rank's sums of powers: a row of weights, and one of gradients with 0 where there is none."""
+    found = torch.zeros(2, len(params), dtype=torch.float64)
+    for row, tensors in zip(found, (list(params), [q.grad for q in params]), strict=True):
+        places = [i for i, t in enumerate(tensors) if t is not None]
+        if places:
+            row[places] = power_sums([local_of(tensors[i].detach()) for i in places], p).to(row)  # type: ignore[union-attr]
+    return found
+
+
+def _over_ranks(split: Sequence[Tensor], p: float) -> Tensor:
+    powers = _powers(split, p)
+    if split:
+        mesh = split[0].device_mesh  # type: ignore[attr-defined]
+        powers = powers.to(local_of(split[0]).device)  # where its group communicates
+        dist.all_reduce(powers, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=mesh.get_group())
+    return powers.cpu()
