@@ -76,15 +76,26 @@ class Faced:
         """Generated classes are none of the user's: no hook of theirs, which may want arguments, hears of one."""
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Refuse to replace a sharded parameter: the optimizer and the plan would go on with the old one."""
-        face = self._zg_faces.get(name)
-        if face is not None:
-            raise ShardingError(
-                f"parameter {face.name} is sharded and cannot be replaced",
-                "change its values inside `with zerograph.gathered(module, writeback=True):`, "
-                "or replace it before the model is sharded",
-            )
+        """Refuse what would leave optimizer and plan with a parameter that is no longer the module's.
+
+        Pruning and parametrizations put a parameter, or a full copy that they read of it, under another name.
+        """
+        if name in self._zg_faces:
+            raise _kept(self._zg_faces[name].name, "replaced")
+        owned: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
+        for attribute, face in self._zg_faces.items():
+            if attribute not in owned:
+                raise _kept(face.name, "removed")
+            if param is not None and owned[attribute] is param:
+                raise _kept(face.name, f"kept as {name} instead")
+        if isinstance(param, Tensor) and not isinstance(param, nn.Parameter):
+            raise _kept(" or ".join(face.name for face in self._zg_faces.values()), f"kept as {name} instead")
         super().register_parameter(name, param)  # type: ignore[misc]
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._zg_faces:
+            raise _kept(self._zg_faces[name].name, "removed")
+        super().__delattr__(name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """``module.to(dtype)`` and its like, which torch refuses for compiled DTensors (it wants to swap objects that
@@ -130,6 +141,14 @@ class Faced:
         super().__setstate__(state)  # type: ignore[misc]
         for name in self._zg_faces:
             move_to_one_mesh(self._parameters[name])  # type: ignore[attr-defined]
+
+
+def _kept(name: str, done: str) -> ShardingError:
+    return ShardingError(
+        f"parameter {name} is sharded and cannot be {done}",
+        "replace, prune or parametrize it before the model is sharded; "
+        "change its values inside `with zerograph.gathered(module, writeback=True):`",
+    )
 
 
 def _set_values(param: nn.Parameter, values: Tensor, face: Face) -> None:
