@@ -75,7 +75,7 @@ def await_updates(roots: Sequence[nn.Module], objects: Iterable[Any]) -> None:
     sharded = {_shapes(root) for root in roots}
     for average in [o for o in objects if isinstance(o, AveragedModel) and not isinstance(o, _Waiting)]:
         if _shapes(average.module) in sharded and not any(True for _ in _faced([average])):
-            average.__class__ = _waiting(type(average))
+            average.__class__ = _waiting(type(average))  # type: ignore[arg-type]
 
 
 def _shapes(model: nn.Module) -> frozenset[tuple[str, torch.Size]]:
@@ -94,13 +94,13 @@ class _Waiting:
         try:
             shard_alike(average.module, model)
         except BaseException:
-            average.__class__ = _waiting(self._zg_base)
+            average.__class__ = _waiting(self._zg_base)  # type: ignore[arg-type]
             raise
         average.update_parameters(model)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deep-copy by base class: generated classes cannot be imported."""
-        _, (_, *args), *rest = super().__reduce_ex__(2)  # type: ignore[misc]
+        _, (_, *args), *rest = super().__reduce_ex__(2)  # type: ignore[misc, str-unpack]
         return (_rebuild_waiting, (self._zg_base, *args), *rest)
 
 
@@ -111,7 +111,7 @@ def _waiting(base: type[AveragedModel]) -> type[AveragedModel]:
 
 
 def _rebuild_waiting(base: type[AveragedModel], *args: Any) -> nn.Module:
-    return copyreg.__newobj__(_waiting(base), *args)  # type: ignore[attr-defined, no-any-return]
+    return copyreg.__newobj__(_waiting(base), *args)  # type: ignore[attr-defined, no-any-return, arg-type]
 
 
 @torch.inference_mode(False)  # as in Backend.shard
@@ -122,28 +122,27 @@ def shard_alike(copy: nn.Module, model: nn.Module) -> None:
         ShardingError: ``copy`` lacks a parameter of ``model``, or has it in another shape or on another device.
     """
     copy, model = (getattr(m, "_orig_mod", m) for m in (copy, model))
-    new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    places = [
-        (copy.get_submodule(prefix), attribute, face, module._parameters[attribute])
+    places: list[tuple[nn.Module, str, Face, DTensor]] = [
+        (copy.get_submodule(prefix), attribute, face, param)
         for prefix, module in model.named_modules()
         for attribute, face in module.__dict__.get("_zg_faces", {}).items()
+        if isinstance(param := module._parameters[attribute], DTensor)  # others are plain, as the copy's are
     ]
     for owner, attribute, face, param in places:
         _check_alike(owner._parameters.get(attribute), param, face)
+    new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for owner, attribute, face, param in places:
         plain = owner._parameters[attribute]
-        if not isinstance(param, DTensor) or plain is None or isinstance(plain, DTensor):
-            continue
+        assert plain is not None  # it was checked
         if id(plain) not in new:
             rows = distribute(plain, face, param.device_mesh)
             new[id(plain)] = (plain, nn.Parameter(rows, requires_grad=plain.requires_grad))
         present(owner, attribute, new[id(plain)][1], face)
-    replace_everywhere(new, convert_state, ())
+    if new:
+        replace_everywhere(new, convert_state, ())
 
 
-def _check_alike(plain: nn.Parameter | None, param: nn.Parameter | None, face: Face) -> None:
-    if param is None:
-        return
+def _check_alike(plain: nn.Parameter | None, param: DTensor, face: Face) -> None:
     wanted = f"{list(param.shape)} on {param.device.type}"
     found = "nothing" if plain is None else f"{list(plain.shape)} on {plain.device.type}"
     if wanted != found:

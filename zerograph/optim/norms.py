@@ -82,10 +82,11 @@ def _refuse_meta(params: dict[str, nn.Parameter]) -> None:
 def _powers(params: Sequence[Tensor], p: float) -> Tensor:
     """This rank's sums of powers: a row of weights, and one of gradients with 0 where there is none."""
     found = torch.zeros(2, len(params), dtype=torch.float64)
-    for row, tensors in zip(found, (list(params), [q.grad for q in params]), strict=True):
-        places = [i for i, t in enumerate(tensors) if t is not None]
-        if places:
-            row[places] = power_sums([local_of(tensors[i].detach()) for i in places], p).to(row)  # type: ignore[union-attr]
+    both: tuple[list[Tensor | None], ...] = (list(params), [param.grad for param in params])
+    for row, tensors in zip(found, both, strict=True):
+        present = {i: local_of(t.detach()) for i, t in enumerate(tensors) if t is not None}
+        if present:
+            row[list(present)] = power_sums(list(present.values()), p).to(row)
     return found
 
 
