@@ -89,16 +89,12 @@ const std::string& IoEngine::notes() const { return notes_; }
 Status IoEngine::attach(int fd, std::string path, std::size_t memory_alignment, std::size_t offset_alignment,
                         std::uint32_t& file) {
   ZG_TRY(check_owner());
-  ZG_TRY(queue_->attach(fd, std::move(path), memory_alignment, offset_alignment, file));
-  backend_->attach(file, fd);
-  return {};
+  return queue_->attach(fd, std::move(path), memory_alignment, offset_alignment, file);
 }
 
 Status IoEngine::detach(std::uint32_t file) {
   ZG_TRY(check_owner());
-  ZG_TRY(queue_->detach(file));
-  backend_->detach(file);
-  return {};
+  return queue_->detach(file);
 }
 
 Status IoEngine::register_memory(std::uint64_t address, std::uint64_t bytes, bool& registered) {

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <thread>
 #include <utility>
 
 namespace zg {
@@ -31,6 +30,17 @@ struct Range {
   std::uint64_t begin, end;
 };
 
+// Room for `wanted` elements, and for as many again as there is room for now, so that one more each time costs little.
+template <typename T>
+void make_room(std::vector<T>& list, std::size_t wanted) {
+  if (list.capacity() < wanted) list.reserve(std::max(wanted, 2 * list.capacity()));
+}
+
+void move_to(IoPieces& row, IoPiece& piece) {
+  row.splice(row.end(), *piece.row, piece.place);
+  piece.row = &row;
+}
+
 bool overlap(const Range& a, const Range& b) { return a.file == b.file && a.begin < b.end && b.begin < a.end; }
 
 }  // namespace
@@ -41,15 +51,34 @@ struct IoRequest {
   Priority priority = Priority::now;
   std::vector<Range> ranges;  // in whole blocks
   std::vector<IoPiece> pieces;
-  std::vector<IoFile*> files;
+  IoPieces aside;  // those in no queue
+  std::vector<std::shared_ptr<IoFile>> files;
   std::size_t left = 0, queued = 0;  // pieces that have not ended; that have not been taken
   std::size_t blockers = 0;
   std::vector<std::weak_ptr<IoRequest>> blocked_by;
   std::vector<std::shared_ptr<IoRequest>> dependents;
   bool enqueued = false, dropped = false, done = false;
-  Status status;
+  Status status;                    // of a cancellation
+  const IoPiece* failed = nullptr;  // the first one
+  int error = 0;                    // its errno; 0: nothing more moved
   std::condition_variable changed;
 };
+
+namespace {
+
+// Says what failed, for whoever waited: the thread that found it may take no memory.
+Status explain(const IoRequest& request) {
+  const IoPiece& piece = *request.failed;
+  const std::string reason = request.error != 0                        ? strerror(request.error)
+                             : piece.direction == Direction::read ? "the file ends there"
+                                                                       : "nothing more is written";
+  return fail(Code::system,
+              std::string("cannot ") + verb(request.direction) + " " + number(piece.length - piece.moved) +
+                  " bytes at offset " + number(piece.begin + piece.moved) + " of " + piece.file->path + ": " + reason,
+              request.error != 0 ? request.error : EIO, piece.file->path);
+}
+
+}  // namespace
 
 // ---------------------------------------------------------------------------------------------------------------
 // Setting up
@@ -88,7 +117,7 @@ Status IoQueue::attach(int fd, std::string path, std::size_t memory_alignment, s
   std::lock_guard lock(mutex_);
   if (closing_) return fail(Code::invalid, "the I/O engine is closed");
   file = next_file_++;
-  files_[file] = std::make_unique<IoFile>(IoFile{file, fd, std::move(path), memory_alignment, offset_alignment});
+  files_[file] = std::make_shared<IoFile>(IoFile{file, fd, std::move(path), memory_alignment, offset_alignment});
   return {};
 }
 
@@ -154,20 +183,34 @@ Status IoQueue::submit(Direction direction, const std::vector<Segment>& segments
         return fail(Code::invalid, "two parts of one write touch the same block of " + file.path + " near offset " +
                                        number(segment.offset));
     request->ranges.push_back(range);
-    request->files.push_back(&file);
+    request->files.push_back(found->second);
     split(*request, segment, file);
   }
-  for (IoFile* file : request->files) ++file->users;
-  for (IoPiece& piece : request->pieces) piece.request = request.get();
+  for (IoPiece& piece : request->pieces) {
+    piece.request = request.get();
+    piece.row = &request->aside;
+    piece.place = request->aside.insert(request->aside.end(), &piece);
+  }
+  // Whatever takes memory comes before anything else changes.
+  const std::vector<Owner> blockers = blockers_of(*request);
+  request->blocked_by.assign(blockers.begin(), blockers.end());
+  for (const Owner& earlier : blockers) make_room(earlier->dependents, earlier->dependents.size() + 1);
+  make_room(pending_, pending_.size() + 1);
+  make_room(finished_, finished_.size() + pending_.size() + 1);
+  requests_.emplace(next_ticket_, request);
+  for (const auto& file : request->files) ++file->users;
   request->left = request->queued = request->pieces.size();
   request->id = ticket = next_ticket_++;
-  requests_[request->id] = request;
-  find_blockers(request);
+  request->blockers = blockers.size();
+  for (const Owner& earlier : blockers) {
+    earlier->dependents.push_back(request);
+    raise(*earlier, priority);
+  }
   pending_.push_back(request);
   if (request->left == 0)
     complete(*request);
   else if (request->blockers == 0)
-    enqueue(request);
+    enqueue(*request);
   return {};
 }
 
@@ -209,26 +252,25 @@ void IoQueue::add_piece(IoRequest& request, IoFile& file, const Segment& segment
   request.pieces.push_back(piece);
 }
 
-void IoQueue::find_blockers(const Owner& request) {
+std::vector<IoQueue::Owner> IoQueue::blockers_of(const IoRequest& request) const {
+  std::vector<Owner> found;
   for (const Owner& earlier : pending_) {
-    if (earlier->direction == Direction::read && request->direction == Direction::read) continue;
+    if (earlier->direction == Direction::read && request.direction == Direction::read) continue;
     const bool meets = std::any_of(earlier->ranges.begin(), earlier->ranges.end(), [&](const Range& a) {
-      return std::any_of(request->ranges.begin(), request->ranges.end(), [&](const Range& b) { return overlap(a, b); });
+      return std::any_of(request.ranges.begin(), request.ranges.end(), [&](const Range& b) { return overlap(a, b); });
     });
-    if (!meets) continue;
-    ++request->blockers;
-    request->blocked_by.push_back(earlier);
-    earlier->dependents.push_back(request);
-    raise(*earlier, request->priority);
+    if (meets) found.push_back(earlier);
   }
+  return found;
 }
 
-void IoQueue::enqueue(const Owner& request) {
-  request->enqueued = true;
-  Level& level = levels_[index(request->priority)];
-  for (IoPiece& piece : request->pieces) {
+void IoQueue::enqueue(IoRequest& request) {
+  request.enqueued = true;
+  Level& level = levels_[index(request.priority)];
+  for (IoPiece& piece : request.pieces) {
     if (piece.taken) continue;
-    (piece.staged ? level.staged : level.direct).push_back({request, &piece, next_order_++});
+    piece.order = next_order_++;
+    move_to(piece.staged ? level.staged : level.direct, piece);
   }
   notify();
 }
@@ -238,8 +280,7 @@ void IoQueue::raise(IoRequest& request, Priority priority) {
   request.priority = priority;
   for (const auto& weak : request.blocked_by)
     if (const Owner earlier = weak.lock()) raise(*earlier, priority);
-  // The entries in the lower level stay and are skipped: a piece is taken once.
-  if (request.enqueued && request.queued != 0 && !request.dropped) enqueue(requests_.at(request.id));
+  if (request.enqueued && request.queued != 0 && !request.dropped) enqueue(request);
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -271,7 +312,7 @@ Status IoQueue::wait(std::uint64_t ticket, double timeout, Interrupted interrupt
   requests_.erase(ticket);
   if (finished_.size() > 2 * requests_.size() + 64)
     std::erase_if(finished_, [&](std::uint64_t id) { return requests_.count(id) == 0; });
-  return request->status;
+  return request->failed != nullptr ? explain(*request) : request->status;
 }
 
 Status IoQueue::done(std::uint64_t ticket, bool& out) {
@@ -301,8 +342,8 @@ Status IoQueue::cancel(std::uint64_t ticket, bool& cancelled) {
 
 void IoQueue::finished(std::vector<std::uint64_t>& tickets) {
   std::lock_guard lock(mutex_);
-  tickets.clear();
-  tickets.swap(finished_);
+  tickets = finished_;
+  finished_.clear();  // and keeps its room
 }
 
 // ---------------------------------------------------------------------------------------------------------------
@@ -312,14 +353,16 @@ void IoQueue::drop(IoRequest& request) {
   request.dropped = true;
   request.left -= request.queued;
   request.queued = 0;
+  for (IoPiece& piece : request.pieces)
+    if (piece.row != &request.aside) move_to(request.aside, piece);
 }
 
 void IoQueue::complete(IoRequest& request) {
   request.done = true;
-  for (IoFile* file : request.files) --file->users;
+  for (const auto& file : request.files) --file->users;
   finished_.push_back(request.id);
   for (const Owner& dependent : request.dependents)
-    if (--dependent->blockers == 0 && !dependent->done) enqueue(dependent);
+    if (--dependent->blockers == 0 && !dependent->done) enqueue(*dependent);
   request.dependents.clear();
   request.blocked_by.clear();
   request.changed.notify_all();
@@ -328,14 +371,15 @@ void IoQueue::complete(IoRequest& request) {
   if (closing_ && pending_.empty()) notify();
 }
 
-void IoQueue::end_piece(IoPiece& piece, Status status) {
+void IoQueue::end_piece(IoPiece& piece, std::optional<int> error) {
   std::lock_guard lock(mutex_);
   IoRequest& request = *piece.request;
   if (piece.buffer != nullptr) buffers_.push_back(std::exchange(piece.buffer, nullptr));
   if (piece.level == Priority::later) --running_later_;
   --request.left;
-  if (!status.ok() && (request.status.ok() || request.status.code == Code::cancelled)) {
-    request.status = std::move(status);
+  if (error && request.failed == nullptr) {
+    request.failed = &piece;
+    request.error = *error;
     drop(request);  // the rest of it is of no use
   }
   if (request.left == 0) complete(request);
@@ -345,22 +389,16 @@ void IoQueue::end_piece(IoPiece& piece, Status status) {
 // ---------------------------------------------------------------------------------------------------------------
 // The backend's side
 
-void IoQueue::skip_stale(std::deque<Entry>& entries) {
-  while (!entries.empty() && (entries.front().piece->taken || entries.front().request->dropped)) entries.pop_front();
-}
-
 IoPiece* IoQueue::pick() {
   for (std::size_t i = 0; i < kPriorities; ++i) {
     Level& level = levels_[i];
     const auto priority = static_cast<Priority>(i);
     if (priority == Priority::later && running_later_ >= later_limit_) continue;
-    skip_stale(level.direct);
-    skip_stale(level.staged);
     const bool direct = !level.direct.empty(), staged = !level.staged.empty() && !buffers_.empty();
     if (!direct && !staged) continue;
-    const bool take_staged = staged && (!direct || level.staged.front().order < level.direct.front().order);
-    std::deque<Entry>& entries = take_staged ? level.staged : level.direct;
-    IoPiece& piece = *entries.front().piece;
+    const bool take_staged = staged && (!direct || level.staged.front()->order < level.direct.front()->order);
+    IoPiece& piece = *(take_staged ? level.staged : level.direct).front();
+    move_to(piece.request->aside, piece);
     --piece.request->queued;
     piece.taken = true;
     piece.level = priority;
@@ -369,7 +407,6 @@ IoPiece* IoQueue::pick() {
       piece.buffer = buffers_.back();
       buffers_.pop_back();
     }
-    entries.pop_front();
     return &piece;
   }
   return nullptr;
@@ -425,8 +462,8 @@ int IoQueue::injected_submit() {
 }
 
 IoTransfer IoQueue::transfer(IoPiece& piece) {
-  IoTransfer out{piece.direction == Direction::write, piece.file->fd,     piece.file->id,
-                 piece.memory + piece.moved,          piece.length - piece.moved, piece.begin + piece.moved};
+  IoTransfer out{piece.direction == Direction::write, piece.file->fd, piece.memory + piece.moved,
+                 piece.length - piece.moved, piece.begin + piece.moved};
   if (!faulty_) return out;
   std::lock_guard lock(mutex_);
   const Fault* found = fault(out.write ? Fault::Point::write : Fault::Point::read);
@@ -462,8 +499,9 @@ bool IoQueue::finish(IoPiece& piece, const IoTransfer& transfer, long result) {
       if (piece.staged) stats_.bytes_staged += moved;
     }
   }
+  piece.pause = {};
   if (retried && ++piece.tries < kTries) {
-    if (piece.tries > 2) std::this_thread::sleep_for(std::chrono::milliseconds(std::min(piece.tries, 10u)));
+    if (piece.tries > 2) piece.pause = std::chrono::milliseconds(std::min(piece.tries, 10u));
     return true;
   }
   const std::uint64_t before = piece.moved;
@@ -486,12 +524,7 @@ bool IoQueue::finish(IoPiece& piece, const IoTransfer& transfer, long result) {
     memset(piece.memory + piece.moved, 0, piece.length - piece.moved);
     return ended(piece);
   }
-  const Direction direction = piece.request->direction;
-  const int error = result < 0 ? static_cast<int>(-result) : EIO;
-  std::string reason = result < 0 ? strerror(error) : reads ? "the file ends there" : "nothing more is written";
-  std::string text = std::string("cannot ") + verb(direction) + " " + number(piece.length - piece.moved) +
-                     " bytes at offset " + number(piece.begin + piece.moved) + " of " + piece.file->path + ": " + reason;
-  end_piece(piece, fail(Code::system, std::move(text), error, piece.file->path));
+  end_piece(piece, result < 0 ? static_cast<int>(-result) : 0);
   return false;
 }
 
@@ -507,7 +540,7 @@ bool IoQueue::ended(IoPiece& piece) {
     return true;
   }
   if (piece.staged && piece.direction == Direction::read) memcpy(callers, place, piece.bytes);
-  end_piece(piece, {});
+  end_piece(piece);
   return false;
 }
 

@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
-#include <deque>
+#include <list>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -27,6 +29,11 @@ struct IoFile {
 };
 
 struct IoRequest;
+struct IoPiece;
+
+// Pieces in a row. Nodes move from list to list and are made with the request: threads of a backend take no memory, so
+// that none of them can fail for want of it.
+using IoPieces = std::list<IoPiece*>;
 
 // A part of a request that is moved by one transfer, if all goes well.
 struct IoPiece {
@@ -42,15 +49,19 @@ struct IoPiece {
   std::uint64_t begin = 0, length = 0, moved = 0;
   Direction direction = Direction::read;
   std::uint32_t tries = 0;  // since it last moved
+  std::chrono::milliseconds pause{0};  // before the next transfer
   Priority level = Priority::now;
   bool taken = false;
+
+  IoPieces* row = nullptr;  // where its node is
+  IoPieces::iterator place{};
+  std::uint64_t order = 0;
 };
 
 // What a backend asks of the kernel; `injected`: the answer is `result` already.
 struct IoTransfer {
   bool write;
   int fd;
-  std::uint32_t file;
   std::byte* memory;
   std::size_t bytes;
   std::uint64_t offset;
@@ -78,13 +89,13 @@ class IoQueue {
   IoStats stats() const;
   void inject(std::vector<Fault> faults);
 
-  // The backend's side. take: the next piece, or nullptr; it then says whether all is over, and otherwise `wake` is
+  // The backend's side, which takes no memory. take: the next piece, or nullptr; it then says whether all is over, and otherwise `wake` is
   // called once there may be one. take_blocking waits instead; nullptr: all is over.
   IoPiece* take(bool& over);
   IoPiece* take_blocking();
   void load(IoPiece& piece);  // before its first transfer, by the thread that took it
   IoTransfer transfer(IoPiece& piece);
-  bool finish(IoPiece& piece, const IoTransfer& transfer, long result);  // true: there is more to transfer
+  bool finish(IoPiece& piece, const IoTransfer& transfer, long result);  // true: there is more, after `piece.pause`
   int injected_submit();                                                 // 0, or the errno of a test
 
   std::byte* staging() const { return staging_.data(); }
@@ -96,28 +107,22 @@ class IoQueue {
 
  private:
   using Owner = std::shared_ptr<IoRequest>;
-  struct Entry {
-    Owner request;  // keeps the piece alive
-    IoPiece* piece;
-    std::uint64_t order;
-  };
   struct Level {
-    std::deque<Entry> direct, staged;
+    IoPieces direct, staged;
   };
 
   explicit IoQueue(const IoOptions& options);
   void split(IoRequest& request, const Segment& segment, IoFile& file);
   void add_piece(IoRequest& request, IoFile& file, const Segment& segment, std::uint64_t from, std::uint64_t to,
                  bool staged);
-  void find_blockers(const Owner& request);
-  void enqueue(const Owner& request);
+  std::vector<Owner> blockers_of(const IoRequest& request) const;
+  void enqueue(IoRequest& request);
   void raise(IoRequest& request, Priority priority);
   void drop(IoRequest& request);
   void complete(IoRequest& request);
-  void end_piece(IoPiece& piece, Status status);
+  void end_piece(IoPiece& piece, std::optional<int> error = {});  // an errno, 0: nothing more moved
   bool ended(IoPiece& piece);
   IoPiece* pick();
-  static void skip_stale(std::deque<Entry>& entries);
   void notify();
   const Fault* fault(Fault::Point point);
 
@@ -134,10 +139,10 @@ class IoQueue {
   std::uint32_t running_later_ = 0;
   std::uint64_t next_ticket_ = 1, next_order_ = 0, active_ = 0;
   std::uint32_t next_file_ = 0;
-  std::unordered_map<std::uint32_t, std::unique_ptr<IoFile>> files_;
+  std::unordered_map<std::uint32_t, std::shared_ptr<IoFile>> files_;
   std::unordered_map<std::uint64_t, Owner> requests_;
   std::vector<Owner> pending_;  // not done, oldest first
-  std::vector<std::uint64_t> finished_;
+  std::vector<std::uint64_t> finished_;  // has room for all that are pending
   IoStats stats_;
   std::vector<Fault> faults_;
   std::uint64_t fault_counts_[3] = {};
@@ -150,8 +155,6 @@ class IoBackend {
   virtual const char* name() const = 0;
   virtual Status start() = 0;
   virtual void join() = 0;  // after IoQueue::close: returns when the queue is empty, and lets go of everything
-  virtual void attach(std::uint32_t, int) {}
-  virtual void detach(std::uint32_t) {}
   virtual bool register_memory(std::uint64_t, std::uint64_t) { return false; }
   virtual void unregister_memory(std::uint64_t) {}
 };

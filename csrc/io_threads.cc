@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -40,6 +41,7 @@ class Threads final : public IoBackend {
       for (bool more = true; more;) {
         const IoTransfer transfer = queue_.transfer(*piece);
         more = queue_.finish(*piece, transfer, run(transfer));
+        if (more && piece->pause.count() > 0) std::this_thread::sleep_for(piece->pause);
       }
     }
   }

@@ -1,4 +1,7 @@
 // The engine for Linux: one thread keeps up to `depth` transfers in the kernel, and sleeps in between.
+//
+// Files are not registered with the ring. That saves no time that can be measured (benchmarks/RESULTS.md), and the kernel
+// lets go of registered files some time after the ring or its process has ended: until then a closed slab keeps its space.
 #include <errno.h>
 #include <liburing.h>
 #include <poll.h>
@@ -21,7 +24,7 @@ namespace zg {
 
 namespace {
 
-constexpr unsigned kFileSlots = 64;
+constexpr unsigned kOwn = 2;  // entries beside those of transfers: the wake-up and the timer
 constexpr unsigned kBufferSlots = 64;                       // the first is the staging area
 constexpr std::uint64_t kMaxRegistered = std::uint64_t{1} << 30;  // what the kernel takes as one buffer
 
@@ -29,6 +32,8 @@ class Uring final : public IoBackend {
  public:
   Uring(IoQueue& queue, std::uint32_t depth) : queue_(queue), depth_(depth), slots_(depth) {
     for (Slot& slot : slots_) free_.push_back(&slot);
+    answered_.reserve(depth);  // the thread takes no memory
+    paused_.reserve(depth);
   }
 
   ~Uring() override { release(); }
@@ -38,15 +43,13 @@ class Uring final : public IoBackend {
     if (wakeup_.get() < 0) return fail(Code::system, "cannot make an eventfd", errno);
     int error = refuse;
     for (const unsigned flags : {unsigned{IORING_SETUP_COOP_TASKRUN}, 0u}) {
-      if (refuse == 0) error = -io_uring_queue_init(depth_ + 2, &ring_, flags);
+      if (refuse == 0) error = -io_uring_queue_init(depth_ + kOwn, &ring_, flags);
       if (error != EINVAL) break;  // an older kernel does not know the flag
     }
     if (error != 0) return fail(Code::system, std::string("io_uring_queue_init: ") + strerror(error), error);
     made_ = true;
     io_uring_ring_dontfork(&ring_);
-    fixed_files_ = io_uring_register_files_sparse(&ring_, kFileSlots) == 0;
     fixed_buffers_ = io_uring_register_buffers_sparse(&ring_, kBufferSlots) == 0;
-    if (!fixed_files_) notes += "the kernel registers no files: a few hundred nanoseconds more per transfer\n";
     if (!fixed_buffers_) notes += "the kernel registers no buffers: each transfer pins its memory anew\n";
     if (fixed_buffers_ && !put_buffer(0, queue_.staging(), queue_.staging_bytes()))
       notes += "staging buffers are not registered (ulimit -l is too low?): each transfer pins its memory anew\n";
@@ -68,26 +71,6 @@ class Uring final : public IoBackend {
   void join() override {
     if (thread_.joinable()) thread_.join();
     release();
-  }
-
-  void attach(std::uint32_t file, int fd) override {
-    std::lock_guard lock(mutex_);
-    if (!fixed_files_) return;
-    for (int slot = 0; slot < static_cast<int>(kFileSlots); ++slot) {
-      const bool used = std::any_of(files_.begin(), files_.end(), [&](const auto& entry) { return entry.second == slot; });
-      if (used) continue;
-      if (io_uring_register_files_update(&ring_, static_cast<unsigned>(slot), &fd, 1) == 1) files_[file] = slot;
-      return;
-    }
-  }
-
-  void detach(std::uint32_t file) override {
-    std::lock_guard lock(mutex_);
-    const auto found = files_.find(file);
-    if (found == files_.end()) return;
-    int none = -1;
-    io_uring_register_files_update(&ring_, static_cast<unsigned>(found->second), &none, 1);
-    files_.erase(found);
   }
 
   bool register_memory(std::uint64_t address, std::uint64_t bytes) override {
@@ -114,16 +97,19 @@ class Uring final : public IoBackend {
  private:
   void release() {
     std::lock_guard lock(mutex_);
+    if (fixed_buffers_) io_uring_unregister_buffers(&ring_);  // at once, and not some time after the ring has ended
     if (made_) io_uring_queue_exit(&ring_);
-    made_ = fixed_files_ = fixed_buffers_ = false;
-    files_.clear();
+    made_ = fixed_buffers_ = false;
     areas_.clear();
     wakeup_ = FileDescriptor();
   }
 
+  using Clock = std::chrono::steady_clock;
+
   struct Slot {
     IoPiece* piece = nullptr;
     IoTransfer transfer{};
+    Clock::time_point due{};  // while it pauses
   };
   struct Area {
     std::uint64_t bytes;
@@ -153,9 +139,15 @@ class Uring final : public IoBackend {
     for (std::uint32_t tries = 0; sqe == nullptr; ++tries) {  // the queue is full: hand over what is in it
       io_uring_submit(&ring_);
       sqe = io_uring_get_sqe(&ring_);
-      if (sqe == nullptr && tries > 2) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      if (sqe == nullptr && tries > 2) await_result();
     }
     return sqe;
+  }
+
+  // Until there is a result, for a moment at most, where the kernel takes no entries.
+  void await_result() {
+    pollfd ready{ring_.ring_fd, POLLIN, 0};
+    poll(&ready, 1, 1);
   }
 
   void watch() {
@@ -163,6 +155,28 @@ class Uring final : public IoBackend {
     io_uring_prep_poll_add(sqe, wakeup_.get(), POLLIN);
     io_uring_sqe_set_data(sqe, nullptr);
     watching_ = true;
+  }
+
+  // Ends the wait for results when the first pause is over.
+  void set_timer() {
+    const auto first = std::min_element(paused_.begin(), paused_.end(), [](Slot* a, Slot* b) { return a->due < b->due; });
+    const auto left = std::max(Clock::duration::zero(), (*first)->due - Clock::now());
+    timer_ = {0, std::chrono::duration_cast<std::chrono::nanoseconds>(left).count()};  // always below a second
+    io_uring_sqe* sqe = entry();
+    io_uring_prep_timeout(sqe, &timer_, 0, 0);
+    io_uring_sqe_set_data(sqe, &timer_);
+    timing_ = true;
+  }
+
+  // The transfers whose pause is over.
+  void resume() {
+    const Clock::time_point now = Clock::now();
+    for (std::size_t i = paused_.size(); i-- > 0;) {
+      if (paused_[i]->due > now) continue;
+      Slot& slot = *std::exchange(paused_[i], paused_.back());
+      paused_.pop_back();
+      begin(slot);
+    }
   }
 
   void begin(Slot& slot) {
@@ -181,20 +195,17 @@ class Uring final : public IoBackend {
     const IoTransfer& t = slot.transfer;
     io_uring_sqe* sqe = entry();
     std::lock_guard lock(mutex_);
-    const auto file = files_.find(t.file);
-    const int fd = file != files_.end() ? file->second : t.fd;
     const auto length = static_cast<unsigned>(t.bytes);
     if (const int buffer = find_buffer(t.memory, t.bytes); buffer >= 0) {
       if (t.write)
-        io_uring_prep_write_fixed(sqe, fd, t.memory, length, t.offset, buffer);
+        io_uring_prep_write_fixed(sqe, t.fd, t.memory, length, t.offset, buffer);
       else
-        io_uring_prep_read_fixed(sqe, fd, t.memory, length, t.offset, buffer);
+        io_uring_prep_read_fixed(sqe, t.fd, t.memory, length, t.offset, buffer);
     } else if (t.write) {
-      io_uring_prep_write(sqe, fd, t.memory, length, t.offset);
+      io_uring_prep_write(sqe, t.fd, t.memory, length, t.offset);
     } else {
-      io_uring_prep_read(sqe, fd, t.memory, length, t.offset);
+      io_uring_prep_read(sqe, t.fd, t.memory, length, t.offset);
     }
-    if (file != files_.end()) io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE);
     io_uring_sqe_set_data(sqe, &slot);
   }
 
@@ -214,7 +225,9 @@ class Uring final : public IoBackend {
 
   void end(Slot& slot, long result) {
     if (queue_.finish(*slot.piece, slot.transfer, result)) {
-      begin(slot);
+      if (slot.piece->pause.count() == 0) return begin(slot);
+      slot.due = Clock::now() + slot.piece->pause;  // the others go on meanwhile
+      paused_.push_back(&slot);
       return;
     }
     slot.piece = nullptr;
@@ -248,16 +261,17 @@ class Uring final : public IoBackend {
   void work() {
     for (;;) {
       if (!watching_) watch();
+      resume();
       if (fill()) return;
       if (!answered_.empty()) {
         answer();
         continue;  // what was freed may be taken before anything is waited for
       }
+      if (!paused_.empty() && !timing_) set_timer();
       const int submitted = hand_over(1);
       // EINTR: a signal. EAGAIN, EBUSY: the kernel is short of memory or of room for results, which follow now. Whatever
       // else it is, the transfers stay in the queue, and no result may be made up while the kernel can use the memory.
-      if (submitted < 0 && submitted != -EINTR && io_uring_cq_ready(&ring_) == 0)
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      if (submitted < 0 && submitted != -EINTR && io_uring_cq_ready(&ring_) == 0) await_result();
       collect();
     }
   }
@@ -265,19 +279,21 @@ class Uring final : public IoBackend {
   void collect() {
     io_uring_cqe* cqes[64];
     while (const unsigned count = io_uring_peek_batch_cqe(&ring_, cqes, 64)) {
-      std::pair<Slot*, long> results[64];
-      for (unsigned i = 0; i < count; ++i)
-        results[i] = {static_cast<Slot*>(io_uring_cqe_get_data(cqes[i])), cqes[i]->res};
+      std::pair<void*, long> results[64];
+      for (unsigned i = 0; i < count; ++i) results[i] = {io_uring_cqe_get_data(cqes[i]), cqes[i]->res};
       io_uring_cq_advance(&ring_, count);
       for (unsigned i = 0; i < count; ++i) {
-        if (results[i].first != nullptr) {
-          end(*results[i].first, results[i].second);
+        const auto [whose, result] = results[i];
+        if (whose == nullptr) {
+          std::uint64_t rung;
+          [[maybe_unused]] const ssize_t got = read(wakeup_.get(), &rung, sizeof rung);
+          watching_ = false;
+        } else if (whose == &timer_) {
+          timing_ = false;
+        } else {
+          end(*static_cast<Slot*>(whose), result);
           fill();  // at once: the next result may be a staging buffer to copy, with the disk idle meanwhile
-          continue;
         }
-        std::uint64_t rung;
-        [[maybe_unused]] const ssize_t got = read(wakeup_.get(), &rung, sizeof rung);
-        watching_ = false;
       }
     }
   }
@@ -285,13 +301,13 @@ class Uring final : public IoBackend {
   IoQueue& queue_;
   std::uint32_t depth_;
   io_uring ring_{};
-  bool made_ = false, fixed_files_ = false, fixed_buffers_ = false, watching_ = false;
+  bool made_ = false, fixed_buffers_ = false, watching_ = false, timing_ = false;
+  __kernel_timespec timer_{};
   FileDescriptor wakeup_;
   std::thread thread_;
   std::vector<Slot> slots_;
-  std::vector<Slot*> free_, answered_;
+  std::vector<Slot*> free_, answered_, paused_;
   std::mutex mutex_;  // of what is registered
-  std::map<std::uint32_t, int> files_;
   std::map<std::uint64_t, Area> areas_;  // by address
 };
 

@@ -88,9 +88,9 @@ void Job::run() {
     if (piece >= pieces_) return;
     try {
       work_(piece);
-    } catch (const std::exception& error) {
+    } catch (...) {  // for want of memory, say: none is taken here
       std::lock_guard lock(mutex_);
-      if (status_.ok()) status_ = fail(Code::internal, std::string("a thread of the pool failed: ") + error.what());
+      if (thrown_ == nullptr) thrown_ = std::current_exception();
     }
     if (left_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
       std::lock_guard lock(mutex_);
@@ -109,7 +109,14 @@ Status Job::wait() {
     if (const std::shared_ptr<Pool> pool = pool_.lock()) pool->help(*this);
   std::unique_lock lock(mutex_);
   finished_.wait(lock, [&] { return done(); });
-  return status_;
+  if (thrown_ == nullptr) return {};
+  try {
+    std::rethrow_exception(thrown_);
+  } catch (const std::exception& error) {
+    return fail(Code::internal, std::string("a thread of the pool failed: ") + error.what());
+  } catch (...) {
+    return fail(Code::internal, "a thread of the pool failed");
+  }
 }
 
 Pool::Pool(std::size_t threads, const std::vector<int>& cpus) : seats_(threads) {

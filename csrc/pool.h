@@ -12,6 +12,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -45,7 +46,7 @@ class Job {
   std::atomic<std::size_t> next_{0}, left_;
   std::mutex mutex_;
   std::condition_variable finished_;
-  Status status_;  // of the first piece that threw
+  std::exception_ptr thrown_;  // by the first piece that did
 };
 
 class Pool : public std::enable_shared_from_this<Pool> {

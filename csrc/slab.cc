@@ -13,6 +13,8 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 #include <utility>
 
 #include "folder.h"
@@ -25,6 +27,7 @@ constexpr std::uint64_t kPage = 4096;
 constexpr const char* kPrefix = ".zerograph-";
 constexpr const char* kSuffix = ".slab";
 constexpr int kAttempts = 64;
+constexpr auto kTransfersEnd = std::chrono::seconds(2);  // those in flight: a gigabyte on a slow disk
 
 std::string number(std::uint64_t value) { return std::to_string(value); }
 
@@ -70,6 +73,11 @@ void remove_dead(int folder, std::uint32_t& removed) {
   while (const dirent* entry = readdir(list))
     if (is_slab_name(entry->d_name) && remove_if_dead(folder, entry->d_name)) ++removed;
   closedir(list);
+}
+
+bool is_same(int fd, const struct stat& file) {
+  struct stat info;
+  return fstat(fd, &info) == 0 && info.st_dev == file.st_dev && info.st_ino == file.st_ino;
 }
 
 bool means_unsupported(int error) { return error == EOPNOTSUPP || error == EINVAL || error == EISDIR || error == ENOENT; }
@@ -139,22 +147,27 @@ Status Slab::open_named(const std::string& folder, int flags, Naming naming) {
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     std::string name;
     ZG_TRY(make_name(name));
-    FileDescriptor file(openat(folder_.get(), name.c_str(), flags | O_CREAT | O_EXCL | O_NOFOLLOW, 0600));
-    if (file.get() < 0 && errno == EEXIST) continue;
-    if (file.get() < 0) {
+    FileDescriptor lock(openat(folder_.get(), name.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
+    if (lock.get() < 0 && errno == EEXIST) continue;
+    if (lock.get() < 0) return {};
+    struct stat info;
+    if (flock(lock.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) continue;  // someone is removing it
+    if (fstat(lock.get(), &info) != 0 || info.st_nlink == 0) continue;
+    FileDescriptor file(openat(folder_.get(), name.c_str(), flags | O_NOFOLLOW));
+    if (file.get() < 0) {  // a file system without O_DIRECT, say
       const int error = errno;
-      unlinkat(folder_.get(), name.c_str(), 0);  // a file system without O_DIRECT makes the file before it refuses
+      unlinkat(folder_.get(), name.c_str(), 0);
       errno = error;
       return {};
     }
-    struct stat info;
-    if (flock(file.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) continue;  // someone is removing it
-    if (fstat(file.get(), &info) != 0 || info.st_nlink == 0) continue;
+    if (!is_same(file.get(), info)) continue;  // somebody else has put another file in its place
     path_ = folder + "/" + name;
-    if (naming == Naming::named || unlinkat(folder_.get(), name.c_str(), 0) != 0)
+    if (naming == Naming::named || unlinkat(folder_.get(), name.c_str(), 0) != 0) {
       name_ = name;
-    else
+      lock_ = std::move(lock);
+    } else {
       path_ += " (unlinked)";
+    }
     file_ = std::move(file);
     return {};
   }
@@ -167,11 +180,17 @@ Status Slab::reserve(const std::string& folder, std::uint64_t bytes) {
     return failed("no room for offloaded tensors: needed are " + gigabytes(bytes) + ", free are " + gigabytes(room),
                   ENOSPC, folder, "free some space, offload less, or give another folder, alone or besides");
   };
+  struct statvfs info;
   const auto room = [&] {
-    struct statvfs info;
     return fstatvfs(file_.get(), &info) == 0 ? std::uint64_t{info.f_bavail} * info.f_frsize : ~std::uint64_t{0};
   };
-  if (bytes > room()) return full(room());
+  // The kernel keeps the file of a run that was killed until the transfers that it had in flight have ended.
+  const auto end = std::chrono::steady_clock::now() + kTransfersEnd;
+  while (bytes > room()) {
+    const bool hopeless = bytes > std::uint64_t{info.f_blocks} * info.f_frsize;
+    if (hopeless || std::chrono::steady_clock::now() > end) return full(room());
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
   int error = 0;
   do {
     error = bytes == 0 || fallocate(file_.get(), 0, 0, static_cast<off_t>(bytes)) == 0 ? 0 : errno;

@@ -3,7 +3,8 @@
 // It has no name where the file system can do that (O_TMPFILE), else its name is removed while it is open, and only
 // where even that is refused it is removed at the end. What a killed process may have left in the last two cases is
 // removed by the next one that makes a slab in the folder: a slab's maker holds a lock on it (flock) for as long as it
-// lives, so a file whose lock can be had belongs to nobody.
+// lives, so a file whose lock can be had belongs to nobody. The lock has a descriptor of its own: that of transfers stays
+// open in the kernel until the last one has ended, which may be after the process has.
 #pragma once
 
 #include <cstdint>
@@ -48,7 +49,7 @@ class Slab {
   Status reserve(const std::string& folder, std::uint64_t bytes);
   Status find_alignment();
 
-  FileDescriptor folder_, file_;
+  FileDescriptor folder_, file_, lock_;
   pid_t pid_ = 0;
   std::string path_, name_;  // name_: only while it has one
   std::string notes_;

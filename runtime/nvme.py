@@ -35,6 +35,9 @@ __all__ = ["ALIGNMENT", "STRIPE", "Arena", "CancelledError", "Extent", "Priority
 
 log = logging.getLogger(__name__)
 
+KEPT_FAILURES = 16
+"""Errors of transfers that nobody has waited for: as many are kept for :meth:`Arena.close`, the others are counted."""
+
 STRIPE = 8 * 2**20
 """Bytes on one folder before the next one follows: a transfer long enough for the full speed of a disk."""
 
@@ -51,6 +54,7 @@ class Ticket:
     bytes: int
     error: Exception | None = None
     settled: bool = False
+    unseen: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -101,6 +105,8 @@ class Arena:
         self._free = FreeList(self.size)
         self._live: dict[int, Ticket] = {}
         self._unseen: dict[int, Exception] = {}
+        self._failures = 0  # of which _unseen has the first ones
+        self._counting = threading.Lock()
         self._registered: dict[int, Tensor] = {}
         self._mappings: weakref.WeakValueDictionary[Extent, _core.FileMapping] = weakref.WeakValueDictionary()
         self._finalizer = weakref.finalize(self, _shut, os.getpid(), self._engine, self._slabs, self._live)
@@ -249,8 +255,7 @@ class Arena:
         finally:
             ticket.lock.release()
         if ticket.error is not None:
-            if ticket.id is not None:
-                self._unseen.pop(ticket.id, None)
+            self._see(ticket)
             raise ticket.error
 
     def done(self, ticket: Ticket) -> bool:
@@ -274,12 +279,29 @@ class Arena:
             with _explained():
                 self._engine.wait(ticket.id, timeout)
         except (StorageError, CancelledError) as error:
-            ticket.error = error
+            # Tracebacks hold the tensors of whoever came across it.
+            ticket.error, error.__context__ = error.with_traceback(None), None
             if isinstance(error, StorageError):
-                self._unseen[ticket.id] = error
+                self._remember(ticket, error)
         self._finish(ticket)
         ticket.settled, ticket.tensor = True, None
         self._live.pop(ticket.id, None)
+
+    def _remember(self, ticket: Ticket, error: StorageError) -> None:
+        """For :meth:`close`: nobody may ever wait for ``ticket``."""
+        assert ticket.id is not None
+        with self._counting:
+            ticket.unseen = True
+            self._failures += 1
+            if len(self._unseen) < KEPT_FAILURES:
+                self._unseen[ticket.id] = error
+
+    def _see(self, ticket: Ticket) -> None:
+        with self._counting:
+            if ticket.unseen and ticket.id is not None:
+                ticket.unseen = False
+                self._failures -= 1
+                self._unseen.pop(ticket.id, None)
 
     def _reap(self) -> None:
         """Let go of the memory of transfers that nobody waited for yet."""
@@ -352,7 +374,7 @@ class Arena:
         """Wait for every transfer, give the space back. Tensors that map extents stay usable.
 
         Raises:
-            StorageError: a transfer that nobody waited for had failed.
+            StorageError: a transfer that nobody waited for had failed; a note says how many more did.
         """
         if not self._finalizer.alive:
             return
@@ -362,8 +384,17 @@ class Arena:
                 self._settle(ticket, -1.0)
         self._finalizer()
         self._registered.clear()
-        for error in self._unseen.values():
-            raise error
+        if self._failures:
+            raise self._first_failure()
+
+    def _first_failure(self) -> Exception:
+        many = f"{self._failures} transfers that nobody waited for have failed"
+        error = next(iter(self._unseen.values()), None)
+        if error is None:
+            return StorageError(many, "wait for tickets to see why")
+        if self._failures > 1:
+            error.add_note(many)
+        return error
 
     def __enter__(self) -> Arena:
         return self

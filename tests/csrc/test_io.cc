@@ -17,6 +17,7 @@
 
 #include "huge.h"
 #include "io.h"
+#include "refuse.h"
 #include "slab.h"
 
 using namespace zg;
@@ -154,6 +155,53 @@ TEST_CASE("closing waits, from several threads, and tickets keep their outcome")
     for (const std::uint64_t ticket : tickets) CHECK(rig.engine->wait(ticket, 0).ok());
     CHECK(rig.engine->wait(tickets[0], 0).code == Code::invalid);
   }
+}
+
+TEST_CASE("threads of an engine go on where there is no memory left") {
+  for (const std::string& name : engines()) {
+    IoOptions options;
+    options.block = options.buffer = 64 << 10;
+    options.buffers = 3;
+    options.depth = 4;
+    Rig rig(name, options);
+    const auto sent = noise(kMiB, 5);
+    std::vector<std::uint8_t> got(kMiB);
+    REQUIRE(rig.run(Direction::write, sent.data(), 0, kMiB).ok());
+    const RefuseMemory refuse;
+    for (unsigned round = 0; round < 20; ++round) {
+      // Requests that wait for one another, a failure whose text is long, transfers that are tried again, a cancellation.
+      REQUIRE(rig.engine->inject({{Fault::Point::write, 3 + round, 1, Fault::Effect::error, EIO},
+                                  {Fault::Point::read, 1, 4, Fault::Effect::error, EAGAIN},
+                                  {Fault::Point::write, 1, 1, Fault::Effect::cut, 5000}}).ok());
+      std::vector<std::uint64_t> tickets;
+      for (std::uint64_t i = 0; i < 40; ++i)
+        tickets.push_back(rig.begin(i % 3 ? Direction::read : Direction::write, i % 3 ? got.data() : sent.data(),
+                                    i % 3 ? 0 : i, kMiB - 40, static_cast<Priority>(i % kPriorities)));
+      bool cancelled = false;
+      REQUIRE(rig.engine->cancel(tickets.back(), cancelled).ok());
+      int failures = 0;
+      for (const std::uint64_t ticket : tickets) failures += rig.engine->wait(ticket, -1).code == Code::system;
+      CHECK(failures == 1);
+    }
+    REQUIRE(rig.engine->close().ok());
+  }
+}
+
+TEST_CASE("a lock is the maker's alone: a transfer in flight keeps it from nobody") {
+  Folder folder;
+  std::unique_ptr<Slab> slab;
+  REQUIRE(Slab::create(folder.path, 4096, true, Naming::named, slab).ok());
+  const int kept = dup(slab->fd());  // as the kernel keeps it for a transfer
+  const std::string name = slab->path();
+  std::uint32_t removed = 9;
+  REQUIRE(Slab::remove_leftovers(folder.path, removed).ok());
+  CHECK(removed == 0);
+  REQUIRE(link(name.c_str(), (name + ".kept").c_str()) == 0);
+  slab.reset();
+  REQUIRE(rename((name + ".kept").c_str(), name.c_str()) == 0);  // as if its maker had been killed
+  REQUIRE(Slab::remove_leftovers(folder.path, removed).ok());
+  CHECK(removed == 1);
+  close(kept);
 }
 
 TEST_CASE("what a caller gets wrong is a status") {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "pool.h"
+#include "refuse.h"
 
 using namespace zg;
 
@@ -39,6 +40,15 @@ TEST_CASE("no more pieces at a time than threads") {
   });
   CHECK(job->wait().ok());
   CHECK(most <= 2);
+}
+
+TEST_CASE("a piece that gets no memory fails its job, and nothing else") {
+  REQUIRE(set_pool_threads(2).ok());
+  REQUIRE(pool_threads() == 2);  // which starts them
+  const RefuseMemory refuse;
+  const auto job = submit(4, [](std::size_t piece) { std::vector<int>(1000 + piece).at(0) = 1; });
+  while (!job->done()) std::this_thread::yield();
+  CHECK(job->wait().text == "a thread of the pool failed: std::bad_alloc");
 }
 
 TEST_CASE("work goes on while nobody waits") {

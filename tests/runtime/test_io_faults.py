@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +17,7 @@ from zerograph import _core
 from zerograph._core import Direction, FaultEffect, FaultPoint, IoEngine, Priority, Slab
 from zerograph.errors import StorageError
 from zerograph.runtime.extents import Extent
-from zerograph.runtime.nvme import Arena, huge_tensor
+from zerograph.runtime.nvme import KEPT_FAILURES, Arena, huge_tensor
 
 KIB = 2**10
 SIZE = (
@@ -170,6 +173,29 @@ def test_closing_tells_of_failures_nobody_asked_for(engine: str, tmp_path: Path)
     with pytest.raises(StorageError, match="cannot write 4096 bytes"):
         arena.close()
     arena.close()
+
+
+def test_failures_nobody_asks_for_do_not_pile_up(engine: str, tmp_path: Path) -> None:
+    arena = Arena([tmp_path], 2**20, engine=engine)
+    extent = arena.allocate(4096)
+    inject(arena, FaultPoint.write, 1, 1000, FaultEffect.error, errno.EIO)
+    tensors: list[weakref.ref[torch.Tensor]] = []
+    for _ in range(100):
+        tensors.append(weakref.ref(sent := huge_tensor(4096)))
+        last = arena.write(extent, sent)
+    del sent
+    while not arena.done(last):
+        time.sleep(0.001)
+    arena._reap()
+    assert not arena._live and len(arena._unseen) == KEPT_FAILURES
+    gc.collect()
+    assert not any(tensor() is not None for tensor in tensors)
+    for _ in range(2):
+        with pytest.raises(StorageError, match="cannot write 4096 bytes"):
+            arena.wait(last)  # which is told once, and no longer at the end
+    with pytest.raises(StorageError, match="cannot write 4096 bytes") as caught:
+        arena.close()
+    assert caught.value.__notes__ == ["99 transfers that nobody waited for have failed"]
 
 
 # ---- really done to files

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 import random
@@ -156,6 +157,19 @@ def test_what_does_not_fit_is_refused(arena: Arena) -> None:
     assert arena.free_bytes == arena.size
 
 
+def test_an_extent_that_was_freed_is_not_the_one_in_its_place(engine: str, tmp_path: Path) -> None:
+    with Arena([tmp_path], MIB, engine=engine) as arena, Arena([tmp_path], MIB, engine=engine) as another:
+        old = arena.allocate(4096)
+        arena.free(old)
+        new, foreign = arena.allocate(4096), another.allocate(4096)
+        assert (old.offset, old.bytes) == (new.offset, new.bytes) == (foreign.offset, foreign.bytes)
+        for stale in (old, foreign):
+            for call in (arena.free, arena.map, lambda e: arena.write(e, huge_tensor(4096))):
+                with pytest.raises(ValueError, match="not of this arena, or was freed"):
+                    call(stale)
+        arena.free(new)
+
+
 def test_reading_is_an_in_place_change_to_autograd(arena: Arena) -> None:
     extent, tensor = arena.allocate(400), torch.zeros(100)
     before = tensor._version
@@ -275,6 +289,18 @@ def test_registered_memory(arena: Arena) -> None:
     arena.wait(arena.write(extent, tensor))
 
 
+def test_what_is_refused_again_and_again_holds_up_nobody_else(engine: str, tmp_path: Path) -> None:
+    with Arena([tmp_path], MIB, engine=engine) as arena:
+        other, sent, got = arena.allocate(4096), huge_tensor(4096), huge_tensor(4096)
+        arena.wait(arena.write(other, sent))
+        arena._engine.inject([(FaultPoint.write, 1, 150, FaultEffect.error, errno.EAGAIN)])  # for more than a second
+        refused = arena.write(arena.allocate(4096), sent)
+        for _ in range(20):
+            arena.wait(arena.read(other, got))
+        assert not arena.done(refused)
+        arena.wait(refused)
+
+
 # ---- which engine, which file
 
 
@@ -373,7 +399,45 @@ def test_without_direct_io(engine: str) -> None:
             assert direct or (not arena.direct and arena.stats["bytes_staged"] == 0)
 
 
+def test_a_closed_arena_has_given_its_files_back(engine: str, tmp_path: Path) -> None:
+    """Whoever still had the file open, the kernel for one, would have its lock."""
+    for _ in range(5):
+        with Arena([tmp_path], 4 * MIB, engine=engine) as arena:
+            arena.wait(arena.write(arena.allocate(MIB), huge_tensor(MIB)))
+            (slab,) = arena._slabs
+            again = os.open(f"/proc/self/fd/{slab.fd}", os.O_RDWR)
+            fcntl.flock(slab.fd, fcntl.LOCK_EX)
+            del slab
+        fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(again)
+
+
 # ---- processes that end
+
+_BUSY = """
+import sys, time
+from zerograph import _core
+from zerograph.runtime.nvme import huge_tensor
+size, memory = 32 * 2**20, huge_tensor(32 * 2**20)
+slab = _core.Slab(sys.argv[1], size, naming=_core.Naming.named)
+engine = _core.IoEngine(sys.argv[2])
+file = engine.attach(slab.fd, slab.path, slab.memory_alignment, slab.offset_alignment)
+for _ in range(50):
+    engine.submit(_core.Direction.write, [(file, 0, memory.data_ptr(), size, False)], _core.Priority.now)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_run_killed_with_transfers_in_flight_is_dead(engine: str, tmp_path: Path) -> None:
+    for _ in range(3):
+        command = [sys.executable, "-c", _BUSY, tmp_path, engine]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None and process.stdout.readline()
+            process.kill()
+            process.wait()
+        assert _core.remove_leftovers(str(tmp_path)) == 1
+
 
 _HOLDER = """
 import sys, time
