@@ -9,9 +9,12 @@ ALIGNMENT = 4096
 """Bytes: of a page, so that an extent can be mapped, and enough for direct I/O on any disk."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Extent:
-    """``bytes`` of an arena from ``offset``; up to ``offset + room`` nothing else is stored."""
+    """``bytes`` of an arena from ``offset``; up to ``offset + room`` nothing else is stored.
+
+    Equal to itself alone: one that was freed is not the one that has its place later.
+    """
 
     offset: int
     bytes: int
