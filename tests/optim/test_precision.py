@@ -130,3 +130,28 @@ def test_wrong_precisions() -> None:
         native.AdamW(parameters(), moments=torch.float16)
     with pytest.raises(ConfigError, match="amsgrad"):
         native.AdamW(parameters(), moments=torch.bfloat16, amsgrad=True)
+
+
+@pytest.mark.parametrize("master", [None, torch.float32], ids=["alone", "master"])
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_what_adagrad_starts_from_is_not_rounded(dtype: torch.dtype, master: torch.dtype | None) -> None:
+    """Neither 0.1 nor 1e-9 is a number of 16 bits, and the latter is zero in float16."""
+    for value in (0.1, 1e-9):
+        params = parameters(dtype)
+        wide = [p.detach().float().requires_grad_() for p in params]
+        optimizer, reference = (
+            native.Adagrad(p, lr=0.01, initial_accumulator_value=value, master=m)
+            for p, m in ((params, master), (wide, None))
+        )
+        for step in range(3):
+            give_gradients(params, step)
+            for w, p in zip(wide, params, strict=True):
+                w.grad = p.grad.float()
+            optimizer.step()
+            reference.step()
+            if master is None:
+                for w, p in zip(wide, params, strict=True):
+                    w.data.copy_(p)
+            sums = [[o.state[p]["sum"] for p in group] for o, group in ((optimizer, params), (reference, wide))]
+            if master is not None or step == 0:
+                assert_close(*sums, 0, 0)

@@ -44,6 +44,10 @@ class Adagrad(HostOptimizer, torch.optim.Adagrad):
             skip_nonfinite=skip_nonfinite,
             **torchs,
         )
+        for param, state in self.state.items():  # torch has made sums in the parameters' dtype, which may round them
+            dtype = self._state_dtype(param)
+            if state["sum"].dtype.itemsize < dtype.itemsize:
+                state["sum"] = torch.full_like(param, initial_accumulator_value, dtype=dtype)
 
     def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("sum",)
