@@ -3,6 +3,8 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <charconv>
+#include <filesystem>
 #include <fstream>
 #include <limits>
 #include <map>
@@ -34,7 +36,86 @@ double quota_of(const std::string& group) {
   return first >> quota && second >> period ? ratio(quota, period) : kUnlimited;
 }
 
+std::size_t number_of(const std::string& text, std::size_t otherwise) {
+  std::size_t value = 0;
+  const char* const end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  return error == std::errc() && stop == end ? value : otherwise;
+}
+
+using Environment = std::map<std::string, std::string>;
+
+// What a process was started with.
+Environment read_environment(const std::string& process) {
+  Environment found;
+  std::ifstream file(process + "/environ");
+  for (std::string entry; std::getline(file, entry, '\0');)
+    if (const std::size_t sign = entry.find('='); sign != std::string::npos)
+      found.emplace(entry.substr(0, sign), entry.substr(sign + 1));
+  return found;
+}
+
+// The list of processors a process may use, as the kernel writes it; empty where that is not told.
+std::string read_mask(const std::string& process) {
+  static const std::string key = "Cpus_allowed_list:";
+  std::ifstream file(process + "/status");
+  for (std::string line; std::getline(file, line);)
+    if (line.compare(0, key.size(), key) == 0) return line.substr(std::min(line.size(), key.size() + 1));
+  return {};
+}
+
+// How a launcher tells its processes their numbers on this machine, and what only processes of one start have in common.
+struct Launcher {
+  const char* rank;
+  std::vector<const char*> start;
+};
+
+const std::vector<Launcher>& launchers() {
+  static const std::vector<Launcher> known{
+      {"LOCAL_RANK", {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}},  // torchrun
+      {"SLURM_LOCALID", {"SLURM_JOB_ID", "SLURM_STEP_ID"}},                   // srun
+      {"OMPI_COMM_WORLD_LOCAL_RANK", {"PMIX_NAMESPACE"}},                     // mpirun
+  };
+  return known;
+}
+
+std::string value_of(const Environment& environment, const char* name) {
+  const auto found = environment.find(name);
+  return found == environment.end() ? std::string() : found->second;
+}
+
 }  // namespace
+
+Sharers find_sharers(std::size_t rank, std::size_t ranks, const std::string& proc) {
+  const Environment own = read_environment(proc + "/self");
+  const std::string mask = read_mask(proc + "/self");
+  const auto launcher = std::find_if(launchers().begin(), launchers().end(), [&](const Launcher& l) {
+    return number_of(value_of(own, l.rank), ranks) == rank;
+  });
+  if (launcher == launchers().end() || mask.empty()) return {rank, ranks};
+  // A rank may be several processes, the wrapper that bound it or loaders of data: one with the mask will do.
+  std::vector<bool> seen(ranks), shares(ranks);
+  std::error_code error;
+  for (std::filesystem::directory_iterator entry(proc, error), end; !error && entry != end; entry.increment(error)) {
+    const std::string name = entry->path().filename().string(), process = entry->path().string();
+    if (name.find_first_not_of("0123456789") != std::string::npos) continue;
+    const Environment environment = read_environment(process);
+    const std::size_t number = number_of(value_of(environment, launcher->rank), ranks);
+    const bool ours = std::all_of(launcher->start.begin(), launcher->start.end(), [&](const char* variable) {
+      return value_of(environment, variable) == value_of(own, variable);
+    });
+    const std::string its = number < ranks && ours ? read_mask(process) : std::string();
+    if (its.empty()) continue;
+    seen[number] = true;
+    shares[number] = shares[number] || its == mask;
+  }
+  Sharers found{0, 0};
+  for (std::size_t other = 0; other < ranks; ++other) {
+    if (other == rank) found.place = found.ranks;
+    if (other == rank || !seen[other] || shares[other]) ++found.ranks;
+  }
+  return found;
+}
 
 std::vector<int> parse_cpu_list(const std::string& text) {
   std::vector<int> numbers;

@@ -31,6 +31,17 @@ std::vector<int> allowed_cpus();
 // `groups` is /proc/self/cgroup, `mount` /sys/fs/cgroup, and others in tests.
 double cpu_quota(const std::string& groups, const std::string& mount);
 
+// The ranks of this machine that run on the very processors of this one, itself among them.
+struct Sharers {
+  std::size_t place;  // of this rank among them
+  std::size_t ranks;
+};
+
+// Of the `ranks` processes that a launcher started on this machine, this one being number `rank`. A launcher that binds
+// each to processors of its own, or to those of a memory node, has divided them already. Masks are read from `proc`
+// (/proc, and others in tests), so that no rank waits for another. A rank that cannot be seen there counts as a sharer.
+Sharers find_sharers(std::size_t rank, std::size_t ranks, const std::string& proc);
+
 // The share of rank `rank`: as many whole cores for each, disjoint where there are enough, and on one memory node
 // where one has room. Every rank computes the shares of all and so they agree.
 Slice slice_cpus(std::vector<Cpu> cpus, std::size_t rank, std::size_t ranks);

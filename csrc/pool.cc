@@ -49,8 +49,9 @@ std::size_t number_in(const char* variable, std::size_t otherwise) {
 std::shared_ptr<Pool> start_pool(std::size_t asked) {
   const std::vector<int> allowed = allowed_cpus();
   const std::size_t ranks = std::max<std::size_t>(1, number_in("LOCAL_WORLD_SIZE", 1));
-  const Slice slice =
-      slice_cpus(describe_cpus(allowed, "/sys/devices/system"), number_in("LOCAL_RANK", 0) % ranks, ranks);
+  const std::size_t rank = number_in("LOCAL_RANK", 0) % ranks;
+  const Sharers sharers = ranks == 1 ? Sharers{0, 1} : find_sharers(rank, ranks, "/proc");
+  const Slice slice = slice_cpus(describe_cpus(allowed, "/sys/devices/system"), sharers.place, sharers.ranks);
   // More threads than the container has time for would be stopped in turn, with others waiting for them.
   const double quota = cpu_quota("/proc/self/cgroup", "/sys/fs/cgroup") / static_cast<double>(ranks);
   const std::size_t affordable = quota < static_cast<double>(slice.cores) ? static_cast<std::size_t>(quota) : slice.cores;

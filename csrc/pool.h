@@ -77,8 +77,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
 };
 
 // Runs `work(0)`, ..., `work(pieces - 1)` on this process's pool, which the first job starts: as many threads as cores
-// this process may use, or has the time for (cpu_quota), divided by LOCAL_WORLD_SIZE, at least one, kept on the
-// LOCAL_RANK-th share of them.
+// this process may use, divided by the ranks that may use the same ones (find_sharers), or as it has the time for
+// (cpu_quota, divided by LOCAL_WORLD_SIZE), at least one, kept on this rank's share of them.
 std::shared_ptr<Job> submit(std::size_t pieces, std::function<void(std::size_t)> work);
 
 // The same, and waits. Without a thread where there is one piece.

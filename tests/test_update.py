@@ -492,3 +492,18 @@ def test_the_pool_has_the_cores_of_this_rank() -> None:
     assert all(int(threads) == max(1, int(alone.stdout.split()[0]) // 2) for threads, _ in shares)
     if cores >= 2:
         assert shares[0][1] != shares[1][1]
+
+
+def test_a_mask_is_divided_among_the_ranks_that_share_it() -> None:
+    """The other rank is started as torchrun does, bound to the same processors or to one of its own."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("needs two processors")
+    alone = int(run_python("print(_core.pool_threads())").stdout)
+    names = {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29511"}
+    for mask, threads in ((cores, max(1, alone // 2)), (cores[:1], alone)):
+        with subprocess.Popen(["sleep", "60"], env={**os.environ, **names, "LOCAL_RANK": "1"}) as other:
+            os.sched_setaffinity(other.pid, mask)
+            found = run_python("print(_core.pool_threads())", **names, LOCAL_RANK="0")
+            other.kill()
+        assert int(found.stdout) == threads, found.stderr
