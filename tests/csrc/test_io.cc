@@ -164,9 +164,9 @@ TEST_CASE("threads of an engine go on where there is no memory left") {
     options.buffers = 3;
     options.depth = 4;
     Rig rig(name, options);
-    const auto sent = noise(kMiB, 5);
-    std::vector<std::uint8_t> got(kMiB);
-    REQUIRE(rig.run(Direction::write, sent.data(), 0, kMiB).ok());
+    const auto sent = noise(300'000, 5);
+    std::vector<std::vector<std::uint8_t>> got(40, std::vector<std::uint8_t>(sent.size()));
+    REQUIRE(rig.run(Direction::write, sent.data(), 0, sent.size()).ok());
     const RefuseMemory refuse;
     for (unsigned round = 0; round < 20; ++round) {
       // Requests that wait for one another, a failure whose text is long, transfers that are tried again, a cancellation.
@@ -174,9 +174,9 @@ TEST_CASE("threads of an engine go on where there is no memory left") {
                                   {Fault::Point::read, 1, 4, Fault::Effect::error, EAGAIN},
                                   {Fault::Point::write, 1, 1, Fault::Effect::cut, 5000}}).ok());
       std::vector<std::uint64_t> tickets;
-      for (std::uint64_t i = 0; i < 40; ++i)
-        tickets.push_back(rig.begin(i % 3 ? Direction::read : Direction::write, i % 3 ? got.data() : sent.data(),
-                                    i % 3 ? 0 : i, kMiB - 40, static_cast<Priority>(i % kPriorities)));
+      for (std::size_t i = 0; i < got.size(); ++i)
+        tickets.push_back(rig.begin(i % 3 ? Direction::read : Direction::write, i % 3 ? got[i].data() : sent.data(),
+                                    i % 3 ? 0 : i, sent.size() - got.size(), static_cast<Priority>(i % kPriorities)));
       bool cancelled = false;
       REQUIRE(rig.engine->cancel(tickets.back(), cancelled).ok());
       int failures = 0;

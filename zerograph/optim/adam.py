@@ -103,7 +103,8 @@ class Adam(_AdamUpdate, torch.optim.Adam):
 
     Args:
         master: ``torch.float32`` keeps float32 masters of low-precision parameters in ``state[p]["master"]``, which
-            take the update; the parameters are rounded copies of them.
+            take the update; the parameters are rounded copies of them. A change of a parameter through ``.data`` is
+            undone by the next step (docs/optim.md says what to do instead).
         moments: dtype of ``exp_avg`` and ``exp_avg_sq``, float32 if None; ``torch.bfloat16`` halves them.
         skip_nonfinite: skip steps with a gradient that is not finite, on all ranks, and count them in ``skipped``.
             Needs one more read of the gradients before the update, as ``clip`` does.
