@@ -26,11 +26,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr std::uint64_t kMagic = 0x31786f626c69616dULL;  // "mailbox1"
+constexpr std::uint64_t kMagic = 0x32786f626c69616dULL;  // "mailbox2"
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kAlign = 64;
 constexpr std::uint64_t kRetiredRing = 256;
 constexpr std::size_t kTextBytes = 1024;
+constexpr unsigned kGenerationShift = 40;  // operations of a generation, before their numbers are the next one's
 constexpr auto kCheckInterval = std::chrono::milliseconds(100);
 
 std::size_t align_up(std::size_t value, std::size_t unit) { return (value + unit - 1) / unit * unit; }
@@ -70,14 +71,15 @@ struct alignas(kAlign) Slot {
   std::int32_t fd;      // of the block, -1 for none
 };
 
-enum : std::uint32_t { kOpen = 0, kAborted = 1, kClosed = 2 };
+enum : std::uint32_t { kOpen = 0, kClosed = 1 };
 
 struct Control {
   std::uint64_t magic, token;
   std::uint32_t rank, world;
   std::int32_t pid;
   std::atomic<std::uint32_t> state;
-  char text[kTextBytes];
+  std::atomic<std::uint64_t> aborted;  // the generation that this rank ended last, + 1; 0: none
+  char text[kTextBytes];               // why
   alignas(kAlign) std::atomic<std::uint32_t> doorbell;  // futex: peers ring it when they post or abort
   std::atomic<std::uint32_t> sleeping;
   alignas(kAlign) std::atomic<std::uint64_t> retired;  // how many blocks were closed; the last ones follow
@@ -89,14 +91,34 @@ static_assert(std::atomic<std::uint64_t>::is_always_lock_free && std::atomic<std
 
 namespace {
 
-// What a block begins with, one per piece: enough for the receiver to compare with its own.
+// What a block begins with: whose message it holds.
+struct alignas(kAlign) BlockHeader {
+  std::uint64_t token, sequence, exchanging, pieces;
+};
+
+// What follows, one per piece: enough for the receiver to compare with its own.
 struct PieceHeader {
   std::uint64_t count, chunk;
   std::uint64_t dtype;
   std::uint64_t offset;  // gather: of the data, from the start of the block
 };
 
-std::size_t header_bytes(std::size_t pieces) { return align_up(pieces * sizeof(PieceHeader), kAlign); }
+std::size_t header_bytes(std::size_t pieces) {
+  return align_up(sizeof(BlockHeader) + pieces * sizeof(PieceHeader), kAlign);
+}
+
+PieceHeader* piece_headers(std::byte* block) { return reinterpret_cast<PieceHeader*>(block + sizeof(BlockHeader)); }
+
+const PieceHeader* piece_headers(const std::byte* block) {
+  return reinterpret_cast<const PieceHeader*>(block + sizeof(BlockHeader));
+}
+
+using Payload = std::shared_ptr<Mapping>;
+
+const std::byte* data_of(const Payload& block) { return block != nullptr ? block->data() : nullptr; }
+
+constexpr const char* kClosedByOthers =
+    "\n\nhint: something in that process closed a descriptor that it had not opened; the number is another file's now";
 
 void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t seen, std::chrono::nanoseconds timeout) {
   const timespec time{static_cast<time_t>(timeout.count() / 1000000000), static_cast<long>(timeout.count() % 1000000000)};
@@ -167,6 +189,7 @@ Status Mailbox::connect(const std::vector<std::pair<pid_t, int>>& ranks) {
     peer.pid = pid;
     peer.watch = watch_process(pid);
   }
+  std::lock_guard peers_lock(peers_mutex_);
   peers_ = std::move(peers);
   connected_ = true;
   return {};
@@ -183,18 +206,64 @@ Slot& Mailbox::slot_of(Control& control, std::uint64_t sequence, bool second) co
 }
 
 void Mailbox::abort(const std::string& text) {
+  std::lock_guard lock(peers_mutex_);  // not mutex_, which whoever waits holds
   Control& control = own_control();
-  std::uint32_t open = kOpen;
-  if (control.state.load() != kOpen) return;
+  const std::uint64_t ended = generation_.load() + 1;
+  if (control.aborted.load() >= ended) return;  // the first reason stays
   const std::size_t length = std::min(text.size(), kTextBytes - 1);
   memcpy(control.text, text.data(), length);
   control.text[length] = 0;
-  if (control.state.compare_exchange_strong(open, kAborted)) ring_peers();
+  control.aborted.store(ended, std::memory_order_release);
+  ring_peers();
+}
+
+bool Mailbox::aborted() const {
+  std::lock_guard lock(peers_mutex_);
+  const std::uint64_t ended = generation_.load() + 1;
+  if (own_control().aborted.load() >= ended) return true;
+  return std::any_of(peers_.begin(), peers_.end(), [&](const Peer& peer) {
+    return peer.control != nullptr && peer.control->aborted.load() >= ended;
+  });
+}
+
+std::vector<std::uint32_t> Mailbox::missing(std::uint64_t ticket) const {
+  std::lock_guard lock(mutex_);
+  std::vector<std::uint32_t> ranks;
+  const auto found = tickets_.find(ticket);
+  for (std::uint32_t rank = 0; found != tickets_.end() && rank < world_; ++rank)
+    if (found->second.pending[rank]) ranks.push_back(rank);
+  return ranks;
+}
+
+bool Mailbox::is_present(std::uint32_t rank) const {
+  std::lock_guard lock(peers_mutex_);
+  if (rank == rank_) return own_control().state.load() == kOpen;
+  if (rank >= peers_.size() || peers_[rank].control == nullptr) return false;
+  return peers_[rank].control->state.load() == kOpen && is_alive(peers_[rank].pid, peers_[rank].watch);
+}
+
+Status Mailbox::recover(std::uint64_t generation) {
+  std::lock_guard lock(mutex_);
+  if (closed_) return fail(Code::invalid, "the mailbox is closed");
+  if (generation <= generation_.load() || generation >> (64 - kGenerationShift) != 0)
+    return fail(Code::invalid,
+                "generation " + number(generation) + " does not come after " + number(generation_.load()));
+  tickets_.clear();
+  for (const Posted& posted : posted_) {
+    posted.slot->sequence.store(0);
+    if (posted.block != nullptr) posted.block->busy = false;
+  }
+  posted_.clear();
+  failed_ = false;
+  std::lock_guard peers_lock(peers_mutex_);  // abort() compares with the generation
+  next_sequence_ = generation << kGenerationShift;
+  generation_.store(generation);
+  return {};
 }
 
 void Mailbox::ring_peers() {
-  for (std::uint32_t rank = 0; rank < world_; ++rank)
-    if (rank != rank_ && peers_[rank].control != nullptr) ring(*peers_[rank].control);
+  for (Peer& peer : peers_)  // none once the mailbox is closed
+    if (peer.control != nullptr) ring(*peer.control);
 }
 
 void Mailbox::close(double linger) {
@@ -206,24 +275,25 @@ void Mailbox::close(double linger) {
     reclaim();
     while (!posted_.empty() && !failed_ && tickets_.empty() && Clock::now() < deadline) {
       // A rank that has closed has read what it wanted; stop when nobody is left to read, or someone gave up.
-      bool readers = false, aborted = own_control().state.load() == kAborted;
+      const std::uint64_t ended = generation_.load() + 1;
+      bool readers = false, aborted = own_control().aborted.load() >= ended;
       for (std::uint32_t rank = 0; rank < world_ && connected_; ++rank) {
         if (rank == rank_) continue;
         const std::uint32_t state = control_of(rank).state.load();
-        aborted = aborted || state == kAborted;
+        aborted = aborted || control_of(rank).aborted.load() >= ended;
         readers = readers || (state == kOpen && is_alive(peers_[rank].pid, peers_[rank].watch));
       }
       if (aborted || !readers) break;
       std::this_thread::sleep_for(std::chrono::microseconds(200));
       reclaim();
     }
-    std::uint32_t open = kOpen;
-    own_control().state.compare_exchange_strong(open, kClosed);
+    own_control().state.store(kClosed);
     ring_peers();
   }
   tickets_.clear();
   posted_.clear();
   pool_.clear();
+  std::lock_guard peers_lock(peers_mutex_);
   peers_.clear();
 }
 
@@ -341,13 +411,13 @@ Status Mailbox::open_ticket(Kind kind, std::uint64_t tag, std::vector<Piece> pie
   ticket.pieces = std::move(pieces);
   ticket.pending.assign(world_, true);
   ticket.pending[rank_] = false;
-  ticket.blocks.assign(world_, nullptr);
+  ticket.blocks.assign(world_, {});
   out = &ticket;
   return {};
 }
 
 // A block with room for the headers and `payload` bytes, headers written. An operation without pieces has none.
-Status Mailbox::prepare(Ticket& ticket, std::size_t payload, Block*& block) {
+Status Mailbox::prepare(Ticket& ticket, std::size_t payload, bool second, Block*& block) {
   block = nullptr;
   ticket.own = nullptr;
   if (ticket.pieces.empty()) return {};
@@ -358,7 +428,8 @@ Status Mailbox::prepare(Ticket& ticket, std::size_t payload, Block*& block) {
     return status;
   }
   ticket.own = block->memory.map.data();
-  auto* headers = reinterpret_cast<PieceHeader*>(ticket.own);
+  *reinterpret_cast<BlockHeader*>(ticket.own) = {token_, ticket.sequence, second, ticket.pieces.size()};
+  PieceHeader* headers = piece_headers(ticket.own);
   for (std::size_t i = 0; i < ticket.pieces.size(); ++i) {
     const Piece& piece = ticket.pieces[i];
     headers[i] = {piece.count, piece.chunk, static_cast<std::uint64_t>(piece.dtype), 0};
@@ -388,8 +459,8 @@ Status Mailbox::start_gather(std::uint64_t tag, std::vector<Piece> pieces, std::
   std::size_t payload = 0;
   for (const Piece& piece : ticket->pieces) payload += align_up(piece.count * size_of(piece.dtype), kAlign);
   Block* block;
-  ZG_TRY(prepare(*ticket, payload, block));
-  auto* headers = reinterpret_cast<PieceHeader*>(ticket->own);
+  ZG_TRY(prepare(*ticket, payload, false, block));
+  PieceHeader* headers = ticket->own != nullptr ? piece_headers(ticket->own) : nullptr;
   std::size_t offset = header_bytes(ticket->pieces.size());
   for (std::size_t i = 0; i < ticket->pieces.size(); ++i) {
     const Piece& piece = ticket->pieces[i];
@@ -417,7 +488,7 @@ Status Mailbox::start_reduction(Kind kind, std::uint64_t tag, std::vector<Piece>
   ZG_TRY(open_ticket(kind, tag, std::move(pieces), ticket));
   const std::vector<Piece>& all = ticket->pieces;
   Block* block;
-  ZG_TRY(prepare(*ticket, region(all, rank_, world_) - header_bytes(all.size()), block));
+  ZG_TRY(prepare(*ticket, region(all, rank_, world_) - header_bytes(all.size()), false, block));
   for (std::uint32_t rank = 0; rank < world_; ++rank) {
     if (rank == rank_) continue;
     std::byte* to = ticket->own + region(all, rank_, rank);
@@ -473,7 +544,8 @@ Status Mailbox::check_peers(const Ticket& ticket) const {
     const std::string what = " while rank " + number(rank_) + " waited in " +
                              name_of(static_cast<std::uint32_t>(ticket.kind)) + " " + number(ticket.sequence) +
                              " (tag " + number(ticket.tag) + ")";
-    if (state == kAborted) return fail(Code::peer, who + "failed" + what + ": " + std::string(peer.control->text));
+    if (peer.control->aborted.load(std::memory_order_acquire) > generation_.load())
+      return fail(Code::peer, who + "failed" + what + ": " + std::string(peer.control->text));
     if (!ticket.pending[rank]) continue;
     const char* gone = nullptr;
     if (state == kClosed) gone = "closed its mailbox";
@@ -497,11 +569,31 @@ Status Mailbox::describe_mismatch(const Ticket& ticket, std::uint32_t rank, cons
                   "\n\nhint: all ranks must run the same collectives in the same order with the same sizes");
 }
 
+// Maps the block of a published message.
+Status Mailbox::open_block(const Ticket& ticket, std::uint32_t rank, const Slot& slot,
+                           std::shared_ptr<Mapping>& block) const {
+  const Peer& peer = peers_[rank];
+  Mapping map;
+  const Status opened = open_shared(peer.pid, slot.fd, slot.bytes, map);
+  if (opened.ok()) {
+    block = std::make_shared<Mapping>(std::move(map));
+    return {};
+  }
+  const std::string message = "its message for " + std::string(name_of(slot.kind)) + " " + number(ticket.sequence) +
+                              " (tag " + number(ticket.tag) + ")";
+  const std::string who = "rank " + number(rank) + " (pid " + number(static_cast<std::uint64_t>(peer.pid)) + ") ";
+  if (!is_alive(peer.pid, peer.watch) || peer.control->state.load() != kOpen)
+    return fail(Code::peer, who + "ended before " + message + " was read\n\n" +
+                                "hint: close() waits for the readers; end a program with it or a barrier");
+  return fail(Code::peer, who + "lost " + message + ": " + opened.path + " " + opened.text + kClosedByOthers,
+              opened.error, opened.path);
+}
+
 // The published message of `rank`: compared with the ticket, its block mapped.
-Status Mailbox::take_message(Ticket& ticket, std::uint32_t rank, std::byte*& payload) {
+Status Mailbox::take_message(Ticket& ticket, std::uint32_t rank, std::shared_ptr<Mapping>& block) {
   Peer& peer = peers_[rank];
   const Slot& slot = slot_of(*peer.control, ticket.sequence, ticket.exchanging);
-  payload = nullptr;
+  block = nullptr;
   if (slot.kind != static_cast<std::uint32_t>(ticket.kind) || slot.tag != ticket.tag ||
       slot.pieces != ticket.pieces.size())
     return describe_mismatch(ticket, rank, slot, "");
@@ -515,22 +607,18 @@ Status Mailbox::take_message(Ticket& ticket, std::uint32_t rank, std::byte*& pay
       peer.blocks.erase(peer.control->retired_ids[i % kRetiredRing].load());
   peer.retired_seen = retired;
 
-  auto found = peer.blocks.find(slot.block);
-  if (found == peer.blocks.end()) {
-    Mapping map;
-    Status opened = open_shared(peer.pid, slot.fd, slot.bytes, map);
-    if (!opened.ok()) {
-      if (!is_alive(peer.pid, peer.watch) || peer.control->state.load() != kOpen)
-        return fail(Code::peer, "rank " + number(rank) + " (pid " + number(static_cast<std::uint64_t>(peer.pid)) +
-                                    ") ended before its message for " + name_of(slot.kind) + " " +
-                                    number(ticket.sequence) + " (tag " + number(ticket.tag) + ") was read\n\n" +
-                                    "hint: close() waits for the readers; end a program with it or a barrier");
-      return opened;
-    }
-    found = peer.blocks.emplace(slot.block, std::move(map)).first;
-  }
-  std::byte* data = found->second.data();
-  const auto* headers = reinterpret_cast<const PieceHeader*>(data);
+  const auto found = peer.blocks.find(slot.block);
+  if (found != peer.blocks.end()) block = found->second;
+  else ZG_TRY(open_block(ticket, rank, slot, block));
+  const std::byte* data = block->data();
+  const BlockHeader& header = *reinterpret_cast<const BlockHeader*>(data);
+  if (header.token != token_ || header.sequence != ticket.sequence || header.exchanging != ticket.exchanging ||
+      header.pieces != ticket.pieces.size())
+    return fail(Code::peer, "what /proc/" + std::to_string(peer.pid) + "/fd/" + std::to_string(slot.fd) +
+                                " refers to is not the message of rank " + number(rank) + " for " + name_of(slot.kind) +
+                                " " + number(ticket.sequence) + " (tag " + number(ticket.tag) + ")" + kClosedByOthers);
+  if (found == peer.blocks.end()) peer.blocks.emplace(slot.block, block);
+  const PieceHeader* headers = piece_headers(data);
   for (std::size_t i = 0; i < ticket.pieces.size(); ++i) {
     const Piece& own = ticket.pieces[i];
     const PieceHeader& theirs = headers[i];
@@ -543,7 +631,6 @@ Status Mailbox::take_message(Ticket& ticket, std::uint32_t rank, std::byte*& pay
                                  number(theirs.count) + " of " + zg::name_of(dtype) + " in chunks of " +
                                  number(theirs.chunk) + " there");
   }
-  payload = data;
   return {};
 }
 
@@ -565,9 +652,9 @@ Status Mailbox::collect(Ticket& ticket, double timeout, Take take) {
         waiting = true;
         continue;
       }
-      std::byte* payload;
-      Status status = take_message(ticket, rank, payload);
-      if (status.ok()) status = take(rank, payload);
+      std::shared_ptr<Mapping> block;
+      Status status = take_message(ticket, rank, block);
+      if (status.ok()) status = take(rank, block);
       if (!status.ok()) {
         failed_ = true;
         return status;
@@ -618,7 +705,7 @@ Status Mailbox::finish_gather(std::uint64_t sequence, const std::vector<GatherOu
   Ticket* ticket;
   ZG_TRY(find_ticket(sequence, Kind::gather, outs.size(), ticket));
   const auto place = [&](std::uint32_t rank, const std::byte* payload) -> Status {
-    const auto* headers = reinterpret_cast<const PieceHeader*>(payload);
+    const PieceHeader* headers = payload != nullptr ? piece_headers(payload) : nullptr;
     for (std::size_t i = 0; i < outs.size(); ++i) {
       if (headers[i].count > outs[i].chunk)
         return fail(rank == rank_ ? Code::invalid : Code::mismatch,
@@ -633,8 +720,8 @@ Status Mailbox::finish_gather(std::uint64_t sequence, const std::vector<GatherOu
   };
   // Its own part while the peers are still copying theirs; again after a timeout is harmless.
   ZG_TRY(place(rank_, ticket->own));
-  ZG_TRY(collect(*ticket, timeout, [&](std::uint32_t rank, const std::byte* payload) -> Status {
-    ZG_TRY(place(rank, payload));
+  ZG_TRY(collect(*ticket, timeout, [&](std::uint32_t rank, const Payload& block) -> Status {
+    ZG_TRY(place(rank, data_of(block)));
     acknowledge(*ticket, rank);
     return {};
   }));
@@ -650,7 +737,7 @@ Status Mailbox::reduce_own(Ticket& ticket, const std::vector<void*>& outs, const
   std::vector<const std::byte*> next(world_, nullptr);
   for (std::uint32_t rank = 0; rank < world_; ++rank)
     if (rank != rank_ && ticket.blocks[rank] != nullptr)
-      next[rank] = ticket.blocks[rank] + region(ticket.pieces, rank, rank_);
+      next[rank] = ticket.blocks[rank]->data() + region(ticket.pieces, rank, rank_);
   for (std::size_t i = 0; i < ticket.pieces.size(); ++i) {
     const Piece& piece = ticket.pieces[i];
     const std::size_t size = size_of(piece.dtype);
@@ -676,8 +763,8 @@ Status Mailbox::finish_reduce(std::uint64_t sequence, const std::vector<ReduceOu
   Ticket* ticket;
   ZG_TRY(find_ticket(sequence, Kind::reduce, outs.size(), ticket));
   ZG_TRY(check_outs(*ticket, outs));
-  ZG_TRY(collect(*ticket, timeout, [&](std::uint32_t rank, std::byte* payload) -> Status {
-    ticket->blocks[rank] = payload;
+  ZG_TRY(collect(*ticket, timeout, [&](std::uint32_t rank, const Payload& block) -> Status {
+    ticket->blocks[rank] = block;
     return {};
   }));
   std::vector<void*> addresses;
@@ -698,7 +785,7 @@ Status Mailbox::finish_all_reduce(std::uint64_t sequence, const std::vector<Redu
   ZG_TRY(find_ticket(sequence, Kind::all_reduce, outs.size(), ticket));
   ZG_TRY(check_outs(*ticket, outs));
   const auto place = [&](std::uint32_t rank, const std::byte* payload) -> Status {
-    const auto* headers = reinterpret_cast<const PieceHeader*>(payload);
+    const PieceHeader* headers = payload != nullptr ? piece_headers(payload) : nullptr;
     for (std::size_t i = 0; i < outs.size(); ++i) {
       const std::size_t size = size_of(outs[i].dtype);
       const Piece& piece = ticket->pieces[i];
@@ -711,8 +798,8 @@ Status Mailbox::finish_all_reduce(std::uint64_t sequence, const std::vector<Redu
   };
 
   if (!ticket->exchanging) {
-    ZG_TRY(collect(*ticket, timeout, [&](std::uint32_t rank, std::byte* payload) -> Status {
-      ticket->blocks[rank] = payload;
+    ZG_TRY(collect(*ticket, timeout, [&](std::uint32_t rank, const Payload& block) -> Status {
+      ticket->blocks[rank] = block;
       return {};
     }));
     // The own slice goes into the second message, and from there to `outs`, which may be the inputs.
@@ -720,8 +807,8 @@ Status Mailbox::finish_all_reduce(std::uint64_t sequence, const std::vector<Redu
     for (std::size_t i = 0; i < outs.size(); ++i)
       payload += align_up(slice(ticket->pieces[i], rank_) * size_of(outs[i].dtype), kAlign);
     Block* block;
-    ZG_TRY(prepare(*ticket, payload, block));
-    auto* headers = reinterpret_cast<PieceHeader*>(ticket->own);
+    ZG_TRY(prepare(*ticket, payload, true, block));
+    PieceHeader* headers = ticket->own != nullptr ? piece_headers(ticket->own) : nullptr;
     std::size_t offset = header_bytes(outs.size());
     std::vector<void*> addresses;
     std::vector<DType> dtypes;
@@ -741,8 +828,8 @@ Status Mailbox::finish_all_reduce(std::uint64_t sequence, const std::vector<Redu
     publish(*ticket, block);
     ZG_TRY(place(rank_, ticket->own));
   }
-  ZG_TRY(collect(*ticket, timeout, [&](std::uint32_t rank, const std::byte* payload) -> Status {
-    ZG_TRY(place(rank, payload));
+  ZG_TRY(collect(*ticket, timeout, [&](std::uint32_t rank, const Payload& block) -> Status {
+    ZG_TRY(place(rank, data_of(block)));
     acknowledge(*ticket, rank);
     return {};
   }));
@@ -756,7 +843,7 @@ Status Mailbox::barrier(double timeout) {
   Ticket* ticket;
   ZG_TRY(open_ticket(Kind::barrier, 0, {}, ticket));
   publish(*ticket, nullptr);
-  Status status = collect(*ticket, timeout, [&](std::uint32_t rank, const std::byte*) -> Status {
+  Status status = collect(*ticket, timeout, [&](std::uint32_t rank, const Payload&) -> Status {
     acknowledge(*ticket, rank);
     return {};
   });

@@ -8,6 +8,13 @@
 // Operations are numbered per mailbox by start_*, and ranks run the same sequence. A slot carries kind, tag and the
 // sizes, so a rank whose sequence differs gets an error that names the difference, and so do its peers.
 //
+// A block is found as /proc/PID/fd/N, and N may have become another file's if the sender's process closed it. Each
+// block therefore begins with the mailbox's token and the operation's number, compared where it is read.
+//
+// Errors. abort() ends a generation: whoever waits in it, or will, raises. Once every rank has stopped working in it
+// (the caller knows; see runtime/meeting.py), each calls recover() with the next generation: what was in flight is
+// dropped, and numbers go on in a range of their own, so that no message of an older generation is taken for a new one.
+//
 // Memory. A block returns to the pool when all ranks have read it, and is used again by best fit. Blocks unused for
 // kIdleMessages messages are closed; peers drop their mappings with the next message they read.
 #pragma once
@@ -79,8 +86,22 @@ class Mailbox {
   Status finish_all_reduce(std::uint64_t ticket, const std::vector<ReduceOut>& outs, double scale, double timeout);
   Status barrier(double timeout);
 
-  // Peers that wait, or will wait, for a message this rank has not posted raise with `text`. Safe from any thread.
+  // Ends the generation: peers that wait in it, or will, for a message this rank has not posted raise with `text`.
+  // Safe from any thread, while others wait, connect or close.
   void abort(const std::string& text);
+
+  // Whether a rank, this one included, has ended the generation.
+  bool aborted() const;
+
+  // The ranks whose part of an operation in flight has not come, after a timeout.
+  std::vector<std::uint32_t> missing(std::uint64_t ticket) const;
+
+  // False once `rank` has ended or closed its mailbox.
+  bool is_present(std::uint32_t rank) const;
+
+  // Drops everything in flight and goes on in `generation`, which must be a later one. To be called when no rank works
+  // in the current one any more; ranks may then start operations of the new one before others have called this.
+  Status recover(std::uint64_t generation);
 
   // Waits up to `linger` seconds until the peers have read what was posted (not after an error), then lets go.
   void close(double linger);
@@ -101,7 +122,7 @@ class Mailbox {
     FileDescriptor watch;
     Mapping page;
     Control* control = nullptr;
-    std::unordered_map<std::uint64_t, Mapping> blocks;
+    std::unordered_map<std::uint64_t, std::shared_ptr<Mapping>> blocks;
     std::uint64_t retired_seen = 0;
   };
   struct Ticket {
@@ -109,10 +130,10 @@ class Mailbox {
     Kind kind;
     std::uint64_t tag;
     std::vector<Piece> pieces;
-    std::byte* own = nullptr;        // payload of this rank's message
-    std::vector<bool> pending;       // ranks whose message of this phase has not been taken
-    std::vector<std::byte*> blocks;  // theirs, by rank
-    bool exchanging = false;         // all_reduce: the second phase
+    std::byte* own = nullptr;   // payload of this rank's message
+    std::vector<bool> pending;  // ranks whose message of this phase has not been taken
+    std::vector<std::shared_ptr<Mapping>> blocks;  // theirs, by rank: mapped for as long as the ticket is open
+    bool exchanging = false;  // all_reduce: the second phase
   };
 
   Mailbox(std::uint32_t rank, std::uint32_t world, std::uint64_t token, Interrupted interrupted);
@@ -127,14 +148,15 @@ class Mailbox {
   Status acquire(std::size_t bytes, Block*& out);
   void reclaim();
   void retire_idle();
-  Status prepare(Ticket& ticket, std::size_t payload, Block*& block);
+  Status prepare(Ticket& ticket, std::size_t payload, bool second, Block*& block);
   void publish(const Ticket& ticket, Block* block);
   void ring_peers();
 
-  // Waits for the ranks pending in the ticket and calls take(rank, payload) for each as it arrives.
+  // Waits for the ranks pending in the ticket and calls take(rank, block) for each as it arrives.
   template <typename Take>
   Status collect(Ticket& ticket, double timeout, Take take);
-  Status take_message(Ticket& ticket, std::uint32_t rank, std::byte*& payload);
+  Status take_message(Ticket& ticket, std::uint32_t rank, std::shared_ptr<Mapping>& block);
+  Status open_block(const Ticket& ticket, std::uint32_t rank, const Slot& slot, std::shared_ptr<Mapping>& block) const;
   Status describe_mismatch(const Ticket& ticket, std::uint32_t rank, const Slot& slot,
                            const std::string& detail) const;
   Status check_peers(const Ticket& ticket) const;
@@ -155,11 +177,13 @@ class Mailbox {
   pid_t pid_;
   bool connected_ = false, closed_ = false, failed_ = false;
   SharedMemory control_;
+  mutable std::mutex peers_mutex_;  // around changes of the list, which hold mutex_ too, and around reads that do not
   std::vector<Peer> peers_;
   std::vector<std::unique_ptr<Block>> pool_;
   std::vector<Posted> posted_;
   std::unordered_map<std::uint64_t, Ticket> tickets_;
   std::uint64_t next_sequence_ = 0, next_block_ = 1, messages_ = 0;
+  std::atomic<std::uint64_t> generation_ = 0;
   mutable std::mutex mutex_;
 };
 

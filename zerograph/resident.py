@@ -28,7 +28,8 @@ heap, where reduced gradients settle among the activations that the backward fre
 """
 
 _LINE, _HEADER, _PAGE, _CONTROL = 64, 32, 4096, 65 * 4096
-"""csrc/mailbox.cc: what pieces are aligned to, the header of one, the least step of blocks, and a rank's own page."""
+"""csrc/mailbox.cc: what pieces are aligned to (the header of a message takes as much), the header of a piece, the least
+step of blocks, and a rank's own page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +160,7 @@ def _sent_item(param: Param) -> int:
 
 
 def _message(params: Sequence[Param], pieces: Iterator[int] | list[int]) -> int:
-    return _aligned(len(params) * _HEADER, _LINE) + sum(_aligned(piece, _LINE) for piece in pieces)
+    return _aligned(_LINE + len(params) * _HEADER, _LINE) + sum(_aligned(piece, _LINE) for piece in pieces)
 
 
 def _aligned(size: int, unit: int) -> int:

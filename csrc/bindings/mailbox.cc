@@ -100,7 +100,13 @@ void bind_mailbox(py::module_& m) {
       .def(
           "barrier", [](Mailbox& box, double timeout) { run([&] { return box.barrier(timeout); }); },
           py::arg("timeout"))
-      .def("abort", &Mailbox::abort, py::arg("text"))
+      .def("abort", &Mailbox::abort, py::arg("text"), py::call_guard<py::gil_scoped_release>())
+      .def("aborted", &Mailbox::aborted)
+      .def("missing", &Mailbox::missing, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
+      .def("is_present", &Mailbox::is_present, py::arg("rank"))
+      .def(
+          "recover", [](Mailbox& box, std::uint64_t generation) { run([&] { return box.recover(generation); }); },
+          py::arg("generation"))
       .def("close", &Mailbox::close, py::arg("linger") = 5.0, py::call_guard<py::gil_scoped_release>());
 }
 

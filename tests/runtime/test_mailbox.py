@@ -499,6 +499,47 @@ def test_abort_reaches_waiting_peers() -> None:
         assert "rank 1" in results[rank][1] and "the loss is NaN" in results[rank][1]
 
 
+def lost_descriptor_body(box: Mailbox, rank: int, world: int) -> None:
+    """Rank 1 closes descriptors that are not its own, and opens a file under such a number."""
+    own, out = np.full(4, rank, np.float32), np.full(4 * world, -7, np.float32)
+    before = set(os.listdir("/proc/self/fd"))
+    ticket = box.start_gather(1, [(address(own), 4, F32, F32)])
+    if rank == 1:
+        (number,) = {fd for fd in set(os.listdir("/proc/self/fd")) - before if os.path.exists(f"/proc/self/fd/{fd}")}
+        other = os.memfd_create("other")
+        os.ftruncate(other, 1 << 16)
+        os.dup2(other, int(number))
+    box.barrier(TIMEOUT)
+    try:
+        box.finish_gather(ticket, [(address(out), 4)], TIMEOUT)
+    finally:
+        assert rank == 1 or out[4] == -7
+    if rank == 1:
+        raise RuntimeError("it reads rank 0's message, which is as it should be")
+
+
+def test_a_payload_that_is_another_file_is_refused() -> None:
+    (name, text, _), _ = errors(2, lost_descriptor_body)
+    assert name == "PeerError", text
+    assert "not the message of rank 1 for gather 0" in text and "closed a descriptor" in text
+
+
+def ended_body(box: Mailbox, rank: int, world: int) -> None:
+    box.barrier(TIMEOUT)
+    if rank == 1:
+        box.close()
+        assert not box.is_present(1)
+        return
+    deadline = time.monotonic() + TIMEOUT
+    while box.is_present(1) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not box.is_present(1)
+
+
+def test_whether_a_rank_is_present() -> None:
+    run(2, ended_body)
+
+
 def closing_body(box: Mailbox, rank: int, world: int) -> None:
     own, out = np.full(100_000, rank, np.float32), np.zeros(100_000 * world, np.float32)
     ticket = box.start_gather(1, [(address(own), own.size, F32, F32)])
