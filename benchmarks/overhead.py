@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zerograph.ir import Param
 from zerograph.plan import Bucket, Plan
+from zerograph.runtime.comm import Entry
 from zerograph.runtime.executor import Executor, Runtime
 from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.program import Compute, Free, Gather, Instruction, Program, Segment, WaitGather
@@ -28,13 +29,16 @@ BUCKETS, PARAMS, RUNS = 48, 12, 300
 class Nowhere:
     """A transport that hands out what it holds."""
 
-    name, rank, world_size = "nowhere", 0, 2
+    name, rank, world_size, generation = "nowhere", 0, 2, 0
 
     def __init__(self) -> None:
         self.full = [torch.zeros(1) for _ in range(PARAMS)]
 
-    def enter(self, sequence: int) -> None:
+    def enter(self, entry: Entry) -> None:
         """Nobody to agree with."""
+
+    def leave(self) -> None:
+        """Nobody to wait for."""
 
     def abort(self, reason: str) -> None:
         """Nobody to tell."""

@@ -7,9 +7,12 @@ same parameters in the same order; programs see to that.
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from math import prod
 from typing import Any, Protocol
 
@@ -17,27 +20,65 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerograph.errors import CollectiveMismatch, ConfigError
+from zerograph.errors import CollectiveMismatch, ConfigError, RankError
 from zerograph.plan import Param
 from zerograph.runtime.buffers import Full, allocate_full, shard_shape, torch_dtype
+from zerograph.runtime.meeting import Meeting
 
 # Renamed in torch 2.13, which warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a rank tells the others when it enters a program.
+
+    Attributes:
+        program: its kind and the user's function it was compiled from.
+        sequence: a hash of its collectives, at most 60 bits.
+        steps: of optimizers over the backend's parameters that this rank has taken.
+    """
+
+    program: str
+    sequence: int
+    steps: int
+
+    def __str__(self) -> str:
+        return f"the {self.program}, after {self.steps} optimizer steps"
+
+
 class Communicator(Protocol):
-    """What the executor needs of a transport."""
+    """What the executor needs of a transport. :mod:`zerograph.runtime.meeting` says how errors are recovered from."""
 
     name: str
     rank: int
     world_size: int
+    meeting: Meeting | None
+    steps: int
+    """Of optimizers, as told at the last entry."""
+
+    @property
+    def generation(self) -> int:
+        """Counts the errors that ranks have recovered from."""
 
     def trim(self) -> None:
         """Let go of memory that is kept to be used again."""
 
-    def enter(self, sequence: int) -> None:
-        """This rank begins a program whose collectives hash to ``sequence``."""
+    def enter(self, entry: Entry) -> None:
+        """This rank begins a program with collectives; after an error, once all ranks do.
+
+        Raises:
+            RankError: another rank failed, or does not come.
+            CollectiveMismatch: another rank begins another program, or has taken more or fewer optimizer steps.
+        """
+
+    def leave(self) -> None:
+        """Wait until all ranks have come to the end of the program they entered.
+
+        Raises:
+            RankError: another rank failed in it.
+        """
 
     def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Any:
         """Begin to gather ``shards`` (this rank's rows, maybe none); returns what :meth:`finish_gather` takes."""
@@ -52,7 +93,47 @@ class Communicator(Protocol):
         """This rank's rows of the averaged gradients, in the shard's dtype."""
 
     def abort(self, reason: str) -> None:
-        """This rank failed: let the others fail too, if the transport can tell them."""
+        """This rank failed: let the others fail too, and meet them at the next program."""
+
+
+def describe_difference(mine: Entry, rank: int, theirs: Entry, me: int) -> CollectiveMismatch:
+    """What to raise where two ranks enter with different entries."""
+    if mine.steps != theirs.steps:
+        return CollectiveMismatch(
+            f"rank {me} has taken {mine.steps} optimizer steps and rank {rank} {theirs.steps}: "
+            "their shards are parts of different parameters",
+            "a step on some ranks only cannot be taken back: start all ranks again from a checkpoint, "
+            "and let all ranks catch the same errors around backward and step together",
+        )
+    return CollectiveMismatch(
+        f"rank {me} and rank {rank} are about to run different programs: rank {me} {mine}; rank {rank} {theirs}",
+        "all ranks must take the same branches, skip the same batches, and call the model in training and evaluation "
+        "together; " + ALONE,
+    )
+
+
+@contextlib.contextmanager
+def together(comm: Communicator, entry: Entry) -> Iterator[None]:
+    """Enter and leave around the collectives of a block; an error in it is one on all ranks."""
+    try:
+        comm.enter(entry)
+        yield
+        comm.leave()
+    except BaseException as error:
+        comm.abort(reason_of(error))
+        raise
+
+
+def reason_of(error: BaseException) -> str:
+    """What other ranks are told of ``error``: one line."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10) + chr(10))[0]}"[:400]
+
+
+ALONE = (
+    "one rank alone cannot evaluate, as gathers need all ranks: let all evaluate, or call the model inside "
+    "`with zerograph.gathered(model):`, which all ranks enter"
+)
+"""The hint where a rank runs a program that the others do not."""
 
 
 @dataclass(slots=True)
@@ -78,10 +159,22 @@ class GroupCommunicator:
     On NCCL the all-gathers of a bucket are coalesced into one launch and write straight into the full parameters;
     elsewhere a bucket travels as one flat message and is copied out. An NCCL group runs its collectives on one stream
     of its own, so reductions get a second group: they overlap gathers as well as compute.
+
+    After an error on gloo ranks go on with new connections: what was begun on the old ones and never finished would
+    else meet later messages. They are ZeroGraph's own from the start, so the user's group is as it was.
+
+    On NCCL an operation in flight cannot be taken back, and comparing would wait for the device. Ranks that all raise
+    at the same instruction have enqueued the same operations, and go on as if nothing was. A rank cannot know that of
+    the others, so after an error the next program begins when all have told, through the store, how many operations
+    they have enqueued; if these differ, every rank that failed raises, then and at every later program. A rank that
+    did not fail waits on its device, which NCCL's own watchdog ends after the group's timeout.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, meeting: Meeting | None = None) -> None:
+        self.group, self.device, self.meeting = group, device, meeting
+        self._enqueued = 0  # collectives so far
+        self._lost = ""  # why this rank can never meet the others again
+        self._doing, self.steps = "", 0
         self.reduce_group = group
         if backend_name(group, device) == "nccl" and group.size() > 1:
             ranks = dist.get_process_group_ranks(group)
@@ -89,32 +182,109 @@ class GroupCommunicator:
         self.name = f"torch.distributed ({backend_name(group, device)})"
         self.rank, self.world_size = group.rank(), group.size()
         self.coalesces = backend_name(group, device) == "nccl"
-        self.compares = backend_name(group, device) == "gloo"
+        self.compares = meeting is not None and backend_name(group, device) == "gloo"
+        if self.compares:
+            self._connect()
+
+    def _connect(self) -> None:
+        """Connections between the ranks for this generation."""
+        assert self.meeting is not None
+        store = dist.PrefixStore(f"gloo/{self.meeting.generation}", self.meeting.store)
+        timeout = timedelta(seconds=self.meeting.timeout)
+        group = dist.ProcessGroup(store, self.rank, self.world_size)
+        backend = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        self.group = self.reduce_group = group
+
+    @property
+    def generation(self) -> int:
+        """See :class:`Communicator`."""
+        return self.meeting.generation if self.meeting is not None else 0
 
     def trim(self) -> None:
         """There is none."""
 
-    def enter(self, sequence: int) -> None:
-        """Compare with the other ranks, on gloo; on NCCL that would wait for the device.
-
-        Raises:
-            CollectiveMismatch: another rank begins another program, whose messages would be taken for this one's.
-        """
+    def enter(self, entry: Entry) -> None:
+        """Compare with the other ranks, on gloo; on NCCL that would wait for the device. See :class:`Communicator`."""
+        if self.meeting is not None and self.meeting.failed:
+            self._recover(self.meeting, entry.steps)
+        self.steps = entry.steps
         if not self.compares:
             return
-        everyone = torch.empty(self.world_size, dtype=torch.int64)
-        _all_gather(everyone, torch.tensor([sequence]), group=self.group)
-        different = [rank for rank, theirs in enumerate(everyone.tolist()) if theirs != sequence]
-        if different:
-            raise CollectiveMismatch(
-                f"rank {self.rank} and rank {different[0]} are about to run different programs",
-                "all ranks must take the same branches, and call the model in training and evaluation together",
-            )
+        assert self.meeting is not None
+        self._doing = f"in the {entry.program}"
+        everyone = torch.empty(self.world_size, 2, dtype=torch.int64)
+        mine = torch.tensor([[entry.sequence, entry.steps]])
+        self._wait(_all_gather(everyone, mine, group=self.group, async_op=True))
+        found = everyone.tolist()
+        if all(theirs == found[self.rank] for theirs in found):
+            return
+        names = self._told("entered", entry.program)
+        rank = next(rank for rank, theirs in enumerate(found) if theirs != found[self.rank])
+        raise describe_difference(entry, rank, Entry(names[rank], *found[rank]), self.rank)
+
+    def _told(self, key: str, mine: str) -> list[str]:
+        """What every rank says under ``key``, after an exchange that they all have seen differ."""
+        assert self.meeting is not None
+        name = f"{self.generation}/{key}"
+        self.meeting.store.set(f"{name}/{self.rank}", mine)
+        keys = {rank: f"{name}/{rank}" for rank in range(self.world_size)}
+        self.meeting.wait(keys, "to learn what other ranks run", heed=False)
+        return [self.meeting.store.get(key).decode() for key in keys.values()]
+
+    def _recover(self, meeting: Meeting, steps: int) -> None:
+        """Meet the other ranks after an error, and begin anew."""
+        if self._lost:
+            raise RankError(self._lost, "start all ranks again from a checkpoint")
+        if not self.compares:
+            found = self._told("enqueued", f"{self._enqueued} collectives begun, {steps} optimizer steps taken")
+            if len(set(found)) > 1:
+                places = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(found))
+                self._lost = f"ranks failed at different places and cannot go on together ({places})"
+                raise RankError(self._lost, "start all ranks again from a checkpoint")
+        meeting.meet()
+        if self.compares:
+            self._connect()
+
+    def leave(self) -> None:
+        """See :class:`Communicator`; on NCCL that would wait for the device."""
+        if self.compares:
+            everyone = torch.empty(self.world_size, dtype=torch.int64)
+            self._wait(_all_gather(everyone, torch.zeros(1, dtype=torch.int64), group=self.group, async_op=True))
+
+    def _wait(self, work: dist.Work) -> None:
+        """Wait for ``work``, and on gloo see meanwhile whether a rank failed."""
+        if not self.compares:
+            work.wait()
+            return
+        assert self.meeting is not None
+        start, noticed = time.monotonic(), False
+        while not self._ends_soon(work):
+            self.meeting.check(self._doing)
+            if not noticed and time.monotonic() - start >= self.meeting.notice_after:
+                noticed = True
+                self.meeting.notice(self._doing, hint=ALONE)
+
+    def _ends_soon(self, work: dist.Work) -> bool:
+        try:
+            work.wait(_SLICE)
+        except RuntimeError as error:
+            if not work.is_completed():
+                return False
+            assert self.meeting is not None
+            self.meeting.check(self._doing)
+            others = self.meeting.reports([rank for rank in range(self.world_size) if rank != self.rank])
+            raise RankError(
+                f"rank {self.rank} cannot go on {self._doing}: {str(error).splitlines()[0]}; {others}",
+                "look at the output of the other ranks; " + ALONE,
+            ) from error
+        return True
 
     def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> _PendingGather:
         """See :class:`Communicator`."""
         full = allocate_full(params, self.world_size, self.device)
         sends = [self._padded_shard(p, s) for p, s in zip(params, shards, strict=True)]
+        self._enqueued += 1
         if self.coalesces:
             with dist._coalescing_manager(self.group, self.device, async_ops=True) as manager:
                 for out, send in zip(full.padded, sends, strict=True):
@@ -128,7 +298,7 @@ class GroupCommunicator:
     def finish_gather(self, pending: _PendingGather) -> list[Tensor]:
         """See :class:`Communicator`."""
         for work in pending.works:
-            work.wait()
+            self._wait(work)
         for received in pending.received:
             by_rank = received.view(self.world_size, -1)
             offset = 0
@@ -150,6 +320,7 @@ class GroupCommunicator:
         """See :class:`Communicator`."""
         results: list[Tensor] = [None] * len(params)  # type: ignore[list-item]
         works, kept = [], []
+        self._enqueued += 1
         for dtype, sharded in dict.fromkeys((p.reduce_dtype, p.sharded) for p in params):
             members = [i for i, p in enumerate(params) if (p.reduce_dtype, p.sharded) == (dtype, sharded)]
             chosen = [params[i] for i in members]
@@ -192,14 +363,20 @@ class GroupCommunicator:
     def finish_reduce(self, pending: _PendingReduce) -> list[Tensor]:
         """See :class:`Communicator`."""
         for work in pending.works:
-            work.wait()
+            self._wait(work)
         return [
             (result / self.world_size).to(torch_dtype(p.dtype)).view(shard_shape(p, self.rank, self.world_size))
             for p, result in zip(pending.params, pending.results, strict=True)
         ]
 
     def abort(self, reason: str) -> None:
-        """Peers find out by torch.distributed's own timeout, or when this process ends."""
+        """See :class:`Communicator`."""
+        if self.meeting is not None:
+            self.meeting.fail(reason)
+
+
+_SLICE = timedelta(seconds=0.5)
+"""How long to wait for gloo before looking whether a rank failed."""
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -207,10 +384,11 @@ def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name())  # dist.get_backend says "undefined" for such a group
 
 
-def connect(group: dist.ProcessGroup, device: torch.device) -> Communicator:
+def connect(group: dist.ProcessGroup, device: torch.device, meeting: Meeting | None = None) -> Communicator:
     """The fastest transport between the ranks of ``group``, who all call this.
 
-    CPU ranks of one host share memory; ``ZEROGRAPH_TRANSPORT=group`` keeps to the process group.
+    CPU ranks of one host share memory; ``ZEROGRAPH_TRANSPORT=group`` keeps to the process group. Simulated ranks have
+    no ``meeting``.
 
     Raises:
         ConfigError: ``ZEROGRAPH_TRANSPORT`` is neither "auto" nor "group".
@@ -221,7 +399,7 @@ def connect(group: dist.ProcessGroup, device: torch.device) -> Communicator:
     if device.type == "cpu" and wanted == "auto" and backend_name(group, device) == "gloo":
         from zerograph.runtime.mailbox import open_mailbox  # needs the native core, which other transports do not
 
-        mailbox = open_mailbox(group)
+        mailbox = open_mailbox(group, meeting)
         if mailbox is not None:
             return mailbox
-    return GroupCommunicator(group, device)
+    return GroupCommunicator(group, device, meeting)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from zerograph.lent import refuse_lost_edits
-from zerograph.runtime.comm import Communicator
+from zerograph.runtime.comm import Communicator, Entry, reason_of
 from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.program import (
     Compute,
@@ -40,6 +40,7 @@ class Runtime:
         cache: buckets that stay whole between programs.
         hold: gradients kept back by ``no_sync``, shared by all frames of the backend.
         device: where segments run.
+        code: the user's function that was compiled, for messages.
     """
 
     frame: int
@@ -48,6 +49,7 @@ class Runtime:
     hold: GradientHold
     telemetry: Telemetry
     device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
+    code: str = "the model"
 
 
 class Executor:
@@ -64,27 +66,33 @@ class Executor:
         self.synchronizes = runtime.device.type != "cpu"
         self.unread = _unread_inputs(program)
         self.sequence = int(program.digest[:15], 16) if any(program.collectives()) else 0
+        self.name = f"{program.kind} of {runtime.code}"
         self.steps = [(step, getattr(self, _METHODS[type(step)]), step.dead) for step in program.instructions]
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        """Run the program once."""
+        """Run the program once: on all ranks to its end, or on none (:mod:`zerograph.runtime.meeting`)."""
         refuse_lost_edits()  # before the other ranks wait for this one: a script may go on after the error
         program = self.program
         registers: list[Any] = args + [None] * (program.registers - program.inputs)
         args.clear()
         for register in self.unread:
             registers[register] = None
-        self.cache.enter(program.kind)
+        held = self.hold.state
         try:
             if self.sequence:
-                self.comm.enter(self.sequence)
+                self.comm.enter(Entry(self.name, self.sequence, self.cache.steps))
+            self.cache.enter(program.kind, self.comm.generation if self.sequence else 0)
             for step, run, dead in self.marked if self.telemetry.recording else self.steps:
                 run(step, registers)
                 for register in dead:
                     registers[register] = None
+            if self.sequence:
+                self.comm.leave()
         except BaseException as error:
+            self.cache.clear()
+            self.hold.state = held
             if self.comm is not None:
-                self.comm.abort(f"{type(error).__name__}: {error}"[:400])
+                self.comm.abort(reason_of(error))
             raise
         self.telemetry.finished(program.kind)
         return [None if r is None else registers[r] for r in program.outputs]

@@ -6,6 +6,7 @@ zero, which adds like zero and tells, whatever zeroed it, that the user dropped 
 
 from __future__ import annotations
 
+import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from zerograph.errors import ZeroGraphError
 from zerograph.plan import Param
 from zerograph.runtime.buffers import shard_shape, torch_dtype
-from zerograph.runtime.comm import Communicator
+from zerograph.runtime.comm import Communicator, Entry, together
 
 
 class GradientHold:
@@ -29,8 +30,17 @@ class GradientHold:
         self._params = params
         self._held: dict[str, tuple[Param, Tensor]] = {}
         self._left: dict[str, tuple[Tensor, int]] = {}  # each gradient and its version as the last backward left it
-        self._flushing = False
+        self._flushing: int | None = None  # the backward at whose end the rest is reduced
         self._comm: Communicator
+
+    @property
+    def state(self) -> tuple[dict[str, tuple[Param, Tensor]], dict[str, tuple[Tensor, int]]]:
+        """What is held now; set to it again when a backward fails, it is as before that backward."""
+        return dict(self._held), dict(self._left)
+
+    @state.setter
+    def state(self, before: tuple[dict[str, tuple[Param, Tensor]], dict[str, tuple[Tensor, int]]]) -> None:
+        self._held, self._left = dict(before[0]), dict(before[1])
 
     @property
     def names(self) -> Sequence[str]:
@@ -119,20 +129,29 @@ class GradientHold:
             self._left[name] = (param.grad, param.grad._version)
 
     def _flush_after_backward(self) -> None:
-        if not self._flushing:
-            self._flushing = True
+        backward = torch._C._current_graph_task_id()
+        if self._flushing != backward:  # one that failed has not flushed
+            self._flushing = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._flush)
 
     @torch.no_grad()
     def _flush(self) -> None:
         """Reduce what this backward left held: gradients of parameters that it did not read."""
-        self._flushing = False
+        self._flushing, before = None, self.state
         found = [(param, self._pop(param.name)) for param, _ in list(self._held.values())]
         kept = [(param, held.to(torch_dtype(param.reduce_dtype))) for param, held in found if held is not None]
         if not kept:
             return
         params = [param for param, _ in kept]
-        results = self._comm.finish_reduce(self._comm.start_reduce(params, [held for _, held in kept]))
+        comm = self._comm
+        names = "|".join(param.name for param in params)
+        sequence = int(hashlib.sha256(names.encode()).hexdigest()[:15], 16)
+        try:
+            with together(comm, Entry("reduction of gradients that no_sync() held back", sequence, comm.steps)):
+                results = comm.finish_reduce(comm.start_reduce(params, [held for _, held in kept]))
+        except BaseException:
+            self.state = before
+            raise
         for param, result in zip(params, results, strict=True):
             _local(self._params[param.name].grad).add_(result)  # type: ignore[arg-type]
 

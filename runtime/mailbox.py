@@ -9,14 +9,16 @@ gets the same bits.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import random
+import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,12 +28,13 @@ from zerograph import _core
 from zerograph.errors import CollectiveMismatch, RankError
 from zerograph.plan import Param
 from zerograph.runtime.buffers import BufferPool, Full, allocate_full, shard_shape, torch_dtype
+from zerograph.runtime.comm import ALONE, Entry, describe_difference
+from zerograph.runtime.meeting import Meeting, shared
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
-TIMEOUT = 1800.0
-"""Seconds to wait for a peer that is alive; torch.distributed's own default for gloo."""
+EXPLAINING = 5.0
+"""Seconds to wait for what other ranks run, when their messages are not those of this rank's program."""
 
 _WIRE = {
     torch.float32: _core.DType.float32,
@@ -39,6 +42,7 @@ _WIRE = {
     torch.float16: _core.DType.float16,
     torch.float64: _core.DType.float64,
 }
+_ODD, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 _RAW = {1: _core.DType.raw1, 2: _core.DType.raw2, 4: _core.DType.raw4, 8: _core.DType.raw8}
 
 
@@ -63,10 +67,19 @@ class MailboxCommunicator:
 
     name = "shared memory"
 
-    def __init__(self, mailbox: _core.Mailbox, rank: int, world_size: int) -> None:
-        self.mailbox, self.rank, self.world_size = mailbox, rank, world_size
+    def __init__(self, mailbox: _core.Mailbox, meeting: Meeting) -> None:
+        self.mailbox, self.meeting = mailbox, meeting
+        self.rank, self.world_size = meeting.rank, meeting.world_size
         self.pool = BufferPool()
+        self.entry, self.steps = Entry("start", 0, 0), 0
+        self._salt = 0  # a part of every tag: of messages in other programs, and after other steps, none is equal
+        meeting.present = mailbox.is_present
         weakref.finalize(self, mailbox.close)
+
+    @property
+    def generation(self) -> int:
+        """See :class:`~zerograph.runtime.comm.Communicator`."""
+        return self.meeting.generation
 
     def trim(self) -> None:
         """See :class:`~zerograph.runtime.comm.Communicator`."""
@@ -77,20 +90,39 @@ class MailboxCommunicator:
         pieces = []
         for p, shard in zip(params, shards, strict=True):
             source, wire = shard.contiguous(), torch_dtype(p.compute_dtype)
-            pieces.append((source.data_ptr(), source.numel(), _tag(source.dtype), _tag(wire)))
-        with _explained("gather", params):
-            return _Gathering(params, self.mailbox.start_gather(_digest(params), pieces))
+            pieces.append((source.data_ptr(), source.numel(), _wire_of(source.dtype), _wire_of(wire)))
+        with self._explained("gather", params):
+            return _Gathering(params, self.mailbox.start_gather(self._tag(params), pieces))
 
     def finish_gather(self, pending: _Gathering) -> list[Tensor]:
         """See :class:`~zerograph.runtime.comm.Communicator`."""
         full: Full = allocate_full(pending.params, self.world_size, torch.device("cpu"), self.pool)
         outs = [(flat.data_ptr(), flat.numel() // self.world_size) for flat in full.padded]
-        with _explained("gather", pending.params):
-            self.mailbox.finish_gather(pending.ticket, outs, TIMEOUT)
+        with self._explained("gather", pending.params):
+            self._finish(pending.ticket, lambda seconds: self.mailbox.finish_gather(pending.ticket, outs, seconds))
         return full.tensors
 
-    def enter(self, sequence: int) -> None:
-        """Every message bears a tag that is compared where it is read."""
+    def enter(self, entry: Entry) -> None:
+        """See :class:`~zerograph.runtime.comm.Communicator`. Every message then bears a tag with the entry in it."""
+        if self.meeting.failed:
+            self.meeting.meet()
+            self.mailbox.recover(self.meeting.generation)
+        elif self.mailbox.aborted():
+            self.meeting.check(f"with the {entry.program}")
+        self.entry, self.steps = entry, entry.steps
+        self._salt = (entry.sequence + entry.steps * _ODD) & _MASK
+
+    def leave(self) -> None:
+        """See :class:`~zerograph.runtime.comm.Communicator`."""
+        with self._explained("end"):
+            ticket = self.mailbox.start_gather(self._salt, [])
+            self._finish(ticket, lambda seconds: self.mailbox.finish_gather(ticket, [], seconds))
+
+    def _finish(self, ticket: int, finish: Callable[[float], None]) -> None:
+        self.meeting.patiently(finish, f"in the {self.entry.program}", lambda: self.mailbox.missing(ticket), ALONE)
+
+    def _tag(self, params: Sequence[Param]) -> int:
+        return _digest(params) ^ self._salt
 
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _Reducing:
         """See :class:`~zerograph.runtime.comm.Communicator`."""
@@ -105,10 +137,10 @@ class MailboxCommunicator:
         pieces = []
         for i in members:
             chunk = params[i].chunk_elements(self.world_size) if sharded else -(-grads[i].numel() // self.world_size)
-            pieces.append((grads[i].data_ptr(), grads[i].numel(), chunk, _tag(grads[i].dtype)))
+            pieces.append((grads[i].data_ptr(), grads[i].numel(), chunk, _wire_of(grads[i].dtype)))
         begin = self.mailbox.start_reduce if sharded else self.mailbox.start_all_reduce
-        with _explained("reduce", params):
-            return begin(_digest([params[i] for i in members]), pieces), members
+        with self._explained("reduce", params):
+            return begin(self._tag([params[i] for i in members]), pieces), members
 
     def finish_reduce(self, pending: _Reducing) -> list[Tensor]:
         """See :class:`~zerograph.runtime.comm.Communicator`."""
@@ -118,17 +150,57 @@ class MailboxCommunicator:
         finish = {True: self.mailbox.finish_reduce, False: self.mailbox.finish_all_reduce}
         for sharded, part in ((True, pending.scattered), (False, pending.whole)):
             if part is not None:
-                outs = [(results[i].data_ptr(), _tag(results[i].dtype)) for i in part[1]]
-                with _explained("reduce", pending.params):
-                    finish[sharded](part[0], outs, scale, TIMEOUT)
+                outs = [(results[i].data_ptr(), _wire_of(results[i].dtype)) for i in part[1]]
+                with self._explained("reduce", pending.params):
+                    self._finish(part[0], partial(finish[sharded], part[0], outs, scale))
         return results
 
     def abort(self, reason: str) -> None:
-        """Let peers that wait for this rank fail at once with ``reason``."""
+        """See :class:`~zerograph.runtime.comm.Communicator`."""
+        self.meeting.fail(reason)
         self.mailbox.abort(reason)
 
+    @contextmanager
+    def _explained(self, verb: str, params: Sequence[Param] = ()) -> Iterator[None]:
+        """Name program and parameters in what the core raises."""
+        what = f"{verb} {_names(params)} in" if params else verb
+        try:
+            yield
+        except _core.MismatchError as error:
+            raise self._difference(what, error) from error
+        except _core.PeerError as error:
+            self.meeting.check(f"to {what} the {self.entry.program}")
+            raise RankError(
+                f"cannot {what} the {self.entry.program}: {error}", "look at the output of the rank that is named"
+            ) from error
+        except TimeoutError as error:
+            others = [rank for rank in range(self.world_size) if rank != self.rank]
+            text = str(error).partition("\n\n")[0]
+            raise RankError(
+                f"cannot {what} the {self.entry.program}: {text}; {self.meeting.reports(others)}",
+                "the wait is the timeout of the process group; " + ALONE,
+            ) from error
 
-def _tag(dtype: torch.dtype) -> _core.DType:
+    def _difference(self, what: str, error: _core.MismatchError) -> CollectiveMismatch:
+        """What other ranks run; they see that messages differ as soon as they read one, and tell."""
+        meeting, name = self.meeting, f"{self.generation}/entered"
+        mine = self.entry
+        meeting.store.set(f"{name}/{self.rank}", json.dumps([mine.program, mine.sequence, mine.steps]))
+        deadline = time.monotonic() + EXPLAINING
+        for rank in [r for r in range(self.world_size) if r != self.rank]:
+            while not meeting.store.check([f"{name}/{rank}"]) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if meeting.store.check([f"{name}/{rank}"]):
+                theirs = Entry(*json.loads(meeting.store.get(f"{name}/{rank}")))
+                if theirs != mine:
+                    return describe_difference(mine, rank, theirs, self.rank)
+        return CollectiveMismatch(
+            f"rank {self.rank} wants to {what} {mine}; another rank is at another operation: {error}",
+            "every rank must run the same forward and backward calls in the same order",
+        )
+
+
+def _wire_of(dtype: torch.dtype) -> _core.DType:
     return _WIRE.get(dtype) or _RAW[dtype.itemsize]
 
 
@@ -142,39 +214,24 @@ def _digest(params: Sequence[Param]) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
-@contextmanager
-def _explained(verb: str, params: Sequence[Param]) -> Iterator[None]:
-    """Name the parameters in what the core raises."""
-    try:
-        yield
-    except _core.MismatchError as error:
-        raise CollectiveMismatch(
-            f"this rank wants to {verb} {_names(params)}; another rank is at another operation: {error}",
-            "every rank must run the same forward and backward calls in the same order",
-        ) from error
-    except (_core.PeerError, TimeoutError) as error:
-        raise RankError(
-            f"cannot {verb} {_names(params)}: {error}", "look at the output of the rank that is named"
-        ) from error
-
-
 def _names(params: Sequence[Param]) -> str:
     return params[0].name + (f" and {len(params) - 1} more parameters" if len(params) > 1 else "")
 
 
-def open_mailbox(group: dist.ProcessGroup) -> MailboxCommunicator | None:
+def open_mailbox(group: dist.ProcessGroup, meeting: Meeting | None = None) -> MailboxCommunicator | None:
     """A mailbox between the ranks of ``group``, who all call this; None when they cannot share memory."""
+    meeting = meeting or Meeting.open(group, torch.device("cpu"))
     rank, world = group.rank(), group.size()
     token = random.SystemRandom().getrandbits(63)
-    mine = _core.Mailbox(rank, world, _shared(group, token)[0])
-    peers = _shared(group, (_host(), mine.pid, mine.control_fd))
+    mine = _core.Mailbox(rank, world, shared(group, token)[0])
+    peers = shared(group, (_host(), mine.pid, mine.control_fd))
     reason = "ranks on several hosts" if len({host for host, *_ in peers}) > 1 else _connect(mine, peers)
-    reasons = [r for r in _shared(group, reason) if r]
+    reasons = [r for r in shared(group, reason) if r]
     if reasons:
         log.info("no shared memory between ranks, using gloo: %s", reasons[0])
         mine.close(0.0)
         return None
-    return MailboxCommunicator(mine, rank, world)
+    return MailboxCommunicator(mine, meeting)
 
 
 def _connect(mailbox: _core.Mailbox, peers: list[tuple[str, int, int]]) -> str:
@@ -183,12 +240,6 @@ def _connect(mailbox: _core.Mailbox, peers: list[tuple[str, int, int]]) -> str:
     except _core.ConnectError as error:
         return str(error)
     return ""
-
-
-def _shared(group: dist.ProcessGroup, value: T) -> list[T]:
-    values: list[T] = [value] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def _host() -> str:

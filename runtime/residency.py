@@ -9,10 +9,11 @@ nothing can have stepped.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from zerograph.plan import Param, Plan
@@ -20,18 +21,31 @@ from zerograph.runtime.hold import GradientHold
 
 
 class StepCount:
-    """Steps of any optimizer so far; shared by all frames of one backend."""
+    """Steps of optimizers so far; shared by all frames of one backend.
 
-    def __init__(self) -> None:
-        self.value = 0
+    Attributes:
+        value: of any optimizer.
+        own: of those that hold parameters of the backend, as all ranks must have taken alike. Not counted is the step
+            with a learning rate of 0 by which DCP makes states: a rank that has them takes none.
+    """
+
+    def __init__(self, own: Container[int] = ()) -> None:
+        """``own`` are the ids of the backend's parameters, now and later."""
+        self.value = self.own = 0
+        self._params = own
         count = weakref.ref(self)
 
-        def stepped(*_: Any) -> None:
+        def stepped(optimizer: Optimizer, *_: Any) -> None:
             live = count()
             if live is not None:
-                live.value += 1
+                live._stepped(optimizer)
 
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        self.value += 1
+        moving = (p for group in optimizer.param_groups if group.get("lr") != 0 for p in group["params"])
+        self.own += any(id(p) in self._params for p in moving)
 
 
 class GatheredCache:
@@ -41,13 +55,26 @@ class GatheredCache:
         self._residency = {b.index: b.residency for b in plan.buckets}
         self._steps, self._hold = steps, hold
         self._full: dict[int, Mapping[str, Tensor]] = {}
-        self._gathered_at = -1
+        self._gathered_at = (-1, 0)
 
-    def enter(self, kind: str) -> None:
-        """Called at the start of every program: drop what may be stale."""
-        if self._steps.value != self._gathered_at or (kind != "backward" and not self._hold.open):
+    @property
+    def steps(self) -> int:
+        """Of optimizers over the backend's parameters."""
+        return self._steps.own
+
+    def enter(self, kind: str, generation: int = 0) -> None:
+        """Called at the start of every program: drop what may be stale.
+
+        Ranks that met after an error may have kept different buckets: those of an older ``generation`` go.
+        """
+        now = (self._steps.value, generation)
+        if now != self._gathered_at or (kind != "backward" and not self._hold.open):
             self._full.clear()
-            self._gathered_at = self._steps.value
+            self._gathered_at = now
+
+    def clear(self) -> None:
+        """Called when a program fails."""
+        self._full.clear()
 
     def lookup(self, bucket: int, params: Sequence[Param]) -> list[Tensor] | None:
         """The full ``params``, when the bucket is whole."""

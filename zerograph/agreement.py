@@ -11,9 +11,7 @@ import difflib
 import hashlib
 import itertools
 import json
-import uuid
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,17 +19,17 @@ import torch.distributed as dist
 
 from zerograph.errors import CollectiveMismatch
 from zerograph.plan import GivenPlan
-from zerograph.runtime.comm import backend_name
+from zerograph.runtime.comm import ALONE, backend_name
+from zerograph.runtime.meeting import Meeting, shared
 from zerograph.runtime.program import Program
 
 
 class Agreement:
     """The sequences agreed so far, of one backend on one rank."""
 
-    def __init__(self, group: dist.ProcessGroup, scope: str, timeout: timedelta = timedelta(minutes=10)) -> None:
-        self.rank, self.world_size, self.timeout, self._group = group.rank(), group.size(), timeout, group
-        store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"zerograph/{scope}", store)
+    def __init__(self, group: dist.ProcessGroup, meeting: Meeting) -> None:
+        self.rank, self.world_size, self.meeting, self._group = group.rank(), group.size(), meeting, group
+        self._store = dist.PrefixStore("agreement", meeting.store)
         self._first: dict[str, dict[str, list[str]]] = {}
 
     @classmethod
@@ -43,10 +41,8 @@ class Agreement:
         """
         if backend_name(group, device) == "fake":
             return None
-        told: list[Any] = [None] * group.size()
-        dist.all_gather_object(told, (uuid.uuid4().hex, plan and plan.plan.digest, str(plan)), group=group)
-        _compare_plans([(digest, text) for _, digest, text in told])
-        return cls(group, told[0][0])
+        _compare_plans(shared(group, (plan and plan.plan.digest, str(plan))))
+        return cls(group, Meeting.open(group, device))
 
     def require_same(self, lines: Sequence[str]) -> None:
         """Compare ``lines``, what this rank was given, with those of all ranks, who call this together.
@@ -55,12 +51,10 @@ class Agreement:
             CollectiveMismatch: on all ranks alike, naming the first rank and line that differ from rank 0's.
         """
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-        digests: list[Any] = [None] * self.world_size
-        dist.all_gather_object(digests, digest, group=self._group)
+        digests = shared(self._group, digest)
         if len(set(digests)) == 1:
             return
-        given: list[Any] = [None] * self.world_size
-        dist.all_gather_object(given, list(lines), group=self._group)
+        given = shared(self._group, list(lines))
         rank = next(rank for rank, theirs in enumerate(digests) if theirs != digests[0])
         pairs = itertools.zip_longest(given[0], given[rank], fillvalue="nothing more")
         first, other = next((a, b) for a, b in pairs if a != b)
@@ -84,9 +78,8 @@ class Agreement:
         if variant in variants:
             _compare(frame, "the first program of this frame", variants[variant], "this one", sequence)
             return
-        key = f"{frame} #{len(variants)}"
-        variants[variant] = sequence
-        self._exchange(key, sequence)
+        self._exchange(f"{frame} #{len(variants)}", sequence)
+        variants[variant] = sequence  # not before: one that an error interrupts is exchanged again, under the same key
 
     def tell(self, key: str, mine: Any) -> None:
         """Let other ranks know ``mine`` (data that JSON can hold) under ``key``; once per key."""
@@ -96,16 +89,15 @@ class Agreement:
         """What ``rank`` tells under ``key``; waits for it.
 
         Raises:
-            CollectiveMismatch: it did not within the timeout.
+            RankError: it failed, ended, or did not tell within the timeout of the process group.
         """
         name = f"{key}/{rank}"
-        try:
-            self._store.wait([name], self.timeout)
-        except (dist.DistStoreError, RuntimeError) as error:
-            raise CollectiveMismatch(
-                f"rank {rank} did not compile {key} within {self.timeout.total_seconds():.0f} s of rank {self.rank}",
-                f"see whether rank {rank} failed, or takes another path through the model than rank {self.rank}",
-            ) from error
+        self.meeting.wait(
+            {rank: f"agreement/{name}"},
+            f"for rank {rank} to compile {key}",
+            f"all ranks compile a function's first program together: see whether rank {rank} failed, or takes another "
+            f"path through the model; {ALONE}",
+        )
         return json.loads(self._store.get(name))
 
     def answers(self, key: str, mine: Any) -> list[Any]:

@@ -33,7 +33,7 @@ from zerograph.plan import Plan
 from zerograph.planner import refuse_world_size
 from zerograph.recording import Recording
 from zerograph.report import BucketReport, Report
-from zerograph.runtime.comm import Communicator, connect
+from zerograph.runtime.comm import Communicator, connect, reason_of
 from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.program import Program
 from zerograph.runtime.residency import StepCount
@@ -69,7 +69,8 @@ class Backend:
         self.tied: dict[str, tuple[str, ...]] = {}
         self.segments = SegmentCache(config.compute)
         self.telemetry = Telemetry()
-        self.steps = StepCount()
+        self._known: set[int] = set()
+        self.steps = StepCount(self._known)
         self.hold = GradientHold(self.params)
         self.communicator: Communicator | None = None
         self.world_size = 1
@@ -78,7 +79,6 @@ class Backend:
         self.folds = True
         self.unfolding: Callable[[Joint], Repeat] | None = None
         self.compile_seconds = 0.0
-        self._known: set[int] = set()
         self._replaced = WeakIdKeyDictionary()
         self._optimizers = OptimizerCheck(self._known, self._replaced, self._skipped, self.hold)
         self._mesh: Any = None
@@ -118,7 +118,21 @@ class Backend:
         if self._traced_in_vain:
             gc.collect()  # the abandoned trace holds the full parameters in reference cycles
             self._traced_in_vain = False
-        return compile_frame(self, gm, example_inputs)
+        return self._compile_together(gm, example_inputs)
+
+    def _compile_together(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compile; other ranks, who may wait to compare, hear when that fails here."""
+        if self.agreement is None or self.communicator is None:
+            return compile_frame(self, gm, example_inputs)
+        code = adopt.traced_function()
+        self.agreement.meeting.report(f"compiles {code}")
+        try:
+            compiled = compile_frame(self, gm, example_inputs)
+        except BaseException as error:
+            self.communicator.abort(f"while compiling {code}: {reason_of(error)}")
+            raise
+        self.agreement.meeting.report(f"compiled {code}")
+        return compiled
 
     def adopt_early(self) -> None:
         """Shard the model that is being called before Dynamo traces it, instead of after; the first call only."""
@@ -212,7 +226,7 @@ class Backend:
         if mesh is not None and mesh.size() > 1:
             group, world_size = mesh.get_group(), mesh.size()
             agreement = Agreement.open(group, device, self.config.plan)
-            communicator = connect(group, device)
+            communicator = connect(group, device, agreement.meeting if agreement is not None else None)
         self.planner.look_at(device, agreement)
         # Nothing of it before all has worked: a failed first call may be tried again.
         self._mesh, self.world_size, self._device = mesh, world_size, device

@@ -118,18 +118,20 @@ class Planner:
             return self._search(step)[1]
         if not step.params:  # no collectives: nothing to agree on, and other ranks may not compile this
             return self._without_collectives(step)
-        self._asked[key[0]] += 1  # every rank asks as often: a failure is one for all
-        question = f"plan {key[0]} #{self._asked[key[0]]}"
+        question = f"plan {key[0]} #{self._asked[key[0]] + 1}"
         try:
             need, plan = self._search(step)
         except Exception as error:
             agreement.tell(question, {"failure": str(error).partition("\n\n")[0], "hint": getattr(error, "hint", "")})
             if not isinstance(error, InfeasibleError):
+                self._asked[key[0]] += 1
                 raise
         else:
             agreement.tell(f"{question}: text", plan.to_json())
             agreement.tell(question, {"need": need})
         found = [agreement.told(question, rank) for rank in range(agreement.world_size)]
+        # Every rank asks as often, as a failure is one for all; one that was interrupted before asks the same again.
+        self._asked[key[0]] += 1
         for rank, answer in enumerate(found):
             if "failure" in answer:
                 raise InfeasibleError(f"on rank {rank} {answer['failure']}", answer["hint"])

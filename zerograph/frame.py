@@ -39,7 +39,9 @@ class Frame:
         self.step, self.plan = step, plan
         cache = GatheredCache(plan, self.backend.steps, self.backend.hold)
         backend = self.backend
-        self.runtime = Runtime(self.index, backend.communicator, cache, backend.hold, backend.telemetry, backend.device)
+        self.runtime = Runtime(
+            self.index, backend.communicator, cache, backend.hold, backend.telemetry, backend.device, self.code
+        )
 
     def text_of(self, gm: fx.GraphModule, most: int = sys.maxsize) -> str:
         """The graph as text, where anyone will read it and it has no more than ``most`` nodes."""
