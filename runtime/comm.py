@@ -136,11 +136,18 @@ ALONE = (
 """The hint where a rank runs a program that the others do not."""
 
 
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A collective under way; without its work once that has ended, or was given up."""
+
+    work: dist.Work | None
+
+
 @dataclass(slots=True)
 class _PendingGather:
     params: Sequence[Param]
     full: Full
-    works: list[dist.Work]
+    works: list[_Flight]
     received: list[Tensor] = field(default_factory=list)
     sent: list[Tensor] = field(default_factory=list)
 
@@ -149,7 +156,7 @@ class _PendingGather:
 class _PendingReduce:
     params: Sequence[Param]
     results: list[Tensor]
-    works: list[dist.Work]
+    works: list[_Flight]
     kept: list[Tensor]
 
 
@@ -175,6 +182,7 @@ class GroupCommunicator:
         self._enqueued = 0  # collectives so far
         self._lost = ""  # why this rank can never meet the others again
         self._doing, self.steps = "", 0
+        self._flying: set[_Flight] = set()
         self.reduce_group = group
         if backend_name(group, device) == "nccl" and group.size() > 1:
             ranks = dist.get_process_group_ranks(group)
@@ -215,7 +223,7 @@ class GroupCommunicator:
         self._doing = f"in the {entry.program}"
         everyone = torch.empty(self.world_size, 2, dtype=torch.int64)
         mine = torch.tensor([[entry.sequence, entry.steps]])
-        self._wait(_all_gather(everyone, mine, group=self.group, async_op=True))
+        self._wait(self._fly(_all_gather(everyone, mine, group=self.group, async_op=True)))
         found = everyone.tolist()
         if all(theirs == found[self.rank] for theirs in found):
             return
@@ -244,32 +252,47 @@ class GroupCommunicator:
                 raise RankError(self._lost, "start all ranks again from a checkpoint")
         meeting.meet()
         if self.compares:
+            # Closes the old connections on the ranks that have begun least, which ends what the others still wait for.
+            # A work keeps them open, and tracebacks of caught errors keep everything else.
+            for flight in self._flying:
+                flight.work = None
+            self._flying.clear()
             self._connect()
 
     def leave(self) -> None:
         """See :class:`Communicator`; on NCCL that would wait for the device."""
         if self.compares:
             everyone = torch.empty(self.world_size, dtype=torch.int64)
-            self._wait(_all_gather(everyone, torch.zeros(1, dtype=torch.int64), group=self.group, async_op=True))
+            mine = torch.zeros(1, dtype=torch.int64)
+            self._wait(self._fly(_all_gather(everyone, mine, group=self.group, async_op=True)))
 
-    def _wait(self, work: dist.Work) -> None:
-        """Wait for ``work``, and on gloo see meanwhile whether a rank failed."""
+    def _fly(self, work: Any) -> _Flight:
+        flight = _Flight(work)
+        self._flying.add(flight)
+        return flight
+
+    def _wait(self, flight: _Flight) -> None:
+        """Wait for a collective, and on gloo see meanwhile whether a rank failed."""
+        assert flight.work is not None
         if not self.compares:
-            work.wait()
-            return
-        assert self.meeting is not None
-        start, noticed = time.monotonic(), False
-        while not self._ends_soon(work):
-            self.meeting.check(self._doing)
-            if not noticed and time.monotonic() - start >= self.meeting.notice_after:
-                noticed = True
-                self.meeting.notice(self._doing, hint=ALONE)
+            flight.work.wait()
+        else:
+            assert self.meeting is not None
+            start, noticed = time.monotonic(), False
+            while not self._ends_soon(flight):
+                self.meeting.check(self._doing)
+                if not noticed and time.monotonic() - start >= self.meeting.notice_after:
+                    noticed = True
+                    self.meeting.notice(self._doing, hint=ALONE)
+        self._flying.discard(flight)
+        flight.work = None
 
-    def _ends_soon(self, work: dist.Work) -> bool:
+    def _ends_soon(self, flight: _Flight) -> bool:
+        assert flight.work is not None
         try:
-            work.wait(_SLICE)
+            flight.work.wait(_SLICE)
         except RuntimeError as error:
-            if not work.is_completed():
+            if not flight.work.is_completed():
                 return False
             assert self.meeting is not None
             self.meeting.check(self._doing)
@@ -289,11 +312,11 @@ class GroupCommunicator:
             with dist._coalescing_manager(self.group, self.device, async_ops=True) as manager:
                 for out, send in zip(full.padded, sends, strict=True):
                     _all_gather(out, send, group=self.group, async_op=True)
-            return _PendingGather(params, full, [manager], sent=sends)
+            return _PendingGather(params, full, [self._fly(manager)], sent=sends)
         flat = torch.cat([s.view(torch.uint8) for s in sends])
         received = flat.new_empty(self.world_size * flat.numel())
         work = _all_gather(received, flat, group=self.group, async_op=True)
-        return _PendingGather(params, full, [work], [received], [flat])  # type: ignore[list-item]
+        return _PendingGather(params, full, [self._fly(work)], [received], [flat])
 
     def finish_gather(self, pending: _PendingGather) -> list[Tensor]:
         """See :class:`Communicator`."""
@@ -326,7 +349,7 @@ class GroupCommunicator:
             chosen = [params[i] for i in members]
             run = self._reduce_scatter if sharded else self._all_reduce
             parts, work, send = run(chosen, [grads[i] for i in members], torch_dtype(dtype))
-            works.append(work)
+            works.append(self._fly(work))
             kept.append(send)
             for i, part in zip(members, parts, strict=True):
                 results[i] = part
@@ -345,8 +368,12 @@ class GroupCommunicator:
                 first, last = p.shard_rows(rank, self.world_size)
                 send[rank, offset : offset + (last - first) * row] = flat[first * row : last * row]
             offset += length
-        out = send.new_empty(sum(lengths))
-        work = _reduce_scatter(out, send.view(-1), group=self.reduce_group, async_op=True)
+        if self.compares:  # as gloo does by itself, in twice the time, and then its wait has no timeout
+            out = send[self.rank]
+            work = dist.all_reduce(send, group=self.reduce_group, async_op=True)
+        else:
+            out = send.new_empty(sum(lengths))
+            work = _reduce_scatter(out, send.view(-1), group=self.reduce_group, async_op=True)
         parts = [
             part[: prod(shard_shape(p, self.rank, self.world_size))]
             for p, part in zip(params, out.split(lengths), strict=True)

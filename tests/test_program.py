@@ -28,7 +28,7 @@ V = Param("v", (2,), "float32", "bfloat16", "float32", True, False)
 class Recorder:
     """A transport of two imaginary ranks that hold the same shard; it records what it is asked to do."""
 
-    rank, world_size, name = 0, 2, "recorder"
+    rank, world_size, name, generation = 0, 2, "recorder", 0
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -1,0 +1,319 @@
+"""Errors that ranks catch: they meet again at the next program, and train on as if the batch had not been there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from numerics.compare import assert_same, full_values, mean_over_ranks, mine, seeded, sgd
+from ranks import run
+from torch import Tensor, nn
+
+import zerograph
+from zerograph import passes
+from zerograph.errors import CollectiveMismatch, RankError
+from zerograph.runtime.meeting import Meeting, timeout_of
+
+TRANSPORTS = ["auto", "group"]
+
+
+@dataclass
+class Trap:
+    """Raises ``error`` where ``place`` is computed: "forward 1" is the forward of the second layer."""
+
+    place: str = ""
+    error: BaseException = field(default_factory=lambda: ValueError("boom"))
+
+    def pass_by(self, place: str) -> None:
+        if place == self.place:
+            self.place = ""
+            raise self.error
+
+
+TRAP = Trap()
+
+
+@torch.library.custom_op("zgtest::trapped", mutates_args=())
+def trapped(x: Tensor, layer: int) -> Tensor:
+    TRAP.pass_by(f"forward {layer}")
+    return x.clone()
+
+
+@torch.library.custom_op("zgtest::trapped_backward", mutates_args=())
+def trapped_backward(grad: Tensor, layer: int) -> Tensor:
+    TRAP.pass_by(f"backward {layer}")
+    return grad.clone()
+
+
+def _keep_layer(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.layer = inputs[1]
+
+
+trapped.register_fake(lambda x, layer: torch.empty_like(x))
+trapped_backward.register_fake(lambda grad, layer: torch.empty_like(grad))
+trapped.register_autograd(
+    lambda ctx, grad: (torch.ops.zgtest.trapped_backward(grad, ctx.layer), None), setup_context=_keep_layer
+)
+
+LAYERS = 3
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = trapped(torch.tanh(layer(x)), index)
+        return x.square().mean()
+
+
+class Training:
+    """A model in training, ours or (stage None) plain PyTorch's on the whole batch."""
+
+    def __init__(self, stage: int | None, transport: str = "auto") -> None:
+        torch.manual_seed(0)
+        self.net = Net()
+        self.optimizer = sgd(self.net)
+        self.backend = None
+        self.model: Callable[[Tensor], Tensor] = self.net
+        if stage is not None:
+            self.backend = zerograph.backend(stage=stage, compute="eager", bucket_size="200B")
+            self.model = torch.compile(self.net, backend=self.backend)
+        self.losses: list[float] = []
+        self.transport = transport
+
+    def batch(self, seed: int) -> Tensor:
+        whole = torch.randn(6, 8, generator=seeded(seed))
+        return whole if self.backend is None else mine([whole])[0]
+
+    def step(self, seed: int, micro: int = 1, without: int | None = None) -> None:
+        """One optimizer step over ``micro`` micro-batches, all but the last without synchronizing."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("ZEROGRAPH_TRANSPORT", self.transport)
+            for part in range(micro):
+                if part == without:
+                    continue
+                held = self.backend is not None and part < micro - 1
+                with self.backend.no_sync() if held else nullcontext():
+                    loss = self.model(self.batch(seed + 100 * part))
+                    if TRAP.place == "python":
+                        TRAP.pass_by("python")
+                    loss.backward()
+                self.losses.append((loss if self.backend is None else mean_over_ranks(loss)).item())
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+# Where a batch fails: by rank the place, and what each rank says. A rank without a place hears of the other's.
+FAULTS: list[dict[int, tuple[str, type[BaseException]]]] = [
+    {0: ("forward 0", ValueError), 1: ("forward 0", ValueError)},
+    {0: ("python", ValueError), 1: ("python", ValueError)},
+    {0: ("forward 2", MemoryError), 1: ("forward 2", MemoryError)},
+    {1: ("forward 1", MemoryError)},
+    {0: ("forward 2", ValueError)},
+    {1: ("forward 0", KeyboardInterrupt)},
+    {0: ("forward 2", ValueError), 1: ("forward 0", MemoryError)},
+    {0: ("backward 2", ValueError), 1: ("backward 2", ValueError)},
+    {1: ("backward 1", ValueError)},
+    {0: ("backward 0", MemoryError)},
+    {0: ("backward 2", ValueError), 1: ("backward 0", ValueError)},
+]
+
+
+@contextmanager
+def fault(places: dict[int, tuple[str, type[BaseException]]]) -> Iterator[None]:
+    """The block fails on all ranks: with their own error, or the one that names the other rank and its error."""
+    rank = dist.get_rank()
+    if rank in places:
+        TRAP.place, kind = places[rank]
+        TRAP.error = kind(f"boom on {rank}")
+        with pytest.raises((kind, RankError)) as caught:
+            yield
+        TRAP.place = ""
+        own = isinstance(caught.value, kind)
+    else:
+        with pytest.raises(RankError) as caught:
+            yield
+        own = False
+    if not own:
+        other = 1 - rank
+        assert f"rank {other} failed: {places[other][1].__name__}: boom on {other}" in str(caught.value)
+
+
+def _every_fault(stage: int, transport: str) -> None:
+    ours, spared, truth = Training(stage, transport), Training(stage, transport), Training(None)
+    for training in (ours, spared, truth):
+        training.step(0)
+    for seed, places in enumerate(FAULTS, start=1):
+        with fault(places):
+            ours.step(1000 + seed)
+        ours.optimizer.zero_grad()
+        for training in (ours, spared, truth):
+            training.step(seed)
+    # A micro-batch fails while gradients are held, in its forward and in its backward; the others count.
+    for seed, places in ((50, {1: ("forward 2", ValueError)}), (60, {1: ("backward 1", ValueError)})):
+        for training in (spared, truth):
+            training.step(seed, micro=3, without=1)
+        with ours.backend.no_sync():
+            ours.model(ours.batch(seed)).backward()
+            with fault(places):
+                ours.model(ours.batch(seed + 100)).backward()
+        ours.model(ours.batch(seed + 200)).backward()
+        ours.optimizer.step()
+        ours.optimizer.zero_grad()
+    # Evaluation fails too.
+    with torch.no_grad(), fault({1: ("forward 1", ValueError)}):
+        ours.model(ours.batch(70))
+    for training in (ours, spared, truth):
+        training.step(71)
+    assert_same(full_values(ours.net), full_values(spared.net))
+    for name, value in full_values(truth.net).items():
+        torch.testing.assert_close(full_values(ours.net)[name], value, rtol=1e-5, atol=1e-5)
+    assert ours.losses[: len(FAULTS) + 1] == spared.losses[: len(FAULTS) + 1]
+    assert ours.losses[-1] == spared.losses[-1]
+    assert spared.losses == pytest.approx(truth.losses, rel=1e-5)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_training_goes_on_after_errors_that_all_ranks_catch(stage: int, transport: str) -> None:
+    run(2, _every_fault, stage, transport)
+
+
+def _one_skips(transport: str) -> None:
+    ours, spared = Training(3, transport), Training(3, transport)
+    for training in (ours, spared):
+        training.step(0)
+    if dist.get_rank() == 0:
+        loss = ours.model(ours.batch(1))
+        with pytest.raises((CollectiveMismatch, RankError)) as caught:
+            loss.backward()
+    else:
+        ours.model(ours.batch(1))  # and then an error of the user's own
+        with pytest.raises((CollectiveMismatch, RankError)) as caught:
+            ours.model(ours.batch(2))
+    text = str(caught.value)
+    assert "about to run different programs" in text
+    assert "the forward of" in text and "the backward of" in text
+    for training in (ours, spared):
+        training.step(3)
+    assert ours.losses == spared.losses
+
+    # A step on one rank alone cannot be mended, and is said at every program.
+    if dist.get_rank() == 1:
+        ours.model.zero_grad()
+        ours.optimizer.step()
+    for _ in range(2):
+        with pytest.raises(CollectiveMismatch) as caught:
+            ours.step(4)
+        steps = (2, 3) if dist.get_rank() == 0 else (3, 2)
+        assert f"rank {dist.get_rank()} has taken {steps[0]} optimizer steps" in str(caught.value)
+        assert f"rank {1 - dist.get_rank()} {steps[1]}:" in str(caught.value)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_stop_at_different_places_are_all_told(transport: str) -> None:
+    run(2, _one_skips, transport)
+
+
+def _one_never_returns(transport: str) -> str:
+    ours = Training(3, transport)
+    ours.step(0)
+    ours.backend.agreement.meeting.timeout = 1.0
+    with fault({1: ("forward 1", ValueError)}):
+        ours.step(1)
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return ""
+    with pytest.raises(RankError) as caught:
+        ours.step(2)
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_does_not_come_back_is_an_error_on_the_others(transport: str) -> None:
+    text, _ = run(2, _one_never_returns, transport)
+    assert "rank 1 did not come within 1 s" in text
+    assert "rank 1 last reported:" in text and "failed: ValueError: boom on 1" in text
+
+
+def _compilation_fails_on_one(transport: str) -> list[float]:
+    ours = Training(3, transport)
+    if dist.get_rank() == 1:
+
+        def broken(*_: Any) -> int:
+            raise ValueError("no compiler here")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(passes, "recompute", broken)
+            with pytest.raises(Exception, match="no compiler here"):
+                ours.step(0)
+    else:
+        with pytest.raises(Exception, match=r"rank 1 failed: while compiling .* no compiler here"):
+            ours.step(0)
+    ours.step(1)
+    return ours.losses
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_compilation_that_fails_on_one_rank(transport: str) -> None:
+    first, second = run(2, _compilation_fails_on_one, transport)
+    assert first == second
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _evaluates_alone(transport: str) -> tuple[str, list[str]]:
+    """Rank 0 evaluates, which needs a program of its own; rank 1 goes on training."""
+    ours = Training(3, transport)
+    ours.step(0)
+    meeting = ours.backend.agreement.meeting
+    meeting.timeout, meeting.notice_after = 2.0, 0.2
+    records = _Records()
+    logging.getLogger("zerograph").addHandler(records)
+    try:
+        with torch.set_grad_enabled(dist.get_rank() == 1), pytest.raises(Exception, match="rank") as caught:
+            ours.model(ours.batch(1))
+    finally:
+        logging.getLogger("zerograph").removeHandler(records)
+    dist.barrier()
+    return str(caught.value), records.texts
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_waiting_says_for_what_and_for_whom(transport: str) -> None:
+    (alone, told), (other, also) = run(2, _evaluates_alone, transport)
+    assert len(told) == len(also) == 1  # one notice each
+    assert "rank 0 has waited 0 s for rank 1 to compile forward" in told[0] and "inference" in told[0]
+    assert "one rank alone cannot evaluate" in told[0] and "one rank alone cannot evaluate" in alone
+    assert "rank 1 has waited" in also[0] and "for rank 0" in also[0] and "in the forward of" in also[0]
+    assert "rank 0 last reported" in also[0] and "compiles forward" in also[0]
+    assert "within 2 s" in alone or "rank 1 failed" in alone
+    assert "rank 0" in other
+
+
+def _timeouts() -> None:
+    group = dist.new_group(timeout=timedelta(seconds=77))
+    assert timeout_of(group, torch.device("cpu")) == 77
+    assert Meeting.open(group, torch.device("cpu")).timeout == 77
+
+
+def test_ranks_wait_as_long_as_their_process_group() -> None:
+    run(2, _timeouts)
