@@ -54,9 +54,12 @@ class Communicator(Protocol):
     name: str
     rank: int
     world_size: int
-    meeting: Meeting | None
     steps: int
     """Of optimizers, as told at the last entry."""
+
+    @property
+    def meeting(self) -> Meeting | None:
+        """How ranks meet after an error; None where they are simulated."""
 
     @property
     def generation(self) -> int:
@@ -64,6 +67,13 @@ class Communicator(Protocol):
 
     def trim(self) -> None:
         """Let go of memory that is kept to be used again."""
+
+    def rejoin(self) -> None:
+        """Meet the other ranks after an error, if there was one: before a program is entered, or compiled.
+
+        Raises:
+            RankError: another rank does not come.
+        """
 
     def enter(self, entry: Entry) -> None:
         """This rank begins a program with collectives; after an error, once all ranks do.
@@ -214,8 +224,7 @@ class GroupCommunicator:
 
     def enter(self, entry: Entry) -> None:
         """Compare with the other ranks, on gloo; on NCCL that would wait for the device. See :class:`Communicator`."""
-        if self.meeting is not None and self.meeting.failed:
-            self._recover(self.meeting, entry.steps)
+        self.rejoin()
         self.steps = entry.steps
         if not self.compares:
             return
@@ -240,12 +249,15 @@ class GroupCommunicator:
         self.meeting.wait(keys, "to learn what other ranks run", heed=False)
         return [self.meeting.store.get(key).decode() for key in keys.values()]
 
-    def _recover(self, meeting: Meeting, steps: int) -> None:
-        """Meet the other ranks after an error, and begin anew."""
+    def rejoin(self) -> None:
+        """See :class:`Communicator`."""
+        meeting = self.meeting
+        if meeting is None or not meeting.failed:
+            return
         if self._lost:
             raise RankError(self._lost, "start all ranks again from a checkpoint")
         if not self.compares:
-            found = self._told("enqueued", f"{self._enqueued} collectives begun, {steps} optimizer steps taken")
+            found = self._told("enqueued", f"{self._enqueued} collectives begun, {self.steps} optimizer steps taken")
             if len(set(found)) > 1:
                 places = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(found))
                 self._lost = f"ranks failed at different places and cannot go on together ({places})"

@@ -104,13 +104,17 @@ class MailboxCommunicator:
 
     def enter(self, entry: Entry) -> None:
         """See :class:`~zerograph.runtime.comm.Communicator`. Every message then bears a tag with the entry in it."""
-        if self.meeting.failed:
-            self.meeting.meet()
-            self.mailbox.recover(self.meeting.generation)
-        elif self.mailbox.aborted():
+        self.rejoin()
+        if self.mailbox.aborted():
             self.meeting.check(f"with the {entry.program}")
         self.entry, self.steps = entry, entry.steps
         self._salt = (entry.sequence + entry.steps * _ODD) & _MASK
+
+    def rejoin(self) -> None:
+        """See :class:`~zerograph.runtime.comm.Communicator`."""
+        if self.meeting.failed:
+            self.meeting.meet()
+            self.mailbox.recover(self.meeting.generation)
 
     def leave(self) -> None:
         """See :class:`~zerograph.runtime.comm.Communicator`."""

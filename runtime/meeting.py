@@ -14,9 +14,10 @@ generation's key of the group's store, and the transport tells ranks that wait (
 that key twice a second). Who sees this raises :class:`RankError` with the first rank's name and error, and ends the
 generation as well. So all ranks end it, each at the latest when it next enters a program: there is no other way on.
 
-*Meeting.* The next ``enter`` of such a rank first says that it is here, and waits until all are. Then no rank works in
-the old generation any more, and none can begin to; each drops what it had in flight, and the next generation begins:
-message numbers, or the connections of a process group, are new ones, so nothing late can be taken for a message of now.
+*Meeting.* The next ``enter`` of such a rank, or the next program it compiles, first says that it is here, and waits
+until all are. Then no rank works in the old generation any more, and none can begin to; each drops what it had in flight, and
+the next generation begins: message numbers, or the connections of a process group, are new ones, so nothing late can be
+taken for a message of now.
 Arriving is a key that stays. A rank that is interrupted while it waits, arrives again without harm; others may go on
 meanwhile, and wait for it in the first collective.
 
@@ -91,7 +92,8 @@ class Meeting:
         try:
             self.report(f"failed: {reason}")
             self.store.set(f"{self.generation}/failed/{self.rank}", reason)
-            self.store.append(f"{self.generation}/failed", f"{self.rank} ")
+            if not self.store.check([f"{self.generation}/failed"]):  # of two at once either may be named
+                self.store.set(f"{self.generation}/failed", str(self.rank))
         except RuntimeError as error:  # the error that is on its way matters more
             log.warning("rank %d cannot tell the others that it failed: %s", self.rank, error)
 
@@ -104,7 +106,7 @@ class Meeting:
         key = f"{self.generation}/failed"
         if not self.store.check([key]):
             return
-        first = int(self.store.get(key).split()[0])
+        first = int(self.store.get(key))
         reason = self.store.get(f"{self.generation}/failed/{first}").decode()
         raise RankError(
             f"rank {self.rank} cannot go on {doing}: rank {first} failed: {reason}",

@@ -41,7 +41,8 @@ class Agreement:
         """
         if backend_name(group, device) == "fake":
             return None
-        _compare_plans(shared(group, (plan and plan.plan.digest, str(plan))))
+        mine = (plan.plan.digest if plan is not None else None, str(plan))
+        _compare_plans(shared(group, mine))
         return cls(group, Meeting.open(group, device))
 
     def require_same(self, lines: Sequence[str]) -> None:

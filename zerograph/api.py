@@ -125,6 +125,7 @@ class Backend:
         if self.agreement is None or self.communicator is None:
             return compile_frame(self, gm, example_inputs)
         code = adopt.traced_function()
+        self.communicator.rejoin()
         self.agreement.meeting.report(f"compiles {code}")
         try:
             compiled = compile_frame(self, gm, example_inputs)
