@@ -15,9 +15,9 @@ that key twice a second). Who sees this raises :class:`RankError` with the first
 generation as well. So all ranks end it, each at the latest when it next enters a program: there is no other way on.
 
 *Meeting.* The next ``enter`` of such a rank, or the next program it compiles, first says that it is here, and waits
-until all are. Then no rank works in the old generation any more, and none can begin to; each drops what it had in flight, and
-the next generation begins: message numbers, or the connections of a process group, are new ones, so nothing late can be
-taken for a message of now.
+until all are. Then no rank works in the old generation any more, and none can begin to; each drops what it had in
+flight, and the next generation begins: message numbers, or the connections of a process group, are new ones, so nothing
+late can be taken for a message of now.
 Arriving is a key that stays. A rank that is interrupted while it waits, arrives again without harm; others may go on
 meanwhile, and wait for it in the first collective.
 
@@ -97,7 +97,7 @@ class Meeting:
         except RuntimeError as error:  # the error that is on its way matters more
             log.warning("rank %d cannot tell the others that it failed: %s", self.rank, error)
 
-    def check(self, doing: str) -> None:
+    def check(self, doing: str, hint: str = "") -> None:
         """Look whether a rank has ended this generation.
 
         Raises:
@@ -110,7 +110,7 @@ class Meeting:
         reason = self.store.get(f"{self.generation}/failed/{first}").decode()
         raise RankError(
             f"rank {self.rank} cannot go on {doing}: rank {first} failed: {reason}",
-            f"see the output of rank {first}; if all ranks catch their errors, they go on together at the next program",
+            hint or f"see the output of rank {first}; where all ranks catch their errors, the next program runs again",
         )
 
     def meet(self) -> None:
@@ -146,7 +146,7 @@ class Meeting:
             if not missing:
                 return
             if heed:
-                self.check(f"waiting {doing}")
+                self.check(f"waiting {doing}", hint)
             gone = [rank for rank in missing if not self._is_here(rank)]
             waited = time.monotonic() - start
             if gone or waited >= self.timeout:

@@ -304,7 +304,7 @@ def test_waiting_says_for_what_and_for_whom(transport: str) -> None:
     assert "rank 0 has waited 0 s for rank 1 to compile forward" in told[0] and "inference" in told[0]
     assert "one rank alone cannot evaluate" in told[0] and "one rank alone cannot evaluate" in alone
     assert "rank 1 has waited" in also[0] and "for rank 0" in also[0] and "in the forward of" in also[0]
-    assert "rank 0 last reported" in also[0] and "compiles forward" in also[0]
+    assert "rank 0 last reported" in also[0] and "compile" in also[0].partition("last reported")[2]
     assert "within 2 s" in alone or "rank 1 failed" in alone
     assert "rank 0" in other
 
