@@ -38,6 +38,7 @@ from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.program import Program
 from zerograph.runtime.residency import StepCount
 from zerograph.runtime.telemetry import Telemetry
+from zerograph.scaler import find_inf_on_all_ranks
 from zerograph.segments import SegmentCache
 from zerograph.surgery import is_open
 from zerograph.symbolic import Name
@@ -226,6 +227,7 @@ class Backend:
         communicator, agreement = None, None
         if mesh is not None and mesh.size() > 1:
             group, world_size = mesh.get_group(), mesh.size()
+            find_inf_on_all_ranks()
             agreement = Agreement.open(group, device, self.config.plan)
             communicator = connect(group, device, agreement.meeting if agreement is not None else None)
         self.planner.look_at(device, agreement)
