@@ -9,7 +9,7 @@ from torch._dynamo.exc import TorchRuntimeError, Unsupported, UserError
 from torch._subclasses import UnsupportedFakeTensorException
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from zerograph.errors import ConfigError, UnsupportedError, ZeroGraphError
+from zerograph.errors import UnsupportedError, ZeroGraphError
 from zerograph.tracebacks import line_of, users_line
 
 _ALL_TOO_GENERAL = ("Please report", "It may be possible to write", "This is likely to be a Dynamo bug")
@@ -18,7 +18,7 @@ _RAISED = "Observed exception"
 """What Dynamo calls an exception of the code that it traces."""
 
 
-class ModelRaises(ConfigError):
+class ModelRaises(UnsupportedError):
     """The model's forward raises, compiled or not."""
 
 
