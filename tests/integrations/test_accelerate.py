@@ -1,0 +1,180 @@
+"""Accelerate: the same loop under DDP and sharded, its checkpoints at other world sizes, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+from torch.utils.data import DataLoader
+
+import zerograph
+from zerograph.errors import ConfigError, UnsupportedError
+
+accelerate = pytest.importorskip("accelerate", reason="the optional extra accelerate is not installed")
+
+from integrations.small import close, generated, llama, plain, quiet, texts, unsharded  # noqa: E402
+
+from zerograph.integrations.accelerate import Accelerator  # noqa: E402
+
+
+class Run:
+    """A user's loop: accumulation over two micro-batches, clipping, a scheduler. ``stage`` None is Accelerate's DDP."""
+
+    def __init__(self, stage: int | None, keep: str = "SHARDED_STATE_DICT") -> None:
+        quiet()
+        options: dict[str, Any] = {"cpu": True, "gradient_accumulation_steps": 2}
+        options["step_scheduler_with_optimizer"] = False  # Accelerate would step it once per process
+        if stage is None:
+            self.accelerator = accelerate.Accelerator(**options)
+        else:
+            backend = zerograph.backend(stage=stage, compute="eager")
+            self.accelerator = Accelerator(backend=backend, state_dict_type=keep, **options)
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+        loader = DataLoader(texts(32), batch_size=4 // dist.get_world_size())
+        prepared = self.accelerator.prepare(model, optimizer, scheduler, loader)
+        self.model, self.optimizer, self.scheduler, self.loader = prepared
+        self.held: list[str] = []
+
+    def train(self, batches: range) -> list[tuple[float, float]]:
+        """Loss over all ranks and norm of each update."""
+        found, losses = [], []
+        for index, batch in enumerate(self.loader):
+            if index not in batches:
+                continue
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(**batch, use_cache=False).loss
+                self.accelerator.backward(loss)
+                losses.append(self.accelerator.reduce(loss.detach(), "mean").item())
+                if self.accelerator.sync_gradients:
+                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                    found.append((sum(losses) / len(losses), float(norm)))
+                    losses.clear()
+                self.optimizer.step()
+                if self.accelerator.sync_gradients:
+                    self.held += unsharded(self.accelerator.unwrap_model(self.model), self.optimizer.optimizer)
+                    self.scheduler.step()
+                self.optimizer.zero_grad()
+        return found
+
+
+def _train(path: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for stage in (None, 1, 3):
+        ours = Run(stage)
+        curve = ours.train(range(4))
+        if stage is not None:
+            ours.accelerator.save_state(f"{path}/{stage}")
+        model = ours.accelerator.unwrap_model(ours.model)
+        text = generated(model, stops=True)
+        model.eval()
+        with torch.no_grad():
+            evaluated = model(**next(iter(ours.loader))).loss
+        model.train()
+        curve += ours.train(range(4, 8))
+        if stage == 3:
+            whole = ours.accelerator.get_state_dict(ours.model)
+            model.save_pretrained(
+                f"{path}/exported", is_main_process=ours.accelerator.is_main_process, state_dict=whole
+            )
+            ours.accelerator.save_model(ours.model, f"{path}/weights")
+        weights = plain(model.state_dict())
+        found[str(stage)] = {"curve": curve, "text": text, "evaluated": evaluated.item(), "weights": weights}
+        found[str(stage)] |= {"held": ours.held, "type": type(ours.model).__name__}
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
+    path = str(tmp_path_factory.mktemp("accelerate"))
+    return path, run(2, _train, path)
+
+
+def _same_curve(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> None:
+    assert [v for pair in ours for v in pair] == pytest.approx([v for pair in theirs for v in pair], rel=2e-5)
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_losses_norms_and_weights_are_those_under_ddp(trained: Any, stage: str) -> None:
+    """At stage 1 micro-batches are held back, at stage 3 each is reduced."""
+    for rank in trained[1]:
+        ours, ddp = rank[stage], rank["None"]
+        _same_curve(ours["curve"], ddp["curve"])
+        close(ours["weights"], ddp["weights"])
+        assert ours["evaluated"] == pytest.approx(ddp["evaluated"], rel=2e-5)
+        assert ours["text"] == ddp["text"]
+
+
+def test_parameters_gradients_and_states_are_sharded_and_nothing_wraps_the_model(trained: Any) -> None:
+    for rank in trained[1]:
+        assert rank["None"]["held"]
+        assert rank["3"]["held"] == []
+        assert rank["3"]["type"] == "LlamaForCausalLM"
+
+
+def test_exports_are_plain_files(trained: Any) -> None:
+    import transformers
+    from safetensors.torch import load_file
+
+    path, ranks = trained
+    model = transformers.AutoModelForCausalLM.from_pretrained(f"{path}/exported")
+    close(plain(model.state_dict()), ranks[0]["3"]["weights"])
+    files = load_file(f"{path}/weights/model.safetensors")
+    close(files, {n: v for n, v in ranks[0]["3"]["weights"].items() if n in files})
+
+
+def _resume(path: str) -> list[tuple[float, float]]:
+    ours = Run(3)
+    ours.accelerator.load_state(path)
+    return ours.train(range(4, 8))
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_save_state_resumes_at_another_world_size(trained: Any, world: int) -> None:
+    path, ranks = trained
+    _same_curve(run(world, _resume, f"{path}/3")[0], ranks[0]["None"]["curve"][2:])
+
+
+def _full(path: str) -> list[tuple[float, float]]:
+    ours = Run(3, "FULL_STATE_DICT")
+    if not Path(path).exists():
+        ours.train(range(4))
+        ours.accelerator.save_state(path)
+        assert {p.name for p in Path(path).iterdir()} > {"optimizer.bin", "pytorch_model_fsdp.bin"}
+    else:
+        ours.accelerator.load_state(path)
+    return ours.train(range(4, 8))
+
+
+def test_full_checkpoints_of_one_rank_resume_on_two(trained: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "full")
+    run(1, _full, path)
+    _same_curve(run(2, _full, path)[0], trained[1][0]["None"]["curve"][2:])
+
+
+def _refused() -> None:
+    backend = zerograph.backend(stage=1, compute="eager")
+    for options, named in [
+        ({"dynamo_backend": "zerograph"}, "closed list"),
+        ({"dynamo_backend": "inductor"}, "dynamo backend INDUCTOR"),
+        ({"kwargs_handlers": [accelerate.DistributedDataParallelKwargs()]}, "DistributedDataParallelKwargs"),
+        ({"fsdp_plugin": accelerate.FullyShardedDataParallelPlugin(fsdp_version=2)}, "fsdp_plugin"),
+    ]:
+        quiet()
+        with pytest.raises(ConfigError, match=named):
+            Accelerator(backend=backend, cpu=True, **options)
+    ours = Run(1)
+    with (
+        pytest.raises(UnsupportedError, match="trigger_sync_in_backward"),
+        ours.accelerator.trigger_sync_in_backward(ours.model),
+    ):
+        pass
+
+
+def test_what_would_distribute_or_compile_besides_is_refused() -> None:
+    run(1, _refused)

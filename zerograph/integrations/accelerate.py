@@ -1,0 +1,175 @@
+"""Accelerate: :class:`Accelerator` shards with ZeroGraph where ``accelerate.Accelerator`` wraps in DDP.
+
+To Accelerate's code an instance looks like one with an FSDP2 plugin: checkpoints are written and read by Accelerate's
+own functions for that, in its formats, which hold for any sharded model whose parameters are DTensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+
+import zerograph
+from zerograph.api import Backend
+from zerograph.errors import ConfigError, UnsupportedError
+
+
+class Accelerator(accelerate.Accelerator):
+    """``accelerate.Accelerator`` whose models are sharded, and compiled, by a ZeroGraph backend.
+
+    Models and optimizers may be prepared together or one by one, in any order.
+
+    Args:
+        backend: what ``zerograph.backend(...)`` returned; further models get a copy each.
+        state_dict_type: how ``save_state`` writes, as for ``FullyShardedDataParallelPlugin``: "SHARDED_STATE_DICT"
+            (each rank its shards) or "FULL_STATE_DICT" (rank 0 one file each of weights and optimizer states).
+        arguments: those of ``accelerate.Accelerator``.
+
+    Raises:
+        ConfigError: an argument that makes Accelerate distribute or compile the model itself.
+    """
+
+    def __init__(
+        self, *arguments: Any, backend: Backend, state_dict_type: str = "SHARDED_STATE_DICT", **options: Any
+    ) -> None:
+        _refuse_arguments(**options)
+        super().__init__(*arguments, **options)
+        self._shard_with(backend, state_dict_type)
+
+    @classmethod
+    def of(cls, plain: accelerate.Accelerator, backend: Backend, state_dict_type: str) -> Accelerator:
+        """Make ``plain``, which has prepared nothing yet, an instance of this class; for whoever cannot choose it."""
+        plain.__class__ = cls
+        assert isinstance(plain, cls)
+        plain._shard_with(backend, state_dict_type)
+        return plain
+
+    def _shard_with(self, backend: Backend, state_dict_type: str) -> None:
+        if not isinstance(backend, Backend):
+            raise ConfigError(f"backend is {backend!r}", "give it what zerograph.backend(...) returns")
+        _refuse_others(self)
+        self._next_backend = backend
+        self.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=state_dict_type)
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """What Accelerate's saving and loading go by. Its collectives go by that of ``state``, which stays as it is."""
+        return DistributedType.FSDP
+
+    @property
+    def is_fsdp2(self) -> bool:
+        return True
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As Accelerate prepares for DDP: it would want FSDP2's model and optimizer in one call."""
+        places = device_placement or [None] * len(args)
+        for first_pass in (True, False):
+            args = tuple(
+                self._prepare_one(obj, first_pass=first_pass, device_placement=place)
+                for obj, place in zip(args, places, strict=True)
+            )
+        for held in (self._dataloaders, self._models, self._optimizers, self._schedulers):
+            for obj in held:
+                obj._is_accelerate_prepared = True
+        return args if len(args) > 1 else args[0]
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard and compile ``model`` in place; also for evaluation, since a model has one set of parameters."""
+        if not getattr(model, "_is_accelerate_prepared", False):
+            if self.device_placement if device_placement is None else device_placement:
+                model.to(self.device)
+            backend, self._next_backend = self._next_backend, copy.copy(self._next_backend)
+            zerograph.shard(model, backend)
+            model.compile(backend=backend)
+            generate_in_step(model)
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Hold gradients back at stages 0 and 1. At 2 and 3, as under DeepSpeed, every backward reduces: holding them
+        back takes whole gradients on every rank, which those stages promise not to have."""
+        backend = zerograph.backend_of(model)
+        with backend.no_sync() if backend.config.sharding < 2 else nullcontext():
+            yield
+
+    @staticmethod
+    @contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        if zerograph.backend_of(model).config.sharding < 2:
+            raise UnsupportedError(
+                "trigger_sync_in_backward knows DistributedDataParallel only",
+                "leave no_sync() before the backward that is to reduce, or use stage 2 or 3, where each does",
+            )
+        yield
+
+    def clip_grad_norm_(self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+        """As Accelerate's; the norm that is returned is a plain tensor, the same on all ranks."""
+        self.unscale_gradients()
+        return zerograph.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        self.unscale_gradients()
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+
+def generate_in_step(model: nn.Module) -> None:
+    """Let transformers' ``generate`` go on until all ranks are done, since each gathers with all, and not compile it:
+    its cache has another length for every token."""
+    generate = getattr(model, "generate", None)
+    if generate is not None:
+        model._is_fsdp_managed_module = True  # what generate() asks, for its default of synced_gpus
+        model.generate = torch.compiler.set_stance("force_eager")(generate)
+
+
+def _refuse_arguments(
+    dynamo_backend: Any = None, fsdp_plugin: Any = None, kwargs_handlers: Any = None, **_: Any
+) -> None:
+    """Refuse what would be ignored, or what Accelerate's own error would say less about.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    if str(getattr(dynamo_backend, "value", dynamo_backend)).lower() == "zerograph":
+        raise ConfigError(
+            'Accelerate has a closed list of backends, so dynamo_backend="zerograph" cannot be given by name',
+            "leave it out: backend=zerograph.backend(stage=3) shards and compiles",
+        )
+    ddp = [h for h in kwargs_handlers or () if isinstance(h, accelerate.DistributedDataParallelKwargs)]
+    for name, given in (("fsdp_plugin", fsdp_plugin), ("DistributedDataParallelKwargs", ddp)):
+        if given:
+            raise ConfigError(
+                f"Accelerator was given {name}, which nothing here would read",
+                "leave it out: backend=zerograph.backend(...) takes stage, dtypes and bucket sizes",
+            )
+
+
+def _refuse_others(accelerator: accelerate.Accelerator) -> None:
+    """Refuse what would distribute or compile the model beside ZeroGraph.
+
+    Raises:
+        ConfigError: naming it.
+    """
+    state = accelerator.state
+    found = {
+        f"distributed type {state.distributed_type.value}": state.distributed_type
+        in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA),
+        "a parallelism_config": state.parallelism_config is not None,
+        f"dynamo backend {state.dynamo_plugin.backend.value}": state.dynamo_plugin.backend != DynamoBackend.NO,
+        "mixed_precision fp8": accelerator.fp8_enabled,
+    }
+    for name, given in found.items():
+        if given:
+            raise ConfigError(
+                f"Accelerate was configured with {name}, which ZeroGraph takes the place of",
+                "leave it out of the arguments, of `accelerate config` and of ACCELERATE_* variables; "
+                "zerograph.backend(...) takes stage, dtype and what is compiled",
+            )

@@ -1,0 +1,80 @@
+"""transformers: :class:`Trainer`, and :class:`ShardedTrainer` to mix into other trainers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+from zerograph.api import Backend
+from zerograph.errors import ConfigError
+from zerograph.integrations.accelerate import Accelerator
+
+
+class ShardedTrainer:
+    """Makes a ``transformers.Trainer`` shard and compile its model with ZeroGraph.
+
+    Put it first among the bases: ``class MyTrainer(ShardedTrainer, SFTTrainer): pass``.
+
+    Args:
+        backend: what ``zerograph.backend(...)`` returned.
+        state_dict_type: how checkpoints are written, as in ``fsdp_config``: "FULL_STATE_DICT" (rank 0 gathers weights
+            and optimizer states on the host, and writes model.safetensors too) or "SHARDED_STATE_DICT" (each rank
+            writes its shards; ``save_model`` writes model.safetensors when you call it).
+        arguments: those of the trainer.
+
+    Raises:
+        ConfigError: an argument of ``TrainingArguments`` that does not go with sharding.
+    """
+
+    def __init__(
+        self, *arguments: Any, backend: Backend, state_dict_type: str = "FULL_STATE_DICT", **options: Any
+    ) -> None:
+        self._backend, self._state_dict_type = backend, state_dict_type
+        super().__init__(*arguments, **options)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        _refuse(self.args, self._sharded_files)
+        super().create_accelerator_and_postprocess()
+        Accelerator.of(self.accelerator, self._backend, self._state_dict_type)
+        self.is_fsdp_enabled = True  # Trainer then loads after sharding, and saves with Accelerate's functions
+
+    @property
+    def _sharded_files(self) -> bool:
+        return self._state_dict_type == "SHARDED_STATE_DICT"
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As Trainer's, which writes no weights where checkpoints are sharded; called by the user, it does here."""
+        if self._sharded_files and not _internal_call:
+            self._save(output_dir, state_dict=self.accelerator.get_state_dict(self.model))
+        super().save_model(output_dir, _internal_call)
+
+
+class Trainer(ShardedTrainer, transformers.Trainer):
+    """``transformers.Trainer(..., backend=zerograph.backend(stage=3))``."""
+
+
+def _refuse(args: transformers.TrainingArguments, sharded_files: bool) -> None:
+    """Refuse arguments that another owner of the model, or of its processes, would need.
+
+    Raises:
+        ConfigError: naming the first.
+    """
+    launch = "start one process per device: torchrun --nproc-per-node N script.py"
+    unsaved = "leave save_only_model out" + (', or give state_dict_type="FULL_STATE_DICT"' if sharded_files else "")
+    refused = {
+        "torch_compile": (args.torch_compile, "leave it out: backend=zerograph.backend(...) compiles"),
+        "deepspeed": (args.deepspeed, "leave it out: zerograph.backend(stage=1, 2 or 3) shards"),
+        "fsdp": (args.fsdp, "leave it out: zerograph.backend(stage=1, 2 or 3) shards"),
+        "auto_find_batch_size": (
+            args.auto_find_batch_size,
+            "one rank that runs out of memory cannot start again without the others; "
+            "give a batch size, which `zerograph plan --largest batch` finds",
+        ),
+        f"{args.n_gpu} GPUs in one process": (args.n_gpu > 1, launch),
+        "save_only_model with load_best_model_at_end": (args.save_only_model and args.load_best_model_at_end, unsaved),
+        "save_only_model with sharded checkpoints": (args.save_only_model and sharded_files, unsaved),
+    }
+    for name, (given, hint) in refused.items():
+        if given:
+            raise ConfigError(f"Trainer was given {name}, which does not go with ZeroGraph's sharding", hint)
