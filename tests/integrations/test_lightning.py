@@ -1,0 +1,227 @@
+"""Lightning's Fabric and Trainer: the same loops under DDP and sharded, checkpoints, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import zerograph
+from zerograph.errors import CheckpointError, ConfigError
+
+lightning = pytest.importorskip("lightning", reason="the optional extra lightning is not installed")
+
+from integrations.small import close, generated, llama, plain, quiet, texts, unsharded  # noqa: E402
+from lightning.fabric.plugins.environments import TorchElasticEnvironment  # noqa: E402
+
+from zerograph.integrations.lightning import ZeroGraphFabricStrategy, ZeroGraphStrategy  # noqa: E402
+
+Curve = list[float]
+
+
+def common(strategy: Any) -> dict[str, Any]:
+    """What Fabric and Trainer are given as under torchrun, whose environment the ranks have."""
+    quiet()
+    return {
+        "accelerator": "cpu",
+        "devices": dist.get_world_size(),
+        "strategy": strategy,
+        "plugins": [TorchElasticEnvironment()],
+    }
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(texts(32), batch_size=4 // dist.get_world_size())
+
+
+def backend(stage: int) -> zerograph.Backend:
+    return zerograph.backend(stage=stage, compute="eager")
+
+
+class Run:
+    """A user's loop with Fabric: two micro-batches per update, clipping. ``stage`` None is Fabric's DDP."""
+
+    def __init__(self, stage: int | None, **options: Any) -> None:
+        strategy = "ddp" if stage is None else ZeroGraphFabricStrategy(backend(stage), **options)
+        self.fabric = lightning.Fabric(**common(strategy))
+        self.fabric.launch()
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self.plain = model
+        self.model, self.optimizer = self.fabric.setup(model, optimizer)
+        self.loader = self.fabric.setup_dataloaders(loader())
+        self.held: list[str] = []
+
+    def train(self, batches: range) -> Curve:
+        """Losses over all ranks and norms of updates."""
+        curve = []
+        for index, batch in enumerate(self.loader):
+            if index not in batches:
+                continue
+            last = index % 2 == 1
+            with self.fabric.no_backward_sync(self.model, enabled=not last):
+                loss = self.model(**batch, use_cache=False).loss
+                self.fabric.backward(loss / 2)
+            curve.append(self.fabric.all_reduce(loss.detach(), reduce_op="mean").item())
+            if last:
+                curve.append(float(self.fabric.clip_gradients(self.model, self.optimizer, max_norm=0.5)))
+                self.optimizer.step()
+                self.held += unsharded(self.plain, self.optimizer.optimizer)
+                self.optimizer.zero_grad()
+        return curve
+
+
+def _fabric(path: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for stage in (None, 1, 3):
+        ours = Run(stage)
+        curve = ours.train(range(4))
+        if stage == 3:
+            state = {"model": ours.model, "optimizer": ours.optimizer, "step": 4}
+            ours.fabric.save(f"{path}/folder", state)
+            ours.fabric.strategy._save_distributed_checkpoint = False
+            ours.fabric.save(f"{path}/file", state)
+            text = generated(ours.plain.eval())
+            ours.plain.train()
+        elif stage is None:
+            text = generated(ours.plain)
+        curve += ours.train(range(4, 8))
+        found[str(stage)] = {"curve": curve, "text": text, "weights": plain(ours.plain.state_dict()), "held": ours.held}
+    return found
+
+
+@pytest.fixture(scope="module")
+def fabric(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
+    path = str(tmp_path_factory.mktemp("fabric"))
+    return path, run(2, _fabric, path)
+
+
+@pytest.mark.parametrize("stage", ["1", "3"])
+def test_fabric_trains_as_under_ddp(fabric: Any, stage: str) -> None:
+    for rank in fabric[1]:
+        assert rank[stage]["curve"] == pytest.approx(rank["None"]["curve"], rel=2e-5)
+        close(rank[stage]["weights"], rank["None"]["weights"])
+        assert rank["3"]["text"] == rank["None"]["text"]
+        assert rank["3"]["held"] == []
+
+
+def _resume(path: str) -> Curve:
+    ours = Run(3)
+    state = {"model": ours.model, "optimizer": ours.optimizer, "step": 0}
+    assert ours.fabric.load(path, state) == {}
+    assert state["step"] == 4
+    return ours.train(range(4, 8))
+
+
+@pytest.mark.parametrize(("name", "world"), [("folder", 1), ("file", 1), ("file", 4)])
+def test_fabric_resumes_at_another_world_size(fabric: Any, name: str, world: int) -> None:
+    path, ranks = fabric
+    assert run(world, _resume, f"{path}/{name}")[0][2::3] == pytest.approx(ranks[0]["3"]["curve"][6:][2::3], rel=2e-5)
+
+
+class Language(lightning.LightningModule):
+    """A LightningModule as users write them: a model of transformers as a child, logging in its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = llama()
+        self.curve: Curve = []
+        self.held: list[str] = []
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+        loss = self.model(**batch, use_cache=False).loss
+        self.log("loss", loss, sync_dist=True)
+        self.curve.append(self.trainer.strategy.reduce(loss.detach(), reduce_op="mean").item())
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
+        self.log("evaluated", self.model(**batch, use_cache=False).loss, sync_dist=True)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.curve:
+            self.held += unsharded(self, optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fit(path: str, stage: int | None, steps: int, resume: str | None = None, **options: Any) -> Language:
+    trainer = lightning.Trainer(
+        **common("ddp" if stage is None else ZeroGraphStrategy(backend(stage), **options)),
+        max_steps=steps,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        val_check_interval=4,
+        limit_val_batches=1,
+        num_sanity_val_steps=0,
+        default_root_dir=path,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=True,
+    )
+    module = Language()
+    trainer.fit(module, loader(), loader(), ckpt_path=resume)
+    module.curve.append(float(trainer.callback_metrics["evaluated"]))
+    if resume is None:
+        trainer.save_checkpoint(f"{path}/saved")
+    return module
+
+
+def _trainer(path: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for stage in (None, 3):
+        module = fit(f"{path}/{stage}", stage, 4)
+        found[str(stage)] = {"curve": module.curve, "held": module.held, "weights": plain(module.state_dict())}
+        found[str(stage)]["text"] = generated(module.model.eval())
+    fit(f"{path}/ddp", None, 2)
+    found["resumed"] = plain(fit("", None, 4, f"{path}/ddp/saved").state_dict())
+    fit(f"{path}/half", 3, 2)
+    fit(f"{path}/file", 3, 2, save_distributed_checkpoint=False)
+    return found
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str, Any]]]:
+    path = str(tmp_path_factory.mktemp("lightning"))
+    return path, run(2, _trainer, path)
+
+
+def test_trainer_trains_as_under_ddp(trainer: Any) -> None:
+    for rank in trainer[1]:
+        assert rank["3"]["curve"] == pytest.approx(rank["None"]["curve"], rel=2e-5)
+        close(rank["3"]["weights"], rank["None"]["weights"])
+        assert rank["3"]["text"] == rank["None"]["text"]
+        assert rank["3"]["held"] == []
+
+
+def _resumed(path: str) -> dict[str, Tensor]:
+    return plain(fit("", 3, 4, resume=path).state_dict())
+
+
+@pytest.mark.parametrize(("name", "world"), [("half", 1), ("file", 1), ("half", 4)])
+def test_trainer_resumes_at_another_world_size(trainer: Any, name: str, world: int) -> None:
+    """Lightning starts the epoch again, whose batches are the same on any number of ranks: so does its DDP."""
+    path, ranks = trainer
+    close(run(world, _resumed, f"{path}/{name}/saved")[0], ranks[0]["resumed"])
+
+
+def _refused(path: str) -> None:
+    with pytest.raises(ConfigError, match="backend is 3"):
+        ZeroGraphStrategy(3)
+    ours = Run(3)
+    with pytest.raises(CheckpointError, match="given 0 models"):
+        ours.fabric.save(path, {"optimizer": ours.optimizer})
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        ours.fabric.load(f"{path}/nothing", {"model": ours.model})
+
+
+def test_what_cannot_be_saved_or_loaded_is_told(tmp_path: Path) -> None:
+    run(1, _refused, str(tmp_path))

@@ -1,0 +1,245 @@
+"""Lightning: :class:`ZeroGraphStrategy` for its Trainer, :class:`ZeroGraphFabricStrategy` for Fabric.
+
+Both are ``ModelParallelStrategy``, Lightning's strategy for models whose parameters are DTensors, with the model
+sharded and compiled for the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.load import _METADATA_FILENAME, _move_state_into
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy as TrainerModelParallel
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
+from torch.optim import Optimizer
+
+import zerograph
+from zerograph.api import Backend
+from zerograph.errors import CheckpointError, ConfigError
+
+State = dict[str, Any]
+"""What goes into a checkpoint: modules, optimizers and anything else, by name."""
+
+
+class _DataParallel:
+    """What both strategies say of their processes: each has its own batches, and rows of every parameter.
+
+    Args:
+        backend: what ``zerograph.backend(...)`` returned.
+        save_distributed_checkpoint: whether a checkpoint is a folder that each rank writes its shards to, or one file
+            that rank 0 writes whole weights and states to. Both load at any number of ranks.
+        options: ``process_group_backend`` and ``timeout``, as of other strategies.
+    """
+
+    def __init__(self, backend: Backend, save_distributed_checkpoint: bool = True, **options: Any) -> None:
+        if not isinstance(backend, Backend):
+            raise ConfigError(f"backend is {backend!r}", "give it what zerograph.backend(...) returns")
+        self.zerograph_backend = backend
+        super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **options)
+
+    def setup_environment(self) -> None:
+        self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1  # type: ignore[attr-defined]
+        super().setup_environment()  # type: ignore[misc]
+
+
+class ZeroGraphFabricStrategy(_DataParallel, FabricModelParallel):  # type: ignore[misc]
+    """``Fabric(strategy=ZeroGraphFabricStrategy(zerograph.backend(stage=3)))``."""
+
+    def __init__(self, backend: Backend, save_distributed_checkpoint: bool = True, **options: Any) -> None:
+        def shard(module: nn.Module, mesh: Any) -> nn.Module:
+            return shard_and_compile(module.to(self.root_device), backend)
+
+        super().__init__(backend, save_distributed_checkpoint, parallelize_fn=shard, **options)
+        self._backward_sync_control = _BackwardSync(backend)
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """As other strategies; the norm that is returned is a plain tensor, the same on all ranks."""
+        self.precision.unscale_gradients(optimizer)
+        return zerograph.clip_grad_norm_(self.precision.main_params(optimizer), max_norm, norm_type, error_if_nonfinite)
+
+    def save_checkpoint(
+        self, path: str | Path, state: State, storage_options: Any = None, filter: Mapping[str, Any] | None = None
+    ) -> None:
+        if storage_options is not None or filter is not None:
+            raise ConfigError("storage_options and filter are for strategies that write one file", "leave them out")
+        path = Path(self.broadcast(path))
+        tensors = _tensors(state, full=not self._save_distributed_checkpoint)
+        rest = {k: v.state_dict() if hasattr(v, "state_dict") else v for k, v in state.items() if k not in tensors}
+        if self._save_distributed_checkpoint:
+            dcp.save(tensors, checkpoint_id=path)
+        if self.global_rank == 0:
+            torch.save(*((rest, path / _METADATA_FILENAME) if path.is_dir() else (tensors | rest, path)))
+        self.barrier()
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: nn.Module | State | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> State:
+        if isinstance(state, nn.Module):  # Fabric.load_raw: a file of weights alone
+            weights = torch.load(self.broadcast(path), mmap=True, map_location="cpu")
+            set_model_state_dict(state, weights, options=StateDictOptions(full_state_dict=True, strict=strict))
+            return {}
+        if not isinstance(state, dict):
+            raise CheckpointError(f"cannot load into {state!r}", "give a dictionary of the model and its optimizers")
+        path = Path(self.broadcast(path))
+        rest = _read(path, state, weights_only)
+        tensors = {key: rest.pop(key) for key in _with_tensors(state)}
+        _restore(state, tensors, full=path.is_file(), strict=strict)
+        _move_state_into(source=rest, destination=state, keys=(state.keys() - tensors.keys()) & rest.keys())
+        return rest
+
+
+class ZeroGraphStrategy(_DataParallel, TrainerModelParallel):  # type: ignore[misc]
+    """``Trainer(strategy=ZeroGraphStrategy(zerograph.backend(stage=3)))``; ``configure_model`` is not needed.
+
+    Compiled are the call of the LightningModule, where it has a ``forward``, and those of its children.
+    """
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, int]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup(self, trainer: Any) -> None:
+        """As other strategies: the model goes to its device, is sharded, and optimizers are made."""
+        assert self.accelerator is not None and self.model is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        shard_and_compile(self.model, self.zerograph_backend)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        with held_back(self.zerograph_backend):
+            yield
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> State:
+        path, module = Path(self.broadcast(checkpoint_path)), self.lightning_module
+        assert module is not None
+        state = {"state_dict": module, **{f"optimizer_{i}": o for i, o in enumerate(self.optimizers)}}
+        rest = _read(path, state, weights_only)
+        if path.is_file():  # as Lightning writes files: optimizers in a list, parameters by number
+            by_name = [
+                FullyShardedDataParallel.rekey_optim_state_dict(o, OptimStateKeyType.PARAM_NAME, module)
+                for o in rest.pop("optimizer_states", [])
+            ]
+            rest |= {f"optimizer_{i}": states for i, states in enumerate(by_name)}
+        tensors = {key: rest.pop(key) for key in state}
+        _restore(state, tensors, full=path.is_file(), strict=module.strict_loading)
+        return rest
+
+
+class _BackwardSync(_BackwardSyncControl):
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        return held_back(self._backend) if enabled else nullcontext()
+
+
+def held_back(backend: Backend) -> AbstractContextManager[None]:
+    """Holds gradients back at stages 0 and 1. At 2 and 3 every backward reduces: whole gradients on every rank are what
+    those stages promise not to have."""
+    return backend.no_sync() if backend.config.sharding < 2 else nullcontext()
+
+
+def shard_and_compile(module: nn.Module, backend: Backend) -> nn.Module:
+    """Shard ``module`` and compile what loops call: its own forward, and of a LightningModule its children's.
+
+    Does nothing to a module that was given to this backend before: a Trainer may fit one several times.
+    """
+    if getattr(module, "_zerograph_backend", None) is not backend:
+        zerograph.shard(module, backend)
+        _compile(module, backend)
+        module.__dict__["_zerograph_backend"] = backend
+    return module
+
+
+def _compile(module: nn.Module, backend: Backend) -> None:
+    own = type(module).forward not in (LightningModule.forward, nn.Module.forward, nn.ModuleList.forward)
+    if own and type(module).__module__.startswith("torch.nn."):
+        module.forward = torch.compile(module.forward, backend=backend)  # type: ignore[method-assign]
+    elif own:
+        module.compile(backend=backend)
+    if not own or isinstance(module, LightningModule):
+        for child in module.children():
+            if any(True for _ in child.parameters()):
+                _compile(child, backend)
+
+
+def _with_tensors(state: State) -> list[str]:
+    return [key for key, value in state.items() if isinstance(value, nn.Module | Optimizer)]
+
+
+def _module_of(state: State) -> nn.Module:
+    modules = [value for value in state.values() if isinstance(value, nn.Module)]
+    if len(modules) != 1:
+        raise CheckpointError(
+            f"a checkpoint holds one model and its optimizers; this one was given {len(modules)} models",
+            "save each model, with its optimizers, to a path of its own",
+        )
+    return modules[0]
+
+
+def _tensors(state: State, full: bool) -> dict[str, Any]:
+    """Weights and optimizer states on the host: this rank's shards, or with ``full`` the whole of them on rank 0."""
+    module, options = _module_of(state), StateDictOptions(full_state_dict=full, cpu_offload=True)
+    return {
+        key: get_model_state_dict(module, options=options)
+        if isinstance(state[key], nn.Module)
+        else get_optimizer_state_dict(module, state[key], options=options)
+        for key in _with_tensors(state)
+    }
+
+
+def _read(path: Path, state: State, weights_only: bool | None) -> State:
+    """What a folder, or a file, holds; of a folder this rank's shards of what ``state`` has."""
+    if path.is_file():
+        return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)  # type: ignore[no-any-return]
+    if not (path / _METADATA_FILENAME).is_file():
+        raise CheckpointError(f"{path} is no checkpoint: neither a file nor a folder with {_METADATA_FILENAME}")
+    tensors = _tensors(state, full=False)
+    dcp.load(tensors, checkpoint_id=path)
+    return {**torch.load(path / _METADATA_FILENAME, weights_only=weights_only), **tensors}
+
+
+def _restore(state: State, tensors: dict[str, Any], full: bool, strict: bool) -> None:
+    module, options = _module_of(state), StateDictOptions(full_state_dict=full, strict=strict)
+    for key, values in tensors.items():
+        if isinstance(state[key], nn.Module):
+            set_model_state_dict(module, values, options=options)
+        else:
+            set_optimizer_state_dict(module, state[key], values, options=options)
