@@ -176,5 +176,15 @@ def _refused() -> None:
         pass
 
 
+def _alone() -> None:
+    quiet()
+    with pytest.raises(ConfigError, match="2 processes were started and Accelerate counts 1"):
+        Accelerator(backend=zerograph.backend(stage=3))  # without cpu=True
+
+
+def test_ranks_that_accelerate_would_let_train_alone_are_told() -> None:
+    run(2, _alone)
+
+
 def test_what_would_distribute_or_compile_besides_is_refused() -> None:
     run(1, _refused)

@@ -7,6 +7,7 @@ own functions for that, in its formats, which hold for any sharded model whose p
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -153,12 +154,18 @@ def _refuse_arguments(
 
 
 def _refuse_others(accelerator: accelerate.Accelerator) -> None:
-    """Refuse what would distribute or compile the model beside ZeroGraph.
+    """Refuse what would distribute or compile the model beside ZeroGraph, and ranks that do not know of each other.
 
     Raises:
         ConfigError: naming it.
     """
     state = accelerator.state
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if state.num_processes < started:
+        raise ConfigError(
+            f"{started} processes were started and Accelerate counts {state.num_processes}: each would train alone",
+            "on CPUs tell it so: Accelerator(cpu=True), or use_cpu=True in TrainingArguments",
+        )
     found = {
         f"distributed type {state.distributed_type.value}": state.distributed_type
         in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM, DistributedType.XLA),
