@@ -25,7 +25,6 @@ import torch
 import torch.multiprocessing as mp
 from crew import free_port
 from rich.console import Console
-from rich.table import Table
 from torch.utils.data import DataLoader
 
 OUT = Console()
@@ -183,14 +182,13 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--loops", default=",".join(LOOPS))
     args = parser.parse_args()
-    table = Table("loop", "peak, MB", "/ plain", title=f"stage {args.stage}, {args.world} ranks")
+    OUT.print(f"peak of a rank at stage {args.stage} on {args.world} ranks, and relative to the first loop")
     first = 0
     for name in args.loops.split(","):
         peaks = mp.get_context("spawn").Array("q", args.world)
         mp.spawn(rank, (name, args, free_port(), peaks), nprocs=args.world)
         first = first or max(peaks)
-        table.add_row(name, f"{max(peaks) / MB:.0f}", f"{max(peaks) / first:.3f}")
-    OUT.print(table)
+        OUT.print(f"{name:10} {max(peaks) / MB:6.0f} MB {max(peaks) / first:6.3f}")
     return 0
 
 

@@ -70,7 +70,7 @@ class Accelerator(accelerate.Accelerator):
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As Accelerate prepares for DDP: it would want FSDP2's model and optimizer in one call."""
-        places = device_placement or [None] * len(args)
+        places: tuple[bool | None, ...] = tuple(device_placement or ()) or (None,) * len(args)
         for first_pass in (True, False):
             args = tuple(
                 self._prepare_one(obj, first_pass=first_pass, device_placement=place)
@@ -127,7 +127,7 @@ def generate_in_step(model: nn.Module) -> None:
     its cache has another length for every token."""
     generate = getattr(model, "generate", None)
     if generate is not None:
-        model._is_fsdp_managed_module = True  # what generate() asks, for its default of synced_gpus
+        model.__dict__["_is_fsdp_managed_module"] = True  # what generate() asks, for its default of synced_gpus
         model.generate = torch.compiler.set_stance("force_eager")(generate)
 
 

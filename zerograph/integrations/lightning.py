@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -39,7 +39,10 @@ State = dict[str, Any]
 """What goes into a checkpoint: modules, optimizers and anything else, by name."""
 
 
-class _DataParallel:
+_Mixed: Any = FabricModelParallel if TYPE_CHECKING else object
+
+
+class _DataParallel(_Mixed):
     """What both strategies say of their processes: each has its own batches, and rows of every parameter.
 
     Args:
@@ -129,9 +132,9 @@ class ZeroGraphStrategy(_DataParallel, TrainerModelParallel):  # type: ignore[mi
 
     def setup(self, trainer: Any) -> None:
         """As other strategies: the model goes to its device, is sharded, and optimizers are made."""
-        assert self.accelerator is not None and self.model is not None
+        assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.model)
+        self.model: nn.Module = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         shard_and_compile(self.model, self.zerograph_backend)
         fitting = trainer.state.fn == TrainerFn.FITTING

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import transformers
 
@@ -10,8 +10,10 @@ from zerograph.api import Backend
 from zerograph.errors import ConfigError
 from zerograph.integrations.accelerate import Accelerator
 
+_Mixed: Any = transformers.Trainer if TYPE_CHECKING else object
 
-class ShardedTrainer:
+
+class ShardedTrainer(_Mixed):
     """Makes a ``transformers.Trainer`` shard and compile its model with ZeroGraph.
 
     Put it first among the bases: ``class MyTrainer(ShardedTrainer, SFTTrainer): pass``.
