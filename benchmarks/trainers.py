@@ -1,6 +1,6 @@
 """Peak resident memory of one rank under transformers' Trainer, Accelerate and Lightning, beside the plain loop.
 
-    python benchmarks/trainers.py                     # 2 gloo ranks, stage 3, a Llama of 33 M parameters
+    python benchmarks/trainers.py                     # 2 gloo ranks, stage 3, a Llama of 34 M parameters
     python benchmarks/trainers.py --loops plain,trainer --hidden 1024
 
 Prediction. Each is within 5% of the plain loop's: a library that keeps a copy of the parameters, or another wrapper's
@@ -8,12 +8,14 @@ buckets, would show as a quarter of the model or more.
 
 Method. Every loop has fresh processes that import all libraries first. They train the same model on the same batches
 with fused AdamW and clipping for eight steps; the peak is the kernel's (VmHWM) since the end of the third, when the
-kernel was told to forget it (/proc/self/clear_refs), of the largest rank.
+kernel was told to forget it (/proc/self/clear_refs), of the largest rank. glibc maps every tensor of more than 64 KiB
+by itself: what it keeps free between others varies by a tenth from run to run, and is no loop's.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import sys
 import tempfile
@@ -77,7 +79,8 @@ def plain(args: argparse.Namespace, backend: Any, meter: Meter) -> None:
     optimizer, rank = adamw(module), torch.distributed.get_rank()
     rows = data(args)[rank :: args.world]
     for batch in DataLoader(rows, batch_size=args.batch):
-        module(**batch).loss.backward()
+        loss = module(**batch).loss
+        loss.backward()
         zerograph.clip_grad_norm_(module.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -166,6 +169,7 @@ def rank(index: int, name: str, args: argparse.Namespace, port: int, peaks: Any)
     os.environ |= {"RANK": str(index), "LOCAL_RANK": str(index), "WORLD_SIZE": str(args.world)}
     os.environ |= {"LOCAL_WORLD_SIZE": str(args.world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(-3, 64 * 1024)  # M_MMAP_THRESHOLD
     import zerograph
     import zerograph.integrations.lightning
     import zerograph.integrations.transformers
