@@ -176,6 +176,20 @@ def _refused() -> None:
         pass
 
 
+def _sequential() -> list[bool]:
+    quiet()
+    backend = zerograph.backend(stage=3, compute="eager")
+    accelerator = Accelerator(backend=backend, cpu=True)
+    model = accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)))
+    accelerator.backward(model(torch.ones(3, 4)).sum())
+    return [bool(backend.program), all(p.grad.to_local().shape[0] * 2 == p.shape[0] for p in model.parameters())]
+
+
+def test_models_of_torch_nn_are_compiled_too() -> None:
+    """``module.compile()`` does nothing for those, in silence."""
+    assert run(2, _sequential) == [[True, True]] * 2
+
+
 def _alone() -> None:
     quiet()
     with pytest.raises(ConfigError, match="2 processes were started and Accelerate counts 1"):

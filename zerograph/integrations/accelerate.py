@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import accelerate
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import zerograph
 from zerograph.api import Backend
 from zerograph.errors import ConfigError, UnsupportedError
+from zerograph.integrations.models import compile_call, held_back
 
 
 class Accelerator(accelerate.Accelerator):
@@ -90,16 +91,13 @@ class Accelerator(accelerate.Accelerator):
                 model.to(self.device)
             backend, self._next_backend = self._next_backend, copy.copy(self._next_backend)
             zerograph.shard(model, backend)
-            model.compile(backend=backend)
+            compile_call(model, backend)
             generate_in_step(model)
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Hold gradients back at stages 0 and 1. At 2 and 3, as under DeepSpeed, every backward reduces: holding them
-        back takes whole gradients on every rank, which those stages promise not to have."""
-        backend = zerograph.backend_of(model)
-        with backend.no_sync() if backend.config.sharding < 2 else nullcontext():
+        with held_back(zerograph.backend_of(model)):
             yield
 
     @staticmethod

@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 import zerograph
 from zerograph.api import Backend
 from zerograph.errors import CheckpointError, ConfigError
+from zerograph.integrations.models import compile_call, held_back
 
 State = dict[str, Any]
 """What goes into a checkpoint: modules, optimizers and anything else, by name."""
@@ -173,12 +174,6 @@ class _BackwardSync(_BackwardSyncControl):
         return held_back(self._backend) if enabled else nullcontext()
 
 
-def held_back(backend: Backend) -> AbstractContextManager[None]:
-    """Holds gradients back at stages 0 and 1. At 2 and 3 every backward reduces: whole gradients on every rank are what
-    those stages promise not to have."""
-    return backend.no_sync() if backend.config.sharding < 2 else nullcontext()
-
-
 def shard_and_compile(module: nn.Module, backend: Backend) -> nn.Module:
     """Shard ``module`` and compile what loops call: its own forward, and of a LightningModule its children's.
 
@@ -193,10 +188,8 @@ def shard_and_compile(module: nn.Module, backend: Backend) -> nn.Module:
 
 def _compile(module: nn.Module, backend: Backend) -> None:
     own = type(module).forward not in (LightningModule.forward, nn.Module.forward, nn.ModuleList.forward)
-    if own and type(module).__module__.startswith("torch.nn."):
-        module.forward = torch.compile(module.forward, backend=backend)  # type: ignore[method-assign]
-    elif own:
-        module.compile(backend=backend)
+    if own:
+        compile_call(module, backend)
     if not own or isinstance(module, LightningModule):
         for child in module.children():
             if any(True for _ in child.parameters()):

@@ -1,0 +1,24 @@
+"""What all integrations do with a model's calls and its micro-batches."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import nn
+
+from zerograph.api import Backend
+
+
+def compile_call(module: nn.Module, backend: Backend) -> None:
+    """Have calls of ``module`` compiled, in place; ``module.compile()`` does nothing for classes of ``torch.nn``."""
+    if type(module).__module__.startswith("torch.nn."):
+        module.forward = torch.compile(module.forward, backend=backend)  # type: ignore[method-assign]
+    else:
+        module.compile(backend=backend)
+
+
+def held_back(backend: Backend) -> AbstractContextManager[None]:
+    """Holds gradients back at stages 0 and 1. At 2 and 3, as under DeepSpeed, every backward reduces: whole gradients
+    on every rank are what those stages promise not to have."""
+    return backend.no_sync() if backend.config.sharding < 2 else nullcontext()
