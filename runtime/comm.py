@@ -148,7 +148,10 @@ ALONE = (
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A collective under way; without its work once that has ended, or was given up."""
+    """A collective under way; without its work once that has ended, or was given up.
+
+    Nothing else may hold the work: tracebacks of caught errors keep local variables.
+    """
 
     work: dist.Work | None
 
@@ -193,6 +196,7 @@ class GroupCommunicator:
         self._lost = ""  # why this rank can never meet the others again
         self._doing, self.steps = "", 0
         self._flying: set[_Flight] = set()
+        self._connected = 0  # the generation of the connections
         self.reduce_group = group
         if backend_name(group, device) == "nccl" and group.size() > 1:
             ranks = dist.get_process_group_ranks(group)
@@ -213,6 +217,7 @@ class GroupCommunicator:
         backend = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         self.group = self.reduce_group = group
+        self._connected = self.meeting.generation
 
     @property
     def generation(self) -> int:
@@ -252,8 +257,19 @@ class GroupCommunicator:
     def rejoin(self) -> None:
         """See :class:`Communicator`."""
         meeting = self.meeting
-        if meeting is None or not meeting.failed:
+        if meeting is None:
             return
+        if meeting.failed:
+            self._meet(meeting)
+        if self.compares and self._connected != meeting.generation:
+            # Closes the old connections on the ranks that have begun least, which ends what the others still wait for.
+            # A work keeps them open, and tracebacks of caught errors keep everything else.
+            for flight in self._flying:
+                flight.work = None
+            self._flying.clear()
+            self._connect()
+
+    def _meet(self, meeting: Meeting) -> None:
         if self._lost:
             raise RankError(self._lost, "start all ranks again from a checkpoint")
         if not self.compares:
@@ -263,13 +279,6 @@ class GroupCommunicator:
                 self._lost = f"ranks failed at different places and cannot go on together ({places})"
                 raise RankError(self._lost, "start all ranks again from a checkpoint")
         meeting.meet()
-        if self.compares:
-            # Closes the old connections on the ranks that have begun least, which ends what the others still wait for.
-            # A work keeps them open, and tracebacks of caught errors keep everything else.
-            for flight in self._flying:
-                flight.work = None
-            self._flying.clear()
-            self._connect()
 
     def leave(self) -> None:
         """See :class:`Communicator`; on NCCL that would wait for the device."""
@@ -327,8 +336,8 @@ class GroupCommunicator:
             return _PendingGather(params, full, [self._fly(manager)], sent=sends)
         flat = torch.cat([s.view(torch.uint8) for s in sends])
         received = flat.new_empty(self.world_size * flat.numel())
-        work = _all_gather(received, flat, group=self.group, async_op=True)
-        return _PendingGather(params, full, [self._fly(work)], [received], [flat])
+        flight = self._fly(_all_gather(received, flat, group=self.group, async_op=True))
+        return _PendingGather(params, full, [flight], [received], [flat])
 
     def finish_gather(self, pending: _PendingGather) -> list[Tensor]:
         """See :class:`Communicator`."""
@@ -360,8 +369,8 @@ class GroupCommunicator:
             members = [i for i, p in enumerate(params) if (p.reduce_dtype, p.sharded) == (dtype, sharded)]
             chosen = [params[i] for i in members]
             run = self._reduce_scatter if sharded else self._all_reduce
-            parts, work, send = run(chosen, [grads[i] for i in members], torch_dtype(dtype))
-            works.append(self._fly(work))
+            parts, flight, send = run(chosen, [grads[i] for i in members], torch_dtype(dtype))
+            works.append(flight)
             kept.append(send)
             for i, part in zip(members, parts, strict=True):
                 results[i] = part
@@ -369,7 +378,7 @@ class GroupCommunicator:
 
     def _reduce_scatter(
         self, params: Sequence[Param], grads: Sequence[Tensor], dtype: torch.dtype
-    ) -> tuple[list[Tensor], dist.Work, Tensor]:
+    ) -> tuple[list[Tensor], _Flight, Tensor]:
         lengths = [p.chunk_elements(self.world_size) for p in params]
         send = torch.zeros(self.world_size, sum(lengths), dtype=dtype, device=self.device)
         offset = 0
@@ -382,22 +391,22 @@ class GroupCommunicator:
             offset += length
         if self.compares:  # as gloo does by itself, in twice the time, and then its wait has no timeout
             out = send[self.rank]
-            work = dist.all_reduce(send, group=self.reduce_group, async_op=True)
+            flight = self._fly(dist.all_reduce(send, group=self.reduce_group, async_op=True))
         else:
             out = send.new_empty(sum(lengths))
-            work = _reduce_scatter(out, send.view(-1), group=self.reduce_group, async_op=True)
+            flight = self._fly(_reduce_scatter(out, send.view(-1), group=self.reduce_group, async_op=True))
         parts = [
             part[: prod(shard_shape(p, self.rank, self.world_size))]
             for p, part in zip(params, out.split(lengths), strict=True)
         ]
-        return parts, work, send  # type: ignore[return-value]
+        return parts, flight, send
 
     def _all_reduce(
         self, params: Sequence[Param], grads: Sequence[Tensor], dtype: torch.dtype
-    ) -> tuple[list[Tensor], dist.Work, Tensor]:
+    ) -> tuple[list[Tensor], _Flight, Tensor]:
         flat = torch.cat([g.reshape(-1).to(dtype) for g in grads])
-        work = dist.all_reduce(flat, group=self.reduce_group, async_op=True)
-        return list(flat.split([p.elements for p in params])), work, flat  # type: ignore[return-value]
+        flight = self._fly(dist.all_reduce(flat, group=self.reduce_group, async_op=True))
+        return list(flat.split([p.elements for p in params])), flight, flat
 
     def finish_reduce(self, pending: _PendingReduce) -> list[Tensor]:
         """See :class:`Communicator`."""

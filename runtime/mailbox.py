@@ -8,6 +8,7 @@ gets the same bits.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -16,7 +17,6 @@ import random
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,7 +29,7 @@ from zerograph.errors import CollectiveMismatch, RankError
 from zerograph.plan import Param
 from zerograph.runtime.buffers import BufferPool, Full, allocate_full, shard_shape, torch_dtype
 from zerograph.runtime.comm import ALONE, Entry, describe_difference
-from zerograph.runtime.meeting import Meeting, shared
+from zerograph.runtime.meeting import Meeting, StoreLost, named, shared
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +71,7 @@ class MailboxCommunicator:
         self.mailbox, self.meeting = mailbox, meeting
         self.rank, self.world_size = meeting.rank, meeting.world_size
         self.pool = BufferPool()
+        self._recovered = meeting.generation  # the mailbox's generation
         self.entry, self.steps = Entry("start", 0, 0), 0
         self._salt = 0  # a part of every tag: of messages in other programs, and after other steps, none is equal
         meeting.present = mailbox.is_present
@@ -98,8 +99,9 @@ class MailboxCommunicator:
         """See :class:`~zerograph.runtime.comm.Communicator`."""
         full: Full = allocate_full(pending.params, self.world_size, torch.device("cpu"), self.pool)
         outs = [(flat.data_ptr(), flat.numel() // self.world_size) for flat in full.padded]
-        with self._explained("gather", pending.params):
-            self._finish(pending.ticket, lambda seconds: self.mailbox.finish_gather(pending.ticket, outs, seconds))
+        ticket = pending.ticket
+        with self._explained("gather", pending.params, ticket):
+            self._finish(ticket, lambda seconds: self.mailbox.finish_gather(ticket, outs, seconds))
         return full.tensors
 
     def enter(self, entry: Entry) -> None:
@@ -114,12 +116,19 @@ class MailboxCommunicator:
         """See :class:`~zerograph.runtime.comm.Communicator`."""
         if self.meeting.failed:
             self.meeting.meet()
-            self.mailbox.recover(self.meeting.generation)
+        self._follow()
+
+    def _follow(self) -> None:
+        """Bring the mailbox to the meeting's generation, which a Ctrl-C after they met may have kept from it."""
+        if self._recovered != self.meeting.generation:
+            self._recovered = self.meeting.generation  # first: a signal is handled after the next call, not before it
+            self.mailbox.recover(self._recovered)
 
     def leave(self) -> None:
         """See :class:`~zerograph.runtime.comm.Communicator`."""
         with self._explained("end"):
             ticket = self.mailbox.start_gather(self._salt, [])
+        with self._explained("end", ticket=ticket):
             self._finish(ticket, lambda seconds: self.mailbox.finish_gather(ticket, [], seconds))
 
     def _finish(self, ticket: int, finish: Callable[[float], None]) -> None:
@@ -155,33 +164,36 @@ class MailboxCommunicator:
         for sharded, part in ((True, pending.scattered), (False, pending.whole)):
             if part is not None:
                 outs = [(results[i].data_ptr(), _wire_of(results[i].dtype)) for i in part[1]]
-                with self._explained("reduce", pending.params):
+                with self._explained("reduce", pending.params, part[0]):
                     self._finish(part[0], partial(finish[sharded], part[0], outs, scale))
         return results
 
     def abort(self, reason: str) -> None:
         """See :class:`~zerograph.runtime.comm.Communicator`."""
+        self._follow()  # else the mailbox ends a generation that is over, and nobody hears
         self.meeting.fail(reason)
         self.mailbox.abort(reason)
 
-    @contextmanager
-    def _explained(self, verb: str, params: Sequence[Param] = ()) -> Iterator[None]:
-        """Name program and parameters in what the core raises."""
+    @contextlib.contextmanager
+    def _explained(self, verb: str, params: Sequence[Param] = (), ticket: int | None = None) -> Iterator[None]:
+        """Name program, parameters and ranks in what the core raises; ``ticket`` is what is waited for."""
         what = f"{verb} {_names(params)} in" if params else verb
         try:
             yield
         except _core.MismatchError as error:
             raise self._difference(what, error) from error
         except _core.PeerError as error:
-            self.meeting.check(f"to {what} the {self.entry.program}")
+            with contextlib.suppress(StoreLost):  # if it ended with the peer: the mailbox says who and why as well
+                self.meeting.check(f"to {what} the {self.entry.program}")
             raise RankError(
                 f"cannot {what} the {self.entry.program}: {error}", "look at the output of the rank that is named"
             ) from error
         except TimeoutError as error:
-            others = [rank for rank in range(self.world_size) if rank != self.rank]
-            text = str(error).partition("\n\n")[0]
+            assert ticket is not None
+            missing = self.mailbox.missing(ticket)
             raise RankError(
-                f"cannot {what} the {self.entry.program}: {text}; {self.meeting.reports(others)}",
+                f"cannot {what} the {self.entry.program}: rank {self.rank} waited {self.meeting.timeout:.0f} s for "
+                f"{named(missing)}; {self.meeting.reports(missing)}",
                 "the wait is the timeout of the process group; " + ALONE,
             ) from error
 

@@ -17,7 +17,7 @@ generation as well. So all ranks end it, each at the latest when it next enters 
 *Meeting.* The next ``enter`` of such a rank, or the next program it compiles, first says that it is here, and waits
 until all are. Then no rank works in the old generation any more, and none can begin to; each drops what it had in
 flight, and the next generation begins: message numbers, or the connections of a process group, are new ones, so nothing
-late can be taken for a message of now.
+late can be taken for a message of now. Each rank deletes the keys it set in the old one.
 Arriving is a key that stays. A rank that is interrupted while it waits, arrives again without harm; others may go on
 meanwhile, and wait for it in the first collective.
 
@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 import uuid
@@ -56,6 +57,13 @@ NOTICE = 10.0
 POLL = 0.05
 """Seconds between two looks at the store, which is a message to its server each."""
 
+LOOK = 1.0
+"""Seconds between two looks at which of many ranks are missing, a message for each of them."""
+
+
+class StoreLost(RankError):
+    """The store of the process group does not answer, as when the process that serves it has ended."""
+
 
 class Meeting:
     """What one rank knows of the others, for one backend.
@@ -65,6 +73,7 @@ class Meeting:
         notice_after: seconds of waiting after which this rank says so.
         generation: counts the errors that ranks have recovered from.
         failed: whether the generation has ended for this rank.
+        void: keys of this rank that others may not read in the next generation; it deletes them before it meets.
         present: tells of a rank whether its process is there, as far as the transport knows.
     """
 
@@ -72,8 +81,9 @@ class Meeting:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self.generation, self.failed, self.notice_after = 0, False, NOTICE
         self.present: Callable[[int], bool] = lambda rank: True
+        self.void: list[str] = []
         self.store = dist.PrefixStore(f"zerograph/{scope}", store)
-        weakref.finalize(self, _leave, self.store, rank)
+        weakref.finalize(self, _leave, self.store, rank, os.getpid())
 
     @classmethod
     def open(cls, group: dist.ProcessGroup, device: torch.device) -> Meeting:
@@ -102,9 +112,10 @@ class Meeting:
 
         Raises:
             RankError: naming the first that did, and its error.
+            StoreLost: nobody can say.
         """
         key = f"{self.generation}/failed"
-        if not self.store.check([key]):
+        if not self._has(key):
             return
         first = int(self.store.get(key))
         reason = self.store.get(f"{self.generation}/failed/{first}").decode()
@@ -119,11 +130,17 @@ class Meeting:
         Raises:
             RankError: one does not come.
         """
-        following = self.generation + 1
-        self.store.set(f"{following}/here/{self.rank}", "")
+        following, ended = self.generation + 1, self.generation
+        self._delete(self.void)
+        self.void.clear()
+        self._ask(self.store.set, f"{following}/here/{self.rank}", "")
         keys = {rank: f"{following}/here/{rank}" for rank in range(self.world_size)}
         self.wait(keys, "to go on after an error, at the start of a program", heed=False)
         self.generation, self.failed = following, False
+        # Whoever is here reads no key of the generation before.
+        self._delete([f"{ended}/{name}/{self.rank}" for name in ("here", "failed", "entered", "enqueued")])
+        if self.rank == 0:
+            self._delete([f"{ended}/failed"])
         log.info("rank %d: all ranks go on after an error", self.rank)
 
     # ---- waiting
@@ -140,24 +157,28 @@ class Meeting:
         Raises:
             RankError: a rank failed, left, or did not come in time.
         """
-        missing, start, noticed, pause = dict(keys), time.monotonic(), False, POLL / 32
+        missing, start, noticed, pause, look = list(keys), time.monotonic(), False, POLL / 32, 0.0
         while True:
-            missing = {rank: key for rank, key in missing.items() if not self.store.check([key])}
+            while missing and self._has(keys[missing[0]]):
+                missing.pop(0)
             if not missing:
                 return
             if heed:
                 self.check(f"waiting {doing}", hint)
-            gone = [rank for rank in missing if not self._is_here(rank)]
-            waited = time.monotonic() - start
-            if gone or waited >= self.timeout:
-                why = f"rank {gone[0]} ended" if gone else f"{_named(missing)} did not come within {self.timeout:.0f} s"
+            gone, waited = [], time.monotonic() - start
+            if waited >= min(look, self.timeout) or (waited >= self.notice_after and not noticed):
+                look = waited + LOOK
+                missing = [rank for rank in missing if not self._has(keys[rank])]
+                gone = [rank for rank in missing if not self._is_here(rank)]
+            if missing and (gone or waited >= self.timeout):
+                why = f"rank {gone[0]} ended" if gone else f"{named(missing)} did not come within {self.timeout:.0f} s"
                 raise RankError(
                     f"rank {self.rank} waited {doing}, and {why}; {self.reports(missing)}",
-                    hint or f"look at the output of {_named(gone or missing)}",
+                    hint or f"look at the output of {named(gone or missing)}",
                 )
-            if waited >= self.notice_after and not noticed:
+            if missing and waited >= self.notice_after and not noticed:
                 noticed = True
-                self.notice(doing, list(missing), hint)
+                self.notice(doing, missing, hint)
             time.sleep(pause)
             pause = min(POLL, 2 * pause)
 
@@ -182,7 +203,7 @@ class Meeting:
             self.rank,
             self.notice_after,
             doing,
-            _named(others),
+            named(others),
             self.timeout,
             self.reports(others),
             f"\n\nhint: {hint}" if hint else "",
@@ -195,23 +216,48 @@ class Meeting:
         """Let others know what this rank does, for when they wait for it. Costs a message: not for every step."""
         self.store.set(f"report/{self.rank}", f"{time.strftime('%H:%M:%S')} {text}")
 
-    def reports(self, ranks: Sequence[int] | Mapping[int, str]) -> str:
+    def reports(self, ranks: Sequence[int]) -> str:
         """What ``ranks`` last reported, a few of them."""
-        told = [f"rank {rank} last reported: {self._reported(rank)}" for rank in list(ranks)[:4]]
-        return "; ".join(told)
+        try:
+            return "; ".join(f"rank {rank} last reported: {self._reported(rank)}" for rank in ranks[:4])
+        except StoreLost as error:  # the error or the notice that asks matters more
+            return str(error).partition("\n\n")[0]
 
     def _reported(self, rank: int) -> str:
         key = f"report/{rank}"
-        return self.store.get(key).decode() if self.store.check([key]) else "nothing yet"
+        return self._ask(self.store.get, key).decode() if self._has(key) else "nothing yet"
 
     def _is_here(self, rank: int) -> bool:
-        return rank == self.rank or (self.present(rank) and not self.store.check([f"left/{rank}"]))
+        return rank == self.rank or (self.present(rank) and not self._has(f"left/{rank}"))
+
+    def _has(self, key: str) -> bool:
+        return self._ask(self.store.check, [key])
+
+    def _ask(self, operation: Callable[..., T], *args: Any) -> T:
+        try:
+            return operation(*args)
+        except RuntimeError as error:
+            raise StoreLost(
+                f"the store of the process group does not answer rank {self.rank}: {str(error).splitlines()[0]}",
+                "it ends with the process that serves it, torchrun's or that of rank 0: look at their output",
+            ) from error
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self._ask(self.store.delete_key, key)
 
 
 @contextlib.contextmanager
-def noticed(what: str) -> Iterator[None]:
-    """Logs a warning when the block, a collective of torch's own, takes longer than :data:`NOTICE`."""
-    timer = threading.Timer(NOTICE, log.warning, (f"waiting for {NOTICE:.0f} s for all ranks {what}",))
+def noticed(group: dist.ProcessGroup | None, doing: str) -> Iterator[None]:
+    """Logs a warning when the block, which waits in collectives of torch's own, takes longer than :data:`NOTICE`.
+
+    It starts a thread: not for what every step does.
+    """
+    if group is None or group.size() == 1:
+        yield
+        return
+    text = f"rank {group.rank()} has waited {NOTICE:.0f} s {doing}; this goes on when all ranks do it"
+    timer = threading.Timer(NOTICE, log.warning, (text,))
     timer.daemon = True
     timer.start()
     try:
@@ -223,22 +269,29 @@ def noticed(what: str) -> Iterator[None]:
 def shared(group: dist.ProcessGroup, value: T) -> list[T]:
     """``value`` of every rank of ``group``, by rank; all call this."""
     values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
+    with noticed(group, "at the first call of a compiled model or in zerograph.shard()"):
+        dist.all_gather_object(values, value, group=group)
     return values
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     """Seconds that collectives of ``group`` wait for another rank: ``init_process_group(timeout=...)``."""
-    return float(group._get_backend(device).options._timeout.total_seconds())  # no public way to ask
+    try:
+        return float(group._get_backend(device).options._timeout.total_seconds())  # no public way to ask
+    except RuntimeError:  # a backend without options
+        return float(dist.constants.default_pg_timeout.total_seconds())
 
 
-def _leave(store: dist.Store, rank: int) -> None:
+def _leave(store: dist.Store, rank: int, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # a forked child, such as a data loader's worker, lets go of its copy
     try:
         store.set(f"left/{rank}", "")
     except RuntimeError as error:  # the store ends with rank 0, and then there is nobody to tell
         log.debug("rank %d leaves unnoticed: %s", rank, error)
 
 
-def _named(ranks: Sequence[int] | Mapping[int, str]) -> str:
-    listed = ", ".join(str(rank) for rank in list(ranks)[:8]) + (", ..." if len(ranks) > 8 else "")
+def named(ranks: Sequence[int]) -> str:
+    """Such as: rank 3; ranks 0, 2."""
+    listed = ", ".join(str(rank) for rank in ranks[:8]) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}"

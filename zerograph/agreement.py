@@ -107,9 +107,12 @@ class Agreement:
         return [self.told(key, rank) for rank in range(self.world_size)]
 
     def _exchange(self, key: str, sequence: list[str]) -> None:
+        name = f"agreement/{key}/{self.rank}"
+        self.meeting.void.append(name)  # should this fail, the next try may tell another sequence
         self.tell(key, sequence)
         for other in range(self.world_size):
             _compare(key, f"rank {other}", self.told(key, other), f"rank {self.rank}", sequence)
+        self.meeting.void.remove(name)
 
 
 def _compare_plans(plans: Sequence[tuple[str | None, str]]) -> None:

@@ -126,9 +126,9 @@ class Backend:
         if self.agreement is None or self.communicator is None:
             return compile_frame(self, gm, example_inputs)
         code = adopt.traced_function()
-        self.communicator.rejoin()
-        self.agreement.meeting.report(f"compiles {code}")
         try:
+            self.communicator.rejoin()
+            self.agreement.meeting.report(f"compiles {code}")
             compiled = compile_frame(self, gm, example_inputs)
         except BaseException as error:
             self.communicator.abort(f"while compiling {code}: {reason_of(error)}")

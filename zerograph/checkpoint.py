@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zerograph.errors import CheckpointError
+from zerograph.runtime.meeting import noticed
 from zerograph.shards import gather_to_first, group_of, is_first, together
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,8 @@ def export(model: nn.Module, path: str | os.PathLike[str]) -> None:
     try:
         together(group, partial(file.open, tensors, aliases), CheckpointError)
         for name in _file_order(tensors):
-            pieces = gather_to_first(tensors[name])
+            with noticed(group, f"to gather {name} in zerograph.export()"):
+                pieces = gather_to_first(tensors[name])
             together(group, partial(file.write, pieces), CheckpointError)
             pieces.clear()
         together(group, file.commit, CheckpointError)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zerograph.errors import ShardingError
+from zerograph.runtime.meeting import noticed
 from zerograph.shards import full_value, group_of, is_sharded, local_of, send_from_first, together
 
 
@@ -49,7 +50,8 @@ def gathered(module: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
             nested ``writeback`` that an enclosing context would drop.
     """
     module = getattr(module, "_orig_mod", module)
-    opened = _open(module, writeback)
+    with noticed(group_of(module), "to gather parameters in zerograph.gathered()"):
+        opened = _open(module, writeback)
     mine = [o for o in opened if _OPEN.setdefault(id(o.outward), o) is o]
     try:
         with contextlib.ExitStack() as stack:
