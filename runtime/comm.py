@@ -211,13 +211,13 @@ class GroupCommunicator:
     def _connect(self) -> None:
         """Connections between the ranks for this generation."""
         assert self.meeting is not None
+        self._connected = self.meeting.generation  # even if it fails: nobody connects twice in a generation
         store = dist.PrefixStore(f"gloo/{self.meeting.generation}", self.meeting.store)
         timeout = timedelta(seconds=self.meeting.timeout)
         group = dist.ProcessGroup(store, self.rank, self.world_size)
         backend = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
         group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
         self.group = self.reduce_group = group
-        self._connected = self.meeting.generation
 
     @property
     def generation(self) -> int:
@@ -261,6 +261,10 @@ class GroupCommunicator:
             return
         if meeting.failed:
             self._meet(meeting)
+        self._follow(meeting)
+
+    def _follow(self, meeting: Meeting) -> None:
+        """Connect in the meeting's generation, which a Ctrl-C after ranks met may have kept this one from."""
         if self.compares and self._connected != meeting.generation:
             # Closes the old connections on the ranks that have begun least, which ends what the others still wait for.
             # A work keeps them open, and tracebacks of caught errors keep everything else.
@@ -420,7 +424,10 @@ class GroupCommunicator:
     def abort(self, reason: str) -> None:
         """See :class:`Communicator`."""
         if self.meeting is not None:
-            self.meeting.fail(reason)
+            try:
+                self._follow(self.meeting)  # the others wait for this rank to connect, and hear nothing meanwhile
+            finally:
+                self.meeting.fail(reason)
 
 
 _SLICE = timedelta(seconds=0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 import zerograph
 from zerograph import passes
 from zerograph.errors import CollectiveMismatch, RankError
+from zerograph.runtime import meeting as meetings
+from zerograph.runtime.comm import GroupCommunicator
 from zerograph.runtime.meeting import Meeting, timeout_of
 
 TRANSPORTS = ["auto", "group"]
@@ -269,6 +272,107 @@ def _compilation_fails_on_one(transport: str) -> list[float]:
 def test_a_compilation_that_fails_on_one_rank(transport: str) -> None:
     first, second = run(2, _compilation_fails_on_one, transport)
     assert first == second
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        return (self.left(x) if left else self.right(x)).square().mean()
+
+
+def _differ_once() -> None:
+    model = torch.compile(Branches(), backend=zerograph.backend(stage=3, compute="eager"), dynamic=False)
+    x, rank = torch.ones(2, 8), dist.get_rank()
+    with pytest.raises(Exception, match="would run different collectives"):
+        model(x, rank == 0)
+    time.sleep(rank)  # rank 0 looks for what rank 1 runs now, and may not find what it ran before
+    model(x, False).backward()
+
+
+def test_ranks_that_compiled_different_programs_compare_the_next_ones_anew() -> None:
+    run(2, _differ_once)
+
+
+def _interrupted_once_all_have_met(transport: str) -> list[float]:
+    ours = Training(3, transport)
+    ours.step(0)
+    with fault({0: ("forward 1", ValueError), 1: ("forward 1", ValueError)}):
+        ours.step(1)
+    meeting = ours.backend.agreement.meeting
+    if dist.get_rank() == 1:
+
+        def meet() -> None:
+            del meeting.meet
+            meeting.meet()
+            raise KeyboardInterrupt("boom on 1")
+
+        meeting.meet = meet
+        with pytest.raises(KeyboardInterrupt):
+            ours.step(2)
+    else:
+        with pytest.raises(RankError, match="rank 1 failed: KeyboardInterrupt: boom on 1"):
+            ours.step(2)
+    ours.step(3)
+    return ours.losses
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_interrupt_when_all_have_met_is_heard_by_all(transport: str) -> None:
+    first, second = run(2, _interrupted_once_all_have_met, transport, timeout=60)
+    assert first == second and len(first) == 2
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    records = _Records()
+    logging.getLogger("zerograph").addHandler(records)
+    try:
+        yield records.texts
+    finally:
+        logging.getLogger("zerograph").removeHandler(records)
+
+
+def _one_has_a_batch_more(transport: str) -> tuple[str, list[str]]:
+    """Rank 1 is done and waits in a barrier, of which rank 0 cannot know."""
+    ours = Training(3, transport)
+    ours.step(0)
+    meeting, text = ours.backend.agreement.meeting, ""
+    meeting.timeout = 4.0
+    if isinstance(ours.backend.communicator, GroupCommunicator):  # gloo is told when ranks connect
+        with fault({0: ("forward 1", ValueError), 1: ("forward 1", ValueError)}):
+            ours.step(1)
+        ours.optimizer.zero_grad()
+        ours.step(1)
+    meeting.notice_after = 0.2
+    with _warnings() as told:
+        if dist.get_rank() == 0:
+            with pytest.raises(RankError) as caught:
+                ours.step(2)
+            text = str(caught.value)
+        dist.barrier()
+
+    # Outside of programs, too, a rank that waits for the others says so.
+    with _warnings() as also, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meetings, "NOTICE", 0.2)
+        time.sleep(dist.get_rank())
+        with zerograph.gathered(ours.net):
+            pass
+    return text, told + also
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_with_a_batch_more_is_told_that_it_is_alone(transport: str) -> None:
+    (text, (waiting, gathering)), (_, others) = run(2, _one_has_a_batch_more, transport)
+    assert "rank 0 has waited 0 s in the forward of" in waiting and "for rank 1, and will wait up to 4 s" in waiting
+    assert "rank 1 last reported" in waiting and "one rank alone cannot evaluate" in waiting
+    assert "forward of" in text and "rank 1 last reported" in text and "one rank alone cannot evaluate" in text
+    if transport == "auto":
+        assert "rank 0 waited 4 s for rank 1" in text
+    assert "rank 0 has waited 0 s to gather parameters in zerograph.gathered()" in gathering
+    assert not others
 
 
 class _Records(logging.Handler):
