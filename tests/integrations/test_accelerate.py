@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,27 @@ def _sequential() -> list[bool]:
 def test_models_of_torch_nn_are_compiled_too() -> None:
     """``module.compile()`` does nothing for those, in silence."""
     assert run(2, _sequential) == [[True, True]] * 2
+
+
+def _copied() -> None:
+    quiet()
+    accelerator = Accelerator(backend=zerograph.backend(stage=3, compute="eager"), cpu=True)
+    x, ids = torch.ones(3, 4), torch.tensor([[1, 2, 3]])
+    for made in (torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)), llama()):
+        model = accelerator.prepare(made)
+        target = copy.deepcopy(model)
+        with torch.no_grad():
+            for param in target.parameters():
+                param.zero_()
+        if isinstance(made, torch.nn.Sequential):
+            assert model(x).any() and not target(x).any()
+        else:
+            both = [m.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)[0, 3:] for m in (model, target)]
+            assert both[0].any() and not both[1].any()
+
+
+def test_copies_of_prepared_models_compute_with_their_own_weights() -> None:
+    run(2, _copied)
 
 
 def _alone() -> None:

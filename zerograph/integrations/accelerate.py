@@ -7,6 +7,7 @@ own functions for that, in its formats, which hold for any sharded model whose p
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -123,10 +124,16 @@ class Accelerator(accelerate.Accelerator):
 def generate_in_step(model: nn.Module) -> None:
     """Let transformers' ``generate`` go on until all ranks are done, since each gathers with all, and not compile it:
     its cache has another length for every token."""
-    generate = getattr(model, "generate", None)
-    if generate is not None:
-        model.__dict__["_is_fsdp_managed_module"] = True  # what generate() asks, for its default of synced_gpus
-        model.generate = torch.compiler.set_stance("force_eager")(generate)
+    generating = [module for module in model.modules() if hasattr(type(module), "generate")]
+    for module in generating:
+        module.__dict__["_is_fsdp_managed_module"] = True  # what generate() asks, for its default of synced_gpus
+    if generating:
+        model.generate = functools.partial(_generate, generating[0])  # of which a copy of the model has its own  # type: ignore[assignment]
+
+
+def _generate(module: Any, *args: Any, **options: Any) -> Any:
+    with torch.compiler.set_stance("force_eager"):
+        return type(module).generate(module, *args, **options)
 
 
 def _refuse_arguments(

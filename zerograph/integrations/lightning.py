@@ -18,6 +18,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.load import _METADATA_FILENAME, _move_state_into
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.strategies import ModelParallelStrategy as TrainerModelParallel
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ from torch.optim import Optimizer
 
 import zerograph
 from zerograph.api import Backend
-from zerograph.errors import CheckpointError, ConfigError
+from zerograph.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.integrations.models import compile_call, held_back
 
 State = dict[str, Any]
@@ -134,6 +135,11 @@ class ZeroGraphStrategy(_DataParallel, TrainerModelParallel):  # type: ignore[mi
     def setup(self, trainer: Any) -> None:
         """As other strategies: the model goes to its device, is sharded, and optimizers are made."""
         assert self.accelerator is not None
+        if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
+            raise UnsupportedError(
+                "StochasticWeightAveraging copies the model while it is plain, and cannot average sharded parameters",
+                "update a torch.optim.swa_utils.AveragedModel in a callback of your own (docs/outside-of-forward.md)",
+            )
         self.accelerator.setup(trainer)
         self.model: nn.Module = self.precision_plugin.convert_module(self.model)
         self.model_to_device()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,12 @@ from zerograph.api import Backend
 def compile_call(module: nn.Module, backend: Backend) -> None:
     """Have calls of ``module`` compiled, in place; ``module.compile()`` does nothing for classes of ``torch.nn``."""
     if type(module).__module__.startswith("torch.nn."):
-        module.forward = torch.compile(module.forward, backend=backend)  # type: ignore[method-assign]
+        # Where module.compile() puts its own: copies and pickles leave it behind. An attribute such as ``forward``
+        # would go with a copy, and compute with the parameters of the original.
+        def call(*args: Any, **options: Any) -> Any:
+            return module._call_impl(*args, **options)
+
+        module._compiled_call_impl = torch.compile(call, backend=backend)
     else:
         module.compile(backend=backend)
 
