@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from toy import Toy, adamw, build, compiled, differing, full, train
 
 import zerograph
-from zerograph.errors import UnsupportedError
+from zerograph.errors import ShardingError, UnsupportedError
 
 
 def _copies(stage: int) -> None:
@@ -86,6 +86,26 @@ def _averages() -> None:
 
 def test_moving_averages() -> None:
     run(2, _averages)
+
+
+def _averages_of_parts() -> None:
+    model = build()
+    part, other = AveragedModel(model.up), AveragedModel(build())
+    compiled(model, 3)
+    train(model, adamw(model), range(1))
+    part.update_parameters(model.up)
+    assert all(
+        torch.equal(a.full_tensor(), p.full_tensor())
+        for a, p in zip(part.parameters(), model.up._parameters.values(), strict=True)
+    )
+    other.module.up = torch.nn.Linear(3, 3)
+    with pytest.raises(ShardingError, match="in the copy that is to be sharded alike"):
+        other.update_parameters(model)
+    assert type(other) is not AveragedModel  # it still waits for its model
+
+
+def test_averages_of_a_part_follow_it_and_others_are_told_what_differs() -> None:
+    run(2, _averages_of_parts)
 
 
 def _early_averages(wrap: bool, stage: int) -> None:

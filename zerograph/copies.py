@@ -72,8 +72,9 @@ def await_updates(roots: Sequence[nn.Module], objects: Iterable[Any]) -> None:
 
     Only then is it certain which model an average belongs to.
     """
-    sharded = {_shapes(root) for root in roots}
-    for average in [o for o in objects if isinstance(o, AveragedModel) and not isinstance(o, _Waiting)]:
+    averages = [o for o in objects if isinstance(o, AveragedModel) and not isinstance(o, _Waiting)]
+    sharded = {_shapes(module) for root in roots for module in root.modules()} if averages else set()
+    for average in averages:
         if _shapes(average.module) in sharded and not any(True for _ in _faced([average])):
             average.__class__ = _waiting(type(average))  # type: ignore[arg-type]
 
@@ -90,12 +91,8 @@ class _Waiting:
     def update_parameters(self, model: nn.Module) -> None:
         """Shard the average as ``model`` is, if it is, and update it. All ranks together."""
         average: Any = self
+        shard_alike(average.module, model)
         average.__class__ = self._zg_base
-        try:
-            shard_alike(average.module, model)
-        except BaseException:
-            average.__class__ = _waiting(self._zg_base)  # type: ignore[arg-type]
-            raise
         average.update_parameters(model)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
