@@ -22,7 +22,8 @@ def find_inf_on_all_ranks() -> None:
     The table of handlers is private and one per process; the order of gradients means nothing to the operator. Seen in
     torch 2.11 to 2.13.
     """
-    DTensor._op_dispatcher._custom_op_handlers[_UNSCALE] = _split_first
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[_UNSCALE] = _split_first
 
 
 def _split_first(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

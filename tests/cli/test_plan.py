@@ -461,6 +461,14 @@ def test_what_is_wrong_with_a_model_is_told_with_its_own_exception_and_line(
         assert f"\n  at {forwards}:{number}, in " in error and line in error
 
 
+def test_torchs_log_is_off_where_the_model_is_the_first_to_import_torch(forwards: Path) -> None:
+    """Importing torch gives its loggers levels."""
+    command = [sys.executable, "-m", "zerograph", "plan", f"{forwards}:shape", "--machine", "cpu"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and "the model raises RuntimeError" in result.stderr
+    assert "fake_tensor" not in result.stderr and "Traceback" not in result.stderr
+
+
 def test_the_traceback_of_a_models_error_is_there_for_the_asking(forwards: Path) -> None:
     result = run(f"{forwards}:shape", "--machine", "cpu", "-v")
     assert result.exit_code == 2 and "Traceback (most recent call last)" in result.stderr

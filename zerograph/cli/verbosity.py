@@ -30,10 +30,11 @@ def model_code(verbose: bool) -> Iterator[None]:
     Raises:
         ConfigError: in place of an error of the model or of an import, where a file beside the model hides a module.
     """
-    torch_log = logging.getLogger("torch")
+    torch_log, fake_log = logging.getLogger("torch"), logging.getLogger("torch._subclasses.fake_tensor")
     level = torch_log.level
     if not verbose and "TORCH_LOGS" not in os.environ:
         torch_log.setLevel(logging.CRITICAL + 1)
+        fake_log.addFilter(_nothing)  # importing torch, maybe in here, gives this one a level of its own
     try:
         with redirect_stdout(sys.stderr):
             yield
@@ -51,3 +52,8 @@ def model_code(verbose: bool) -> Iterator[None]:
         ) from error
     finally:
         torch_log.setLevel(level)
+        fake_log.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False
