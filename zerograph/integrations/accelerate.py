@@ -128,7 +128,8 @@ def generate_in_step(model: nn.Module) -> None:
     for module in generating:
         module.__dict__["_is_fsdp_managed_module"] = True  # what generate() asks, for its default of synced_gpus
     if generating:
-        model.generate = functools.partial(_generate, generating[0])  # of which a copy of the model has its own  # type: ignore[assignment]
+        # Not a bound method: a copy of the model then has one of itself.
+        model.__dict__["generate"] = functools.partial(_generate, generating[0])
 
 
 def _generate(module: Any, *args: Any, **options: Any) -> Any:
