@@ -7,12 +7,18 @@ import os
 import sys
 from pathlib import Path
 
+from hypothesis import settings
+
 # Worker processes inherit this path: it lets them `import ranks`, and import test modules by the names pytest gives.
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 # Inductor believes what the kernel says of the processor; trying each instruction set costs half a minute once.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
+# No test says how long an example takes: that depends on what else the machine does.
+settings.register_profile("zerograph", deadline=None)
+settings.load_profile("zerograph")
 
 COLLECT = (100_000, 20, 100)
 """When garbage is collected: by default a tenth of the suite's time goes into searching what compilers keep."""

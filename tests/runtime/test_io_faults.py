@@ -285,11 +285,16 @@ def test_failures_leak_neither_memory_nor_descriptors(engine: str, tmp_path: Pat
 
     for _ in range(3):
         fail()
-    before = descriptors(), mapped()
-    for _ in range(10):
-        fail()
-    assert descriptors() == before[0]
-    assert mapped() - before[1] < 32 * 2**20  # one engine's staging area alone is as large
+    before, growth = descriptors(), []
+    for _ in range(3):
+        start = mapped()
+        for _ in range(10):
+            fail()
+        growth.append(mapped() - start)
+    assert descriptors() == before
+    # One engine's staging area alone is as large. A leak shows every time, address space that malloc sets aside for a
+    # thread once.
+    assert min(growth) < 32 * 2**20, growth
 
 
 def test_staging_buffers_come_back_after_failures(arena: Arena) -> None:
