@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zerograph.ir import Param
 from zerograph.plan import Bucket, Plan
-from zerograph.runtime.comm import Entry
+from zerograph.runtime.entry import Entry
 from zerograph.runtime.executor import Executor, Runtime
 from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.program import Compute, Free, Gather, Instruction, Program, Segment, WaitGather

@@ -20,32 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerograph.errors import CollectiveMismatch, ConfigError, RankError
+from zerograph.errors import ConfigError, RankError
 from zerograph.plan import Param
 from zerograph.runtime.buffers import Full, allocate_full, shard_shape, torch_dtype
+from zerograph.runtime.entry import ALONE, Entry, describe_difference, reason_of
 from zerograph.runtime.meeting import Meeting
 
 # Renamed in torch 2.13, which warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """What a rank tells the others when it enters a program.
-
-    Attributes:
-        program: its kind and the user's function it was compiled from.
-        sequence: a hash of its collectives, at most 60 bits.
-        steps: of optimizers over the backend's parameters that this rank has taken.
-    """
-
-    program: str
-    sequence: int
-    steps: int
-
-    def __str__(self) -> str:
-        return f"the {self.program}, after {self.steps} optimizer steps"
 
 
 class Communicator(Protocol):
@@ -106,22 +89,6 @@ class Communicator(Protocol):
         """This rank failed: let the others fail too, and meet them at the next program."""
 
 
-def describe_difference(mine: Entry, rank: int, theirs: Entry, me: int) -> CollectiveMismatch:
-    """What to raise where two ranks enter with different entries."""
-    if mine.steps != theirs.steps:
-        return CollectiveMismatch(
-            f"rank {me} has taken {mine.steps} optimizer steps and rank {rank} {theirs.steps}: "
-            "their shards are parts of different parameters",
-            "a step on some ranks only cannot be taken back: start all ranks again from a checkpoint, "
-            "and let all ranks catch the same errors around backward and step together",
-        )
-    return CollectiveMismatch(
-        f"rank {me} and rank {rank} are about to run different programs: rank {me} {mine}; rank {rank} {theirs}",
-        "all ranks must take the same branches, skip the same batches, and call the model in training and evaluation "
-        "together; " + ALONE,
-    )
-
-
 @contextlib.contextmanager
 def together(comm: Communicator, entry: Entry) -> Iterator[None]:
     """Enter and leave around the collectives of a block; an error in it is one on all ranks."""
@@ -132,18 +99,6 @@ def together(comm: Communicator, entry: Entry) -> Iterator[None]:
     except BaseException as error:
         comm.abort(reason_of(error))
         raise
-
-
-def reason_of(error: BaseException) -> str:
-    """What other ranks are told of ``error``: one line."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10) + chr(10))[0]}"[:400]
-
-
-ALONE = (
-    "one rank alone cannot evaluate, as gathers need all ranks: let all evaluate, or call the model inside "
-    "`with zerograph.gathered(model):`, which all ranks enter"
-)
-"""The hint where a rank runs a program that the others do not."""
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from zerograph.lent import refuse_lost_edits
-from zerograph.runtime.comm import Communicator, Entry, reason_of
+from zerograph.runtime.comm import Communicator
+from zerograph.runtime.entry import Entry, reason_of
 from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.program import (
     Compute,

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from zerograph.errors import ZeroGraphError
 from zerograph.plan import Param
 from zerograph.runtime.buffers import shard_shape, torch_dtype
-from zerograph.runtime.comm import Communicator, Entry, together
+from zerograph.runtime.comm import Communicator, together
+from zerograph.runtime.entry import Entry
 
 
 class GradientHold:

@@ -28,7 +28,7 @@ from zerograph import _core
 from zerograph.errors import CollectiveMismatch, RankError
 from zerograph.plan import Param
 from zerograph.runtime.buffers import BufferPool, Full, allocate_full, shard_shape, torch_dtype
-from zerograph.runtime.comm import ALONE, Entry, describe_difference
+from zerograph.runtime.entry import ALONE, Entry, describe_difference
 from zerograph.runtime.meeting import Meeting, StoreLost, named, shared
 
 log = logging.getLogger(__name__)

@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from zerograph.errors import CollectiveMismatch
 from zerograph.plan import GivenPlan
-from zerograph.runtime.comm import ALONE, backend_name
+from zerograph.runtime.comm import backend_name
+from zerograph.runtime.entry import ALONE
 from zerograph.runtime.meeting import Meeting, shared
 from zerograph.runtime.program import Program
 

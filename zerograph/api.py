@@ -33,7 +33,8 @@ from zerograph.plan import Plan
 from zerograph.planner import refuse_world_size
 from zerograph.recording import Recording
 from zerograph.report import BucketReport, Report
-from zerograph.runtime.comm import Communicator, connect, reason_of
+from zerograph.runtime.comm import Communicator, connect
+from zerograph.runtime.entry import reason_of
 from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.program import Program
 from zerograph.runtime.residency import StepCount

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 import zerograph
 from zerograph.api import Backend
 from zerograph.errors import CheckpointError, ConfigError, UnsupportedError
-from zerograph.integrations.models import compile_call, held_back
+from zerograph.integrations.models import compile_call, held_back, refuse_other
 
 State = dict[str, Any]
 """What goes into a checkpoint: modules, optimizers and anything else, by name."""
@@ -55,8 +55,7 @@ class _DataParallel(_Mixed):
     """
 
     def __init__(self, backend: Backend, save_distributed_checkpoint: bool = True, **options: Any) -> None:
-        if not isinstance(backend, Backend):
-            raise ConfigError(f"backend is {backend!r}", "give it what zerograph.backend(...) returns")
+        refuse_other(backend)
         self.zerograph_backend = backend
         super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **options)
 

@@ -9,6 +9,15 @@ import torch
 from torch import nn
 
 from zerograph.api import Backend
+from zerograph.errors import ConfigError
+
+
+def refuse_other(backend: object) -> None:
+    """Raises:
+    ConfigError: ``backend`` is none of ours.
+    """
+    if not isinstance(backend, Backend):
+        raise ConfigError(f"backend is {backend!r}", "give it what zerograph.backend(...) returns")
 
 
 def compile_call(module: nn.Module, backend: Backend) -> None:

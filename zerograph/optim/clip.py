@@ -38,8 +38,7 @@ def clip_grad_norm_(
         ConfigError: ``norm_type`` is not positive.
         UnsupportedError: a gradient that is partial over ranks, or sharded over more than one mesh dimension.
     """
-    if not norm_type > 0:
-        raise ConfigError(f"norm_type={norm_type}", "it is the p of a norm: a positive number, or math.inf")
+    refuse_norm(norm_type)
     params = [parameters] if isinstance(parameters, Tensor) else parameters
     grads = [p.grad for p in params if p.grad is not None]
     split: list[DTensor] = [g for g in grads if is_split(g)]  # type: ignore[misc]
@@ -57,6 +56,14 @@ def clip_grad_norm_(
         alike = [local[i] for i in places]
         torch._foreach_mul_(alike, scale.to(alike[0].device))
     return norm
+
+
+def refuse_norm(p: float) -> None:
+    """Raises:
+    ConfigError: there is no norm of order ``p``.
+    """
+    if not p > 0:
+        raise ConfigError(f"norm_type={p}", "it is the p of a norm: a positive number, or math.inf")
 
 
 def is_split(grad: Tensor) -> bool:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerograph.errors import ConfigError, ShardingError
-from zerograph.optim.clip import is_split, power_sums
+from zerograph.errors import ShardingError
+from zerograph.optim.clip import is_split, power_sums, refuse_norm
 from zerograph.optim.tensors import local_of
 
 
@@ -57,8 +57,7 @@ def norms(model: nn.Module, norm_type: float = 2.0) -> Norms:
         ShardingError: a parameter is on the meta device.
         UnsupportedError: a tensor is partial over ranks, or sharded over more than one mesh dimension.
     """
-    if not norm_type > 0:
-        raise ConfigError(f"norm_type={norm_type}", "it is the p of a norm: a positive number, or math.inf")
+    refuse_norm(norm_type)
     params = dict(getattr(model, "_orig_mod", model).named_parameters())
     _refuse_meta(params)
     # Split parameters first, each with a place for its gradient: ranks add up vectors of one length.

@@ -1,0 +1,53 @@
+"""What a rank says when it enters a program, and what it is told where another one differs; of all transports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zerograph.errors import CollectiveMismatch
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a rank tells the others when it enters a program.
+
+    Attributes:
+        program: its kind and the user's function it was compiled from.
+        sequence: a hash of its collectives, at most 60 bits.
+        steps: of optimizers over the backend's parameters that this rank has taken.
+    """
+
+    program: str
+    sequence: int
+    steps: int
+
+    def __str__(self) -> str:
+        return f"the {self.program}, after {self.steps} optimizer steps"
+
+
+def describe_difference(mine: Entry, rank: int, theirs: Entry, me: int) -> CollectiveMismatch:
+    """What to raise where two ranks enter with different entries."""
+    if mine.steps != theirs.steps:
+        return CollectiveMismatch(
+            f"rank {me} has taken {mine.steps} optimizer steps and rank {rank} {theirs.steps}: "
+            "their shards are parts of different parameters",
+            "a step on some ranks only cannot be taken back: start all ranks again from a checkpoint, "
+            "and let all ranks catch the same errors around backward and step together",
+        )
+    return CollectiveMismatch(
+        f"rank {me} and rank {rank} are about to run different programs: rank {me} {mine}; rank {rank} {theirs}",
+        "all ranks must take the same branches, skip the same batches, and call the model in training and evaluation "
+        "together; " + ALONE,
+    )
+
+
+def reason_of(error: BaseException) -> str:
+    """What other ranks are told of ``error``: one line."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10) + chr(10))[0]}"[:400]
+
+
+ALONE = (
+    "one rank alone cannot evaluate, as gathers need all ranks: let all evaluate, or call the model inside "
+    "`with zerograph.gathered(model):`, which all ranks enter"
+)
+"""The hint where a rank runs a program that the others do not."""
