@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerograph.ir import Param
-from zerograph.plan import Bucket, Plan
+from zerograph.core.plan import Bucket, Plan
+from zerograph.core.step import Param
 from zerograph.runtime.entry import Entry
 from zerograph.runtime.executor import Executor, Runtime
 from zerograph.runtime.hold import GradientHold

@@ -77,10 +77,10 @@ def measure(layers: int, hidden: int, world: int, fold: bool) -> Cost:
 
     import zerograph.compile as compiler
     from zerograph import passes
-    from zerograph.dryrun import compile_only
-    from zerograph.machine import machine_named
+    from zerograph.core.machine import machine_named
+    from zerograph.dryrun.compile_only import compile_only
+    from zerograph.dryrun.forecast import forecast_file
     from zerograph.planner import plan_step
-    from zerograph.planning import forecast_file
 
     work = Workload(layers=layers, dim=hidden, heads=hidden // 128, vocab=VOCAB, batch=1, seq=SEQ)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from zerograph.core.plan import Plan
 from zerograph.passes.canonicalize import canonicalize
 from zerograph.passes.gather import gather
 from zerograph.passes.hoist import hoist
@@ -19,7 +20,6 @@ from zerograph.passes.prefetch import prefetch
 from zerograph.passes.recompute import recompute
 from zerograph.passes.reduce import reduce
 from zerograph.passes.verify import verify, verify_all_reduced
-from zerograph.plan import Plan
 
 GraphPass = Callable[[fx.GraphModule, Plan], int]
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zerograph.ops import REDUCE_GRAD, UNSHARD
-from zerograph.passes.graph import Marker, behind_identity, call, is_identity_view, markers, protect_outputs
+from zerograph.graph.nodes import Marker, behind_identity, call, is_identity_view, markers, protect_outputs
+from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 
 aten = torch.ops.aten
 

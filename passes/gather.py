@@ -19,11 +19,11 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from zerograph.ops import FREE, GATHER, UNSHARD, WAIT_GATHER
-from zerograph.passes.graph import Marker, Transfer, call, is_view, markers, output_of, positions, protect_outputs
-from zerograph.passes.layers import layer_starts
-from zerograph.plan import Plan
-from zerograph.prefetching import visit_numbers
+from zerograph.core.plan import Plan
+from zerograph.core.prefetching import visit_numbers
+from zerograph.graph.layers import layer_starts
+from zerograph.graph.nodes import Marker, Transfer, call, is_view, markers, output_of, positions, protect_outputs
+from zerograph.graph.ops import FREE, GATHER, UNSHARD, WAIT_GATHER
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ import operator
 import torch
 from torch import fx
 
-from zerograph.passes.graph import readings_of_overwritten
+from zerograph.graph.nodes import readings_of_overwritten
 
 
 def hoist(forward: fx.GraphModule) -> int:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zerograph.ops import REDUCE_GRAD, UNSHARD
-from zerograph.passes.graph import markers
+from zerograph.graph.nodes import markers
+from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 
 
 def localize(gm: fx.GraphModule) -> int:

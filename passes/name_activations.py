@@ -11,14 +11,14 @@ import operator
 
 from torch import fx
 
-from zerograph.ir import activation_names, layers_of
-from zerograph.ops import UNSHARD
-from zerograph.passes.graph import Activation, backward_nodes, is_size
-from zerograph.passes.layers import module_of
+from zerograph.core.step import activation_names, layers_of
+from zerograph.graph.layers import module_of
+from zerograph.graph.nodes import Activation, backward_nodes, is_size
+from zerograph.graph.ops import UNSHARD
 
 
 def name_activations(gm: fx.GraphModule) -> int:
-    """Leave an :class:`~zerograph.passes.graph.Activation` on the forward's operators; returns how many were named."""
+    """Leave an :class:`~zerograph.graph.nodes.Activation` on the forward's operators; returns how many were named."""
     backward = backward_nodes(gm.graph)
     forward = [
         node

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zerograph.passes.graph import output_of
+from zerograph.graph.nodes import output_of
 
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from torch import fx
 
-from zerograph.ops import FREE, GATHER, WAIT_GATHER
-from zerograph.plan import Plan
-from zerograph.prefetching import gather_starts
+from zerograph.core.plan import Plan
+from zerograph.core.prefetching import gather_starts
+from zerograph.graph.ops import FREE, GATHER, WAIT_GATHER
 
 
 def prefetch(gm: fx.GraphModule, plan: Plan) -> int:

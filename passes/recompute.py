@@ -23,11 +23,11 @@ from torch import fx
 from torch._higher_order_ops.effects import with_effects
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zerograph.ir import layers_of
-from zerograph.ops import UNSHARD
-from zerograph.passes.graph import Activation, backward_nodes, is_size, is_view, readings_of_overwritten
-from zerograph.passes.layers import module_of
-from zerograph.plan import Plan
+from zerograph.core.plan import Plan
+from zerograph.core.step import layers_of
+from zerograph.graph.layers import module_of
+from zerograph.graph.nodes import Activation, backward_nodes, is_size, is_view, readings_of_overwritten
+from zerograph.graph.ops import UNSHARD
 
 log = logging.getLogger(__name__)
 aten, prims = torch.ops.aten, torch.ops.prims

@@ -12,10 +12,10 @@ import operator
 
 from torch import fx
 
-from zerograph.ops import FREE, INSTRUCTIONS, REDUCE, REDUCE_GRAD, WAIT_REDUCE
-from zerograph.passes.graph import Marker, Transfer, call, markers, output_of, positions
-from zerograph.passes.layers import layer_starts
-from zerograph.plan import Plan
+from zerograph.core.plan import Plan
+from zerograph.graph.layers import layer_starts
+from zerograph.graph.nodes import Marker, Transfer, call, markers, output_of, positions
+from zerograph.graph.ops import FREE, INSTRUCTIONS, REDUCE, REDUCE_GRAD, WAIT_REDUCE
 
 
 def reduce(gm: fx.GraphModule, plan: Plan) -> int:

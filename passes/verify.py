@@ -12,10 +12,10 @@ from collections import Counter
 
 from torch import fx
 
-from zerograph.errors import InvariantError
-from zerograph.ops import FREE, GATHER, REDUCE, REDUCE_GRAD, UNSHARD, WAIT_GATHER, WAIT_REDUCE
-from zerograph.passes.graph import Transfer, is_view, markers
-from zerograph.plan import Plan
+from zerograph.core.errors import InvariantError
+from zerograph.core.plan import Plan
+from zerograph.graph.nodes import Transfer, is_view, markers
+from zerograph.graph.ops import FREE, GATHER, REDUCE, REDUCE_GRAD, UNSHARD, WAIT_GATHER, WAIT_REDUCE
 
 
 def verify(gm: fx.GraphModule, plan: Plan) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerograph.plan import Param
+from zerograph.core.plan import Param
 
 ALIGNMENT = 128
 """Bytes at which every full parameter starts: vector loads of any kernel, and of NCCL, are aligned."""

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerograph.errors import ConfigError, RankError
-from zerograph.plan import Param
+from zerograph.core.errors import ConfigError, RankError
+from zerograph.core.plan import Param
 from zerograph.runtime.buffers import Full, allocate_full, shard_shape, torch_dtype
 from zerograph.runtime.entry import ALONE, Entry, describe_difference, reason_of
 from zerograph.runtime.meeting import Meeting

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerograph.errors import CollectiveMismatch
+from zerograph.core.errors import CollectiveMismatch
 
 
 @dataclass(frozen=True, slots=True)

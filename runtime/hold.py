@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zerograph.errors import ZeroGraphError
-from zerograph.plan import Param
+from zerograph.core.errors import ZeroGraphError
+from zerograph.core.plan import Param
 from zerograph.runtime.buffers import shard_shape, torch_dtype
 from zerograph.runtime.comm import Communicator, together
 from zerograph.runtime.entry import Entry

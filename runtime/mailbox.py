@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerograph import _core
-from zerograph.errors import CollectiveMismatch, RankError
-from zerograph.plan import Param
+from zerograph.core.errors import CollectiveMismatch, RankError
+from zerograph.core.plan import Param
 from zerograph.runtime.buffers import BufferPool, Full, allocate_full, shard_shape, torch_dtype
 from zerograph.runtime.entry import ALONE, Entry, describe_difference
 from zerograph.runtime.meeting import Meeting, StoreLost, named, shared

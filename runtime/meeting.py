@@ -46,7 +46,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from zerograph.errors import RankError
+from zerograph.core.errors import RankError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -27,9 +27,9 @@ from torch import Tensor
 
 from zerograph import _core
 from zerograph._core import CancelledError, Direction, Priority
-from zerograph.errors import StorageError
+from zerograph.core.errors import StorageError
+from zerograph.core.units import format_bytes
 from zerograph.runtime.extents import ALIGNMENT, Extent, FreeList
-from zerograph.units import format_bytes
 
 __all__ = ["ALIGNMENT", "STRIPE", "Arena", "CancelledError", "Extent", "Priority", "Ticket", "huge_tensor"]
 

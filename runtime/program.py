@@ -10,9 +10,9 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zerograph.ir import Kind
-from zerograph.plan import Param
-from zerograph.units import format_bytes
+from zerograph.core.plan import Param
+from zerograph.core.step import Kind
+from zerograph.core.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zerograph.plan import Param, Plan
+from zerograph.core.plan import Param, Plan
 from zerograph.runtime.hold import GradientHold
 
 

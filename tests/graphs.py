@@ -11,10 +11,10 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from zerograph import ops
-from zerograph.capture import Setting, capture
-from zerograph.dryrun import simulated_rank
-from zerograph.plan import Bucket, Plan
+from zerograph.compiler.capture import Setting, capture
+from zerograph.core.plan import Bucket, Plan
+from zerograph.dryrun.compile_only import simulated_rank
+from zerograph.graph import ops
 
 aten = torch.ops.aten
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from zerograph.forecast import Forecast
-from zerograph.ir import Param
-from zerograph.machine import Tier, machine_named
-from zerograph.plan import Bucket, Plan
-from zerograph.planfile import Holding, PassRecord, PlanFile, Reason
+from zerograph.core.machine import Tier, machine_named
+from zerograph.core.plan import Bucket, Plan
+from zerograph.core.planfile import Holding, PassRecord, PlanFile, Reason
+from zerograph.core.runfile import Beside, Measured, Run
+from zerograph.core.step import Param
+from zerograph.core.timeline import Forecast
 from zerograph.planner.retime import retimed, tasks_of
 from zerograph.planner.simulate import Task, simulate
-from zerograph.runfile import Beside, Measured, Run
 
 MIB = 2**20
 

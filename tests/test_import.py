@@ -19,7 +19,7 @@ def _python(code: str, folder: str) -> str:
 
 
 def test_importing_zerograph_does_not_import_torch(tmp_path: object) -> None:
-    modules = "zerograph, zerograph.ir, zerograph.plan, zerograph.planner, zerograph.config, zerograph.units"
+    modules = "zerograph, zerograph.planner, " + ", ".join(f"zerograph.core.{m}" for m in ("config", "plan", "step"))
     assert _python(f"import sys, {modules}; print('torch' in sys.modules)", str(tmp_path)) == "False"
 
 

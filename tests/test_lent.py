@@ -17,7 +17,7 @@ from toy import Toy, adamw, build, compiled, differing, full, train
 
 import zerograph
 from zerograph import lent
-from zerograph.errors import ShardingError
+from zerograph.core.errors import ShardingError
 
 
 def _fill(model: Toy) -> None:

@@ -13,10 +13,10 @@ import sympy
 import torch
 from models import GPT, MLP, Halving, Padded, Rigid, Windows, ids, llama
 
-from zerograph.dryrun import Captured, compile_only
-from zerograph.errors import SizeError, UnsupportedError
-from zerograph.ir import Step
-from zerograph.machine import machine_named
+from zerograph.core.errors import SizeError, UnsupportedError
+from zerograph.core.machine import machine_named
+from zerograph.core.step import Step
+from zerograph.dryrun.compile_only import Captured, compile_only
 from zerograph.planner.search import Search, Wish
 from zerograph.steps import Steps
 from zerograph.symbolic import Condition, Name, SymbolicStep, symbols

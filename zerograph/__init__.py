@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zerograph import optim
     from zerograph.api import Backend, backend, backend_of, shard
-    from zerograph.checkpoint import export
-    from zerograph.meta_init import materialize
     from zerograph.optim.clip import clip_grad_norm_
     from zerograph.optim.norms import norms
-    from zerograph.surgery import gathered
+    from zerograph.sharding.export import export
+    from zerograph.sharding.gathered import gathered
+    from zerograph.sharding.materialize import materialize
 
 __version__ = "0.1.0"
 
@@ -26,9 +26,9 @@ _HOMES = {
     "backend": "api",
     "backend_of": "api",
     "clip_grad_norm_": "optim.clip",
-    "export": "checkpoint",
-    "gathered": "surgery",
-    "materialize": "meta_init",
+    "export": "sharding.export",
+    "gathered": "sharding.gathered",
+    "materialize": "sharding.materialize",
     "norms": "optim.norms",
     "shard": "api",
 }

@@ -17,33 +17,33 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerograph import adopt
-from zerograph.agreement import Agreement
 from zerograph.compile import compile_frame
-from zerograph.config import Config
-from zerograph.copies import await_updates, take_over
-from zerograph.decide import Planner
-from zerograph.early_states import early_states
-from zerograph.errors import ConfigError, ShardingError, UnsupportedError, ZeroGraphError
-from zerograph.faces import other_names, resolve_mesh, shard_parameters
+from zerograph.compiler.agreement import Agreement
+from zerograph.compiler.frame_plan import Planner
+from zerograph.compiler.parameter_mutations import refuse_mutations
+from zerograph.compiler.recording import Recording
+from zerograph.compiler.report import BucketReport, Report
+from zerograph.compiler.segments import SegmentCache
+from zerograph.compiler.unfold import Joint, Repeat
+from zerograph.core.config import Config
+from zerograph.core.errors import ConfigError, ShardingError, UnsupportedError, ZeroGraphError
+from zerograph.core.plan import Plan
 from zerograph.frame import Frame
-from zerograph.mutations import refuse_mutations
 from zerograph.optim.check import OptimizerCheck
-from zerograph.plan import Plan
 from zerograph.planner import refuse_world_size
-from zerograph.recording import Recording
-from zerograph.report import BucketReport, Report
 from zerograph.runtime.comm import Communicator, connect
 from zerograph.runtime.entry import reason_of
 from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.program import Program
 from zerograph.runtime.residency import StepCount
 from zerograph.runtime.telemetry import Telemetry
-from zerograph.scaler import find_inf_on_all_ranks
-from zerograph.segments import SegmentCache
-from zerograph.surgery import is_open
+from zerograph.sharding import adopt
+from zerograph.sharding.gathered import is_open
+from zerograph.sharding.grad_scaler import find_inf_on_all_ranks
+from zerograph.sharding.model_copies import await_updates, take_over
+from zerograph.sharding.optimizer_states import early_states
+from zerograph.sharding.parametrization import other_names, resolve_mesh, shard_parameters
 from zerograph.symbolic import Name
-from zerograph.unfold import Joint, Repeat
 
 log = logging.getLogger(__name__)
 

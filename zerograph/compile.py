@@ -33,18 +33,18 @@ from torch._inductor.virtualized import V
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 
 from zerograph import passes
-from zerograph.capture import Setting, capture, capture_symbolic
-from zerograph.dryrun import Captured, DryRun
-from zerograph.fold import fold, joint_of, tracing_gives
+from zerograph.compiler.capture import Setting, capture, capture_symbolic
+from zerograph.compiler.fold import fold, joint_of, tracing_gives
+from zerograph.compiler.lower import lower, without_code
+from zerograph.compiler.shard_inputs import take_rows
+from zerograph.compiler.unfold import Joint, NotFoldable, Repeat
+from zerograph.core.garbage import uncollected
+from zerograph.dryrun.compile_only import Captured, DryRun
 from zerograph.frame import Frame
-from zerograph.lower import lower, without_code
-from zerograph.ops import REDUCE_GRAD
-from zerograph.passes.layers import name_model
-from zerograph.rows import take_rows
+from zerograph.graph.layers import name_model
+from zerograph.graph.ops import REDUCE_GRAD
 from zerograph.runtime.executor import Executor
 from zerograph.speedups import fast_minimum_cut, graphs_written_for_readers
-from zerograph.uncollected import uncollected
-from zerograph.unfold import Joint, NotFoldable, Repeat
 
 if TYPE_CHECKING:
     from zerograph.api import Backend

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from zerograph.costs import expression_of
-from zerograph.errors import UnsupportedError
-from zerograph.passes.graph import is_view
+from zerograph.core.errors import UnsupportedError
+from zerograph.graph.costs import expression_of
+from zerograph.graph.nodes import is_view
 from zerograph.symbolic import Condition, Name, symbols
 
 aten = torch.ops.aten

@@ -6,18 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from zerograph.config import Config
-from zerograph.machine import TIERS, Machine, Tier
-from zerograph.plan import Offload
-from zerograph.planfile import PlanFile
+from zerograph.core.config import Config
+from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.plan import Offload
+from zerograph.core.planfile import PlanFile
+from zerograph.core.units import format_bytes
+from zerograph.dryrun.forecast import compute_dtype, movable, plan_file, refuse_offload
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.fill import Budget, Filled, fill
 from zerograph.planner.infeasible import infeasible
 from zerograph.planner.search import Search, Wish
-from zerograph.planning import compute_dtype, movable, plan_file, refuse_offload
 from zerograph.steps import Steps
 from zerograph.symbolic import Name
-from zerograph.units import format_bytes
 
 ATTEMPTS = 4
 """Solutions of which programs may turn out to hold more than the step told: a few percent, where they do."""
@@ -115,7 +115,7 @@ def largest_file(
     Args:
         what: the dimension to solve for; the other is as given, or as in the inputs that the model brings.
         name, make, machine, world, batch, seq, dtype, moments, reserve, fold, offload, tier, options: as for
-            :func:`zerograph.planning.plan_file`.
+            :func:`zerograph.dryrun.forecast.plan_file`.
 
     Raises:
         ConfigError: an offload that the stage or the machine does not allow.

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from torch import fx
 
-from zerograph.ir import Step
-from zerograph.plan import Plan
-from zerograph.planfile import PassRecord, changes
+from zerograph.compiler.unfold import Repeat
+from zerograph.core.plan import Plan
+from zerograph.core.planfile import PassRecord, changes
+from zerograph.core.step import Step
 from zerograph.runtime.executor import Runtime
 from zerograph.runtime.program import Program
 from zerograph.runtime.residency import GatheredCache
-from zerograph.unfold import Repeat
 
 if TYPE_CHECKING:
     from zerograph.api import Backend

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zerograph.errors import ShardingError
+from zerograph.core.errors import ShardingError
 
 _HINT = "change it on all ranks inside `with zerograph.gathered(module, writeback=True):`"
 

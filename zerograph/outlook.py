@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zerograph.forecast import NOT_COUNTED, Forecast, Stream
-from zerograph.machine import Machine
-from zerograph.plan import Plan
-from zerograph.planfile import Holding
+from zerograph.core.machine import Machine
+from zerograph.core.plan import Plan
+from zerograph.core.planfile import Holding
+from zerograph.core.runfile import Measured
+from zerograph.core.timeline import NOT_COUNTED, Forecast, Stream
+from zerograph.planner.process_memory import Resident, resident
 from zerograph.planner.rates import Rates, gathered_bytes, reduced_bytes, state_bytes
 from zerograph.planner.simulate import Memory, Task, simulate
-from zerograph.resident import Resident, resident
-from zerograph.runfile import Measured
 from zerograph.runtime.program import (
     Compute,
     Free,

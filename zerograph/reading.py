@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zerograph.adopt import skip_frame
-from zerograph.errors import ShardingError
+from zerograph.core.errors import ShardingError
+from zerograph.graph.ops import UNSHARD
 from zerograph.lent import Assignable, lend
-from zerograph.ops import UNSHARD
+from zerograph.sharding.adopt import skip_frame
 
 if TYPE_CHECKING:
-    from zerograph.faces import Face
+    from zerograph.sharding.parametrization import Face
 
 OF_THE_PARAMETER = frozenset({
     "grad", "requires_grad", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook",

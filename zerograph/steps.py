@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from zerograph.dryrun import Captured, compile_only
-from zerograph.errors import SizeError, UnsupportedError
-from zerograph.ir import Step
+from zerograph.core.errors import SizeError, UnsupportedError
+from zerograph.core.step import Step
+from zerograph.dryrun.compile_only import Captured, compile_only
 from zerograph.symbolic import Condition, Name, SymbolicStep
 from zerograph.vary import Vary
 

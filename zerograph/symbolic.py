@@ -1,8 +1,8 @@
 """A training step whose sizes are expressions in batch and sequence: traced once, it answers for every size.
 
 Expressions are sympy's, in the symbols ``batch`` and ``seq``. :meth:`SymbolicStep.at` puts numbers in; what comes out
-is an ordinary :class:`~zerograph.ir.Step`, so that nothing after it knows symbols. No torch in here, and sympy is
-imported only by what computes with expressions: it takes as long to import as the command line may take to start.
+is an ordinary :class:`~zerograph.core.step.Step`, so that nothing after it knows symbols. No torch in here, and sympy
+is imported only by what computes with expressions: it takes as long to import as the command line may take to start.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from zerograph.errors import SizeError
-from zerograph.ir import Step
+from zerograph.core.errors import SizeError
+from zerograph.core.step import Step
 
 if TYPE_CHECKING:
     from sympy import Basic, Expr

@@ -15,7 +15,7 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from zerograph.errors import UnsupportedError
+from zerograph.core.errors import UnsupportedError
 from zerograph.symbolic import Name
 
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from zerograph.cli import main
 from zerograph.cli.bench import rows
-from zerograph.machine import PRESETS, Link, Machine
+from zerograph.core.machine import PRESETS, Link, Machine
 
 
 def bench(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:

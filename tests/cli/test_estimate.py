@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from zerograph.cli import main
-from zerograph.machine import machine_named
+from zerograph.core.machine import machine_named
 
 LLAMA = "--params 70B --layers 80 --hidden 8192 --vocab 128k --seq 4096"
 

@@ -14,8 +14,8 @@ from click.testing import CliRunner, Result
 
 import zerograph
 from zerograph.cli import COMMANDS, main
-from zerograph.errors import ConfigError, RankError, ZeroGraphError
-from zerograph.machine import PRESETS
+from zerograph.core.errors import ConfigError, RankError, ZeroGraphError
+from zerograph.core.machine import PRESETS
 
 HEAVY = {"torch", "numpy", "networkx", "sympy", "rich", "psutil", "zerograph.planner", "zerograph.runtime"}
 

@@ -14,14 +14,14 @@ import torch
 from click.testing import CliRunner, Result
 
 import zerograph
-from zerograph import planning
 from zerograph.cli import main
-from zerograph.errors import ConfigError, UnsupportedError
-from zerograph.forecast import STREAMS
-from zerograph.machine import TIERS, machine_named
-from zerograph.plan import Homes
-from zerograph.planfile import PlanFile
-from zerograph.planning import plan_file
+from zerograph.core.errors import ConfigError, UnsupportedError
+from zerograph.core.machine import TIERS, machine_named
+from zerograph.core.plan import Homes
+from zerograph.core.planfile import PlanFile
+from zerograph.core.timeline import STREAMS
+from zerograph.dryrun import forecast as planning
+from zerograph.dryrun.forecast import plan_file
 
 MODEL = """
 import torch

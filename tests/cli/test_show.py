@@ -22,7 +22,7 @@ from zerograph.cli.view.drawing import ASCII_BLOCKS, BLOCKS, bar, sparkline
 from zerograph.cli.view.folding import fold, folded_name, layer_of, short_source, skeleton
 from zerograph.cli.view.groups import grouped
 from zerograph.cli.view.moment import START, find_task, moment
-from zerograph.planfile import Holding, PlanFile, Reason
+from zerograph.core.planfile import Holding, PlanFile, Reason
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zerograph.ir import Param
+from zerograph.core.step import Param
 from zerograph.runtime.comm import GroupCommunicator
 
 

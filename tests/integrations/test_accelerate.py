@@ -13,7 +13,7 @@ from ranks import run
 from torch.utils.data import DataLoader
 
 import zerograph
-from zerograph.errors import ConfigError, UnsupportedError
+from zerograph.core.errors import ConfigError, UnsupportedError
 
 accelerate = pytest.importorskip("accelerate", reason="the optional extra accelerate is not installed")
 

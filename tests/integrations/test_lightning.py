@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import zerograph
-from zerograph.errors import CheckpointError, ConfigError
+from zerograph.core.errors import CheckpointError, ConfigError
 
 lightning = pytest.importorskip("lightning", reason="the optional extra lightning is not installed")
 

@@ -13,7 +13,7 @@ from ranks import run
 from safetensors.torch import load_file
 
 import zerograph
-from zerograph.errors import ConfigError
+from zerograph.core.errors import ConfigError
 
 transformers = pytest.importorskip("transformers", reason="the optional extra transformers is not installed")
 pytest.importorskip("accelerate", reason="the optional extra transformers is not installed")

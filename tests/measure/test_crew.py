@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from zerograph.errors import RankError
+from zerograph.core.errors import RankError
 from zerograph.measure import QUICK
 from zerograph.measure.crew import run_ranks
 from zerograph.measure.job import Job

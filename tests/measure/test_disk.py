@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zerograph.errors import ConfigError
+from zerograph.core.errors import ConfigError
 from zerograph.measure import disk
 from zerograph.measure.disk import BLOCK, file_system, measure_disk, open_scratch
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerograph.machine import Link
+from zerograph.core.machine import Link
 from zerograph.measure.timing import fit_link, seconds_of
 
 SIZES = (2**16, 2**20, 2**22, 2**25)

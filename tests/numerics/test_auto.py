@@ -14,8 +14,8 @@ from ranks import RankFailure, run
 from torch import Tensor, nn
 
 import zerograph
-from zerograph.errors import ConfigError, InfeasibleError
-from zerograph.machine import machine_named
+from zerograph.core.errors import ConfigError, InfeasibleError
+from zerograph.core.machine import machine_named
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.search import Search, Wish
 

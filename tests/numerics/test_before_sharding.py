@@ -12,7 +12,7 @@ from ranks import RankFailure, run
 from torch import Tensor, nn
 
 import zerograph
-from zerograph.errors import ConfigError
+from zerograph.core.errors import ConfigError
 
 
 class Net(nn.Module):

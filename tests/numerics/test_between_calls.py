@@ -17,7 +17,14 @@ from ranks import run
 from torch import Tensor, nn
 
 import zerograph
-from zerograph.errors import CollectiveMismatch, ConfigError, RankError, ShardingError, UnsupportedError, ZeroGraphError
+from zerograph.core.errors import (
+    CollectiveMismatch,
+    ConfigError,
+    RankError,
+    ShardingError,
+    UnsupportedError,
+    ZeroGraphError,
+)
 
 
 class Branches(nn.Module):

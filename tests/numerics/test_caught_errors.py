@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph import passes
-from zerograph.errors import CollectiveMismatch, RankError
+from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.runtime import meeting as meetings
 from zerograph.runtime.comm import GroupCommunicator
 from zerograph.runtime.meeting import Meeting, timeout_of

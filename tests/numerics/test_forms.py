@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zerograph
-from zerograph.errors import UnsupportedError, ZeroGraphError
+from zerograph.core.errors import UnsupportedError, ZeroGraphError
 
 
 class Net(nn.Module):

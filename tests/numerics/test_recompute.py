@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zerograph
-from zerograph.config import Recompute
-from zerograph.machine import machine_named
-from zerograph.planning import plan_file
+from zerograph.core.config import Recompute
+from zerograph.core.machine import machine_named
+from zerograph.dryrun.forecast import plan_file
 
 SETTINGS: tuple[Recompute, ...] = ("auto", "none", 0.5, "full")
 LAYERS, WIDTH, ROWS, LENGTH = 2, 16, 2, 8

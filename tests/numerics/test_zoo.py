@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerograph
-from zerograph.errors import CollectiveMismatch, UnsupportedError
+from zerograph.core.errors import CollectiveMismatch, UnsupportedError
 
 
 def tokens(length: int, vocab: int) -> Callable[[torch.Generator, int], tuple[Tensor, ...]]:

@@ -9,7 +9,7 @@ import torch
 from optim.training import PAIRS, assert_close, give_gradients, parameters, train
 
 import zerograph.optim as native
-from zerograph.errors import UnsupportedError
+from zerograph.core.errors import UnsupportedError
 
 
 @pytest.fixture(autouse=True)

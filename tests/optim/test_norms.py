@@ -12,7 +12,7 @@ from torch import nn
 from toy import build, compiled
 
 import zerograph
-from zerograph.errors import ConfigError, ShardingError
+from zerograph.core.errors import ConfigError, ShardingError
 from zerograph.optim.norms import Norms
 
 

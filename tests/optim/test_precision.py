@@ -10,7 +10,7 @@ from optim.training import assert_close, give_gradients, parameters, train
 from torch import Tensor
 
 import zerograph.optim as native
-from zerograph.errors import ConfigError
+from zerograph.core.errors import ConfigError
 
 LOW = [torch.bfloat16, torch.float16]
 

@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 import zerograph
 import zerograph.optim as native
-from zerograph.errors import UnsupportedError
+from zerograph.core.errors import UnsupportedError
+from zerograph.sharding import parametrization
 
 
 class Net(nn.Module):
@@ -227,7 +228,7 @@ def _before_sharding() -> bool:
             for state, loaded in zip(optimizer.state.values(), whole["state"].values(), strict=True):
                 for name in state:
                     state[name] = (
-                        zerograph.faces.as_shard(loaded[name], state[name]) if name != "step" else loaded[name]
+                        parametrization.as_shard(loaded[name], state[name]) if name != "step" else loaded[name]
                     )
         _train(model, optimizer, range(2, 4))
         ends.append(full_values(model))

@@ -14,7 +14,7 @@ from torch import nn
 import zerograph
 import zerograph.optim as native
 from zerograph import _core
-from zerograph.errors import ConfigError, UnsupportedError
+from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.optim import host
 
 
@@ -159,7 +159,7 @@ def test_a_parameter_that_changed_its_shape() -> None:
     param.grad = None
     param.data = torch.ones(4)
     param.grad = torch.ones(4)
-    with pytest.raises(zerograph.errors.CheckpointError, match=r"exp_avg of parameter 0 of its group has shape \(3,\)"):
+    with pytest.raises(CheckpointError, match=r"exp_avg of parameter 0 of its group has shape \(3,\)"):
         optimizer.step()
 
 

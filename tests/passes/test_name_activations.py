@@ -8,8 +8,8 @@ import torch
 from graphs import Builder
 from torch import fx
 
+from zerograph.graph.nodes import Activation
 from zerograph.passes import name_activations
-from zerograph.passes.graph import Activation
 
 aten = torch.ops.aten
 

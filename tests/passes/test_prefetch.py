@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from zerograph.ops import FREE, GATHER, WAIT_GATHER
+from zerograph.core.plan import Plan
+from zerograph.graph.ops import FREE, GATHER, WAIT_GATHER
 from zerograph.passes import gather, prefetch, verify
-from zerograph.plan import Plan
 
 aten = torch.ops.aten
 

@@ -14,8 +14,8 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
+from zerograph.core.plan import Plan
 from zerograph.passes import name_activations, recompute
-from zerograph.plan import Plan
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

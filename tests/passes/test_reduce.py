@@ -10,8 +10,8 @@ from expecttest import assert_expected_inline
 from graphs import Builder, plan, run, show
 from torch import fx
 
-from zerograph.errors import InvariantError
-from zerograph.ops import INSTRUCTIONS, REDUCE, WAIT_REDUCE
+from zerograph.core.errors import InvariantError
+from zerograph.graph.ops import INSTRUCTIONS, REDUCE, WAIT_REDUCE
 from zerograph.passes import gather, reduce, verify
 
 aten = torch.ops.aten

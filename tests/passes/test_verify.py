@@ -11,10 +11,10 @@ from expecttest import assert_expected_inline
 from graphs import Builder, plan, show
 from torch import fx
 
-from zerograph.errors import InvariantError
-from zerograph.ops import FREE, GATHER, REDUCE, WAIT_GATHER, WAIT_REDUCE
+from zerograph.core.errors import InvariantError
+from zerograph.core.plan import Plan
+from zerograph.graph.ops import FREE, GATHER, REDUCE, WAIT_GATHER, WAIT_REDUCE
 from zerograph.passes import gather, prefetch, reduce, verify, verify_all_reduced
-from zerograph.plan import Plan
 
 aten = torch.ops.aten
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zerograph.ir import ITEM_SIZE, Op, Param, Step, Value, layer_of_activation
-from zerograph.plan import Plan
+from zerograph.core.plan import Plan
+from zerograph.core.step import ITEM_SIZE, Op, Param, Step, Value, layer_of_activation
 from zerograph.planner.liveness import Mode
 from zerograph.planner.optimizer import with_updates
 from zerograph.planner.regions import Profile, profile

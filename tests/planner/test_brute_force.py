@@ -13,9 +13,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, step_of
 
-from zerograph.ir import Step
-from zerograph.machine import TIERS, Machine, Tier, machine_named
-from zerograph.plan import Bucket, Homes, Plan
+from zerograph.core.machine import TIERS, Machine, Tier, machine_named
+from zerograph.core.plan import Bucket, Homes, Plan
+from zerograph.core.step import Step
 from zerograph.planner import plan_step
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import profile

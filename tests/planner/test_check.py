@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, step_of, transformer
 
-from zerograph.errors import ConfigError, InvariantError
-from zerograph.ir import Step
-from zerograph.machine import machine_named
-from zerograph.plan import GivenPlan, Homes, Plan
+from zerograph.core.errors import ConfigError, InvariantError
+from zerograph.core.machine import machine_named
+from zerograph.core.plan import GivenPlan, Homes, Plan
+from zerograph.core.step import Step
 from zerograph.planner import plan_step, replay
 from zerograph.planner.check import CHECKS, Violation, check, require
 from zerograph.planner.search import Search, Wish

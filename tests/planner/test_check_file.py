@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plans import MIB, plan_file
 
-from zerograph.forecast import STREAMS, Forecast
-from zerograph.machine import TIERS, Tier, machine_named
-from zerograph.plan import Plan
-from zerograph.planfile import Holding, PlanFile
+from zerograph.core.machine import TIERS, Tier, machine_named
+from zerograph.core.plan import Plan
+from zerograph.core.planfile import Holding, PlanFile
+from zerograph.core.timeline import STREAMS, Forecast
 from zerograph.planner.check import Violation
 from zerograph.planner.check_file import CHECKS, check_file
 from zerograph.planner.simulate import Task, simulate

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zerograph.errors import ConfigError
-from zerograph.machine import PRESETS, TIERS, machine_named
+from zerograph.core.errors import ConfigError
+from zerograph.core.machine import PRESETS, TIERS, machine_named
 from zerograph.planner.choice import Choice
 from zerograph.planner.estimate import Question, Row, any_fits, fastest, rows
 from zerograph.planner.largest import WHATS, largest

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, step_of
 
-from zerograph.errors import SizeError
-from zerograph.ir import Step
-from zerograph.machine import Tier, machine_named
+from zerograph.core.errors import SizeError
+from zerograph.core.machine import Tier, machine_named
+from zerograph.core.step import Step
 from zerograph.planner.fill import fill
 from zerograph.planner.search import Search, Wish
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, of_kinds, step_of, transformer
 
-from zerograph.ir import Step
-from zerograph.machine import TIERS, Tier, machine_named
+from zerograph.core.machine import TIERS, Tier, machine_named
+from zerograph.core.step import Step
 from zerograph.planner.infeasible import changes, infeasible
 from zerograph.planner.search import Search, Wish, limits
 

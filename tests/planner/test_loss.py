@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, step_of
 
-from zerograph.ir import Op, Param, Step, Value
-from zerograph.machine import TIERS, machine_named
-from zerograph.plan import Plan
+from zerograph.core.machine import TIERS, machine_named
+from zerograph.core.plan import Plan
+from zerograph.core.step import Op, Param, Step, Value
 from zerograph.planner.check import check
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import MOST_LOSS_TILES, head_of, loss_tiles, tiled

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, of_kinds, profile_of, step_of
 
-from zerograph.errors import ZeroGraphError
-from zerograph.forecast import Forecast
-from zerograph.ir import Step
-from zerograph.machine import TIERS, Machine, Tier, machine_named
-from zerograph.plan import Bucket, Homes, Offload, Plan, tile_rows
-from zerograph.planfile import PlanFile
+from zerograph.core.errors import ZeroGraphError
+from zerograph.core.machine import TIERS, Machine, Tier, machine_named
+from zerograph.core.plan import Bucket, Homes, Offload, Plan, tile_rows
+from zerograph.core.planfile import PlanFile
+from zerograph.core.step import Step
+from zerograph.core.timeline import Forecast
 from zerograph.planner.activations import checkpoint_bytes, layer_bytes
 from zerograph.planner.books import scheduled
 from zerograph.planner.check_file import check_file

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, of_kinds, step_of
 
-from zerograph.ir import Step
-from zerograph.machine import machine_named
+from zerograph.core.machine import machine_named
+from zerograph.core.step import Step
 from zerograph.planner import plan_step
 from zerograph.planner.optimizer import with_updates
 from zerograph.planner.rates import Rates

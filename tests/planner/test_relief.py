@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, step_of
 
-from zerograph.machine import machine_named
-from zerograph.plan import Plan
+from zerograph.core.machine import machine_named
+from zerograph.core.plan import Plan
 from zerograph.planner.books import scheduled
 from zerograph.planner.candidates import Candidate
 from zerograph.planner.planned import under_way

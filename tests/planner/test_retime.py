@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import plan_file, run_of
 
-from zerograph.errors import ConfigError
-from zerograph.machine import machine_named
-from zerograph.planfile import PlanFile
+from zerograph.core.errors import ConfigError
+from zerograph.core.machine import machine_named
+from zerograph.core.planfile import PlanFile
+from zerograph.core.runfile import Run
 from zerograph.planner.retime import retimed, tasks_of
-from zerograph.runfile import Run
 
 FILE = plan_file(4, update=True)
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerograph.config import Recompute
-from zerograph.ir import Op, Param, Step
-from zerograph.plan import Plan
+from zerograph.core.config import Recompute
+from zerograph.core.plan import Plan
+from zerograph.core.step import Op, Param, Step
 from zerograph.planner import plan_step
 from zerograph.planner.rules import layer_of
 

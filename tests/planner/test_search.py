@@ -11,10 +11,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, step_of, transformer
 
-from zerograph.errors import ConfigError
-from zerograph.ir import Step
-from zerograph.machine import TIERS, Machine, Tier, machine_named
-from zerograph.plan import Plan
+from zerograph.core.errors import ConfigError
+from zerograph.core.machine import TIERS, Machine, Tier, machine_named
+from zerograph.core.plan import Plan
+from zerograph.core.step import Step
 from zerograph.planner.books import scheduled
 from zerograph.planner.candidates import frontier
 from zerograph.planner.offloading import every_home, every_offload

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, profile_of, step_of, transformer
 
-from zerograph.ir import activation_names, layer_of_activation
-from zerograph.machine import machine_named
-from zerograph.plan import Plan
+from zerograph.core.machine import machine_named
+from zerograph.core.plan import Plan
+from zerograph.core.step import activation_names, layer_of_activation
 from zerograph.planner.liveness import Graph, saved
 from zerograph.planner.offloading import WORK
 from zerograph.planner.planned import recomputed

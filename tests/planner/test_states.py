@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerograph.errors import ConfigError
-from zerograph.plan import OFFLOADS
+from zerograph.core.errors import ConfigError
+from zerograph.core.plan import OFFLOADS
 from zerograph.planner.activations import checkpoint_bytes, layer_bytes
 from zerograph.planner.choice import STAGES, Choice, placements
 from zerograph.planner.sizes import ModelSize, format_count, parse_count

@@ -15,7 +15,7 @@ import torch
 
 from zerograph import _core
 from zerograph._core import Direction, FaultEffect, FaultPoint, IoEngine, Priority, Slab
-from zerograph.errors import StorageError
+from zerograph.core.errors import StorageError
 from zerograph.runtime.extents import Extent
 from zerograph.runtime.nvme import KEPT_FAILURES, Arena, huge_tensor
 

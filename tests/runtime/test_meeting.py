@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zerograph.errors import RankError
+from zerograph.core.errors import RankError
 from zerograph.runtime.meeting import Meeting, StoreLost, timeout_of
 
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from zerograph import _core
 from zerograph._core import FaultEffect, FaultPoint
-from zerograph.errors import StorageError
+from zerograph.core.errors import StorageError
 from zerograph.runtime import nvme
 from zerograph.runtime.extents import ALIGNMENT, Extent, FreeList
 from zerograph.runtime.nvme import Arena, CancelledError, Priority, huge_tensor

@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 import zerograph
-from zerograph.errors import ConfigError, UnsupportedError, ZeroGraphError
+from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
 
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "estimate": (

@@ -9,11 +9,11 @@ import click
 
 from zerograph.cli.options import as_json, folder
 from zerograph.cli.terminal import Cell, progress, show_table
-from zerograph.files import check_writable
-from zerograph.units import format_bytes
+from zerograph.core.files import check_writable
+from zerograph.core.units import format_bytes
 
 if TYPE_CHECKING:
-    from zerograph.machine import Link, Machine
+    from zerograph.core.machine import Link, Machine
 
 
 @click.command()

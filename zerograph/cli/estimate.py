@@ -15,9 +15,9 @@ from zerograph.cli.options import SIZE
 from zerograph.cli.size_options import COUNT, SIZES, sizes
 from zerograph.cli.terminal import progress, show_table
 from zerograph.cli.verbosity import model_code, verbose_option
-from zerograph.errors import ConfigError
-from zerograph.machine import PRESETS, TIERS, Tier, machine_from
-from zerograph.plan import OFFLOADS, Offload
+from zerograph.core.errors import ConfigError
+from zerograph.core.machine import PRESETS, TIERS, Tier, machine_from
+from zerograph.core.plan import OFFLOADS, Offload
 from zerograph.planner.choice import ACTIVATIONS, STAGES
 from zerograph.planner.estimate import RESERVE, Question, Row, fastest, rows
 from zerograph.planner.largest import WHATS, What, largest
@@ -127,7 +127,7 @@ def _size_of(model: str, what: What | None, params: int | None, **told: int | No
 
     with progress() as say:
         say("importing torch and the model")
-        from zerograph.sizing import size_of
+        from zerograph.dryrun.model_sizes import size_of
 
         size = size_of(model_maker(model), **told)
     click.echo(
@@ -149,8 +149,8 @@ def _traced(model: str, what: Literal["batch", "seq"], question: Question) -> di
         stages = [question.stage]
     with progress() as say:
         say("importing torch and the model")
+        from zerograph.dryrun.forecast import refuse_offload
         from zerograph.filling import largest, traced
-        from zerograph.planning import refuse_offload
 
         for stage in stages:
             refuse_offload(offload, tier, machine, world, stage)

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from zerograph.cli.terminal import Cell
-from zerograph.machine import TIERS
+from zerograph.core.machine import TIERS
+from zerograph.core.units import format_bytes
 from zerograph.planner.estimate import Question, Row
 from zerograph.planner.shortage import Shortage
 from zerograph.planner.sizes import format_count
-from zerograph.units import format_bytes
 
 if TYPE_CHECKING:
     from zerograph.planner.fill import Budget, Filled

@@ -8,8 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from zerograph.errors import ConfigError
-from zerograph.filekinds import refuse_other
+from zerograph.core.errors import ConfigError
+from zerograph.core.filekinds import refuse_other
 
 NO_MODEL = "give the config.json of a Hugging Face model, or file.py:callable"
 

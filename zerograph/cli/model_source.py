@@ -13,8 +13,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from zerograph.errors import ConfigError, ZeroGraphError
-from zerograph.tracebacks import line_of
+from zerograph.core.errors import ConfigError, ZeroGraphError
+from zerograph.core.tracebacks import line_of
 
 
 def model_maker(text: str, *, batch: int = 1, seq: int = 1024) -> Callable[[], Any]:

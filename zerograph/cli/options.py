@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from zerograph.units import parse_bytes
+from zerograph.core.units import parse_bytes
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -11,9 +11,9 @@ import click
 
 from zerograph.cli.options import as_json, plan_argument
 from zerograph.cli.terminal import Cell, show_lines, show_table
-from zerograph.errors import ConfigError
-from zerograph.files import read_plan
-from zerograph.planfile import PassRecord, PlanFile
+from zerograph.core.errors import ConfigError
+from zerograph.core.files import read_plan
+from zerograph.core.planfile import PassRecord, PlanFile
 
 VERSION = 1
 _STYLES = {"+": "green", "-": "red", "@": "cyan"}

@@ -14,15 +14,15 @@ from zerograph.cli.size_options import SIZES, sizes
 from zerograph.cli.terminal import progress, show_lines
 from zerograph.cli.verbosity import model_code, verbose_option
 from zerograph.cli.view.screen import show_summary
-from zerograph.config import OFFLOAD, OFFLOAD_TIERS
-from zerograph.errors import ConfigError
-from zerograph.files import check_writable
-from zerograph.machine import DTYPES, machine_from
-from zerograph.planfile import PlanFile
+from zerograph.core.config import OFFLOAD, OFFLOAD_TIERS
+from zerograph.core.errors import ConfigError
+from zerograph.core.files import check_writable
+from zerograph.core.machine import DTYPES, machine_from
+from zerograph.core.planfile import PlanFile
+from zerograph.core.units import format_bytes
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.sizes import ModelSize, format_count
 from zerograph.symbolic import Name
-from zerograph.units import format_bytes
 
 
 def _recompute(text: str) -> str | float:
@@ -101,7 +101,7 @@ def plan(
         name, make = _model(model, size, options["batch"], options["seq"])
         say(f"tracing {name} for {options['world']} simulated ranks")
         if what is None:
-            from zerograph.planning import plan_file
+            from zerograph.dryrun.forecast import plan_file
 
             file, answer = plan_file(name, make, machine, reserve=RESERVE, **options), ""
         else:

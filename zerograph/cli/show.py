@@ -17,10 +17,10 @@ from zerograph.cli.view.groups import BYS, By, grouped, largest
 from zerograph.cli.view.moment import Moment, find_task, moment
 from zerograph.cli.view.screen import show_summary
 from zerograph.cli.view.tables import Table, group_data, group_table, moment_data, moment_lines, moment_table
-from zerograph.errors import ConfigError
-from zerograph.files import read_plan, read_run
-from zerograph.planfile import PlanFile
-from zerograph.runfile import Beside, Run
+from zerograph.core.errors import ConfigError
+from zerograph.core.files import read_plan, read_run
+from zerograph.core.planfile import PlanFile
+from zerograph.core.runfile import Beside, Run
 
 VERSION = 1
 
@@ -40,7 +40,7 @@ EXPORTS: Mapping[str, tuple[str, str, str, bool]] = {
     "graphml": ("dot", "write_graphml", "the tasks as a graph in GraphML.", True),
 }
 """Option -> module in ``zerograph.cli.export``, its function ``(PlanFile, Path) -> None``, the help, and whether the
-function takes a :class:`~zerograph.runfile.Beside` too."""
+function takes a :class:`~zerograph.core.runfile.Beside` too."""
 
 
 def exports(command: F) -> F:

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from zerograph.cli.shadows import shadows
-from zerograph.errors import ConfigError, ZeroGraphError
+from zerograph.core.errors import ConfigError, ZeroGraphError
 
 verbose_option = click.option(
     "-v", "--verbose", is_flag=True, help="Also torch's own log, and the traceback of an error."

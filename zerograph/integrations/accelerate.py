@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph.api import Backend
-from zerograph.errors import ConfigError, UnsupportedError
+from zerograph.core.errors import ConfigError, UnsupportedError
 from zerograph.integrations.models import compile_call, held_back, refuse_other
 
 

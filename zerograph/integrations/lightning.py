@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 
 import zerograph
 from zerograph.api import Backend
-from zerograph.errors import CheckpointError, ConfigError, UnsupportedError
+from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.integrations.models import compile_call, held_back, refuse_other
 
 State = dict[str, Any]

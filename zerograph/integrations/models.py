@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zerograph.api import Backend
-from zerograph.errors import ConfigError
+from zerograph.core.errors import ConfigError
 
 
 def refuse_other(backend: object) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import transformers
 
 from zerograph.api import Backend
-from zerograph.errors import ConfigError
+from zerograph.core.errors import ConfigError
 from zerograph.integrations.accelerate import Accelerator
 
 _Mixed: Any = transformers.Trainer if TYPE_CHECKING else object

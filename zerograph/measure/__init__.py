@@ -1,4 +1,4 @@
-"""Measure this machine: :func:`measure` returns a :class:`~zerograph.machine.Machine` within seconds.
+"""Measure this machine: :func:`measure` returns a :class:`~zerograph.core.machine.Machine` within seconds.
 
 All ranks compute at once, as in training: cores that share a cache or a memory controller are slower together.
 """
@@ -12,8 +12,8 @@ from pathlib import Path
 from statistics import median
 from typing import Literal
 
-from zerograph.errors import ConfigError
-from zerograph.machine import PRESETS, Link, Machine
+from zerograph.core.errors import ConfigError
+from zerograph.core.machine import PRESETS, Link, Machine
 from zerograph.measure.crew import run_ranks
 from zerograph.measure.disk import Disk, measure_disk
 from zerograph.measure.host import Others, cores, host_memory, may_have_gpu

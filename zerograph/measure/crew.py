@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from zerograph.errors import RankError, ZeroGraphError
+from zerograph.core.errors import RankError, ZeroGraphError
 from zerograph.measure.job import Answer, Job
 
 LIMIT = 180.0

@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from zerograph.errors import ConfigError
-from zerograph.machine import Link
-from zerograph.units import format_bytes
+from zerograph.core.errors import ConfigError
+from zerograph.core.machine import Link
+from zerograph.core.units import format_bytes
 
 BLOCK = 4 * 2**20
 THREADS = 4

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from zerograph.machine import Link
+from zerograph.core.machine import Link
 from zerograph.measure.host import cores
 
 _MIB = 2**20
@@ -53,7 +53,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one rank measured: bytes, seconds and rates as in :class:`~zerograph.machine.Machine`.
+    """What one rank measured: bytes, seconds and rates as in :class:`~zerograph.core.machine.Machine`.
 
     ``gathers`` holds, for every size of the full tensor, the seconds of every repetition; ``optimizer`` is this rank's
     part of the node's rate; ``transport`` is what carried the collectives.

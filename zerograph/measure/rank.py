@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from zerograph.ir import Param
-from zerograph.machine import DTYPES, Link
+from zerograph.core.machine import DTYPES, Link
+from zerograph.core.step import Param
 from zerograph.measure.job import Answer, Effort, Job
 from zerograph.measure.timing import seconds_of
 from zerograph.runtime.comm import Communicator, connect

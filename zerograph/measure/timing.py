@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-from zerograph.machine import Link
+from zerograph.core.machine import Link
 
 _BATCH = 2e-3
 """Seconds that one sample takes at least: well above the clock's and the synchronization's own."""

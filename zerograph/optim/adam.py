@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from zerograph import _core
-from zerograph.errors import ConfigError
+from zerograph.core.errors import ConfigError
 from zerograph.optim.host import HostOptimizer
 from zerograph.optim.parts import Member, Part
 

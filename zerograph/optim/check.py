@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zerograph.errors import UnsupportedError
+from zerograph.core.errors import UnsupportedError
 from zerograph.lent import refuse_lost_edits
 from zerograph.runtime.hold import GradientHold
 

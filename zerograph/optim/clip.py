@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from zerograph import _core
-from zerograph.errors import ConfigError, UnsupportedError
+from zerograph.core.errors import ConfigError, UnsupportedError
 from zerograph.optim.tensors import is_dense, local_of, on_host, pieces
 
 

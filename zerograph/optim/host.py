@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerograph import _core
-from zerograph.errors import CheckpointError, ConfigError, UnsupportedError
+from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.optim.clip import power_sum
 from zerograph.optim.parts import Member, Part, Plan, parts_of
 from zerograph.optim.tensors import TAGS, Gradients, Layout, local_of, uses_kernels
@@ -378,7 +378,7 @@ def _counter(value: Any, device: torch.device) -> Tensor:
 def _fitted(value: Tensor, param: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """State ``value`` in ``dtype`` and laid out as ``param``; itself if it is so already."""
     if isinstance(param, DTensor) and not isinstance(value, DTensor) and value.shape == param.shape:
-        from zerograph.faces import as_shard  # imports Dynamo, which plain tensors do not need
+        from zerograph.sharding.parametrization import as_shard  # imports Dynamo, which plain tensors do not need
 
         value = as_shard(value, param)
     if value.shape != param.shape:

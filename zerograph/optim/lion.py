@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zerograph import _core
-from zerograph.errors import ConfigError
+from zerograph.core.errors import ConfigError
 from zerograph.optim.host import HostOptimizer, unscaled
 from zerograph.optim.parts import Member, Part
 

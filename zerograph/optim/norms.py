@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zerograph.errors import ShardingError
+from zerograph.core.errors import ShardingError
 from zerograph.optim.clip import is_split, power_sums, refuse_norm
 from zerograph.optim.tensors import local_of
 

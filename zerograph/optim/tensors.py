@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
 from zerograph import _core
-from zerograph.errors import UnsupportedError
+from zerograph.core.errors import UnsupportedError
 
 TAGS: dict[torch.dtype, _core.DType] = {
     torch.float32: _core.DType.float32,

@@ -7,7 +7,7 @@ attention scores), one is. Other element sizes scale the rest.
 
 from __future__ import annotations
 
-from zerograph.ir import ITEM_SIZE
+from zerograph.core.step import ITEM_SIZE
 from zerograph.planner.sizes import ModelSize
 from zerograph.planner.training import Training
 

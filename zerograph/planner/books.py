@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zerograph.forecast import Forecast
-from zerograph.ir import Kind, layer_of_activation
-from zerograph.machine import Tier
-from zerograph.plan import Plan
-from zerograph.planfile import Holding
+from zerograph.core.machine import Tier
+from zerograph.core.plan import Plan
+from zerograph.core.planfile import Holding
+from zerograph.core.step import Kind, layer_of_activation
+from zerograph.core.timeline import Forecast
 from zerograph.planner.rates import shard_bytes
 from zerograph.planner.regions import Life
 from zerograph.planner.run import Run

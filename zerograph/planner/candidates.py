@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from operator import le
 from typing import NamedTuple, TypeVar
 
-from zerograph.machine import Tier
-from zerograph.plan import Bucket, Plan, Residency
+from zerograph.core.machine import Tier
+from zerograph.core.plan import Bucket, Plan, Residency
 from zerograph.planner.ladder import HOMES
 from zerograph.planner.rates import Rates, gathered_bytes
 from zerograph.planner.regions import Profile

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
 
-from zerograph.errors import InvariantError
-from zerograph.ir import Op, Param, Step, layer_of, layer_of_activation
-from zerograph.plan import Plan, tile_rows
+from zerograph.core.errors import InvariantError
+from zerograph.core.plan import Plan, tile_rows
+from zerograph.core.step import Op, Param, Step, layer_of, layer_of_activation
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import head_of
 

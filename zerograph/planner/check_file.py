@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 
-from zerograph.forecast import Span, Stream
-from zerograph.machine import Tier
-from zerograph.plan import Plan
-from zerograph.planfile import PlanFile
+from zerograph.core.machine import Tier
+from zerograph.core.plan import Plan
+from zerograph.core.planfile import PlanFile
+from zerograph.core.timeline import Span, Stream
+from zerograph.core.units import format_bytes
 from zerograph.planner import moves
 from zerograph.planner.check import BEFORE, PLAN_CHECKS, Found, Violation
-from zerograph.units import format_bytes
 
 _NOISE = 1e-9
 """Seconds that may be lost in sums of floating-point times."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from zerograph.errors import ConfigError
-from zerograph.machine import Tier
-from zerograph.plan import OFFLOADS, Offload, level_at
+from zerograph.core.errors import ConfigError
+from zerograph.core.machine import Tier
+from zerograph.core.plan import OFFLOADS, Offload, level_at
 
 __all__ = ["ACTIVATIONS", "STAGES", "Activations", "Choice", "Stage", "placements"]
 
@@ -23,7 +23,7 @@ class Choice:
 
     Attributes:
         stage: what is sharded over ranks: nothing (0), optimizer states (1), gradients too (2), parameters too (3).
-        offload: what leaves the device, one of :data:`~zerograph.plan.OFFLOADS`, if the stage shards it.
+        offload: what leaves the device, one of :data:`~zerograph.core.plan.OFFLOADS`, if the stage shards it.
         tier: where it goes.
         activations: kept; recomputed from one checkpoint per layer; or that, with the checkpoints in host memory or
             on NVMe.

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from zerograph.errors import ConfigError
-from zerograph.machine import TIERS, Machine, Tier
-from zerograph.plan import Offload
+from zerograph.core.errors import ConfigError
+from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.plan import Offload
 from zerograph.planner.choice import Activations, Choice, Stage, placements
 from zerograph.planner.sizes import ModelSize
 from zerograph.planner.states import Need, needs, total

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from zerograph.errors import SizeError
-from zerograph.machine import TIERS, Tier
+from zerograph.core.errors import SizeError
+from zerograph.core.machine import TIERS, Tier
 from zerograph.planner.candidates import Candidate
 from zerograph.planner.search import Search, limits
 

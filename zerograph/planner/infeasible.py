@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from zerograph.errors import InfeasibleError
-from zerograph.forecast import Forecast, Peak, Span
-from zerograph.ir import Step
-from zerograph.machine import TIERS, Machine, Tier
-from zerograph.plan import OFFLOADS, Offload
-from zerograph.planfile import Holding
+from zerograph.core.errors import InfeasibleError
+from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.plan import OFFLOADS, Offload
+from zerograph.core.planfile import Holding
+from zerograph.core.step import Step
+from zerograph.core.timeline import Forecast, Peak, Span
+from zerograph.core.units import format_bytes
 from zerograph.planner.books import scheduled
 from zerograph.planner.candidates import Candidate
 from zerograph.planner.rates import state_bytes
 from zerograph.planner.regions import Life, Profile, Work
 from zerograph.planner.search import BUCKET_SIZES, Search, Way, Wish, limits, over, smallest
 from zerograph.planner.shortage import Knob
-from zerograph.units import format_bytes
 
 _PLANNED = " (can be planned, not run yet)"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from zerograph.errors import ConfigError
-from zerograph.machine import TIERS, Machine, Tier
-from zerograph.plan import Homes, Offload, level_at
+from zerograph.core.errors import ConfigError
+from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.plan import Homes, Offload, level_at
 
 HOMES: tuple[Homes, ...] = (
     Homes(),

@@ -11,7 +11,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
-from zerograph.ir import Step, layers_of
+from zerograph.core.step import Step, layers_of
 
 Mode = Literal["auto", "full", "none"]
 """How a layer's activations are treated: as the partitioner finds cheapest, all recomputed (but for those that are

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zerograph.ir import Op, Step
+from zerograph.core.step import Op, Step
 from zerograph.planner.liveness import Graph
 
 MOST_LOSS_TILES = 64

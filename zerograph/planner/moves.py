@@ -10,10 +10,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from zerograph.forecast import Span
-from zerograph.ir import layer_of, layer_of_activation
-from zerograph.plan import Bucket, Homes
-from zerograph.planfile import PlanFile
+from zerograph.core.plan import Bucket, Homes
+from zerograph.core.planfile import PlanFile
+from zerograph.core.step import layer_of, layer_of_activation
+from zerograph.core.timeline import Span
 
 Found = tuple[Span | None, str, str]
 """The task that is wrong, if any; the module that it is about; what is wrong."""

@@ -18,7 +18,7 @@ from math import inf
 from operator import le
 from typing import TypeVar
 
-from zerograph.machine import Tier
+from zerograph.core.machine import Tier
 from zerograph.planner.candidates import Candidate, Place, Raise, Space
 from zerograph.planner.ladder import HOMES
 

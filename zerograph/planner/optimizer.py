@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from zerograph.ir import Op, Param, Step, Value
+from zerograph.core.step import Op, Param, Step, Value
 from zerograph.planner.rates import shard_bytes, update_bytes
 
 

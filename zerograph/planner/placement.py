@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerograph.ir import Param
-from zerograph.machine import Tier
-from zerograph.plan import Homes
+from zerograph.core.machine import Tier
+from zerograph.core.plan import Homes
+from zerograph.core.step import Param
 from zerograph.planner.rates import copy_bytes, shard_bytes
 from zerograph.planner.simulate import Memory
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from zerograph.errors import InvariantError
-from zerograph.forecast import NOT_COUNTED
-from zerograph.ir import Step, layer_of_activation
-from zerograph.machine import TIERS, Machine
-from zerograph.plan import DEVICE, Bucket, Plan
-from zerograph.planfile import PlanFile, Reason
+from zerograph.core.errors import InvariantError
+from zerograph.core.machine import TIERS, Machine
+from zerograph.core.plan import DEVICE, Bucket, Plan
+from zerograph.core.planfile import PlanFile, Reason
+from zerograph.core.step import Step, layer_of_activation
+from zerograph.core.timeline import NOT_COUNTED
+from zerograph.core.units import format_bytes, format_seconds
 from zerograph.planner.books import scheduled
 from zerograph.planner.candidates import Candidate
 from zerograph.planner.check import require
@@ -18,7 +19,6 @@ from zerograph.planner.check_file import check_file
 from zerograph.planner.infeasible import infeasible
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.search import Search, Wish
-from zerograph.units import format_bytes, format_seconds
 
 UNPROGRAMMED = (
     "what lowering changes: tasks follow the traced step, not a program",

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from zerograph.forecast import Stream
-from zerograph.ir import ITEM_SIZE, Param
-from zerograph.machine import Machine, Tier
+from zerograph.core.machine import Machine, Tier
+from zerograph.core.step import ITEM_SIZE, Param
+from zerograph.core.timeline import Stream
 
 WAKE = 5e-5
 """Seconds that an update on the host takes however small it is: its threads wake, share the work and meet again."""

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from zerograph.ir import Param, Phase, Step, layer_of_activation
+from zerograph.core.step import Param, Phase, Step, layer_of_activation
 from zerograph.planner.liveness import Graph, Mode, Saved, saved
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from zerograph.machine import Tier
+from zerograph.core.machine import Tier
 from zerograph.planner.candidates import Candidate, Space, frontier
 from zerograph.planner.run import Run
 from zerograph.planner.simulate import Task, times

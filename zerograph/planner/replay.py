@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from zerograph.errors import ConfigError
-from zerograph.ir import Param, Step, layer_of
-from zerograph.plan import Bucket, GivenPlan, Plan
+from zerograph.core.errors import ConfigError
+from zerograph.core.plan import Bucket, GivenPlan, Plan
+from zerograph.core.step import Param, Step, layer_of
 
 _SHOWN = 6
 """Differences that an error names; more are counted."""

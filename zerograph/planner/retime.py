@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zerograph.errors import ConfigError
-from zerograph.forecast import Forecast, Span
-from zerograph.machine import Tier
-from zerograph.planfile import Holding, PlanFile
+from zerograph.core.errors import ConfigError
+from zerograph.core.machine import Tier
+from zerograph.core.planfile import Holding, PlanFile
+from zerograph.core.runfile import Run
+from zerograph.core.timeline import Forecast, Span
 from zerograph.planner.simulate import Memory, Task, simulate
-from zerograph.runfile import Run
 
 _ALWAYS = -1
 _UPDATE = "optimizer update"

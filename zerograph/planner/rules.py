@@ -10,10 +10,10 @@ import logging
 from collections.abc import Iterable
 from itertools import groupby
 
-from zerograph.config import Recompute
-from zerograph.ir import Param, Step
-from zerograph.ir import layer_of as layer_of_module
-from zerograph.plan import Bucket, Plan, Residency
+from zerograph.core.config import Recompute
+from zerograph.core.plan import Bucket, Plan, Residency
+from zerograph.core.step import Param, Step
+from zerograph.core.step import layer_of as layer_of_module
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def plan_step(
         world_size: ranks to shard over.
         bucket_size: bytes of gathered parameters per bucket, at most, unless one parameter is larger.
         prefetch: buckets gathered ahead.
-        recompute: which activations the backward computes again, see :class:`~zerograph.config.Config`.
+        recompute: which activations the backward computes again, see :class:`~zerograph.core.config.Config`.
     """
     residency: Residency = "use" if stage == 3 else "step"
     buckets = tuple(

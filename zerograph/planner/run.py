@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from zerograph.ir import layer_of_activation
-from zerograph.machine import Tier
+from zerograph.core.machine import Tier
+from zerograph.core.step import layer_of_activation
 from zerograph.planner.simulate import Memory, Task, on
 from zerograph.planner.transfers import Transfer
 from zerograph.planner.updates import BUFFERS, HostUpdates

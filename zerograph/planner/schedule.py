@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from zerograph.ir import Param, Phase
-from zerograph.machine import Tier
-from zerograph.plan import Homes, Plan, Residency
+from zerograph.core.machine import Tier
+from zerograph.core.plan import Homes, Plan, Residency
+from zerograph.core.step import Param, Phase
 from zerograph.planner.rates import Rates
 from zerograph.planner.regions import Atom, Life, Profile, Region
 from zerograph.planner.run import Run

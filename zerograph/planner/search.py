@@ -22,10 +22,11 @@ from itertools import chain, combinations, pairwise, product
 from math import prod
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from zerograph.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Recompute
-from zerograph.ir import Step
-from zerograph.machine import TIERS, Machine, Tier
-from zerograph.plan import Offload, Plan, compute_dtype
+from zerograph.core.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Recompute
+from zerograph.core.garbage import uncollected
+from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.plan import Offload, Plan, compute_dtype
+from zerograph.core.step import Step
 from zerograph.planner.candidates import Candidate, Place, Raise, Space, frontier, spread
 from zerograph.planner.ladder import open_homes, open_tiers
 from zerograph.planner.liveness import Graph, Mode
@@ -37,7 +38,6 @@ from zerograph.planner.relief import least, relieved, varied, waiting_longer
 from zerograph.planner.rules import plan_step
 from zerograph.planner.selective import stops
 from zerograph.planner.simulate import Memory
-from zerograph.uncollected import uncollected
 
 T = TypeVar("T")
 MIB = 2**20
@@ -76,7 +76,7 @@ class Wish:
         world_size: ranks to shard over.
         bucket_size: bytes of gathered parameters per bucket, at most.
         prefetch: buckets gathered ahead, at most.
-        recompute: as in :class:`~zerograph.config.Config`; "auto" chooses per layer.
+        recompute: as in :class:`~zerograph.core.config.Config`; "auto" chooses per layer.
         offload: what leaves the device. "none"; "optimizer", "gradients" or "parameters", each with those before it;
             or "auto", per bucket. Unless it is none, saved activations may leave too, per layer, and parameters larger
             than a bucket may be tiled.
@@ -246,7 +246,7 @@ def over(candidate: Candidate, budget: int | Mapping[Tier, int]) -> float:
 
 
 def limits(budget: int | Mapping[Tier, int]) -> tuple[int, ...]:
-    """Bytes that each of :data:`~zerograph.machine.TIERS` may hold."""
+    """Bytes that each of :data:`~zerograph.core.machine.TIERS` may hold."""
     if isinstance(budget, int):
         return (budget, *(sys.maxsize for _ in TIERS[1:]))
     return tuple(budget.get(tier, 0) for tier in TIERS)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from zerograph.ir import layer_of_activation
+from zerograph.core.step import layer_of_activation
 from zerograph.planner.liveness import Graph, saved
 from zerograph.planner.rates import Rates
 

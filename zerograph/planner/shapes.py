@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import prod
 
-from zerograph.ir import layer_of
+from zerograph.core.step import layer_of
 from zerograph.planner.sizes import ModelSize
 
 Shapes = Mapping[str, tuple[int, ...]]

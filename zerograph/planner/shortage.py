@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from zerograph.machine import TIERS, Machine, Tier
+from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.units import format_bytes
 from zerograph.planner.choice import ACTIVATIONS, Choice, placements
 from zerograph.planner.estimate import TILES, Question, Row
 from zerograph.planner.states import Need
-from zerograph.units import format_bytes
 
 _WORDS = {
     "keep": "keep activations",

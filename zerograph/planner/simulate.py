@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import networkx as nx
 
-from zerograph.forecast import Forecast, Peak, Span, Stream
-from zerograph.machine import TIERS, Tier
+from zerograph.core.machine import TIERS, Tier
+from zerograph.core.timeline import Forecast, Peak, Span, Stream
 
 Memory = tuple[tuple[Tier, int], ...]
 """Bytes per tier."""
@@ -36,7 +36,7 @@ class Task(NamedTuple):
         gives: memory that is free at its end.
         module: fully qualified name of the module it works for.
         source: the user's ``file:line``.
-        key, flops: as of a :class:`~zerograph.forecast.Span`.
+        key, flops: as of a :class:`~zerograph.core.timeline.Span`.
     """
 
     name: str
@@ -72,7 +72,7 @@ def simulate(tasks: Sequence[Task], held: Memory = (), not_counted: tuple[str, .
 
 
 Peaks = tuple[int, ...]
-"""The most bytes that each of :data:`~zerograph.machine.TIERS` holds, in that order."""
+"""The most bytes that each of :data:`~zerograph.core.machine.TIERS` holds, in that order."""
 
 
 def measure(tasks: Sequence[Task], held: Memory = ()) -> tuple[float, Peaks]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import isqrt
 
-from zerograph.errors import ConfigError
+from zerograph.core.errors import ConfigError
 
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _MOST = 10**15

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zerograph.machine import Tier
+from zerograph.core.machine import Tier
 from zerograph.planner.activations import checkpoint_bytes, layer_bytes, logits_bytes
 from zerograph.planner.choice import Choice
 from zerograph.planner.sizes import ModelSize

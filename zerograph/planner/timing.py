@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zerograph.machine import Link, Machine
+from zerograph.core.machine import Link, Machine
 from zerograph.planner.activations import checkpoint_bytes, layer_bytes, logits_bytes
 from zerograph.planner.choice import Choice
 from zerograph.planner.sizes import ModelSize

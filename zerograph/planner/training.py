@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from zerograph.errors import ConfigError
-from zerograph.ir import ITEM_SIZE
-from zerograph.machine import DTYPES
+from zerograph.core.errors import ConfigError
+from zerograph.core.machine import DTYPES
+from zerograph.core.step import ITEM_SIZE
 
 Optimizer = Literal["zerograph", "mixed", "fp32"]
 OPTIMIZERS: tuple[Optimizer, ...] = ("zerograph", "mixed", "fp32")

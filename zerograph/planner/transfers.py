@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from zerograph.ir import Param
-from zerograph.plan import tile_rows
+from zerograph.core.plan import tile_rows
+from zerograph.core.step import Param
 from zerograph.planner.placement import Shards
 from zerograph.planner.rates import Rates, gathered_bytes, reduced_bytes, shard_bytes
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from zerograph.forecast import Stream
-from zerograph.machine import Tier
-from zerograph.plan import Homes
+from zerograph.core.machine import Tier
+from zerograph.core.plan import Homes
+from zerograph.core.timeline import Stream
 from zerograph.planner.rates import Rates
 from zerograph.planner.simulate import Memory, Task, on
 from zerograph.planner.transfers import Transfer

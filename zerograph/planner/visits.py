@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zerograph.prefetching import gather_starts, visit_numbers
+from zerograph.core.prefetching import gather_starts, visit_numbers
 
 
 @dataclass(frozen=True, slots=True)

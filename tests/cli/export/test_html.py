@@ -13,9 +13,9 @@ from overlaps import overlapping_labels
 from plans import beside, plan_file
 
 from zerograph.cli.export import html
-from zerograph.forecast import Forecast, Span
-from zerograph.planfile import PlanFile
-from zerograph.runfile import Beside
+from zerograph.core.planfile import PlanFile
+from zerograph.core.runfile import Beside
+from zerograph.core.timeline import Forecast, Span
 
 SIZE = {"width": 1280, "height": 900}
 Opener = Callable[..., Any]

@@ -12,7 +12,7 @@ from overlaps import overlapping_labels
 from plans import beside, plan_file
 
 from zerograph.cli.export import svg
-from zerograph.forecast import Forecast
+from zerograph.core.timeline import Forecast
 
 NAMESPACE = "{http://www.w3.org/2000/svg}"
 

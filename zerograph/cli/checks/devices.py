@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from zerograph.cli.checks.finding import Finding, first_line
-from zerograph.units import format_bytes
+from zerograph.core.units import format_bytes
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _OFTEN = {"CUDA": "pip install --force-reinstall torch  # the wheel of PyPI, or of download.pytorch.org/whl/cu130"}

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from zerograph.cli.checks.finding import Finding
+from zerograph.core.units import format_bytes
 from zerograph.measure.host import host_memory
-from zerograph.units import format_bytes
 
 _PTRACE = Path("/proc/sys/kernel/yama/ptrace_scope")
 _HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -10,8 +10,8 @@ import shutil
 from pathlib import Path
 
 from zerograph.cli.checks.finding import Finding, first_line
+from zerograph.core.units import format_bytes
 from zerograph.measure.disk import file_system, open_scratch
-from zerograph.units import format_bytes
 
 _URING_SETUP = 425  # the same number on every architecture
 _URING_PARAMS = 120  # bytes of struct io_uring_params

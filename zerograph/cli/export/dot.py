@@ -13,9 +13,9 @@ from typing import Any
 import networkx as nx
 
 from zerograph.cli.export.labels import STREAM_COLOURS, format_seconds
-from zerograph.forecast import Forecast, Stream
-from zerograph.planfile import PlanFile
-from zerograph.runfile import Beside
+from zerograph.core.planfile import PlanFile
+from zerograph.core.runfile import Beside
+from zerograph.core.timeline import Forecast, Stream
 
 
 def write_dot(file: PlanFile, path: Path, beside: Beside | None = None) -> None:

@@ -18,9 +18,9 @@ from pathlib import Path
 from zerograph.cli.export.labels import STREAM_COLOURS, TIER_COLOURS, TIER_NAMES, format_seconds, tiers_used
 from zerograph.cli.export.page_data import MEASURED, page_data
 from zerograph.cli.export.picture import peak_bytes
-from zerograph.planfile import PlanFile
-from zerograph.runfile import Beside
-from zerograph.units import format_bytes
+from zerograph.core.planfile import PlanFile
+from zerograph.core.runfile import Beside
+from zerograph.core.units import format_bytes
 
 SCRIPTS = ("base.js", "view.js", "timeline.js", "instruction.js", "tables.js", "main.js")
 """Put together in this order."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zerograph.forecast import STREAMS, Forecast, Stream
-from zerograph.machine import TIERS, Tier
+from zerograph.core.machine import TIERS, Tier
+from zerograph.core.timeline import STREAMS, Forecast, Stream
 
 STREAM_NAMES: Mapping[Stream, str] = {
     "compute": "compute",

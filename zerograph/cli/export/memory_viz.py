@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zerograph.forecast import Span
-from zerograph.machine import TIERS
-from zerograph.planfile import Holding, PlanFile
+from zerograph.core.machine import TIERS
+from zerograph.core.planfile import Holding, PlanFile
+from zerograph.core.timeline import Span
 
 PROTOCOL = 4
 """The newest pickle protocol that the visualizer's own reader knows."""

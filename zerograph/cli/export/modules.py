@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from zerograph.forecast import COMMUNICATION, Span
-from zerograph.planfile import Holding, PlanFile, Reason
+from zerograph.core.planfile import Holding, PlanFile, Reason
+from zerograph.core.timeline import COMMUNICATION, Span
 
 
 @dataclass(slots=True)

@@ -9,10 +9,10 @@ from typing import Any
 from zerograph.cli.export.labels import STREAM_NAMES, TIER_NAMES, streams_used, tiers_used
 from zerograph.cli.export.modules import Module, module_tree, most_held
 from zerograph.cli.export.picture import memory_top, peak_bytes, peak_time
-from zerograph.forecast import Forecast
-from zerograph.machine import Tier
-from zerograph.planfile import PlanFile
-from zerograph.runfile import Beside
+from zerograph.core.machine import Tier
+from zerograph.core.planfile import PlanFile
+from zerograph.core.runfile import Beside
+from zerograph.core.timeline import Forecast
 
 NANOSECOND_DIGITS = 9
 MEASURED = "measured-"

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import ceil, floor, log2, log10
 
-from zerograph.forecast import Forecast, Span
-from zerograph.machine import Tier
+from zerograph.core.machine import Tier
+from zerograph.core.timeline import Forecast, Span
 
 BUDGET_IN_SIGHT = 2.5
 """A budget up to this many times the peak is drawn; a larger one would press the curve flat."""

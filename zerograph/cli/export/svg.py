@@ -28,11 +28,11 @@ from zerograph.cli.export.picture import (
     peak_time,
     time_ticks,
 )
-from zerograph.forecast import Forecast, Stream
-from zerograph.machine import Tier
-from zerograph.planfile import PlanFile
-from zerograph.runfile import Beside
-from zerograph.units import format_bytes
+from zerograph.core.machine import Tier
+from zerograph.core.planfile import PlanFile
+from zerograph.core.runfile import Beside
+from zerograph.core.timeline import Forecast, Stream
+from zerograph.core.units import format_bytes
 
 WIDTH, LEFT, RIGHT = 900, 118, 20
 PLOT = WIDTH - LEFT - RIGHT

@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields, replace
 from math import isclose
 
 from zerograph.cli.view.folding import fold, folded_name, skeleton
-from zerograph.forecast import STREAMS
-from zerograph.ir import Param
-from zerograph.machine import TIERS, Machine
-from zerograph.plan import Bucket, Plan
-from zerograph.planfile import PlanFile
-from zerograph.units import format_bytes, format_seconds
+from zerograph.core.machine import TIERS, Machine
+from zerograph.core.plan import Bucket, Plan
+from zerograph.core.planfile import PlanFile
+from zerograph.core.step import Param
+from zerograph.core.timeline import STREAMS
+from zerograph.core.units import format_bytes, format_seconds
 
 Told = str | int | float | None
 _NOISE = 1e-9

@@ -10,10 +10,10 @@ from typing import Literal, get_args
 
 from zerograph.cli.view.folding import Fold, fold, interleaved, layer_of, skeleton
 from zerograph.cli.view.moment import START, Moment, moment
-from zerograph.forecast import Forecast, Span
-from zerograph.machine import TIERS, Tier
-from zerograph.planfile import Holding, PlanFile
-from zerograph.units import format_bytes
+from zerograph.core.machine import TIERS, Tier
+from zerograph.core.planfile import Holding, PlanFile
+from zerograph.core.timeline import Forecast, Span
+from zerograph.core.units import format_bytes
 
 By = Literal["layer", "kind", "tier", "op"]
 BYS: tuple[By, ...] = get_args(By)

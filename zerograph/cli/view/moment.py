@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from zerograph.errors import ConfigError
-from zerograph.machine import TIERS, Tier
-from zerograph.planfile import Holding, PlanFile
+from zerograph.core.errors import ConfigError
+from zerograph.core.machine import TIERS, Tier
+from zerograph.core.planfile import Holding, PlanFile
 
 START = -1
 """Stands for the moment before the first task."""

@@ -10,11 +10,11 @@ from zerograph.cli.terminal import Cell
 from zerograph.cli.view.drawing import ASCII_BAR, ASCII_BLOCKS, BAR, BLOCKS, bar, sparkline
 from zerograph.cli.view.folding import short_source
 from zerograph.cli.view.moment import START
-from zerograph.forecast import STREAMS, Forecast, Peak
-from zerograph.machine import TIERS, Tier
-from zerograph.planfile import PlanFile
-from zerograph.runfile import Beside
-from zerograph.units import format_bytes, format_seconds
+from zerograph.core.machine import TIERS, Tier
+from zerograph.core.planfile import PlanFile
+from zerograph.core.runfile import Beside
+from zerograph.core.timeline import STREAMS, Forecast, Peak
+from zerograph.core.units import format_bytes, format_seconds
 
 BAR_WIDTH = 20
 

@@ -10,9 +10,9 @@ from zerograph.cli.terminal import Cell
 from zerograph.cli.view.folding import Fold, fold, folded_name, interleaved, short_source
 from zerograph.cli.view.groups import By, Group, largest
 from zerograph.cli.view.moment import START, Moment
-from zerograph.machine import TIERS, Tier
-from zerograph.planfile import Holding, PlanFile
-from zerograph.units import format_bytes, format_seconds
+from zerograph.core.machine import TIERS, Tier
+from zerograph.core.planfile import Holding, PlanFile
+from zerograph.core.units import format_bytes, format_seconds
 
 _WHY = {"tier": "what it holds"}
 

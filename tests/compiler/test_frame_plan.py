@@ -1,0 +1,110 @@
+"""A plan that cannot be carried out is an error before any of it is, wherever the plan comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import toy
+from graphs import fake_world
+from torch import nn
+
+import zerograph
+from zerograph.compiler import frame_plan as decide
+from zerograph.core.errors import InvariantError
+from zerograph.core.machine import machine_named
+from zerograph.core.plan import Plan
+from zerograph.core.planfile import PlanFile
+from zerograph.dryrun.forecast import plan_file
+from zerograph.planner.candidates import Candidate
+from zerograph.planner.rates import Rates
+
+
+def first_call(**options: Any) -> zerograph.Backend:
+    torch._dynamo.reset()
+    with fake_world(rank=0, world_size=2):
+        model = toy.Toy().train()
+        backend = zerograph.backend(compute="eager", **options)
+        model.compile(backend=backend)
+        model(torch.arange(4)).sum().backward()
+        return backend
+
+
+def losing_a_parameter(plan: Plan) -> Plan:
+    first = plan.buckets[0]
+    return replace(plan, buckets=(replace(first, params=first.params[1:]), *plan.buckets[1:]))
+
+
+def reached(call: Callable[[], object]) -> str:
+    with pytest.raises(InvariantError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["rules", "search", "replay"])
+def test_a_backend_refuses_what_it_cannot_carry_out(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {}
+    if how == "rules":
+        made = decide.plan_step
+        monkeypatch.setattr(decide, "plan_step", lambda *a, **k: losing_a_parameter(made(*a, **k)))
+    elif how == "search":
+        options = {"stage": "auto", "memory": "1GiB"}
+        found = Candidate.plan.fget  # type: ignore[attr-defined]
+        monkeypatch.setattr(Candidate, "plan", property(lambda self: losing_a_parameter(found(self))))
+    else:
+        options = {"plan": tmp_path / "plan.json"}
+        file = plan_file("toy", lambda: (toy.Toy().train(), (torch.zeros(4, dtype=torch.int64),)),
+                         machine_named("cpu"), world=2)  # fmt: skip
+        options["plan"].write_text(file.to_json())
+        monkeypatch.setattr(decide, "replay", lambda given, step: losing_a_parameter(given.plan))
+    seen: list[zerograph.Backend] = []
+    new_frame = zerograph.Backend.new_frame
+    monkeypatch.setattr(zerograph.Backend, "new_frame", lambda self: (seen.append(self), new_frame(self))[1])
+    text = reached(lambda: first_call(**options))
+    assert "is read by the step and in no bucket" in text
+    assert ("zerograph plan MODEL" in text) is (how == "replay")
+    assert not seen[0].frames[0].programs
+
+
+def test_a_tied_parameter_is_told_as_one_of_several_names() -> None:
+    backend = first_call()
+    params = {p.name: p for p in backend.frames[0].step.params}
+    assert params["embed.weight"].tied_to == ("head.weight",) and "head.weight" not in params
+    assert all(not p.tied_to for name, p in params.items() if name != "embed.weight")
+    assert Plan.from_json(backend.plan.to_json()) == backend.plan
+
+
+def _dry(**options: Any) -> PlanFile:
+    def make() -> tuple[nn.Module, tuple[torch.Tensor]]:
+        return toy.Toy().train(), (torch.zeros(4, dtype=torch.int64),)
+
+    return plan_file("toy", make, machine_named("cpu"), world=2, **options)
+
+
+def test_an_optimizer_without_moments_moves_less() -> None:
+    def moved(moments: int) -> str:
+        file = _dry(moments=moments)
+        (reason,) = [reason for reason in file.reasons if reason.subject == "optimizer"]
+        assert reason.decision.endswith(" read and written")
+        return reason.decision
+
+    assert moved(0) != moved(2)
+
+
+def test_updates_are_what_the_forecast_takes_time_for() -> None:
+    backend = first_call()
+    step, machine = backend.frames[0].step, machine_named("cpu")
+    trained = [p.name for p in step.params if p.trainable]
+    assert [op.params[0] for op in step.updates] == trained and "up.bias" not in trained
+    told = sum(machine.update.seconds(op.moved) for op in step.updates)
+    assert told == pytest.approx(Rates(machine, 2, "float32").update(step.params, 2))
+    file = _dry()
+    spans = [span for span in file.forecast.spans if span.name == "optimizer update"]
+    assert [span.end - span.start for span in spans] == [pytest.approx(told)]
+    (reason,) = [reason for reason in file.reasons if reason.subject == "optimizer"]
+    assert reason.decision.startswith(f"{len(trained)} parameters updated, ")
+    assert any("embed.weight is also head.weight" in reason.decision for reason in file.reasons)

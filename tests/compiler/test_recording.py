@@ -1,0 +1,144 @@
+"""A recorded step is the step that was forecast, and makes a better forecast."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+from torch import Tensor, nn
+from toy import Toy, adamw, compiled
+
+import zerograph
+from zerograph.core.errors import ConfigError, ZeroGraphError
+from zerograph.core.machine import machine_named
+from zerograph.core.planfile import PlanFile
+from zerograph.core.runfile import Run
+from zerograph.dryrun.forecast import plan_file
+from zerograph.planner.retime import retimed, tasks_of
+
+
+class Stack(nn.Module):
+    """Large enough that tensors, not allocator granules, are what is counted."""
+
+    def __init__(self, layers: int = 8, width: int = 128) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def _record(stage: int, path: str) -> tuple[dict[str, float], list[str], str]:
+    model = Stack()
+    backend = zerograph.backend(stage=stage, bucket_size="70kB")
+    model.compile(backend=backend)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.randn(512, 128)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        step()
+    with backend.record() as recording:
+        step()
+    found = recording.predicted(machine_named("cpu"))
+    if dist.get_rank() == 0:
+        recording.save(path)
+        assert Run.from_json(Path(path).read_text()).plan == backend.plan.digest
+    recorded = backend.report().recorded
+    assert recorded is not None
+    assert recorded.peak == recording.forecast.peaks["device"].bytes
+    return (
+        {
+            "measured": recorded.peak,
+            "forecast": found.forecast.peaks["device"].bytes,
+            "seconds": found.forecast.seconds,
+        },
+        [span.name for span in recording.forecast.spans],
+        str(backend.report()),
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_recorded_peak_is_the_forecast_one(stage: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    ran = run(2, _record, stage, str(path))
+    for peaks, names, report in ran:
+        assert peaks["forecast"] == pytest.approx(peaks["measured"], rel=0.05)
+        assert names[-1] == "optimizer update"
+        gathers = [name for name in names if name.startswith("gather")]
+        again = 7 if stage == 3 else 0  # in the backward; the first layer passes no gradient on
+        assert len(gathers) == 2 * (8 + again)  # start and wait
+        assert "recorded step" in report
+        assert "the process grows by about" in report
+    read = Run.from_json(path.read_text())
+    assert [span.name for span in read.forecast.spans] == ran[0][1]
+    _check_retimed(planned(stage), read, ran[0][0])
+
+
+def planned(stage: int, batch: int = 512) -> PlanFile:
+    """The same step, from a dry run that knows nothing of the real one."""
+    return plan_file(
+        "stack",
+        lambda: (Stack(), (torch.zeros(batch, 128),)),
+        machine_named("cpu"),
+        world=2,
+        stage=stage,
+        bucket_size="70kB",
+    )
+
+
+def _check_retimed(file: PlanFile, read: Run, predicted: dict[str, float]) -> None:
+    """A saved plan with a saved run's seconds is the forecast that the run's own programs give."""
+    again = retimed(file, read)
+    assert again.seconds == pytest.approx(predicted["seconds"])
+    assert again.peaks["device"].bytes == predicted["forecast"]
+    assert again.seconds != file.forecast.seconds
+    assert set(tasks_of(file, read)) == {span.task for span in file.forecast.spans}
+    with pytest.raises(ConfigError, match=r"operations in the plan and .* it was of another batch"):
+        retimed(planned(file.plan.stage, batch=256), read)
+
+
+def _record_wrongly(what: str) -> str:
+    model = Toy().train()
+    backend = compiled(model)
+    optimizer = adamw(model)
+
+    def step() -> None:
+        model(torch.arange(4)).sum().backward()
+        optimizer.step()
+
+    def record(*steps: Any) -> None:
+        with backend.record():
+            for each in steps:
+                each()
+
+    if what != "nothing compiled":
+        step()
+    bodies = {"two steps": (step, step), "forward only": (lambda: model(torch.arange(4)),), "nothing compiled": ()}
+    with pytest.raises(ZeroGraphError) as caught:
+        record(*bodies[what])
+    if what != "nothing compiled":
+        record(step)  # still works
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("two steps", "one step"),
+        ("forward only", "one forward and one backward"),
+        ("nothing compiled", "nothing was"),
+    ],
+)
+def test_a_recording_is_of_one_step(what: str, message: str) -> None:
+    for text in run(2, _record_wrongly, what):
+        assert message in text

@@ -1,0 +1,155 @@
+"""Every argument of ``zerograph.backend``, right and wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from graphs import fake_world
+from torch.distributed.device_mesh import init_device_mesh
+
+import zerograph
+from zerograph.core.config import OFFLOAD, OFFLOAD_TIERS, Config
+from zerograph.core.errors import ConfigError, ZeroGraphError
+from zerograph.core.machine import TIERS, machine_named
+from zerograph.core.plan import OFFLOADS, Homes, level_at
+
+WRONG: list[tuple[str, Any, str]] = [
+    ("stage", 4, 'stage must be 0, 1, 2, 3 or "auto", got 4'),
+    ("stage", -1, "got -1"),
+    ("stage", "3", "got '3'"),
+    ("stage", 3.0, "got 3.0"),
+    ("stage", True, "got True"),
+    ("stage", None, "got None"),
+    ("prefetch", -1, "prefetch must be a number of buckets >= 0, got -1"),
+    ("prefetch", 1.0, "got 1.0"),
+    ("prefetch", "1", "got '1'"),
+    ("prefetch", True, "got True"),
+    ("prefetch", None, "got None"),
+    ("bucket_size", 0, "must be positive"),
+    ("bucket_size", -5, "negative"),
+    ("bucket_size", "big", "'big' is not a size"),
+    ("bucket_size", "32 apples", "is not a size"),
+    ("bucket_size", "0MiB", "must be positive"),
+    ("bucket_size", 1.5, "1.5 is not a size"),
+    ("bucket_size", None, "None is not a size"),
+    ("bucket_size", True, "True is not a size"),
+    ("memory", "lots", "'lots' is not a size"),
+    ("memory", 0, "must be positive"),
+    ("memory", 1.5, "1.5 is not a size"),
+    ("machine", "abacus", "no machine 'abacus'"),
+    ("machine", 8, "machine must be the name of a preset or a file, got 8"),
+    ("recompute", "all", 'recompute must be "auto", "none", "full" or a share of layers from 0 to 1, got \'all\''),
+    ("recompute", 1.5, "got 1.5"),
+    ("recompute", -0.1, "got -0.1"),
+    ("recompute", float("nan"), "got nan"),
+    ("recompute", True, "got True"),
+    ("recompute", None, "got None"),
+    ("offload", "all", "offload must be one of"),
+    ("offload", None, "got None"),
+    ("offload", ["optimizer"], "got \\['optimizer'\\]"),
+    ("tier", "device", "tier must be one of \\('host', 'nvme'\\), got 'device'"),
+    ("tier", "host", "tier='host' is given, and offload is none"),
+    ("compute", "triton", "compute must be one of"),
+    ("compute", None, "got None"),
+    ("compute", ["eager"], "got \\['eager'\\]"),
+    ("dtype", torch.int64, "dtype must be a floating torch.dtype"),
+    ("dtype", torch.complex64, "got torch.complex64"),
+    ("dtype", "bfloat16", "got 'bfloat16'"),
+    ("dtype", torch.float8_e4m3fn, "got torch.float8"),
+    ("reduce_dtype", torch.int32, "reduce_dtype must be"),
+    ("reduce_dtype", 32, "got 32"),
+    ("mesh", 8, "mesh must be a torch DeviceMesh, got int"),
+    ("mesh", "dp", "got str"),
+]
+
+
+@pytest.mark.parametrize(("argument", "value", "message"), WRONG, ids=lambda v: str(v)[:20])
+def test_a_wrong_argument_is_named_at_once_with_a_hint(argument: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        zerograph.backend(**{argument: value})
+    assert argument in str(caught.value)
+    assert caught.value.hint
+
+
+def test_an_unknown_argument() -> None:
+    with pytest.raises(ConfigError, match="has no argument 'stages'") as caught:
+        zerograph.backend(stages=3)
+    assert "stage, mesh, dtype" in caught.value.hint
+
+
+def test_stage_auto_and_a_budget() -> None:
+    config = Config.of(stage="auto", memory="70GiB", machine="a100-80gb")
+    assert (config.stage, config.sharding, config.memory) == ("auto", 3, 70 * 2**30)
+    assert config.searches and Config.of(memory=1).searches and not Config.of().searches
+    assert config.machine == machine_named("a100-80gb")
+    assert config.given == {"stage", "memory", "machine"}
+
+
+def test_a_measured_machine(tmp_path: Path) -> None:
+    measured = dataclasses.replace(machine_named("cpu"), name="here")
+    (tmp_path / "machine.json").write_text(measured.to_json())
+    assert Config.of(machine=str(tmp_path / "machine.json")).machine == measured
+    assert Config.of(machine=measured).machine == measured
+
+
+def test_a_mesh_of_two_dimensions_and_its_slice() -> None:
+    with fake_world(0, 8):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("tp", "dp"))
+        with pytest.raises(ConfigError, match="mesh has 2 dimensions") as caught:
+            zerograph.backend(mesh=mesh)
+        assert 'mesh["dp"]' in caught.value.hint
+        assert zerograph.backend(mesh=mesh["dp"]).config.mesh.size() == 4
+
+
+def test_every_argument_right() -> None:
+    config = Config.of(
+        stage=2, dtype=torch.bfloat16, reduce_dtype=torch.float32, bucket_size="16MiB", prefetch=0, compute="eager"
+    )
+    assert (config.stage, config.bucket_size, config.prefetch) == (2, 16 * 2**20, 0)
+    assert Config.of() == Config()
+
+
+@pytest.mark.parametrize("recompute", ["auto", "none", "full", 0, 0.5, 1, 1.0])
+def test_recompute(recompute: Any) -> None:
+    assert Config.of(recompute=recompute).recompute == recompute
+
+
+def test_a_config_cannot_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config.of().stage = 1  # type: ignore[misc]
+
+
+def test_errors_have_one_base() -> None:
+    assert issubclass(ConfigError, ZeroGraphError)
+
+
+@pytest.mark.parametrize("offload", ["optimizer", "gradients", "parameters", "auto"])
+@pytest.mark.parametrize("tier", [None, "host", "nvme"])
+def test_offload_is_planned_and_not_run_yet(offload: str, tier: str | None) -> None:
+    with pytest.raises(ConfigError, match="is planned and forecast, but no backend runs it yet") as info:
+        zerograph.backend(offload=offload, tier=tier)
+    assert f"zerograph plan MODEL --offload {offload}" in info.value.hint
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(0, "optimizer"), (1, "gradients"), (2, "parameters")])
+def test_what_a_stage_does_not_shard_cannot_be_offloaded(stage: int, offload: str) -> None:
+    with pytest.raises(ConfigError, match=f"stage {stage} cannot offload {offload}, which it does not shard"):
+        zerograph.backend(stage=stage, offload=offload)
+
+
+def test_offload_has_the_vocabulary_of_plans() -> None:
+    assert (*OFFLOADS, "auto") == OFFLOAD and TIERS[1:] == OFFLOAD_TIERS
+    for stage in range(4):
+        for level, offload in enumerate(OFFLOADS):
+            homes = Homes(**dict.fromkeys(OFFLOADS[1 : level + 1], "host"))
+            assert homes.least_stage == level
+            if level <= stage:
+                assert level_at(stage, offload) == level
+            else:
+                with pytest.raises(ConfigError, match=f"stage {stage} cannot offload {offload}"):
+                    level_at(stage, offload)
+    assert zerograph.backend(offload="none", tier=None).config.offload == "none"

@@ -1,0 +1,143 @@
+"""Plans as plain data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerograph.core.errors import ZeroGraphError
+from zerograph.core.machine import TIERS
+from zerograph.core.plan import Bucket, Homes, Plan
+from zerograph.core.step import Param
+
+_DTYPES = st.sampled_from(["float32", "bfloat16", "float64"])
+_PARAMS = st.builds(
+    Param,
+    name=st.text(min_size=1),
+    shape=st.lists(st.integers(0, 2**40), max_size=4).map(tuple),
+    dtype=_DTYPES,
+    compute_dtype=_DTYPES,
+    reduce_dtype=_DTYPES,
+    trainable=st.booleans(),
+    sharded=st.booleans(),
+)
+_TIERS = st.sampled_from(TIERS)
+_BUCKETS = st.builds(
+    Bucket,
+    index=st.integers(0, 100),
+    name=st.text(),
+    params=st.lists(_PARAMS, max_size=3).map(tuple),
+    residency=st.sampled_from(["use", "backward", "step"]),
+    homes=st.builds(Homes, _TIERS, _TIERS, _TIERS),
+    tiles=st.integers(1, 4),
+    ahead=st.none() | st.integers(-1, 9),
+)
+_LAYERS = st.text() | st.sampled_from(["h.0", "h.1"])
+_PLANS = st.builds(
+    Plan,
+    stage=st.integers(0, 3),
+    world_size=st.integers(1, 4096),
+    buckets=st.lists(_BUCKETS, max_size=4).map(tuple),
+    prefetch=st.integers(0, 8),
+    recompute=st.lists(_LAYERS, max_size=3).map(tuple),
+    save=st.lists(st.builds("{}:{}".format, _LAYERS, st.text()), max_size=3).map(tuple),
+    save_others=st.booleans(),
+    offload=st.lists(st.tuples(st.text(), st.sampled_from(TIERS[1:])), max_size=3).map(tuple),
+)
+
+
+@given(plan=_PLANS)
+def test_a_plan_read_back_from_json_equals_itself_or_is_refused(plan: Plan) -> None:
+    wrong = next(plan.mistakes(), "")
+    if wrong:
+        with pytest.raises(ZeroGraphError) as info:
+            Plan.from_json(plan.to_json())
+        assert f"the plan makes no sense: {wrong}" in str(info.value)
+        return
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    assert again.digest == plan.digest
+    assert "\n" not in plan.to_json()
+
+
+@given(one=_PLANS, other=_PLANS)
+def test_plans_that_differ_have_different_digests(one: Plan, other: Plan) -> None:
+    assert (one == other) == (one.digest == other.digest)
+
+
+def test_another_version_is_refused() -> None:
+    data = json.loads(Plan(3, 2, (), 1).to_json())
+    for version in (4, 99, None):
+        with pytest.raises(ZeroGraphError, match=f"plan has version {version}, this ZeroGraph reads 5"):
+            Plan.from_json(json.dumps({**data, "version": version}))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 5}', '{"version": 5, "buckets": 3}', "null"])
+def test_what_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(ZeroGraphError, match="plan"):
+        Plan.from_json(text)
+
+
+@pytest.mark.parametrize("key", ["save", "recompute"])
+def test_names_are_text(key: str) -> None:
+    data = json.loads(Plan(3, 2, (), 1).to_json()) | {key: [1]}
+    with pytest.raises(ZeroGraphError, match="1 is no name"):
+        Plan.from_json(json.dumps(data))
+
+
+WRONG: list[tuple[str, object]] = [
+    *((name, value) for name in ("stage", "world_size", "prefetch", "reductions", "fetch_ahead", "loss_tiles")
+      for value in (1.5, True, "2", None)),
+    ("save_others", "no"), ("save", "h.0:mm"), ("recompute", "h.0"), ("offload", {}), ("buckets", None), ("more", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_what_is_of_another_type_is_refused(name: str, value: object) -> None:
+    data = json.loads(Plan(3, 2, (), 1).to_json())
+    with pytest.raises(ZeroGraphError, match="the plan is incomplete: .*" + name):
+        Plan.from_json(json.dumps({**data, name: value}))
+
+
+def test_a_scalar_has_no_rows_for_tiles() -> None:
+    scalar = Param("s", (), "float32", "float32", "float32", True, True)
+    plan = Plan(3, 2, (Bucket(0, "s", (scalar,), "use", tiles=2),), 1)
+    assert list(plan.mistakes()) == ["bucket s is tiled, and is not one sharded parameter"]
+
+
+def test_what_is_missing_is_not_made_up() -> None:
+    data = json.loads(Plan(3, 2, (), 1).to_json())
+    del data["reductions"]
+    with pytest.raises(ZeroGraphError, match="reductions"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_bytes_and_lookup() -> None:
+    a = Param("a", (4, 4), "float32", "bfloat16", "float32", True, True)
+    b = Param("b", (2,), "float32", "float32", "float32", True, False)
+    bucket = Bucket(0, "both", (a, b), "use")
+    assert bucket.gathered_bytes == 16 * 2 + 2 * 4
+    assert Plan(3, 2, (bucket,), 1).bucket_of() == {"a": bucket, "b": bucket}
+
+
+def test_what_is_saved_belongs_to_a_layer_that_is_recomputed() -> None:
+    plan = Plan(3, 2, (), 1, ("h.0",), ("h.0.mlp:mm",))
+    assert list(plan.mistakes()) == []
+    assert Plan.from_json(plan.to_json()) == plan
+    other, twice = replace(plan, save=("h.1:mm",)), replace(plan, save=("h.0:mm", "h.0:mm"))
+    assert list(other.mistakes()) == ["h.1:mm is saved, of a layer that is not recomputed"]
+    assert list(twice.mistakes()) == ["h.0:mm is saved twice"]
+
+
+def test_what_no_backend_runs_yet_is_told() -> None:
+    a = Param("a", (4, 4), "float32", "bfloat16", "float32", True, True)
+    bucket = Bucket(0, "layer", (a,), "use")
+    assert Plan(3, 2, (bucket,), 1, ("layer",)).unexecuted == ""
+    away = replace(bucket, homes=Homes("device", "host", "nvme"))
+    assert Plan(3, 2, (away,), 1).unexecuted == "gradients on host, optimizer on nvme (bucket layer)"
+    assert Plan(3, 2, (replace(bucket, tiles=2),), 1).unexecuted == "2 tiles of a"
+    assert Plan(3, 2, (bucket,), 1, offload=(("layer", "nvme"),)).unexecuted == "activations of layer on nvme"

@@ -1,0 +1,41 @@
+"""Arithmetic of shards, against torch.chunk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerograph.core.step import ITEM_SIZE, Param
+
+
+def _param(*shape: int, sharded: bool = True) -> Param:
+    return Param("w", shape, "float32", "bfloat16", "float32", True, sharded)
+
+
+@given(rows=st.integers(1, 300), world=st.integers(1, 64), columns=st.integers(0, 3))
+def test_shards_are_those_of_torch_chunk(rows: int, world: int, columns: int) -> None:
+    param, chunks = _param(rows, columns), torch.arange(rows).chunk(world)
+    for rank in range(world):
+        first, last = param.shard_rows(rank, world)
+        expected = chunks[rank].tolist() if rank < len(chunks) else []
+        assert list(range(first, last)) == expected
+        assert (last - first) * columns <= param.chunk_elements(world)
+    assert param.chunk_elements(world) == len(chunks[0]) * columns
+    assert world * param.chunk_elements(world) >= param.elements
+
+
+def test_a_parameter_that_is_not_sharded_is_whole_everywhere() -> None:
+    assert _param(sharded=False).elements == 1
+    assert _param(sharded=False).chunk_elements(8) == 1
+    assert _param(3, 5, sharded=False).chunk_elements(8) == 15
+
+
+def test_gathered_bytes_count_the_compute_dtype() -> None:
+    assert _param(3, 5).gathered_bytes == 30
+
+
+@pytest.mark.parametrize("name", ITEM_SIZE)
+def test_item_sizes_are_those_of_torch(name: str) -> None:
+    assert getattr(torch, name).itemsize == ITEM_SIZE[name]

@@ -1,0 +1,460 @@
+"""Dry runs that trace a few of many layers, against dry runs that trace them all."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+import zerograph
+from zerograph.compiler.fold import Folded, fold
+from zerograph.compiler.unfold import NotFoldable
+from zerograph.core.machine import machine_named
+from zerograph.dryrun import compile_only as dryrun
+from zerograph.dryrun.compile_only import compile_only, on_meta
+from zerograph.dryrun.forecast import forecast_file
+from zerograph.dryrun.layer_loops import told_apart
+from zerograph.frame import Frame
+from zerograph.graph.repeated_layers import LEAST, repeated_layers
+
+DEPTH, WIDTH, VOCAB = LEAST, 64, 100
+TRACED = f"traced 4 of {DEPTH} layers"
+
+
+class Layer(nn.Module):
+    """``number`` says which layer it is, as transformers' layers know it."""
+
+    def __init__(self, number: int, dropout: float = 0.0, wide: int = 2) -> None:
+        super().__init__()
+        self.number = number
+        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(dropout)
+        self.up, self.down = nn.Linear(WIDTH, wide * WIDTH), nn.Linear(wide * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: list[nn.Module], width: int = WIDTH, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(VOCAB, width), nn.LayerNorm(width)
+        self.layers, self.head = nn.ModuleList(layers), nn.Linear(width, VOCAB, bias=False)
+        self.checkpointed = checkpointed
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed else layer(x)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), tokens.flatten())
+
+
+def small() -> nn.Module:
+    return Model([Layer(i) for i in range(DEPTH)])
+
+
+def tied() -> nn.Module:
+    """Under ``torch.utils.checkpoint``, and with one weight at both ends."""
+    model = Model([Layer(i) for i in range(DEPTH)], checkpointed=True)
+    model.head.weight = model.embed.weight
+    return model
+
+
+def frozen() -> nn.Module:
+    """With dropout; no gradient reaches the first layer's input, and none the weights of any layer's second product."""
+    model = Model([Layer(i, dropout=0.1) for i in range(DEPTH)])
+    model.embed.requires_grad_(False)
+    for layer in model.layers:
+        layer.down.requires_grad_(False)  # type: ignore[union-attr]
+    return model
+
+
+def llama() -> Any:
+    transformers = pytest.importorskip("transformers", reason="the optional extra transformers is not installed")
+    sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=DEPTH, num_key_value_heads=2, use_cache=False)
+    tokens = torch.zeros(1, 32, dtype=torch.int64)
+    return transformers.LlamaForCausalLM(config).train(), {"input_ids": tokens, "labels": tokens}
+
+
+def compiled(make: Callable[[], Any], fold: bool, **options: Any) -> tuple[Frame, Any]:
+    found = compile_only(make, **{"world_size": 4, "batch": 1, "seq": 32, "fold": fold, **options})
+    return found.frames[-1], forecast_file("model", found, machine_named("h100-80gb"))
+
+
+@contextmanager
+def compiler_says() -> Iterator[list[str]]:
+    """What the compiler logs of layers. Not by caplog, which would have torch format all of its own debugging."""
+    log, found = logging.getLogger("zerograph.compile"), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    before = log.level
+    log.setLevel(logging.DEBUG)
+    log.addHandler(handler)
+    try:
+        yield found
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
+
+
+def facts(frame: Frame) -> dict[str, Any]:
+    """What a frame is, but for names of nodes and the digests of segments, which know some constants by identity."""
+    step, programs = frame.step, frame.programs
+    place = {value.name: i for i, value in enumerate(step.values)}
+    found: dict[str, Any] = {
+        "plan": frame.plan.to_json(),
+        "states": frame.backend.planner.states(step),
+        "params": step.params,
+        "ops": [
+            replace(op, name="", reads=tuple(place[r] for r in op.reads), writes=tuple(place[w] for w in op.writes))  # type: ignore[arg-type]
+            for op in step.ops
+        ],
+        "values": [(v.bytes, v.kind, place.get(v.alias_of)) for v in step.values],
+        "outputs": [place[name] for name in step.outputs],
+        "passes": [(p.graph, p.name, p.edits) for p in frame.passes],
+    }
+    for kind, program in programs.items():
+        found[f"{kind} instructions"] = program.instructions
+        found[f"{kind} outputs"] = program.inputs, program.outputs
+        found[f"{kind} segments"] = [replace(segment, digest="") for segment in program.segments]
+        found[f"{kind} registers"] = [replace(register, name="") for register in program.contents]
+    return found
+
+
+CASES: list[tuple[str, Callable[[], Any], dict[str, Any], list[str]]] = [
+    (
+        "frozen with dropout, half recomputed at stage 1 in bfloat16",
+        frozen,
+        {"stage": 1, "dtype": torch.bfloat16, "recompute": 0.5, "bucket_size": "64KiB"},
+        [TRACED, "simplifying"],
+    ),
+    ("tied and checkpointed, within a budget", tied, {"stage": "auto", "memory": "1GiB"}, [TRACED]),
+    ("one rank within a budget", small, {"stage": "auto", "memory": "4MiB", "world_size": 1}, []),
+    ("Llama, several layers a bucket", llama, {"bucket_size": "512KiB"}, []),
+]
+"""The last column: what the compiler says when it has Dynamo's graph of all layers, where that is tried too."""
+
+
+@pytest.mark.parametrize(("make", "options", "said"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+def test_a_folded_dry_run_finds_what_a_whole_one_does(
+    make: Callable[[], Any],
+    options: dict[str, Any],
+    said: list[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stack = repeated_layers(on_meta(make)[0])
+    assert stack is not None and len(stack.layers) == DEPTH
+    folded, forecast = compiled(make, True, **options)
+    assert "tracing all" not in caplog.text
+    whole, expected = compiled(make, False, **options)
+    found, wanted = facts(folded), facts(whole)
+    for name in wanted:
+        assert found[name] == wanted[name], name
+    assert forecast.forecast.seconds == pytest.approx(expected.forecast.seconds, rel=1e-12)
+    assert forecast.forecast.peaks == expected.forecast.peaks
+    assert [replace(h, name="") for h in forecast.holdings] == [replace(h, name="") for h in expected.holdings]
+    assert (forecast.reasons, forecast.flops) == (expected.reasons, expected.flops)
+    if said:
+        monkeypatch.setattr(dryrun, "_foldable", lambda _: None)
+        with compiler_says() as messages:
+            traced, _ = compiled(make, True, **options)
+        assert facts(traced) == wanted
+        assert [word for word in said if any(word in m for m in messages)] == said and len(messages) == len(said)
+
+
+def test_layers_that_differ_are_no_stack() -> None:
+    every_second = [Layer(i, dropout=0.1 * (i % 2)) for i in range(DEPTH)]
+    assert repeated_layers(Model([*every_second])) is None
+    assert repeated_layers(Model([Layer(i, wide=2 + (i == 4)) for i in range(DEPTH)])) is None
+    one = Layer(0)
+    assert repeated_layers(Model([one] * DEPTH)) is None
+    shared = [Layer(i) for i in range(DEPTH)]
+    shared[3].up.weight = shared[5].up.weight
+    assert repeated_layers(Model([*shared])) is None
+    hooked = [Layer(i) for i in range(DEPTH)]
+    hooked[2].register_forward_hook(lambda *_: None)
+    assert repeated_layers(Model([*hooked])) is None
+    assert repeated_layers(Model([Layer(i) for i in range(LEAST - 1)])) is None
+    assert repeated_layers(Model([Layer(2 * i) for i in range(DEPTH)])) is None
+    found = repeated_layers(small())
+    assert found is not None and (found.path, len(found.layers)) == ("layers", DEPTH)
+    assert found.numbers == (("", "number"),)
+
+
+class Numbered(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.number)
+
+
+class OneOdd(Layer):
+    """One layer, which no trace of a few holds, computes something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu() if self.number == 2 else super().forward(x)
+
+
+class Returning(Model):
+    """All hidden states, as transformers return them when they are asked to."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        states = [self.embed(tokens)]
+        for layer in self.layers:
+            states.append(layer(states[-1]))
+        return nn.functional.cross_entropy(self.head(states[-1]).flatten(0, 1), tokens.flatten()), states
+
+
+class Collecting(Model):
+    """Something of every layer is read after the last."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        x, sums = self.embed(tokens), []
+        for layer in self.layers:
+            x = layer(x)
+            sums.append(x.sum())
+        return self.head(x).sum() + torch.stack(sums).sum()
+
+
+REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
+    ("numbered", lambda: Model([Numbered(i) for i in range(DEPTH)]), "fails"),
+    ("returned", lambda: Returning([Layer(i) for i in range(DEPTH)]), "returns|in one piece"),
+    ("collected", lambda: Collecting([Layer(i) for i in range(DEPTH)]), "outside of the layers|mixed|layer"),
+]
+
+
+class Refused(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("make", "reason"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
+def test_layers_that_compute_differently_do_not_fold(
+    make: Callable[[], nn.Module], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: Any, why: str) -> None:
+        raise Refused(why)  # instead of tracing all: the next test does
+
+    monkeypatch.setattr(dryrun, "_warn", refuse)
+    with pytest.raises(Refused, match=reason):
+        compiled(make, True)
+
+
+def test_layers_that_do_not_fold_are_all_traced_and_left_as_they_were(caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> nn.Module:
+        return Model([OneOdd(i) for i in range(DEPTH)])
+
+    with caplog.at_level(logging.WARNING, logger="zerograph"):
+        folded, _ = compiled(make, True)
+    said = [r.getMessage() for r in caplog.records if r.name == "zerograph.dryrun.compile_only"]
+    assert len(said) == 1 and re.search(rf"tracing all {DEPTH} layers of layers: with 4 layers it fails", said[0]), said
+    whole, _ = compiled(make, False)
+    assert facts(folded) == facts(whole)
+
+
+class OtherName(Model):
+    """Its first argument is not called ``self``, which is what Dynamo names modules by."""
+
+    def forward(this, tokens: Tensor) -> Tensor:  # noqa: N805
+        x = this.embed(tokens)
+        for layer in this.layers:
+            x = layer(x)
+        return this.head(x)
+
+
+def test_layers_fold_whatever_the_model_calls_itself(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="zerograph"):
+        folded, _ = compiled(lambda: OtherName([Layer(i) for i in range(DEPTH)]), True)
+    assert [r.getMessage() for r in caplog.records if r.name == "zerograph.dryrun.compile_only"] == []
+    assert {f"layers.{i}.up" for i in range(DEPTH)} <= {op.module for op in folded.step.ops}
+    assert not any("[" in op.module for op in folded.step.ops)
+
+
+class Positioned(Model):
+    """Does something else after the layer of one position."""
+
+    def __init__(self) -> None:
+        super().__init__([Layer(i) for i in range(DEPTH)])
+        self.mid, self.many = nn.Linear(WIDTH, WIDTH), DEPTH + 1
+        self.rates = [0.1 * i for i in range(DEPTH)]
+
+    def forward(self, tokens: Tensor) -> Any:
+        x = self.embed(tokens)
+        for i, layer in enumerate(self.layers):
+            x = self.mid(layer(x)) if i == 7 else layer(x)
+        return self.head(x).sum()
+
+
+def first_six_checkpointed(self: Positioned, x: Tensor) -> Tensor:
+    for i, layer in enumerate(self.layers):
+        x = checkpoint(layer, x, use_reentrant=False) if i < 6 else layer(x)
+    return x
+
+
+def some(self: Positioned, x: Tensor) -> Tensor:
+    for layer in self.layers[: self.many - 2]:  # type: ignore[union-attr]
+        x = layer(x)
+    return x
+
+
+def every_sixth(self: Positioned, x: Tensor) -> Tensor:
+    for i in range(0, DEPTH, 6):
+        x = self.layers[i](x)
+    return x
+
+
+def by_depth(self: Positioned, x: Tensor) -> Tensor:
+    for layer in self.layers:
+        x = layer(x)
+    return self.mid(x) if len(self.layers) > 6 else x
+
+
+def rated(self: Positioned, x: Tensor) -> Tensor:
+    for layer, rate in zip(self.layers, self.rates, strict=True):
+        x = layer(x) * rate
+    return x
+
+
+def counted(self: Positioned, x: Tensor) -> Tensor:
+    i = 0
+    for layer in self.layers:
+        x = layer(x) * self.rates[i]
+        i += 1  # noqa: SIM113
+    return x
+
+
+def named(self: Positioned, x: Tensor) -> Tensor:
+    for name, layer in self.layers.named_children():
+        x = layer(x) * int(name)
+    return x
+
+
+def all_of_it(self: Positioned, x: Tensor) -> Tensor:
+    for layer in self.layers[: self.many]:
+        x = layer(x)
+    return x
+
+
+def looping(loop: Callable[..., Tensor]) -> Positioned:
+    class Looping(Positioned):
+        run = loop
+
+        def forward(self, tokens: Tensor) -> Any:
+            return self.head(self.run(self.embed(tokens))).sum()
+
+    return Looping()
+
+
+@pytest.mark.parametrize("loop", [first_six_checkpointed, some, every_sixth, by_depth, rated, counted, named])
+def test_code_that_goes_by_position_is_seen(loop: Callable[..., Tensor]) -> None:
+    model = looping(loop)
+    stack = repeated_layers(model)
+    assert stack is not None and f" in {loop.__name__} may decide by position" in told_apart(model, stack)
+
+
+def test_code_that_runs_all_layers_alike_is_no_reason_to_trace_them() -> None:
+    for made in (small(), tied(), looping(all_of_it), llama()[0]):
+        stack = repeated_layers(made)
+        assert stack is not None and not told_apart(made, stack)
+    model = small()
+    model.favourite = model.layers[6]  # another name, by which the forward may know it
+    stack = repeated_layers(model)
+    assert stack is not None and told_apart(model, stack) == "one of them can be reached in another way"
+
+
+def test_a_model_that_goes_by_position_is_traced_whole(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="zerograph"):
+        frame, _ = compiled(Positioned, True)
+    assert f"tracing all {DEPTH} layers of layers: enumerate() in Positioned.forward" in caplog.text
+    assert {f"layers.{i}" for i in range(DEPTH)} <= {op.module for op in frame.step.ops}
+    assert any(op.module == "mid" for op in frame.step.ops)
+
+
+class Normalized(nn.Module):
+    """Writes into its buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.up(x).flatten(0, 1)).view_as(x)
+
+
+def half_frozen() -> nn.Module:
+    model = small()
+    for layer in model.layers[: DEPTH // 2]:  # type: ignore[index]
+        layer.requires_grad_(False)
+    return model
+
+
+def graph_of(model: nn.Module) -> Folded:
+    """``model``'s graph as Dynamo records it, folded."""
+    found: list[fx.GraphModule] = []
+
+    def keep(gm: fx.GraphModule, _: Any) -> Any:
+        found.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=keep, fullgraph=True, dynamic=False)(torch.zeros(1, 32, dtype=torch.int64))
+    return fold(found[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (half_frozen, "of two layers differ"),
+        (lambda: Model([OneOdd(i) for i in range(DEPTH)]), "have 18 and 19 nodes|have 8 and 9 nodes|nodes"),
+        (lambda: Model([Numbered(i) for i in range(DEPTH)]), "of two layers differ"),
+        (lambda: looping(rated), "of two layers differ"),
+        (lambda: looping(first_six_checkpointed), "of two layers differ|nodes"),
+        (lambda: looping(every_sixth), "no deep stack"),
+        (lambda: Collecting([Layer(i) for i in range(DEPTH)]), "of a layer in the middle is read outside of it"),
+    ],
+)
+def test_graphs_in_which_layers_differ_do_not_fold(make: Callable[[], nn.Module], reason: str) -> None:
+    with pytest.raises(NotFoldable, match=reason):
+        graph_of(make())
+
+
+def test_a_folded_graph_has_the_first_two_and_the_last_two_layers() -> None:
+    model = small()
+    folded = graph_of(model)
+    last = DEPTH - 1
+    assert (folded.path, folded.traced, folded.layers) == ("layers", (0, 1, last - 1, last), tuple(range(DEPTH)))
+    per_layer = len(list(model.layers[0].parameters()))  # type: ignore[index]
+    assert len(folded.inputs) == len(list(model.parameters())) + 1 - (DEPTH - 4) * per_layer
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [(small, TRACED), (lambda: Model([Normalized() for _ in range(DEPTH)]), "tracing all layers")],
+    ids=["plain", "buffers"],
+)
+def test_training_from_the_trace_of_a_few_layers_changes_no_bit(make: Callable[[], nn.Module], said: str) -> None:
+    tokens = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(0))
+    runs = []
+    for folds in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, backend = make(), zerograph.backend(stage=3, compute="eager")
+        backend.folds = folds
+        model.compile(backend=backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        with compiler_says() as messages:
+            for _ in range(3):
+                losses.append(model(tokens))
+                losses[-1].backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert [said in m for m in messages] == [True] * folds
+        runs.append([*losses, *model.state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -1,0 +1,123 @@
+"""The forecast of real programs: memory balances, and is what the plan promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from graphs import fake_world
+from torch import Tensor, nn
+
+import zerograph
+from zerograph.core.machine import machine_named
+from zerograph.outlook import Measured, Outlook, outlook
+
+WIDTH, LAYERS, WORLD = 64, 6, 4
+WEIGHT = 2 * (WIDTH * WIDTH + WIDTH) * 4  # bytes of one block
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def seen(
+    stage: int, *, rows: int = 8, measured: Measured | None = None, machine: str = "cpu"
+) -> tuple[Outlook, zerograph.Backend]:
+    torch._dynamo.reset()
+    with fake_world(rank=0, world_size=WORLD):
+        model = Stack()
+        backend = zerograph.backend(stage=stage, compute="eager", bucket_size=WEIGHT)
+        model.compile(backend=backend)
+        model(torch.randn(rows, WIDTH)).sum().backward()
+        programs = [backend.program["forward"], backend.program["backward"]]
+        return outlook(programs, backend.plan, machine_named(machine), measured=measured), backend
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_memory_is_taken_and_given_back(stage: int) -> None:
+    found, _ = seen(stage)
+    device = found.forecast.memory["device"]
+    states = [h for h in found.holdings if h.first == -1]
+    assert {h.kind for h in states} == {"param", "state"}
+    base = sum(h.bytes for h in states)
+    assert base == 3 * -(-LAYERS * WEIGHT // WORLD)
+    left = sum(h.bytes for h in found.holdings if h.last == -1 and h.first != -1)
+    assert device[-1][1] == base + left
+    assert min(level for _, level in device) >= base
+
+
+def test_holdings_add_up_to_the_curve() -> None:
+    found, _ = seen(3)
+    spans = found.forecast.spans
+    peak = found.forecast.peaks["device"]
+    for time, level in found.forecast.memory["device"]:
+        assert sum(h.bytes for h in found.holdings if h.held_at(time, spans)) == level
+    assert max(level for _, level in found.forecast.memory["device"]) == peak.bytes
+
+
+def test_only_on_a_cpu_is_the_growth_of_the_process_told() -> None:
+    found, _ = seen(3)
+    assert found.resident is not None
+    assert found.resident.peak == found.forecast.peaks["device"].bytes
+    assert found.resident.transport > WORLD * WEIGHT // WORLD  # a shard of each rank
+    assert seen(3, machine="h100-80gb")[0].resident is None
+
+
+def test_stage_3_holds_few_buckets_and_stage_1_all() -> None:
+    whole = {}
+    for stage in (1, 3):
+        found, _ = seen(stage)
+        gathered = [h for h in found.holdings if h.kind == "gathered"]
+        whole[stage] = max(
+            sum(h.bytes for h in gathered if h.held_at(span.start, found.forecast.spans))
+            for span in found.forecast.spans
+        )
+    assert whole[1] == LAYERS * WEIGHT
+    assert whole[3] == 2 * WEIGHT
+
+
+def test_every_product_is_counted() -> None:
+    found, _ = seen(3, rows=8)
+    forward = LAYERS * 2 * 2 * 8 * WIDTH * WIDTH
+    counted = sum(span.flops for span in found.forecast.spans)
+    assert counted == pytest.approx(3 * forward, rel=0.1)  # the first layer needs no gradient of its input
+
+
+def test_modules_and_lines_are_known() -> None:
+    found, _ = seen(3)
+    named = [s for s in found.forecast.spans if s.module == "blocks.3" and s.stream == "compute"]
+    assert named and all("test_outlook.py:" in s.source for s in named)
+
+
+def test_measured_seconds_replace_rates() -> None:
+    _, backend = seen(3)
+    digests = {s.digest: 1.0 for p in backend.program.values() for s in p.segments}
+    found, _ = seen(3, measured=Measured(segments=digests))
+    segments = [s for s in found.forecast.spans if s.stream == "compute" and s.name != "optimizer update"]
+    assert all(s.end - s.start == pytest.approx(1.0) for s in segments)
+
+
+def test_compute_waits_where_the_program_does() -> None:
+    """A wait for a reduction holds up what follows it, so that full gradients do not pile up."""
+    slow = Measured(reduces=dict.fromkeys(range(LAYERS), 1.0))
+    found, _ = seen(3, measured=slow)
+    full = [h for h in found.holdings if h.kind == "temporary" and h.bytes == WIDTH * WIDTH * 4]
+    most = max(sum(h.held_at(s.start, found.forecast.spans) for h in full) for s in found.forecast.spans)
+    assert 2 <= most <= 6  # of two layers, with one more on its way
+    update = found.forecast.spans[-1]
+    assert update.start >= LAYERS

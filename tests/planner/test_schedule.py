@@ -1,0 +1,172 @@
+"""Schedules of plans, made before anything is partitioned or lowered, against forecasts of the programs that result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compiler.test_scale import GPT
+from planner.steps import profile_of
+from planner.test_outlook import Stack
+from torch import Tensor, nn
+
+import zerograph
+from zerograph.core.machine import machine_named
+from zerograph.core.timeline import Forecast
+from zerograph.dryrun.compile_only import compile_only
+from zerograph.dryrun.forecast import forecast_file
+from zerograph.outlook import outlook
+from zerograph.planner.liveness import Graph
+from zerograph.planner.loss import head_of, tiled
+from zerograph.planner.rates import Rates, state_bytes
+from zerograph.planner.schedule import Scheduler
+from zerograph.planner.simulate import simulate
+
+WORLD = 4
+
+
+class Gated(nn.Module):
+    """RMS norm and a gated product, as in Llama."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.gate, self.up = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, 3 * width, bias=False)
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class GatedModel(nn.Module):
+    def __init__(self, width: int = 256, layers: int = 5, vocab: int = 700) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocab, width), nn.Linear(width, vocab, bias=False)
+        self.layers = nn.ModuleList(Gated(width) for _ in range(layers))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+class Plain(nn.Module):
+    """Convolutions, and no repeated layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 64, 3, stride=2)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.second(self.first(images).relu()).relu().mean((2, 3)))
+
+
+def stack() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Stack(), (torch.empty(2048, 64),)
+
+
+def plain() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return Plain(), (torch.empty(8, 3, 32, 32),)
+
+
+def single(tmp_path: Path, make: Callable[[], Any], names: Sequence[str], **options: Any) -> Path:
+    """A plan that recomputes all layers but for what each has of these activations."""
+    compiled = compile_only(make, world_size=WORLD, batch=4, seq=128, **options)
+    step, plan = compiled.frames[-1].step, compiled.frames[-1].plan
+    layers = profile_of(step, plan).layers
+    save = tuple(f"{layer}{name}" for layer in layers for name in names)
+    file = forecast_file("tests", compiled, machine_named("cpu"))
+    path = tmp_path / "plan.json"
+    path.write_text(replace(file, plan=replace(plan, recompute=layers, save=save)).to_json())
+    return path
+
+
+def forecasts(make: Callable[[], Any], **options: Any) -> tuple[Forecast, Forecast, int]:
+    """Of the programs and of the schedule; and the bytes that both hold from the start."""
+    frame = compile_only(make, world_size=WORLD, batch=4, seq=128, **options).frames[-1]
+    plan, machine = frame.plan, replace(machine_named("cpu"), device="cuda")
+    true = outlook([frame.programs["forward"], frame.programs["backward"]], plan, machine).forecast
+    rates = Rates(machine, WORLD, plan.compute_dtype)
+    scheduler = Scheduler(
+        profile_of(frame.step, plan), [b.params for b in plan.buckets], [b.name for b in plan.buckets], rates
+    )
+    states = state_bytes([p for b in plan.buckets for p in b.params], WORLD, moments=2)
+    ours = simulate(scheduler.tasks(plan), tuple(("device", size) for size in states))
+    return true, ours, sum(states)
+
+
+SINGLE: list[tuple[Callable[[], Any], tuple[str, ...], dict[str, Any], float]] = [
+    (GPT, (".up:addmm",), {"bucket_size": "16MiB"}, 0.01),
+    (GPT, (".qkv:addmm", ":scaled_dot_product_attention"), {"bucket_size": "16MiB"}, 0.01),
+    (GatedModel, (".gate:mm", ".up:mm"), {"bucket_size": "4MiB"}, 0.03),
+]
+
+
+@pytest.mark.parametrize(("make", "names", "options", "tolerance"), SINGLE)
+def test_a_schedule_with_single_activations_agrees_with_the_programs(
+    tmp_path: Path, make: Callable[[], Any], names: tuple[str, ...], options: dict[str, Any], tolerance: float
+) -> None:
+    whole, _, held = forecasts(make, recompute="full", **options)
+    true, ours, _ = forecasts(make, plan=single(tmp_path, make, names, **options))
+    wanted, found = true.peaks["device"].bytes - held, ours.peaks["device"].bytes - held
+    print(f"work {wanted / 1e6:.2f} MB, all recomputed {(whole.peaks['device'].bytes - held) / 1e6:.2f}")
+    assert found == pytest.approx(wanted, rel=tolerance)
+    assert true.seconds < whole.seconds
+    assert true.peaks["device"].bytes > whole.peaks["device"].bytes
+
+
+SETTINGS: list[tuple[str, Callable[[], Any], dict[str, Any], float]] = [
+    ("GPT", GPT, {"bucket_size": "16MiB"}, 0.01),
+    ("GPT recomputed", GPT, {"bucket_size": "16MiB", "recompute": "full"}, 0.01),
+    ("GPT half recomputed in bfloat16", GPT, {"bucket_size": "16MiB", "recompute": 0.5, "dtype": torch.bfloat16}, 0.01),
+    ("GPT in small buckets", GPT, {"bucket_size": "2MiB", "prefetch": 2}, 0.1),
+    ("gated", GatedModel, {"bucket_size": "4MiB"}, 0.03),
+    ("gated, stage 1", GatedModel, {"bucket_size": "4MiB", "stage": 1}, 0.03),
+    ("short layers", stack, {"bucket_size": "64KiB"}, 0.01),
+    ("no layers", plain, {}, 0.1),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "tolerance"), [s[1:] for s in SETTINGS], ids=[s[0] for s in SETTINGS])
+def test_a_schedule_agrees_with_the_programs(
+    make: Callable[[], Any], options: dict[str, Any], tolerance: float
+) -> None:
+    true, ours, held = forecasts(make, **options)
+    wanted, found = true.peaks["device"].bytes - held, ours.peaks["device"].bytes - held
+    print(
+        f"work {wanted / 1e6:.2f} MB, scheduled {found / wanted - 1:+.1%}; time {ours.seconds / true.seconds - 1:+.1%}"
+    )
+    assert found == pytest.approx(wanted, rel=tolerance)
+    assert ours.seconds == pytest.approx(true.seconds, rel=0.03)
+
+
+def test_the_loss_of_a_traced_model_is_found_and_tiled() -> None:
+    """What the partitioner would do with tiles cannot be asked; what it does with the rest is the same."""
+    frame = compile_only(GatedModel, world_size=WORLD, batch=4, seq=128).frames[-1]
+    graph = Graph(frame.step)
+    head = head_of(graph)
+    assert head is not None
+    assert head.bytes == 4 * 128 * 700 * 4
+    assert head.weights.keys() == {op.name for op in frame.step.ops if op.flops and op.module in ("head", "")}
+    small = {v.name: v.bytes for v in tiled(frame.step, head, 4).values}
+    untouched = {v.name: v.bytes for v in frame.step.values if v.name not in head.large}
+    assert untouched.items() <= small.items()
+    assert {small[name] for name in head.large} == {head.bytes // 4}
+    returning = compile_only(GPT, world_size=WORLD, batch=4, seq=128).frames[-1].step
+    assert head_of(Graph(returning)) is None
+
+
+def test_sources_are_lines_of_the_model() -> None:
+    """Also of parameters, which a property of ours reads."""
+    step = compile_only(GatedModel, world_size=WORLD, batch=4, seq=128).frames[-1].step
+    files = {op.source.rpartition(":")[0] for op in step.passes if op.source}
+    assert __file__ in files
+    assert not any(Path(file).parent == Path(zerograph.__file__).parent for file in files)
+    assert all(op.source.startswith(__file__) for op in step.passes if "unshard" in op.target and op.module)

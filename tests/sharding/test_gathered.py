@@ -1,0 +1,147 @@
+"""Plain full parameters for a while."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+from torch import nn
+from toy import Toy, adamw, build, compiled, differing, full, train
+
+import zerograph
+from zerograph.core.errors import ShardingError
+
+
+def _looks_plain(stage: int) -> None:
+    model = build()
+    optimizer = adamw(model)
+    compiled(model, stage)
+    train(model, optimizer, range(1))
+    outward = dict(model.named_parameters())
+    before = full(model)
+    with zerograph.gathered(model) as shown:
+        assert shown is model and type(model) is Toy and type(model.up) is nn.Linear
+        assert model.head.weight is model.embed.weight and model.embed.weight.shape == (9, 4)
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+        assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in outward.values()]
+        assert differing(dict(model.state_dict()), before) == []
+        assert differing(copy.deepcopy(model).state_dict(), before) == []
+        assert differing(pickle.loads(pickle.dumps(model)).state_dict(), before) == []
+        model(torch.arange(3)).sum().backward()  # on this rank alone
+        assert model.up.weight.grad.shape == model.up.weight.shape
+        with torch.no_grad():
+            model.embed.weight.zero_()
+    assert all(now is outward[name] and now.grad is None for name, now in model.named_parameters())
+    assert differing(full(model), before) == []
+    train(model, optimizer, range(1, 2))
+    assert set(differing(full(model), before)) >= {"embed.weight", "up.weight", "scale"}
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 3), (2, 0), (1, 3)])
+def test_parameters_look_plain_and_changes_are_dropped(world: int, stage: int) -> None:
+    run(world, _looks_plain, stage)
+
+
+def _written_back(stage: int) -> tuple[list[float], list[str]]:
+    """Losses after an edit inside gathered(), and what differs from the same edit of a model before sharding."""
+    model, edited = build(), build()
+    optimizer = adamw(model)
+    compiled(model, stage)
+    # Two backwards without a step: a cached bucket of stages 1 and 2 is whole when the edit comes.
+    model(torch.arange(4)).sum().backward()
+    optimizer.zero_grad()
+    with zerograph.gathered(model, writeback=True):
+        for target in (model, edited):
+            with torch.no_grad():
+                target.embed.weight.mul_(2.0 if dist.get_rank() == 0 or target is edited else 3.0)
+                target.scale.fill_(1.5)
+                target.up.bias.fill_(0.25)
+    differences = differing(full(model), full(edited))
+    losses = train(model, optimizer, range(2))
+    reference = build()
+    compiled(reference, stage)
+    reference.load_state_dict(edited.state_dict())
+    assert losses == train(reference, adamw(reference), range(2))
+    return losses, differences
+
+
+@pytest.mark.parametrize("stage", [3, 1, 0])
+def test_writeback_stores_the_values_of_rank_0(stage: int) -> None:
+    (losses, differences), (others, _) = run(2, _written_back, stage)
+    assert differences == []
+    assert losses == others
+
+
+def _submodule_and_nesting() -> None:
+    model = build()
+    compiled(model)
+    model(torch.arange(4))
+    with zerograph.gathered(model.embed, writeback=True):
+        assert type(model.embed) is nn.Embedding and type(model.up) is not nn.Linear
+        with zerograph.gathered(model, writeback=True):
+            assert model.head.weight is model.embed.weight
+            with torch.no_grad():
+                model.head.weight.fill_(7.0)
+        assert type(model.up) is not nn.Linear and type(model.embed) is nn.Embedding
+    assert torch.equal(model.embed.weight, torch.full((9, 4), 7.0))
+    with (
+        zerograph.gathered(model),
+        pytest.raises(ShardingError, match="enclosing"),
+        zerograph.gathered(model.embed, writeback=True),
+    ):
+        pass
+    assert type(model.up) is not nn.Linear
+
+
+def test_a_submodule_alone_and_nested_contexts() -> None:
+    run(2, _submodule_and_nesting)
+
+
+def _failures() -> None:
+    model = build()
+    compiled(model)
+    model(torch.arange(4))
+    before, outward = full(model), dict(model.named_parameters())
+    with pytest.raises(KeyError), zerograph.gathered(model, writeback=True):  # noqa: PT012
+        model.scale.data.fill_(5.0)
+        raise KeyError
+    with pytest.raises(ShardingError, match=r"became \[3\]"), zerograph.gathered(model, writeback=True):
+        model.up.bias = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ShardingError, match="no longer"), zerograph.gathered(model, writeback=True):
+        model.head.weight = nn.Parameter(torch.zeros(9, 4))
+    with pytest.raises(ShardingError, match="removed"), zerograph.gathered(model, writeback=True):
+        del model.up.weight
+    assert differing(full(model), before) == []
+    assert all(p is outward[n] for n, p in model.named_parameters())
+    with pytest.raises(ShardingError, match="gathered"):
+        model.up.weight = nn.Parameter(torch.zeros(8, 4))
+
+
+def test_failures_restore_the_shards() -> None:
+    run(2, _failures)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rnn(x)[0]
+
+
+def _flat_weights() -> None:
+    model = Recurrent()
+    expected = model(torch.ones(2, 1, 4))
+    zerograph.shard(model, zerograph.backend(stage=3))
+    for inside in (False, True):
+        with zerograph.gathered(model) if inside else torch.enable_grad():
+            assert torch.equal(model(torch.ones(2, 1, 4)), expected)
+
+
+def test_recurrent_modules() -> None:
+    run(2, _flat_weights)

@@ -1,0 +1,129 @@
+"""What docs/outside-of-forward.md shows runs as it stands, and computes what plain PyTorch does."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from toy import VOCABULARY, build, differing, full
+
+import zerograph
+from zerograph.core.errors import ShardingError
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "outside-of-forward.md"
+NORMS, WHOLE, PENALTY, VECTOR, AVERAGE, TARGET = (
+    part.split("```")[0] for part in PAGE.read_text().split("```python")[1:]
+)
+
+
+def names() -> dict[str, Any]:
+    """What the page's code is given."""
+    tools = {"AveragedModel": AveragedModel, "get_ema_multi_avg_fn": get_ema_multi_avg_fn, "copy": copy}
+    return tools | {"torch": torch, "zerograph": zerograph, "DTensor": DTensor, "cross_entropy": cross_entropy}
+
+
+def batches(rank: int, steps: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(0, VOCABULARY, (8,), generator=generator).chunk(2)[rank] for _ in range(steps)]
+
+
+def plainly(average_too: bool) -> tuple[nn.Module, Any]:
+    """The page's loss, or its loop of averages, in one process."""
+    model = build()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for pair in zip(batches(0, 3), batches(1, 3), strict=True):
+        loss = cross_entropy(model(torch.cat(pair)), torch.cat(pair))
+        if not average_too:
+            (loss + 0.1 * sum(p.square().sum() for p in model.parameters())).backward()
+            return model, None
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+    return model, average
+
+
+def _page(stage: int) -> None:
+    model, scope = build(), names()
+    backend = zerograph.backend(stage=stage, compute="eager")
+    model.compile(backend=backend)
+    scope |= {"model": model, "backend": backend}
+
+    scope["target"] = copy.deepcopy(model)
+    early_target = TARGET.replace("target = copy.deepcopy(model)", "")
+    (tokens,) = batches(dist.get_rank(), 1)
+    scope["loss"] = cross_entropy(model(tokens), tokens)
+    exec(WHOLE + PENALTY, scope)
+    scope["loss"].backward()
+    reference, _ = plainly(average_too=False)
+    for name, param in reference.named_parameters():
+        grad = model.get_parameter(name).grad
+        assert (grad is None) == (param.grad is None), name
+        if grad is not None:
+            torch.testing.assert_close(scope["whole"](grad), param.grad, msg=lambda m, n=name: f"{n}: {m}")
+
+    exec(NORMS, scope)
+    assert scope["norms"].gradient == pytest.approx(
+        nn.utils.get_total_norm([p.grad for p in reference.parameters() if p.grad is not None]).item(), rel=1e-5
+    )
+    assert scope["mean"] == pytest.approx(reference.down.weight.mean().item(), rel=1e-5)
+    exec(early_target, scope)
+    assert differing(full(scope["target"]), full(model)) == []
+    before = full(model)
+    exec(VECTOR, scope)
+    for name, param in model.named_parameters():
+        assert torch.equal(scope["whole"](param.detach()), before[name] * 0.5), name
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_page(stage: int) -> None:
+    run(2, _page, stage)
+
+
+def _averages() -> None:
+    model = build()
+    model.compile(backend=zerograph.backend(stage=3, compute="eager"))
+    tokens = batches(dist.get_rank(), 3)
+    scope = names() | {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
+    scope["data"] = [(t, t) for t in tokens]
+    exec(AVERAGE, scope)  # made before the first call
+    _, reference = plainly(average_too=True)
+    ours = full(scope["average"])
+    for name, value in full(reference).items():
+        torch.testing.assert_close(ours[name], value, msg=lambda m, n=name: f"{n}: {m}")
+    scope["data"] = scope["data"][:1]
+    exec(AVERAGE, scope)  # made after it
+    assert differing(full(scope["average"].module), full(model)) == []
+
+
+def test_the_page_on_averages() -> None:
+    run(2, _averages)
+
+
+CHANGES = {
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+    "weight_norm": parametrizations.weight_norm,
+    "the older weight_norm": nn.utils.weight_norm,
+    "delete": lambda layer: delattr(layer, "weight"),
+    "replace": lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(4, 4))),
+    "rename": lambda layer: layer.register_parameter("weight_orig", layer.get_parameter("weight")),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_what_takes_a_parameter_away_is_refused(change: str) -> None:
+    layer = zerograph.shard(nn.Linear(4, 4), zerograph.backend(dtype=torch.float32))
+    with pytest.raises(ShardingError, match=r"parameter weight .*is sharded and cannot be (kept as|removed|replaced)"):
+        CHANGES[change](layer)

@@ -1,0 +1,100 @@
+"""Modules that adoption cannot take, or takes although they look as if it could not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+from torch import Tensor, nn
+
+import zerograph
+from zerograph.core.errors import UnsupportedError
+
+
+class Registered(nn.Module):
+    """Its subclasses have to say what they are."""
+
+    kinds: list[str] = []
+
+    def __init_subclass__(cls, kind: str, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        Registered.kinds.append(kind)
+
+
+class Layer(Registered, kind="layer"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+
+class Final(type):
+    """Classes that are not to be inherited from."""
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], members: dict[str, Any]) -> Any:
+        if any(isinstance(base, Final) for base in bases):
+            raise TypeError("this class is final")
+        return super().__new__(mcs, name, bases, members)
+
+
+class Sealed(nn.Linear, metaclass=Final):
+    pass
+
+
+def with_buffer(values: Tensor) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].register_buffer("table", values)
+    return model
+
+
+def made(which: str) -> nn.Module:
+    torch.manual_seed(0)
+    makers = {
+        "sealed": lambda: nn.Sequential(nn.Linear(4, 4), Sealed(4, 4)),
+        "coo": lambda: with_buffer(torch.eye(4).to_sparse()),
+        "csr": lambda: with_buffer(torch.eye(4).to_sparse_csr()),
+        "quantized": lambda: with_buffer(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)),
+        "scripted": lambda: nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4))),
+    }
+    return makers[which]()
+
+
+def _refused(which: str) -> str:
+    model = made(which)
+    before = tuple(model.parameters())
+    with pytest.raises(UnsupportedError) as caught:
+        zerograph.shard(model, zerograph.backend(stage=3))
+    assert type(model[0]) is nn.Linear  # nothing was changed
+    assert all(p is q for p, q in zip(model.parameters(), before, strict=True))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("which", "told"),
+    [
+        ("sealed", "class Sealed owns parameters and cannot be inherited from (this class is final)"),
+        ("coo", "buffer 0.table is torch.sparse_coo"),
+        ("csr", "buffer 0.table is torch.sparse_csr"),
+        ("quantized", "buffer 0.table is quantized"),
+        ("scripted", "RecursiveScriptModule 1 is a ScriptModule"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused_before_anything_is_changed(which: str, told: str) -> None:
+    for text in run(2, _refused, which):
+        assert text.startswith(told) and "hint:" in text
+
+
+def _taken() -> None:
+    rank = float(dist.get_rank())
+    model = nn.Sequential(Layer(), with_buffer(torch.full((1,), rank).expand(3, 4)))
+    zerograph.shard(model, zerograph.backend(stage=3))
+    assert type(model[0]) is not Layer and isinstance(model[0], Layer)
+    assert Registered.kinds == ["layer"]  # the generated class is none of theirs
+    table = model[1][0].table
+    assert table.eq(0).all() and table.stride() == (0, 0)  # rank 0's, and still one value in memory
+
+
+def test_classes_that_take_arguments_and_expanded_buffers_work() -> None:
+    run(2, _taken)

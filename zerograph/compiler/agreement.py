@@ -1,0 +1,143 @@
+"""All ranks agree on a frame's collectives before any of them runs one.
+
+Ranks exchange a digest of the sequence through the process group's key-value store, once per frame and set of
+parameters, when the first such program is made. Later programs of the same frame (other shapes, evaluation) may be
+compiled by one rank alone; they communicate nothing and are compared with the first one locally.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from zerograph.core.errors import CollectiveMismatch
+from zerograph.core.plan import GivenPlan
+from zerograph.runtime.comm import backend_name
+from zerograph.runtime.entry import ALONE
+from zerograph.runtime.meeting import Meeting, shared
+from zerograph.runtime.program import Program
+
+
+class Agreement:
+    """The sequences agreed so far, of one backend on one rank."""
+
+    def __init__(self, group: dist.ProcessGroup, meeting: Meeting) -> None:
+        self.rank, self.world_size, self.meeting, self._group = group.rank(), group.size(), meeting, group
+        self._store = dist.PrefixStore("agreement", meeting.store)
+        self._first: dict[str, dict[str, list[str]]] = {}
+
+    @classmethod
+    def open(cls, group: dist.ProcessGroup, device: torch.device, plan: GivenPlan | None = None) -> Agreement | None:
+        """An agreement between the ranks of ``group``, who all call this; None where ranks are simulated.
+
+        Raises:
+            CollectiveMismatch: ranks were given different plans to replay, or some of them none.
+        """
+        if backend_name(group, device) == "fake":
+            return None
+        mine = (plan.plan.digest if plan is not None else None, str(plan))
+        _compare_plans(shared(group, mine))
+        return cls(group, Meeting.open(group, device))
+
+    def require_same(self, lines: Sequence[str]) -> None:
+        """Compare ``lines``, what this rank was given, with those of all ranks, who call this together.
+
+        Raises:
+            CollectiveMismatch: on all ranks alike, naming the first rank and line that differ from rank 0's.
+        """
+        digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+        digests = shared(self._group, digest)
+        if len(set(digests)) == 1:
+            return
+        given = shared(self._group, list(lines))
+        rank = next(rank for rank, theirs in enumerate(digests) if theirs != digests[0])
+        pairs = itertools.zip_longest(given[0], given[rank], fillvalue="nothing more")
+        first, other = next((a, b) for a, b in pairs if a != b)
+        raise CollectiveMismatch(
+            f"ranks shard different models, or in different ways: rank 0 has {first}, rank {rank} has {other}",
+            "build the same model on every rank, and give zerograph.backend the same arguments",
+        )
+
+    def check(self, code: str, program: Program) -> None:
+        """Compare ``program``, compiled from the user's function ``code``, with other ranks or with its predecessor.
+
+        Raises:
+            CollectiveMismatch: naming the first collective that differs, or the ranks that never got here.
+        """
+        sequence = list(program.collectives())
+        if not sequence:
+            return
+        frame = f"{code} {program.kind}"
+        variants = self._first.setdefault(frame, {})
+        variant = "\n".join(sorted(sequence))
+        if variant in variants:
+            _compare(frame, "the first program of this frame", variants[variant], "this one", sequence)
+            return
+        self._exchange(f"{frame} #{len(variants)}", sequence)
+        variants[variant] = sequence  # not before: one that an error interrupts is exchanged again, under the same key
+
+    def tell(self, key: str, mine: Any) -> None:
+        """Let other ranks know ``mine`` (data that JSON can hold) under ``key``; once per key."""
+        self._store.set(f"{key}/{self.rank}", json.dumps(mine))
+
+    def told(self, key: str, rank: int) -> Any:
+        """What ``rank`` tells under ``key``; waits for it.
+
+        Raises:
+            RankError: it failed, ended, or did not tell within the timeout of the process group.
+        """
+        name = f"{key}/{rank}"
+        self.meeting.wait(
+            {rank: f"agreement/{name}"},
+            f"for rank {rank} to compile {key}",
+            f"all ranks compile a function's first program together: see whether rank {rank} failed, or takes another "
+            f"path through the model; {ALONE}",
+        )
+        return json.loads(self._store.get(name))
+
+    def answers(self, key: str, mine: Any) -> list[Any]:
+        """What every rank tells under ``key``, by rank."""
+        self.tell(key, mine)
+        return [self.told(key, rank) for rank in range(self.world_size)]
+
+    def _exchange(self, key: str, sequence: list[str]) -> None:
+        name = f"agreement/{key}/{self.rank}"
+        self.meeting.void.append(name)  # should this fail, the next try may tell another sequence
+        self.tell(key, sequence)
+        for other in range(self.world_size):
+            _compare(key, f"rank {other}", self.told(key, other), f"rank {self.rank}", sequence)
+        self.meeting.void.remove(name)
+
+
+def _compare_plans(plans: Sequence[tuple[str | None, str]]) -> None:
+    """Every rank sees the plans of all, so that all raise, and none waits for another."""
+    first = plans[0]
+    for rank, plan in enumerate(plans):
+        if plan[0] != first[0]:
+            raise CollectiveMismatch(
+                f"ranks replay different plans: rank 0 {_replays(*first)}, rank {rank} {_replays(*plan)}",
+                "give zerograph.backend(plan=...) the same file on every rank, or on none",
+            )
+
+
+def _replays(digest: str | None, text: str) -> str:
+    return "replays none" if digest is None else f"replays {text}"
+
+
+def _compare(frame: str, who: str, theirs: list[str], me: str, mine: list[str]) -> None:
+    if theirs == mine:
+        return
+    differing = [line for line in difflib.ndiff(theirs, mine) if line[0] in "+-"]
+    shown = [f"  {who if line[0] == '-' else me} only: {line[2:]}" for line in differing[:6]]
+    raise CollectiveMismatch(
+        f"{frame}: {who} and {me} would run different collectives "
+        f"({len(theirs)} against {len(mine)}, {len(differing)} differ)\n" + "\n".join(shown),
+        "every rank must use the same parameters in the same order; make control flow in forward the same on all ranks",
+    )

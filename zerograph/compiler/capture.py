@@ -1,0 +1,284 @@
+"""A traced graph as a :class:`~zerograph.core.step.Step`: what the planner reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import detect_fake_mode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils.checkpoint import CheckpointPolicy
+
+from zerograph.core.step import Kind, Op, Param, Step, Value
+from zerograph.dimensions import Dimensions, Lookup, Traced, last_of_range
+from zerograph.graph.costs import (
+    Read,
+    bytes_of,
+    describing_sizes,
+    expression_of,
+    flops_of,
+    is_cheap_to_repeat,
+    kernel_bytes,
+    memory_owner,
+    traced_size,
+)
+from zerograph.graph.layers import module_of
+from zerograph.graph.nodes import FACE_AT, Activation, Marker, backward_nodes, is_view, markers, output_of
+from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
+from zerograph.planner.optimizer import with_updates
+from zerograph.symbolic import Name, SymbolicStep
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a graph does not tell of the step that it is.
+
+    Attributes:
+        training: whether a backward, and then an update, follow the forward.
+        world_size: ranks that parameters are sharded over.
+        moments: tensors that the optimizer keeps per parameter.
+        tied: of a parameter the other names that the model has for it.
+    """
+
+    training: bool
+    world_size: int = 1
+    moments: int = 2
+    tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def capture(graph: fx.Graph, setting: Setting) -> Step:
+    """The step that ``graph`` (joint, or inference) performs on this rank.
+
+    Symbolic sizes are counted at the size that was traced.
+    """
+    return _step(graph, _Part(graph), setting)
+
+
+def _step(graph: fx.Graph, part: _Part, setting: Setting) -> Step:
+    backward = backward_nodes(graph)
+    returned = part.behind(n for n in output_of(graph).all_input_nodes if n not in backward)
+    step = Step(
+        ops=tuple(_op(n, n in backward, part) for n in part.ops),
+        values=tuple(_value(n, part) for n in part.nodes),
+        params=tuple(replace(p, tied_to=setting.tied.get(p.name, ())) for p in _params(graph)),
+        training=setting.training,
+        outputs=tuple(n.name for n in returned if n.op != "placeholder"),
+    )
+    return with_updates(step, setting.world_size, setting.moments)
+
+
+def capture_symbolic(graph: fx.Graph, sizes: Mapping[Name, int], setting: Setting) -> SymbolicStep:
+    """The step that ``graph`` performs, at all sizes that it was traced for.
+
+    Args:
+        sizes: the traced size of each dimension that was marked dynamic. They differ: symbols are told apart by them,
+            since tensors that share a dimension may each have brought a symbol of its own.
+
+    Raises:
+        UnsupportedError: a size is no arithmetic on whole numbers, or depends on another dynamic dimension.
+    """
+    part = _Part(graph)
+    dimensions = Dimensions(_traced(graph), sizes)
+    read = dimensions.read
+    step = _step(graph, part, setting)
+    values, updates = step.values[len(part.nodes) :], step.updates  # parameters are of one size
+    return SymbolicStep(
+        traced=step,
+        sizes={name: size for name, size in sizes.items() if name not in dimensions.fixed},
+        fixed=dimensions.fixed,
+        bytes=(*(_bytes(n, read) for n in part.nodes), *(v.bytes for v in values)),
+        flops=(*(flops_of(n, read) for n in part.ops), *(op.flops for op in updates)),
+        moved=(*(kernel_bytes(n, read, part.sizes) for n in part.ops), *(op.moved for op in updates)),
+        cheap=(
+            *(dimensions.decided(is_cheap_to_repeat(n, read, part.sizes)) for n in part.ops),
+            *(op.cheap for op in updates),
+        ),
+        conditions=dimensions.conditions(_lookups(graph)),
+    )
+
+
+def _traced(graph: fx.Graph) -> Traced:
+    """What torch knows of the graph's symbols.
+
+    Private: where the graph's ``ShapeEnv`` is, and of that its tables of symbols. Torch answers what a size was, and in
+    no public way what it depends on, nor what was assumed.
+    """
+    mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes if node.op == "placeholder"])
+    env = (mode and mode.shape_env) or ShapeEnv()
+    files = {source_line(node).rpartition(":")[0] for node in graph.nodes}
+    sizes = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # the latter up to 2.12
+    return Traced(
+        sizes={symbol: int(size) for symbol, size in sizes.items()},
+        meant={symbol: env.replace(symbol) for symbol in sizes},
+        ranges={symbol: (env.var_to_range[symbol].lower, env.var_to_range[symbol].upper) for symbol in sizes},
+        guards=tuple((guard.expr, _line_of_guard(guard.sloc.maybe_user_loc or "", files)) for guard in env.guards),
+    )
+
+
+def _line_of_guard(location: str, files: Iterable[str]) -> str:
+    """``file:line`` of where a guard was asked for.
+
+    Torch writes it behind the line itself, and cuts the path where it parts from that of torch, which may leave half a
+    name: the one among ``files`` that ends so is meant.
+    """
+    found = re.search(r"# (\S+):(\d+) in ", location)
+    if found is None:
+        return ""
+    return f"{next((f for f in files if f.endswith(found[1])), found[1])}:{found[2]}"
+
+
+def _lookups(graph: fx.Graph) -> Iterator[Lookup]:
+    """Where tables are read by position."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
+        last = last_of_range(node.args[1])
+        if last is not None:
+            yield Lookup(last, traced_size(node.args[0].meta["val"].shape[0]), source_line(node))
+
+
+class _Part:
+    """What of a graph is the step: data, and work on it.
+
+    Arithmetic on sizes is not, nor is what leaves all of a tensor as it is. Graphs of dynamic shapes hold both where
+    others hold neither; the step is the same.
+
+    Attributes:
+        sizes: what is arithmetic on sizes.
+        nodes: inputs and operations, in order.
+        ops: the operations among them.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.sizes = describing_sizes(graph)
+        self._same: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            source = _left_as_it_is(node)
+            if source is not None:
+                self._same[node] = self._same.get(source, source)
+        self.nodes = [n for n in graph.nodes if n.op != "output" and n not in self.sizes and not self._is_left_out(n)]
+        self.ops = [n for n in self.nodes if n.op == "call_function"]
+
+    def _is_left_out(self, node: fx.Node) -> bool:
+        """Whether ``node`` leaves a tensor as it is, or only makes what is then written over."""
+        if node in self._same or node.op != "call_function" or not node.users or self.behind(node.all_input_nodes):
+            return node in self._same
+        return all(user in self._same and user.args[0] is node and _is_scatter(user) for user in node.users)
+
+    def behind(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
+        """``nodes`` as far as they are data, each once, and what they look at instead of views of all of it."""
+        return list(dict.fromkeys(self._same.get(n, n) for n in nodes if n not in self.sizes))
+
+    def owner(self, node: fx.Node) -> fx.Node:
+        """The node whose memory ``node`` looks at."""
+        owner = memory_owner(node)
+        return self.owner(self._same[owner]) if owner in self._same else owner
+
+
+def _left_as_it_is(node: fx.Node) -> fx.Node | None:
+    """The tensor of which ``node`` is a view with its very shape and strides, or which it writes over all of another.
+
+    Sizes are compared as expressions: asking torch would make it assume what it answers.
+    """
+    scatters = _is_scatter(node)
+    source = node.args[1] if scatters else node.args[0] if is_view(node) else None
+    if not isinstance(source, fx.Node):
+        return None
+    before, after = source.meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor) or before.dtype != after.dtype:
+        return None
+    same = _sizes(before.shape) == _sizes(after.shape)
+    return source if same and (scatters or _sizes(before.stride()) == _sizes(after.stride())) else None
+
+
+def _is_scatter(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.slice_scatter.default
+
+
+def _sizes(sizes: Iterable[int | torch.SymInt]) -> list[Any]:
+    return [size if isinstance(size, int) else expression_of(size) for size in sizes]
+
+
+def _params(graph: fx.Graph) -> tuple[Param, ...]:
+    reduced = {m.name: m for m in markers(graph, REDUCE_GRAD)}
+    read = {m.name: m for m in markers(graph, UNSHARD)}
+    params = [_param(m, m.node.args[1], m.source.meta["val"].dtype, name in reduced) for name, m in read.items()]
+    # Parameters of which nothing but the shape is read have a gradient all the same.
+    unread = [m for name, m in reduced.items() if name not in read]
+    return (*params, *(_param(m, m.source.meta["val"].shape, m.node.args[2], True) for m in unread))
+
+
+def _param(marker: Marker, shape: Any, dtype: Any, trainable: bool) -> Param:
+    return Param(
+        name=marker.name,
+        shape=tuple(shape),
+        dtype=dtype_name(dtype),
+        compute_dtype=dtype_name(marker.dtype),
+        reduce_dtype=dtype_name(marker.reduce_dtype),
+        trainable=trainable,
+        sharded=marker.sharded,
+    )
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _op(node: fx.Node, backward: bool, part: _Part) -> Op:
+    inputs = part.behind(node.all_input_nodes)
+    return Op(
+        name=node.name,
+        target=str(node.target),
+        phase="backward" if backward else "forward",
+        reads=tuple(n.name for n in inputs),
+        writes=(node.name,),
+        params=_params_of(node),
+        source=source_line(node),
+        module=module_of(node) or "",
+        flops=flops_of(node),
+        moved=kernel_bytes(node, without=part.sizes),
+        cheap=is_cheap_to_repeat(node, without=part.sizes),
+        again=node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE),
+        activation=fact.name if isinstance(fact := node.meta.get("zg"), Activation) else "",
+    )
+
+
+def _params_of(node: fx.Node) -> tuple[str, ...]:
+    if node.target in (UNSHARD, REDUCE_GRAD):
+        return (str(node.args[FACE_AT[node.target]]),)
+    return tuple(str(n.args[2]) for n in node.all_input_nodes if n.target is UNSHARD)
+
+
+def source_line(node: fx.Node) -> str:
+    """``file:line`` of the user's code that ``node`` comes from, innermost frame; empty when unknown.
+
+    Where a parameter is read, that is not the property that reads it.
+    """
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return next((f"{file}:{line}" for file, line in reversed(found) if file not in _READERS), "")
+
+
+_HOME = Path(__file__).parent.parent
+_READERS = frozenset(str(_HOME / name) for name in ("sharding/parametrization.py", "reading.py"))
+
+
+def _value(node: fx.Node, part: _Part) -> Value:
+    owner = part.owner(node)
+    return Value(node.name, _bytes(node), _kind(node), "" if owner is node else owner.name)
+
+
+def _bytes(node: fx.Node, read: Read = traced_size) -> Any:
+    val = node.meta.get("val")
+    return bytes_of(val, read) if isinstance(val, torch.Tensor) else 0  # parts of a tuple are values of their own
+
+
+def _kind(node: fx.Node) -> Kind:
+    if node.op == "placeholder":
+        return "input"
+    if node.target is UNSHARD:
+        return "gathered"
+    return "gradient" if node.target is REDUCE_GRAD else "temporary"

@@ -1,0 +1,355 @@
+"""A graph of Dynamo's with a few of its repeated layers: what AOTAutograd traces in place of all of them.
+
+Dynamo has looked at every layer, so whether they are alike is read from its graph, node by node: the same operators
+with the same arguments, on values of the same kind, reading from the layer before what that one reads from its own.
+Then the joint graph of four layers, the first two and the last two, tells that of all
+(:mod:`zerograph.compiler.unfold`). The first and the last one may differ from those between them.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd import graph_compile  # private: the one place at which AOTAutograd traces backwards
+from torch._guards import TracingContext, tracing
+from torch._inductor.decomposition import select_decomp_table
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten
+
+from zerograph.compiler.lower import without_code
+from zerograph.compiler.unfold import Joint, NotFoldable, Place, Repeat, parameters_in
+from zerograph.graph.layers import module_of
+from zerograph.graph.nodes import FACE_AT
+from zerograph.graph.repeated_layers import LEAST
+
+Region = torch.ops.higher_order.tag_activation_checkpoint
+"""A call under ``torch.utils.checkpoint``: its first argument is the graph that runs there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folded:
+    """A graph that has four layers of a stack.
+
+    Attributes:
+        gm: the graph.
+        inputs: which inputs of the whole graph are this one's.
+        path: the stack's name.
+        traced: the numbers of its layers that are left.
+        layers: of all of them.
+        input_of: the input of the whole graph for one of this graph, in the layer so many after the third.
+    """
+
+    gm: fx.GraphModule
+    inputs: list[int]
+    path: str
+    traced: tuple[int, ...]
+    layers: tuple[int, ...]
+    input_of: Callable[[int, int], int]
+
+    def repeated(self, joint: Joint) -> Repeat:
+        """The joint graph of the whole graph, from this one's.
+
+        Raises:
+            NotFoldable: it does not repeat as the graph it comes from does.
+        """
+        found = Repeat.of(joint, self.path, self.traced, self.layers, self.traced)
+        given = len(self.inputs)  # behind them are the gradients of the outputs, which no layer has for itself
+        order = [self.input_of(i, copy) for i, copy in found.whole.inputs if i < given]
+        if order != [*range(len(order))] or any(i < given for i, _ in found.whole.inputs[len(order) :]):
+            raise NotFoldable("its inputs are in another order")
+        return found
+
+
+def fold(gm: fx.GraphModule) -> Folded:
+    """``gm``, as Dynamo records it, with four of the layers of its largest stack.
+
+    Raises:
+        NotFoldable: it has no stack of at least :data:`~zerograph.graph.repeated_layers.LEAST` layers, or they are
+            not alike.
+    """
+    return _Folding(gm).run()
+
+
+class _Traced(Exception):
+    """Raised with the joint graph that was wanted, and nothing behind it."""
+
+    def __init__(self, joint: Joint) -> None:
+        super().__init__()
+        self.joint = joint
+
+
+def joint_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
+    """The joint graph of ``gm``, traced as a graph of its own.
+
+    Raises:
+        NotFoldable: it has no backward.
+    """
+
+    def partition(
+        joint: fx.GraphModule, _: Any, *, num_fwd_outputs: int, static_lifetime_input_indices: Sequence[int] = ()
+    ) -> Any:
+        raise _Traced(Joint(joint, num_fwd_outputs, list(static_lifetime_input_indices)))
+
+    def compiles(*_: Any) -> Any:
+        raise NotFoldable("it has no backward")
+
+    tracer = aot_autograd(
+        fw_compiler=compiles,
+        partition_fn=partition,
+        decompositions=select_decomp_table,
+        keep_inference_input_mutations=True,
+    )
+    try:
+        with tracing(copy.copy(TracingContext.get())):  # the frame's own is for the whole graph
+            tracer(gm, inputs)
+    except _Traced as traced:
+        return traced.joint
+    raise AssertionError("AOTAutograd neither partitions nor compiles")
+
+
+@contextmanager
+def tracing_gives(joint: fx.GraphModule) -> Iterator[None]:
+    """Inside, AOTAutograd takes ``joint`` for its trace of a graph with a backward.
+
+    Where the graph does more than compute outputs from inputs it is traced as ever: AOTAutograd returns what it writes
+    to, and bases of views, in ways of its own.
+    """
+    trace = graph_compile.aot_dispatch_autograd_graph
+
+    def given(flat_fn: Any, flat_args: Any, descs: Any, config: Any, *, fw_metadata: Any) -> Any:
+        inputs, _ = tree_flatten((flat_args, fw_metadata.traced_tangents))
+        if not _is_plain(fw_metadata) or [*map(_layout, inputs)] != [
+            _layout(node.meta["val"]) for node in joint.graph.find_nodes(op="placeholder")
+        ]:
+            return trace(flat_fn, flat_args, descs, config, fw_metadata=fw_metadata)
+        detached = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
+        count = len(flat_args)
+        return (
+            joint,
+            (detached[:count], detached[count:]),
+            (descs, fw_metadata.traced_tangents_descs),
+            None,
+        )
+
+    graph_compile.aot_dispatch_autograd_graph = given  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        graph_compile.aot_dispatch_autograd_graph = trace
+
+
+def _is_plain(metadata: Any) -> bool:
+    """Whether AOTAutograd's metadata tells of outputs that are computed from inputs, and of nothing else."""
+    return not (
+        any(info.mutates_data or info.mutates_metadata for info in metadata.input_info)
+        or metadata.num_intermediate_bases
+        or metadata.tokens
+    )
+
+
+@dataclass(slots=True)
+class _Folding:
+    gm: fx.GraphModule
+    path: str = ""
+    numbers: tuple[int, ...] = ()  # of the layers
+    places: dict[fx.Node, Place] = field(default_factory=dict)  # layers counted from 0
+    at: dict[Place, fx.Node] = field(default_factory=dict)
+
+    def run(self) -> Folded:
+        nodes = list(self.gm.graph.nodes)
+        self._find_stack(nodes)
+        self._place(nodes)
+        last = len(self.numbers) - 1
+        layers: list[dict[Place, fx.Node]] = [{} for _ in self.numbers]
+        for where, node in self.at.items():
+            layers[where.layer][where._replace(layer=0)] = node
+        for layer in range(2, last):
+            self._compare(layer, layers[layer], layers[layer - 1])
+        kept = (0, 1, last - 1, last)
+        graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+        for node in nodes:
+            place = self.places.get(node)
+            if place is None or place.layer in kept:
+                new[node] = graph.node_copy(node, partial(self._new_source, new, place))
+                new[node].__dict__.update({k: v for k, v in node.__dict__.items() if k == "_dynamo_source"})
+        given = [n for n in nodes if n.op == "placeholder"]
+        index = {node: i for i, node in enumerate(given)}
+        inputs = [i for i, node in enumerate(given) if node in new]
+
+        def input_of(place: int, copy: int) -> int:
+            node = given[inputs[place]]
+            if copy < 0:
+                return index[node]
+            there = self.places.get(node)
+            if there is None or there.layer != last - 1:
+                raise NotFoldable(f"{node.name} is repeated, but no input of a layer")
+            return index[self.at[there._replace(layer=2 + copy)]]
+
+        traced = tuple(self.numbers[i] for i in kept)
+        return Folded(without_code(self.gm, graph), inputs, self.path, traced, self.numbers, input_of)
+
+    def _new_source(self, new: dict[fx.Node, fx.Node], reader: Place | None, old: fx.Node) -> fx.Node:
+        """What a node at ``reader`` reads in place of ``old``."""
+        there, last = self.places.get(old), len(self.numbers) - 1
+        if there is None or there.layer in (0, 1, last - 1, last):
+            return new[old]
+        if reader is None or (reader.layer, there.layer) != (last - 1, last - 2):
+            raise NotFoldable(f"{old.name} of a layer in the middle is read outside of it")
+        return new[self.at[there._replace(layer=1)]]
+
+    def _find_stack(self, nodes: list[fx.Node]) -> None:
+        found: Counter[str] = Counter()
+        numbers: dict[str, dict[int, None]] = {}
+        for node in nodes:
+            for match in re.finditer(r"\.(\d+)(?=\.|$)", f".{self._module(node)}"):
+                path = match.string[1 : match.start()]
+                found[path] += 1
+                numbers.setdefault(path, {})[int(match[1])] = None
+        deep = [path for path in found if path and len(numbers[path]) >= LEAST]
+        if not deep:
+            raise NotFoldable("it has no deep stack of layers")
+        self.path = max(deep, key=found.__getitem__)
+        self.numbers = tuple(numbers[self.path])
+
+    def _module(self, node: fx.Node) -> str:
+        """The module that ``node`` belongs to; for a checkpointed region and its call, that of what runs in it."""
+        source = node.args[0] if node.target is Region else node
+        body = _body(self.gm, source) if isinstance(source, fx.Node) else None
+        if body is None:
+            return module_of(node) or ""
+        return next((module_of(n) or "" for n in body.graph.nodes if n.op not in ("placeholder", "output")), "")
+
+    def _place(self, nodes: list[fx.Node]) -> None:
+        """A layer reaches from its first node to the next one's; the last one to its last node."""
+        computing = [n for n in nodes if n.op not in ("placeholder", "output")]
+        stem = re.compile(rf"{re.escape(self.path)}\.(\d+)(?:\.|$)")
+        order = {number: i for i, number in enumerate(self.numbers)}
+        layer, ends, placed = -1, 0, list[tuple[fx.Node, int]]()
+        for i, node in enumerate(computing):
+            match = stem.match(self._module(node))
+            if match is not None:
+                if order[int(match[1])] < layer:
+                    raise NotFoldable("its layers are mixed")
+                layer, ends = order[int(match[1])], i
+            placed.append((node, layer))
+        offsets: Counter[int] = Counter()
+        for node, layer in placed[: ends + 1]:
+            if layer >= 0:
+                self._put(node, Place(layer, "forward", offsets[layer]))
+                offsets[layer] += 1
+        offsets.clear()
+        for node in nodes:
+            if node.op == "placeholder":
+                layers = {self.places[user].layer if user in self.places else -1 for user in node.users}
+                if len(layers) == 1 and (layer := layers.pop()) >= 0:
+                    self._put(node, Place(layer, "input", offsets[layer]))
+                    offsets[layer] += 1
+
+    def _put(self, node: fx.Node, place: Place) -> None:
+        self.places[node], self.at[place] = place, node
+
+    def _compare(self, layer: int, parts: dict[Place, fx.Node], before: dict[Place, fx.Node]) -> None:
+        """Raises unless ``layer``, of these ``parts``, does what the one before it does."""
+        if parts.keys() != before.keys():
+            raise NotFoldable(f"layers {layer - 1} and {layer} have {len(before)} and {len(parts)} nodes")
+        stack = parameters_in(self.path)
+        names = (f"{stack}.{self.numbers[layer]}.", f"{stack}.{self.numbers[layer - 1]}.")
+
+        def alike(a: fx.Node, b: fx.Node) -> bool:
+            here, there = self.places.get(a), self.places.get(b)
+            if here is None or there is None:
+                return a is b
+            if here.layer == layer - 1 and layer == 2:
+                return there.layer == 0  # which may be another kind of layer
+            return here == there._replace(layer=there.layer + 1) and here.layer in (layer, layer - 1)
+
+        for place, node in parts.items():
+            self._compare_nodes(self.gm, node, before[place], alike, names)
+
+    def _compare_nodes(
+        self,
+        gm: fx.GraphModule,
+        a: fx.Node,
+        b: fx.Node,
+        alike: Callable[[fx.Node, fx.Node], bool],
+        names: tuple[str, str],
+    ) -> None:
+        ours, theirs = _body(gm, a), _body(gm, b)
+        same = a.op == b.op and _facts(a) == _facts(b) and (ours is None) == (theirs is None)
+        if same and a.op != "placeholder" and ours is None:
+            same = a.target == b.target and _same((a.args, a.kwargs), (b.args, b.kwargs), alike, _face(a, names))
+        if not same:
+            raise NotFoldable(f"{a.name} and {b.name} of two layers differ")
+        if ours is not None and theirs is not None:
+            self._compare_bodies(ours, theirs, names)
+
+    def _compare_bodies(self, a: fx.GraphModule, b: fx.GraphModule, names: tuple[str, str]) -> None:
+        """Raises unless two checkpointed regions do the same."""
+        ours, theirs = list(a.graph.nodes), list(b.graph.nodes)
+        if len(ours) != len(theirs):
+            raise NotFoldable("two of its checkpointed regions differ")
+        twin = dict(zip(ours, theirs, strict=True))
+        for x, y in twin.items():
+            if _body(a, x) is not None or _body(b, y) is not None:
+                raise NotFoldable("a checkpointed region has one inside")
+            self._compare_nodes(a, x, y, lambda p, q: twin[p] is q, names)
+
+
+def _body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    """The graph that ``node`` names; None when it is another node, or names a tensor."""
+    found = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
+    return found if isinstance(found, fx.GraphModule) else None
+
+
+def _facts(node: fx.Node) -> list[object]:
+    """What AOTAutograd will see of ``node``'s value.
+
+    Raises:
+        NotFoldable: it has a size that is not known.
+    """
+    value = node.meta.get("example_value")
+    flat, _ = tree_flatten(value)
+    return [(_layout(v), getattr(v, "requires_grad", False)) for v in flat]
+
+
+def _layout(value: Any) -> tuple[object, ...]:
+    if not isinstance(value, torch.Tensor):
+        return (type(value),)
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    if not all(type(size) is int for size in sizes):
+        raise NotFoldable("its sizes are dynamic")
+    return isinstance(value, DTensor), value.dtype, value.device, value.dim(), *sizes
+
+
+def _face(node: fx.Node, names: tuple[str, str]) -> Callable[[str, str], bool]:
+    """Whether two texts among ``node``'s arguments are equal, but for the layer's name in that of a parameter."""
+    if node.target not in FACE_AT:
+        return str.__eq__
+    return lambda a, b: a == b or (a.startswith(names[0]) and names[1] + a.removeprefix(names[0]) == b)
+
+
+def _same(a: Any, b: Any, alike: Callable[[fx.Node, fx.Node], bool], texts: Callable[[str, str], bool]) -> bool:
+    if type(a) is not type(b):
+        return False
+    match a:
+        case fx.Node():
+            return alike(a, b)
+        case list() | tuple():
+            return len(a) == len(b) and all(_same(x, y, alike, texts) for x, y in zip(a, b, strict=True))
+        case dict():
+            return a.keys() == b.keys() and all(_same(a[k], b[k], alike, texts) for k in a)
+        case slice():
+            return _same((a.start, a.stop, a.step), (b.start, b.stop, b.step), alike, texts)
+        case str():
+            return texts(a, b)
+    return bool(a == b)

@@ -1,0 +1,290 @@
+"""Lower a rewritten graph to a :class:`~zerograph.runtime.program.Program`.
+
+The graph is cut at its ``zg::`` nodes and where repeated layers begin; what lies between two cuts is a *segment*.
+Segments with the same structure share one compiled callable, so that a deep model compiles in the time of one layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule  # Inductor's own way, not public
+
+from zerograph.compiler.capture import source_line
+from zerograph.compiler.segment_graph import Body, body_of
+from zerograph.compiler.segments import Callee, SegmentCache, interpret
+from zerograph.core.step import Kind
+from zerograph.graph import ops
+from zerograph.graph.costs import bytes_of, flops_of, memory_owner, moved_bytes, temporary_bytes
+from zerograph.graph.layers import layer_of, layer_starts
+from zerograph.graph.nodes import is_size  # arithmetic that every segment which needs it repeats
+from zerograph.runtime.program import (
+    Compute,
+    Free,
+    Gather,
+    Instruction,
+    Program,
+    Reduce,
+    Register,
+    Segment,
+    WaitGather,
+    WaitReduce,
+)
+
+
+def without_code(gm: fx.GraphModule, graph: fx.Graph | None = None) -> fx.GraphModule:
+    """``gm`` (with another graph) as a module that generates its Python when it is called: never, if it is lowered.
+
+    The partitioner makes such modules; AOTAutograd's copy of the backward is none, and would be generated anew after
+    every pass.
+    """
+    return _LazyGraphModule.from_graphmodule(gm) if graph is None else _LazyGraphModule(gm, graph)
+
+
+def lower(gm: fx.GraphModule, kind: str, cache: SegmentCache) -> tuple[Program, tuple[Callee, ...]]:
+    """The program that ``gm`` stands for, and the callables of its segments."""
+    _keep_together(gm.graph)
+    return _Lowering(gm, kind, cache).run()
+
+
+def _keep_together(graph: fx.Graph) -> None:
+    """Move what unpacks a tuple to where it comes from, so that no cut comes between: registers hold tensors.
+
+    Random seeds move too: looked up where they are made, they leave the repeated layers without constants of their own.
+    """
+    *_, last_input = graph.find_nodes(op="placeholder", sort=True) or [None]
+    for node in list(graph.nodes):
+        if node.target is operator.getitem or node.target is torch.ops.prims.inductor_lookup_seed.default:
+            source = node.args[0]
+            anchor = last_input if source.op == "placeholder" else source
+            anchor.append(node)
+
+
+class _Lowering:
+    def __init__(self, gm: fx.GraphModule, kind: str, cache: SegmentCache) -> None:
+        self.gm, self.kind, self.cache = gm, kind, cache
+        self.registers: dict[Any, int] = {}  # of nodes, and of constants that the graph returns
+        self.instructions: list[Instruction] = []
+        self.segments: dict[str, int] = {}
+        self.described: list[Segment] = []
+        self.callables: list[Callee] = []
+        self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
+        self.symbols = _symbol_inputs(gm.graph)
+
+    def run(self) -> tuple[Program, tuple[Callee, ...]]:
+        placeholders = list(self.gm.graph.find_nodes(op="placeholder"))
+        for node in placeholders:
+            self._register(node)
+        pending: list[fx.Node] = []
+        layers = set(layer_starts(self.gm.graph))
+        for node in self.gm.graph.nodes:
+            if node.op in ("placeholder", "get_attr") or _is_result(node):
+                continue
+            cut = node.target in ops.INSTRUCTIONS or node.op == "output"
+            if cut or node in layers:
+                self._flush(pending)
+                pending = []
+            if cut:
+                self._emit(node)
+            else:
+                pending.append(node)
+        outputs = self._outputs()
+        program = Program(
+            kind=self.kind,
+            inputs=len(placeholders),
+            registers=len(self.registers),
+            instructions=_with_deaths(self.instructions, len(placeholders), outputs),
+            outputs=outputs,
+            segments=tuple(self.described),
+            contents=self._contents(),
+        )
+        return program, tuple(self.callables)
+
+    def _contents(self) -> tuple[Register, ...]:
+        first: dict[Any, int] = {}
+        found = []
+        for key, index in self.registers.items():
+            owner = memory_owner(key) if isinstance(key, fx.Node) else key
+            storage = first.setdefault(owner, index)
+            name = key.name if isinstance(key, fx.Node) else str(key[1])
+            size = bytes_of(owner.meta.get("val")) if isinstance(owner, fx.Node) else 0
+            found.append(Register(name, size, storage, _kind(key)))
+        return tuple(found)
+
+    def _register(self, node: Any) -> int:
+        return self.registers.setdefault(_key(node), len(self.registers))
+
+    def _regs(self, nodes: Any) -> tuple[int, ...]:
+        return tuple(self.registers[n] for n in nodes)
+
+    def _outputs(self) -> tuple[int | None, ...]:
+        output = next(iter(self.gm.graph.find_nodes(op="output")))
+        values: Any = output.args[0]
+        return tuple(None if v is None else self.registers[_key(v)] for v in values)
+
+    def _emit(self, node: fx.Node) -> None:
+        """Turn one ``zg::`` node into an instruction."""
+        if node.op == "output":
+            self._compute_sizes([n for n in node.all_input_nodes if is_size(n) and n.op != "placeholder"])
+            self._return_constants([v for v in node.args[0] if v is not None and not isinstance(v, fx.Node)])  # type: ignore[union-attr]
+            return
+        info = node.meta["zg"]
+        results = _results(node)
+        outs = tuple(self._register(results[k]) for k in range(len(results)))
+        match node.target:
+            case ops.GATHER:
+                step: Instruction = Gather(info.bucket, info.params, self._regs(node.args[0]), self._register(node))
+            case ops.WAIT_GATHER:
+                step = WaitGather(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
+            case ops.FREE:
+                step = Free(info.bucket, self._regs(node.args[0]))
+            case ops.REDUCE:
+                step = Reduce(info.bucket, info.params, self._regs(node.args[0]), self._register(node))
+            case _:
+                step = WaitReduce(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
+        self.instructions.append(step)
+
+    def _flush(self, nodes: list[fx.Node]) -> None:
+        """Make a segment of the compute nodes between two cuts."""
+        inside = {n for n in nodes if not is_size(n)}
+        if not inside:
+            return
+        outs = [n for n in nodes if n in inside and _leaves(n, inside)]
+        if not outs and not any(_mutates(n) for n in inside):
+            return
+        computing = [n for n in nodes if n in inside]
+        body = body_of(self.gm, computing, outs, self.symbols)
+        inputs, digest = body.inputs, body.digest()
+        callee = self.cache.get(body, digest)
+        known = self.segments.get(digest)  # repeated layers cost the same
+        segment = _segment(digest, computing, inputs, outs) if known is None else self.described[known]
+        module = next((layer for n in computing if (layer := layer_of(n))), "")
+        source = next((line for n in computing if (line := source_line(n))), "")
+        self._append_compute(segment, callee, inputs, outs, module, source)
+
+    def _compute_sizes(self, sizes: list[fx.Node]) -> None:
+        """Symbolic sizes that the graph returns: plain integer arithmetic, not worth a compiler."""
+        if sizes:
+            body = body_of(self.gm, sizes, sizes, self.symbols)
+            self._append_compute(Segment(body.digest(), len(sizes)), interpret(body.module()), body.inputs, sizes)
+
+    def _return_constants(self, values: list[Any]) -> None:
+        """Sizes and conditions that tracing found to be constant, which AOTAutograd saves all the same."""
+        if values:
+            body = Body(self.gm, [], [], values)
+            self._append_compute(Segment(body.digest(), 0), interpret(body.module()), [], values)
+
+    def _append_compute(
+        self,
+        segment: Segment,
+        callee: Callee,
+        inputs: list[fx.Node],
+        outs: list[Any],
+        module: str = "",
+        source: str = "",
+    ) -> None:
+        if segment.digest not in self.segments:
+            self.segments[segment.digest] = len(self.callables)
+            self.described.append(segment)
+            self.callables.append(callee)
+        args, results = self._regs(inputs), tuple(self._register(n) for n in outs)
+        self.instructions.append(Compute(self.segments[segment.digest], args, results, module=module, source=source))
+
+
+def _segment(digest: str, nodes: list[fx.Node], inputs: list[fx.Node], outs: list[fx.Node]) -> Segment:
+    return Segment(
+        digest,
+        len(nodes),
+        flops=sum(map(flops_of, nodes)),
+        moved=moved_bytes(nodes, inputs, outs),
+        temporary=temporary_bytes(nodes, outs),
+    )
+
+
+def _kind(key: Any) -> Kind:
+    """The role of what a register holds, as far as one graph tells."""
+    if not isinstance(key, fx.Node):
+        return "temporary"
+    if key.op == "placeholder":
+        gathered = any(user.target is ops.GATHER for user in key.users)
+        return "param" if gathered else "input"
+    if _is_result(key):
+        return "gathered" if key.args[0].target is ops.WAIT_GATHER else "gradient"  # type: ignore[union-attr]
+    return "temporary"
+
+
+def _key(value: Any) -> Any:
+    return value if isinstance(value, fx.Node) else (type(value), value)  # 1, 1.0 and True are equal
+
+
+def _is_result(node: fx.Node) -> bool:
+    """Whether ``node`` unpacks what a wait returns."""
+    source = node.args[0] if node.args else None
+    return (
+        node.target is operator.getitem
+        and isinstance(source, fx.Node)
+        and source.target in (ops.WAIT_GATHER, ops.WAIT_REDUCE)
+    )
+
+
+def _results(node: fx.Node) -> dict[int, fx.Node]:
+    return {user.args[1]: user for user in node.users if _is_result(user)}  # type: ignore[misc]
+
+
+def _leaves(node: fx.Node, inside: set[fx.Node]) -> bool:
+    return any(user not in inside for user in node.users)
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _symbol_inputs(graph: fx.Graph) -> dict[Any, fx.Node]:
+    """The placeholder that carries each symbolic size."""
+    found: dict[Any, fx.Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        val = node.meta.get("val")
+        if isinstance(val, torch.SymInt) and val.node.expr.is_symbol:
+            found.setdefault(val.node.expr, node)
+    return found
+
+
+def _with_deaths(
+    instructions: list[Instruction], inputs: int, outputs: tuple[int | None, ...]
+) -> tuple[Instruction, ...]:
+    """Note on each instruction the registers that nothing reads after it."""
+    alive = {r for r in outputs if r is not None}
+    result: list[Instruction] = []
+    for step in reversed(instructions):
+        touched = dict.fromkeys(_reads(step) + _writes(step))
+        result.append(dataclasses.replace(step, dead=tuple(r for r in touched if r not in alive)))
+        alive |= set(touched)
+    return tuple(reversed(result))
+
+
+def _reads(step: Instruction) -> tuple[int, ...]:
+    match step:
+        case Compute():
+            return step.args
+        case Gather():
+            return step.shards
+        case Reduce():
+            return step.grads
+        case Free():
+            return step.params
+        case WaitGather() | WaitReduce():
+            return (step.pending,)
+
+
+def _writes(step: Instruction) -> tuple[int, ...]:
+    match step:
+        case Gather() | Reduce():
+            return (step.out,)
+        case Compute() | WaitGather() | WaitReduce():
+            return step.outs
+        case Free():
+            return ()

@@ -1,0 +1,90 @@
+"""What a backend decided and what happened, for people and for programs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from zerograph.core.config import Stage
+from zerograph.core.units import format_bytes
+from zerograph.planner.process_memory import Resident
+
+
+@dataclass(frozen=True, slots=True)
+class BucketReport:
+    """One bucket of one frame; ``bytes`` is its size when whole."""
+
+    frame: int
+    name: str
+    params: tuple[str, ...]
+    bytes: int
+    residency: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A recorded step beside its forecast from the run's own segment and transfer times; peaks are bytes per rank.
+
+    ``resident`` is the forecast of what a process on CPU grows by.
+    """
+
+    seconds: float
+    forecast_seconds: float
+    peak: int
+    forecast_peak: int
+    resident: Resident | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"recorded step {self.seconds:.3f} s, forecast {self.forecast_seconds:.3f} s "
+            f"({self.forecast_seconds / self.seconds - 1:+.0%}); peak {format_bytes(self.peak)}, "
+            f"forecast {format_bytes(self.forecast_peak)} ({self.forecast_peak / self.peak - 1:+.0%})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Returned by ``backend.report()``; ``print`` it.
+
+    Attributes:
+        segments: segments in all programs; ``distinct_segments`` of them were compiled.
+        compile_seconds: time in passes, lowering and segment compilation (not in tracing).
+        graph_breaks: reason and count of each graph break in this process since the backend was made, in what other
+            backends compiled too: Dynamo does not tell them apart.
+        runs: executions per kind of program.
+        peak_whole_buckets: most buckets that were whole at one time.
+        recorded: the last step that ``backend.record()`` recorded.
+    """
+
+    stage: Stage
+    world_size: int
+    transport: str
+    buckets: tuple[BucketReport, ...]
+    programs: int
+    segments: int
+    distinct_segments: int
+    compile_seconds: float
+    graph_breaks: dict[str, int]
+    runs: dict[str, int]
+    peak_whole_buckets: int
+    recorded: RecordedStep | None = None
+
+    def __str__(self) -> str:
+        lines = [
+            f"ZeroGraph stage {self.stage} on {self.world_size} rank(s), {self.transport}",
+            f"  {self.programs} programs, {self.segments} segments of which {self.distinct_segments} distinct, "
+            f"compiled in {self.compile_seconds:.1f} s",
+            f"  runs: {', '.join(f'{n} {kind}' for kind, n in self.runs.items()) or 'none yet'}; "
+            f"at most {self.peak_whole_buckets} buckets whole at a time",
+        ]
+        if self.recorded is not None:
+            lines.append(f"  {self.recorded}")
+            if self.recorded.resident is not None:
+                lines.append(f"  {self.recorded.resident}")
+        lines += [
+            f"  frame {b.frame}  {b.name:32s} {len(b.params):4d} parameters  {format_bytes(b.bytes):>9s}  {b.residency}"
+            for b in self.buckets
+        ]
+        lines += [
+            f"  graph break x{n} in this process: {reason.splitlines()[0]}" for reason, n in self.graph_breaks.items()
+        ]
+        return "\n".join(lines)

@@ -1,0 +1,113 @@
+"""Compute segments: what tells them apart, and the callables that they are compiled to, each distinct one once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing  # segments compile outside Dynamo's own context
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.compile_fx import compile_fx_inner  # Inductor without another round of AOTAutograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from zerograph.compiler.segment_graph import Body
+
+Callee = Callable[[list[Any]], Sequence[Any]]
+"""A compiled segment: takes a list of inputs, which it may clear, and returns its outputs."""
+
+
+@dataclass(slots=True)
+class SegmentCache:
+    """Compiled segments of one backend, by structural digest, with what compiling them cost."""
+
+    compute: str
+    callables: dict[str, Callee] = field(default_factory=dict)
+    constants: list[Any] = field(default_factory=list)  # kept alive: digests know them by identity
+    requested: int = 0
+    seconds: float = 0.0
+
+    def get(self, body: Body, digest: str) -> Callee:
+        """The callable for ``body``; compiled unless one of the same structure was."""
+        self.requested += 1
+        found = self.callables.get(digest)
+        if found is None:
+            start = time.perf_counter()
+            gm = body.module()
+            found = _compile(gm) if self.compute == "inductor" else interpret(gm)
+            self.seconds += time.perf_counter() - start
+            self.callables[digest] = found
+            self.constants += body.known_by_identity()
+        return found
+
+    @contextmanager
+    def kernels_in_background(self, device: torch.device) -> Iterator[None]:
+        """Inside, Inductor's C++ compilers work beside what goes on here; the end waits for them.
+
+        By itself Inductor waits for the kernels of each graph. Segments are many small graphs, of which none is needed
+        before all exist. Only on a CPU: Triton's kernels are put into Inductor's cache with their graph, and tuned.
+        """
+        if device.type != "cpu":
+            yield
+            return
+        before, waiting = dict(self.callables), list[tuple[AsyncCompile, dict[str, Any]]]()
+        wait = AsyncCompile.wait  # private: generated modules call it with their globals, which hold what is to come
+        AsyncCompile.wait = lambda compiler, scope: waiting.append((compiler, scope))  # type: ignore[assignment, misc]
+        try:
+            try:
+                yield
+            finally:
+                AsyncCompile.wait = wait  # type: ignore[method-assign]
+            for compiler, scope in waiting:
+                wait(compiler, scope)
+        except BaseException:
+            self.callables = before  # the others may still lack kernels
+            raise
+
+
+def _compile(gm: fx.GraphModule) -> Callee:
+    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    mode = _fake_mode(inputs)
+    # Its own context: Dynamo's would check this segment's strides against the whole graph's outputs.
+    with tracing(TracingContext(mode)):
+        return compile_fx_inner(gm, inputs, is_inference=True)  # type: ignore[return-value]
+
+
+def _fake_mode(values: list[Any]) -> FakeTensorMode:
+    mode = torch._guards.detect_fake_mode(values)
+    return mode if mode is not None else FakeTensorMode()
+
+
+def interpret(gm: fx.GraphModule) -> Callee:
+    for node in gm.graph.nodes:
+        node.target = _SEEDED.get(node.target, node.target)
+    gm.recompile()
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        values = list(args)
+        args.clear()
+        return gm(*values)
+
+    return run
+
+
+def _random(size: Sequence[int], seed: torch.Tensor, mode: str, **_: Any) -> torch.Tensor:
+    draw = {"rand": torch.rand, "randn": torch.randn}[mode]
+    return draw(size, generator=_generator(seed), device=seed.device, dtype=torch.float32)
+
+
+def _randint(low: int, high: int, size: Sequence[int], seed: torch.Tensor) -> torch.Tensor:
+    return torch.randint(low, high, size, generator=_generator(seed), device=seed.device)
+
+
+def _generator(seed: torch.Tensor) -> torch.Generator:
+    return torch.Generator(seed.device).manual_seed(int(seed))
+
+
+# Inductor's own random operators ignore their seed when they run uncompiled: a mask that the backward draws again would
+# not be the forward's.
+_SEEDED = {torch.ops.prims.inductor_random.default: _random, torch.ops.prims.inductor_randint.default: _randint}

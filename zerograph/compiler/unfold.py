@@ -1,0 +1,443 @@
+"""The joint graph of a deep model from that of the same model with a few of its layers.
+
+A layer is a stretch of the forward and one of the backward. One layer of the middle is repeated: a copy reads from the
+copies beside it what the traced layer reads from the layers beside it. How the copies hang together is read from *two*
+traced layers of the middle, which must be the same but for the layers they touch. Whether more layers really do more of
+the same is not assumed: :func:`signature` tells whether the graph of four layers, unfolded to five, is the one that
+tracing five gives.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily  # what AOTAutograd traces with
+
+from zerograph.compiler.lower import without_code
+from zerograph.graph.layers import module_of
+from zerograph.graph.nodes import FACE_AT, Activation, backward_nodes, is_view
+
+
+class NotFoldable(Exception):
+    """The layers do not repeat as they must; says why."""
+
+
+class Place(NamedTuple):
+    """Where a node of a layer stands: which traced layer, in which of its stretches, and how far in that."""
+
+    layer: int
+    part: Literal["input", "forward", "backward"]
+    offset: int
+
+
+class Joint(NamedTuple):
+    """A joint graph.
+
+    Attributes:
+        gm: the graph.
+        outputs: how many of its outputs are the forward's.
+        static: indices of the inputs that stay where they are between calls.
+        inputs: of an unfolded graph, for each input, the one of the traced graph that it is, and in which copy of a
+            repeated layer; -1 where it is not repeated.
+    """
+
+    gm: fx.GraphModule
+    outputs: int
+    static: list[int]
+    inputs: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A joint graph with a few layers of a stack, and the one of all layers that it stands for.
+
+    Attributes:
+        few: the graph that was traced.
+        path: the stack's name.
+        traced: the numbers of its layers there.
+        layers: of all of them.
+        labels: what the graph calls the traced layers.
+        whole: the graph of all layers.
+    """
+
+    few: Joint
+    path: str
+    traced: Sequence[int]
+    layers: Sequence[int]
+    labels: Sequence[int]
+    whole: Joint
+
+    @staticmethod
+    def of(few: Joint, path: str, traced: Sequence[int], layers: Sequence[int], labels: Sequence[int]) -> Repeat:
+        """Raises: NotFoldable."""
+        return Repeat(few, path, traced, layers, labels, unfold(few, path, traced, layers, labels))
+
+    def unfolded(self) -> fx.GraphModule:
+        """The graph of all layers once more, after passes have rewritten that of the few.
+
+        Raises:
+            NotFoldable: they did not do the same to every layer.
+        """
+        whole = unfold(self.few, self.path, self.traced, self.layers, self.labels)
+        if whole.inputs != self.whole.inputs:
+            raise NotFoldable("its inputs are in another order")
+        return whole.gm
+
+
+def unfold(
+    joint: Joint, path: str, traced: Sequence[int], layers: Sequence[int], labels: Sequence[int] | None = None
+) -> Joint:
+    """``joint``, of a model in which the stack ``path`` has the layers numbered ``traced``, with ``layers`` instead.
+
+    Args:
+        labels: what the graph calls the traced layers, where tracing did not number them from 0.
+
+    Raises:
+        NotFoldable: its layers are no stretches of the graph, or the two in the middle differ.
+    """
+    with unset_fake_temporarily():  # the dry run's: values belong to the mode that they were traced in
+        return _Unfolding(joint, path, traced, layers, labels or range(len(traced))).run()
+
+
+def signature(joint: Joint) -> list[str]:
+    """What ``joint`` computes, node by node: equal for graphs that differ in names only."""
+    index = {node: i for i, node in enumerate(joint.gm.graph.nodes)}
+    static = set(joint.static)
+    regions = {n.meta["ac_graph_id"] for n in index if "ac_graph_id" in n.meta}  # counted on from trace to trace
+    region = {number: i for i, number in enumerate(sorted(regions))}
+    lines = [f"{joint.outputs} outputs"]
+    for place, node in enumerate(joint.gm.graph.nodes):
+        args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
+        target = node.target if node.op in ("call_function", "get_attr") else place in static
+        tags = [node.meta.get("partitioner_tag"), node.meta.get("recompute"), region.get(node.meta.get("ac_graph_id"))]
+        layouts = [_layout(t) for t in _tensors(node.meta.get("val"))]
+        lines.append(f"{node.op} {target} {args} {module_of(node)} {tags} {layouts}")
+    return lines
+
+
+@dataclass(slots=True)
+class _Unfolding:
+    joint: Joint
+    path: str
+    traced: Sequence[int]
+    layers: Sequence[int]
+    labels: Sequence[int]
+    places: dict[fx.Node, Place] = field(default_factory=dict)
+    at: dict[Place, fx.Node] = field(default_factory=dict)
+    new: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of what is not repeated
+    copies: dict[tuple[Place, int], fx.Node] = field(default_factory=dict)
+    regions: tuple[int, int] = (0, 0)  # of torch.utils.checkpoint: the template's last one, and how many are a layer's
+    elements: dict[int, torch.Tensor] = field(default_factory=dict)  # of fake tensors made here, what is in them, by id
+    graph: fx.Graph = field(default_factory=fx.Graph)
+
+    @property
+    def template(self) -> int:
+        """The traced layer that is repeated; the one before it and the next lie in the middle too, or are the last."""
+        return len(self.traced) - 2
+
+    @property
+    def count(self) -> int:
+        """How many times the template stands in the result."""
+        return len(self.layers) - len(self.traced) + 1
+
+    def run(self) -> Joint:
+        nodes = list(self.joint.gm.graph.nodes)
+        self._place(nodes)
+        last = [max((n.meta.get("ac_graph_id", 0) for n in self._nodes_of(i)), default=0) for i in (-1, 0)]
+        self.regions = last[1], last[1] - last[0]
+        static: list[int] = []
+        wanted = {n for i, n in enumerate(n for n in nodes if n.op == "placeholder") if i in set(self.joint.static)}
+        taken: list[tuple[fx.Node, int]] = []  # which input each of the result's is
+        for stretch in _stretches(nodes, self.places, self.template):
+            numbers = self._numbers(stretch)
+            for number in numbers:
+                for node in stretch:
+                    if node.op == "output":
+                        self._output(node, taken)
+                        continue
+                    if number is None:
+                        self._keep(node)
+                    else:
+                        self._copy(node, number)
+                    if node.op == "placeholder":
+                        if node in wanted:
+                            static.append(len(taken))
+                        taken.append((node, -1 if number is None else number))
+        gm = without_code(self.joint.gm, self.graph)
+        gm.graph.lint()
+        index = {node: i for i, node in enumerate(n for n in nodes if n.op == "placeholder")}
+        return Joint(gm, self.joint.outputs, static, tuple((index[node], number) for node, number in taken))
+
+    def _nodes_of(self, shift: int) -> list[fx.Node]:
+        """The nodes of the template, or of the layer so many later."""
+        return [node for node, place in self.places.items() if place.layer == self.template + shift]
+
+    def _numbers(self, stretch: list[fx.Node]) -> Iterable[int | None]:
+        place = self.places.get(stretch[0])
+        if place is None or place.layer != self.template:
+            return (None,)
+        return range(self.count) if place.part != "backward" else reversed(range(self.count))
+
+    def _place(self, nodes: list[fx.Node]) -> None:
+        backward = backward_nodes(self.joint.gm.graph)
+        computing = [n for n in nodes if n.op not in ("placeholder", "output")]
+        self._place_part("forward", [n for n in computing if n not in backward], range(len(self.traced)))
+        self._place_part("backward", [n for n in computing if n in backward], range(len(self.traced))[::-1])
+        counts: dict[int, int] = {}
+        for node in nodes:
+            if node.op == "placeholder":
+                layers = {self.places[u].layer if u in self.places else None for u in node.users if u.op != "output"}
+                layer = layers.pop() if len(layers) == 1 else None
+                if layer is not None:
+                    counts[layer] = counts.get(layer, -1) + 1
+                    self._put(node, Place(layer, "input", counts[layer]))
+        for part in ("input", "forward", "backward"):
+            sizes = [sum(p.part == part and p.layer == i for p in self.at) for i in (self.template - 1, self.template)]
+            if sizes[0] != sizes[1]:
+                raise NotFoldable(f"two of its layers have {sizes[0]} and {sizes[1]} nodes in the {part}")
+
+    def _place_part(self, part: Literal["forward", "backward"], nodes: list[fx.Node], order: Sequence[int]) -> None:
+        """A layer reaches from its first node to the next one's; the last one to its last node."""
+        labels = [self._label(node) for node in nodes]
+        firsts = {layer: i for i, layer in reversed(list(enumerate(labels))) if layer is not None}
+        lasts = {layer: i for i, layer in enumerate(labels) if layer is not None}
+        if sorted(firsts) != sorted(order):
+            raise NotFoldable(f"not every layer has a {part}")
+        begins = [firsts[layer] for layer in order]
+        ends = [*begins[1:], lasts[order[-1]] + 1]
+        for layer, begin, end in zip(order, begins, ends, strict=True):
+            if lasts[layer] >= end or begin >= end:
+                raise NotFoldable(f"the layers are mixed in the {part}")
+            for i in range(begin, end):
+                self._put(nodes[i], Place(layer, part, i - begin))
+
+    def _put(self, node: fx.Node, place: Place) -> None:
+        self.places[node], self.at[place] = place, node
+
+    def _label(self, node: fx.Node) -> int | None:
+        """The place in the stack of the module that ``node`` belongs to."""
+        found = re.match(rf"{re.escape(self.path)}\.(\d+)(?:\.|$)", module_of(node) or "")
+        return self.labels.index(int(found[1])) if found else None
+
+    def _keep(self, node: fx.Node) -> fx.Node:
+        """A node that is not repeated."""
+        place = self.places.get(node)
+        layer = place.layer if place is not None else None
+
+        def source(old: fx.Node) -> fx.Node:
+            there = self.places.get(old)
+            if there is None or there.layer != self.template:
+                return self.new[old]
+            if layer == self.template - 1:
+                return self.copies[there, 0]
+            if layer == self.template + 1:
+                return self.copies[there, self.count - 1]
+            raise NotFoldable(f"{node.name} outside of the layers reads {old.name} of one in their middle")
+
+        made = self.graph.node_copy(node, source)
+        made.meta = dict(node.meta)
+        if node.meta.get("ac_graph_id", -1) > self.regions[0]:
+            made.meta["ac_graph_id"] += (self.count - 1) * self.regions[1]
+        if layer is not None:
+            number = self.layers[layer] if layer < self.template else self.layers[layer + self.count - 1]
+            self._relabel(made, layer, number)
+        self.new[node] = made
+        return made
+
+    def _copy(self, node: fx.Node, number: int) -> fx.Node:
+        """A node of the template, in its copy of that number."""
+        place = self.places[node]
+        twin = self.at[place._replace(layer=place.layer - 1)]
+        if (node.op, type(node.target)) != (twin.op, type(twin.target)) or (
+            node.op != "placeholder" and node.target != twin.target
+        ):
+            raise NotFoldable(f"{node.name} and {twin.name} of two layers are different operators")
+        face = FACE_AT.get(node.target, -1)  # type: ignore[call-overload]
+        args = tuple(
+            a if i == face else self._argument(a, b, node, number)
+            for i, (a, b) in enumerate(zip(node.args, twin.args, strict=True))
+        )
+        kwargs = {k: self._argument(a, twin.kwargs.get(k), node, number) for k, a in node.kwargs.items()}
+        made = self.graph.create_node(node.op, node.target, args, kwargs, name=_stem(node.name))
+        if node.op == "placeholder":
+            made.target = made.name
+        made.meta = dict(node.meta)
+        made.meta["val"] = self._value(made, node, twin)
+        if "ac_graph_id" in node.meta:
+            made.meta["ac_graph_id"] = node.meta["ac_graph_id"] + number * self.regions[1]
+        self._relabel(made, place.layer, self.layers[self.template + number])
+        self.copies[place, number] = made
+        return made
+
+    def _argument(self, a: Any, b: Any, node: fx.Node, number: int) -> Any:
+        """``a`` of the template, where the layer before has ``b``, for a copy."""
+        if isinstance(a, fx.Node) and isinstance(b, fx.Node):
+            return self._source(a, b, number)
+        if type(a) is not type(b):
+            raise NotFoldable(f"{node.name} has {a!r} where the layer before has {b!r}")
+        if isinstance(a, (list, tuple)) and len(a) == len(b):
+            return type(a)([self._argument(x, y, node, number) for x, y in zip(a, b, strict=True)])
+        if a != b:
+            raise NotFoldable(f"{node.name} has {a!r} where the layer before has {b!r}")
+        return a
+
+    def _source(self, a: fx.Node, b: fx.Node, number: int) -> fx.Node:
+        found = self._beside(a, b, number)
+        return self.new[found] if isinstance(found, fx.Node) else self.copies[found]
+
+    def _beside(self, a: fx.Node, b: fx.Node, number: int) -> fx.Node | tuple[Place, int]:
+        """What stands for ``a``, which the template reads where the layer before reads ``b``: a node, or a copy."""
+        here, there = self.places.get(a), self.places.get(b)
+        if a is b and here is None:
+            return a
+        shift = here.layer - self.template if here is not None else None
+        if here is None or shift not in (-1, 0, 1) or (there is not None and there.layer != here.layer - 1):
+            raise NotFoldable(f"two layers read {a.name} and {b.name}")
+        if shift == -1:
+            return (here._replace(layer=self.template), number - 1) if number else a
+        if there is None:
+            raise NotFoldable(f"two layers read {a.name} and {b.name}")
+        if shift == 0:
+            if here != there._replace(layer=here.layer):
+                raise NotFoldable(f"two layers read {a.name} and {b.name} of their own")
+            return here, number
+        return (there, number + 1) if number < self.count - 1 else a
+
+    def _output(self, node: fx.Node, taken: list[tuple[fx.Node, int]]) -> None:
+        """Outputs of the forward as they are; then the gradient of each input."""
+        values: Any = node.args[0]
+        inputs = [
+            n for n in self.joint.gm.graph.find_nodes(op="placeholder", sort=True) if "tangent" not in str(n.target)
+        ]
+        given, grads = values[: self.joint.outputs], values[self.joint.outputs :]
+        if len(grads) != len(inputs):
+            raise NotFoldable("it returns more than its outputs and a gradient for each input")
+        grad_of = dict(zip(inputs, grads, strict=True))
+        for value in given:
+            if isinstance(value, fx.Node) and self._repeated(value):
+                raise NotFoldable(f"it returns {value.name} of one of its layers")
+        results = [self.new[v] if isinstance(v, fx.Node) else v for v in given]
+        for source, number in taken:
+            if source in grad_of:
+                results.append(self._grad(grad_of, source, number))
+        out = self.graph.output(tuple(results) if isinstance(values, tuple) else results)
+        out.meta = {k: v for k, v in node.meta.items() if k not in ("desc", "output_stack_traces")}
+
+    def _repeated(self, node: fx.Node) -> bool:
+        place = self.places.get(node)
+        return place is not None and place.layer == self.template
+
+    def _grad(self, grad_of: dict[fx.Node, Any], source: fx.Node, number: int) -> Any:
+        grad = grad_of[source]
+        if number < 0:
+            if isinstance(grad, fx.Node) and self._repeated(grad):
+                raise NotFoldable(f"the gradient of {source.name} is {grad.name} of one layer")
+            return self.new[grad] if isinstance(grad, fx.Node) else grad
+        place = self.places[source]
+        return self._argument(grad, grad_of[self.at[place._replace(layer=place.layer - 1)]], source, number)
+
+    def _value(self, made: fx.Node, node: fx.Node, twin: fx.Node) -> Any:
+        """A fake value like ``node``'s for its copy ``made``: passes look at which values share memory."""
+        val, other = node.meta.get("val"), twin.meta.get("val")
+        if [*map(_layout, _tensors(val))] != [*map(_layout, _tensors(other))]:
+            raise NotFoldable(f"{node.name} has another shape than in the layer before")
+        source = made.args[0] if made.args else None
+        if node.target is operator.getitem and isinstance(source, fx.Node):
+            return source.meta["val"][made.args[1]]
+        base = source.meta["val"] if isinstance(source, fx.Node) and is_view(node) else None
+        if isinstance(val, (list, tuple)):
+            return type(val)([self._fake(v, base) for v in val])
+        return self._fake(val, base)
+
+    def _fake(self, val: Any, base: Any) -> Any:
+        """A value like ``val``, in memory of its own or, for a view, in that of ``base``."""
+        if not isinstance(val, FakeTensor):
+            return val
+        shape, stride, offset = val.shape, val.stride(), val.storage_offset()
+        viewed = base if isinstance(base, torch.Tensor) and base.dtype == val.dtype else None
+        element = self.elements.get(id(viewed))
+        if (viewed is not None and element is None) or not all(type(n) is int for n in (*shape, *stride, offset)):
+            with val.fake_mode:  # not the current one: two graphs, of two traces, are unfolded
+                if viewed is not None:
+                    return torch.as_strided(viewed, shape, stride, offset)
+                return torch.empty_strided(shape, stride, dtype=val.dtype, device=val.device)
+        if element is not None:
+            element = element.as_strided(shape, stride, offset)
+        else:
+            element = torch.empty_strided(shape, stride, dtype=val.dtype, device="meta")
+        made = FakeTensor(val.fake_mode, element, val.device)  # a fifth of the time of an operator in that mode
+        self.elements[id(made)] = element
+        return made
+
+    def _relabel(self, node: fx.Node, layer: int, number: int) -> None:
+        """Let ``node`` belong to layer ``number`` of the stack, instead of to the one traced in place ``layer``."""
+        replace = _replacer(
+            rf"(^|\.){re.escape(self.path)}\.{self.labels[layer]}(?=\.|$)", rf"\g<1>{self.path}.{number}"
+        )
+        for key in ("nn_module_stack", "fwd_nn_module_stack"):
+            stack = node.meta.get(key)
+            if stack:
+                node.meta[key] = {replace(k): (replace(path), cls) for k, (path, cls) in stack.items()}
+        fact = node.meta.get("zg")
+        if isinstance(fact, Activation):
+            module, colon, rest = fact.name.partition(":")
+            node.meta["zg"] = Activation(f"{replace(module)}{colon}{rest}")
+        if node.op == "call_function" and node.target in FACE_AT:
+            stack = parameters_in(self.path)
+            rename = _replacer(rf"^{re.escape(stack)}\.{self.traced[layer]}(?=\.)", f"{stack}.{number}")
+            at = FACE_AT[node.target]
+            node.update_arg(at, rename(str(node.args[at])))
+
+
+def parameters_in(path: str) -> str:
+    """What names of parameters begin with that belong to the module ``path``: that without what a function calls it."""
+    return re.sub(r"^[LG]\['\w+'\]\.", "", path)
+
+
+def _replacer(pattern: str, replacement: str) -> Callable[[str], str]:
+    compiled = re.compile(pattern)
+    return lambda text: compiled.sub(replacement, text, count=1) if isinstance(text, str) else text
+
+
+def _stretches(nodes: list[fx.Node], places: dict[fx.Node, Place], template: int) -> list[list[fx.Node]]:
+    """``nodes`` in order, cut where the template's parts begin and end.
+
+    Raises:
+        NotFoldable: other nodes stand in between.
+    """
+    found: list[list[fx.Node]] = []
+    seen: set[str] = set()
+    before: str | None = ""
+    for node in nodes:
+        place = places.get(node)
+        part = place.part if place is not None and place.layer == template else None
+        if part != before or not found:
+            if part in seen:
+                raise NotFoldable(f"the {part} of a layer is not in one piece")
+            seen |= {part} if part is not None else set()
+            found.append([])
+        found[-1].append(node)
+        before = part
+    return found
+
+
+def _stem(name: str) -> str:
+    return re.sub(r"_\d+$", "", name)
+
+
+def _tensors(val: Any) -> Iterable[torch.Tensor]:
+    if isinstance(val, torch.Tensor):
+        yield val
+    elif isinstance(val, (list, tuple)):
+        for v in val:
+            yield from _tensors(v)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.device

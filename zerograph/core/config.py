@@ -1,0 +1,244 @@
+"""What a user asks of :func:`zerograph.backend`, validated once and immutable afterwards."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from zerograph.core.errors import ConfigError
+from zerograph.core.machine import Machine, machine_from
+from zerograph.core.plan import OFFLOADS, GivenPlan, Offload, level_at
+from zerograph.core.units import parse_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+STAGES = (0, 1, 2, 3)
+Stage = Literal[0, 1, 2, 3, "auto"]
+Recompute = Literal["auto", "none", "full"] | float
+RECOMPUTE = ("auto", "none", "full")
+COMPUTE = ("inductor", "eager")
+DEFAULT_BUCKET_SIZE = 32 * 2**20
+DEFAULT_PREFETCH = 1
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+OFFLOAD = (*OFFLOADS, "auto")
+OFFLOAD_TIERS = ("host", "nvme")
+PLANNED = ("stage", "bucket_size", "prefetch", "recompute", "memory", "machine", "offload", "tier")
+"""Arguments that say what a plan decides, and so have no place beside ``plan``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The arguments of one backend.
+
+    Attributes:
+        stage: what is sharded over ranks: nothing (0), optimizer states (1), gradients too (2), parameters too (3).
+            "auto" shards all of it and keeps those gathered parameters from forward to backward that ``memory`` has
+            room for.
+        mesh: 1-D device mesh to shard over; None is the default process group.
+        dtype: dtype of gathered parameters and of compute; None is each parameter's own.
+        reduce_dtype: dtype gradients are summed in; None is float32 under 16-bit compute, else the gradient's own.
+        bucket_size: bytes of gathered parameters that travel in one collective, at most (one large parameter may
+            exceed it).
+        prefetch: buckets gathered ahead of the one in use, at most; then ``prefetch + 1`` are whole at stage 3.
+        recompute: activations that the backward computes again instead of reading what the forward saved. "auto": those
+            that AOTAutograd's min-cut partitioner finds cheaper to compute than to save; "none": no more than the
+            user's own ``torch.utils.checkpoint`` regions; "full": all of every repeated layer but its inputs; a number
+            from 0 to 1: that share of the layers fully, evenly spread, the others as in "auto".
+        offload: what leaves the device between its uses, each with those before it: nothing ("none"), optimizer states,
+            gradients, parameters; "auto" chooses per bucket. Planned by ``zerograph plan`` and not run yet, so that
+            anything but "none" is refused.
+        tier: where it goes, "host" or "nvme"; None leaves that to the planner.
+        compute: "inductor" compiles the segments between collectives; "eager" runs the same program uncompiled.
+        plan: what a plan file decided, in place of rules; ``stage`` and ``prefetch`` are then the plan's.
+        memory: bytes of device memory that a rank may use. What was left free is then searched for the fastest step
+            that fits: residencies at stage "auto", recomputation per layer when that is "auto", bucket size and
+            prefetch unless they were given. None searches nothing, but at stage "auto" stands for all of a GPU.
+        machine: how fast compute and links are, for that search; None is the preset closest to the device.
+        given: names of the arguments that the user gave.
+    """
+
+    stage: Stage = 3
+    mesh: DeviceMesh | None = None
+    dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    bucket_size: int = DEFAULT_BUCKET_SIZE
+    prefetch: int = DEFAULT_PREFETCH
+    recompute: Recompute = "auto"
+    offload: Offload | Literal["auto"] = "none"
+    tier: Literal["host", "nvme"] | None = None
+    compute: Literal["inductor", "eager"] = "inductor"
+    plan: GivenPlan | None = None
+    memory: int | None = None
+    machine: Machine | None = None
+    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)
+
+    @property
+    def sharding(self) -> Literal[0, 1, 2, 3]:
+        """The stage that says how parameters are held between steps: "auto" holds them as stage 3 does."""
+        return 3 if self.stage == "auto" else self.stage
+
+    @property
+    def searches(self) -> bool:
+        """Whether plans are searched under a budget, not made by rule."""
+        return self.stage == "auto" or self.memory is not None
+
+    @classmethod
+    def of(cls, **options: Any) -> Config:
+        """A validated config from keyword arguments.
+
+        ``plan`` is the path of a file that ``zerograph plan -o`` wrote.
+
+        Raises:
+            ConfigError: an unknown name, a value out of range, no such machine, or a plan file that cannot be replayed.
+        """
+        known = [name for name in cls.__dataclass_fields__ if name != "given"]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise ConfigError(f"zerograph.backend has no argument {unknown[0]!r}", f"it takes {', '.join(known)}")
+        chosen = {**_sizes(options), **_machine(options), **_replayed(options)}
+        config = cls(**{**options, **chosen}, given=frozenset(options))
+        config._validate()
+        return config
+
+    def _validate(self) -> None:
+        _require(
+            self.stage == "auto" or (type(self.stage) is int and self.stage in STAGES),
+            f'stage must be 0, 1, 2, 3 or "auto", got {self.stage!r}',
+            "3 shards parameters, gradients and optimizer states; 0 is data parallelism",
+        )
+        _require(
+            type(self.prefetch) is int and self.prefetch >= 0,
+            f"prefetch must be a number of buckets >= 0, got {self.prefetch!r}",
+            "1 gathers the next bucket while the current one computes",
+        )
+        _require(
+            _is_recompute(self.recompute),
+            f'recompute must be "auto", "none", "full" or a share of layers from 0 to 1, got {self.recompute!r}',
+            'recompute="full" saves the least memory, 0.5 does the same in every other layer',
+        )
+        _require(
+            self.compute in COMPUTE,
+            f"compute must be one of {COMPUTE}, got {self.compute!r}",
+            '"eager" runs the same program without compiling its segments, for debugging',
+        )
+        self._validate_offload()
+        for name in ("dtype", "reduce_dtype"):
+            _require_dtype(name, getattr(self, name))
+        if self.mesh is not None:
+            _require_mesh(self.mesh)
+
+    def _validate_offload(self) -> None:
+        _require(
+            self.offload in OFFLOAD,
+            f"offload must be one of {OFFLOAD}, got {self.offload!r}",
+            '"optimizer" moves optimizer states off the device, "gradients" those and gradients',
+        )
+        _require(
+            self.tier is None or self.tier in OFFLOAD_TIERS,
+            f"tier must be one of {OFFLOAD_TIERS}, got {self.tier!r}",
+            'offload="optimizer", tier="host" keeps optimizer states in host memory',
+        )
+        _require(
+            self.tier is None or self.offload != "none",
+            f"tier={self.tier!r} is given, and offload is none",
+            'say what goes there, for example offload="optimizer"',
+        )
+        if self.offload != "auto":
+            level_at(self.sharding, self.offload)
+        _require(
+            self.offload == "none",
+            f"offload={self.offload!r} is planned and forecast, but no backend runs it yet",
+            f"see what it would do with `zerograph plan MODEL --offload {self.offload}`; train without offload",
+        )
+
+
+def _sizes(options: dict[str, Any]) -> dict[str, int]:
+    return {
+        name: _size(name, options[name], example)
+        for name, example in (("bucket_size", "32MiB"), ("memory", "70GiB"))
+        if name in options and (name, options[name]) != ("memory", None)
+    }
+
+
+def _size(name: str, size: object, example: str) -> int:
+    try:
+        if not isinstance(size, (int, str)) or isinstance(size, bool):
+            raise ValueError(f"{size!r} is not a size")
+        found = parse_bytes(size)
+        if found == 0:
+            raise ValueError("it must be positive")
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}", f"for example {name}='{example}'") from None
+    return found
+
+
+def _machine(options: dict[str, Any]) -> dict[str, Machine]:
+    match options.get("machine"):
+        case None:
+            return {}
+        case Machine() as machine:
+            return {"machine": machine}
+        case str(name):
+            return {"machine": machine_from(name)}
+        case other:
+            raise ConfigError(
+                f"machine must be the name of a preset or a file, got {other!r}",
+                "for example machine='machine.json', which `zerograph bench -o machine.json` writes",
+            )
+
+
+def _replayed(options: dict[str, Any]) -> dict[str, Any]:
+    """The plan in the file that ``plan`` names, with the stage and prefetch distance that it fixes."""
+    path = options.get("plan")
+    if path is None:
+        return {}
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"plan must be the path of a plan file, got {path!r}", "plan='plan.json'")
+    if beside := [name for name in PLANNED if name in options]:
+        raise ConfigError(
+            f"{', '.join(beside)} given beside plan={os.fspath(path)!r}, which decides that",
+            f"leave {'it' if len(beside) == 1 else 'them'} out, or give them to `zerograph plan` and replay its file",
+        )
+    from zerograph.core.files import read_plan  # late: few replay a plan
+
+    plan = read_plan(Path(path)).plan
+    _require(
+        not plan.unexecuted,
+        f"the plan {os.fspath(path)} has {plan.unexecuted}, which no backend runs yet",
+        "make one that can be run: `zerograph plan MODEL` without --offload",
+    )
+    return {"plan": GivenPlan(os.fspath(path), plan), "stage": plan.stage, "prefetch": plan.prefetch}
+
+
+def _is_recompute(value: object) -> bool:
+    if isinstance(value, str):
+        return value in RECOMPUTE
+    return type(value) in (int, float) and 0 <= value <= 1  # type: ignore[operator]
+
+
+def _require(condition: bool, message: str, hint: str) -> None:
+    if not condition:
+        raise ConfigError(message, hint)
+
+
+def _require_dtype(argument: str, dtype: object) -> None:
+    name = str(dtype).removeprefix("torch.")
+    _require(
+        dtype is None or (type(dtype).__name__ == "dtype" and name in DTYPES),
+        f"{argument} must be a floating torch.dtype ({', '.join(DTYPES)}) or None, got {dtype!r}",
+        f"for example {argument}=torch.bfloat16",
+    )
+
+
+def _require_mesh(mesh: object) -> None:
+    ndim = getattr(mesh, "ndim", None)
+    _require(ndim is not None, f"mesh must be a torch DeviceMesh, got {type(mesh).__name__}", "see init_device_mesh")
+    _require(
+        ndim == 1,
+        f"mesh has {ndim} dimensions; ZeroGraph shards over one",
+        'pass the data-parallel slice, for example mesh["dp"]',
+    )

@@ -1,0 +1,314 @@
+"""The machine a step runs on, as data: memories, how fast each computes, and the links between them. No torch in here.
+
+Capacities are bytes, rates bytes or floating-point operations per second, times seconds. Presets give what vendors
+publish times the share of it that training reaches; ``zerograph bench`` measures the machine at hand.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from zerograph.core.errors import ConfigError
+from zerograph.core.filekinds import refuse_other
+from zerograph.core.units import is_number
+
+VERSION = 2
+
+Tier = Literal["device", "host", "nvme"]
+TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A way for bytes: ``latency`` seconds, then ``rate`` bytes per second."""
+
+    rate: float
+    latency: float = 0.0
+
+    def seconds(self, size: float) -> float:
+        """Time for ``size`` bytes; nothing takes no time."""
+        return self.latency + size / self.rate if size else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One kind of node, and how nodes are connected. Rates are those of one rank unless said otherwise.
+
+    Attributes:
+        name: of the preset, or of the host that was measured.
+        device: "cuda" or "cpu".
+        device_memory: bytes a rank may use on its device. On a CPU this is the host's memory over its ranks.
+        device_bandwidth: bytes per second that element-wise kernels read and write.
+        matmul: floating-point operations per second of large matrix products, by dtype.
+        vector: floating-point operations per second of element-wise code, by dtype. To know a machine by: no forecast
+            goes by it. What element-wise code costs is counted as the bytes that it reads and writes once fused; its
+            operations are not known before a compiler has fused and vectorized it, and on GPUs (12 per byte on an H100)
+            they come second. Where they do not (long chains of exp or erf on a CPU), a run's own times tell.
+        launch: seconds that a kernel costs however small it is.
+        ranks_per_node: devices that share a host.
+        host_memory: bytes per node.
+        nvme_capacity: bytes per node; 0 where there is none.
+        nvme_read, nvme_write: per node.
+        h2d, d2h: host to device and back; on a CPU, a copy.
+        intra, inter: collectives inside a node, and between nodes: bytes per second of the full tensor that a rank
+            sends or receives (bus bandwidth), and the latency of one collective.
+        update: torch's AdamW as it comes, over sharded parameters on the device: bytes per second, where a parameter,
+            its gradient and states are counted once each way, and seconds for each parameter, however small. It runs
+            several kernels per parameter, or per group of them, and DTensors cost the host more than that.
+        cpu_optimizer: bytes of states per second and node that an Adam update on the host reads and writes.
+    """
+
+    name: str
+    device: Literal["cuda", "cpu"]
+    device_memory: int
+    device_bandwidth: float
+    matmul: Mapping[str, float]
+    vector: Mapping[str, float]
+    launch: float
+    ranks_per_node: int
+    host_memory: int
+    nvme_capacity: int
+    nvme_read: Link
+    nvme_write: Link
+    h2d: Link
+    d2h: Link
+    intra: Link
+    inter: Link
+    update: Link
+    cpu_optimizer: float
+    notes: str = field(default="", compare=False)
+
+    def collective(self, world_size: int) -> Link:
+        """The link that bounds a collective over ``world_size`` ranks."""
+        return self.intra if world_size <= self.ranks_per_node else self.inter
+
+    def nodes(self, world_size: int) -> int:
+        """Nodes that ``world_size`` ranks need."""
+        return -(-world_size // self.ranks_per_node)
+
+    def capacity(self, tier: Tier, world_size: int) -> int:
+        """Bytes that one of ``world_size`` ranks may use on ``tier``."""
+        if tier == "device":
+            return self.device_memory
+        ranks = min(world_size, self.ranks_per_node)
+        if tier == "host":
+            return 0 if self.device == "cpu" else self.host_memory // ranks
+        return self.nvme_capacity // ranks
+
+    def to_json(self) -> str:
+        """Indented JSON with the format's version."""
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=2, sort_keys=True) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Machine:
+        """The machine that :meth:`to_json` wrote.
+
+        Raises:
+            ConfigError: another version, or not a machine.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            refuse_other(data, "a machine", _MADE)
+            version = data.pop("version", None)
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            raise ConfigError(
+                "this is no machine", f"give a preset ({', '.join(PRESETS)}), or a file: {_MADE}"
+            ) from None
+        if version != VERSION:
+            raise ConfigError(f"the machine has version {version}, this ZeroGraph reads {VERSION}", "measure it again")
+        try:
+            data |= {name: Link(**data[name]) for name in _LINKS}
+            machine = cls(**data)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"the machine is incomplete: {error}", "measure it again") from None
+        wrong = next(machine._mistakes(), None)
+        if wrong is not None:
+            raise ConfigError(f"the machine cannot be: {wrong}", "mend the file, or measure the machine again")
+        return machine
+
+    def _mistakes(self) -> Iterator[str]:
+        """What no machine is like: rates and sizes that are no numbers, nothing, or less than nothing."""
+        if self.device not in ("cuda", "cpu"):
+            yield f"device is {self.device!r}, not cuda or cpu"
+        for name, least in (("device_memory", 1), ("ranks_per_node", 1), ("host_memory", 0), ("nvme_capacity", 0)):
+            value = getattr(self, name)
+            if not (is_number(value, int) and value >= least):
+                yield f"{name} is {value!r}, not a whole number of at least {least}"
+        rates = {"device_bandwidth": self.device_bandwidth, "cpu_optimizer": self.cpu_optimizer}
+        for name in ("matmul", "vector"):
+            found = getattr(self, name)
+            if not isinstance(found, Mapping) or not set(DTYPES) <= set(found):
+                yield f"{name} has not one rate for each of {', '.join(DTYPES)}"
+            else:
+                rates |= {f"{name} of {dtype}": rate for dtype, rate in found.items()}
+        for name in _LINKS:
+            link = getattr(self, name)
+            if self.nvme_capacity or not name.startswith("nvme"):
+                rates[f"rate of {name}"] = link.rate
+            if not (is_number(link.latency) and link.latency >= 0):
+                yield f"latency of {name} is {link.latency!r}, not seconds"
+        for name, rate in rates.items():
+            if not (is_number(rate) and rate > 0):
+                yield f"{name} is {rate!r}, not a rate above 0"
+
+
+_MADE = "`zerograph bench -o machine.json` writes a machine"
+_LINKS = ("nvme_read", "nvme_write", "h2d", "d2h", "intra", "inter", "update")
+GB, TB, GIB = 10**9, 10**12, 2**30
+_REACHED = 0.6
+"""Share of the published matrix rate that large transformer layers reach (ZeRO-Infinity and Megatron report 0.4 to
+0.6 for whole steps, of which products are the larger part)."""
+
+_FOREACH = 7 / 21
+"""What AdamW has to move at least (7 tensors), over what its multi-tensor kernels move (21): decay 2, first moment 3,
+second moment 5, its root 2, bias correction 2, eps 2, and the step itself 5."""
+_PER_DTENSOR = 6e-5
+"""Seconds of the host per parameter of a multi-tensor update of DTensors; measured on a CPU, which it is bound by."""
+
+
+def _gpu(
+    name: str, memory: int, bandwidth: float, tflops_16: float, tflops_32: float, *, link: Link, inter: Link,
+    pcie: float, host: int, ranks: int = 8, nvme: int = 28 * TB, nvme_rate: float = 25 * GB,
+    tf32: float | None = None, bf16: bool = True, cpu_bandwidth: float = 150 * GB,
+) -> Machine:  # fmt: skip
+    low = tflops_16 * 1e12 * _REACHED
+    return Machine(
+        name=name,
+        device="cuda",
+        device_memory=memory,
+        device_bandwidth=0.8 * bandwidth,
+        matmul={
+            "float32": (tf32 or tflops_32) * 1e12 * _REACHED,
+            "bfloat16": low if bf16 else tflops_32 * 1e12 * _REACHED,
+            "float16": low,
+        },
+        vector=dict.fromkeys(DTYPES, tflops_32 * 1e12 * 0.5),
+        launch=5e-6,
+        ranks_per_node=ranks,
+        host_memory=host,
+        nvme_capacity=nvme,
+        nvme_read=Link(nvme_rate, 1e-4),
+        nvme_write=Link(0.8 * nvme_rate, 1e-4),
+        h2d=Link(0.8 * pcie, 1e-5),
+        d2h=Link(0.8 * pcie, 1e-5),
+        intra=link,
+        inter=inter,
+        update=Link(0.8 * bandwidth * _FOREACH, _PER_DTENSOR),
+        cpu_optimizer=cpu_bandwidth,
+        notes="from published figures, times the share that training reaches",
+    )
+
+
+PRESETS: Mapping[str, Machine] = {
+    m.name: m
+    for m in (
+        # 16 GPUs behind NVSwitch, PCIe 3.0; ZeRO-Infinity's machine: 1.5 TB host, 28 TB NVMe at 25 GB/s read.
+        _gpu(
+            "v100-32gb-dgx2", 32 * GIB, 900 * GB, 125, 15.7, link=Link(120 * GB, 2e-5), inter=Link(40 * GB, 4e-5),
+            pcie=12.8 * GB, host=int(1.5 * TB), ranks=16, bf16=False, cpu_bandwidth=100 * GB,
+        ),
+        _gpu(
+            "a100-40gb", 40 * GIB, 1555 * GB, 312, 19.5, link=Link(230 * GB, 2e-5), inter=Link(20 * GB, 4e-5),
+            pcie=32 * GB, host=TB, tf32=156,
+        ),
+        _gpu(
+            "a100-80gb", 80 * GIB, 2039 * GB, 312, 19.5, link=Link(230 * GB, 2e-5), inter=Link(20 * GB, 4e-5),
+            pcie=32 * GB, host=2 * TB, tf32=156,
+        ),
+        _gpu(
+            "h100-80gb", 80 * GIB, 3350 * GB, 989, 67, link=Link(360 * GB, 2e-5), inter=Link(40 * GB, 4e-5),
+            pcie=64 * GB, host=2 * TB, tf32=495, cpu_bandwidth=300 * GB,
+        ),
+        _gpu(
+            "h200-141gb", 141 * GB, 4800 * GB, 989, 67, link=Link(360 * GB, 2e-5), inter=Link(40 * GB, 4e-5),
+            pcie=64 * GB, host=2 * TB, tf32=495, cpu_bandwidth=300 * GB,
+        ),
+        # One GPU and 480 GB of LPDDR5 behind NVLink-C2C: 450 GB/s each way.
+        _gpu(
+            "gh200", 96 * GB, 4000 * GB, 989, 67, link=Link(40 * GB, 4e-5), inter=Link(40 * GB, 4e-5),
+            pcie=450 * GB, host=480 * GB, ranks=1, tf32=495, nvme=4 * TB, nvme_rate=6 * GB, cpu_bandwidth=300 * GB,
+        ),
+        Machine(
+            name="cpu",
+            device="cpu",
+            device_memory=12 * GIB,
+            device_bandwidth=8 * GB,
+            matmul={"float32": 9e10, "bfloat16": 9e10, "float16": 9e10},
+            vector={"float32": 1e10, "bfloat16": 5e9, "float16": 5e9},
+            launch=5e-6,
+            ranks_per_node=2,
+            host_memory=24 * GIB,
+            nvme_capacity=100 * GB,
+            nvme_read=Link(2 * GB, 1e-4),
+            nvme_write=Link(GB, 1e-4),
+            h2d=Link(8 * GB),
+            d2h=Link(8 * GB),
+            intra=Link(3 * GB, 1e-4),
+            inter=Link(GB, 1e-3),
+            update=Link(3 * GB, 7e-4),
+            cpu_optimizer=10 * GB,
+            notes="two ranks of one thread each on a small server; measure yours with `zerograph bench`",
+        ),
+    )
+}  # fmt: skip
+
+
+def machine_named(name: str, device_memory: int | None = None) -> Machine:
+    """The preset ``name``, with another ``device_memory`` when that is given.
+
+    Raises:
+        ConfigError: no preset of that name.
+    """
+    if name not in PRESETS:
+        meant = ", ".join(get_close_matches(name, PRESETS)) or f"one of {', '.join(PRESETS)}"
+        raise ConfigError(
+            f"no machine {name!r}, and no file of that name", f"{meant}, or a file from `zerograph bench`"
+        )
+    machine = PRESETS[name]
+    return machine if device_memory is None else replace(machine, device_memory=device_memory)
+
+
+def machine_from(name: str, device_memory: int | None = None) -> Machine:
+    """The preset ``name``, or what ``zerograph bench`` wrote to that file; with another memory when that is given.
+
+    Raises:
+        ConfigError: neither a preset nor a machine file.
+    """
+    path = Path(name)
+    if name in PRESETS or not path.exists():
+        return machine_named(name, device_memory)
+    try:
+        machine = Machine.from_json(path.read_text(errors="replace"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the machine {path}: {error.strerror}", _MADE) from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {str(error).partition(chr(10))[0]}", error.hint) from None
+    return machine if device_memory is None else replace(machine, device_memory=device_memory)
+
+
+def preset_for(device: str, name: str = "") -> Machine:
+    """The preset closest to a device: ``name`` is what a GPU calls itself.
+
+    A GPU that no preset is for counts as an H100: the search then weighs compute against collectives as there.
+    """
+    if device == "cpu":
+        return PRESETS["cpu"]
+    found = next((preset for word, preset in _GPUS if word in name.upper()), "h100-80gb")
+    return PRESETS[found]
+
+
+_GPUS = (
+    ("GH200", "gh200"),
+    ("H200", "h200-141gb"),
+    ("H100", "h100-80gb"),
+    ("A100", "a100-80gb"),
+    ("V100", "v100-32gb-dgx2"),
+)

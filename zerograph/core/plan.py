@@ -1,0 +1,337 @@
+"""The planner's decisions as plain data: what passes carry out and the runtime obeys. No torch in here."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+from zerograph.core.errors import ConfigError, ZeroGraphError
+from zerograph.core.machine import TIERS, Tier
+from zerograph.core.step import Param, layer_of_activation
+from zerograph.core.units import is_number
+
+__all__ = [
+    "DEVICE",
+    "OFFLOADS",
+    "VERSION",
+    "Bucket",
+    "GivenPlan",
+    "Homes",
+    "Offload",
+    "Param",
+    "Plan",
+    "Residency",
+    "compute_dtype",
+    "level_at",
+    "tile_rows",
+]
+
+VERSION = 5
+
+Residency = Literal["use", "backward", "step"]
+"""How long a gathered bucket stays whole: until its last use in a graph, until its use in the backward, or until
+the next forward whose shards may have changed."""
+_RESIDENCIES = ("use", "backward", "step")
+
+
+Offload = Literal["none", "optimizer", "gradients", "parameters"]
+OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "gradients", "parameters")
+"""What leaves the device, each with those before it. What is offloaded is sharded: the optimizer can leave from stage 1
+on, gradients from stage 2, parameters from stage 3, so that the place in here is the least stage that each needs."""
+
+
+def level_at(stage: int, offload: Offload) -> int:
+    """The place of ``offload`` in :data:`OFFLOADS`.
+
+    Raises:
+        ConfigError: ``stage`` does not shard it.
+    """
+    level = OFFLOADS.index(offload)
+    if level > stage:
+        raise ConfigError(
+            f"stage {stage} cannot offload {offload}, which it does not shard", f"stage {level} or more can"
+        )
+    return level
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """The tiers that the shards of one bucket live on when nothing uses them.
+
+    :data:`OFFLOADS` says what a stage lets leave the device. None of them lives farther away than the next: an update
+    reads all three. The master copy lives with the optimizer; when that is off the device, ``parameters`` are a copy in
+    the compute dtype.
+
+    Attributes:
+        parameters: shards of the parameters, as they are gathered.
+        gradients: shards of the reduced gradients, until the update.
+        optimizer: master copy and moments.
+    """
+
+    parameters: Tier = "device"
+    gradients: Tier = "device"
+    optimizer: Tier = "device"
+
+    @property
+    def in_order(self) -> bool:
+        """Whether no home is farther away than the next."""
+        near, middle, far = (TIERS.index(tier) for tier in (self.parameters, self.gradients, self.optimizer))
+        return near <= middle <= far
+
+    @property
+    def least_stage(self) -> int:
+        """The lowest stage that shards everything that is off the device."""
+        return max(level for level, kind in enumerate(OFFLOADS) if not level or getattr(self, kind) != "device")
+
+    def __str__(self) -> str:
+        kinds = (("parameters", self.parameters), ("gradients", self.gradients), ("optimizer", self.optimizer))
+        tiers = dict.fromkeys(tier for _, tier in kinds if tier != "device")
+        parts = (f"{' and '.join(k for k, t in kinds if t == tier)} on {tier}" for tier in tiers)
+        return ", ".join(parts) or "all on device"
+
+
+DEVICE = Homes()
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters that are gathered, freed and reduced together.
+
+    Attributes:
+        index: position in :attr:`Plan.buckets`.
+        name: the module or parameters it holds, for people.
+        params: in order of first use.
+        residency: how long it stays gathered.
+        homes: where its shards live.
+        tiles: parts that its one parameter is gathered, used, reduced and updated in, one after another:
+            ZeRO-Infinity's memory-centric tiling of an operator that is too large to be whole.
+        ahead: visits of buckets before its own at which its gathers begin, at most; None: as many as the plan's
+            ``prefetch``, which is the most. Fewer where memory is short when it would be gathered.
+    """
+
+    index: int
+    name: str
+    params: tuple[Param, ...]
+    residency: Residency
+    homes: Homes = DEVICE
+    tiles: int = 1
+    ahead: int | None = None
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of the bucket's parameters when whole."""
+        return sum(p.gathered_bytes for p in self.params)
+
+
+def compute_dtype(params: Iterable[Param]) -> str:
+    """The dtype that most of ``params`` compute in; float32 when there are none."""
+    dtypes = Counter(p.compute_dtype for p in params)
+    return max(dtypes, key=dtypes.__getitem__, default="float32")
+
+
+def tile_rows(rows: int, tiles: int) -> tuple[tuple[int, int], ...]:
+    """First and one-past-last row of each tile of shards of ``rows`` rows: the same slice of every rank's shard.
+
+    A tile's gather then uses all ranks' links, with parameters sharded by rows as ever.
+    """
+    return tuple((i * rows // tiles, (i + 1) * rows // tiles) for i in range(tiles))
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that was decided for one frame.
+
+    Attributes:
+        stage: the ZeRO stage the plan is a preset of.
+        world_size: ranks the parameters are sharded over.
+        buckets: in order of first use in the forward.
+        prefetch: buckets gathered ahead of the one in use, at most; each bucket may say fewer for itself.
+        recompute: layers (``blocks.3``) of which the forward saves the inputs only; their backward computes the rest
+            again.
+        save: activations inside of these layers that are saved all the same, by their lasting names
+            (``blocks.3.mlp:addmm``, :func:`~zerograph.core.step.activation_names`).
+        save_others: whether every other activation that the backward reads is saved; else the partitioner computes
+            again what it finds cheaper than to save.
+        offload: layers, each with the tier that what its forward saves (its inputs only, where it is recomputed) is
+            moved to until the backward needs it; and single activations, which go before their layer.
+        reductions: that may be under way at a time: one starts as soon as its gradients exist, and the computation
+            waits then for the one so many before it. More of them hold more full gradients.
+        fetch_ahead: layers before its own in the backward at which what a layer offloaded begins to come back.
+        loss_tiles: parts over tokens that the head and its loss run in, one after another, so that logits never exist
+            whole; the backward computes each part again.
+    """
+
+    stage: int
+    world_size: int
+    buckets: tuple[Bucket, ...]
+    prefetch: int
+    recompute: tuple[str, ...] = ()
+    save: tuple[str, ...] = ()
+    save_others: bool = False
+    offload: tuple[tuple[str, Tier], ...] = ()
+    reductions: int = 1
+    fetch_ahead: int = 1
+    loss_tiles: int = 1
+
+    @property
+    def unexecuted(self) -> str:
+        """What of the plan no backend carries out yet, for people; empty when it can be run."""
+        homes = next((f"{b.homes} (bucket {b.name})" for b in self.buckets if b.homes != DEVICE), "")
+        tiles = next((f"{b.tiles} tiles of {b.params[0].name}" for b in self.buckets if b.tiles > 1), "")
+        saved = f"activations of {self.offload[0][0]} on {self.offload[0][1]}" if self.offload else ""
+        loss = f"head and loss in {self.loss_tiles} tiles" if self.loss_tiles > 1 else ""
+        return "; ".join(part for part in (homes, saved, tiles, loss) if part)
+
+    def ahead(self) -> tuple[int, ...]:
+        """How many visits ahead the gathers of each bucket begin, at most."""
+        return tuple(self.prefetch if b.ahead is None else b.ahead for b in self.buckets)
+
+    def bucket_of(self) -> dict[str, Bucket]:
+        """The bucket of every parameter, by name."""
+        return {p.name: bucket for bucket in self.buckets for p in bucket.params}
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype that most parameters compute in; float32 when there are none."""
+        return compute_dtype(p for bucket in self.buckets for p in bucket.params)
+
+    def to_json(self) -> str:
+        """Canonical JSON: sorted keys, one line, with the format's version."""
+        return json.dumps({"version": VERSION, **asdict(self)}, sort_keys=True, separators=(",", ":"))
+
+    @property
+    def digest(self) -> str:
+        """Short hash of the canonical JSON."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that :meth:`to_json` wrote.
+
+        Raises:
+            ZeroGraphError: another version, or not a plan.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            version = data.pop("version", None)
+        except (ValueError, TypeError, AttributeError):
+            raise ZeroGraphError("the text is no plan", "give what Plan.to_json wrote") from None
+        if not is_number(version, int) or version != VERSION:
+            raise ZeroGraphError(f"plan has version {version}, this ZeroGraph reads {VERSION}", "make the plan again")
+        try:
+            _require_types(cls, data)
+            buckets = tuple(_bucket(**b) for b in data["buckets"])
+            layers, save = tuple(map(_text, data["recompute"])), tuple(map(_text, data["save"]))
+            offload = tuple((_text(name), tier) for name, tier in data["offload"])
+            plan = cls(**{**data, "buckets": buckets, "recompute": layers, "save": save, "offload": offload})
+            wrong = next(plan.mistakes(), "")
+        except (KeyError, TypeError, ValueError) as error:
+            raise ZeroGraphError(f"the plan is incomplete: {error}", "give what Plan.to_json wrote") from None
+        if wrong:
+            raise ZeroGraphError(f"the plan makes no sense: {wrong}", "give what Plan.to_json wrote")
+        return plan
+
+    def mistakes(self) -> Iterator[str]:
+        """What no plan may say: homes that the stage does not shard, tiles of no rows, tiers that do not exist."""
+        if self.world_size < 1:
+            yield f"world size {self.world_size}"
+            return
+        if self.stage not in (0, 1, 2, 3):
+            yield f"stage {self.stage}"
+        if self.prefetch < 0:
+            yield f"prefetch {self.prefetch}"
+        if self.reductions < 1:
+            yield f"{self.reductions} reductions under way"
+        if self.fetch_ahead < 1:
+            yield f"activations come back {self.fetch_ahead} layers ahead"
+        if self.loss_tiles < 1:
+            yield f"{self.loss_tiles} tiles of the loss"
+        yield from (f"{layer} is recomputed twice" for layer in _twice(self.recompute))
+        yield from (f"{name} is saved twice" for name in _twice(self.save))
+        layers = frozenset(self.recompute)
+        whole = (name for name in self.save if layer_of_activation(name) not in layers)
+        yield from (f"{name} is saved, of a layer that is not recomputed" for name in whole)
+        for bucket in self.buckets:
+            yield from (f"bucket {bucket.name} {wrong}" for wrong in _mistakes(bucket, self))
+        yield from (f"activations of {name} are offloaded twice" for name in _twice(name for name, _ in self.offload))
+        off = ((layer, tier) for layer, tier in self.offload if tier not in TIERS[1:])
+        yield from (f"activations of {layer} are offloaded to {tier!r}" for layer, tier in off)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenPlan:
+    """A plan that the user gave, to be replayed, and the file that it came from."""
+
+    path: str
+    plan: Plan
+
+    def __str__(self) -> str:
+        return f"{self.path} (digest {self.plan.digest})"
+
+
+def _bucket(**data: Any) -> Bucket:
+    _require_types(Bucket, data)
+    params, homes, rest = data["params"], data["homes"], {k: v for k, v in data.items() if k not in ("params", "homes")}
+    whole = tuple(Param(**{**p, "shape": tuple(p["shape"]), "tied_to": tuple(p["tied_to"])}) for p in params)
+    return Bucket(params=whole, homes=Homes(**homes), **rest)
+
+
+def _require_types(kind: type[Plan] | type[Bucket], data: Mapping[str, Any]) -> None:
+    """Every field and no other, numbers whole and no truths, lists no texts.
+
+    Raises:
+        TypeError: naming the field.
+    """
+    names = [field.name for field in fields(kind)]
+    if data.keys() != set(names):
+        raise TypeError(f"it has {', '.join(sorted(data.keys() ^ set(names)))}, or has not")
+    for name in names:
+        value = data[name]
+        if name in _LISTS and not isinstance(value, list):
+            raise TypeError(f"{name} is {value!r}, no list")
+        if name in _NUMBERS and not is_number(value, int) and not (name == "ahead" and value is None):
+            raise TypeError(f"{name} is {value!r}, no whole number")
+        if name == "save_others" and type(value) is not bool:
+            raise TypeError(f"{name} is {value!r}, neither true nor false")
+
+
+_LISTS = frozenset({"buckets", "recompute", "save", "offload", "params"})
+_NUMBERS = frozenset(
+    {"stage", "world_size", "prefetch", "reductions", "fetch_ahead", "loss_tiles", "index", "tiles", "ahead"}
+)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no name")
+    return value
+
+
+def _twice(names: Iterable[str]) -> Iterator[str]:
+    return (name for name, count in Counter(names).items() if count > 1)
+
+
+def _mistakes(bucket: Bucket, plan: Plan) -> Iterator[str]:
+    homes = bucket.homes
+    if bucket.residency not in _RESIDENCIES:
+        yield f"has residency {bucket.residency!r}"
+    if not {homes.parameters, homes.gradients, homes.optimizer} <= set(TIERS):
+        yield f"lives on {homes}"
+    elif homes.least_stage > plan.stage:
+        yield f"has {homes}, which stage {plan.stage} does not shard"
+    elif not homes.in_order:
+        yield f"has {homes}: none may live farther away than gradients, nor those farther than the optimizer"
+    if bucket.ahead is not None and not 0 <= bucket.ahead <= plan.prefetch:
+        yield f"is gathered {bucket.ahead} visits ahead, and prefetch is {plan.prefetch}"
+    if bucket.tiles == 1:
+        return
+    if len(bucket.params) != 1 or not (bucket.params[0].sharded and bucket.params[0].shape):
+        yield "is tiled, and is not one sharded parameter"
+    elif not 1 < bucket.tiles <= bucket.params[0].chunk_rows(plan.world_size):
+        yield f"has {bucket.tiles} tiles of {bucket.params[0].chunk_rows(plan.world_size)} rows"
+    elif bucket.residency != "use":
+        yield "is tiled, and is to stay whole"

@@ -1,0 +1,124 @@
+"""What a step will do, or did: spans on streams and bytes on tiers over time. No torch in here.
+
+A forecast and a measurement share these types, so that one can be laid over the other. Times are seconds from the
+start of the step, sizes bytes of one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from zerograph.core.machine import Tier
+
+Stream = Literal["compute", "gather", "reduce", "h2d", "d2h", "nvme_read", "nvme_write", "cpu_update"]
+STREAMS: tuple[Stream, ...] = ("compute", "gather", "reduce", "h2d", "d2h", "nvme_read", "nvme_write", "cpu_update")
+COMMUNICATION: tuple[Stream, ...] = ("gather", "reduce")
+NOT_COUNTED = (
+    "fragmentation and workspaces of the allocator",
+    "Python, launches and synchronization between instructions",
+    "buffers of the model, and the batch itself",
+)
+"""What no forecast counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One task on one stream.
+
+    Attributes:
+        task: its index in program order.
+        name: what runs, for people: ``"gather layers.3"``.
+        module: fully qualified name of the module it belongs to; empty when there is none.
+        source: the user's ``file:line`` it comes from; empty when unknown.
+        after: earlier tasks that had to end first, besides the previous one on its stream.
+        key: what of a plan's programs it runs, by which a run's times are told: the digest of a segment, or the index
+            of a bucket; empty for the update, and where tasks follow a schedule and no program.
+        flops: operations of the matrix products in it.
+    """
+
+    task: int
+    name: str
+    stream: Stream
+    start: float
+    end: float
+    module: str = ""
+    source: str = ""
+    after: tuple[int, ...] = ()
+    key: str = ""
+    flops: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Peak:
+    """The most bytes a tier holds, and the task during which it does so first."""
+
+    bytes: int
+    task: int
+    name: str
+    module: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """One step.
+
+    Attributes:
+        spans: in program order.
+        memory: per tier, the bytes it holds from each moment on, ascending in time.
+        peaks: per tier that holds anything.
+        critical_path: tasks, in time order, whose delay would delay the step.
+        not_counted: what the numbers leave out, for people.
+    """
+
+    spans: tuple[Span, ...]
+    memory: Mapping[Tier, tuple[tuple[float, int], ...]]
+    peaks: Mapping[Tier, Peak]
+    critical_path: tuple[int, ...] = ()
+    not_counted: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Time of the whole step."""
+        return max((span.end for span in self.spans), default=0.0)
+
+    def busy(self) -> dict[Stream, float]:
+        """Seconds per stream in which it works."""
+        total: dict[Stream, float] = {}
+        for span in self.spans:
+            total[span.stream] = total.get(span.stream, 0.0) + span.end - span.start
+        return total
+
+    @property
+    def exposed_communication(self) -> float:
+        """Seconds in which collectives run and nothing computes."""
+        working = _union((s.start, s.end) for s in self.spans if s.stream not in COMMUNICATION)
+        talking = _union((s.start, s.end) for s in self.spans if s.stream in COMMUNICATION)
+        return sum(end - start for start, end in talking) - _overlap(talking, working)
+
+
+Interval = tuple[float, float]
+
+
+def _union(intervals: Iterator[Interval]) -> list[Interval]:
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _overlap(a: list[Interval], b: list[Interval]) -> float:
+    """Common length of two ascending lists of disjoint intervals."""
+    total, i, j = 0.0, 0, 0
+    while i < len(a) and j < len(b):
+        total += max(0.0, min(a[i][1], b[j][1]) - max(a[i][0], b[j][0]))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total

@@ -1,0 +1,34 @@
+"""Which line of a traceback a user can mend. No torch in here."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from traceback import FrameSummary
+
+
+def users_line(frames: Iterable[FrameSummary]) -> FrameSummary | None:
+    """The innermost of ``frames`` that is not torch's, ours or the standard library's; None where there is none.
+
+    Other libraries count as the user's: transformers' models are wrong where their arguments are.
+    """
+    return next((frame for frame in reversed(list(frames)) if _users(Path(frame.filename))), None)
+
+
+def line_of(error: BaseException) -> FrameSummary | None:
+    """The user's line that raised ``error``; where it does not parse, that line."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return FrameSummary(error.filename, error.lineno, "<module>")
+    return users_line(traceback.extract_tb(error.__traceback__))
+
+
+def _users(file: Path) -> bool:
+    torch = getattr(sys.modules.get("torch"), "__file__", None)
+    ours = Path(__file__).parent.parent
+    if file.name.startswith("<") or file.is_relative_to(ours) or (torch and file.is_relative_to(Path(torch).parent)):
+        return False
+    installed = {"site-packages", "dist-packages"} & set(file.parts)  # which may lie in the standard library's folder
+    return bool(installed) or not file.is_relative_to(sysconfig.get_path("stdlib"))

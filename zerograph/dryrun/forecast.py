@@ -1,0 +1,210 @@
+"""From a model to a plan file: trace it for simulated ranks, and forecast the programs that would run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from zerograph.core.config import Config
+from zerograph.core.errors import ConfigError, InfeasibleError, UnsupportedError
+from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.plan import Offload, Plan
+from zerograph.core.planfile import PlanFile, Reason
+from zerograph.core.step import Step
+from zerograph.dryrun.compile_only import Compiled, compile_only
+from zerograph.outlook import outlook
+from zerograph.planner.estimate import RESERVE
+from zerograph.planner.ladder import open_homes, open_tiers
+from zerograph.planner.planned import gathered, planned, recomputed, under_way, updated
+from zerograph.planner.search import Wish
+from zerograph.symbolic import Name
+from zerograph.vary import Vary
+
+if TYPE_CHECKING:
+    from zerograph.frame import Frame
+
+ATTEMPTS = 8
+"""Plans that are compiled in search of one whose programs hold no more than they may, after the first."""
+
+
+def plan_file(
+    name: str,
+    make: Callable[[], Any],
+    machine: Machine,
+    *,
+    world: int = 1,
+    batch: int = 1,
+    seq: int = 1024,
+    dtype: str | None = None,
+    moments: int = 2,
+    reserve: float = 0.0,
+    sizes: Mapping[Name, int] | None = None,
+    memory: int | None = None,
+    offload: Offload | Literal["auto"] = "none",
+    tier: Tier | None = None,
+    fold: bool = True,
+    **options: Any,
+) -> PlanFile:
+    """Plan one training step of what ``make`` returns.
+
+    Args:
+        name: of the model, for people.
+        make: see :func:`zerograph.dryrun.compile_only`.
+        world, batch, seq: ranks, and the batch of each.
+        dtype: compute dtype by name; each parameter's own unless given.
+        moments: tensors that the optimizer keeps per parameter.
+        reserve: share of every tier to leave free.
+        sizes: batch or sequence at which the plan was found to fill ``machine``'s memory: it is searched for there,
+            at any stage, and inputs that the model brings are resized.
+        memory: bytes of the device that a search may fill: then the plan is searched at any stage, for what the
+            options leave open.
+        offload, tier: as in :class:`~zerograph.planner.search.Wish`. Unless it is "none", the plan is searched over
+            all tiers of ``machine``, and forecast from its schedule: no program can be lowered for it yet.
+        fold: see :func:`zerograph.dryrun.compile_only`.
+        options: further arguments of :func:`zerograph.backend`. At stage "auto" the plan fills ``machine``'s memory.
+
+    Raises:
+        ConfigError: a tier without offload, ``memory`` with it, or an offload that the stage or the machine does not
+            allow.
+        InfeasibleError: no plan that is searched for fits.
+        UnsupportedError: the model cannot be traced whole, or does not train.
+    """
+    compute = compute_dtype(dtype, world, offload)
+    refuse_offload(offload, tier, machine, world, options.get("stage", 3))
+    if offload != "none" and memory is not None:
+        raise ConfigError("memory cannot be given with offload", "give a machine with that memory")
+    if offload != "none":
+        config = Config.of(**options)
+        wish = Wish.of(config, world, offload=offload, tier=tier)
+        vary = None if sizes is None else Vary(dict(sizes))
+        compiled = compile_only(
+            make, world_size=world, batch=batch, seq=seq, fold=fold, dtype=compute, stage=config.sharding, vary=vary,
+            moments=moments,
+        )  # fmt: skip
+        step = movable(_training_frame(compiled.frames).step, world)
+        return planned(name, step, wish, machine, moments=moments, reserve=reserve, tokens=compiled.tokens)
+    if options.get("stage") == "auto" or sizes is not None or memory is not None:
+        options |= {"memory": machine.capacity("device", world) if memory is None else memory, "machine": machine}
+    if sizes is not None:
+        options["vary"] = Vary(dict(sizes))
+
+    def planned_file(**more: Any) -> tuple[PlanFile, int]:
+        found = compile_only(
+            make, world_size=world, batch=batch, seq=seq, fold=fold, dtype=compute, moments=moments, **options | more
+        )
+        searched = _training_frame(found.frames).backend.planner.searched
+        return forecast_file(name, found, machine, moments=moments, reserve=reserve), searched
+
+    return within(planned_file) if sizes is None and "memory" in options else planned_file()[0]
+
+
+def within(planned_file: Callable[..., tuple[PlanFile, int]]) -> PlanFile:
+    """The fastest plan whose programs hold no more than they may.
+
+    The search counts the step before it is compiled, and what crosses a cut inside of a layer has no kernel to fuse
+    into: programs may hold a percent or two more. Then the next plan is asked for that is predicted to need less, one
+    by one, so that more memory never gives a slower plan.
+
+    Args:
+        planned_file: a plan with its programs' forecast, and the bytes that the search counted; within ``memory``
+            bytes, where they are given.
+    """
+    file, searched = planned_file()
+    for _ in range(ATTEMPTS):
+        if file.forecast.peaks["device"].bytes <= file.budget["device"]:
+            break
+        try:
+            file, searched = planned_file(memory=int((searched - 1) / (1 - RESERVE)))
+        except InfeasibleError:
+            break  # by the search nothing holds less; what was found is shown with what it overruns
+    return file
+
+
+def compute_dtype(dtype: str | None, world: int, offload: Offload | Literal["auto"]) -> Any:
+    """The torch dtype of that name.
+
+    One rank alone keeps its parameters as they are unless they compute in a dtype, and could move none of them.
+    """
+    import torch
+
+    if dtype is None:
+        return torch.float32 if world == 1 and offload != "none" else None
+    return getattr(torch, dtype)
+
+
+def movable(step: Step, world: int) -> Step:
+    """``step`` with parameters that can leave the device: one rank's are whole, and are its shards."""
+    if world > 1:
+        return step
+    return replace(step, params=tuple(replace(p, sharded=bool(p.shape)) for p in step.params))
+
+
+def refuse_offload(
+    offload: Offload | Literal["auto"], tier: Tier | None, machine: Machine, world: int, stage: Any
+) -> None:
+    """What can be refused before minutes of tracing.
+
+    Raises:
+        ConfigError: a tier without offload, or an offload that the stage or the machine does not allow.
+    """
+    if offload == "none":
+        if tier is not None:
+            raise ConfigError(f"tier {tier} is given, and offload is none", "say what goes there: --offload optimizer")
+        return
+    open_homes(offload, open_tiers(machine, world, offload, tier), 3 if stage == "auto" else stage)
+
+
+def forecast_file(
+    name: str, compiled: Compiled, machine: Machine, *, moments: int = 2, reserve: float = 0.0
+) -> PlanFile:
+    """The plan file of a model that was compiled already: what :func:`plan_file` does after tracing.
+
+    Raises:
+        UnsupportedError: the model does not train.
+    """
+    frame = _training_frame(compiled.frames)
+    found = outlook([frame.programs["forward"], frame.programs["backward"]], frame.plan, machine, moments=moments)
+    return PlanFile(
+        model=name,
+        plan=frame.plan,
+        machine=machine,
+        budget={tier: int(machine.capacity(tier, frame.plan.world_size) * (1 - reserve)) for tier in TIERS},
+        forecast=found.forecast,
+        holdings=found.holdings,
+        reasons=(*_reasons(frame.plan, frame.backend.config), *under_way(frame.plan), *updated(frame.step, frame.plan)),
+        passes=tuple(frame.passes),
+        tokens=compiled.tokens,
+        flops=sum(op.flops for op in frame.step.ops),  # the model's own: what is recomputed counts once
+    )
+
+
+def _training_frame(frames: tuple[Frame, ...]) -> Frame:
+    training = [frame for frame in frames if "backward" in frame.programs]
+    if not training:
+        raise UnsupportedError(
+            "the model has no backward: none of its outputs depends on a trainable parameter",
+            "return the loss or the logits from forward",
+        )
+    return training[-1]
+
+
+_FASTEST = "of the plans that were looked at and fit, it is predicted to be the fastest"
+
+
+def _reasons(plan: Plan, config: Config) -> Iterator[Reason]:
+    searched, chosen = config.stage == "auto", config.searches and config.recompute == "auto"
+    asked = _FASTEST if chosen else "it was asked for"
+    yield Reason("plan", f"stage {plan.stage}", "stage auto shards all of it" if searched else "it was asked for")
+    if plan.recompute:
+        yield Reason("activations", recomputed(plan), asked)
+    else:
+        saved = "all saved" if plan.save_others else "saved where the partitioner finds that cheaper than recomputing"
+        yield Reason("activations", saved, "it was asked for" if plan.save_others else "recompute is auto")
+    why = {
+        "use": _FASTEST if searched else "stage 3 keeps parameters whole only while they are used",
+        "backward": "it is kept from forward to backward, which saves a gather",
+        "step": "below stage 3 parameters stay whole from forward to backward",
+    }
+    for bucket in plan.buckets:
+        yield Reason(bucket.name, gathered(bucket), why[bucket.residency])

@@ -1,0 +1,154 @@
+"""What passes share: reading markers, no-op views, and the typed facts they leave on nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerograph.core.plan import Param
+from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
+
+aten = torch.ops.aten
+
+_VIEWS_BY_DECOMPOSITION = frozenset({aten._unsafe_view.default})
+"""Views whose schemas do not say so."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The fact on every ``zg::`` node that moves a bucket: which one, and which of its parameters, in order."""
+
+    bucket: int
+    params: tuple[Param, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Activation:
+    """The fact on operators of the forward: what plans call their result."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """An ``unshard`` or ``reduce_grad`` node, read."""
+
+    node: fx.Node
+    name: str
+    group: str
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    sharded: bool
+
+    @property
+    def source(self) -> fx.Node:
+        """The shard (``unshard``) or the full gradient (``reduce_grad``)."""
+        return self.node.args[0]  # type: ignore[return-value]
+
+
+FACE_AT = {UNSHARD: 2, REDUCE_GRAD: 3}
+"""Where the face begins among a marker's arguments; it begins with the parameter's name."""
+
+
+def markers(graph: fx.Graph, target: Any) -> list[Marker]:
+    """All ``unshard`` or all ``reduce_grad`` nodes in execution order."""
+    nodes = graph.find_nodes(op="call_function", target=target, sort=True)
+    return [Marker(n, *n.args[FACE_AT[target] :]) for n in nodes]  # type: ignore[arg-type]
+
+
+def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """What is tagged so, and whatever depends on it."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.meta.get("partitioner_tag") == "is_backward" or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether ``node`` only looks at its first argument's memory."""
+    return node.op == "call_function" and (_is_view_op(node.target) or _is_view_part(node))
+
+
+def _is_view_op(target: Any) -> bool:
+    return target in _VIEWS_BY_DECOMPOSITION or (isinstance(target, torch._ops.OpOverload) and target.is_view)
+
+
+def _is_view_part(node: fx.Node) -> bool:
+    return node.target is operator.getitem and isinstance(node.args[0], fx.Node) and _is_view_op(node.args[0].target)
+
+
+def is_identity_view(node: fx.Node) -> bool:
+    """Whether ``node`` is a view with the very shape and strides of its argument."""
+    if not is_view(node) or not isinstance(node.args[0], fx.Node):
+        return False
+    before, after = node.args[0].meta.get("val"), node.meta.get("val")
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    return before.dtype == after.dtype and before.shape == after.shape and before.stride() == after.stride()
+
+
+def behind_identity(node: fx.Node) -> fx.Node:
+    """``node``, or what it is an identity view of."""
+    while is_identity_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def readings_of_overwritten(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """What reads, or views, an input that one of ``nodes``, in order, overwrites (a counter in a buffer)."""
+    changing, found = {n.args[0] for n in nodes if n.target is aten.copy_.default}, list[fx.Node]()
+    for node in nodes:
+        reads = node.op == "call_function" and node.target is not aten.copy_.default
+        if reads and not changing.isdisjoint(node.all_input_nodes):
+            found.append(node)
+            if is_view(node):
+                changing.add(node)
+    return found
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether ``node`` is arithmetic on symbolic sizes only."""
+    scalar = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+    return scalar and (node.op == "placeholder" or all(is_size(n) for n in node.all_input_nodes))
+
+
+def positions(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Execution order of all nodes."""
+    return {node: index for index, node in enumerate(graph.nodes)}
+
+
+def output_of(graph: fx.Graph) -> fx.Node:
+    """The graph's output node."""
+    return next(iter(graph.find_nodes(op="output")))
+
+
+def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], val: Any, like: fx.Node | None = None) -> fx.Node:
+    """Insert a call at the graph's insertion point, with its fake value and the source location of ``like``."""
+    node = graph.call_function(target, args)
+    node.meta["val"] = val
+    if like is not None:
+        for key in ("stack_trace", "nn_module_stack", "partitioner_tag", "seq_nr"):
+            if key in like.meta:
+                node.meta[key] = like.meta[key]
+    return node
+
+
+def protect_outputs(graph: fx.Graph) -> None:
+    """Let the graph return copies of full parameters, which are freed, and of views of them."""
+    output = output_of(graph)
+    for marker in markers(graph, UNSHARD):
+        for node in _with_views(marker.node):
+            if output in node.users:
+                with graph.inserting_before(output):
+                    copy = call(graph, aten.clone.default, (node,), node.meta["val"].clone(), node)
+                output.replace_input_with(node, copy)
+
+
+def _with_views(node: fx.Node) -> list[fx.Node]:
+    return [node] + [n for user in list(node.users) if is_view(user) for n in _with_views(user)]

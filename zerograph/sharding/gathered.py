@@ -1,0 +1,173 @@
+"""Plain full parameters for a while: :func:`gathered`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zerograph.core.errors import ShardingError
+from zerograph.runtime.meeting import noticed
+from zerograph.sharding.shards import full_value, group_of, is_sharded, local_of, send_from_first, together
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A parameter shown as a plain one: ``outward`` is its face, ``plain`` what stands in for it, ``at`` where."""
+
+    name: str
+    outward: nn.Parameter
+    plain: nn.Parameter
+    at: list[tuple[nn.Module, str]]
+    writeback: bool
+
+
+# What is open now, in all models, by id(outward): nested contexts share the plain parameters. Empty outside of them.
+_OPEN: dict[int, _Opened] = {}
+
+
+@contextlib.contextmanager
+def gathered(module: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
+    """Inside, the parameters of ``module`` and its submodules are plain, full ``nn.Parameter``s.
+
+    All ranks enter and leave together. Every rank holds the whole of ``module`` while inside, in the shards' dtype:
+    give it the submodule that you need. Tied parameters stay tied. ``state_dict``, ``named_parameters``, in-place
+    edits, ``torch.save`` and ``copy.deepcopy`` see an ordinary PyTorch module; calling it, compiled or not, computes on
+    this rank alone. Gradients made inside, and changes of ``requires_grad``, are dropped.
+
+    On leaving, the sharded parameters are back: the very objects that optimizers hold. When the body raises, nothing
+    is written.
+
+    Args:
+        writeback: on leaving, write rank 0's values into the shards of all ranks; otherwise changes are dropped, on one
+            process as well as on many.
+
+    Raises:
+        ShardingError: with ``writeback``, a parameter was removed, untied, or changed its shape or dtype inside; or a
+            nested ``writeback`` that an enclosing context would drop.
+    """
+    module = getattr(module, "_orig_mod", module)
+    with noticed(group_of(module), "to gather parameters in zerograph.gathered()"):
+        opened = _open(module, writeback)
+    mine = [o for o in opened if _OPEN.setdefault(id(o.outward), o) is o]
+    try:
+        with contextlib.ExitStack() as stack:
+            for owner, params in _by_owner(opened).items():
+                stack.enter_context(shown(owner, params))
+            yield module
+            values = [_values(o) for o in opened] if writeback else []
+    finally:
+        for o in mine:
+            del _OPEN[id(o.outward)]
+    if writeback:
+        _write(module, opened, values)
+
+
+@contextlib.contextmanager
+def shown(module: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """``module`` as an instance of its own class that owns ``params``; afterwards as it was."""
+    before = {name: module._parameters[name] for name in params}
+    cls, faces, flat = type(module), module.__dict__.pop("_zg_faces", None), module.__dict__.get("_flat_weights")
+    module.__class__ = getattr(module, "_zg_base", cls)
+    module._parameters.update(params)
+    if isinstance(module, nn.RNNBase):
+        module.__dict__["_flat_weights"] = [getattr(module, name) for name in module._flat_weights_names]
+    try:
+        yield
+    finally:
+        module.__class__ = cls
+        module._parameters.update(before)
+        for attribute, value in (("_zg_faces", faces), ("_flat_weights", flat)):
+            if value is not None:
+                module.__dict__[attribute] = value
+            else:
+                module.__dict__.pop(attribute, None)
+
+
+def is_open(params: Iterable[Tensor]) -> bool:
+    """Whether any of ``params`` is a stand-in that an open :func:`gathered` shows."""
+    plain = {id(o.plain) for o in _OPEN.values()}
+    return any(id(p) in plain for p in params)
+
+
+def _open(module: nn.Module, writeback: bool) -> list[_Opened]:
+    """Gather what ``module`` owns and no enclosing context shows already."""
+    opened: dict[int, _Opened] = {}
+    stand_ins = {id(o.plain): o for o in _OPEN.values()}
+    for prefix, owner in module.named_modules():
+        for attribute, param in owner._parameters.items():
+            if param is None:
+                continue
+            name = f"{prefix}.{attribute}".lstrip(".")
+            if id(param) in stand_ins:
+                _refuse_dropped(name, writeback and not stand_ins[id(param)].writeback)
+                continue
+            if id(param) not in opened:
+                opened[id(param)] = _Opened(name, param, _stand_in(name, param, writeback), [], writeback)
+            opened[id(param)].at.append((owner, attribute))
+    return list(opened.values())
+
+
+def _stand_in(name: str, param: nn.Parameter, writeback: bool) -> nn.Parameter:
+    enclosing = _OPEN.get(id(param))  # tied to a parameter that an enclosing context shows under another name
+    if enclosing is not None:
+        _refuse_dropped(name, writeback and not enclosing.writeback)
+        return enclosing.plain
+    if local_of(param).is_meta:
+        raise ShardingError(
+            f"parameter {name} is on the meta device and has no values", "call zerograph.materialize(model) first"
+        )
+    return nn.Parameter(full_value(param), requires_grad=param.requires_grad)
+
+
+def _refuse_dropped(name: str, dropped: bool) -> None:
+    if dropped:
+        raise ShardingError(
+            f"parameter {name} is shown by an enclosing gathered() that drops changes: it cannot be written",
+            "give the outer gathered() writeback=True as well",
+        )
+
+
+def _by_owner(opened: list[_Opened]) -> dict[nn.Module, dict[str, nn.Parameter]]:
+    owners: dict[nn.Module, dict[str, nn.Parameter]] = {}
+    for o in opened:
+        for owner, attribute in o.at:
+            owners.setdefault(owner, {})[attribute] = o.plain
+    return owners
+
+
+def _values(o: _Opened) -> list[Tensor | None]:
+    return list({id(p): p for p in (owner._parameters.get(name) for owner, name in o.at)}.values())
+
+
+def _write(module: nn.Module, opened: list[_Opened], values: list[list[Tensor | None]]) -> None:
+    """Rank 0's ``values`` into the shards of all ranks."""
+    group = group_of(module)
+    together(group, lambda: _check_all(opened, values), ShardingError)
+    for o, value in zip(opened, values, strict=True):
+        rows = o.outward.shape[0] if o.outward.ndim else 1
+        send_from_first(value[0], local_of(o.outward), rows, group, is_sharded(o.outward))
+        torch.autograd.graph.increment_version(o.outward)  # what autograd saved before is stale
+
+
+def _check_all(opened: list[_Opened], values: list[list[Tensor | None]]) -> None:
+    for o, value in zip(opened, values, strict=True):
+        _check(o, value)
+
+
+def _check(o: _Opened, values: list[Tensor | None]) -> None:
+    hint = "change what parameters there are, their shapes and ties before the model is sharded"
+    if len(values) > 1:
+        raise ShardingError(f"parameter {o.name} was tied to others and is no longer", hint)
+    value = values[0]
+    if value is None:
+        raise ShardingError(f"parameter {o.name} was removed inside gathered()", hint)
+    if value.shape != o.outward.shape or value.dtype != o.outward.dtype:
+        raise ShardingError(
+            f"parameter {o.name} became {list(value.shape)} {value.dtype} inside gathered(); it was "
+            f"{list(o.outward.shape)} {o.outward.dtype}",
+            hint,
+        )

@@ -1,0 +1,261 @@
+"""Models built on the meta device, given memory and values shard by shard: :func:`materialize`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from zerograph.api import backend_of
+from zerograph.core.errors import ShardingError, ZeroGraphError
+from zerograph.sharding.adopt import live, replace_everywhere
+from zerograph.sharding.export import plain_name
+from zerograph.sharding.gathered import shown
+from zerograph.sharding.shard_files import read_files
+from zerograph.sharding.shards import group_of, is_sharded, local_of, send_from_first, together
+
+log = logging.getLogger(__name__)
+
+Init = Callable[[nn.Module], Any] | Literal["reset_parameters"] | None
+
+
+@dataclass(slots=True)
+class Slot:
+    """A parameter or buffer without memory: its names, where it lives, and this rank's part once it has values."""
+
+    tensor: Tensor
+    persistent: bool
+    names: list[str] = field(default_factory=list)
+    at: list[tuple[nn.Module, str]] = field(default_factory=list)
+    local: Tensor | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of the full tensor."""
+        return self.tensor.shape[0] if self.tensor.ndim else 1
+
+
+def materialize(model: nn.Module, init: Init = None, files: Sequence[str | os.PathLike[str]] = ()) -> nn.Module:
+    """Give a model that was built under ``torch.device("meta")`` and sharded its memory and values; returns it.
+
+    All ranks call this together, after ``zerograph.shard(model, backend)`` and before the first call of the model;
+    optimizers made in between are pointed at the new parameters. What has values already keeps them.
+
+    From ``files`` (safetensors), each rank reads its own rows and nothing else. What no file holds (everything,
+    without files) is initialized module by module, children before parents, on rank 0 alone, whose random generator
+    decides: the values are those of any world size, one process included. Rank 0 holds one module's own tensors at a
+    time, full; the other ranks only their rows.
+
+    Args:
+        init: ``None`` or ``"reset_parameters"`` calls each module's ``reset_parameters()``. A function is called with
+            each module after that, as ``model.apply(init)`` would; it may touch the module's own parameters and
+            buffers only.
+        files: safetensors files that hold all parameters and persistent buffers; tied ones under any of their names.
+            Only with an explicit ``init`` may some be missing. Values are widened to the parameter's dtype, never
+            narrowed.
+
+    Raises:
+        CheckpointError: files cannot be read, or their names, shapes or dtypes are not the model's; on every rank.
+        ShardingError: the model was not given to ``zerograph.shard``, or a module cannot be initialized.
+    """
+    model = getattr(model, "_orig_mod", model)
+    slots = _empty_slots(model)
+    if not slots:
+        return model
+    try:
+        backend = backend_of(model)
+    except ZeroGraphError:
+        hint = "call zerograph.shard(model, backend) first, with this very model"
+        raise ShardingError("the model on the meta device belongs to no backend yet", hint) from None
+    device, group = backend.device, group_of(model)
+    if files:
+        read_files(slots, files, device, group, strict=init is None)
+    _initialize(model, slots, init if callable(init) else None, device, group)
+    backend.replace(_install(slots))
+    return model
+
+
+def _empty_slots(model: nn.Module) -> list[Slot]:
+    slots: dict[int, Slot] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for tensors in (module._parameters, module._buffers):
+            for attribute, tensor in tensors.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                persistent = attribute not in module._non_persistent_buffers_set
+                slot = slots.setdefault(id(tensor), Slot(tensor, persistent))
+                slot.names.append(plain_name(f"{prefix}.{attribute}".lstrip(".")))
+                if (module, attribute) not in slot.at:
+                    slot.at.append((module, attribute))
+    return list(slots.values())
+
+
+def _initialize(
+    model: nn.Module,
+    slots: Sequence[Slot],
+    init: Callable[[nn.Module], Any] | None,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Fill the slots that are still empty, unit by unit, with rank 0's values."""
+    by_place = {(module, attribute): slot for slot in slots for module, attribute in slot.at}
+    names = {module: name for name, module in model.named_modules()}
+    # All shards before the first full tensor: otherwise they come to lie between the holes that those leave.
+    shards = {id(slot): _allocate(slot, device) for slot in slots if slot.local is None}
+    for unit in _units(model):
+        places = {(m, a): by_place[m, a] for m in unit for a in (*m._parameters, *m._buffers) if (m, a) in by_place}
+        if all(slot.local is not None for slot in places.values()):
+            continue
+        full: dict[int, Tensor] = {}
+        label = f"module {names[unit[-1]] or 'at the root'} ({type(unit[-1]).__name__})"
+        together(group, lambda: full.update(_fill(unit, places, init, device, label)), ShardingError)  # noqa: B023
+        for slot in {id(s): s for s in places.values() if s.local is None}.values():
+            slot.local = shards.pop(id(slot))
+            send_from_first(full.pop(id(slot), None), slot.local, slot.rows, group, is_sharded(slot.tensor))
+
+
+def _units(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """Modules that are initialized together, children before parents, in the order in which they are constructed."""
+    if _resets_children(module):
+        yield list(_post_order(module))
+        return
+    for child in module.children():
+        yield from _units(child)
+    yield [module]
+
+
+def _resets_children(module: nn.Module) -> bool:
+    # Its _reset_parameters() changes the bias of its output projection.
+    return isinstance(module, nn.MultiheadAttention)
+
+
+def _post_order(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _post_order(child)
+    yield module
+
+
+def _allocate(slot: Slot, device: torch.device) -> Tensor:
+    return torch.empty_like(local_of(slot.tensor), device=device)
+
+
+def _fill(
+    unit: Sequence[nn.Module],
+    places: dict[tuple[nn.Module, str], Slot],
+    init: Callable[[nn.Module], Any] | None,
+    device: torch.device,
+    label: str,
+) -> dict[int, Tensor]:
+    """Run the initialization of ``unit`` on full tensors; returns them by ``id`` of their slots."""
+    for module in unit:
+        _refuse_half_filled(module, label)
+    blank = {id(slot): _blank(slot.tensor, device) for slot in places.values()}
+    with ExitStack() as stack:
+        for module in unit:
+            own = {a: blank[id(slot)] for (m, a), slot in places.items() if m is module}
+            stack.enter_context(_shown_blank(module, own))
+        for module in unit:
+            _reset(module, init, label)
+        values = {id(slot): _current(m, a) for (m, a), slot in reversed(places.items())}
+    for slot in {id(s): s for s in places.values()}.values():
+        _check_filled(values[id(slot)], slot, init, label)
+    return values
+
+
+def _refuse_half_filled(module: nn.Module, label: str) -> None:
+    shards = {
+        a: p for a, p in module._parameters.items() if p is not None and a in module.__dict__.get("_zg_faces", ())
+    }
+    filled = [a for a, p in shards.items() if not local_of(p).is_meta]
+    if filled:
+        raise ShardingError(
+            f"{label} has values for {filled[0]!r} already, and others without",
+            "build each module either wholly on the meta device or not at all",
+        )
+
+
+def _blank(tensor: Tensor, device: torch.device) -> Tensor:
+    """Memory for the full ``tensor``; not-a-number shows what the initialization leaves out."""
+    blank = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return blank.fill_(torch.nan) if blank.is_floating_point() else blank.zero_()
+
+
+@contextmanager
+def _shown_blank(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
+    buffers = {name: module._buffers[name] for name in tensors if name in module._buffers}
+    params = {
+        name: nn.Parameter(tensor, requires_grad=getattr(module._parameters[name], "requires_grad", True))
+        for name, tensor in tensors.items()
+        if name not in buffers
+    }
+    with shown(module, params):
+        module._buffers.update({name: tensors[name] for name in buffers})
+        try:
+            yield
+        finally:
+            module._buffers.update(buffers)
+
+
+def _reset(module: nn.Module, init: Callable[[nn.Module], Any] | None, label: str) -> None:
+    default = getattr(module, "_reset_parameters" if _resets_children(module) else "reset_parameters", None)
+    if default is None and init is None:
+        raise ShardingError(
+            f"{label} has no reset_parameters() to initialize it",
+            "give it one, or pass materialize(model, init=function_of_a_module), or load it from files",
+        )
+    with torch.no_grad():
+        if default is not None:
+            default()
+        if init is not None:
+            init(module)
+
+
+def _current(module: nn.Module, attribute: str) -> Any:
+    value = module._buffers[attribute] if attribute in module._buffers else module._parameters.get(attribute)
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _check_filled(value: Any, slot: Slot, init: Any, label: str) -> None:
+    by = "the given init function" if init is not None else "reset_parameters()"
+    if not isinstance(value, Tensor) or value.shape != slot.tensor.shape:
+        raise ShardingError(f"{by} left {slot.names[0]} without a tensor of shape {list(slot.tensor.shape)}")
+    if value.is_floating_point() and value.isnan().any():
+        raise ShardingError(
+            f"{by} did not fill all of {slot.names[0]} in {label}",
+            "fill every own parameter and buffer, also non-persistent ones, in reset_parameters() or in `init`",
+        )
+
+
+def _install(slots: Sequence[Slot]) -> dict[int, nn.Parameter]:
+    """Put the filled tensors where the empty ones were; returns the new parameters by ``id`` of the old."""
+    new: dict[int, tuple[Tensor, nn.Parameter]] = {}
+    for slot in slots:
+        assert slot.local is not None
+        if not isinstance(slot.tensor, nn.Parameter):
+            for module, attribute in slot.at:
+                module._buffers[attribute] = slot.local
+            continue
+        param = nn.Parameter(_outward(slot.tensor, slot.local), requires_grad=slot.tensor.requires_grad)
+        for module, attribute in slot.at:
+            module._parameters[attribute] = param
+        new[id(slot.tensor)] = (slot.tensor, param)
+    replace_everywhere(new, lambda value, _: value, live(Optimizer))
+    log.info("materialized %d parameters", len(new))
+    return {old: param for old, (_, param) in new.items()}
+
+
+def _outward(old: Tensor, local: Tensor) -> Tensor:
+    if not isinstance(old, DTensor):
+        return local
+    return DTensor.from_local(
+        local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+    )

@@ -1,0 +1,149 @@
+"""Copies of models: a backend takes over faces that another one made; averages of a model are sharded as it is."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
+
+from zerograph.core.config import Config
+from zerograph.core.errors import ShardingError, UnsupportedError
+from zerograph.sharding.adopt import replace_everywhere
+from zerograph.sharding.parametrization import Face, convert_state, distribute, face_of, present, unique
+
+
+def take_over(
+    roots: Sequence[nn.Module], config: Config, mesh: DeviceMesh | None, mine: Mapping[str, nn.Parameter]
+) -> dict[str, nn.Parameter]:
+    """The sharded parameters of ``roots`` that are not in ``mine``, by unique name: deep copies and unpickled models.
+
+    Raises:
+        UnsupportedError: they are sharded in another way than ``config`` asks for.
+    """
+    known = {id(param) for param in mine.values()}
+    taken: dict[int, tuple[Face, nn.Parameter]] = {}
+    for faces, attribute, param in _faced(roots):
+        if id(param) in known:
+            continue
+        if id(param) not in taken:
+            face = faces[attribute]
+            _check(face, param, config, mesh)
+            used = {f.name for f, _ in taken.values()}
+            taken[id(param)] = (face._replace(name=unique(face.name, used, mine)), param)
+        faces[attribute] = taken[id(param)][0]
+    return {face.name: param for face, param in taken.values()}
+
+
+def _faced(roots: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Face], str, nn.Parameter]]:
+    for module in dict.fromkeys(m for root in roots for m in root.modules()):
+        faces = module.__dict__.get("_zg_faces", {})
+        for attribute in faces:
+            param = module._parameters[attribute]
+            if param is not None:
+                yield faces, attribute, param
+
+
+def _check(face: Face, param: nn.Parameter, config: Config, mesh: DeviceMesh | None) -> None:
+    plain = torch.empty(param.shape, dtype=param.dtype, device="meta")
+    wanted = face_of(plain, face.name, config, mesh)
+    if wanted != face:
+        differing = [f for f in Face._fields if getattr(wanted, f) != getattr(face, f)]
+        raise UnsupportedError(
+            f"parameter {face.name} was sharded by another backend with {_settings(face, differing)}; "
+            f"this one needs {_settings(wanted, differing)}",
+            "give the copy's backend the arguments of the original's, or load the values into a plain model: "
+            "zerograph.export(model, path)",
+        )
+
+
+def _settings(face: Face, fields: list[str]) -> str:
+    return ", ".join(f"{field}={getattr(face, field)!r}" for field in fields)
+
+
+def await_updates(roots: Sequence[nn.Module], objects: Iterable[Any]) -> None:
+    """Let the averages among ``objects`` that were made of ``roots`` while these were plain follow them when updated.
+
+    Only then is it certain which model an average belongs to.
+    """
+    averages = [o for o in objects if isinstance(o, AveragedModel) and not isinstance(o, _Waiting)]
+    sharded = {_shapes(module) for root in roots for module in root.modules()} if averages else set()
+    for average in averages:
+        if _shapes(average.module) in sharded and not any(True for _ in _faced([average])):
+            average.__class__ = _waiting(type(average))  # type: ignore[arg-type]
+
+
+def _shapes(model: nn.Module) -> frozenset[tuple[str, torch.Size]]:
+    return frozenset((name.removeprefix("_orig_mod."), param.shape) for name, param in model.named_parameters())
+
+
+class _Waiting:
+    """Mixin of averages whose model was sharded after they were made."""
+
+    _zg_base: type[AveragedModel]
+
+    def update_parameters(self, model: nn.Module) -> None:
+        """Shard the average as ``model`` is, if it is, and update it. All ranks together."""
+        average: Any = self
+        shard_alike(average.module, model)
+        average.__class__ = self._zg_base
+        average.update_parameters(model)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and deep-copy by base class: generated classes cannot be imported."""
+        _, (_, *args), *rest = super().__reduce_ex__(2)  # type: ignore[misc, str-unpack]
+        return (_rebuild_waiting, (self._zg_base, *args), *rest)
+
+
+@functools.cache
+def _waiting(base: type[AveragedModel]) -> type[AveragedModel]:
+    names = {"_zg_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    return type(base.__name__, (_Waiting, base), names)
+
+
+def _rebuild_waiting(base: type[AveragedModel], *args: Any) -> nn.Module:
+    return copyreg.__newobj__(_waiting(base), *args)  # type: ignore[attr-defined, no-any-return, arg-type]
+
+
+@torch.inference_mode(False)  # as in Backend.shard
+def shard_alike(copy: nn.Module, model: nn.Module) -> None:
+    """Shard ``copy``, which is plain, in place as ``model`` is; from rank 0's values. Collective.
+
+    Raises:
+        ShardingError: ``copy`` lacks a parameter of ``model``, or has it in another shape or on another device.
+    """
+    copy, model = (getattr(m, "_orig_mod", m) for m in (copy, model))
+    places: list[tuple[nn.Module, str, Face, DTensor]] = [
+        (copy.get_submodule(prefix), attribute, face, param)
+        for prefix, module in model.named_modules()
+        for attribute, face in module.__dict__.get("_zg_faces", {}).items()
+        if isinstance(param := module._parameters[attribute], DTensor)  # others are plain, as the copy's are
+    ]
+    for owner, attribute, face, param in places:
+        _check_alike(owner._parameters.get(attribute), param, face)
+    new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+    for owner, attribute, face, param in places:
+        plain = owner._parameters[attribute]
+        assert plain is not None  # it was checked
+        if id(plain) not in new:
+            rows = distribute(plain, face, param.device_mesh)
+            new[id(plain)] = (plain, nn.Parameter(rows, requires_grad=plain.requires_grad))
+        present(owner, attribute, new[id(plain)][1], face)
+    if new:
+        replace_everywhere(new, convert_state, ())
+
+
+def _check_alike(plain: nn.Parameter | None, param: DTensor, face: Face) -> None:
+    wanted = f"{list(param.shape)} on {param.device.type}"
+    found = "nothing" if plain is None else f"{list(plain.shape)} on {plain.device.type}"
+    if wanted != found:
+        raise ShardingError(
+            f"parameter {face.name} of the model is {wanted}, and {found} in the copy that is to be sharded alike",
+            "make the copy after the model's first call, on the model's own device",
+        )

@@ -1,0 +1,153 @@
+"""Moving one parameter between its shards and its full tensor, and agreeing on failures; outside of any program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from zerograph.core.errors import ZeroGraphError
+from zerograph.graph.ops import resolve_group
+
+
+def group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks that ``model`` is sharded over, else those of the default group; None in a lone process."""
+    for module in model.modules():
+        for face in module.__dict__.get("_zg_faces", {}).values():
+            if face.group:
+                return resolve_group(face.group)
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+def is_first(group: dist.ProcessGroup | None) -> bool:
+    """Whether this is rank 0 of ``group``, the rank that writes files and whose values count."""
+    return group is None or group.rank() == 0
+
+
+def first_rank(group: dist.ProcessGroup) -> int:
+    """The global rank of rank 0 of ``group``."""
+    return dist.get_global_rank(group, 0)
+
+
+def shard_rows(rows: int, rank: int, world_size: int) -> slice:
+    """The rows that ``rank`` holds, as ``torch.chunk`` splits them; empty for ranks beyond the last chunk."""
+    chunk = -(-rows // world_size)
+    return slice(min(rank * chunk, rows), min((rank + 1) * chunk, rows))
+
+
+def is_sharded(param: Tensor) -> bool:
+    """Whether each rank holds only its own rows of ``param``."""
+    return isinstance(param, DTensor) and isinstance(param.placements[0], Shard)
+
+
+def local_of(param: Tensor) -> Tensor:
+    """This rank's part of ``param``, outside of autograd; shares its memory."""
+    value = param.detach()
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def full_value(param: Tensor) -> Tensor:
+    """The full values of ``param`` as a new plain tensor, on every rank. Collective."""
+    return param.detach().full_tensor() if is_sharded(param) else local_of(param).clone()  # type: ignore[attr-defined]
+
+
+def gather_to_first(param: Tensor) -> list[Tensor]:
+    """The rows of all ranks, in order, on rank 0, and nothing on the others. Collective where ``param`` is sharded."""
+    local = local_of(param)
+    if not is_sharded(param):
+        return [local]
+    assert isinstance(param, DTensor)
+    group = param.device_mesh.get_group()
+    world, rows = group.size(), param.shape[0]
+    send = local.new_zeros((-(-rows // world), *param.shape[1:]))
+    send[: local.shape[0]] = local
+    received = [torch.empty_like(send) for _ in range(world)] if is_first(group) else None
+    dist.gather(send, received, dst=first_rank(group), group=group)
+    ranges = [shard_rows(rows, rank, world) for rank in range(world)]
+    return [piece[: r.stop - r.start] for piece, r in zip(received or [], ranges, strict=False)]
+
+
+def send_from_first(
+    full: Tensor | None, local: Tensor, rows: int, group: dist.ProcessGroup | None, split: bool
+) -> None:
+    """Fill ``local`` with rank 0's values. Collective.
+
+    Args:
+        full: all values, on rank 0; unused elsewhere.
+        local: this rank's rows if ``split``, else a tensor of the full shape.
+        rows: rows of the full tensor.
+    """
+    with torch.no_grad():
+        if group is None or group.size() == 1:
+            local.copy_(_given(full))
+        elif not split:
+            whole = local.contiguous()
+            if is_first(group):
+                whole.copy_(_given(full))
+            dist.broadcast(whole, src=first_rank(group), group=group)
+            local.copy_(whole)
+        else:
+            local.copy_(_scatter(full, local, rows, group)[: local.shape[0]])
+
+
+def _scatter(full: Tensor | None, local: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
+    world = group.size()
+    received = local.new_empty((-(-rows // world), *local.shape[1:]))
+    pieces = None
+    if is_first(group):
+        given = _given(full).detach().to(local).contiguous()
+        pieces = [_padded(given[shard_rows(rows, rank, world)], received) for rank in range(world)]
+    dist.scatter(received, pieces, src=first_rank(group), group=group)
+    return received
+
+
+def _padded(piece: Tensor, like: Tensor) -> Tensor:
+    if piece.shape == like.shape:
+        return piece
+    padded = torch.zeros_like(like)
+    padded[: piece.shape[0]] = piece
+    return padded
+
+
+def _given(full: Tensor | None) -> Tensor:
+    assert full is not None
+    return full
+
+
+def together(group: dist.ProcessGroup | None, action: Callable[[], Any], error: type[ZeroGraphError]) -> None:
+    """Run ``action`` on rank 0; when it fails there, every rank raises ``error``. Collective."""
+    caught: Exception | None = None
+    if is_first(group):
+        try:
+            action()
+        except Exception as problem:
+            caught = problem
+    failure = None if caught is None else (describe(caught), getattr(caught, "hint", ""))
+    if group is not None and group.size() > 1:
+        failure = _shared(group, failure)
+    if failure is not None:
+        text, hint = failure
+        raise error(text if is_first(group) else f"on rank 0: {text}", hint) from caught
+
+
+def _shared(group: dist.ProcessGroup, failure: tuple[str, str] | None) -> tuple[str, str] | None:
+    """Rank 0's ``failure``, on every rank; one small message when there is none."""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else None
+    flag = torch.tensor([failure is not None], dtype=torch.uint8, device=device)
+    dist.broadcast(flag, src=first_rank(group), group=group)
+    if not flag.item():
+        return None
+    box = [failure]
+    dist.broadcast_object_list(box, src=first_rank(group), group=group)
+    return box[0]
+
+
+def describe(failure: BaseException) -> str:
+    """One sentence for ``failure``, without the hint of our own errors."""
+    if isinstance(failure, ZeroGraphError):
+        return str(failure).split("\n\nhint:")[0]
+    return f"{type(failure).__name__}: {failure}"
