@@ -7,7 +7,7 @@ WORKERS ?= 2
 BIN    := $(VENV)/bin
 LINT   := build/lint
 GPU    := build/gpu-venv
-BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard csrc/* csrc/bindings/*)
+BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard cmake/* csrc/* csrc/bindings/*)
 
 .PHONY: help demo test lint format bench pictures gpu-test gpu-bench clean
 .DELETE_ON_ERROR:

@@ -157,7 +157,7 @@ class Worker:
     def recorded(self, machine: str) -> dict[str, float]:
         """A recorded step of zerograph: its peak, and what forecasts of it say by the rates of `machine`."""
         from zerograph.core.machine import machine_from
-        from zerograph.outlook import outlook
+        from zerograph.planner.outlook import outlook
 
         backend, found = self.trainer.backend, machine_from(machine)
         with backend.record() as run:

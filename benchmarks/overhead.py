@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from zerograph.core.plan import Bucket, Plan
+from zerograph.core.program import Compute, Free, Gather, Instruction, Program, Segment, WaitGather
 from zerograph.core.step import Param
 from zerograph.runtime.entry import Entry
 from zerograph.runtime.executor import Executor, Runtime
 from zerograph.runtime.hold import GradientHold
-from zerograph.runtime.program import Compute, Free, Gather, Instruction, Program, Segment, WaitGather
 from zerograph.runtime.residency import GatheredCache, StepCount
 from zerograph.runtime.telemetry import Telemetry
 

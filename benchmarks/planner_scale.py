@@ -16,6 +16,7 @@ which other load disturbs less. Memory is the peak of the resident set, torch's 
 from __future__ import annotations
 
 import argparse
+import functools
 import multiprocessing as mp
 import resource
 import time
@@ -75,8 +76,7 @@ def measure(layers: int, hidden: int, world: int, fold: bool) -> Cost:
     import torch
     from model import GPT, Workload
 
-    import zerograph.compile as compiler
-    from zerograph import passes
+    from zerograph.compiler import driver, rewrite
     from zerograph.core.machine import machine_named
     from zerograph.dryrun.compile_only import compile_only
     from zerograph.dryrun.forecast import forecast_file
@@ -89,13 +89,14 @@ def measure(layers: int, hidden: int, world: int, fold: bool) -> Cost:
         return GPT(work), (tokens, tokens)
 
     ours = Clock()
-    for owner, name in ((compiler, "capture"), (compiler, "_compile_graph"), *((passes, n) for n in PREPARING)):
-        setattr(owner, name, ours.counting(getattr(owner, name)))
+    for name in ("capture", "lower"):
+        setattr(driver, name, ours.counting(getattr(driver, name)))
+    rewrite.PIPELINE = tuple(step._replace(run=ours.counting(step.run)) for step in rewrite.PIPELINE)
     begin, cpu = time.perf_counter(), time.process_time()
     compiled = compile_only(make, world_size=world, fold=fold)
     capture, capture_cpu = time.perf_counter() - begin, time.process_time() - cpu
 
-    step = compiled.frames[-1].step
+    step = compiled.frame.step
     begin = time.perf_counter()
     plan_step(step, stage=3, world_size=world, bucket_size=32 * 2**20, prefetch=1)
     planning = time.perf_counter() - begin
@@ -116,10 +117,6 @@ def measure(layers: int, hidden: int, world: int, fold: bool) -> Cost:
     )
 
 
-PREPARING = ("canonicalize", "localize", "recompute", "hoist", "order_saved")
-"""Passes that the compiler calls by name."""
-
-
 class Clock:
     """CPU seconds inside of functions."""
 
@@ -127,6 +124,7 @@ class Clock:
         self.seconds = 0.0
 
     def counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
             begin = time.process_time()
             try:

@@ -1,15 +1,14 @@
-"""The passes, in order. Each carries out a part of the plan on an FX graph and decides nothing.
+"""The passes, as one list. Each carries out a part of the plan on FX graphs and decides nothing.
 
-A pass may expect a valid graph and leaves a valid graph. The pipelines are data: print them, or run one step at a time.
+A pass takes what its stage names, and the plan (what reads none takes it all the same). It edits in place, may expect
+a valid graph and leaves a valid graph, and returns one number: how much it did. ``compiler/driver.py`` runs the list.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
-from torch import fx
-
-from zerograph.core.plan import Plan
 from zerograph.passes.canonicalize import canonicalize
 from zerograph.passes.gather import gather
 from zerograph.passes.hoist import hoist
@@ -19,21 +18,55 @@ from zerograph.passes.order_saved import order_saved
 from zerograph.passes.prefetch import prefetch
 from zerograph.passes.recompute import recompute
 from zerograph.passes.reduce import reduce
-from zerograph.passes.verify import verify, verify_all_reduced
+from zerograph.passes.verify import verify
+from zerograph.passes.verify_reduced import verify_reduced
 
-GraphPass = Callable[[fx.GraphModule, Plan], int]
+Kind = Literal["forward", "backward", "inference"]
+Stage = Literal["traced", "planned", "joint", "pair", "graph"] | Kind
+"""What a pass takes.
 
-GRAPH_PASSES: tuple[tuple[str, GraphPass], ...] = (
-    ("gather", gather),
-    ("prefetch", prefetch),
-    ("reduce", reduce),
-    ("verify", verify),
+traced, planned: the graph of a whole step (joint, or of an evaluation), before and after it has a plan
+joint: that of a training step
+pair: what the partitioner makes of it, a :class:`~zerograph.graph.nodes.Pair`
+graph: what becomes a program, of each kind
+forward, backward, inference: that of one kind
+"""
+
+
+class Pass(NamedTuple):
+    """One step of the pipeline."""
+
+    stage: Stage
+    run: Callable[[Any, Any], int]
+
+    @property
+    def name(self) -> str:
+        """What logs, plan files and ``zerograph passes`` call it."""
+        return self.run.__name__
+
+
+PIPELINE: tuple[Pass, ...] = (
+    Pass("traced", canonicalize),
+    Pass("traced", name_activations),
+    # the planner reads the graph, and Inductor's own passes simplify it
+    Pass("planned", localize),
+    Pass("joint", recompute),
+    # the partitioner splits it
+    Pass("pair", order_saved),
+    Pass("forward", hoist),
+    Pass("graph", gather),
+    Pass("graph", prefetch),
+    Pass("graph", reduce),
+    Pass("graph", verify),
+    Pass("backward", verify_reduced),
 )
-"""What happens to a forward, backward or inference graph after partitioning."""
+"""All passes, in the order in which they run."""
 
 __all__ = [
-    "GRAPH_PASSES",
-    "GraphPass",
+    "PIPELINE",
+    "Kind",
+    "Pass",
+    "Stage",
     "canonicalize",
     "gather",
     "hoist",
@@ -44,5 +77,5 @@ __all__ = [
     "recompute",
     "reduce",
     "verify",
-    "verify_all_reduced",
+    "verify_reduced",
 ]

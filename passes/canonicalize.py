@@ -1,4 +1,4 @@
-"""One marker per parameter and one reduction per gradient.
+"""Leave one marker per parameter and one reduction per gradient.
 
 A parameter that is read several times (tied weights, two uses) leaves several ``unshard`` markers on one shard, and
 several ``reduce_grad`` markers whose results are added. This pass merges the former and moves the addition before the
@@ -11,14 +11,15 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from zerograph.core.plan import Plan
 from zerograph.graph.nodes import Marker, behind_identity, call, is_identity_view, markers, protect_outputs
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 
 aten = torch.ops.aten
 
 
-def canonicalize(gm: fx.GraphModule) -> int:
-    """Rewrite the joint (or inference) graph ``gm`` in place; returns the number of markers removed."""
+def canonicalize(gm: fx.GraphModule, plan: Plan | None = None) -> int:
+    """Rewrite the joint (or inference) graph ``gm`` in place; returns the number of markers removed. Reads no plan."""
     before = _count(gm.graph)
     _merge_unshards(gm.graph)
     _merge_reductions(gm.graph)

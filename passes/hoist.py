@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch import fx
 
+from zerograph.core.plan import Plan
 from zerograph.graph.nodes import readings_of_overwritten
+from zerograph.graph.torch_private import OpOverload
 
 
-def hoist(forward: fx.GraphModule) -> int:
-    """Move operators of the backward in the graph ``forward`` up to their inputs; returns how many have moved."""
+def hoist(forward: fx.GraphModule, plan: Plan | None = None) -> int:
+    """Move operators of the backward in the graph ``forward`` up to their inputs; returns how many have moved.
+
+    Reads no plan.
+    """
     nodes = list(forward.graph.nodes)
     stay = set(readings_of_overwritten(nodes))
     placed: set[fx.Node] = set()
@@ -51,6 +55,6 @@ def _last_input(node: fx.Node) -> fx.Node:
 
 def _may_move(node: fx.Node) -> bool:
     """Whether ``node`` is the backward's, computes something from inputs, and does nothing else."""
-    known = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+    known = isinstance(node.target, OpOverload) or node.target is operator.getitem
     of_backward = node.meta.get("partitioner_tag") == "is_backward"
     return known and of_backward and bool(node.all_input_nodes) and not node.is_impure()

@@ -10,12 +10,13 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from zerograph.core.plan import Plan
 from zerograph.graph.nodes import markers
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 
 
-def localize(gm: fx.GraphModule) -> int:
-    """Rewrite the joint (or inference) graph ``gm`` in place; returns the number of markers removed."""
+def localize(gm: fx.GraphModule, plan: Plan | None = None) -> int:
+    """Rewrite the joint (or inference) graph ``gm`` in place; returns the number of markers removed. Reads no plan."""
     local = [(m, m.dtype) for m in markers(gm.graph, UNSHARD) if not m.sharded]
     local += [(m, m.node.meta["val"].dtype) for m in markers(gm.graph, REDUCE_GRAD) if not m.group]
     for marker, dtype in local:

@@ -11,14 +11,18 @@ import operator
 
 from torch import fx
 
+from zerograph.core.plan import Plan
 from zerograph.core.step import activation_names, layers_of
 from zerograph.graph.layers import module_of
 from zerograph.graph.nodes import Activation, backward_nodes, is_size
 from zerograph.graph.ops import UNSHARD
 
 
-def name_activations(gm: fx.GraphModule) -> int:
-    """Leave an :class:`~zerograph.graph.nodes.Activation` on the forward's operators; returns how many were named."""
+def name_activations(gm: fx.GraphModule, plan: Plan | None = None) -> int:
+    """Leave an :class:`~zerograph.graph.nodes.Activation` on the forward's operators; returns how many were named.
+
+    Reads no plan.
+    """
     backward = backward_nodes(gm.graph)
     forward = [
         node

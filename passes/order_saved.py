@@ -10,22 +10,26 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from zerograph.graph.nodes import output_of
+from zerograph.core.plan import Plan
+from zerograph.graph.nodes import Pair, output_of
 
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
-def order_saved(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int) -> int:
-    """Reorder what ``forward`` returns behind its own outputs, and ``backward`` reads; returns how many have moved."""
-    output = output_of(forward.graph)
+def order_saved(pair: Pair, plan: Plan | None = None) -> int:
+    """Reorder what the forward returns behind its own outputs, and the backward reads; returns how many have moved.
+
+    Reads no plan.
+    """
+    output = output_of(pair.forward.graph)
     returned = list(output.args[0])  # type: ignore[arg-type]
-    saved = returned[num_fwd_outputs:]
+    saved = returned[pair.outputs :]
     ordered = sorted(saved, key=lambda n: _is_opaque(n) + 2 * _is_size(n))
     moved = sum(a is not b for a, b in zip(saved, ordered, strict=True))
     if moved:
-        output.args = (tuple(returned[:num_fwd_outputs] + ordered),)
-        forward.recompile()
-        _move_behind_tensors(backward, len(saved))
+        output.args = (tuple(returned[: pair.outputs] + ordered),)
+        pair.forward.recompile()
+        _move_behind_tensors(pair.backward, len(saved))
     return moved
 
 

@@ -18,9 +18,7 @@ import logging
 import operator
 
 import torch
-import torch._inductor.inductor_prims  # registers the operators for seeds
 from torch import fx
-from torch._higher_order_ops.effects import with_effects
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zerograph.core.plan import Plan
@@ -28,13 +26,14 @@ from zerograph.core.step import layers_of
 from zerograph.graph.layers import module_of
 from zerograph.graph.nodes import Activation, backward_nodes, is_size, is_view, readings_of_overwritten
 from zerograph.graph.ops import UNSHARD
+from zerograph.graph.torch_private import SEEDS, WITH_EFFECTS
 
 log = logging.getLogger(__name__)
 aten, prims = torch.ops.aten, torch.ops.prims
 
 _CASTS = frozenset({aten._to_copy.default, aten.clone.default, prims.convert_element_type.default})
 
-_ONCE = frozenset({prims.inductor_seed.default, prims.inductor_seeds.default, with_effects})
+_ONCE = SEEDS | {WITH_EFFECTS}
 """A second call gives something else than the first, or does something twice."""
 
 # A recomputed node that feeds a checkpointed region of a higher number would be saved by the partitioner.

@@ -7,14 +7,12 @@ twice at a time, at most ``prefetch + 1`` buckets are whole, each gradient is re
 from __future__ import annotations
 
 import operator
-import re
 from collections import Counter
 
 from torch import fx
 
-from zerograph.core.errors import InvariantError
 from zerograph.core.plan import Plan
-from zerograph.graph.nodes import Transfer, is_view, markers
+from zerograph.graph.nodes import broken, is_view, markers
 from zerograph.graph.ops import FREE, GATHER, REDUCE, REDUCE_GRAD, UNSHARD, WAIT_GATHER, WAIT_REDUCE
 
 
@@ -26,7 +24,7 @@ def verify(gm: fx.GraphModule, plan: Plan) -> int:
     """
     for target in (UNSHARD, REDUCE_GRAD):
         for marker in markers(gm.graph, target):
-            raise _broken(marker.node, f"the marker of {marker.name} was not rewritten")
+            raise broken(marker.node, f"the marker of {marker.name} was not rewritten")
     checked = _check_gathers(gm.graph, plan)
     return checked + _check_reductions(gm.graph, plan)
 
@@ -41,30 +39,30 @@ def _check_gathers(graph: fx.Graph, plan: Plan) -> int:
     for node in graph.nodes:
         for source in node.all_input_nodes:
             if _memory_of(source) in freed:
-                raise _broken(node, f"it reads {source.name} after it was freed")
+                raise broken(node, f"it reads {source.name} after it was freed")
         if node.target is GATHER:
             bucket = node.args[1]
             if bucket in whole:
-                raise _broken(node, f"bucket {bucket} is gathered twice at a time")
+                raise broken(node, f"bucket {bucket} is gathered twice at a time")
             if len(whole) >= limit:
-                raise _broken(node, f"{len(whole) + 1} buckets would be whole, at most {limit} may")
+                raise broken(node, f"{len(whole) + 1} buckets would be whole, at most {limit} may")
             whole[bucket] = node
         elif node.target is WAIT_GATHER:
             if node.args[0] in waited:
-                raise _broken(node, f"bucket {node.args[2]} is waited for twice")
+                raise broken(node, f"bucket {node.args[2]} is waited for twice")
             waited.add(node.args[0])
         elif node.target is FREE:
             gather = whole.pop(node.args[1], None)
             if gather is None:
-                raise _broken(node, f"bucket {node.args[1]} is freed and was not gathered")
+                raise broken(node, f"bucket {node.args[1]} is freed and was not gathered")
             if gather not in waited:
-                raise _broken(node, f"bucket {node.args[1]} is freed and was not waited for")
+                raise broken(node, f"bucket {node.args[1]} is freed and was not waited for")
             freed.update(results := {n for wait in gather.users for n in wait.users if n.target is operator.getitem})
             if results != set(node.args[0]):
-                raise _broken(node, f"bucket {node.args[1]} is freed in part: {len(node.args[0])} of {len(results)}")
+                raise broken(node, f"bucket {node.args[1]} is freed in part: {len(node.args[0])} of {len(results)}")
         checked += node.target in (GATHER, WAIT_GATHER, FREE)
     for bucket, node in whole.items():
-        raise _broken(node, f"bucket {bucket} is never freed")
+        raise broken(node, f"bucket {bucket} is never freed")
     return checked
 
 
@@ -87,39 +85,14 @@ def _check_reductions(graph: fx.Graph, plan: Plan) -> int:
     for node in graph.nodes:
         under_way += (node.target is REDUCE) - (node.target is WAIT_REDUCE)
         if under_way > plan.reductions:
-            raise _broken(node, f"{under_way} reductions are under way, at most {plan.reductions} may be")
+            raise broken(node, f"{under_way} reductions are under way, at most {plan.reductions} may be")
     nodes = graph.find_nodes(op="call_function", target=REDUCE)
     for node in nodes:
         started.update(p.name for p in node.meta["zg"].params)
         if [u.target for u in node.users] != [WAIT_REDUCE]:
-            raise _broken(node, "a reduction must be waited for exactly once")
+            raise broken(node, "a reduction must be waited for exactly once")
     for node in nodes:
         for param in node.meta["zg"].params:
             if started[param.name] != 1:
-                raise _broken(node, f"the gradient of {param.name} is reduced {started[param.name]} times")
+                raise broken(node, f"the gradient of {param.name} is reduced {started[param.name]} times")
     return 2 * len(nodes)
-
-
-def verify_all_reduced(graph: fx.Graph, plan: Plan) -> None:
-    """Check that the backward ``graph`` reduces the gradient of every trainable parameter.
-
-    Raises:
-        InvariantError: naming the first one that is not.
-    """
-    if plan.world_size == 1:
-        return
-    reduced = {p.name for n in graph.find_nodes(op="call_function", target=REDUCE) for p in n.meta["zg"].params}
-    for param in (p for bucket in plan.buckets for p in bucket.params):
-        if param.trainable and param.name not in reduced:
-            raise _broken(next(iter(reversed(graph.nodes))), f"the gradient of {param.name} is not reduced")
-
-
-def _broken(node: fx.Node, what: str) -> InvariantError:
-    fact = node.meta.get("zg")
-    params = ", ".join(p.name for p in fact.params) if isinstance(fact, Transfer) else "-"
-    lines = re.findall(r'File "[^"]+", line \d+', node.meta.get("stack_trace") or "")
-    where = lines[-1] if lines else "unknown source line"
-    return InvariantError(
-        f"{node.name}: {what} (parameters: {params}; {where})\n  {node.prev}\n  {node.format_node()}\n  {node.next}",
-        "this is a bug in ZeroGraph; please report it with this message",
-    )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zerograph.core.plan import Param
+from zerograph.runtime.torch_private import memory_is_unshared
 
 ALIGNMENT = 128
 """Bytes at which every full parameter starts: vector loads of any kernel, and of NCCL, are aligned."""
@@ -43,22 +44,17 @@ class BufferPool:
 
     def trim(self) -> None:
         """Let go of the free buffers."""
-        self._buffers = [b for b in self._buffers if not _is_unshared(b)]
+        self._buffers = [b for b in self._buffers if not memory_is_unshared(b)]
 
     def take(self, size: int) -> Tensor:
         """Uninitialized memory of ``size`` bytes."""
-        free = [b for b in self._buffers if _is_unshared(b)]
+        free = [b for b in self._buffers if memory_is_unshared(b)]
         fits = [b for b in free if size <= b.numel() <= size + size // 4]
         chosen = min(fits, key=Tensor.numel) if fits else torch.empty(size, dtype=torch.uint8)
         idle = [b for b in free if b is not chosen]
         dropped = {id(b) for b in idle[: len(idle) - self.IDLE]} if len(idle) > self.IDLE else set()
         self._buffers = [b for b in self._buffers if b is not chosen and id(b) not in dropped] + [chosen]
         return chosen[:size]
-
-
-def _is_unshared(tensor: Tensor) -> bool:
-    # The tensor and the storage object that is made to ask.
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == 2
 
 
 def allocate_full(

@@ -25,6 +25,7 @@ from zerograph.core.plan import Param
 from zerograph.runtime.buffers import Full, allocate_full, shard_shape, torch_dtype
 from zerograph.runtime.entry import ALONE, Entry, describe_difference, reason_of
 from zerograph.runtime.meeting import Meeting
+from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group
 
 # Renamed in torch 2.13, which warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -169,10 +170,7 @@ class GroupCommunicator:
         self._connected = self.meeting.generation  # even if it fails: nobody connects twice in a generation
         store = dist.PrefixStore(f"gloo/{self.meeting.generation}", self.meeting.store)
         timeout = timedelta(seconds=self.meeting.timeout)
-        group = dist.ProcessGroup(store, self.rank, self.world_size)
-        backend = dist.ProcessGroupGloo(store, self.rank, self.world_size, timeout)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-        self.group = self.reduce_group = group
+        self.group = self.reduce_group = gloo_group(store, self.rank, self.world_size, timeout)
 
     @property
     def generation(self) -> int:
@@ -289,7 +287,7 @@ class GroupCommunicator:
         sends = [self._padded_shard(p, s) for p, s in zip(params, shards, strict=True)]
         self._enqueued += 1
         if self.coalesces:
-            with dist._coalescing_manager(self.group, self.device, async_ops=True) as manager:
+            with coalescing(self.group, self.device) as manager:
                 for out, send in zip(full.padded, sends, strict=True):
                     _all_gather(out, send, group=self.group, async_op=True)
             return _PendingGather(params, full, [self._fly(manager)], sent=sends)
@@ -387,11 +385,6 @@ class GroupCommunicator:
 
 _SLICE = timedelta(seconds=0.5)
 """How long to wait for gloo before looking whether a rank failed."""
-
-
-def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """ "gloo", "nccl", ...: what carries tensors on ``device`` (a group made without a name has one per device)."""
-    return str(group._get_backend(device).name())  # dist.get_backend says "undefined" for such a group
 
 
 def connect(group: dist.ProcessGroup, device: torch.device, meeting: Meeting | None = None) -> Communicator:

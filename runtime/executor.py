@@ -11,11 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from zerograph.lent import refuse_lost_edits
-from zerograph.runtime.comm import Communicator
-from zerograph.runtime.entry import Entry, reason_of
-from zerograph.runtime.hold import GradientHold
-from zerograph.runtime.program import (
+from zerograph.core.program import (
     Compute,
     Free,
     Gather,
@@ -25,6 +21,9 @@ from zerograph.runtime.program import (
     WaitGather,
     WaitReduce,
 )
+from zerograph.runtime.comm import Communicator
+from zerograph.runtime.entry import Entry, reason_of
+from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.residency import GatheredCache
 from zerograph.runtime.telemetry import Telemetry, label
 
@@ -72,7 +71,6 @@ class Executor:
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run the program once: on all ranks to its end, or on none (:mod:`zerograph.runtime.meeting`)."""
-        refuse_lost_edits()  # before the other ranks wait for this one: a script may go on after the error
         program = self.program
         registers: list[Any] = args + [None] * (program.registers - program.inputs)
         args.clear()
@@ -175,5 +173,5 @@ def _unread_inputs(program: Program) -> list[int]:
     used = {r for r in program.outputs if r is not None}
     for step in program.instructions:
         used.update(step.dead)
-        used.update(getattr(step, "args", ()))
+        used.update(step.reads)
     return [r for r in range(program.inputs) if r not in used]

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import shard_shape, torch_dtype
 from zerograph.runtime.comm import Communicator, together
 from zerograph.runtime.entry import Entry
+from zerograph.runtime.torch_private import after_backward, current_backward, local_tensor
 
 
 class GradientHold:
@@ -130,10 +130,10 @@ class GradientHold:
             self._left[name] = (param.grad, param.grad._version)
 
     def _flush_after_backward(self) -> None:
-        backward = torch._C._current_graph_task_id()
+        backward = current_backward()
         if self._flushing != backward:  # one that failed has not flushed
             self._flushing = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._flush)
+            after_backward(self._flush)
 
     @torch.no_grad()
     def _flush(self) -> None:
@@ -178,7 +178,7 @@ def _nothing(param: Param, grad: Tensor, comm: Communicator) -> Tensor:
 
 
 def _local(grad: Tensor | None) -> Any:
-    return grad._local_tensor if isinstance(grad, DTensor) else grad
+    return None if grad is None else local_tensor(grad)
 
 
 def _is_zeroed(local: Tensor | None) -> bool:

@@ -9,7 +9,8 @@ this rank has taken; ``leave`` waits until all ranks have come to the program's 
 stands between the two. So when a program raises on one rank, no rank gets past it: it raises on all that run it, and
 what it had changed on each (held gradients) is put back. No rank has gradients that others lack, and none can step.
 
-*Failing.* A rank that raises inside a program, or while it compiles one, ends its generation: it writes why under the
+*Failing.* A rank that raises inside a program, in the step of a native optimizer, or while it compiles a program, ends
+its generation: it writes why under the
 generation's key of the group's store, and the transport tells ranks that wait (a word in shared memory; or they look at
 that key twice a second). Who sees this raises :class:`RankError` with the first rank's name and error, and ends the
 generation as well. So all ranks end it, each at the latest when it next enters a program: there is no other way on.
@@ -47,6 +48,7 @@ import torch
 import torch.distributed as dist
 
 from zerograph.core.errors import RankError
+from zerograph.runtime.torch_private import default_store, timeout_of
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -89,7 +91,7 @@ class Meeting:
     def open(cls, group: dist.ProcessGroup, device: torch.device) -> Meeting:
         """A meeting of the ranks of ``group``, who all call this."""
         scope = shared(group, uuid.uuid4().hex)[0]
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         return cls(store, scope, group.rank(), group.size(), timeout_of(group, device))
 
     # ---- failing and meeting
@@ -272,14 +274,6 @@ def shared(group: dist.ProcessGroup, value: T) -> list[T]:
     with noticed(group, "at the first call of a compiled model or in zerograph.shard()"):
         dist.all_gather_object(values, value, group=group)
     return values
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Seconds that collectives of ``group`` wait for another rank: ``init_process_group(timeout=...)``."""
-    try:
-        return float(group._get_backend(device).options._timeout.total_seconds())  # no public way to ask
-    except RuntimeError:  # a backend without options
-        return float(dist.constants.default_pg_timeout.total_seconds())
 
 
 def _leave(store: dist.Store, rank: int, pid: int) -> None:

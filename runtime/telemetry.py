@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+from torch.profiler import record_function
+
 
 class Telemetry:
     """Counters of one backend.
@@ -18,6 +20,7 @@ class Telemetry:
         self.whole: set[tuple[int, int]] = set()
         self.peak_whole = 0
         self.recording = False
+        self._update: record_function | None = None
 
     def gathering(self, frame: int, bucket: int) -> None:
         """A gather starts: its bucket occupies memory from here on."""
@@ -28,6 +31,19 @@ class Telemetry:
     def freed(self, frame: int, bucket: int) -> None:
         """A bucket's full parameters are gone."""
         self.whole.discard((frame, bucket))
+
+    def updating(self) -> None:
+        """An optimizer begins its update."""
+        if self.recording:
+            self.updated()
+            self._update = record_function(label(0, "update", 0))
+            self._update.__enter__()
+
+    def updated(self) -> None:
+        """An update ends."""
+        if self._update is not None:
+            self._update.__exit__(None, None, None)
+            self._update = None
 
     def finished(self, kind: str) -> None:
         """A program of that kind has run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from zerograph.compiler.capture import Setting, capture
 from zerograph.core.plan import Bucket, Plan
 from zerograph.dryrun.compile_only import simulated_rank
 from zerograph.graph import ops
+from zerograph.passes import PIPELINE, Pass
 
 aten = torch.ops.aten
 
@@ -93,6 +94,11 @@ def plan(gm: fx.GraphModule, *buckets: str, prefetch: int = 1, world_size: int =
     params = {p.name: p for p in capture(gm.graph, Setting(training=True)).params}
     made = (Bucket(i, text, tuple(params[n] for n in text.split()), "use") for i, text in enumerate(buckets))
     return Plan(3, world_size, tuple(made), prefetch)
+
+
+def pipeline_with(name: str, run: Callable[..., int]) -> tuple[Pass, ...]:
+    """All passes, with ``run`` in the place of the one of that name."""
+    return tuple(step._replace(run=run) if step.name == name else step for step in PIPELINE)
 
 
 def show(gm: fx.GraphModule) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from zerograph.core.machine import Tier, machine_named
 from zerograph.core.plan import Bucket, Plan
 from zerograph.core.planfile import Holding, PassRecord, PlanFile, Reason
 from zerograph.core.runfile import Beside, Measured, Run
+from zerograph.core.simulate import Task, play
 from zerograph.core.step import Param
 from zerograph.core.timeline import Forecast
 from zerograph.planner.retime import retimed, tasks_of
-from zerograph.planner.simulate import Task, simulate
 
 MIB = 2**20
 
@@ -24,7 +25,7 @@ def run_of(file: PlanFile, times: float = 2.0) -> Run:
     for span in file.forecast.spans:
         seconds, key = times * (span.end - span.start), span.key
         if span.stream in collectives:
-            collectives[span.stream][int(span.key)] = seconds
+            collectives[span.stream][span.bucket] = seconds
         elif span.key:
             segments[key := f"run's {span.key}"] = seconds
         begin, end = times * span.start, times * span.end
@@ -32,7 +33,10 @@ def run_of(file: PlanFile, times: float = 2.0) -> Run:
         for start, stop in pairwise(cuts):
             spans.append(replace(span, task=len(spans), start=start, end=stop, key=key, after=()))
     memory = {t: tuple((times * at, size) for at, size in curve) for t, curve in file.forecast.memory.items()}
-    update = next((times * (s.end - s.start) for s in file.forecast.spans if s.name == "optimizer update"), None)
+    update = next(
+        (times * (s.end - s.start) for s in file.forecast.spans if s.operation == "update" and s.stream == "compute"),
+        None,
+    )
     measured = Measured(segments, collectives["gather"], collectives["reduce"], update)
     run = Forecast(tuple(spans), memory, {t: replace(peak, task=0) for t, peak in file.forecast.peaks.items()})
     return Run(file.plan.digest, file.machine.device, run, measured)
@@ -60,9 +64,23 @@ def plan_file(layers: int = 4, world_size: int = 2, offload: bool = False, updat
         fetch: tuple[int, ...] = ()
         if offload:
             fetch = (len(tasks),)
-            tasks.append(Task(f"fetch {module}", "h2d", 0.004, takes=(("device", 12 * MIB),), module=module))
+            tasks.append(
+                Task(
+                    f"fetch shard of {module}",
+                    "h2d",
+                    0.004,
+                    takes=(("device", 12 * MIB),),
+                    module=module,
+                    operation="fetch",
+                    phase=phase,
+                    bucket=i,
+                    what="shard",
+                    label=module,
+                )
+            )
         gather = len(tasks)
         earlier = computed[-2:-1]  # at most two buckets whole
+        again = phase == "backward" and i == layers - 1  # while it is whole: as if it were another tile
         tasks.append(
             Task(
                 f"gather {module}",
@@ -71,7 +89,11 @@ def plan_file(layers: int = 4, world_size: int = 2, offload: bool = False, updat
                 (*fetch, *earlier),
                 (("device", 24 * MIB),),
                 module=module,
-                key=str(i),
+                operation="gather",
+                phase=phase,
+                bucket=i,
+                tile=int(again),
+                label=module,
             )
         )
         here = len(tasks)
@@ -84,17 +106,22 @@ def plan_file(layers: int = 4, world_size: int = 2, offload: bool = False, updat
             kept[i] = here
         work = 0.005 if phase == "forward" else 0.010
         what = (module, source, f"digest of {phase}", 10**9)
-        tasks.append(Task(f"{phase} {module}", "compute", work, (gather,), saved, gives, *what))
+        tasks.append(Task(f"{phase} {module}", "compute", work, (gather,), saved, gives, *what, phase=phase))
         holdings.append(Holding(f"{module}.weight", "gathered", "device", 24 * MIB, gather, here, module, source))
         computed.append(here)
         if phase == "backward":
-            tasks.append(Task(f"reduce {module}", "reduce", 0.004, (here,), module=module, source=source, key=str(i)))
+            about: dict[str, Any] = {"phase": phase, "bucket": i, "label": module, "module": module}
+            tasks.append(Task(f"reduce {module}", "reduce", 0.004, (here,), source=source, operation="reduce", **about))
             if offload:
-                tasks.append(Task(f"spill {module}", "d2h", 0.004, (len(tasks) - 1,), module=module))
-                tasks.append(Task(f"update {module}", "cpu_update", 0.006, (len(tasks) - 1,), module=module))
+                name, after = f"spill gradient of {module}", (len(tasks) - 1,)
+                tasks.append(Task(name, "d2h", 0.004, after, operation="spill", what="gradient", **about))
+                name, after = f"update {module}", (len(tasks) - 1,)
+                about["phase"] = "update"
+                tasks.append(Task(name, "cpu_update", 0.006, after, operation="update", what="states", **about))
     reduced = tuple(i for i, task in enumerate(tasks) if task.stream == "reduce")
     if update:
-        tasks.append(Task("optimizer update", "compute", 0.002, reduced, module="optimizer"))
+        what = {"module": "optimizer", "operation": "update", "phase": "update"}
+        tasks.append(Task("optimizer update", "compute", 0.002, reduced, **what))  # type: ignore[arg-type]
     held: dict[Tier, int] = {"device": layers * 24 * MIB // world_size}
     if offload:
         held["host"] = layers * 96 * MIB // world_size
@@ -113,7 +140,7 @@ def plan_file(layers: int = 4, world_size: int = 2, offload: bool = False, updat
         plan=Plan(3, world_size, buckets, 1),
         machine=machine_named("cpu"),
         budget={"device": 8 * 2**30, "host": 16 * 2**30},
-        forecast=simulate(tasks, tuple(held.items()), ("allocator fragmentation",)),
+        forecast=play(tasks, tuple(held.items()), ("allocator fragmentation",)),
         holdings=tuple(holdings),
         reasons=(
             Reason("plan", "stage 3", "the user asked for it"),

@@ -98,7 +98,7 @@ class _Group:
 def _server() -> mp.context.ForkServerContext:
     """Where ranks are forked from. OpenMP reads its number of threads when torch is imported."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "zerograph.compile"])
+    context.set_forkserver_preload(["torch", "zerograph.compiler.driver"])
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

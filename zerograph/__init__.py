@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zerograph import optim
-    from zerograph.api import Backend, backend, backend_of, shard
+    from zerograph.api import Backend, backend, backend_of, materialize, shard
+    from zerograph.core import errors
     from zerograph.optim.clip import clip_grad_norm_
     from zerograph.optim.norms import norms
     from zerograph.sharding.export import export
     from zerograph.sharding.gathered import gathered
-    from zerograph.sharding.materialize import materialize
 
 __version__ = "0.1.0"
 
@@ -28,10 +28,12 @@ _HOMES = {
     "clip_grad_norm_": "optim.clip",
     "export": "sharding.export",
     "gathered": "sharding.gathered",
-    "materialize": "sharding.materialize",
+    "materialize": "api",
     "norms": "optim.norms",
     "shard": "api",
 }
+
+_MODULES = {"errors": "core.errors", "optim": "optim"}
 
 __all__ = [
     "Backend",
@@ -39,6 +41,7 @@ __all__ = [
     "backend",
     "backend_of",
     "clip_grad_norm_",
+    "errors",
     "export",
     "gathered",
     "materialize",
@@ -49,8 +52,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "optim":
-        return importlib.import_module(f"{__name__}.optim")
+    if name in _MODULES:
+        return importlib.import_module(f"{__name__}.{_MODULES[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

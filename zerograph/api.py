@@ -1,51 +1,40 @@
-"""The backend object that ``torch.compile`` calls."""
+"""What users call: backends for ``torch.compile``, and models sharded for them."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import logging
+import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
-from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
-from zerograph.compile import compile_frame
-from zerograph.compiler.agreement import Agreement
+from zerograph.compiler.compilation import Compilation
+from zerograph.compiler.driver import compile_frame
+from zerograph.compiler.frame import Frame, traced_function
 from zerograph.compiler.frame_plan import Planner
-from zerograph.compiler.parameter_mutations import refuse_mutations
 from zerograph.compiler.recording import Recording
 from zerograph.compiler.report import BucketReport, Report
 from zerograph.compiler.segments import SegmentCache
-from zerograph.compiler.unfold import Joint, Repeat
+from zerograph.compiler.torch_private import graph_breaks
 from zerograph.core.config import Config
-from zerograph.core.errors import ConfigError, ShardingError, UnsupportedError, ZeroGraphError
+from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.core.plan import Plan
-from zerograph.frame import Frame
+from zerograph.core.program import Program
 from zerograph.optim.check import OptimizerCheck
-from zerograph.planner import refuse_world_size
-from zerograph.runtime.comm import Communicator, connect
-from zerograph.runtime.entry import reason_of
+from zerograph.runtime.executor import Runtime
 from zerograph.runtime.hold import GradientHold
-from zerograph.runtime.program import Program
-from zerograph.runtime.residency import StepCount
+from zerograph.runtime.residency import GatheredCache, StepCount
 from zerograph.runtime.telemetry import Telemetry
 from zerograph.sharding import adopt
-from zerograph.sharding.gathered import is_open
-from zerograph.sharding.grad_scaler import find_inf_on_all_ranks
-from zerograph.sharding.model_copies import await_updates, take_over
-from zerograph.sharding.optimizer_states import early_states
-from zerograph.sharding.parametrization import other_names, resolve_mesh, shard_parameters
-from zerograph.symbolic import Name
-
-log = logging.getLogger(__name__)
+from zerograph.sharding.adoption import Adoption
+from zerograph.sharding.materialize import Init, fill
+from zerograph.sharding.ranks import Ranks
+from zerograph.sharding.torch_private import before_traces, called_model, errors_reach_users, original
 
 
 class Backend:
@@ -53,203 +42,85 @@ class Backend:
 
     Attributes:
         config: the validated arguments.
-        frames: every frame compiled so far, in order.
-        params: the outward faces this backend made, by name.
-        tied: of each that the model has several names for, the other ones.
-        world_size: ranks sharded over; 1 until the first call.
-        agreement: how ranks agree; None where there is one, and where they are simulated.
-        runs: whether programs are executed; a dry run stops when they exist.
-        open_sizes: traced sizes of what stays open; a dry run then stops once it has the step at all sizes.
-        folds: whether a few of many layers that are alike are traced in place of all; tests compare the two.
-        unfolding: in a dry run, what makes the graph of a few layers that of all.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.frames: list[Frame] = []
-        self.params: dict[str, nn.Parameter] = {}
-        self.tied: dict[str, tuple[str, ...]] = {}
-        self.segments = SegmentCache(config.compute)
-        self.telemetry = Telemetry()
-        self._known: set[int] = set()
-        self.steps = StepCount(self._known)
-        self.hold = GradientHold(self.params)
-        self.communicator: Communicator | None = None
-        self.world_size = 1
-        self.runs = True
-        self.open_sizes: Mapping[Name, int] | None = None
-        self.folds = True
-        self.unfolding: Callable[[Joint], Repeat] | None = None
-        self.compile_seconds = 0.0
-        self._replaced = WeakIdKeyDictionary()
-        self._optimizers = OptimizerCheck(self._known, self._replaced, self._skipped, self.hold)
-        self._mesh: Any = None
-        self._device: torch.device | None = None
-        self._traced_in_vain = False
-        self.agreement: Agreement | None = None
+        self._frames: list[Frame] = []
+        self._adoption = Adoption(config, self._connect, self._remember)
+        self._segments = SegmentCache(config.compute)
+        self._telemetry = Telemetry()
+        self._steps = StepCount(self._adoption.known)
+        self._hold = GradientHold(self._adoption.params)
+        self._optimizers = OptimizerCheck(
+            self._adoption.known,
+            self._adoption.replaced,
+            lambda: self._adoption.skipped(self),
+            self._hold,
+            self._telemetry,
+            self._abort_update,
+        )
+        # A graph without parameters may come before the model that tells what to compile for: it needs no other rank.
+        alone = replace(config, plan=None, memory=None, stage=config.sharding)
+        self._compilation = self._compilation_on(Ranks(torch.device("cpu")), alone)
         self._recording: Recording | None = None
-        self.planner = Planner(self)
-        self._breaks_before = dict(torch._dynamo.utils.counters["graph_break"])
-        adopt.before_first_trace(_adopt_early)
+        self._given: object = self  # what torch.compile has for the backend: this one, or the function that made it
+        self._breaks_before = graph_breaks()
+        before_traces(_adopt_early)
+
+    def _abort_update(self, reason: str) -> None:
+        """The update failed on this rank: the others fail at their next program, and all meet there."""
+        ranks = self._adoption.ranks
+        if ranks is not None and ranks.communicator is not None:
+            ranks.communicator.abort(reason)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Dynamo's entry: adopt the model on its first call, then compile the frame."""
-        with adopt.unwrapped():
+        with errors_reach_users():
             _refuse_options(options)
-            return self._compile(gm, example_inputs)
-
-    def _compile(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        adopt.refuse_wrapped(adopt.modules_on_stack())  # DDP hands over pieces of its graph, without parameters
-        params = adopt.parameters(gm)
-        if self.runs:
-            _refuse_meta(params)
-        foreign = [p for p in params if id(p) not in self._known]
-        if foreign:
-            if is_open(foreign):
-                self._refuse_first_call()
+            if not self._adoption.covers(gm, adopt.called_by(self._given)):
                 return gm  # inside zerograph.gathered: plain parameters, on this rank alone
-            roots = adopt.roots_of_call(gm)
-            adopt.refuse_wrapped(m for root in roots for m in root.modules())
-            if self.shard(roots, foreign[0].device):
-                self._traced_in_vain = True
-                raise adopt.Retrace
-            self._refuse_foreign(foreign)
-        adopt.match_rows_alone()
-        refuse_mutations(gm)
-        self.planner.own = params
-        if self._traced_in_vain:
-            gc.collect()  # the abandoned trace holds the full parameters in reference cycles
-            self._traced_in_vain = False
-        return self._compile_together(gm, example_inputs)
-
-    def _compile_together(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compile; other ranks, who may wait to compare, hear when that fails here."""
-        if self.agreement is None or self.communicator is None:
-            return compile_frame(self, gm, example_inputs)
-        code = adopt.traced_function()
-        try:
-            self.communicator.rejoin()
-            self.agreement.meeting.report(f"compiles {code}")
-            compiled = compile_frame(self, gm, example_inputs)
-        except BaseException as error:
-            self.communicator.abort(f"while compiling {code}: {reason_of(error)}")
-            raise
-        self.agreement.meeting.report(f"compiled {code}")
-        return compiled
-
-    def adopt_early(self) -> None:
-        """Shard the model that is being called before Dynamo traces it, instead of after; the first call only."""
-        root = adopt.called_module() if self._device is None else None
-        params = list(root.parameters()) if root is not None else []
-        if root is None or not params or is_open(params) or any(p.is_meta or is_lazy(p) for p in params):
-            return  # what is to be said about them is said where a graph reads them
-        with adopt.unwrapped():
-            adopt.refuse_wrapped(root.modules())
-            self.shard([root], params[0].device)
-
-    @torch.inference_mode(False)  # inference tensors could never be trained
-    def shard(self, roots: Sequence[nn.Module], device: torch.device) -> bool:
-        """Give the parameters of ``roots`` their faces; returns whether there was anything to do.
-
-        At world size 1 without a compute dtype there is not: the model stays as it is.
-        """
-        self._bind(device)
-        if self.config.plan is not None:
-            refuse_world_size(self.config.plan, self.world_size)
-        if self.world_size == 1 and self.config.dtype is None:
-            return False
-        before = tuple(p for root in roots for p in root.parameters())  # not a list: those are rewritten
-        objects = adopt.live(nn.Module, Optimizer)
-        if self.agreement is not None and any(id(p) not in self._known for p in before):
-            self.agreement.require_same(_given(self.config, roots, objects))
-        new = take_over(roots, self.config, self._mesh, self.params)
-        new |= shard_parameters(roots, self.config, self._mesh, objects, {**self.params, **new})
-        await_updates(roots, objects)
-        self.params |= new
-        self.tied |= other_names(roots, new)
-        self._known.update(id(p) for p in new.values())
-        self._replaced.update((p, None) for p in before if id(p) not in self._known)
-        if new:
-            log.info("stage %s: sharded %d parameters over %d ranks", self.config.stage, len(new), self.world_size)
-        return bool(new)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the shards live; the CPU until the backend has seen a model."""
-        return self._device or torch.device("cpu")
-
-    def replace(self, new: Mapping[int, nn.Parameter]) -> None:
-        """Go on with other outward faces, given by ``id`` of those they replace."""
-        for name, old in self.params.items():
-            if id(old) in new:
-                self._known.discard(id(old))
-                self.params[name] = new[id(old)]
-        self._known.update(id(p) for p in new.values())
+            frame = Frame(self._compilation, len(self._frames), traced_function())
+            self._frames.append(frame)
+            with self._together(frame.code):
+                return compile_frame(frame, gm, example_inputs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are fresh backends with the same arguments: programs belong to one model."""
         return (Backend, (self.config,))
 
-    def _skipped(self) -> list[nn.Parameter]:
-        """Parameters of models given to this backend that nothing has sharded."""
-        if self._ranks() == 1:
-            return []
-        return [p for m in adopt.modules_given_to(self) for p in m.parameters() if id(p) not in self._known]
+    def _connect(self, device: torch.device) -> Ranks:
+        """Connect to the other ranks: with them there is all that frames are compiled for."""
+        ranks = Ranks.connect(self.config, device)
+        self._compilation = self._compilation_on(ranks, self.config)
+        return ranks
 
-    def _ranks(self) -> int:
-        """Ranks to shard over, known before the first call too."""
-        if self.config.mesh is not None:
-            return self.config.mesh.size()
-        return dist.get_world_size() if dist.is_initialized() else 1
+    def _compilation_on(self, ranks: Ranks, config: Config) -> Compilation:
+        steps, hold, telemetry = self._steps, self._hold, self._telemetry
 
-    def _refuse_first_call(self) -> None:
-        """Dynamo would keep the plain code for calls outside; on one rank that is all there is."""
-        if not self.params and self._ranks() > 1:
-            raise ShardingError(
-                "the first call of a compiled model is inside zerograph.gathered(), where parameters are plain",
-                "call it once outside before, or zerograph.shard(model, backend)",
-            )
+        def runtime_for(index: int, code: str, plan: Plan) -> Runtime:
+            cache = GatheredCache(plan, steps, hold)
+            return Runtime(index, ranks.communicator, cache, hold, telemetry, ranks.device, code)
 
-    def _refuse_foreign(self, params: Sequence[nn.Parameter]) -> None:
-        """Parameters of no module on the call's path would train unsynchronized."""
-        if self.world_size > 1:
-            raise UnsupportedError(
-                f"the compiled code reads {len(params)} parameter(s) of no module that ZeroGraph can find, "
-                f"the first of shape {list(params[0].shape)}",
-                "compile the module that owns them, or call zerograph.shard(module, backend) first; "
-                "models wrapped or sharded by something else are not supported",
-            )
+        return Compilation(
+            world_size=ranks.size,
+            segments=self._segments,
+            plan_for=Planner(config, ranks.size, self._adoption.params, ranks.device, ranks.agreement).plan,
+            device=ranks.device,
+            runtime_for=runtime_for,
+            agreement=ranks.agreement,
+            tied=self._adoption.tied,
+        )
 
-    def _bind(self, device: torch.device) -> None:
-        """Find the mesh and connect to the other ranks, once."""
-        if self._device is not None:
-            return
-        mesh, world_size = resolve_mesh(self.config, device.type), 1
-        communicator, agreement = None, None
-        if mesh is not None and mesh.size() > 1:
-            group, world_size = mesh.get_group(), mesh.size()
-            find_inf_on_all_ranks()
-            agreement = Agreement.open(group, device, self.config.plan)
-            communicator = connect(group, device, agreement.meeting if agreement is not None else None)
-        self.planner.look_at(device, agreement)
-        # Nothing of it before all has worked: a failed first call may be tried again.
-        self._mesh, self.world_size, self._device = mesh, world_size, device
-        self.communicator, self.agreement = communicator, agreement
+    def _remember(self, new: Iterable[nn.Parameter]) -> None:
+        self._optimizers.remember(new)
 
-    def new_frame(self) -> Frame:
-        """A frame that is about to be compiled."""
-        self.frames.append(Frame(self, len(self.frames), adopt.traced_function()))
-        return self.frames[-1]
-
-    def lowered(self, seconds: float) -> None:
-        """A graph became a program, ``seconds`` after its passes began."""
-        self.compile_seconds += seconds
-
-    def compiled(self, frame: Frame) -> None:
-        """All programs of ``frame`` can run: all ranks must agree on them before one does."""
-        if self.agreement is not None:
-            for program in frame.programs.values():
-                self.agreement.check(frame.code, program)
+    def _together(self, code: str) -> contextlib.AbstractContextManager[None]:
+        """Around a compilation: other ranks, who may wait to compare, hear when it fails here."""
+        ranks = self._adoption.ranks
+        if ranks is None or ranks.agreement is None or ranks.communicator is None:
+            return contextlib.nullcontext()
+        return ranks.agreement.compiling(code, ranks.communicator)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -258,11 +129,11 @@ class Backend:
         As with DistributedDataParallel, the reduction then covers all of them at once. Costs the memory of the full
         gradients at every stage.
         """
-        before, self.hold.active = self.hold.active, True
+        before, self._hold.active = self._hold.active, True
         try:
             yield
         finally:
-            self.hold.active = before
+            self._hold.active = before
 
     @contextlib.contextmanager
     def record(self) -> Iterator[Recording]:
@@ -275,11 +146,11 @@ class Backend:
             ZeroGraphError: nothing was compiled yet, or something else than one step ran.
         """
         self._last_frame()
-        if not self.params:
+        if not self._adoption.params:
             raise ZeroGraphError(
                 "there is nothing to record: on one process the model is not sharded", "use torch.profiler there"
             )
-        recording = Recording(self)
+        recording = Recording(self._frames, self._adoption.params, self._optimizers.stepped)
         try:
             recording.start()
             yield recording
@@ -289,9 +160,10 @@ class Backend:
         recording.stop()
         self._recording = recording
 
-    def optimizers(self) -> list[Optimizer]:
-        """Those that have stepped on parameters of this backend."""
-        return self._optimizers.stepped()
+    @property
+    def frames(self) -> tuple[Frame, ...]:
+        """Every frame compiled so far, in order."""
+        return tuple(self._frames)
 
     @property
     def plan(self) -> Plan:
@@ -308,7 +180,7 @@ class Backend:
         return self._last_frame().programs
 
     def _last_frame(self) -> Frame:
-        compiled = [f for f in self.frames if f.programs]
+        compiled = [f for f in self._frames if f.programs]
         if not compiled:
             raise ZeroGraphError("nothing was compiled yet", "call the compiled model once")
         training = [f for f in compiled if "forward" in f.programs and f.plan.buckets]
@@ -316,31 +188,33 @@ class Backend:
 
     def report(self) -> Report:
         """What was decided and what happened so far."""
-        frames = [f for f in self.frames if f.programs]
-        breaks = Counter(torch._dynamo.utils.counters["graph_break"]) - Counter(self._breaks_before)
+        frames, ranks = [f for f in self._frames if f.programs], self._adoption.ranks
+        breaks = Counter(graph_breaks()) - Counter(self._breaks_before)
         return Report(
             stage=self.config.stage,
-            world_size=self.world_size,
-            transport=self.communicator.name if self.communicator is not None else "no communication",
+            world_size=ranks.size if ranks is not None else 1,
+            transport=ranks.communicator.name if ranks is not None and ranks.communicator else "no communication",
             buckets=tuple(
                 BucketReport(f.index, b.name, tuple(p.name for p in b.params), b.gathered_bytes, b.residency)
                 for f in frames
                 for b in f.plan.buckets
             ),
             programs=sum(len(f.programs) for f in frames),
-            segments=self.segments.requested,
-            distinct_segments=len(self.segments.callables),
-            compile_seconds=self.compile_seconds,
+            segments=self._segments.requested,
+            distinct_segments=len(self._segments.callables),
+            compile_seconds=sum(f.seconds for f in self._frames),
             graph_breaks=dict(breaks),
-            runs=dict(self.telemetry.runs),
-            peak_whole_buckets=self.telemetry.peak_whole,
+            runs=dict(self._telemetry.runs),
+            peak_whole_buckets=self._telemetry.peak_whole,
             recorded=self._recording.beside_forecast() if self._recording is not None else None,
         )
 
 
-def _adopt_early(compiler: object) -> None:
-    if isinstance(compiler, Backend):
-        compiler.adopt_early()
+def _adopt_early() -> None:
+    """Dynamo is about to trace a frame."""
+    model, given = called_model() or (None, None)
+    if model is not None and isinstance(given, Backend):
+        given._adoption.before_trace(model)
 
 
 def backend(**options: Any) -> Backend:
@@ -381,28 +255,18 @@ def backend(**options: Any) -> Backend:
     return Backend(Config.of(**options))
 
 
-def _given(config: Config, roots: Sequence[nn.Module], objects: Sequence[Any]) -> list[str]:
-    """What must be the same on all ranks before anything is sharded, a line each. Budgets and batches may differ."""
-    names = ("stage", "dtype", "reduce_dtype", "bucket_size", "prefetch", "recompute")
-    lines = [f"{name}={getattr(config, name)}" for name in names]
-    for root in roots:
-        lines += [f"parameter {n} {tuple(p.shape)} {p.dtype}" for n, p in root.named_parameters()]
-        lines += [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in root.named_buffers()]
-        lines += early_states(dict(root.named_parameters()), objects)
-    return lines
-
-
 def dynamo_backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, **other: Any
 ) -> Callable[..., Any]:
     """What ``torch.compile(model, backend="zerograph", options={"stage": 3})`` calls, per frame."""
-    with adopt.unwrapped():
+    with errors_reach_users():
         _refuse_options(other)
         config = Config.of(**(options or {}))
-    roots = adopt.roots_of_call(gm)
+    roots = adopt.roots_of_call(gm, adopt.called_by(dynamo_backend))
     found = next((_BY_MODEL[root] for root in roots if root in _BY_MODEL), None)
     if found is None or found.config != config:
         found = Backend(config)
+        found._given = dynamo_backend
     for root in roots:
         _BY_MODEL[root] = found
     return found(gm, example_inputs)
@@ -419,7 +283,7 @@ def backend_of(model: nn.Module) -> Backend:
     Raises:
         ZeroGraphError: the model was not compiled that way, or not called yet.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = original(model)
     if model not in _BY_MODEL:
         raise ZeroGraphError("no backend belongs to this model", 'compile it with backend="zerograph" and call it once')
     return _BY_MODEL[model]
@@ -437,13 +301,41 @@ def shard(model: nn.Module, backend: Backend, device: torch.device | str | None 
     Raises:
         UnsupportedError: a parameter that cannot be sharded.
     """
-    model = getattr(model, "_orig_mod", model)
+    model = original(model)
     if not isinstance(backend, Backend):
         raise ConfigError(f"zerograph.shard got {backend!r}", "give it what zerograph.backend(...) returns")
     adopt.refuse_wrapped(model.modules())
     _BY_MODEL[model] = backend
-    backend.shard([model], _home(model, backend, device))
+    backend._adoption.shard([model], _home(model, backend, device))
     return model
+
+
+def materialize(model: nn.Module, init: Init = None, files: Sequence[str | os.PathLike[str]] = ()) -> nn.Module:
+    """Give a model that was built under ``torch.device("meta")`` and sharded its memory and values; returns it.
+
+    All ranks call this together, after ``zerograph.shard(model, backend)`` and before the first call of the model;
+    optimizers made in between are pointed at the new parameters. What has values already keeps them.
+
+    From ``files`` (safetensors), each rank reads its own rows and nothing else. What no file holds (everything,
+    without files) is initialized module by module, children before parents, on rank 0 alone, whose random generator
+    decides: the values are those of any world size, one process included. Rank 0 holds one module's own tensors at a
+    time, full; the other ranks only their rows.
+
+    Args:
+        init: ``None`` or ``"reset_parameters"`` calls each module's ``reset_parameters()``. A function is called with
+            each module after that, as ``model.apply(init)`` would; it may touch the module's own parameters and
+            buffers only.
+        files: safetensors files that hold all parameters and persistent buffers; tied ones under any of their names.
+            Only with an explicit ``init`` may some be missing. Values are widened to the parameter's dtype, never
+            narrowed.
+
+    Raises:
+        CheckpointError: files cannot be read, or their names, shapes or dtypes are not the model's; on every rank.
+        ShardingError: the model was not given to ``zerograph.shard``, or a module cannot be initialized.
+    """
+    model = original(model)
+    owner = _BY_MODEL.get(model)
+    return fill(model, owner._adoption if owner is not None else None, init, files)
 
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
@@ -452,15 +344,6 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"torch.compile was given {', '.join(sorted(options))} beside a ZeroGraph backend",
             'pass arguments to zerograph.backend(...), or options= with backend="zerograph"',
-        )
-
-
-def _refuse_meta(params: Sequence[nn.Parameter]) -> None:
-    empty = sum(p.is_meta for p in params)
-    if empty:
-        raise ShardingError(
-            f"{empty} of the {len(params)} parameters that the compiled code reads are on the meta device",
-            "call zerograph.shard(model, backend) and then zerograph.materialize(model) before the first call",
         )
 
 

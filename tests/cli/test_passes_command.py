@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from plans import plan_file
 
 from zerograph.cli import main
+from zerograph.passes import PIPELINE
 
 
 def run(*args: str | Path) -> Result:
@@ -26,6 +27,17 @@ def test_a_line_for_each_pass(plan: Path) -> None:
         "forward  gather            4\n"
         "forward  prefetch          0\n"
     )
+
+
+def test_without_a_plan_the_passes_there_are() -> None:
+    header, *rows = run().stdout.splitlines()
+    assert header.split() == ["stage", "pass", "does"]
+    assert [row.split()[:2] for row in rows] == [[step.stage, step.name] for step in PIPELINE]
+    assert rows[0].endswith("Leave one marker per parameter and one reduction per gradient.")
+    told = json.loads(run("--json").stdout)["pipeline"]
+    assert [step["name"] for step in told] == [step.name for step in PIPELINE]
+    result = run("--diff")
+    assert result.exit_code == 2 and "no plan is given" in result.stderr
 
 
 def test_one_pass_or_one_graph(plan: Path) -> None:

@@ -20,7 +20,6 @@ from zerograph.core.machine import TIERS, machine_named
 from zerograph.core.plan import Homes
 from zerograph.core.planfile import PlanFile
 from zerograph.core.timeline import STREAMS
-from zerograph.dryrun import forecast as planning
 from zerograph.dryrun.forecast import plan_file
 
 MODEL = """
@@ -153,7 +152,7 @@ def test_whole_traces_every_layer(model: Path, monkeypatch: pytest.MonkeyPatch) 
         asked.append(fold)
         raise UnsupportedError("enough is known")
 
-    monkeypatch.setattr(planning, "compile_only", traced)
+    monkeypatch.setattr("zerograph.dryrun.forecast.compile_only", traced)
     for arguments in ([], ["--whole"], ["--whole", "--offload", "auto"]):
         run(f"{model}:small", *arguments)
     assert asked == [True, False, False]

@@ -14,22 +14,26 @@ from graphs import fake_world
 from torch import nn
 
 import zerograph
-from zerograph.compiler import frame_plan as decide
+from zerograph.compiler import frame_plan
 from zerograph.core.errors import InvariantError
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Plan
 from zerograph.core.planfile import PlanFile
+from zerograph.core.program import Update
 from zerograph.dryrun.forecast import plan_file
 from zerograph.planner.candidates import Candidate
-from zerograph.planner.rates import Rates
+from zerograph.planner.rates import Rates, update_bytes
 
 
-def first_call(**options: Any) -> zerograph.Backend:
+def first_call(made: list[zerograph.Backend] | None = None, **options: Any) -> zerograph.Backend:
+    """A backend after one call, in ``made`` also where that fails."""
     torch._dynamo.reset()
     with fake_world(rank=0, world_size=2):
         model = toy.Toy().train()
         backend = zerograph.backend(compute="eager", **options)
         model.compile(backend=backend)
+        if made is not None:
+            made.append(backend)
         model(torch.arange(4)).sum().backward()
         return backend
 
@@ -49,8 +53,8 @@ def reached(call: Callable[[], object]) -> str:
 def test_a_backend_refuses_what_it_cannot_carry_out(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {}
     if how == "rules":
-        made = decide.plan_step
-        monkeypatch.setattr(decide, "plan_step", lambda *a, **k: losing_a_parameter(made(*a, **k)))
+        made = frame_plan.plan_step
+        monkeypatch.setattr(frame_plan, "plan_step", lambda *a, **k: losing_a_parameter(made(*a, **k)))
     elif how == "search":
         options = {"stage": "auto", "memory": "1GiB"}
         found = Candidate.plan.fget  # type: ignore[attr-defined]
@@ -60,11 +64,9 @@ def test_a_backend_refuses_what_it_cannot_carry_out(how: str, tmp_path: Path, mo
         file = plan_file("toy", lambda: (toy.Toy().train(), (torch.zeros(4, dtype=torch.int64),)),
                          machine_named("cpu"), world=2)  # fmt: skip
         options["plan"].write_text(file.to_json())
-        monkeypatch.setattr(decide, "replay", lambda given, step: losing_a_parameter(given.plan))
+        monkeypatch.setattr(frame_plan, "replay", lambda given, step: losing_a_parameter(given.plan))
     seen: list[zerograph.Backend] = []
-    new_frame = zerograph.Backend.new_frame
-    monkeypatch.setattr(zerograph.Backend, "new_frame", lambda self: (seen.append(self), new_frame(self))[1])
-    text = reached(lambda: first_call(**options))
+    text = reached(lambda: first_call(seen, **options))
     assert "is read by the step and in no bucket" in text
     assert ("zerograph plan MODEL" in text) is (how == "replay")
     assert not seen[0].frames[0].programs
@@ -101,7 +103,8 @@ def test_updates_are_what_the_forecast_takes_time_for() -> None:
     trained = [p.name for p in step.params if p.trainable]
     assert [op.params[0] for op in step.updates] == trained and "up.bias" not in trained
     told = sum(machine.update.seconds(op.moved) for op in step.updates)
-    assert told == pytest.approx(Rates(machine, 2, "float32").update(step.params, 2))
+    sizes = tuple(update_bytes(p, 2, 2) for p in step.params if p.trainable)
+    assert told == pytest.approx(Rates(machine, 2, "float32").seconds(Update((), sizes), ()))
     file = _dry()
     spans = [span for span in file.forecast.spans if span.name == "optimizer update"]
     assert [span.end - span.start for span in spans] == [pytest.approx(told)]

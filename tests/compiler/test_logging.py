@@ -36,7 +36,7 @@ train()
 
 
 def test_torch_logs_shows_passes_and_programs() -> None:
-    script = SCRIPT.format(path=[str(Path(__file__).parent.parent.parent)])
+    script = SCRIPT.format(path=[str(Path(__file__).parents[2])])
     environment = os.environ | {"TORCH_LOGS": "+zerograph"}
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120, check=True

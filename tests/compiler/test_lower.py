@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import zerograph
 from zerograph.compiler.lower import lower
 from zerograph.compiler.segments import SegmentCache
+from zerograph.core.program import Compute, Gather, Program
 from zerograph.passes import gather, prefetch
-from zerograph.runtime.program import Compute, Gather, Program
 
 aten = torch.ops.aten
 
@@ -84,7 +84,7 @@ def test_different_constants_are_different_segments() -> None:
 def test_sequences_of_any_length_run_one_program() -> None:
     backend = compiled(Stack(Layer(8), Layer(8)), 4, 5, 6, 7, 9)
     assert [len(f.programs) for f in backend.frames] == [2, 2]  # of the first length, and of all others
-    assert backend.telemetry.runs == {"forward": 5, "backward": 5}
+    assert backend.report().runs == {"forward": 5, "backward": 5}
 
 
 def test_symbolic_segments_belong_to_their_frame() -> None:
@@ -119,7 +119,7 @@ def test_no_cut_separates_a_tuple_from_its_parts() -> None:
     p = plan(gm, "u", "v")
     gather(gm, p)
     prefetch(gm, p)
-    program, callables = lower(gm, "inference", SegmentCache("eager"))
+    program, callables = lower(gm, "inference", SegmentCache("eager"), p)
     first = next(s for s in program.instructions if isinstance(s, Compute))
     results = callables[first.segment]([torch.eye(4), torch.eye(4)])
     assert all(isinstance(r, Tensor) for r in results)
@@ -169,4 +169,4 @@ def test_inductor_runs_the_same_program() -> None:
     with torch.no_grad():
         assert model(torch.randn(2, 4, 8)).shape == (2, 4, 8)
         assert model(torch.randn(2, 5, 8)).shape == (2, 5, 8)
-    assert backend.telemetry.runs == {"inference": 2}
+    assert backend.report().runs == {"inference": 2}

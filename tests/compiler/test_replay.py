@@ -20,8 +20,8 @@ from zerograph.core.errors import CollectiveMismatch, ConfigError
 from zerograph.core.files import read_plan
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Plan
+from zerograph.core.program import Program, Reduce, WaitReduce
 from zerograph.dryrun.forecast import plan_file
-from zerograph.runtime.program import Program, Reduce, WaitReduce
 
 
 class Block(nn.Module):
@@ -107,7 +107,7 @@ def _gathers_later(early: Path, late: Path) -> None:
     losses, values, first = _trained(plan=early)
     again, later_values, second = _trained(plan=late)
     assert again == losses and not toy.differing(values, later_values)
-    assert second.telemetry.peak_whole < first.telemetry.peak_whole == 3
+    assert second.report().peak_whole_buckets < first.report().peak_whole_buckets == 3
     assert first.program["forward"] != second.program["forward"]
 
 

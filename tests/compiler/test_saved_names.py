@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from graphs import pipeline_with
 from numerics.test_recompute import Model
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
@@ -72,7 +73,7 @@ def test_every_name_is_found_and_means_the_same_value(
         return make(), (torch.empty(2, 8, 5),)
 
     compiled = compile_only(given, **options)
-    step, plan = compiled.frames[-1].step, compiled.frames[-1].plan
+    step, plan = compiled.frame.step, compiled.frame.plan
     graph = Graph(step)
     inside = [v for v in saved(graph, "auto").until if v not in graph.leaves and graph.layer[graph.maker[v]]]
     sizes: dict[str, set[int]] = {}
@@ -84,10 +85,9 @@ def test_every_name_is_found_and_means_the_same_value(
     path.write_text(replace(file, plan=replace(plan, recompute=layers, save=tuple(sizes))).to_json())
 
     found: dict[str, set[int]] = {}
-    tag = passes.recompute
 
     def recompute(gm: fx.GraphModule, plan: Any) -> int:
-        tagged = tag(gm, plan)
+        tagged = passes.recompute(gm, plan)
         for node in gm.graph.nodes:
             fact, val = node.meta.get("zg"), node.meta.get("val")
             if isinstance(fact, Activation) and fact.name in sizes:
@@ -96,7 +96,7 @@ def test_every_name_is_found_and_means_the_same_value(
                 found.setdefault(fact.name, set()).update([val.nbytes] if isinstance(val, Tensor) else [])
         return tagged
 
-    monkeypatch.setattr(passes, "recompute", recompute)
+    monkeypatch.setattr("zerograph.compiler.rewrite.PIPELINE", pipeline_with("recompute", recompute))
     compile_only(given, plan=str(path), **options)
     assert found.keys() == sizes.keys()
     assert all(sizes[name] <= found[name] for name in sizes)

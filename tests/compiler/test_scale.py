@@ -13,8 +13,8 @@ from graphs import fake_world
 from torch import Tensor, nn
 
 import zerograph
+from zerograph.core.program import Gather, Reduce
 from zerograph.runtime.comm import GroupCommunicator
-from zerograph.runtime.program import Gather, Reduce
 
 WORLD = 512
 WIDTH, VOCAB, DEPTH = 512, 1000, 4  # the vocabulary does not divide by the world size, nor do norms have spare rows
@@ -73,7 +73,7 @@ def _compile(rank: int, monkeypatch: pytest.MonkeyPatch) -> Seen:
             sent=sent,
             local={n: p.to_local().numel() for n, p in model.named_parameters()},
             grads={n: p.grad.to_local().shape == p.to_local().shape for n, p in model.named_parameters()},
-            peak=backend.telemetry.peak_whole,
+            peak=backend.report().peak_whole_buckets,
         )
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zerograph.core.simulate import Task, play
 from zerograph.core.timeline import STREAMS, Forecast
-from zerograph.planner.simulate import Task, simulate
 
 
 def test_a_gather_travels_beside_compute_and_exposes_what_is_left() -> None:
@@ -19,7 +19,7 @@ def test_a_gather_travels_beside_compute_and_exposes_what_is_left() -> None:
         Task("gather b", "gather", 4.0, takes=(("device", 30),)),
         Task("b", "compute", 1.0, after=(2,), gives=(("device", 30),)),
     ]
-    forecast = simulate(tasks, held=(("device", 100),))
+    forecast = play(tasks, held=(("device", 100),))
     assert [(s.start, s.end) for s in forecast.spans] == [(0, 2), (2, 5), (2, 6), (6, 7)]
     assert forecast.seconds == 7
     assert forecast.exposed_communication == 3
@@ -30,25 +30,25 @@ def test_a_gather_travels_beside_compute_and_exposes_what_is_left() -> None:
 
 
 def test_memory_that_one_task_takes_and_gives_counts_even_without_length() -> None:
-    forecast = simulate([Task("a", "compute", 0.0, takes=(("host", 5),), gives=(("host", 5),))])
+    forecast = play([Task("a", "compute", 0.0, takes=(("host", 5),), gives=(("host", 5),))])
     assert forecast.peaks["host"].bytes == 5
     assert forecast.memory["host"][-1][1] == 0
 
 
 def test_what_is_given_back_at_a_moment_is_there_for_the_next() -> None:
     tasks = [Task(n, "compute", 1.0, takes=(("device", 8),), gives=(("device", 8),)) for n in "abc"]
-    assert simulate(tasks).peaks["device"].bytes == 8
+    assert play(tasks).peaks["device"].bytes == 8
 
 
 def test_nothing_to_do() -> None:
-    forecast = simulate([], held=(("device", 3),))
+    forecast = play([], held=(("device", 3),))
     assert forecast.seconds == 0
     assert forecast.peaks["device"].bytes == 3
 
 
 def test_waiting_for_a_later_task_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"task 0 \(a\) waits for a later one"):
-        simulate([Task("a", "compute", 1.0, after=(0,))])
+        play([Task("a", "compute", 1.0, after=(0,))])
 
 
 @st.composite
@@ -72,7 +72,7 @@ def programs(draw: st.DrawFn) -> list[Task]:
 
 @given(programs())
 def test_any_program(tasks: list[Task]) -> None:
-    forecast = simulate(tasks)
+    forecast = play(tasks)
     spans = forecast.spans
     for task, span in zip(tasks, spans, strict=True):
         assert span.end - span.start == task.seconds

@@ -18,11 +18,9 @@ import zerograph
 from zerograph.compiler.fold import Folded, fold
 from zerograph.compiler.unfold import NotFoldable
 from zerograph.core.machine import machine_named
-from zerograph.dryrun import compile_only as dryrun
-from zerograph.dryrun.compile_only import compile_only, on_meta
+from zerograph.dryrun.compile_only import Compiled, compile_only, on_meta
 from zerograph.dryrun.forecast import forecast_file
 from zerograph.dryrun.layer_loops import told_apart
-from zerograph.frame import Frame
 from zerograph.graph.repeated_layers import LEAST, repeated_layers
 
 DEPTH, WIDTH, VOCAB = LEAST, 64, 100
@@ -84,34 +82,36 @@ def llama() -> Any:
     return transformers.LlamaForCausalLM(config).train(), {"input_ids": tokens, "labels": tokens}
 
 
-def compiled(make: Callable[[], Any], fold: bool, **options: Any) -> tuple[Frame, Any]:
+def compiled(make: Callable[[], Any], fold: bool, **options: Any) -> tuple[Compiled, Any]:
     found = compile_only(make, **{"world_size": 4, "batch": 1, "seq": 32, "fold": fold, **options})
-    return found.frames[-1], forecast_file("model", found, machine_named("h100-80gb"))
+    return found, forecast_file("model", found, machine_named("h100-80gb"))
 
 
 @contextmanager
 def compiler_says() -> Iterator[list[str]]:
     """What the compiler logs of layers. Not by caplog, which would have torch format all of its own debugging."""
-    log, found = logging.getLogger("zerograph.compile"), list[str]()
+    logs, found = [logging.getLogger(f"zerograph.compiler.{name}") for name in ("fold", "simplify")], list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    before = log.level
-    log.setLevel(logging.DEBUG)
-    log.addHandler(handler)
+    before = [log.level for log in logs]
+    for log in logs:
+        log.setLevel(logging.DEBUG)
+        log.addHandler(handler)
     try:
         yield found
     finally:
-        log.removeHandler(handler)
-        log.setLevel(before)
+        for log, level in zip(logs, before, strict=True):
+            log.removeHandler(handler)
+            log.setLevel(level)
 
 
-def facts(frame: Frame) -> dict[str, Any]:
+def facts(compiled: Compiled) -> dict[str, Any]:
     """What a frame is, but for names of nodes and the digests of segments, which know some constants by identity."""
+    frame = compiled.frame
     step, programs = frame.step, frame.programs
     place = {value.name: i for i, value in enumerate(step.values)}
     found: dict[str, Any] = {
         "plan": frame.plan.to_json(),
-        "states": frame.backend.planner.states(step),
         "params": step.params,
         "ops": [
             replace(op, name="", reads=tuple(place[r] for r in op.reads), writes=tuple(place[w] for w in op.writes))  # type: ignore[arg-type]
@@ -164,7 +164,7 @@ def test_a_folded_dry_run_finds_what_a_whole_one_does(
     assert [replace(h, name="") for h in forecast.holdings] == [replace(h, name="") for h in expected.holdings]
     assert (forecast.reasons, forecast.flops) == (expected.reasons, expected.flops)
     if said:
-        monkeypatch.setattr(dryrun, "_foldable", lambda _: None)
+        monkeypatch.setattr("zerograph.dryrun.compile_only._foldable", lambda _: None)
         with compiler_says() as messages:
             traced, _ = compiled(make, True, **options)
         assert facts(traced) == wanted
@@ -241,7 +241,7 @@ def test_layers_that_compute_differently_do_not_fold(
     def refuse(_: Any, why: str) -> None:
         raise Refused(why)  # instead of tracing all: the next test does
 
-    monkeypatch.setattr(dryrun, "_warn", refuse)
+    monkeypatch.setattr("zerograph.dryrun.compile_only._warn", refuse)
     with pytest.raises(Refused, match=reason):
         compiled(make, True)
 
@@ -272,8 +272,8 @@ def test_layers_fold_whatever_the_model_calls_itself(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING, logger="zerograph"):
         folded, _ = compiled(lambda: OtherName([Layer(i) for i in range(DEPTH)]), True)
     assert [r.getMessage() for r in caplog.records if r.name == "zerograph.dryrun.compile_only"] == []
-    assert {f"layers.{i}.up" for i in range(DEPTH)} <= {op.module for op in folded.step.ops}
-    assert not any("[" in op.module for op in folded.step.ops)
+    assert {f"layers.{i}.up" for i in range(DEPTH)} <= {op.module for op in folded.frame.step.ops}
+    assert not any("[" in op.module for op in folded.frame.step.ops)
 
 
 class Positioned(Model):
@@ -370,10 +370,10 @@ def test_code_that_runs_all_layers_alike_is_no_reason_to_trace_them() -> None:
 
 def test_a_model_that_goes_by_position_is_traced_whole(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="zerograph"):
-        frame, _ = compiled(Positioned, True)
+        found, _ = compiled(Positioned, True)
     assert f"tracing all {DEPTH} layers of layers: enumerate() in Positioned.forward" in caplog.text
-    assert {f"layers.{i}" for i in range(DEPTH)} <= {op.module for op in frame.step.ops}
-    assert any(op.module == "mid" for op in frame.step.ops)
+    assert {f"layers.{i}" for i in range(DEPTH)} <= {op.module for op in found.frame.step.ops}
+    assert any(op.module == "mid" for op in found.frame.step.ops)
 
 
 class Normalized(nn.Module):
@@ -438,14 +438,17 @@ def test_a_folded_graph_has_the_first_two_and_the_last_two_layers() -> None:
     [(small, TRACED), (lambda: Model([Normalized() for _ in range(DEPTH)]), "tracing all layers")],
     ids=["plain", "buffers"],
 )
-def test_training_from_the_trace_of_a_few_layers_changes_no_bit(make: Callable[[], nn.Module], said: str) -> None:
+def test_training_from_the_trace_of_a_few_layers_changes_no_bit(
+    make: Callable[[], nn.Module], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = torch.randint(VOCAB, (2, 8), generator=torch.Generator().manual_seed(0))
     runs = []
     for folds in (True, False):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model, backend = make(), zerograph.backend(stage=3, compute="eager")
-        backend.folds = folds
+        if not folds:
+            monkeypatch.setattr("zerograph.compiler.fold.few_layers", lambda *_: None)
         model.compile(backend=backend)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []

@@ -9,7 +9,7 @@ import torch
 from torch._decomp import get_decompositions
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from zerograph.dimensions import last_of_range
+from zerograph.graph.lookups import last_of_range
 
 RANGES: list[tuple[str, Any, int | None]] = [
     ("upwards", torch.arange, 11),

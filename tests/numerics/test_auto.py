@@ -57,7 +57,7 @@ def _train(options: dict[str, Any], rows: tuple[int, ...] = ROWS) -> dict[str, A
         "plan": backend.plan.to_json(),
         "residencies": [b.residency for b in backend.plan.buckets],
         "recompute": backend.plan.recompute,
-        "whole": backend.telemetry.peak_whole,
+        "whole": backend.report().peak_whole_buckets,
         "placements": {type(p).__name__ for p in model.parameters()},
         "stage": backend.report().stage,
     }

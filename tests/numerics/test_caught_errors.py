@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from graphs import pipeline_with
 from numerics.compare import assert_same, full_values, mean_over_ranks, mine, seeded, sgd
 from ranks import run
 from torch import Tensor, nn
 
 import zerograph
-from zerograph import passes
-from zerograph.core.errors import CollectiveMismatch, RankError
+from zerograph.core.errors import CollectiveMismatch, ConfigError, RankError
 from zerograph.runtime import meeting as meetings
-from zerograph.runtime.comm import GroupCommunicator
+from zerograph.runtime.comm import Communicator, GroupCommunicator
 from zerograph.runtime.meeting import Meeting, timeout_of
 
 TRANSPORTS = ["auto", "group"]
@@ -93,6 +93,16 @@ class Training:
             self.model = torch.compile(self.net, backend=self.backend)
         self.losses: list[float] = []
         self.transport = transport
+
+    @property
+    def communicator(self) -> Communicator:
+        """How the ranks of a backend communicate, once it has compiled a step."""
+        return self.backend.frames[0].runtime.comm
+
+    @property
+    def meeting(self) -> Meeting:
+        """Where they meet after an error."""
+        return self.communicator.meeting
 
     def batch(self, seed: int) -> Tensor:
         whole = torch.randn(6, 8, generator=seeded(seed))
@@ -231,7 +241,7 @@ def test_ranks_that_stop_at_different_places_are_all_told(transport: str) -> Non
 def _one_never_returns(transport: str) -> str:
     ours = Training(3, transport)
     ours.step(0)
-    ours.backend.agreement.meeting.timeout = 1.0
+    ours.meeting.timeout = 1.0
     with fault({1: ("forward 1", ValueError)}):
         ours.step(1)
     if dist.get_rank() == 1:
@@ -258,7 +268,7 @@ def _compilation_fails_on_one(transport: str) -> list[float]:
             raise ValueError("no compiler here")
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(passes, "recompute", broken)
+            patch.setattr("zerograph.compiler.rewrite.PIPELINE", pipeline_with("recompute", broken))
             with pytest.raises(Exception, match="no compiler here"):
                 ours.step(0)
     else:
@@ -301,7 +311,7 @@ def _interrupted_once_all_have_met(transport: str) -> list[float]:
     ours.step(0)
     with fault({0: ("forward 1", ValueError), 1: ("forward 1", ValueError)}):
         ours.step(1)
-    meeting = ours.backend.agreement.meeting
+    meeting = ours.meeting
     if dist.get_rank() == 1:
 
         def meet() -> None:
@@ -339,9 +349,9 @@ def _one_has_a_batch_more(transport: str) -> tuple[str, list[str]]:
     """Rank 1 is done and waits in a barrier, of which rank 0 cannot know."""
     ours = Training(3, transport)
     ours.step(0)
-    meeting, text = ours.backend.agreement.meeting, ""
+    meeting, text = ours.meeting, ""
     meeting.timeout = 4.0
-    if isinstance(ours.backend.communicator, GroupCommunicator):  # gloo is told when ranks connect
+    if isinstance(ours.communicator, GroupCommunicator):  # gloo is told when ranks connect
         with fault({0: ("forward 1", ValueError), 1: ("forward 1", ValueError)}):
             ours.step(1)
         ours.optimizer.zero_grad()
@@ -388,7 +398,7 @@ def _evaluates_alone(transport: str) -> tuple[str, list[str]]:
     """Rank 0 evaluates, which needs a program of its own; rank 1 goes on training."""
     ours = Training(3, transport)
     ours.step(0)
-    meeting = ours.backend.agreement.meeting
+    meeting = ours.meeting
     meeting.timeout, meeting.notice_after = 2.0, 0.2
     records = _Records()
     logging.getLogger("zerograph").addHandler(records)
@@ -421,3 +431,25 @@ def _timeouts() -> None:
 
 def test_ranks_wait_as_long_as_their_process_group() -> None:
     run(2, _timeouts)
+
+
+def _update_fails() -> None:
+    """On one rank the update fails: the other hears of it at its next program, not when somebody's patience ends."""
+    ours = Training(3)
+    ours.optimizer = zerograph.optim.AdamW(ours.net.parameters(), lr=0.1, skip_nonfinite=False)
+    ours.step(1)
+    ours.model(ours.batch(2)).backward()
+    if dist.get_rank() == 1:
+        with pytest.raises(ConfigError, match="grad_scale=0"):
+            ours.optimizer.step(grad_scale=0.0)
+    else:
+        ours.optimizer.step()
+        with pytest.raises(RankError) as caught:
+            ours.model(ours.batch(3))
+        assert "rank 1 failed: in AdamW.step(): ConfigError: grad_scale=0" in str(caught.value)
+    with pytest.raises(CollectiveMismatch, match=r"has taken [12] optimizer steps"):
+        ours.model(ours.batch(3))
+
+
+def test_an_update_that_fails_on_one_rank_is_an_error_on_all() -> None:
+    run(2, _update_fails)

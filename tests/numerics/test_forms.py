@@ -186,7 +186,9 @@ def _traces(form: Callable[[nn.Module], Step]) -> int:
     return seen.count("forward")
 
 
-@pytest.mark.parametrize("form", [_torch_compile, _module_compile], ids=lambda form: form.__name__.strip("_"))
+@pytest.mark.parametrize(
+    "form", [_torch_compile, _module_compile, _compiled_forward], ids=lambda form: form.__name__.strip("_")
+)
 def test_the_first_call_of_a_model_traces_it_once(form: Callable[[nn.Module], Step]) -> None:
     assert run(2, _traces, form) == [1, 1]
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 import zerograph
 import zerograph.optim as native
 from zerograph.core.errors import UnsupportedError
-from zerograph.sharding import parametrization
+from zerograph.sharding.shards import as_shard
 
 
 class Net(nn.Module):
@@ -227,9 +227,7 @@ def _before_sharding() -> bool:
         else:
             for state, loaded in zip(optimizer.state.values(), whole["state"].values(), strict=True):
                 for name in state:
-                    state[name] = (
-                        parametrization.as_shard(loaded[name], state[name]) if name != "step" else loaded[name]
-                    )
+                    state[name] = as_shard(loaded[name], state[name]) if name != "step" else loaded[name]
         _train(model, optimizer, range(2, 4))
         ends.append(full_values(model))
     return all(torch.allclose(ends[0][n], ends[1][n], atol=1e-6) for n in ends[0])

@@ -10,6 +10,7 @@ from graphs import Builder, show
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from zerograph.graph.nodes import Pair
 from zerograph.passes import order_saved
 
 MESH = object()
@@ -47,7 +48,7 @@ def test_golden_graphs() -> None:
     mesh.meta["val"] = MESH
     backward = b.output(b.mm(saved, b.call(torch.ops.aten.mul.Tensor, tangent, seed)))
     before = show(backward)
-    assert order_saved(forward, backward, 1) == 2
+    assert order_saved(Pair(forward, backward, 1)) == 2
     assert_expected_inline(
         f"{show(forward)}\n\n{', '.join(_inputs(backward))}\n{show(backward)}",
         """\
@@ -66,13 +67,13 @@ return [mm_default]""",
 def test_states_of_generators_come_before_opaque_objects() -> None:
     forward = _graph("y x mesh state size", "y x mesh state size")
     backward = _graph("size x mesh state tangents_1", "x")
-    assert order_saved(forward, backward, 1) == 2
+    assert order_saved(Pair(forward, backward, 1)) == 2
     assert _returned(forward) == ["y", "x", "state", "mesh", "size"]
     assert _inputs(backward) == ["size", "x", "state", "mesh", "tangents_1"]
 
 
 def test_what_is_in_order_stays() -> None:
     forward, backward = _graph("mesh y x size", "mesh y x mesh size"), _graph("size x mesh tangents_1", "x")
-    assert order_saved(forward, backward, 2) == 0
+    assert order_saved(Pair(forward, backward, 2)) == 0
     assert _returned(forward) == ["mesh", "y", "x", "mesh", "size"]
     assert _inputs(backward) == ["size", "x", "mesh", "tangents_1"]

@@ -15,13 +15,14 @@ from planner.steps import Layer, step_of
 
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.plan import Bucket, Homes, Plan
+from zerograph.core.simulate import measure
 from zerograph.core.step import Step
 from zerograph.planner import plan_step
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import profile
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.search import Search, Wish
-from zerograph.planner.simulate import measure
+from zerograph.planner.sketch import sketch_of
 
 GPU, WORLD, SIZE = machine_named("h100-80gb"), 8, 2**26
 TOLERANCE = 1.05
@@ -89,7 +90,7 @@ def judged(step: Step, plans: Iterator[Plan], machine: Machine) -> list[tuple[fl
     for plan in (first, *plans):
         assert not list(plan.mistakes())
         moved = scheduler.moved([b.homes for b in plan.buckets])
-        found.append(measure(scheduler.tasks(plan), (*held, *moved)))  # type: ignore[arg-type]
+        found.append(measure(sketch_of(scheduler, plan), scheduler.costs, (*held, *moved))[:2])  # type: ignore[arg-type]
     return found
 
 

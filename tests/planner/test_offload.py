@@ -16,25 +16,24 @@ from zerograph.core.errors import ZeroGraphError
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.plan import Bucket, Homes, Offload, Plan, tile_rows
 from zerograph.core.planfile import PlanFile
+from zerograph.core.simulate import Memory, measure
 from zerograph.core.step import Step
 from zerograph.core.timeline import Forecast
 from zerograph.planner.activations import checkpoint_bytes, layer_bytes
-from zerograph.planner.books import scheduled
 from zerograph.planner.check_file import check_file
 from zerograph.planner.choice import Activations, Choice, placements
 from zerograph.planner.ladder import HOMES
-from zerograph.planner.moves import labels
+from zerograph.planner.outlook import scheduled
 from zerograph.planner.placement import Shards
 from zerograph.planner.planned import planned
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.rules import plan_step
-from zerograph.planner.schedule import Decisions, Scheduler
+from zerograph.planner.schedule import Scheduler
 from zerograph.planner.search import Search, Wish
-from zerograph.planner.simulate import Memory, measure
 from zerograph.planner.sizes import ModelSize
+from zerograph.planner.sketch import BUFFERS, sketch_of
 from zerograph.planner.states import STAGING, model_states, needs, total
 from zerograph.planner.training import Training
-from zerograph.planner.updates import BUFFERS
 
 GPU, CPU = machine_named("h100-80gb"), machine_named("cpu")
 MIB = 2**20
@@ -249,7 +248,8 @@ def test_peaks_of_the_search_are_those_of_the_forecast(found: Drawn) -> None:
     forecast, _ = scheduled(scheduler, plan)
     held: Memory = tuple(("device", size) for size in state_bytes(step.params, plan.world_size, moments))
     held += scheduler.moved([b.homes for b in plan.buckets])
-    seconds, peaks = measure(scheduler.schedule(Decisions.of(plan, scheduler.profile)), held)
+    seconds, peaks, tasks = measure(sketch_of(scheduler, plan), scheduler.costs, held)
+    assert tasks == len(forecast.spans)
     assert (seconds, peaks) == (forecast.seconds, tuple(_peak(forecast, tier) for tier in TIERS))
 
 
@@ -272,7 +272,9 @@ def test_tiles_cover_every_shard_exactly_once(rows: int, world: int, tiles: int)
     assert all(end > begin for begin, end in slices)
     parts, (whole,) = scheduler_of(step, plan, GPU).transfers(0, tiles), scheduler_of(step, plan, GPU).transfers(0, 1)
     assert sum(p.whole for p in parts) == whole.whole and sum(p.gradients for p in parts) == whole.gradients
-    assert [p.label for p in parts] == labels(bucket)
+    assert [p.label for p in parts] == [
+        f"{bucket.name} tile {i + 1}/{tiles}" if tiles > 1 else bucket.name for i in range(tiles)
+    ]
     assert _sum([p.shards for p in parts]) == whole.shards
 
 
@@ -288,8 +290,9 @@ def test_no_more_than_three_staging_buffers_are_in_use(found: Drawn) -> None:
     file = file_of(step, plan, machine, moments)
     spans, staging = file.forecast.spans, Rates(machine, 1, "float32").staging
     staged = [h for h in file.holdings if h.name.startswith("staged") and h.tier == staging]
-    writes = [s for s in spans if s.name.startswith(("write gradient", "write activations")) and staging == "host"]
-    passing = [(spans[s.after[0]].start, s.end) for s in writes]
+    writes = [s for s in spans if s.operation == "write" and s.what != "states" and staging == "host"]
+    passing = [(spans[s.task - 1].start, s.end) for s in writes]
+    assert all(spans[s.task - 1].operation == "spill" and s.task - 1 in s.after for s in writes)
     for span in spans:
         owners = {h.name.partition(" of ")[2] for h in staged if h.held_at(span.start, spans)}
         assert len(owners) <= BUFFERS
@@ -416,8 +419,8 @@ def test_checks_find_what_is_wrong_with_moves() -> None:
     assert "does not wait for read states of" in found(broken(file, f"update {tile}", after=()))["arrivals"]
     assert f"does not wait for update {tile}" in found(broken(file, f"write states of {tile}", after=()))["arrivals"]
     assert "does not wait for write gradient of" in found(broken(file, f"read states of {tile}", after=()))["arrivals"]
-    assert "reduced 0 times, not 1" in found(broken(file, f"reduce {tile}", name="reduce nothing"))["reductions"]
-    assert "updated on the host 0 times" in found(broken(file, f"update {tile}", name="update nothing"))["updates"]
+    assert "reduced 0 times, not 1" in found(broken(file, f"reduce {tile}", operation="compute"))["reductions"]
+    assert "updated on the host 0 times" in found(broken(file, f"update {tile}", operation="compute"))["updates"]
     assert "does not shard" in found(replace(file, plan=replace(file.plan, stage=1)))["plan"]
     saved = replace(ruled(step), offload=(("blocks.0", "nvme"), ("blocks.1", "nvme")), save_others=True)
     away = file_of(step, saved, GPU)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from graphs import fake_world
 from torch import Tensor, nn
 
 import zerograph
+from zerograph.core.check import check
 from zerograph.core.machine import machine_named
-from zerograph.outlook import Measured, Outlook, outlook
+from zerograph.core.program import Reduce
+from zerograph.core.runfile import Measured
+from zerograph.planner.outlook import Outlook, outlook, update
 
 WIDTH, LAYERS, WORLD = 64, 6, 4
 WEIGHT = 2 * (WIDTH * WIDTH + WIDTH) * 4  # bytes of one block
@@ -121,3 +126,14 @@ def test_compute_waits_where_the_program_does() -> None:
     assert 2 <= most <= 6  # of two layers, with one more on its way
     update = found.forecast.spans[-1]
     assert update.start >= LAYERS
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_nothing_is_wrong_with_the_programs(stage: int) -> None:
+    _, backend = seen(stage)
+    programs = [backend.program["forward"], backend.program["backward"]]
+    assert check([*programs, update(backend.plan, 2)], backend.plan) == []
+    again = [replace(p, instructions=[s for s in p.instructions if not isinstance(s, Reduce)]) for p in programs]
+    assert any(
+        "which is not there" in str(wrong) or "reduced 0 times" in str(wrong) for wrong in check(again, backend.plan)
+    )

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 from ranks import run
 
-from zerograph.core.plan import Bucket, Plan, Residency
+from zerograph.core.program import Compute, Free, Gather, Instruction, Program, Reduce, Segment, WaitGather, WaitReduce
 from zerograph.core.step import Param
 from zerograph.planner.process_memory import FRAGMENTATION, PER_OPERATOR, resident, transport_bytes
 from zerograph.runtime.buffers import shard_shape, torch_dtype
 from zerograph.runtime.mailbox import open_mailbox
-from zerograph.runtime.program import Compute, Gather, Instruction, Program, Reduce, Segment, WaitGather, WaitReduce
 
 WIDE = Param("wide", (1024, 1024), "float32", "float32", "float32", trainable=True, sharded=True)
 ODD = Param("odd", (4099, 3), "float32", "bfloat16", "float32", trainable=True, sharded=True)
@@ -25,10 +24,6 @@ CONTROL = 266240
 COMPUTE = Compute(0, (), ())
 BLOCK = 2**21 + 2**18
 """Half of ``wide`` and a header, in steps of an eighth."""
-
-
-def plan(*params: Param, residency: Residency = "use", world: int = 2) -> Plan:
-    return Plan(3, world, tuple(Bucket(i, p.name, (p,), residency) for i, p in enumerate(params)), prefetch=1)
 
 
 def program(kind: str, *steps: Instruction, segments: Sequence[Segment] = ()) -> Program:
@@ -69,37 +64,38 @@ def test_a_message_takes_what_the_mailbox_takes(params: tuple[Param, ...], reduc
         if reduces
         else (Gather(0, params, (), 0), WaitGather(0, 0, ()))
     )
-    block = (transport_bytes([program("forward", *steps)], plan(*params)) // 2 - CONTROL) // 2
+    block = (transport_bytes([program("forward", *steps)], 2) // 2 - CONTROL) // 2
     assert run(2, _block, params, reduces) == [block, block]
 
 
 def test_a_block_is_used_again_once_peers_have_gone_on() -> None:
     """Peers may not have read what this rank has just read; once it has computed, they have."""
-    at_once = [step for i in range(8) for step in (gather(0, i), WaitGather(0, i, ()))]
-    ahead = [*(gather(0, i) for i in range(3)), *(WaitGather(0, i, ()) for i in range(3)), COMPUTE]
-    in_turn = [step for i in range(8) for step in (gather(0, i), WaitGather(0, i, ()), COMPUTE)]
+    at_once = [step for i in range(8) for step in (gather(i, i), WaitGather(i, i, ()))]
+    ahead = [*(gather(i, i) for i in range(3)), *(WaitGather(i, i, ()) for i in range(3)), COMPUTE]
+    in_turn = [step for i in range(8) for step in (gather(i, i), WaitGather(i, i, ()), COMPUTE)]
     for steps, blocks in ((at_once, 16), (ahead, 3), (in_turn, 1)):
-        assert transport_bytes([program("forward", *steps)], plan(WIDE)) == 2 * (blocks * BLOCK + CONTROL)
-    assert transport_bytes([program("forward", *ahead)], plan(WIDE, world=1)) == 0
+        assert transport_bytes([program("forward", *steps)], 2) == 2 * (blocks * BLOCK + CONTROL)
+    assert transport_bytes([program("forward", *ahead)], 1) == 0
 
 
 def test_what_is_whole_is_not_gathered_again() -> None:
     """Stage 1: the backward's gathers, two at a time here, find what the forward left."""
-    other = replace(WIDE, name="other")
-    forward = program(
-        "forward", gather(0, 0), WaitGather(0, 0, ()), COMPUTE, gather(1, 1), WaitGather(1, 1, ()), COMPUTE
-    )
-    backward = program("backward", gather(0, 0), gather(1, 1), WaitGather(0, 0, ()), WaitGather(1, 1, ()), COMPUTE)
-    for residency, blocks in (("step", 1), ("backward", 1), ("use", 2)):
-        found = transport_bytes([forward, backward], plan(WIDE, other, residency=residency))
-        assert found == 2 * (blocks * BLOCK + CONTROL), residency
+    for kept, blocks in ((True, 1), (False, 2)):
+        forward = program(
+            "forward",
+            *(gather(0, 0), WaitGather(0, 0, ()), COMPUTE, Free(0, (), kept=kept)),
+            *(gather(1, 1), WaitGather(1, 1, ()), COMPUTE, Free(1, (), kept=kept)),
+        )
+        waits = (WaitGather(0, 0, ()), WaitGather(1, 1, ()))
+        backward = program("backward", gather(0, 0), gather(1, 1), *waits, COMPUTE, Free(0, ()), Free(1, ()))
+        assert transport_bytes([forward, backward], 2) == 2 * (blocks * BLOCK + CONTROL), kept
 
 
 def test_all_parts_are_in_the_sum() -> None:
     """Operators count as often as their segment runs: each was traced."""
     few = program("forward", COMPUTE, segments=[Segment("a", operators=7)])
     many = replace(few, instructions=few.instructions * 3)
-    one, three = (resident([p], plan(WIDE), 1000 * 2**20) for p in (few, many))
+    one, three = (resident([p], 1000 * 2**20, 2) for p in (few, many))
     assert three.compilers - one.compilers == 14 * PER_OPERATOR > 0
     assert three.bytes == three.peak + three.transport + three.compilers + three.allocator
     assert three.allocator == int(FRAGMENTATION * three.peak) > 0

@@ -12,8 +12,8 @@ from planner.steps import Layer, step_of
 
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Plan
-from zerograph.planner.books import scheduled
 from zerograph.planner.candidates import Candidate
+from zerograph.planner.outlook import scheduled
 from zerograph.planner.planned import under_way
 from zerograph.planner.search import MOST_TILES, Search, Wish
 

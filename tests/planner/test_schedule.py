@@ -16,15 +16,16 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph.core.machine import machine_named
+from zerograph.core.simulate import simulate
 from zerograph.core.timeline import Forecast
 from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.forecast import forecast_file
-from zerograph.outlook import outlook
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import head_of, tiled
+from zerograph.planner.outlook import outlook
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.schedule import Scheduler
-from zerograph.planner.simulate import simulate
+from zerograph.planner.sketch import sketch_of
 
 WORLD = 4
 
@@ -79,7 +80,7 @@ def plain() -> tuple[nn.Module, tuple[Tensor, ...]]:
 def single(tmp_path: Path, make: Callable[[], Any], names: Sequence[str], **options: Any) -> Path:
     """A plan that recomputes all layers but for what each has of these activations."""
     compiled = compile_only(make, world_size=WORLD, batch=4, seq=128, **options)
-    step, plan = compiled.frames[-1].step, compiled.frames[-1].plan
+    step, plan = compiled.frame.step, compiled.frame.plan
     layers = profile_of(step, plan).layers
     save = tuple(f"{layer}{name}" for layer in layers for name in names)
     file = forecast_file("tests", compiled, machine_named("cpu"))
@@ -90,7 +91,7 @@ def single(tmp_path: Path, make: Callable[[], Any], names: Sequence[str], **opti
 
 def forecasts(make: Callable[[], Any], **options: Any) -> tuple[Forecast, Forecast, int]:
     """Of the programs and of the schedule; and the bytes that both hold from the start."""
-    frame = compile_only(make, world_size=WORLD, batch=4, seq=128, **options).frames[-1]
+    frame = compile_only(make, world_size=WORLD, batch=4, seq=128, **options).frame
     plan, machine = frame.plan, replace(machine_named("cpu"), device="cuda")
     true = outlook([frame.programs["forward"], frame.programs["backward"]], plan, machine).forecast
     rates = Rates(machine, WORLD, plan.compute_dtype)
@@ -98,7 +99,8 @@ def forecasts(make: Callable[[], Any], **options: Any) -> tuple[Forecast, Foreca
         profile_of(frame.step, plan), [b.params for b in plan.buckets], [b.name for b in plan.buckets], rates
     )
     states = state_bytes([p for b in plan.buckets for p in b.params], WORLD, moments=2)
-    ours = simulate(scheduler.tasks(plan), tuple(("device", size) for size in states))
+    held = tuple(("device", size) for size in states)
+    ours, _ = simulate(sketch_of(scheduler, plan), rates, held=held)
     return true, ours, sum(states)
 
 
@@ -149,7 +151,7 @@ def test_a_schedule_agrees_with_the_programs(
 
 def test_the_loss_of_a_traced_model_is_found_and_tiled() -> None:
     """What the partitioner would do with tiles cannot be asked; what it does with the rest is the same."""
-    frame = compile_only(GatedModel, world_size=WORLD, batch=4, seq=128).frames[-1]
+    frame = compile_only(GatedModel, world_size=WORLD, batch=4, seq=128).frame
     graph = Graph(frame.step)
     head = head_of(graph)
     assert head is not None
@@ -159,14 +161,14 @@ def test_the_loss_of_a_traced_model_is_found_and_tiled() -> None:
     untouched = {v.name: v.bytes for v in frame.step.values if v.name not in head.large}
     assert untouched.items() <= small.items()
     assert {small[name] for name in head.large} == {head.bytes // 4}
-    returning = compile_only(GPT, world_size=WORLD, batch=4, seq=128).frames[-1].step
+    returning = compile_only(GPT, world_size=WORLD, batch=4, seq=128).frame.step
     assert head_of(Graph(returning)) is None
 
 
 def test_sources_are_lines_of_the_model() -> None:
     """Also of parameters, which a property of ours reads."""
-    step = compile_only(GatedModel, world_size=WORLD, batch=4, seq=128).frames[-1].step
+    step = compile_only(GatedModel, world_size=WORLD, batch=4, seq=128).frame.step
     files = {op.source.rpartition(":")[0] for op in step.passes if op.source}
     assert __file__ in files
-    assert not any(Path(file).parent == Path(zerograph.__file__).parent for file in files)
+    assert not any(Path(file).is_relative_to(Path(zerograph.__file__).parent) for file in files)
     assert all(op.source.startswith(__file__) for op in step.passes if "unshard" in op.target and op.module)

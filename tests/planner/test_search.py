@@ -14,12 +14,13 @@ from planner.steps import Layer, step_of, transformer
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.plan import Plan
+from zerograph.core.simulate import simulate
 from zerograph.core.step import Step
-from zerograph.planner.books import scheduled
 from zerograph.planner.candidates import frontier
 from zerograph.planner.offloading import every_home, every_offload
+from zerograph.planner.outlook import scheduled
 from zerograph.planner.search import Candidate, Search, Wish, limits
-from zerograph.planner.simulate import simulate
+from zerograph.planner.sketch import sketch_of
 
 MACHINE = machine_named("h100-80gb")
 WISH = Wish("auto", world_size=8, bucket_size=4096, prefetch=1)
@@ -87,7 +88,9 @@ def test_more_budget_is_never_worse_and_peaks_fit(layers: list[Layer], shares: l
         assert found is not None
         assert found.seconds <= seconds
         seconds = found.seconds
-        forecast = simulate(search.spaces[0].scheduler.tasks(found.plan), (("device", search.states),))
+        scheduler = search.spaces[0].scheduler
+        programs = sketch_of(scheduler, found.plan)
+        forecast, _ = simulate(programs, scheduler.rates, held=(("device", search.states),))
         assert all(level <= budget for _, level in forecast.memory["device"])
         assert (forecast.seconds, forecast.peaks["device"].bytes) == (found.seconds, found.peak)
     assert search.within(low - 1) is None

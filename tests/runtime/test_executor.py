@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from zerograph.core.plan import Bucket, Plan, Residency
+from zerograph.core.program import Compute, Free, Gather, Program, Reduce, Segment, WaitGather, WaitReduce
 from zerograph.core.step import Param
 from zerograph.runtime.executor import Executor, Runtime
 from zerograph.runtime.hold import GradientHold
-from zerograph.runtime.program import Compute, Free, Gather, Program, Reduce, Segment, WaitGather, WaitReduce
 from zerograph.runtime.residency import GatheredCache, StepCount
 from zerograph.runtime.telemetry import Telemetry
 

@@ -117,7 +117,8 @@ def _init_failures() -> list[str]:
     with pytest.raises(ShardingError, match="8 of the 8 parameters"):
         _meta()(torch.arange(4))
     with pytest.raises(ShardingError, match=r"first.weight is on the meta device"):
-        model.first.weight
+        model.forward(torch.ones(4))
+    assert nn.init.zeros_(model.first.weight).is_meta
     return messages
 
 

@@ -20,8 +20,8 @@ from toy import VOCABULARY, build, differing, full
 import zerograph
 from zerograph.core.errors import ShardingError
 
-PAGE = Path(__file__).parent.parent.parent / "docs" / "outside-of-forward.md"
-NORMS, WHOLE, PENALTY, VECTOR, AVERAGE, TARGET = (
+PAGE = Path(__file__).parents[2] / "docs" / "outside-of-forward.md"
+NORMS, WHOLE, PENALTY, HEAD, VECTOR, AVERAGE, TARGET = (
     part.split("```")[0] for part in PAGE.read_text().split("```python")[1:]
 )
 
@@ -84,6 +84,48 @@ def _page(stage: int) -> None:
     exec(VECTOR, scope)
     for name, param in model.named_parameters():
         assert torch.equal(scope["whole"](param.detach()), before[name] * 0.5), name
+
+
+def _head(stage: int) -> None:
+    model, plain = build(), build()
+    model.compile(backend=zerograph.backend(stage=stage, compute="eager"))
+    (tokens,) = batches(dist.get_rank(), 1)
+    model(tokens)
+    scope = names() | {"model": model, "hidden": model.embed(tokens), "tokens": tokens}
+    exec(HEAD, scope)
+    scope["loss"].backward()
+    every = torch.cat([batches(rank, 1)[0] for rank in range(2)])
+    cross_entropy(plain.embed(every) @ plain.head.weight.T, every).backward()
+    torch.testing.assert_close(model.head.weight.grad.full_tensor(), plain.head.weight.grad)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_the_page_on_losses_outside(stage: int) -> None:
+    run(2, _head, stage)
+
+
+def _assigned() -> None:
+    model = build()
+    model.compile(backend=zerograph.backend(stage=3, compute="eager"))
+    (tokens,) = batches(dist.get_rank(), 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(tokens).sum().backward()
+    for value in (torch.zeros(8, 4), model.up.weight * 0.5):  # before the first step, and later
+        before = full(model)
+        model.up.weight.data = value
+        with pytest.raises(ShardingError, match=r"\.data of a parameter of shape \[8, 4\] was assigned"):
+            optimizer.step()
+        assert differing(full(model), before) == []
+        optimizer.step()  # it is told once
+    model.double().float()
+    with torch.no_grad():
+        model.up.weight.data.mul_(2)
+        model.up.weight.copy_(model.up.weight * 2)
+    optimizer.step()
+
+
+def test_assigned_data_is_refused_by_the_next_step() -> None:
+    run(2, _assigned)
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -41,7 +41,7 @@ def _copies(stage: int) -> None:
         losses = train(other, adamw(other), range(1, 3))
         assert losses[0] == pytest.approx(expected[0], rel=1e-5)
         assert len(backend.frames) == frames
-        assert own is None or (own.params and own.program)
+        assert own is None or (own.plan.buckets and own.program)
     assert differing(full(by_file), before) == []
     assert differing(full(by_copy), before) != []
 
@@ -49,6 +49,13 @@ def _copies(stage: int) -> None:
 @pytest.mark.parametrize("stage", [3, 0])
 def test_copies_train_on_their_own(stage: int) -> None:
     run(2, _copies, stage)
+
+
+def test_a_new_module_of_a_generated_class_is_one_of_the_user() -> None:
+    layer = zerograph.shard(torch.nn.Linear(4, 8), zerograph.backend(dtype=torch.bfloat16))
+    other = type(layer)(4, 8)
+    assert type(other) is torch.nn.Linear is not type(layer)
+    assert other(torch.ones(1, 4)).dtype == torch.float32
 
 
 def _wrapper_copies() -> None:

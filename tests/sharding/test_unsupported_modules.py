@@ -74,7 +74,7 @@ def _refused(which: str) -> str:
 @pytest.mark.parametrize(
     ("which", "told"),
     [
-        ("sealed", "class Sealed owns parameters and cannot be inherited from (this class is final)"),
+        ("sealed", "class Sealed is part of the model and cannot be inherited from (this class is final)"),
         ("coo", "buffer 0.table is torch.sparse_coo"),
         ("csr", "buffer 0.table is torch.sparse_csr"),
         ("quantized", "buffer 0.table is quantized"),

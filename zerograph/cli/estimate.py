@@ -73,8 +73,8 @@ def estimate(
     the config.json of a Hugging Face causal language model. It is built on the meta device: weights are neither
     allocated nor downloaded. --layers, --hidden, --heads and --vocab then replace what was read.
 
-    --largest solves with the formulas, over all rows. --capture traces a step of MODEL, for all sizes at once, and
-    solves on that as well, a line per stage: without offload, or with --offload and --tier over all tiers.
+    --largest solves with the formulas, over all rows. --capture traces a step of MODEL at a few sizes and solves on
+    that as well, a line per stage: without offload, or with --offload and --tier over all tiers.
     """
     if capture and (model is None or what not in ("batch", "seq")):
         raise ConfigError("--capture solves for batch or seq on the step of a MODEL", "give MODEL and --largest batch")
@@ -150,19 +150,16 @@ def _traced(model: str, what: Literal["batch", "seq"], question: Question) -> di
     with progress() as say:
         say("importing torch and the model")
         from zerograph.dryrun.forecast import refuse_offload
-        from zerograph.filling import largest, traced
+        from zerograph.dryrun.largest_fit import largest_by_stage
 
         for stage in stages:
             refuse_offload(offload, tier, machine, world, stage)
         make = model_maker(model, batch=training.batch, seq=training.seq)
-        say(f"tracing {model} for {world} simulated ranks and every {what}")
-        steps = traced(
-            make, what, world=world, batch=training.batch, seq=training.seq, dtype=training.dtype, stage=stages[0],
-            offload=offload,
+        say(f"tracing {model} for {world} simulated ranks at several sizes")
+        return largest_by_stage(
+            make, what, machine, stages, world=world, batch=training.batch, seq=training.seq, dtype=training.dtype,
+            offload=offload, tier=tier, reserve=question.reserve,
         )  # fmt: skip
-        say("solving")
-        given: dict[str, Any] = {"reserve": question.reserve, "offload": offload, "tier": tier}
-        return {stage: largest(steps, machine, world, stage=stage, **given) for stage in stages}
 
 
 def _offloaded(question: Question) -> tuple[Offload, Tier | None]:
@@ -191,7 +188,7 @@ def _show(
         number = format_count(value or 0) if what == "params" else str(value)
         click.echo(f"largest {what}: {number}{', by the formulas' if traced else ''}")
     for stage, solved in (traced or {}).items():
-        from zerograph.filling import explained
+        from zerograph.dryrun.largest_fit import explained
 
         offload, tier = _offloaded(question)
         where = "nothing offloaded" if offload == "none" else f"{offload} on {tier or 'host or nvme'}"

@@ -1,15 +1,17 @@
-"""``zerograph passes``: what each pass did to the graphs."""
+"""``zerograph passes``: the list of passes, and what each did to the graphs of a plan."""
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
-from zerograph.cli.options import as_json, plan_argument
+from zerograph.cli.options import as_json
 from zerograph.cli.terminal import Cell, show_lines, show_table
 from zerograph.core.errors import ConfigError
 from zerograph.core.files import read_plan
@@ -20,16 +22,25 @@ _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 
 
 @click.command()
-@plan_argument
+@click.argument("plan", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="[PLAN]", required=False)
 @click.option("--pass", "name", metavar="NAME", help="This pass only.")
 @click.option("--graph", metavar="NAME", help="This graph only: joint, forward or backward.")
 @click.option("--diff", "diff", is_flag=True, help="Also the graph before and after, as a unified diff.")
 @as_json
-def passes(plan: Path, name: str | None, graph: str | None, diff: bool, json_: bool) -> None:
+def passes(plan: Path | None, name: str | None, graph: str | None, diff: bool, json_: bool) -> None:
     """Show what each pass did to the graphs.
 
-    A line for each pass and graph, in the order they ran, with the number of its edits.
+    A line for each pass and graph, in the order they ran, with the number of its edits. Without a plan, the passes
+    that there are, in the order they run, with the stage of each.
     """
+    if plan is None:
+        if name or graph or diff:
+            raise ConfigError(
+                "--pass, --graph and --diff show what passes did to graphs, and no plan is given",
+                "zerograph plan MODEL -o plan.json writes one",
+            )
+        show_pipeline(json_)
+        return
     records = chosen(read_plan(plan), name, graph)
     if json_:
         click.echo(json.dumps({"version": VERSION, "passes": [asdict(record) for record in records]}, indent=2))
@@ -38,6 +49,25 @@ def passes(plan: Path, name: str | None, graph: str | None, diff: bool, json_: b
     else:
         header: list[Cell] = [(title, "bold") for title in ("graph", "pass", "edits")]
         show_table([header, *([r.graph, r.name, _edits(r)] for r in records)], numbers={2})
+
+
+def show_pipeline(as_json: bool) -> None:
+    """Print all passes in order: the stage, the name and the first sentence of each."""
+    from zerograph.passes import PIPELINE  # torch comes with it
+
+    rows = [(step.stage, step.name, _sentence(step.run)) for step in PIPELINE]
+    if as_json:
+        listed = [{"stage": stage, "name": name, "does": does} for stage, name, does in rows]
+        click.echo(json.dumps({"version": VERSION, "pipeline": listed}, indent=2))
+    else:
+        header: list[Cell] = [(title, "bold") for title in ("stage", "pass", "does")]
+        show_table([header, *rows], below={2})
+
+
+def _sentence(run: Callable[..., int]) -> str:
+    """What the file of a pass begins with."""
+    text = inspect.getdoc(sys.modules[run.__module__]) or ""
+    return " ".join(text.partition("\n\n")[0].replace("``", "").split())
 
 
 def chosen(file: PlanFile, name: str | None, graph: str | None) -> list[PassRecord]:

@@ -19,10 +19,10 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.files import check_writable
 from zerograph.core.machine import DTYPES, machine_from
 from zerograph.core.planfile import PlanFile
+from zerograph.core.step import Dimension
 from zerograph.core.units import format_bytes
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.sizes import ModelSize, format_count
-from zerograph.symbolic import Name
 
 
 def _recompute(text: str) -> str | float:
@@ -68,7 +68,13 @@ STAGE = Parsed("0|1|2|3|auto", _stage)
 @click.option("--json", "json_", is_flag=True, help="Write the plan file to stdout.")
 @verbose_option
 def plan(
-    model: str | None, what: Name | None, output: Path | None, explain: bool, json_: bool, verbose: bool, **options: Any
+    model: str | None,
+    what: Dimension | None,
+    output: Path | None,
+    explain: bool,
+    json_: bool,
+    verbose: bool,
+    **options: Any,
 ) -> int:
     """Plan a training step without running it, and write a plan file.
 
@@ -81,7 +87,7 @@ def plan(
     With --offload, the plan is searched over the memory of device, host and NVMe together: where shards and saved
     activations live, and which large operators are tiled.
 
-    --largest solves for the batch or the sequence: the step is traced once for all sizes, and the plan is that of the
+    --largest solves for the batch or the sequence: the step is traced at a few sizes, and the plan is that of the
     largest one that fits the memory.
 
     With --memory, or at stage auto, the fastest plan that fits is searched for; what an option fixes stays as it is.
@@ -105,7 +111,7 @@ def plan(
 
             file, answer = plan_file(name, make, machine, reserve=RESERVE, **options), ""
         else:
-            from zerograph.filling import explained, largest_file
+            from zerograph.dryrun.largest_fit import explained, largest_file
 
             found = largest_file(name, make, machine, what, reserve=RESERVE, **options)
             file, answer = found.file, explained(what, found.found, found.budget)

@@ -11,7 +11,8 @@ import difflib
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ import torch.distributed as dist
 
 from zerograph.core.errors import CollectiveMismatch
 from zerograph.core.plan import GivenPlan
-from zerograph.runtime.comm import backend_name
-from zerograph.runtime.entry import ALONE
+from zerograph.core.program import Program
+from zerograph.runtime.comm import Communicator
+from zerograph.runtime.entry import ALONE, reason_of
 from zerograph.runtime.meeting import Meeting, shared
-from zerograph.runtime.program import Program
+from zerograph.runtime.torch_private import backend_name
 
 
 class Agreement:
@@ -45,6 +47,18 @@ class Agreement:
         mine = (plan.plan.digest if plan is not None else None, str(plan))
         _compare_plans(shared(group, mine))
         return cls(group, Meeting.open(group, device))
+
+    @contextmanager
+    def compiling(self, code: str, communicator: Communicator) -> Iterator[None]:
+        """Inside, this rank compiles the user's function ``code``; others, who may wait, hear if that fails."""
+        try:
+            communicator.rejoin()
+            self.meeting.report(f"compiles {code}")
+            yield
+        except BaseException as error:
+            communicator.abort(f"while compiling {code}: {reason_of(error)}")
+            raise
+        self.meeting.report(f"compiled {code}")
 
     def require_same(self, lines: Sequence[str]) -> None:
         """Compare ``lines``, what this rank was given, with those of all ranks, who call this together.

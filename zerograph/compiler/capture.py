@@ -10,17 +10,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import detect_fake_mode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zerograph.core.step import Kind, Op, Param, Step, Value
-from zerograph.dimensions import Dimensions, Lookup, Traced, last_of_range
+from zerograph.core.step import Kind, Lookup, Op, Param, Step, Value
 from zerograph.graph.costs import (
-    Read,
     bytes_of,
     describing_sizes,
-    expression_of,
     flops_of,
     is_cheap_to_repeat,
     kernel_bytes,
@@ -28,10 +23,10 @@ from zerograph.graph.costs import (
     traced_size,
 )
 from zerograph.graph.layers import module_of
+from zerograph.graph.lookups import last_of_range
 from zerograph.graph.nodes import FACE_AT, Activation, Marker, backward_nodes, is_view, markers, output_of
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 from zerograph.planner.optimizer import with_updates
-from zerograph.symbolic import Name, SymbolicStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +51,7 @@ def capture(graph: fx.Graph, setting: Setting) -> Step:
 
     Symbolic sizes are counted at the size that was traced.
     """
-    return _step(graph, _Part(graph), setting)
-
-
-def _step(graph: fx.Graph, part: _Part, setting: Setting) -> Step:
-    backward = backward_nodes(graph)
+    part, backward = _Part(graph), backward_nodes(graph)
     returned = part.behind(n for n in output_of(graph).all_input_nodes if n not in backward)
     step = Step(
         ops=tuple(_op(n, n in backward, part) for n in part.ops),
@@ -68,76 +59,17 @@ def _step(graph: fx.Graph, part: _Part, setting: Setting) -> Step:
         params=tuple(replace(p, tied_to=setting.tied.get(p.name, ())) for p in _params(graph)),
         training=setting.training,
         outputs=tuple(n.name for n in returned if n.op != "placeholder"),
+        lookups=tuple(_lookups(graph)),
     )
     return with_updates(step, setting.world_size, setting.moments)
 
 
-def capture_symbolic(graph: fx.Graph, sizes: Mapping[Name, int], setting: Setting) -> SymbolicStep:
-    """The step that ``graph`` performs, at all sizes that it was traced for.
-
-    Args:
-        sizes: the traced size of each dimension that was marked dynamic. They differ: symbols are told apart by them,
-            since tensors that share a dimension may each have brought a symbol of its own.
-
-    Raises:
-        UnsupportedError: a size is no arithmetic on whole numbers, or depends on another dynamic dimension.
-    """
-    part = _Part(graph)
-    dimensions = Dimensions(_traced(graph), sizes)
-    read = dimensions.read
-    step = _step(graph, part, setting)
-    values, updates = step.values[len(part.nodes) :], step.updates  # parameters are of one size
-    return SymbolicStep(
-        traced=step,
-        sizes={name: size for name, size in sizes.items() if name not in dimensions.fixed},
-        fixed=dimensions.fixed,
-        bytes=(*(_bytes(n, read) for n in part.nodes), *(v.bytes for v in values)),
-        flops=(*(flops_of(n, read) for n in part.ops), *(op.flops for op in updates)),
-        moved=(*(kernel_bytes(n, read, part.sizes) for n in part.ops), *(op.moved for op in updates)),
-        cheap=(
-            *(dimensions.decided(is_cheap_to_repeat(n, read, part.sizes)) for n in part.ops),
-            *(op.cheap for op in updates),
-        ),
-        conditions=dimensions.conditions(_lookups(graph)),
-    )
-
-
-def _traced(graph: fx.Graph) -> Traced:
-    """What torch knows of the graph's symbols.
-
-    Private: where the graph's ``ShapeEnv`` is, and of that its tables of symbols. Torch answers what a size was, and in
-    no public way what it depends on, nor what was assumed.
-    """
-    mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes if node.op == "placeholder"])
-    env = (mode and mode.shape_env) or ShapeEnv()
-    files = {source_line(node).rpartition(":")[0] for node in graph.nodes}
-    sizes = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val  # the latter up to 2.12
-    return Traced(
-        sizes={symbol: int(size) for symbol, size in sizes.items()},
-        meant={symbol: env.replace(symbol) for symbol in sizes},
-        ranges={symbol: (env.var_to_range[symbol].lower, env.var_to_range[symbol].upper) for symbol in sizes},
-        guards=tuple((guard.expr, _line_of_guard(guard.sloc.maybe_user_loc or "", files)) for guard in env.guards),
-    )
-
-
-def _line_of_guard(location: str, files: Iterable[str]) -> str:
-    """``file:line`` of where a guard was asked for.
-
-    Torch writes it behind the line itself, and cuts the path where it parts from that of torch, which may leave half a
-    name: the one among ``files`` that ends so is meant.
-    """
-    found = re.search(r"# (\S+):(\d+) in ", location)
-    if found is None:
-        return ""
-    return f"{next((f for f in files if f.endswith(found[1])), found[1])}:{found[2]}"
-
-
 def _lookups(graph: fx.Graph) -> Iterator[Lookup]:
-    """Where tables are read by position."""
+    """Tables that are read by position."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
-        last = last_of_range(node.args[1])
+        last, table = last_of_range(node.args[1]), node.args[0].meta["val"]
         if last is not None:
-            yield Lookup(last, traced_size(node.args[0].meta["val"].shape[0]), source_line(node))
+            yield Lookup(last, traced_size(table.shape[0]), source_line(node))
 
 
 class _Part:
@@ -199,7 +131,7 @@ def _is_scatter(node: fx.Node) -> bool:
 
 
 def _sizes(sizes: Iterable[int | torch.SymInt]) -> list[Any]:
-    return [size if isinstance(size, int) else expression_of(size) for size in sizes]
+    return [size if isinstance(size, int) else size.node.expr for size in sizes]
 
 
 def _params(graph: fx.Graph) -> tuple[Param, ...]:
@@ -262,8 +194,8 @@ def source_line(node: fx.Node) -> str:
     return next((f"{file}:{line}" for file, line in reversed(found) if file not in _READERS), "")
 
 
-_HOME = Path(__file__).parent.parent
-_READERS = frozenset(str(_HOME / name) for name in ("sharding/parametrization.py", "reading.py"))
+_SHARDING = Path(__file__).parents[1] / "sharding"
+_READERS = frozenset(str(_SHARDING / name) for name in ("module_classes.py", "forward.py"))
 
 
 def _value(node: fx.Node, part: _Part) -> Value:
@@ -271,9 +203,9 @@ def _value(node: fx.Node, part: _Part) -> Value:
     return Value(node.name, _bytes(node), _kind(node), "" if owner is node else owner.name)
 
 
-def _bytes(node: fx.Node, read: Read = traced_size) -> Any:
+def _bytes(node: fx.Node) -> int:
     val = node.meta.get("val")
-    return bytes_of(val, read) if isinstance(val, torch.Tensor) else 0  # parts of a tuple are values of their own
+    return bytes_of(val) if isinstance(val, torch.Tensor) else 0  # parts of a tuple are values of their own
 
 
 def _kind(node: fx.Node) -> Kind:

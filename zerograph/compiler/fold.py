@@ -8,29 +8,27 @@ Then the joint graph of four layers, the first two and the last two, tells that 
 
 from __future__ import annotations
 
-import copy
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch._aot_autograd import graph_compile  # private: the one place at which AOTAutograd traces backwards
-from torch._guards import TracingContext, tracing
-from torch._inductor.decomposition import select_decomp_table
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten
 
-from zerograph.compiler.lower import without_code
+from zerograph.compiler.frame import Frame
+from zerograph.compiler.torch_private import lazily_coded, separate_context, trace_and_split, trace_given
 from zerograph.compiler.unfold import Joint, NotFoldable, Place, Repeat, parameters_in
 from zerograph.graph.layers import module_of
 from zerograph.graph.nodes import FACE_AT
 from zerograph.graph.repeated_layers import LEAST
+
+log = logging.getLogger(__name__)
 
 Region = torch.ops.higher_order.tag_activation_checkpoint
 """A call under ``torch.utils.checkpoint``: its first argument is the graph that runs there."""
@@ -74,25 +72,23 @@ def fold(gm: fx.GraphModule) -> Folded:
     """``gm``, as Dynamo records it, with four of the layers of its largest stack.
 
     Raises:
-        NotFoldable: it has no stack of at least :data:`~zerograph.graph.repeated_layers.LEAST` layers, or they are
-            not alike.
+        NotFoldable: it has fewer than :data:`~zerograph.graph.repeated_layers.LEAST` layers, or they are not alike.
     """
     return _Folding(gm).run()
 
 
 class _Traced(Exception):
-    """Raised with the joint graph that was wanted, and nothing behind it."""
+    """Raised with the joint graph that was wanted, and nothing behind it; None where there is no backward."""
 
-    def __init__(self, joint: Joint) -> None:
+    def __init__(self, joint: Joint | None) -> None:
         super().__init__()
         self.joint = joint
 
 
-def joint_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
-    """The joint graph of ``gm``, traced as a graph of its own.
+def joint_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint | None:
+    """The joint graph of ``gm``, traced as a graph of its own; None where it has no backward.
 
-    Raises:
-        NotFoldable: it has no backward.
+    AOTAutograd has no public way to end here: an exception of this function's own ends it.
     """
 
     def partition(
@@ -101,60 +97,51 @@ def joint_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
         raise _Traced(Joint(joint, num_fwd_outputs, list(static_lifetime_input_indices)))
 
     def compiles(*_: Any) -> Any:
-        raise NotFoldable("it has no backward")
+        raise _Traced(None)
 
-    tracer = aot_autograd(
-        fw_compiler=compiles,
-        partition_fn=partition,
-        decompositions=select_decomp_table,
-        keep_inference_input_mutations=True,
-    )
     try:
-        with tracing(copy.copy(TracingContext.get())):  # the frame's own is for the whole graph
-            tracer(gm, inputs)
+        with separate_context():
+            trace_and_split(gm, inputs, forward=compiles, backward=compiles, inference=compiles, partition=partition)
     except _Traced as traced:
         return traced.joint
     raise AssertionError("AOTAutograd neither partitions nor compiles")
 
 
-@contextmanager
-def tracing_gives(joint: fx.GraphModule) -> Iterator[None]:
-    """Inside, AOTAutograd takes ``joint`` for its trace of a graph with a backward.
-
-    Where the graph does more than compute outputs from inputs it is traced as ever: AOTAutograd returns what it writes
-    to, and bases of views, in ways of its own.
-    """
-    trace = graph_compile.aot_dispatch_autograd_graph
-
-    def given(flat_fn: Any, flat_args: Any, descs: Any, config: Any, *, fw_metadata: Any) -> Any:
-        inputs, _ = tree_flatten((flat_args, fw_metadata.traced_tangents))
-        if not _is_plain(fw_metadata) or [*map(_layout, inputs)] != [
-            _layout(node.meta["val"]) for node in joint.graph.find_nodes(op="placeholder")
-        ]:
-            return trace(flat_fn, flat_args, descs, config, fw_metadata=fw_metadata)
-        detached = [value.detach() if isinstance(value, torch.Tensor) else value for value in inputs]
-        count = len(flat_args)
-        return (
-            joint,
-            (detached[:count], detached[count:]),
-            (descs, fw_metadata.traced_tangents_descs),
-            None,
-        )
-
-    graph_compile.aot_dispatch_autograd_graph = given  # type: ignore[assignment]
+def few_layers(gm: fx.GraphModule, inputs: Sequence[Any]) -> Repeat | None:
+    """The joint graph of ``gm`` from that of four of its layers, where it trains and they are alike."""
+    if not torch.is_grad_enabled():
+        return None
     try:
+        folded = fold(gm)
+        joint = joint_of(folded.gm, [inputs[i] for i in folded.inputs])
+        if joint is None:
+            raise NotFoldable("it has no backward")
+        found = folded.repeated(joint)
+    except NotFoldable as reason:
+        log.debug("tracing all layers: %s", reason)
+        return None
+    log.debug("%s: traced %d of %d layers", folded.path, len(folded.traced), len(folded.layers))
+    return found
+
+
+@contextmanager
+def tracing_few(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[None]:
+    """Inside, AOTAutograd has the trace of ``gm`` from that of four of its layers, where they are alike."""
+    frame.repeat = few_layers(gm, inputs) if frame.compilation.folds else None
+    if frame.repeat is None:
         yield
+        return
+    try:
+        with _tracing_gives(frame.repeat.whole.gm):
+            yield
     finally:
-        graph_compile.aot_dispatch_autograd_graph = trace
+        frame.repeat = None  # it holds graphs, and is of no use any more
 
 
-def _is_plain(metadata: Any) -> bool:
-    """Whether AOTAutograd's metadata tells of outputs that are computed from inputs, and of nothing else."""
-    return not (
-        any(info.mutates_data or info.mutates_metadata for info in metadata.input_info)
-        or metadata.num_intermediate_bases
-        or metadata.tokens
-    )
+def _tracing_gives(joint: fx.GraphModule) -> AbstractContextManager[None]:
+    """Inside, AOTAutograd takes ``joint`` for its trace of a graph with a backward and these inputs."""
+    wanted = [_layout(node.meta["val"]) for node in joint.graph.find_nodes(op="placeholder")]
+    return trace_given(joint, lambda inputs: [*map(_layout, inputs)] == wanted)
 
 
 @dataclass(slots=True)
@@ -196,7 +183,7 @@ class _Folding:
             return index[self.at[there._replace(layer=2 + copy)]]
 
         traced = tuple(self.numbers[i] for i in kept)
-        return Folded(without_code(self.gm, graph), inputs, self.path, traced, self.numbers, input_of)
+        return Folded(lazily_coded(self.gm, graph), inputs, self.path, traced, self.numbers, input_of)
 
     def _new_source(self, new: dict[fx.Node, fx.Node], reader: Place | None, old: fx.Node) -> fx.Node:
         """What a node at ``reader`` reads in place of ``old``."""
@@ -318,8 +305,8 @@ def _facts(node: fx.Node) -> list[object]:
         NotFoldable: it has a size that is not known.
     """
     value = node.meta.get("example_value")
-    flat, _ = tree_flatten(value)
-    return [(_layout(v), getattr(v, "requires_grad", False)) for v in flat]
+    parts = value if isinstance(value, list | tuple) else (value,)
+    return [(_layout(v), getattr(v, "requires_grad", False)) for v in parts]
 
 
 def _layout(value: Any) -> tuple[object, ...]:

@@ -10,30 +10,28 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from zerograph.compiler.agreement import Agreement
 from zerograph.compiler.capture import dtype_name
+from zerograph.compiler.compilation import Plain
+from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.machine import Machine, preset_for
 from zerograph.core.plan import Plan
 from zerograph.core.step import Param, Step
 from zerograph.core.units import format_bytes, format_seconds
-from zerograph.planner import plan_step, replay
+from zerograph.planner import plan_step, refuse_world_size, replay
 from zerograph.planner.check import require
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.infeasible import infeasible
 from zerograph.planner.rates import state_bytes
 from zerograph.planner.replay import of_step
 from zerograph.planner.search import Search, Wish
-
-if TYPE_CHECKING:
-    from zerograph.api import Backend
-    from zerograph.frame import Frame
 
 log = logging.getLogger(__name__)
 
@@ -44,37 +42,48 @@ _REPORT = "this is a bug in the planner: report it with this message and the arg
 
 
 class Planner:
-    """Plans the frames of one backend.
+    """Plans the frames of one model.
 
     Attributes:
-        own: parameters among the inputs of the frame that is being compiled.
-        moments: tensors that the optimizer keeps per parameter.
-        whole: all parameters of the model, in a dry run, whose graph may be made of a few layers; else empty.
         searched: bytes that the last plan found by a search was predicted to need.
     """
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
-        self.own: Sequence[nn.Parameter] = ()
-        self.whole: Sequence[nn.Parameter] = ()
-        self.moments = MOMENTS
-        self.searched = 0
-        self._budget = 0
-        self._machine: Machine
-        self._plans: dict[tuple[str, tuple[Param, ...]], Plan] = {}
-        self._asked: Counter[str] = Counter()
+    def __init__(
+        self,
+        config: Config,
+        world_size: int,
+        params: Mapping[str, nn.Parameter],
+        device: torch.device,
+        agreement: Agreement | None = None,
+        moments: int = MOMENTS,
+    ) -> None:
+        """All ranks call this together: the smallest budget of all counts.
 
-    def look_at(self, device: torch.device, agreement: Agreement | None) -> None:
-        """Learn where the model lives, and the smallest budget of all ranks, who call this together.
+        Args:
+            params: the sharded parameters of the model by name, now and later.
+            device: where the model lives.
+            moments: tensors that the optimizer keeps per parameter.
 
         Raises:
-            ConfigError: ``stage="auto"`` without ``memory`` on a CPU, of which other processes need their share.
+            ConfigError: the plan to replay is for another number of ranks, or ``stage="auto"`` comes without ``memory``
+                on a CPU, of which other processes need their share.
         """
-        config = self.backend.config
-        if not config.searches:
-            return
+        if config.plan is not None:
+            refuse_world_size(config.plan, world_size)
+        self._config, self._world_size, self._params = config, world_size, params
+        self._agreement, self._moments = agreement, moments
+        self.searched = 0
+        self._plans: dict[tuple[str, tuple[Param, ...]], Plan] = {}
+        self._asked: Counter[str] = Counter()
+        self._budget = 0
+        self._machine: Machine
+        if config.searches:
+            self._look_at(device)
+
+    def _look_at(self, device: torch.device) -> None:
+        """Learn the budget and the machine."""
+        config, name = self._config, ""
         memory = config.memory
-        name = ""
         if device.type == "cuda":
             found = torch.cuda.get_device_properties(device)
             name, memory = found.name, memory if memory is not None else found.total_memory
@@ -83,83 +92,86 @@ class Planner:
                 f'stage="auto" on {device.type} needs to be told how much memory a rank may use',
                 'for example zerograph.backend(stage="auto", memory="8GiB")',
             )
-        budgets = agreement.answers("budget", memory) if agreement is not None else [memory]
+        budgets = self._agreement.answers("budget", memory) if self._agreement is not None else [memory]
         self._budget = int(min(budgets) * (1 - RESERVE))
         self._machine = config.machine if config.machine is not None else preset_for(device.type, name)
 
-    def plan(self, frame: Frame, step: Step) -> Plan:
-        """The plan for ``step``, which was traced as ``frame``; nothing of it has been carried out yet.
+    def plan(self, code: str, step: Step, plain: Sequence[Plain]) -> Plan:
+        """The plan for ``step``; nothing of it has been carried out yet.
+
+        Args:
+            code: the user's function that performs it.
+            plain: the user's own parameters that it reads.
 
         Raises:
             ConfigError: the plan to replay was made for another step.
             InfeasibleError: nothing fits the budget.
             InvariantError: the plan, wherever it comes from, cannot be carried out.
         """
-        found = self._decided(frame, step)
-        if self.backend.config.plan is None:
+        found = self._decided(code, step, plain)
+        if self._config.plan is None:
             found = of_step(found, step)
-        require(step, found, _REPLAYED if self.backend.config.plan is not None else _REPORT)
+        require(step, found, _REPLAYED if self._config.plan is not None else _REPORT)
         return found
 
-    def _decided(self, frame: Frame, step: Step) -> Plan:
-        config = self.backend.config
-        if config.plan is not None:
-            return replay(config.plan, step)
-        if not config.searches or not step.training:
+    def _decided(self, code: str, step: Step, plain: Sequence[Plain]) -> Plan:
+        if self._config.plan is not None:
+            return replay(self._config.plan, step)
+        if not self._config.searches or not step.training:
             return self._by_rule(step)
-        key = (frame.code, step.params)
+        key = (code, step.params)
         if key not in self._plans:
-            self._plans[key] = self._agreed(key, step)
+            self._plans[key] = self._agreed(code, step, self.states(step, plain))
         return self._plans[key]
 
-    def _agreed(self, key: tuple[str, tuple[Param, ...]], step: Step) -> Plan:
-        agreement = self.backend.agreement
+    def _agreed(self, code: str, step: Step, states: int) -> Plan:
+        agreement = self._agreement
         if agreement is None:
-            return self._search(step)[1]
+            return self._search(step, states)[1]
         if not step.params:  # no collectives: nothing to agree on, and other ranks may not compile this
-            return self._without_collectives(step)
-        question = f"plan {key[0]} #{self._asked[key[0]] + 1}"
+            return self._without_collectives(step, states)
+        question = f"plan {code} #{self._asked[code] + 1}"
         try:
-            need, plan = self._search(step)
+            need, plan = self._search(step, states)
         except Exception as error:
             agreement.tell(question, {"failure": str(error).partition("\n\n")[0], "hint": getattr(error, "hint", "")})
             if not isinstance(error, InfeasibleError):
-                self._asked[key[0]] += 1
+                self._asked[code] += 1
                 raise
         else:
             agreement.tell(f"{question}: text", plan.to_json())
             agreement.tell(question, {"need": need})
         found = [agreement.told(question, rank) for rank in range(agreement.world_size)]
         # Every rank asks as often, as a failure is one for all; one that was interrupted before asks the same again.
-        self._asked[key[0]] += 1
+        self._asked[code] += 1
         for rank, answer in enumerate(found):
             if "failure" in answer:
                 raise InfeasibleError(f"on rank {rank} {answer['failure']}", answer["hint"])
         most = max(range(len(found)), key=lambda rank: (found[rank]["need"], -rank))
         return Plan.from_json(agreement.told(f"{question}: text", most))
 
-    def _without_collectives(self, step: Step) -> Plan:
+    def _without_collectives(self, step: Step, states: int) -> Plan:
         try:
-            return self._search(step)[1]
+            return self._search(step, states)[1]
         except InfeasibleError as error:
             log.warning("%s; this graph holds no parameters and is planned by rule, so that no rank waits", error)
             return self._by_rule(step)
 
     def _by_rule(self, step: Step) -> Plan:
-        config = self.backend.config
+        config = self._config
         return plan_step(
             step,
             stage=config.sharding,
-            world_size=self.backend.world_size,
+            world_size=self._world_size,
             bucket_size=config.bucket_size,
             prefetch=config.prefetch,
             recompute=config.recompute,
         )
 
-    def _search(self, step: Step) -> tuple[int, Plan]:
+    def _search(self, step: Step, states: int) -> tuple[int, Plan]:
         """Bytes that the step needs at least, and its best plan."""
-        wish = Wish.of(self.backend.config, self.backend.world_size)
-        search = Search(step, wish, self._machine, states=self.states(step), moments=self.moments)
+        wish = Wish.of(self._config, self._world_size)
+        search = Search(step, wish, self._machine, states=states, moments=self._moments)
         found = search.within(self._budget)
         if found is None:
             raise infeasible(search, step, self._machine, self._budget)
@@ -172,15 +184,18 @@ class Planner:
         )
         return search.smallest.peak, found.plan
 
-    def states(self, step: Step) -> int:
+    def states(self, step: Step, plain: Sequence[Plain]) -> int:
         """Bytes between steps: shards and optimizer states of the whole model, whatever this frame reads of it."""
-        backend = self.backend
-        if not backend.params:  # one rank: parameters and their gradients are the user's own
-            sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in self.whole or self.own]
-            return sum(size * (1 + (self.moments + 1) * trained) for size, trained in sizes)
+        if not self._params:  # one rank: parameters and their gradients are the user's own
+            return sum(size * (1 + (self._moments + 1) * trained) for size, trained in plain)
         known = {param.name: param for param in step.params}
-        params = [known[name] if name in known else _param(name, p) for name, p in backend.params.items()]
-        return sum(state_bytes(params, backend.world_size, self.moments))
+        params = [known[name] if name in known else _param(name, p) for name, p in self._params.items()]
+        return sum(state_bytes(params, self._world_size, self._moments))
+
+
+def plain(params: Iterable[nn.Parameter]) -> tuple[Plain, ...]:
+    """What a plan needs to know of parameters that nothing shards."""
+    return tuple(Plain(p.numel() * p.element_size(), p.requires_grad) for p in params if not isinstance(p, DTensor))
 
 
 def _param(name: str, param: nn.Parameter) -> Param:

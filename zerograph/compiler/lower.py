@@ -1,4 +1,4 @@
-"""Lower a rewritten graph to a :class:`~zerograph.runtime.program.Program`.
+"""Lower a rewritten graph to a :class:`~zerograph.core.program.Program`.
 
 The graph is cut at its ``zg::`` nodes and where repeated layers begin; what lies between two cuts is a *segment*.
 Segments with the same structure share one compiled callable, so that a deep model compiles in the time of one layer.
@@ -12,17 +12,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _LazyGraphModule  # Inductor's own way, not public
 
 from zerograph.compiler.capture import source_line
 from zerograph.compiler.segment_graph import Body, body_of
 from zerograph.compiler.segments import Callee, SegmentCache, interpret
-from zerograph.core.step import Kind
-from zerograph.graph import ops
-from zerograph.graph.costs import bytes_of, flops_of, memory_owner, moved_bytes, temporary_bytes
-from zerograph.graph.layers import layer_of, layer_starts
-from zerograph.graph.nodes import is_size  # arithmetic that every segment which needs it repeats
-from zerograph.runtime.program import (
+from zerograph.core.check import require
+from zerograph.core.plan import Plan
+from zerograph.core.program import (
     Compute,
     Free,
     Gather,
@@ -33,22 +29,21 @@ from zerograph.runtime.program import (
     Segment,
     WaitGather,
     WaitReduce,
+    stays_whole,
 )
+from zerograph.core.step import Kind
+from zerograph.graph import ops
+from zerograph.graph.costs import bytes_of, flops_of, memory_owner, moved_bytes, temporary_bytes
+from zerograph.graph.layers import layer_of, layer_starts
+from zerograph.graph.nodes import is_size  # arithmetic that every segment which needs it repeats
+from zerograph.graph.torch_private import LOOKUP_SEED, changes_inputs
+from zerograph.planner.rates import gathered_bytes, reduced_bytes
 
 
-def without_code(gm: fx.GraphModule, graph: fx.Graph | None = None) -> fx.GraphModule:
-    """``gm`` (with another graph) as a module that generates its Python when it is called: never, if it is lowered.
-
-    The partitioner makes such modules; AOTAutograd's copy of the backward is none, and would be generated anew after
-    every pass.
-    """
-    return _LazyGraphModule.from_graphmodule(gm) if graph is None else _LazyGraphModule(gm, graph)
-
-
-def lower(gm: fx.GraphModule, kind: str, cache: SegmentCache) -> tuple[Program, tuple[Callee, ...]]:
-    """The program that ``gm`` stands for, and the callables of its segments."""
+def lower(gm: fx.GraphModule, kind: str, cache: SegmentCache, plan: Plan) -> tuple[Program, tuple[Callee, ...]]:
+    """The program that ``gm`` stands for, which passes rewrote by ``plan``, and the callables of its segments."""
     _keep_together(gm.graph)
-    return _Lowering(gm, kind, cache).run()
+    return _Lowering(gm, kind, cache, plan).run()
 
 
 def _keep_together(graph: fx.Graph) -> None:
@@ -58,15 +53,15 @@ def _keep_together(graph: fx.Graph) -> None:
     """
     *_, last_input = graph.find_nodes(op="placeholder", sort=True) or [None]
     for node in list(graph.nodes):
-        if node.target is operator.getitem or node.target is torch.ops.prims.inductor_lookup_seed.default:
+        if node.target is operator.getitem or node.target is LOOKUP_SEED:
             source = node.args[0]
             anchor = last_input if source.op == "placeholder" else source
             anchor.append(node)
 
 
 class _Lowering:
-    def __init__(self, gm: fx.GraphModule, kind: str, cache: SegmentCache) -> None:
-        self.gm, self.kind, self.cache = gm, kind, cache
+    def __init__(self, gm: fx.GraphModule, kind: str, cache: SegmentCache, plan: Plan) -> None:
+        self.gm, self.kind, self.cache, self.plan = gm, kind, cache, plan
         self.registers: dict[Any, int] = {}  # of nodes, and of constants that the graph returns
         self.instructions: list[Instruction] = []
         self.segments: dict[str, int] = {}
@@ -101,10 +96,13 @@ class _Lowering:
             outputs=outputs,
             segments=tuple(self.described),
             contents=self._contents(),
+            buckets=tuple(bucket.name for bucket in self.plan.buckets),
         )
+        require([program], "this is a bug of zerograph: report it with the model")
         return program, tuple(self.callables)
 
     def _contents(self) -> tuple[Register, ...]:
+        whole = {step.out: step.bytes for step in self.instructions if isinstance(step, Gather)}
         first: dict[Any, int] = {}
         found = []
         for key, index in self.registers.items():
@@ -112,7 +110,7 @@ class _Lowering:
             storage = first.setdefault(owner, index)
             name = key.name if isinstance(key, fx.Node) else str(key[1])
             size = bytes_of(owner.meta.get("val")) if isinstance(owner, fx.Node) else 0
-            found.append(Register(name, size, storage, _kind(key)))
+            found.append(Register(name, whole.get(index, size), storage, _kind(key)))
         return tuple(found)
 
     def _register(self, node: Any) -> int:
@@ -137,13 +135,18 @@ class _Lowering:
         outs = tuple(self._register(results[k]) for k in range(len(results)))
         match node.target:
             case ops.GATHER:
-                step: Instruction = Gather(info.bucket, info.params, self._regs(node.args[0]), self._register(node))
+                size = gathered_bytes(info.params, self.plan.world_size)
+                step: Instruction = Gather(
+                    info.bucket, info.params, self._regs(node.args[0]), self._register(node), bytes=size
+                )
             case ops.WAIT_GATHER:
                 step = WaitGather(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
             case ops.FREE:
-                step = Free(info.bucket, self._regs(node.args[0]))
+                kept = stays_whole(self.plan.buckets[info.bucket].residency, self.kind)
+                step = Free(info.bucket, self._regs(node.args[0]), kept=kept)
             case ops.REDUCE:
-                step = Reduce(info.bucket, info.params, self._regs(node.args[0]), self._register(node))
+                size = reduced_bytes(info.params)
+                step = Reduce(info.bucket, info.params, self._regs(node.args[0]), self._register(node), bytes=size)
             case _:
                 step = WaitReduce(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
         self.instructions.append(step)
@@ -212,6 +215,8 @@ def _kind(key: Any) -> Kind:
     if key.op == "placeholder":
         gathered = any(user.target is ops.GATHER for user in key.users)
         return "param" if gathered else "input"
+    if key.target is ops.GATHER:
+        return "gathered"
     if _is_result(key):
         return "gathered" if key.args[0].target is ops.WAIT_GATHER else "gradient"  # type: ignore[union-attr]
     return "temporary"
@@ -240,7 +245,7 @@ def _leaves(node: fx.Node, inside: set[fx.Node]) -> bool:
 
 
 def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+    return changes_inputs(node.target)
 
 
 def _symbol_inputs(graph: fx.Graph) -> dict[Any, fx.Node]:
@@ -260,31 +265,7 @@ def _with_deaths(
     alive = {r for r in outputs if r is not None}
     result: list[Instruction] = []
     for step in reversed(instructions):
-        touched = dict.fromkeys(_reads(step) + _writes(step))
+        touched = dict.fromkeys(step.reads + step.writes)
         result.append(dataclasses.replace(step, dead=tuple(r for r in touched if r not in alive)))
         alive |= set(touched)
     return tuple(reversed(result))
-
-
-def _reads(step: Instruction) -> tuple[int, ...]:
-    match step:
-        case Compute():
-            return step.args
-        case Gather():
-            return step.shards
-        case Reduce():
-            return step.grads
-        case Free():
-            return step.params
-        case WaitGather() | WaitReduce():
-            return (step.pending,)
-
-
-def _writes(step: Instruction) -> tuple[int, ...]:
-    match step:
-        case Gather() | Reduce():
-            return (step.out,)
-        case Compute() | WaitGather() | WaitReduce():
-            return step.outs
-        case Free():
-            return ()

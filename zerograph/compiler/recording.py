@@ -7,28 +7,37 @@ saw them. What a run measured makes better forecasts: see :attr:`Recording.measu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import DeviceType
-from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
+from zerograph.compiler.frame import Frame
 from zerograph.compiler.report import RecordedStep
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.machine import Machine, machine_named
+from zerograph.core.program import (
+    Compute,
+    Free,
+    Gather,
+    Instruction,
+    Program,
+    Reduce,
+    Update,
+    WaitFetch,
+    WaitGather,
+    WaitReduce,
+)
 from zerograph.core.runfile import Measured, Run
-from zerograph.core.timeline import Forecast, Peak, Span
-from zerograph.outlook import Outlook, outlook, task_of
-from zerograph.runtime.program import Compute, Gather, Instruction, Reduce, WaitGather, WaitReduce
+from zerograph.core.timeline import Forecast, Peak, Span, Stream
+from zerograph.planner.outlook import Outlook, outlook, update
 from zerograph.runtime.telemetry import LABEL
-
-if TYPE_CHECKING:
-    from zerograph.api import Backend
-    from zerograph.frame import Frame
+from zerograph.runtime.torch_private import local_tensor
 
 NOT_COUNTED = (
     "buffers of the model, the batch, and whatever else existed before the recording began",
@@ -38,10 +47,10 @@ NOT_COUNTED = (
 
 @dataclass(frozen=True, slots=True)
 class _Ran:
-    """One instruction, or the optimizer's update (``step`` is None), in nanoseconds of the profiler's clock."""
+    """One instruction of a program, in nanoseconds of the profiler's clock."""
 
-    kind: str
-    step: Instruction | None
+    program: Program
+    step: Instruction
     start: int
     end: int
 
@@ -61,24 +70,36 @@ class Recording:
     forecast: Forecast
     measured: Measured
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(
+        self,
+        frames: Sequence[Frame],
+        params: Mapping[str, nn.Parameter],
+        optimizers: Callable[[], Sequence[Optimizer]],
+    ) -> None:
+        """
+        Args:
+            frames: of one backend, now and later; one has run.
+            params: its sharded parameters.
+            optimizers: finds those that have stepped on them.
+        """
+        self._frames, self._params, self._optimizers = frames, params, optimizers
+        self._runtime = next(frame.runtime for frame in frames if frame.runtime is not None)
         activities = [ProfilerActivity.CPU]
-        if backend.device.type == "cuda":
+        if self._runtime.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(activities=activities, profile_memory=True)
 
     def start(self) -> None:
         """Begin; nothing of the step may have run yet."""
         # The profiler does not see how what it has not seen allocated is freed: let go of it before.
-        for frame in self._backend.frames:
-            if frame.programs:
+        for frame in self._frames:
+            if frame.runtime is not None:
                 frame.runtime.cache.enter("forward")
-        if self._backend.communicator is not None:
-            self._backend.communicator.trim()
-        self._held = _held(self._backend)
+        if self._runtime.comm is not None:
+            self._runtime.comm.trim()
+        self._held = _held(self._params, self._optimizers())
         self._profile.start()
-        self._backend.telemetry.recording = True
+        self._runtime.telemetry.recording = True
 
     def stop(self, failed: bool = False) -> None:
         """End, and work out what happened, unless the step ``failed``.
@@ -86,18 +107,18 @@ class Recording:
         Raises:
             ZeroGraphError: not exactly one forward and one backward of one compiled frame ran in between.
         """
-        if not self._backend.telemetry.recording:
+        if not self._runtime.telemetry.recording:
             return  # it never began: torch's profiler runs already
-        self._backend.telemetry.recording = False
+        self._runtime.telemetry.recording = False
         self._profile.stop()
         if failed:
             return
         events = list(self._profile.profiler.kineto_results.events())  # type: ignore[union-attr]
         del self._profile  # and with it every event
         self._frame, ran = self._instructions(events)
-        ran = _without_kept(self._frame, ran)
-        self.measured = _measured(self._frame, ran)
-        self.forecast = _forecast(self._frame, ran, self._memory(events))
+        ran = _without_kept(ran)
+        self.measured = _measured(ran)
+        self.forecast = _forecast(ran, self._memory(events))
 
     def predicted(self, machine: Machine) -> Outlook:
         """The forecast of the same programs on ``machine``, with this run's seconds in place of its rates."""
@@ -105,14 +126,14 @@ class Recording:
             [self._frame.programs["forward"], self._frame.programs["backward"]],
             self._frame.plan,
             machine,
-            moments=_moments(self._backend),
+            moments=_moments(self._optimizers()),
             measured=self.measured,
         )
 
     def beside_forecast(self) -> RecordedStep:
         """This run, and the forecast of it that its own seconds give."""
         # All seconds were measured: of the machine only its kind matters.
-        found = self.predicted(machine_named("cpu" if self._backend.device.type == "cpu" else "h100-80gb"))
+        found = self.predicted(machine_named("cpu" if self._runtime.device.type == "cpu" else "h100-80gb"))
         return RecordedStep(
             self.forecast.seconds,
             found.forecast.seconds,
@@ -123,20 +144,21 @@ class Recording:
 
     def save(self, path: str | Path) -> None:
         """Write what ``zerograph show plan.json --measured PATH`` reads."""
-        run = Run(self._frame.plan.digest, self._backend.device.type, self.forecast, self.measured)
+        run = Run(self._frame.plan.digest, self._runtime.device.type, self.forecast, self.measured)
         Path(path).write_text(run.to_json())
 
     def _instructions(self, events: Sequence[Any]) -> tuple[Frame, list[_Ran]]:
         found: dict[tuple[int, str], list[_Ran]] = {}
-        updates = []
+        updates = list[tuple[int, int]]()
         for event in events:
             start, end = event.start_ns(), event.start_ns() + event.duration_ns()
             if match := LABEL.fullmatch(event.name()):
                 number, kind, index = int(match[1]), match[2], int(match[3])
-                step = self._backend.frames[number].programs[kind].instructions[index]
-                found.setdefault((number, kind), []).append(_Ran(kind, step, start, end))
-            elif event.name().startswith("Optimizer.step#"):
-                updates.append(_Ran("update", None, start, end))
+                if kind == "update":
+                    updates.append((start, end))
+                    continue
+                program = self._frames[number].programs[kind]
+                found.setdefault((number, kind), []).append(_Ran(program, program.instructions[index], start, end))
         trained = [number for number, kind in found if kind == "backward"]
         ran = sorted((r for runs in found.values() for r in runs), key=lambda r: r.start)
         if len(trained) != 1 or {kind for _, kind in found} != {"forward", "backward"} or len(found) != 2:
@@ -144,15 +166,16 @@ class Recording:
                 f"a recording covers one forward and one backward of one graph, this one saw {len(found)} programs",
                 "run exactly one training step inside `with backend.record() as run:`, after the model was compiled",
             )
-        frame = self._backend.frames[trained[0]]
+        frame = self._frames[trained[0]]
         if len(ran) != sum(len(program.instructions) for program in frame.programs.values()):
             raise ZeroGraphError("more than one step ran during the recording", "record one step")
-        return frame, ran + sorted(updates, key=lambda r: r.start)
+        program = update(frame.plan, _moments(self._optimizers()))
+        return frame, ran + [_Ran(program, program.instructions[0], *times) for times in sorted(updates)]
 
     def _memory(self, events: Sequence[Any]) -> list[tuple[int, int]]:
         """Bytes on the device from each moment on."""
         level, curve = self._held, list[tuple[int, int]]()
-        wanted = DeviceType.CPU if self._backend.device.type == "cpu" else DeviceType.CUDA
+        wanted = DeviceType.CPU if self._runtime.device.type == "cpu" else DeviceType.CUDA
         for event in events:
             if event.name() == "[memory]" and event.device_type() == wanted:
                 level += event.nbytes()
@@ -160,39 +183,39 @@ class Recording:
         return curve
 
 
-def _held(backend: Backend) -> int:
+def _held(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> int:
     """Bytes of parameters, gradients and optimizer states that exist before the step."""
-    tensors: list[Tensor] = list(backend.params.values())
-    tensors += [p.grad for p in backend.params.values() if p.grad is not None]
-    tensors += [value for _, value in _states(backend)]
+    tensors: list[Tensor] = list(params.values())
+    tensors += [p.grad for p in params.values() if p.grad is not None]
+    tensors += [value for _, value in _states(optimizers)]
     storages = {}
     for tensor in tensors:
-        storage = (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+        storage = local_tensor(tensor).untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
-def _states(backend: Backend) -> Iterator[tuple[Tensor, Tensor]]:
+def _states(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
     """Each tensor that an optimizer keeps, after its parameter."""
-    for optimizer in backend.optimizers():
+    for optimizer in optimizers:
         for param, state in optimizer.state.items():
             yield from ((param, value) for value in state.values() if isinstance(value, Tensor))
 
 
-def _moments(backend: Backend) -> int:
+def _moments(optimizers: Sequence[Optimizer]) -> int:
     """Tensors of its shape that the optimizer keeps per parameter."""
-    kept = Counter(id(param) for param, value in _states(backend) if value.shape == param.shape and param.ndim)
+    kept = Counter(id(param) for param, value in _states(optimizers) if value.shape == param.shape and param.ndim)
     return max(kept.values(), default=0)
 
 
-def _measured(frame: Frame, ran: Sequence[_Ran]) -> Measured:
+def _measured(ran: Sequence[_Ran]) -> Measured:
     segments: dict[str, list[float]] = {}
     gathers: dict[int, list[float]] = {}
     reduces: dict[int, list[float]] = {}
     for run in ran:
         match run.step:
             case Compute(segment=segment):
-                segments.setdefault(frame.programs[run.kind].segments[segment].digest, []).append(run.seconds)
+                segments.setdefault(run.program.segments[segment].digest, []).append(run.seconds)
             case Gather(bucket=bucket):
                 gathers.setdefault(bucket, []).append(run.seconds)
             case Reduce(bucket=bucket):
@@ -205,20 +228,23 @@ def _measured(frame: Frame, ran: Sequence[_Ran]) -> Measured:
         segments={digest: _mean(seconds) for digest, seconds in segments.items()},
         gathers={bucket: _mean(seconds) for bucket, seconds in gathers.items()},
         reduces={bucket: _mean(seconds) for bucket, seconds in reduces.items()},
-        update=sum(run.seconds for run in ran if run.step is None),
+        update=sum(run.seconds for run in ran if isinstance(run.step, Update)),
     )
 
 
-def _without_kept(frame: Frame, ran: Sequence[_Ran]) -> list[_Ran]:
+def _without_kept(ran: Sequence[_Ran]) -> list[_Ran]:
     """What ran, but for the gathers of buckets that were whole already."""
     whole: set[int] = set()
     moved = []
     for run in ran:
-        if isinstance(run.step, (Gather, WaitGather)) and run.step.bucket in whole:
+        step = run.step
+        if isinstance(step, (Gather, WaitGather)) and step.bucket in whole:
             continue
         moved.append(run)
-        if isinstance(run.step, WaitGather) and frame.plan.buckets[run.step.bucket].residency != "use":
-            whole.add(run.step.bucket)
+        if isinstance(step, WaitGather):
+            whole.add(step.bucket)
+        elif isinstance(step, Free) and not step.kept:
+            whole.discard(step.bucket)
     return moved
 
 
@@ -226,28 +252,37 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _forecast(frame: Frame, ran: Sequence[_Ran], memory: Sequence[tuple[int, int]]) -> Forecast:
+def _forecast(ran: Sequence[_Ran], memory: Sequence[tuple[int, int]]) -> Forecast:
     """The run as a timeline that starts with its first instruction. A transfer has two spans: start and wait."""
     origin = ran[0].start
     spans: list[Span] = []
     for run in ran:
-        stream, name, module = task_of(frame.plan, run.step, run.kind)
-        if stream is not None:
-            source = run.step.source if isinstance(run.step, Compute) else ""
-            start, end = (run.start - origin) / 1e9, (run.end - origin) / 1e9
-            spans.append(Span(len(spans), name, stream, start, end, module, source, (), *_key(frame, run)))
+        step, program = run.step, run.program
+        if isinstance(step, (Free, WaitFetch)):
+            continue
+        segment = program.segments[step.segment] if isinstance(step, Compute) else None
+        spans.append(
+            Span(
+                len(spans),
+                program.name(step),
+                step.stream or _WAITS[type(step)],
+                (run.start - origin) / 1e9,
+                (run.end - origin) / 1e9,
+                program.module(step),
+                step.source if isinstance(step, Compute) else "",
+                key=segment.digest if segment is not None else "",
+                flops=segment.flops if segment is not None else 0,
+                operation=step.operation,
+                phase=program.kind,
+                bucket=-1 if isinstance(step, Compute | Update) else step.bucket,
+                label="" if segment is not None else program.label(step),
+            )
+        )
     return Forecast(tuple(spans), *_curve(spans, memory, origin), not_counted=NOT_COUNTED)
 
 
-def _key(frame: Frame, run: _Ran) -> tuple[str, int]:
-    """What of the frame's programs ran, and the operations of its products."""
-    match run.step:
-        case Compute(segment=segment):
-            found = frame.programs[run.kind].segments[segment]
-            return found.digest, found.flops
-        case Gather(bucket=bucket) | WaitGather(bucket=bucket) | Reduce(bucket=bucket) | WaitReduce(bucket=bucket):
-            return str(bucket), 0
-    return "", 0
+_WAITS: Mapping[type, Stream] = {WaitGather: "gather", WaitReduce: "reduce"}
+"""The streams that waits are for."""
 
 
 def _curve(

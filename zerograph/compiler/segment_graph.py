@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _LazyGraphModule  # as in lower.py
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
+from zerograph.compiler.torch_private import lazily_coded
 from zerograph.graph.nodes import is_size  # arithmetic that every segment which needs it repeats
 
 
@@ -45,7 +45,7 @@ class Body:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         out = graph.output(tuple(copies[n] if isinstance(n, fx.Node) else n for n in self.outs))
         out.meta["user_visible_output_idxs"] = list(range(len(self.outs)))  # later segments rely on the strides traced
-        return _LazyGraphModule({str(n.target): attribute(self.gm, str(n.target)) for n in self._constants()}, graph)
+        return lazily_coded({str(n.target): attribute(self.gm, str(n.target)) for n in self._constants()}, graph)
 
     def digest(self) -> str:
         """Structural hash: equal for segments that differ only in which tensors they read."""

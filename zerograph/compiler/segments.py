@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, tracing  # segments compile outside Dynamo's own context
-from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.compile_fx import compile_fx_inner  # Inductor without another round of AOTAutograd
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zerograph.compiler.segment_graph import Body
+from zerograph.compiler.torch_private import compile_segment, kernels_in_background
 
 Callee = Callable[[list[Any]], Sequence[Any]]
 """A compiled segment: takes a list of inputs, which it may clear, and returns its outputs."""
@@ -38,7 +35,7 @@ class SegmentCache:
         if found is None:
             start = time.perf_counter()
             gm = body.module()
-            found = _compile(gm) if self.compute == "inductor" else interpret(gm)
+            found = compile_segment(gm) if self.compute == "inductor" else interpret(gm)
             self.seconds += time.perf_counter() - start
             self.callables[digest] = found
             self.constants += body.known_by_identity()
@@ -46,40 +43,14 @@ class SegmentCache:
 
     @contextmanager
     def kernels_in_background(self, device: torch.device) -> Iterator[None]:
-        """Inside, Inductor's C++ compilers work beside what goes on here; the end waits for them.
-
-        By itself Inductor waits for the kernels of each graph. Segments are many small graphs, of which none is needed
-        before all exist. Only on a CPU: Triton's kernels are put into Inductor's cache with their graph, and tuned.
-        """
-        if device.type != "cpu":
-            yield
-            return
-        before, waiting = dict(self.callables), list[tuple[AsyncCompile, dict[str, Any]]]()
-        wait = AsyncCompile.wait  # private: generated modules call it with their globals, which hold what is to come
-        AsyncCompile.wait = lambda compiler, scope: waiting.append((compiler, scope))  # type: ignore[assignment, misc]
+        """Inside, a CPU's kernels are compiled beside what goes on here; the end waits for them."""
+        before = dict(self.callables)
         try:
-            try:
+            with kernels_in_background() if device.type == "cpu" else nullcontext():
                 yield
-            finally:
-                AsyncCompile.wait = wait  # type: ignore[method-assign]
-            for compiler, scope in waiting:
-                wait(compiler, scope)
         except BaseException:
             self.callables = before  # the others may still lack kernels
             raise
-
-
-def _compile(gm: fx.GraphModule) -> Callee:
-    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-    mode = _fake_mode(inputs)
-    # Its own context: Dynamo's would check this segment's strides against the whole graph's outputs.
-    with tracing(TracingContext(mode)):
-        return compile_fx_inner(gm, inputs, is_inference=True)  # type: ignore[return-value]
-
-
-def _fake_mode(values: list[Any]) -> FakeTensorMode:
-    mode = torch._guards.detect_fake_mode(values)
-    return mode if mode is not None else FakeTensorMode()
 
 
 def interpret(gm: fx.GraphModule) -> Callee:

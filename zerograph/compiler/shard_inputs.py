@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._guards import detect_fake_mode
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
+
+from zerograph.compiler.torch_private import ShardOf, fake_mode_of
+from zerograph.runtime.torch_private import local_tensor
 
 
 def take_rows(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], Callable[..., Any]]:
@@ -81,7 +83,7 @@ def _drop(read: fx.Node) -> None:
 
 
 def _fake_rows(shard: DTensor) -> Tensor:
-    rows, mode = shard._local_tensor, detect_fake_mode()
+    rows, mode = local_tensor(shard), fake_mode_of()
     assert mode is not None  # Dynamo has one while it compiles
     with mode:
         return torch.empty_strided(
@@ -107,16 +109,13 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *shards: DTensor) -> tuple[Tensor, ...]:
-        ctx.specs = [shard._spec for shard in shards]
+        ctx.shards = [ShardOf(shard) for shard in shards]
         ctx.set_materialize_grads(False)
-        rows = tuple(shard._local_tensor.detach() for shard in shards)
+        rows = tuple(local_tensor(shard).detach() for shard in shards)
         ctx.mark_non_differentiable(*(r for r, shard in zip(rows, shards, strict=True) if not shard.requires_grad))
         return rows
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[DTensor | None, ...]:
-        return tuple(
-            None if grad is None else DTensor(grad, spec, requires_grad=False)
-            for grad, spec in zip(grads, ctx.specs, strict=True)
-        )
+        return tuple(None if grad is None else shard.wrap(grad) for grad, shard in zip(grads, ctx.shards, strict=True))

@@ -48,7 +48,7 @@ class InfeasibleError(ZeroGraphError, RuntimeError):
 
 
 class SizeError(ZeroGraphError, ValueError):
-    """A step was asked for at a batch or sequence that it was not traced for."""
+    """A step was asked for at a batch or sequence that the model cannot be run at."""
 
 
 class StorageError(ZeroGraphError, OSError):

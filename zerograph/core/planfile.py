@@ -22,7 +22,7 @@ from zerograph.core.step import Kind
 from zerograph.core.timeline import Forecast, Peak, Span
 from zerograph.core.units import is_number
 
-VERSION = 3
+VERSION = 4
 _MADE = "give what `zerograph plan -o plan.json` wrote"
 
 
@@ -181,7 +181,7 @@ class PlanFile:
 
 
 _NUMBERS: Mapping[str, Mapping[str, type | UnionType]] = {
-    "spans": {"task": int, "start": int | float, "end": int | float, "flops": int},
+    "spans": {"task": int, "start": int | float, "end": int | float, "flops": int, "bucket": int, "tile": int},
     "holdings": {"bytes": int, "first": int, "last": int},
 }
 

@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.filekinds import refuse_other
 from zerograph.core.planfile import canonical, forecast_data, forecast_of
+from zerograph.core.program import Compute, Gather, Reduce, Segment, Timed, Update
 from zerograph.core.timeline import Forecast, Span
 from zerograph.core.units import is_number
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +29,27 @@ class Measured:
     reduces: Mapping[int, float] = field(default_factory=dict)
     update: float | None = None
 
+    def of(self, step: Timed, segments: Sequence[Segment]) -> float | None:
+        """Seconds of an instruction in a program with these segments; None where it was not measured."""
+        match step:
+            case Compute():
+                return self.segments.get(segments[step.segment].digest)
+            case Gather():
+                return self.gathers.get(step.bucket)
+            case Reduce():
+                return self.reduces.get(step.bucket)
+            case Update():
+                return self.update
+            case _:
+                return None
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
     """One recorded step.
 
     Attributes:
-        plan: digest of the plan that ran (:attr:`zerograph.core.plan.Plan.digest`): of its decisions, whatever the
-            batch.
+        plan: digest of the plan that ran (:attr:`zerograph.core.plan.Plan.digest`): its decisions, whatever the batch.
         device: "cpu" or "cuda".
         forecast: what happened, in the schema of a forecast; spans name the segment or the bucket that they ran.
         measured: mean seconds of each distinct segment and each bucket's collectives.

@@ -17,6 +17,9 @@ Phase = Literal["forward", "backward", "update"]
 """The loss that a model computes is the end of its forward; one that the user computes of its outputs is no part of a
 step. Updates are the optimizer's, which follows the backward."""
 
+Dimension = Literal["batch", "seq"]
+"""Sizes of a model's inputs that can be solved for: sequences, and tokens in each."""
+
 ITEM_SIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2}
 ITEM_SIZE |= {"int8": 1, "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -176,6 +179,15 @@ def layer_of_activation(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Lookup:
+    """A table that is read by position, up to row ``last`` of ``rows``, by the user's ``file:line``."""
+
+    last: int
+    rows: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """Forward and, when training, backward of one frame and the optimizer's update, in execution order.
 
@@ -184,6 +196,7 @@ class Step:
         params: in order of first use in the forward.
         training: whether a backward follows.
         outputs: values that the forward returns to the user.
+        lookups: tables that the model reads by position. Tracing asks nobody whether a row is there.
     """
 
     ops: tuple[Op, ...]
@@ -191,6 +204,7 @@ class Step:
     params: tuple[Param, ...]
     training: bool
     outputs: tuple[str, ...] = ()
+    lookups: tuple[Lookup, ...] = ()
 
     @property
     def passes(self) -> tuple[Op, ...]:

@@ -15,6 +15,7 @@ from zerograph.core.machine import Tier
 Stream = Literal["compute", "gather", "reduce", "h2d", "d2h", "nvme_read", "nvme_write", "cpu_update"]
 STREAMS: tuple[Stream, ...] = ("compute", "gather", "reduce", "h2d", "d2h", "nvme_read", "nvme_write", "cpu_update")
 COMMUNICATION: tuple[Stream, ...] = ("gather", "reduce")
+Operation = Literal["compute", "gather", "free", "reduce", "spill", "fetch", "write", "read", "update"]
 NOT_COUNTED = (
     "fragmentation and workspaces of the allocator",
     "Python, launches and synchronization between instructions",
@@ -36,6 +37,10 @@ class Span:
         key: what of a plan's programs it runs, by which a run's times are told: the digest of a segment, or the index
             of a bucket; empty for the update, and where tasks follow a schedule and no program.
         flops: operations of the matrix products in it.
+        operation, phase: what it does, and in which kind of program.
+        bucket, tile: that it is about; -1 and 0 where it is about none.
+        what: it moves between tiers: "shard", "gradient", "states", "parameters" or "activations".
+        label: whose that is, or who is updated: a bucket, a tile of it, a layer or an activation.
     """
 
     task: int
@@ -48,6 +53,12 @@ class Span:
     after: tuple[int, ...] = ()
     key: str = ""
     flops: int = 0
+    operation: Operation = "compute"
+    phase: str = ""
+    bucket: int = -1
+    tile: int = 0
+    what: str = ""
+    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from traceback import FrameSummary
 
@@ -26,9 +26,14 @@ def line_of(error: BaseException) -> FrameSummary | None:
 
 
 def _users(file: Path) -> bool:
-    torch = getattr(sys.modules.get("torch"), "__file__", None)
-    ours = Path(__file__).parent.parent
-    if file.name.startswith("<") or file.is_relative_to(ours) or (torch and file.is_relative_to(Path(torch).parent)):
+    if file.name.startswith("<") or any(file.is_relative_to(folder) for folder in _not_the_users()):
         return False
     installed = {"site-packages", "dist-packages"} & set(file.parts)  # which may lie in the standard library's folder
     return bool(installed) or not file.is_relative_to(sysconfig.get_path("stdlib"))
+
+
+def _not_the_users() -> Iterator[Path]:
+    """The folders of ZeroGraph and, once it is imported, of torch."""
+    yield Path(__file__).parents[1]
+    if torch := getattr(sys.modules.get("torch"), "__file__", None):
+        yield Path(torch).parent

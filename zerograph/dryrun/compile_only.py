@@ -1,61 +1,65 @@
 """Compile a model without running it or holding it, for any number of simulated ranks.
 
 The model is built on the meta device, sharded there, and traced with fake tensors that claim to be on the CPU: kernels
-are chosen by device, and the meta device has few.
+are chosen by device, and the meta device has few. Dynamo hands over its graph as in training, and gets a fake answer;
+the programs are made beside it, from the joint graph.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
+from zerograph.compiler.compilation import Compilation, Plain
+from zerograph.compiler.driver import compile_joint, plan_joint, trace
+from zerograph.compiler.frame import Frame, traced_function
+from zerograph.compiler.frame_plan import Planner, plain
+from zerograph.compiler.segments import SegmentCache
 from zerograph.compiler.unfold import Joint, NotFoldable, Repeat, signature, unfold
+from zerograph.core.config import Config
 from zerograph.core.errors import UnsupportedError, ZeroGraphError
+from zerograph.core.garbage import uncollected
+from zerograph.core.step import Dimension
+from zerograph.dryrun.inputs import Arguments, arguments
 from zerograph.dryrun.layer_loops import told_apart
+from zerograph.dryrun.torch_private import BackendFailed, FakeTensorMode, simulate_group
 from zerograph.dryrun.untraceable import ModelRaises, explained
+from zerograph.graph.costs import traced_size
+from zerograph.graph.nodes import output_of
 from zerograph.graph.repeated_layers import Stack, repeated_layers
-from zerograph.symbolic import SymbolicStep
-from zerograph.vary import Vary
-
-if TYPE_CHECKING:
-    from zerograph.api import Backend
-    from zerograph.frame import Frame
+from zerograph.sharding import adopt
+from zerograph.sharding.adoption import Adoption
+from zerograph.sharding.ranks import Ranks
+from zerograph.sharding.torch_private import errors_reach_users
 
 log = logging.getLogger(__name__)
 
 
-class DryRun(BaseException):
-    """Raised where a program would begin to run. Not an ``Exception``: the model may catch those."""
-
-
-class Captured(BaseException):
-    """Raised where a step has been captured that nothing else is wanted of; not an ``Exception`` for the same reason.
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """One training step of a model, compiled.
 
     Attributes:
-        step: that step.
+        frame: its plan, its programs, and what passes did.
+        config: the arguments of :func:`zerograph.backend`.
+        tokens: tokens (or samples) that the model was given.
+        searched: bytes that the plan was predicted to need, where it was searched for.
         states: bytes on the device between steps, per rank.
     """
 
-    def __init__(self, step: SymbolicStep, states: int) -> None:
-        super().__init__()
-        self.step, self.states = step, states
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """The frames of one call of the model, and the tokens (or samples) that it was given."""
-
-    frames: tuple[Frame, ...]
+    frame: Frame
+    config: Config
     tokens: int
+    searched: int
+    states: int
 
 
 def compile_only(
@@ -64,8 +68,10 @@ def compile_only(
     world_size: int,
     batch: int = 1,
     seq: int = 1024,
-    vary: Vary | None = None,
+    sizes: Mapping[Dimension, int] | None = None,
     fold: bool = True,
+    verify: bool = True,
+    programs: bool = True,
     moments: int = 2,
     **options: Any,
 ) -> Compiled:
@@ -75,137 +81,186 @@ def compile_only(
         make: returns a model, or a model and its inputs: a tuple, or a dict of keyword arguments. Called under
             ``torch.device("meta")``, so that nothing of any size is allocated.
         batch, seq: shape of the token ids that a model without inputs gets.
-        vary: other sizes of the inputs, those that the model brings too. If they are left open, the step is captured
-            and no more.
+        sizes: other sizes of the inputs, those that the model brings too.
         fold: trace a few of many layers that are alike, and repeat them; else, and where they turn out to differ, all.
+        verify: trace one layer more, and compare, to see that they do not differ; once per model is enough.
+        programs: make the programs too. Else the frames end with their plans, made by rule unless options say more.
         moments: tensors that the optimizer keeps per parameter, for a plan that is searched.
         options: arguments of :func:`zerograph.backend`.
 
     Raises:
-        UnsupportedError: the model needs values (data-dependent control flow), or breaks into several graphs.
+        UnsupportedError: the model needs values (data-dependent control flow), breaks into several graphs, or does not
+            train.
         ConfigError: the model's own code raises.
         RuntimeError: a process group exists already: this process trains.
-        Captured: the step was captured, where sizes are left open.
     """
-    from zerograph.api import backend, shard  # they import this module
-
-    if dist.is_initialized():
-        raise RuntimeError("a dry run simulates its ranks and cannot share a process with a process group")
-    with simulated_rank(0, world_size):
-        model, given = on_meta(make)
-        stack = _foldable(model) if fold and (vary is None or vary.open is None) else None
-        ours = backend(**{"compute": "eager", **options})
-        ours.runs, ours.folds = False, fold
-        ours.planner.moments = moments
-        ours.planner.whole = tuple(model.parameters())  # a graph of a few layers reads a few of them
-        shard(model, ours, device="cpu")
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        args, kwargs = _fake_arguments(given, batch, seq, mode, vary)
-        if vary is not None:
-            ours.open_sizes = vary.open_sizes
-
-        def uncompiled() -> None:
-            again, brought = on_meta(make)
-            _fake(again, mode)
-            positional, named = _fake_arguments(brought, batch, seq, mode, vary)
-            with mode:
-                again(*positional, **named)
-
-        call = _Call(model, ours, mode, args, kwargs, uncompiled)
-        if stack is None or not _folded(call, stack):
-            call.trace()
-        return Compiled(tuple(ours.frames), _tokens([*args, *kwargs.values()]))
+    config = Config.of(**{"compute": "eager", **options})
+    with uncollected(), _Call.of(make, config, world_size, batch, seq, sizes, moments, fold) as call:
+        found = _traced_few(call, call.stack, verify) if call.stack is not None else None
+        frame, joint = found if found is not None else call.trace(folds=fold)
+        (compile_joint if programs else plan_joint)(frame, joint)
+        states = call.planner.states(frame.step, call.params)
+        return Compiled(frame, call.config, _tokens(call.inputs), call.planner.searched, states)
 
 
 def _fake_arguments(
-    given: Any, batch: int, seq: int, mode: FakeTensorMode, vary: Vary | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, positional and by keyword, their tensors fake."""
-    args, kwargs = _arguments(given, batch, seq)
-    inputs = [*args, *kwargs.values()]
-    if vary is not None:
-        inputs = vary.resized(inputs)
+    given: Any, batch: int, seq: int, sizes: Mapping[Dimension, int] | None, mode: FakeTensorMode
+) -> Arguments:
+    """The arguments of a call, their tensors fake."""
+    args, kwargs = arguments(given, batch, seq, sizes or {})
     fakes: dict[int, Tensor] = {}
-    inputs = [_input(x, mode, fakes, vary) for x in inputs]
-    return tuple(inputs[: len(args)]), dict(zip(kwargs, inputs[len(args) :], strict=True))
+    return tuple(_input(x, mode, fakes) for x in args), {name: _input(x, mode, fakes) for name, x in kwargs.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of a model, to be compiled and not run; ``uncompiled`` makes the same call of the model as it was."""
+    """One call of a model by a simulated rank.
+
+    Attributes:
+        params: all of the model's, whatever of it is traced.
+        stack: layers of which a few may speak for all.
+        mode: what the tensors of the call are fake in.
+        uncompiled: makes the same call of the model as it was.
+    """
 
     model: nn.Module
-    backend: Backend
+    config: Config
+    params: tuple[Plain, ...]
+    stack: Stack | None
+    adoption: Adoption
+    planner: Planner
+    compilation: Compilation
     mode: FakeTensorMode
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     uncompiled: Callable[[], object]
 
-    def trace(self, unfolding: Callable[[Joint], Repeat] | None = None) -> None:
-        """Fill the backend's frames, with those of this call alone."""
-        torch._dynamo.reset()
-        self.backend.frames.clear()
-        self.backend.unfolding = unfolding
-        self.backend.replace(_fake(self.model, self.mode))
+    @classmethod
+    @contextmanager
+    def of(
+        cls,
+        make: Callable[[], Any],
+        config: Config,
+        world_size: int,
+        batch: int,
+        seq: int,
+        sizes: Mapping[Dimension, int] | None,
+        moments: int,
+        fold: bool,
+    ) -> Iterator[_Call]:
+        """The call of what ``make`` returns, for rank 0 of ``world_size``, who exist inside of this context."""
+        if dist.is_initialized():
+            raise RuntimeError("a dry run simulates its ranks and cannot share a process with a process group")
+        with simulated_rank(0, world_size):
+            model, given = on_meta(make)
+            params, mode = plain(model.parameters()), FakeTensorMode(allow_non_fake_inputs=True)
+            stack = _foldable(model) if fold else None
+            adopt.refuse_wrapped(model.modules())
+            adoption = Adoption(config, lambda device: Ranks.connect(config, device))
+            adoption.shard([model], torch.device("cpu"))
+            planner = Planner(config, world_size, adoption.params, torch.device("cpu"), moments=moments)
+            compilation = Compilation(
+                world_size=world_size,
+                segments=SegmentCache(config.compute),
+                plan_for=lambda code, step, _: planner.plan(code, step, params),
+                tied=adoption.tied,
+                moments=moments,
+                text_of=lambda gm: str(gm.graph),
+            )
+            args, kwargs = _fake_arguments(given, batch, seq, sizes, mode)
+
+            def uncompiled() -> None:
+                again, brought = on_meta(make)
+                _fake(again, mode)
+                positional, named = _fake_arguments(brought, batch, seq, sizes, mode)
+                with mode:
+                    again(*positional, **named)
+
+            yield cls(model, config, params, stack, adoption, planner, compilation, mode, args, kwargs, uncompiled)
+
+    @property
+    def inputs(self) -> list[Any]:
+        """The arguments, positional ones first."""
+        return [*self.args, *self.kwargs.values()]
+
+    def trace(self, *, folds: bool = True) -> tuple[Frame, Joint | Repeat]:
+        """The frame that Dynamo makes of the call, and its joint graph.
+
+        Args:
+            folds: whether that may come from a few of many layers that are alike.
+        """
+        found: list[tuple[Frame, Joint | Repeat | None]] = []
+
+        def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            answer = _answer(gm, self.mode)
+            with errors_reach_users():
+                self.adoption.covers(gm, None)
+                frame = Frame(replace(self.compilation, folds=folds), 0, traced_function())
+                found.append((frame, trace(frame, gm, inputs)))
+            return lambda *_: answer
+
+        torch.compiler.reset()
+        self.adoption.replace(_fake(self.model, self.mode))
         try:
             with self.mode:
-                torch.compile(self.model, backend=self.backend, fullgraph=True)(*self.args, **self.kwargs)
-        except DryRun:
-            return
-        except (ZeroGraphError, torch._dynamo.exc.BackendCompilerFailed):
+                torch.compile(self.model, backend=compiler, fullgraph=True)(*self.args, **self.kwargs)
+        except (ZeroGraphError, BackendFailed):
             raise
         except Exception as error:
             told = explained(error, self.uncompiled)
             if told is None:
                 raise
             raise told from told.__cause__
-        raise UnsupportedError("the model computes nothing that could be compiled", "give one with a forward")
+        if not found:
+            raise UnsupportedError("the model computes nothing that could be compiled", "give one with a forward")
+        frame, joint = found[0]
+        if joint is None:
+            raise UnsupportedError(
+                "the model has no backward: none of its outputs depends on a trainable parameter",
+                "return the loss or the logits from forward",
+            )
+        return frame, joint
 
 
-class _Unfolder:
-    """What to do with the joint graphs of a few of a stack's layers; a graph that does not repeat ends the dry run."""
+def _answer(gm: fx.GraphModule, mode: FakeTensorMode) -> Any:
+    """What ``gm`` returns, as Dynamo has it, in tensors of ``mode``."""
 
-    def __init__(self, stack: Stack) -> None:
-        self.stack = stack
-        self.short: Joint | None = None
-        self.whole = False
-        self.reason = "it has no backward"
+    def value_of(node: fx.Node) -> Any:
+        value = node.meta["example_value"]
+        return _faked(value, mode) if isinstance(value, Tensor) else value
 
-    def keep(self, joint: Joint) -> Repeat:
-        """Of the fewest layers, to be compared."""
-        self.short, self.reason = joint, ""
-        raise DryRun
-
-    def unfold(self, joint: Joint) -> Repeat:
-        """Of one more: the graph of all layers."""
-        assert self.short is not None
-        path, (fewer, more) = self.stack.path, self.stack.probes()
-        try:
-            if signature(unfold(self.short, path, fewer, more)) != signature(unfold(joint, path, more, more)):
-                raise NotFoldable("one layer more is not the same work once more")
-            repeat = Repeat.of(joint, path, more, range(len(self.stack.layers)), labels=range(len(more)))
-        except NotFoldable as error:
-            self.reason = str(error)
-            raise DryRun from error
-        self.whole = True
-        return repeat
+    return fx.node.map_arg(output_of(gm.graph).args[0], value_of)
 
 
-def _folded(call: _Call, stack: Stack) -> bool:
-    """Compile ``call`` from traces of a few layers; False, and a word of why, where that cannot be done."""
-    unfolder = _Unfolder(stack)
-    for chosen, unfolding in zip(stack.probes(), (unfolder.keep, unfolder.unfold), strict=True):
+def _traced_few(call: _Call, stack: Stack, verify: bool) -> tuple[Frame, Repeat] | None:
+    """The joint graph of all layers of ``stack`` from traces of a few; None, and a word of why, where it cannot be had.
+
+    Args:
+        verify: see that four layers, unfolded to five, are what tracing five gives.
+    """
+    fewer, more = stack.probes()
+    traced = []
+    for chosen in (fewer, more) if verify else (more,):
         try:
             with stack.only(chosen):
-                call.trace(unfolding)
+                frame, joint = call.trace(folds=False)
+        except ModelRaises:
+            raise  # all layers would
         except Exception as error:
-            if unfolder.whole or isinstance(error, ModelRaises):
-                raise  # all layers would have met it
-            unfolder.reason = f"with {len(chosen)} layers it fails: {str(error).strip().partition(chr(10))[0]}"
-        if unfolder.reason:
-            _warn(stack, unfolder.reason)
-            return False
-    return True
+            _warn(stack, f"with {len(chosen)} layers it fails: {str(error).strip().partition(chr(10))[0]}")
+            return None
+        assert isinstance(joint, Joint)
+        traced.append(joint)
+    longest = traced[-1]
+    try:
+        if verify and signature(unfold(traced[0], stack.path, fewer, more)) != signature(
+            unfold(longest, stack.path, more, more)
+        ):
+            raise NotFoldable("one layer more is not the same work once more")
+        return frame, Repeat.of(longest, stack.path, more, range(len(stack.layers)), labels=range(len(more)))
+    except NotFoldable as reason:
+        _warn(stack, str(reason))
+        return None
 
 
 def _foldable(model: nn.Module) -> Stack | None:
@@ -233,14 +288,12 @@ def _fake(model: nn.Module, mode: FakeTensorMode) -> dict[int, nn.Parameter]:
     return {key: value for key, value in new.items() if isinstance(value, nn.Parameter)}
 
 
-def _input(value: Any, mode: FakeTensorMode, fakes: dict[int, Tensor], vary: Vary | None) -> Any:
+def _input(value: Any, mode: FakeTensorMode, fakes: dict[int, Tensor]) -> Any:
     """An argument of the call; a tensor that is given twice (ids that are labels too) stays one tensor."""
     if not isinstance(value, Tensor):
         return value
     if id(value) not in fakes:
         fakes[id(value)] = _faked(value, mode)
-        if vary is not None:
-            vary.mark(value, fakes[id(value)])
     return fakes[id(value)]
 
 
@@ -248,7 +301,8 @@ def _faked(old: Tensor, mode: FakeTensorMode) -> Tensor:
     """A tensor like ``old`` that is fake, and on the CPU."""
     local = old.to_local() if isinstance(old, DTensor) else old
     with mode, torch.no_grad():
-        new = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="cpu")
+        shape, stride = map(traced_size, local.shape), map(traced_size, local.stride())
+        new = torch.empty_strided([*shape], [*stride], dtype=local.dtype, device="cpu")
         if isinstance(old, DTensor):
             new = DTensor.from_local(
                 new, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
@@ -277,18 +331,6 @@ def on_meta(make: Callable[[], Any]) -> tuple[nn.Module, Any]:
     raise UnsupportedError(f"the model's function returned {kind}", "return an nn.Module, or (module, inputs)")
 
 
-def _arguments(inputs: Any, batch: int, seq: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Inputs as positional and keyword arguments; token ids where there are none."""
-    match inputs:
-        case None:
-            return (torch.empty(batch, seq, dtype=torch.int64, device="meta"),), {}
-        case Mapping():
-            return (), dict(inputs)
-        case tuple() | list():
-            return tuple(inputs), {}
-    return (inputs,), {}
-
-
 def _tokens(inputs: Iterable[Any]) -> int:
     first = next((x for x in inputs if isinstance(x, Tensor)), None)
     if first is None:
@@ -299,11 +341,9 @@ def _tokens(inputs: Iterable[Any]) -> int:
 @contextmanager
 def simulated_rank(rank: int, world_size: int) -> Iterator[None]:
     """A default process group of ``world_size`` ranks in this one process, whose collectives do nothing."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend
-
-    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    simulate_group(rank, world_size)
     try:
         yield
     finally:
-        torch._dynamo.reset()
+        torch.compiler.reset()
         dist.destroy_process_group()

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from zerograph.core.config import Config
-from zerograph.core.errors import ConfigError, InfeasibleError, UnsupportedError
+from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import Offload, Plan
 from zerograph.core.planfile import PlanFile, Reason
-from zerograph.core.step import Step
+from zerograph.core.step import Dimension, Step
 from zerograph.dryrun.compile_only import Compiled, compile_only
-from zerograph.outlook import outlook
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.ladder import open_homes, open_tiers
+from zerograph.planner.outlook import outlook
 from zerograph.planner.planned import gathered, planned, recomputed, under_way, updated
 from zerograph.planner.search import Wish
-from zerograph.symbolic import Name
-from zerograph.vary import Vary
-
-if TYPE_CHECKING:
-    from zerograph.frame import Frame
 
 ATTEMPTS = 8
 """Plans that are compiled in search of one whose programs hold no more than they may, after the first."""
@@ -39,7 +34,7 @@ def plan_file(
     dtype: str | None = None,
     moments: int = 2,
     reserve: float = 0.0,
-    sizes: Mapping[Name, int] | None = None,
+    sizes: Mapping[Dimension, int] | None = None,
     memory: int | None = None,
     offload: Offload | Literal["auto"] = "none",
     tier: Tier | None = None,
@@ -50,7 +45,7 @@ def plan_file(
 
     Args:
         name: of the model, for people.
-        make: see :func:`zerograph.dryrun.compile_only`.
+        make: see :func:`zerograph.dryrun.compile_only.compile_only`.
         world, batch, seq: ranks, and the batch of each.
         dtype: compute dtype by name; each parameter's own unless given.
         moments: tensors that the optimizer keeps per parameter.
@@ -61,7 +56,7 @@ def plan_file(
             options leave open.
         offload, tier: as in :class:`~zerograph.planner.search.Wish`. Unless it is "none", the plan is searched over
             all tiers of ``machine``, and forecast from its schedule: no program can be lowered for it yet.
-        fold: see :func:`zerograph.dryrun.compile_only`.
+        fold: see :func:`zerograph.dryrun.compile_only.compile_only`.
         options: further arguments of :func:`zerograph.backend`. At stage "auto" the plan fills ``machine``'s memory.
 
     Raises:
@@ -77,24 +72,21 @@ def plan_file(
     if offload != "none":
         config = Config.of(**options)
         wish = Wish.of(config, world, offload=offload, tier=tier)
-        vary = None if sizes is None else Vary(dict(sizes))
         compiled = compile_only(
-            make, world_size=world, batch=batch, seq=seq, fold=fold, dtype=compute, stage=config.sharding, vary=vary,
-            moments=moments,
+            make, world_size=world, batch=batch, seq=seq, sizes=sizes, fold=fold, programs=False, moments=moments,
+            dtype=compute, stage=config.sharding,
         )  # fmt: skip
-        step = movable(_training_frame(compiled.frames).step, world)
+        step = movable(compiled.frame.step, world)
         return planned(name, step, wish, machine, moments=moments, reserve=reserve, tokens=compiled.tokens)
     if options.get("stage") == "auto" or sizes is not None or memory is not None:
         options |= {"memory": machine.capacity("device", world) if memory is None else memory, "machine": machine}
-    if sizes is not None:
-        options["vary"] = Vary(dict(sizes))
 
     def planned_file(**more: Any) -> tuple[PlanFile, int]:
         found = compile_only(
-            make, world_size=world, batch=batch, seq=seq, fold=fold, dtype=compute, moments=moments, **options | more
-        )
-        searched = _training_frame(found.frames).backend.planner.searched
-        return forecast_file(name, found, machine, moments=moments, reserve=reserve), searched
+            make, world_size=world, batch=batch, seq=seq, sizes=sizes, fold=fold, dtype=compute, moments=moments,
+            **options | more,
+        )  # fmt: skip
+        return forecast_file(name, found, machine, moments=moments, reserve=reserve), found.searched
 
     return within(planned_file) if sizes is None and "memory" in options else planned_file()[0]
 
@@ -158,12 +150,8 @@ def refuse_offload(
 def forecast_file(
     name: str, compiled: Compiled, machine: Machine, *, moments: int = 2, reserve: float = 0.0
 ) -> PlanFile:
-    """The plan file of a model that was compiled already: what :func:`plan_file` does after tracing.
-
-    Raises:
-        UnsupportedError: the model does not train.
-    """
-    frame = _training_frame(compiled.frames)
+    """The plan file of a model that was compiled already: what :func:`plan_file` does after tracing."""
+    frame = compiled.frame
     found = outlook([frame.programs["forward"], frame.programs["backward"]], frame.plan, machine, moments=moments)
     return PlanFile(
         model=name,
@@ -172,21 +160,11 @@ def forecast_file(
         budget={tier: int(machine.capacity(tier, frame.plan.world_size) * (1 - reserve)) for tier in TIERS},
         forecast=found.forecast,
         holdings=found.holdings,
-        reasons=(*_reasons(frame.plan, frame.backend.config), *under_way(frame.plan), *updated(frame.step, frame.plan)),
+        reasons=(*_reasons(frame.plan, compiled.config), *under_way(frame.plan), *updated(frame.step, frame.plan)),
         passes=tuple(frame.passes),
         tokens=compiled.tokens,
         flops=sum(op.flops for op in frame.step.ops),  # the model's own: what is recomputed counts once
     )
-
-
-def _training_frame(frames: tuple[Frame, ...]) -> Frame:
-    training = [frame for frame in frames if "backward" in frame.programs]
-    if not training:
-        raise UnsupportedError(
-            "the model has no backward: none of its outputs depends on a trainable parameter",
-            "return the loss or the logits from forward",
-        )
-    return training[-1]
 
 
 _FASTEST = "of the plans that were looked at and fit, it is predicted to be the fastest"

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from traceback import FrameSummary
 
-from torch._dynamo.exc import TorchRuntimeError, Unsupported, UserError
-from torch._subclasses import UnsupportedFakeTensorException
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
-
 from zerograph.core.errors import UnsupportedError, ZeroGraphError
 from zerograph.core.tracebacks import line_of, users_line
+from zerograph.dryrun.torch_private import NEEDS_VALUES, Untraced, breaks_graph
 
 _ALL_TOO_GENERAL = ("Please report", "It may be possible to write", "This is likely to be a Dynamo bug")
 """How those of Dynamo's hints begin that a model's author can do nothing with."""
-_RAISED = "Observed exception"
-"""What Dynamo calls an exception of the code that it traces."""
 
 
 class ModelRaises(UnsupportedError):
@@ -30,23 +25,19 @@ def explained(error: Exception, call: Callable[[], object]) -> ZeroGraphError | 
             traces as a graph break, under a name of its own; a plain call raises the exception itself.
     """
     own = _raised_by(call)
-    if own is not None and not (_breaks_graph(error) and isinstance(own, RuntimeError)):
+    if own is not None and not (breaks_graph(error) and isinstance(own, RuntimeError)):
         return _model_raises(own)  # what needs values is a RuntimeError of fake tensors; the graph break says more then
-    return _untraced(error) if isinstance(error, Unsupported | UserError | TorchRuntimeError) else None
+    return _untraced(error) if isinstance(error, Untraced) else None
 
 
 def _raised_by(call: Callable[[], object]) -> Exception | None:
     try:
         call()
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException):
+    except NEEDS_VALUES:
         return None  # a limit of fake tensors
     except Exception as error:
         return error
     return None
-
-
-def _breaks_graph(error: Exception) -> bool:
-    return isinstance(error, UserError) or (isinstance(error, Unsupported) and error.gb_type != _RAISED)
 
 
 def _model_raises(error: Exception) -> ModelRaises:
@@ -59,7 +50,7 @@ def _model_raises(error: Exception) -> ModelRaises:
     return found
 
 
-def _untraced(error: Unsupported | UserError | TorchRuntimeError) -> UnsupportedError:
+def _untraced(error: Untraced) -> UnsupportedError:
     lines = [line.strip() for line in error.msg.strip().splitlines()]
     explanation = _starting(lines, "Explanation: ")
     hints = [hint for hint in _starting(lines, "Hint: ") if not hint.startswith(_ALL_TOO_GENERAL)]

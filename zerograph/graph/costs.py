@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Container, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
-import sympy
 import torch
-import torch._prims.rng_prims  # registers the operators that save and restore a generator's state
 from torch import fx
-from torch._functorch.partitioners import get_default_op_list  # what the partitioner itself goes by
 from torch.utils.flop_counter import flop_registry
 
 from zerograph.graph.nodes import is_size, is_view
-
-Read: TypeAlias = Callable[[int | torch.SymInt], Any]
-"""How a size is read: as a number, or as an expression that can be calculated with like one."""
+from zerograph.graph.torch_private import OpOverload, behind_generator, is_recomputable
 
 
 def traced_size(size: int | torch.SymInt) -> int:
@@ -25,44 +19,25 @@ def traced_size(size: int | torch.SymInt) -> int:
     return size if isinstance(size, int) else size.node.hint or 0
 
 
-def expression_of(size: int | torch.SymInt) -> Any:
-    """A size as an expression of sympy's, in torch's symbols."""
-    return sympy.Integer(size) if isinstance(size, int) else size.node.expr
-
-
-def bytes_of(val: Any, read: Read = traced_size) -> Any:
+def bytes_of(val: Any) -> int:
     """Bytes of the tensors in ``val``, each as if it had memory of its own."""
     if isinstance(val, torch.Tensor):
-        return read(val.numel()) * val.element_size()
+        return traced_size(val.numel()) * val.element_size()
     if isinstance(val, (list, tuple)):
-        return sum(bytes_of(v, read) for v in val)
+        return sum(map(bytes_of, val))
     return 0
 
 
-def flops_of(node: fx.Node, read: Read = traced_size) -> Any:
+def flops_of(node: fx.Node) -> int:
     """Floating-point operations of a product, convolution or attention; 0 for anything else."""
-    target, given = _behind_generator(node)
+    target, given = behind_generator(node.target, node.args)
     operation = getattr(target, "overloadpacket", None)
     formula = _OF_CPU.get(operation) or flop_registry.get(operation)
     if formula is None:
         return 0
     args, kwargs = fx.node.map_arg((given, node.kwargs), lambda n: n.meta.get("val"))  # type: ignore[arg-type]
     found = formula(*args, **kwargs, out_val=node.meta.get("val"))
-    return int(found) if isinstance(found, (int, float)) else read(found)
-
-
-def _behind_generator(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """The operator that ``node`` calls, and its arguments.
-
-    What draws random numbers (attention may) and is computed again is called through others by the partitioner, which
-    save the generator's state and restore it.
-    """
-    operators = torch.ops.higher_order
-    if node.target in (operators.run_and_save_rng_state, operators.graphsafe_run_with_rng_state):
-        return node.args[0], node.args[1:]
-    if node.target is operators.run_with_rng_state:
-        return node.args[1], node.args[2:]
-    return node.target, node.args
+    return int(found) if isinstance(found, (int, float)) else traced_size(found)
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -131,7 +106,7 @@ def moved_bytes(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outs: Seque
     return sum(bytes_of(n.meta.get("val")) for n in read | written) + sum(map(kernel_bytes, nodes))
 
 
-def kernel_bytes(node: fx.Node, read: Read = traced_size, without: Container[fx.Node] = ()) -> Any:
+def kernel_bytes(node: fx.Node, without: Container[fx.Node] = ()) -> int:
     """Bytes that ``node`` reads and writes where it never fuses with what is around it; else 0.
 
     Args:
@@ -139,26 +114,23 @@ def kernel_bytes(node: fx.Node, read: Read = traced_size, without: Container[fx.
     """
     if not _materializes(node):
         return 0
-    inputs = sum(bytes_of(n.meta.get("val"), read) for n in node.all_input_nodes if n not in without)
-    return inputs + bytes_of(node.meta.get("val"), read)
+    inputs = sum(bytes_of(n.meta.get("val")) for n in node.all_input_nodes if n not in without)
+    return inputs + bytes_of(node.meta.get("val"))
 
 
-def is_cheap_to_repeat(node: fx.Node, read: Read = traced_size, without: Container[fx.Node] = ()) -> Any:
+def is_cheap_to_repeat(node: fx.Node, without: Container[fx.Node] = ()) -> bool:
     """Whether the min-cut partitioner may compute ``node`` again in the backward instead of saving it.
 
-    Its own list of operators says so, and its rule that what is a quarter of its inputs or less is saved. The answer is
-    a comparison where sizes are expressions and it depends on them. Inputs ``without`` do not count.
+    Its own list of operators says so, and its rule that what is a quarter of its inputs or less is saved. Inputs
+    ``without`` do not count.
     """
     if node.target is operator.getitem or is_view(node):
         return True
-    if not _repeatable().is_recomputable(node):
+    if not is_recomputable(node):
         return False
     given = [n for n in node.args if isinstance(n, fx.Node) and n not in without]
-    inputs = sum(bytes_of(n.meta.get("val"), read) for n in given)
-    return bytes_of(node.meta.get("val"), read) * 4 >= inputs
-
-
-_repeatable = functools.cache(get_default_op_list)
+    inputs = sum(bytes_of(n.meta.get("val")) for n in given)
+    return bytes_of(node.meta.get("val")) * 4 >= inputs
 
 
 def temporary_bytes(nodes: Sequence[fx.Node], outs: Sequence[fx.Node]) -> int:
@@ -188,7 +160,7 @@ def _materializes(node: fx.Node) -> bool:
     if node.op != "call_function" or is_view(node) or is_size(node) or node.target is operator.getitem:
         return False
     target = node.target
-    reduces = isinstance(target, torch._ops.OpOverload) and torch.Tag.reduction in getattr(target, "tags", ())
+    reduces = isinstance(target, OpOverload) and torch.Tag.reduction in getattr(target, "tags", ())
     return reduces or flop_registry.get(getattr(target, "overloadpacket", None)) is not None
 
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import operator
 import re
 
-import torch
-import torch._inductor.inductor_prims  # registers the operators for seeds
 from torch import fx
 
-from zerograph.core import step as ir
+from zerograph.core import step
 from zerograph.graph.ops import INSTRUCTIONS, REDUCE_GRAD, UNSHARD
+from zerograph.graph.torch_private import LOOKUP_SEED, SEEDS
 
 _LEAST = 16
 """Operations between two cuts, at least: what a compiler has to fuse in less is worth more than a cut."""
@@ -74,7 +73,7 @@ def layer_of(node: fx.Node) -> str | None:
     An empty string outside of repeated layers; None when tracing left no word of the module.
     """
     module = module_of(node)
-    return None if module is None else ir.layer_of(module)
+    return None if module is None else step.layer_of(module)
 
 
 def layer_starts(graph: fx.Graph) -> list[fx.Node]:
@@ -103,10 +102,4 @@ def _computes(node: fx.Node) -> bool:
 
 
 # What moves to where its argument is, whichever layer it belongs to.
-_NO_PLACE = INSTRUCTIONS | {
-    UNSHARD,
-    REDUCE_GRAD,
-    operator.getitem,
-    torch.ops.prims.inductor_seeds.default,
-    torch.ops.prims.inductor_lookup_seed.default,
-}
+_NO_PLACE = INSTRUCTIONS | SEEDS | {UNSHARD, REDUCE_GRAD, operator.getitem, LOOKUP_SEED}

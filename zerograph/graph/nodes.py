@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from zerograph.core.errors import InvariantError
 from zerograph.core.plan import Param
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
+from zerograph.graph.torch_private import OpOverload
 
 aten = torch.ops.aten
 
@@ -32,6 +35,14 @@ class Activation:
     """The fact on operators of the forward: what plans call their result."""
 
     name: str
+
+
+class Pair(NamedTuple):
+    """A forward and its backward; the first ``outputs`` that the forward returns are the user's, the rest is saved."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    outputs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +87,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def _is_view_op(target: Any) -> bool:
-    return target in _VIEWS_BY_DECOMPOSITION or (isinstance(target, torch._ops.OpOverload) and target.is_view)
+    return target in _VIEWS_BY_DECOMPOSITION or (isinstance(target, OpOverload) and target.is_view)
 
 
 def _is_view_part(node: fx.Node) -> bool:
@@ -152,3 +163,15 @@ def protect_outputs(graph: fx.Graph) -> None:
 
 def _with_views(node: fx.Node) -> list[fx.Node]:
     return [node] + [n for user in list(node.users) if is_view(user) for n in _with_views(user)]
+
+
+def broken(node: fx.Node, what: str) -> InvariantError:
+    """The error for an invariant that does not hold at ``node``: with its parameters, neighbours and source line."""
+    fact = node.meta.get("zg")
+    params = ", ".join(p.name for p in fact.params) if isinstance(fact, Transfer) else "-"
+    lines = re.findall(r'File "[^"]+", line \d+', node.meta.get("stack_trace") or "")
+    where = lines[-1] if lines else "unknown source line"
+    return InvariantError(
+        f"{node.name}: {what} (parameters: {params}; {where})\n  {node.prev}\n  {node.format_node()}\n  {node.next}",
+        "this is a bug in ZeroGraph; please report it with this message",
+    )

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._dynamo.eval_frame import skip_code  # no public way to keep one function from being compiled by itself
+
+from zerograph.graph.torch_private import resolve_group, skip_frame
 
 _LIB = torch.library.Library("zg", "DEF")
 _FACE = "str name, str group, ScalarType dtype, ScalarType reduce_dtype, bool sharded"
@@ -30,14 +30,7 @@ def world_size(group: str) -> int:
     return resolve_group(group).size() if group else 1
 
 
-def resolve_group(group: str) -> dist.ProcessGroup:
-    """The process group of that name."""
-    # Private, and the only way from the name that graphs carry to the group.
-    return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
-
-
-skip_code(world_size.__code__)
-skip_code(resolve_group.__code__)
+skip_frame(world_size)
 
 
 def _unshard(
@@ -95,7 +88,7 @@ for _name, _kernel, _fake in (
     ("reduce_grad", _reduce_grad, _reduce_grad_fake),
 ):
     _LIB.impl(_name, _kernel, "CompositeExplicitAutograd")
-    skip_code(_kernel.__code__)
+    skip_frame(_kernel)
     torch.library.register_fake(f"zg::{_name}", _fake, lib=_LIB)
 for _name in ("gather", "reduce"):
     torch.library.register_fake(f"zg::{_name}", _pending_fake, lib=_LIB)

@@ -36,6 +36,7 @@ import zerograph
 from zerograph.api import Backend
 from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.integrations.models import compile_call, held_back, refuse_other
+from zerograph.sharding.module_classes import plain_class
 
 State = dict[str, Any]
 """What goes into a checkpoint: modules, optimizers and anything else, by name."""
@@ -192,7 +193,7 @@ def shard_and_compile(module: nn.Module, backend: Backend) -> nn.Module:
 
 
 def _compile(module: nn.Module, backend: Backend) -> None:
-    own = type(module).forward not in (LightningModule.forward, nn.Module.forward, nn.ModuleList.forward)
+    own = plain_class(module).forward not in (LightningModule.forward, nn.Module.forward, nn.ModuleList.forward)
     if own:
         compile_call(module, backend)
     if not own or isinstance(module, LightningModule):

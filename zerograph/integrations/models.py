@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
-import torch
 from torch import nn
 
 from zerograph.api import Backend
 from zerograph.core.errors import ConfigError
+from zerograph.sharding.torch_private import compile_any_call
 
 
 def refuse_other(backend: object) -> None:
@@ -23,12 +22,7 @@ def refuse_other(backend: object) -> None:
 def compile_call(module: nn.Module, backend: Backend) -> None:
     """Have calls of ``module`` compiled, in place; ``module.compile()`` does nothing for classes of ``torch.nn``."""
     if type(module).__module__.startswith("torch.nn."):
-        # Where module.compile() puts its own: copies and pickles leave it behind. An attribute such as ``forward``
-        # would go with a copy, and compute with the parameters of the original.
-        def call(*args: Any, **options: Any) -> Any:
-            return module._call_impl(*args, **options)
-
-        module._compiled_call_impl = torch.compile(call, backend=backend)
+        compile_any_call(module, backend)
     else:
         module.compile(backend=backend)
 

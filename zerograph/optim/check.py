@@ -1,4 +1,5 @@
-"""Refuse optimizers that would compute something else on shards than on whole parameters, or on too few of them."""
+"""Watch the steps of optimizers: refuse those that would compute something else on shards than on whole parameters, or
+on too few of them; mark them for a recording; and tell the other ranks of one that fails."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zerograph.core.errors import UnsupportedError
-from zerograph.lent import refuse_lost_edits
+from zerograph.core.errors import ShardingError, UnsupportedError
+from zerograph.optim.failures import register_failed_step_hook
+from zerograph.runtime.entry import reason_of
 from zerograph.runtime.hold import GradientHold
+from zerograph.runtime.telemetry import Telemetry
 
 _NOT_ELEMENTWISE = {
     "LBFGS": "it works on the dot products of whole gradients",
@@ -35,30 +38,57 @@ class OptimizerCheck:
         replaced: Container[Tensor],
         skipped: Callable[[], Iterable[Tensor]],
         hold: GradientHold,
+        telemetry: Telemetry,
+        abort: Callable[[str], None],
     ) -> None:
         """``params`` are the ids of the backend's own, ``replaced`` what was in their places before, ``skipped`` finds
-        those that should be its own and are not.
+        those that should be its own and are not, ``abort`` tells the other ranks why this one fails.
         """
+        self._telemetry, self._abort = telemetry, abort
         self._params, self._replaced, self._skipped, self._hold = params, replaced, skipped, hold
+        self._memory: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._passed: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         check = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
             live = check()
             if live is not None:
-                live.look_at(optimizer)
+                live._begins(optimizer)
+
+        def after_step(optimizer: Optimizer, *_: Any) -> None:
+            live = check()
+            if live is not None:
+                live._telemetry.updated()
+
+        def failed_step(optimizer: Optimizer, error: BaseException) -> None:
+            live = check()
+            if live is not None:
+                live._failed(optimizer, error)
 
         weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
+        weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
+        weakref.finalize(self, register_failed_step_hook(failed_step).remove)
+
+    def _begins(self, optimizer: Optimizer) -> None:
+        self.look_at(optimizer)  # every rank refuses the same: to abort here could cut off a backward on another
+        self._telemetry.updating()
+
+    def _failed(self, optimizer: Optimizer, error: BaseException) -> None:
+        """The update is a program of all ranks, and ends on this one."""
+        self._telemetry.updated()
+        if any(id(p) in self._params for p in _params_of(optimizer)):
+            self._abort(f"in {type(optimizer).__name__}.step(): {reason_of(error)}")
 
     def look_at(self, optimizer: Optimizer) -> None:
         """Raises:
         UnsupportedError: ``optimizer`` holds sharded parameters of this backend and is not elementwise, or
             parameters that should be sharded and are not.
-        ZeroGraphError: a part of the gradients is held back, or an edit of a full copy was lost.
+        ShardingError: the ``.data`` of one of them was assigned, which does nothing.
+        ZeroGraphError: a part of the gradients is held back.
         """
         if all(group.get("lr") == 0 for group in optimizer.param_groups):
             return  # DCP steps once without moving anything, to make the state
-        refuse_lost_edits()
+        self._refuse_assigned(optimizer)
         if self._hold.names and any(id(p) in self._params for p in _params_of(optimizer)):
             self._hold.refuse_step()
         foreign = {id(p) for p in _params_of(optimizer) if id(p) not in self._params and p.grad is not None}
@@ -73,6 +103,29 @@ class OptimizerCheck:
     def stepped(self) -> list[Optimizer]:
         """The optimizers that have stepped on parameters of the backend."""
         return [o for o in self._passed if any(id(p) in self._params for p in _params_of(o))]
+
+    def remember(self, params: Iterable[Tensor]) -> None:
+        """Know by which memory the DTensors among ``params`` are called, to see that of another assigned to one."""
+        for param in params:
+            if isinstance(param, DTensor):
+                self._memory[id(param)] = (weakref.ref(param), *_memory(param))
+
+    def _refuse_assigned(self, optimizer: Optimizer) -> None:
+        """``param.data = tensor`` gives a DTensor the memory of ``tensor``, where nobody looks, and keeps its rows."""
+        for param in _params_of(optimizer):
+            if not isinstance(param, DTensor) or id(param) not in self._params:
+                continue
+            known, storage, rows = self._memory.get(id(param), (None, 0, 0))
+            if known is not None and known() is param and storage == _memory(param)[0]:
+                continue
+            self.remember([param])
+            if known is not None and known() is param and rows == _memory(param)[1]:
+                raise ShardingError(
+                    f"the .data of a parameter of shape {list(param.shape)} was assigned, which a DTensor ignores: "
+                    "its values are as they were",
+                    "change values in place (param.data.mul_(0.5), or param.copy_(other) under torch.no_grad()), or "
+                    "inside `with zerograph.gathered(model, writeback=True):`",
+                )
 
     def _refuse_not_elementwise(self, optimizer: Optimizer) -> None:
         names = [c.__name__ for c in type(optimizer).__mro__]
@@ -107,6 +160,11 @@ class OptimizerCheck:
                 "eagerly; of a module of torch.nn itself (nn.Sequential), module.compile() compiles nothing at all: "
                 "use torch.compile(model, backend=...)",
             )
+
+
+def _memory(param: DTensor) -> tuple[int, int]:
+    """The storage that stands for all of ``param`` and holds nothing, and the tensor of this rank's rows."""
+    return param.untyped_storage()._cdata, id(param._local_tensor)
 
 
 def _params_of(optimizer: Optimizer) -> list[Tensor]:

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from zerograph import _core
 from zerograph.core.errors import ConfigError, UnsupportedError
-from zerograph.optim.tensors import is_dense, local_of, on_host, pieces
+from zerograph.optim.tensors import is_dense, on_host, pieces
+from zerograph.runtime.torch_private import local_tensor
 
 
 def clip_grad_norm_(
@@ -42,8 +43,8 @@ def clip_grad_norm_(
     params = [parameters] if isinstance(parameters, Tensor) else parameters
     grads = [p.grad for p in params if p.grad is not None]
     split: list[DTensor] = [g for g in grads if is_split(g)]  # type: ignore[misc]
-    whole = [local_of(g) for g in grads if not is_split(g)]
-    mine = [local_of(g) for g in split]
+    whole = [local_tensor(g) for g in grads if not is_split(g)]
+    mine = [local_tensor(g) for g in split]
     group = split[0].device_mesh.get_group() if split else None
     norm = _norm_over_ranks(mine, whole, float(norm_type), group).to(_precision(mine + whole))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):

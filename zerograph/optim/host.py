@@ -24,9 +24,11 @@ from torch.optim import Optimizer
 from zerograph import _core
 from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.optim.clip import power_sum
+from zerograph.optim.failures import tell_failed_step
 from zerograph.optim.parts import Member, Part, Plan, parts_of
-from zerograph.optim.tensors import TAGS, Gradients, Layout, local_of, uses_kernels
+from zerograph.optim.tensors import TAGS, Gradients, Layout, uses_kernels
 from zerograph.optim.update import Update
+from zerograph.runtime.torch_private import local_tensor
 
 log = logging.getLogger(__name__)
 
@@ -127,12 +129,16 @@ class HostOptimizer(Optimizer):
             UnsupportedError: a parameter or gradient that cannot be updated; nothing has changed then.
             ConfigError: ``clip`` is not positive, or ``grad_scale`` is zero.
         """
-        self._settle()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._start(grad_scale, clip).wait()
+        try:
+            self._settle()
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            self._start(grad_scale, clip).wait()
+        except BaseException as error:
+            tell_failed_step(self, error)
+            raise
         return loss
 
     @Optimizer.profile_hook_step
@@ -143,9 +149,13 @@ class HostOptimizer(Optimizer):
         Until ``wait()`` of what it returns, nothing may read the parameters or change the gradients. The optimizer
         itself waits before it does anything else.
         """
-        self._settle()
-        self._opt_called = True  # learning rate schedulers ask for it, and see only calls of step()
-        self._running = self._start(grad_scale, clip)
+        try:
+            self._settle()
+            self._opt_called = True  # learning rate schedulers ask for it, and see only calls of step()
+            self._running = self._start(grad_scale, clip)
+        except BaseException as error:
+            tell_failed_step(self, error)
+            raise
         return self._running
 
     def _settle(self) -> None:
@@ -252,15 +262,15 @@ class HostOptimizer(Optimizer):
             master = state.get("master")
             master = param.detach().to(torch.float32) if master is None else master
             state["master"] = _fitted(master, param, torch.float32, f"master of {name}")
-            target = local_of(state["master"])
-        return Member(index, local, target, [local_of(state[s]) for s in slots], state.get("step"), fresh)
+            target = local_tensor(state["master"])
+        return Member(index, local, target, [local_tensor(state[s]) for s in slots], state.get("step"), fresh)
 
     def _keeps_master(self, param: Tensor) -> bool:
         return self.master is not None and param.dtype.itemsize < self.master.itemsize
 
     def _state_dtype(self, param: Tensor) -> torch.dtype:
         """float32 on the host, whatever the parameter's dtype is; torch's fused kernels want that of the parameter."""
-        if uses_kernels(local_of(param)):
+        if uses_kernels(local_tensor(param)):
             return self.moments or torch.float32
         own = torch.float32 if self._keeps_master(param) else param.dtype
         if self.moments not in (None, own):
@@ -378,7 +388,7 @@ def _counter(value: Any, device: torch.device) -> Tensor:
 def _fitted(value: Tensor, param: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """State ``value`` in ``dtype`` and laid out as ``param``; itself if it is so already."""
     if isinstance(param, DTensor) and not isinstance(value, DTensor) and value.shape == param.shape:
-        from zerograph.sharding.parametrization import as_shard  # imports Dynamo, which plain tensors do not need
+        from zerograph.sharding.shards import as_shard  # imports Dynamo, which plain tensors do not need
 
         value = as_shard(value, param)
     if value.shape != param.shape:
@@ -386,7 +396,7 @@ def _fitted(value: Tensor, param: Tensor, dtype: torch.dtype, name: str) -> Tens
             f"{name} has shape {tuple(value.shape)}, its parameter {tuple(param.shape)}",
             "load a checkpoint of the same model",
         )
-    local, own = local_of(value), local_of(param)
+    local, own = local_tensor(value), local_tensor(param)
     alike = local.stride() == own.stride() or (local.is_contiguous() and own.is_contiguous())
     if alike and (local.dtype, local.device, local.shape) == (dtype, own.device, own.shape):
         return value

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zerograph.core.errors import ShardingError
 from zerograph.optim.clip import is_split, power_sums, refuse_norm
-from zerograph.optim.tensors import local_of
+from zerograph.runtime.torch_private import local_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ def norms(model: nn.Module, norm_type: float = 2.0) -> Norms:
         UnsupportedError: a tensor is partial over ranks, or sharded over more than one mesh dimension.
     """
     refuse_norm(norm_type)
-    params = dict(getattr(model, "_orig_mod", model).named_parameters())
+    params = {name.removeprefix("_orig_mod."): p for name, p in model.named_parameters()}
     _refuse_meta(params)
     # Split parameters first, each with a place for its gradient: ranks add up vectors of one length.
     split = [p for p in params.values() if is_split(p)]
@@ -83,7 +83,7 @@ def _powers(params: Sequence[Tensor], p: float) -> Tensor:
     found = torch.zeros(2, len(params), dtype=torch.float64)
     both: tuple[list[Tensor | None], ...] = (list(params), [param.grad for param in params])
     for row, tensors in zip(found, both, strict=True):
-        present = {i: local_of(t.detach()) for i, t in enumerate(tensors) if t is not None}
+        present = {i: local_tensor(t.detach()) for i, t in enumerate(tensors) if t is not None}
         if present:
             row[list(present)] = power_sums(list(present.values()), p).to(row)
     return found
@@ -93,6 +93,6 @@ def _over_ranks(split: Sequence[Tensor], p: float) -> Tensor:
     powers = _powers(split, p)
     if split:
         mesh = split[0].device_mesh  # type: ignore[attr-defined]
-        powers = powers.to(local_of(split[0]).device)  # where its group communicates
+        powers = powers.to(local_tensor(split[0]).device)  # where its group communicates
         dist.all_reduce(powers, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=mesh.get_group())
     return powers.cpu()

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zerograph import _core
 from zerograph.core.errors import UnsupportedError
+from zerograph.runtime.torch_private import local_tensor
 
 TAGS: dict[torch.dtype, _core.DType] = {
     torch.float32: _core.DType.float32,
@@ -30,11 +31,6 @@ NOTHING = _NOTHING.data_ptr()
 
 Piece = tuple[int, _core.DType, int]
 """Address, dtype and number of elements of one tensor."""
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def uses_kernels(local: Tensor) -> bool:
@@ -95,13 +91,13 @@ class Layout:
     def __init__(self, group: Mapping[str, Any]) -> None:
         self.params: list[Tensor] = list(group["params"])
         self.names: Sequence[str] = group.get("param_names", ())
-        self.locals = [local_of(p) for p in self.params]
+        self.locals = [local_tensor(p) for p in self.params]
         self.split = [isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements) for p in self.params]
         self.dtypes: list[torch.dtype | None] = [None] * len(self.params)
         self.changes = 0
         self._tags = [_core.DType.float32] * len(self.params)
         self._sharded: list[Any] = [p for p in self.params if isinstance(p, DTensor)]
-        self._shards = [local_of(p) for p in self._sharded]
+        self._shards = [local_tensor(p) for p in self._sharded]
         self._placements: list[Any] = [None] * len(self.params)  # of the gradients that were seen last
         self._strided = [t for t in self.locals if t.layout is torch.strided]  # others have no address
         self._addresses = list(map(Tensor.data_ptr, self._strided))
@@ -115,7 +111,7 @@ class Layout:
         return (
             len(params) == len(self.params)
             and all(map(operator.is_, params, self.params))
-            and all(map(operator.is_, [p._local_tensor for p in self._sharded], self._shards))
+            and all(map(operator.is_, map(local_tensor, self._sharded), self._shards))
             and list(map(Tensor.data_ptr, self._strided)) == self._addresses
         )
 
@@ -165,7 +161,7 @@ class Layout:
         if self._sharded:
             rows = enumerate(zip(found, self._placements, strict=True))
             found = [
-                g._local_tensor if type(g) is DTensor and g._spec.placements is seen else self._local(i, g)
+                local_tensor(g) if type(g) is DTensor and g.placements is seen else self._local(i, g)
                 for i, (g, seen) in rows
             ]
         complete = all(map(operator.is_not, found, itertools.repeat(None)))  # `in` would compare tensors
@@ -186,10 +182,10 @@ class Layout:
                 f"{self.name(index)} is placed as {param.placements}, its gradient {tuple(grad.shape)} is plain",
                 "assign a DTensor: DTensor.from_local(grad, param.device_mesh, param.placements)",
             )
-        if grad._spec.placements != param._spec.placements:
-            return grad.redistribute(param.device_mesh, param.placements)._local_tensor
-        self._placements[index] = grad._spec.placements
-        return grad._local_tensor
+        if grad.placements != param.placements:
+            return local_tensor(grad.redistribute(param.device_mesh, param.placements))
+        self._placements[index] = grad.placements
+        return local_tensor(grad)
 
     def _as_before(self, grads: Sequence[Tensor | None]) -> bool:
         """Whether nothing needs a closer look. Few operations per gradient: there may be hundreds in every step."""

@@ -15,11 +15,12 @@ from typing import NamedTuple, TypeVar
 
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Bucket, Plan, Residency
+from zerograph.core.simulate import Memory, Peaks, measure
 from zerograph.planner.ladder import HOMES
 from zerograph.planner.rates import Rates, gathered_bytes
 from zerograph.planner.regions import Profile
 from zerograph.planner.schedule import Decisions, Scheduler
-from zerograph.planner.simulate import Memory, Peaks, Task, measure
+from zerograph.planner.sketch import sketch
 
 T = TypeVar("T")
 FINEST = 128
@@ -199,14 +200,15 @@ class Space:
             levels[self._layer[layer]] = max(level, levels[self._layer[layer]])
         return tuple(levels)
 
-    def of(self, key: Key, tasks: Sequence[Task] | None = None) -> Candidate:
-        """The candidate of ``key``; ``tasks`` are its schedule, where it is there already."""
+    def of(self, key: Key) -> Candidate:
+        """The candidate of ``key``."""
         key = key.plain()
         if key not in self._known:
             decisions = self.decisions(key)
-            tasks = self.scheduler.schedule(decisions) if tasks is None else tasks
-            seconds, peaks = measure(tasks, self.held + self.scheduler.moved(decisions.homes))
-            self.work += len(tasks)
+            scheduler = self.scheduler
+            held = self.held + scheduler.moved(decisions.homes)
+            seconds, peaks, tasks = measure(sketch(scheduler, decisions), scheduler.costs, held)
+            self.work += tasks
             self._known[key] = Candidate(seconds, peaks, self, *key)
         return self._known[key]
 

@@ -1,11 +1,8 @@
-"""The largest batch or sequence of a traced step that a plan exists for within a budget.
+"""The largest batch or sequence of a step that a plan exists for within a budget.
 
-Needs only grow with either, nearly in proportion: sizes are doubled until one is too large, and what lies between is
-narrowed by a straight line through what its two ends overrun the budget by: of the fullest tier, under the plan that
-fits best. Where a line does not halve it, it is halved.
-
-A size may have no step, and its neighbours may: a model that folds a sequence into windows of 8 has those of multiples
-of 8. So where there is none, the sizes beside it are tried, and only where none of them has one the model ends there.
+Needs only grow with either, nearly in proportion: a straight line through what two sizes leave of the budget (of the
+fullest tier, under the plan that fits best) says which one to try next. Where that does not halve what lies between the
+largest size that fits and the smallest that does not, it is halved.
 """
 
 from __future__ import annotations
@@ -21,9 +18,6 @@ from zerograph.planner.search import Search, limits
 MOST = 2**30
 """Sizes beyond are not tried."""
 
-BESIDE = 64
-"""Sizes without a step, next to each other, at which a model is taken to end."""
-
 
 @dataclass(frozen=True, slots=True)
 class Filled:
@@ -34,7 +28,7 @@ class Filled:
         search: of the step at that size, or at the smallest there is.
         need: bytes of ``tier`` that the step needs at least at ``next``; None where no larger one is known.
         limit: why there is none; empty where there is.
-        next: the next size that has a step: ``value + 1``, but for models that have gaps.
+        next: the next size: ``value + 1``, or the smallest that has a step where none fits.
         tier: the one that is too small for ``next``; the device where none is known.
         held: bytes of it that the step needs at least at ``value``.
     """
@@ -69,34 +63,46 @@ def fill(search_at: Callable[[int], Search], budget: Budget, start: int) -> Fill
     """The largest size within ``budget``.
 
     Args:
-        search_at: the candidates for the step of some size; a ``SizeError`` says that there is no such step.
+        search_at: the candidates for the step of some size; a ``SizeError`` says that there is no such step, nor one of
+            any larger size.
         start: the size to try first.
+
+    Raises:
+        SizeError: there is no step at all.
     """
-    tried: dict[int, _Tried] = {0: _Tried()}
+    tried: dict[int, _Tried] = {}
+    low, high, size, halve = 0, MOST + 1, start, False
+    while high - low > 1:
+        width = high - low
+        tried[size] = _try(search_at, size, budget)
+        low, high = (size, high) if tried[size].fits else (low, size)
+        halve = not halve and width // 2 < high - low < MOST - low
+        size = (low + high) // 2 if halve else _crossing(tried, low, high)
+    return _answer(tried, low, budget)
 
-    def at(size: int) -> _Tried:
-        if size not in tried:
-            tried[size] = _try(search_at, size, budget)
-        return tried[size]
 
-    first = _near(at, start, 1, start + BESIDE)
-    if first == 0:
-        raise SizeError(at(start).limit)
-    low, high = _around(at, first)
-    while True:
-        low = _narrow(at, low, high) if low else 0
-        beyond = next((n for n in range(low + 1, low + BESIDE + 1) if at(n).search), 0) if low else high
-        if low >= MOST or not at(beyond).fits:
-            break
-        low, high = beyond, 2 * beyond  # across a gap
-    found = at(low or beyond).search
-    assert found is not None
-    if low >= MOST or not beyond:
-        limit = f"sizes above {MOST} were not tried" if low >= MOST else at(low + 1).limit
-        return Filled(low, found, None, limit, held=_least(found, budget, "device"))
-    too_large = at(beyond).search
-    assert too_large is not None
-    _, need, tier = fullest(too_large, budget)
+def _crossing(tried: Mapping[int, _Tried], low: int, high: int) -> int:
+    """Where needs meet the budget on a line through two sizes: those next to it on either side, or on one."""
+    below = [n for n in sorted(tried) if n <= low and tried[n].search]
+    above = [n for n in sorted(tried) if n >= high and tried[n].search]
+    ends = [*below[-1:], *above[:1]] if below and above else [*below[-2:], *above[:2]]
+    if len(ends) == 2:
+        (near, over), (far, other) = ((n, tried[n].over) for n in ends)
+        if other > over:
+            return min(max(near - int(over * (far - near) / (other - over)), low + 1), high - 1)
+    return min(2 * low, high - 1) if high > MOST else (low + high) // 2
+
+
+def _answer(tried: Mapping[int, _Tried], low: int, budget: Budget) -> Filled:
+    found = tried[low].search if low else None
+    beyond = low + 1 if low else min((n for n in tried if tried[n].search), default=1)
+    after = tried.get(beyond, _Tried(limit=f"sizes above {MOST} were not tried"))
+    if after.search is None:
+        if found is None:
+            raise SizeError(after.limit)
+        return Filled(low, found, None, after.limit, held=_least(found, budget, "device"))
+    _, need, tier = fullest(after.search, budget)
+    found = found or after.search
     return Filled(low, found, need, "", beyond, tier, _least(found, budget, tier))
 
 
@@ -117,43 +123,6 @@ def fullest(search: Search, budget: Budget) -> tuple[float, int, Tier]:
         return max(shares, key=lambda share: share[0])
 
     return min((of(candidate) for candidate in search.best), key=lambda share: share[0])
-
-
-def _around(at: Callable[[int], _Tried], first: int) -> tuple[int, int]:
-    """A size that fits, 0 where none does, and a larger one that does not."""
-    low = high = first
-    while at(high).fits and low < MOST:
-        low = high
-        high = _near(at, 2 * low, low + 1, 2 * low + BESIDE) or 2 * low
-    while low and not at(low).fits:
-        low, high = _near(at, low // 2, 1, low - 1), low
-    return low, high
-
-
-def _near(at: Callable[[int], _Tried], size: int, least: int, most: int) -> int:
-    """The size nearest to ``size`` that has a step, smaller ones first; 0 where there is none beside it."""
-    for distance in range(BESIDE):
-        for near in dict.fromkeys((size - distance, size + distance)):
-            if least <= near <= most and at(near).search:
-                return near
-    return 0
-
-
-def _narrow(at: Callable[[int], _Tried], low: int, high: int) -> int:
-    """The largest size from ``low``, which fits, to ``high``, which does not; nothing is known of what lies between."""
-    halve = False
-    while high - low > 1 and not at(high).fits:
-        width, middle = high - low, (low + high) // 2
-        below, above = at(low).over, at(high).over
-        if not halve and at(low).search and at(high).search and above > below:
-            middle = min(max(low + int(-below * width / (above - below)), low + 1), high - 1)
-        near = _near(at, middle, low + 1, high - 1)
-        if near == 0:
-            high = middle
-        else:
-            low, high = (near, high) if at(near).fits else (low, near)
-        halve = not halve and high - low > width // 2
-    return low
 
 
 def _try(search_at: Callable[[int], Search], size: int, budget: Budget) -> _Tried:

@@ -1,8 +1,4 @@
-"""What must be true of a planned step that moves things between tiers, read off its tasks.
-
-Tasks are told apart by the names that :mod:`zerograph.planner.run` and :mod:`zerograph.planner.updates` give them, with
-the label of a bucket (``blocks.3``) or of a tile of it (``blocks.3 tile 2/4``).
-"""
+"""What must be true of a planned step that moves things between tiers, read off the fields of its tasks."""
 
 from __future__ import annotations
 
@@ -10,86 +6,90 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from zerograph.core.plan import Bucket, Homes
+from zerograph.core.plan import Bucket, Plan
 from zerograph.core.planfile import PlanFile
 from zerograph.core.step import layer_of, layer_of_activation
 from zerograph.core.timeline import Span
 
 Found = tuple[Span | None, str, str]
 """The task that is wrong, if any; the module that it is about; what is wrong."""
+Part = tuple[int, int]
+"""A bucket and a tile of it."""
 
 
-def labels(bucket: Bucket) -> list[str]:
-    """What tasks call a bucket, or each of its tiles."""
-    if bucket.tiles == 1:
-        return [bucket.name]
-    return [f"{bucket.name} tile {tile + 1}/{bucket.tiles}" for tile in range(bucket.tiles)]
+def parts(bucket: Bucket) -> list[Part]:
+    """The tiles of a bucket; one where it is whole."""
+    return [(bucket.index, tile) for tile in range(bucket.tiles)]
+
+
+def _label(plan: Plan, part: Part) -> tuple[str, str]:
+    """The bucket's name, and what people call that part of it."""
+    index, tile = part
+    if not 0 <= index < len(plan.buckets):
+        return "", f"bucket {index}"
+    bucket = plan.buckets[index]
+    return bucket.name, bucket.name if bucket.tiles == 1 else f"{bucket.name} tile {tile + 1}/{bucket.tiles}"
 
 
 def reductions(file: PlanFile) -> Iterator[Found]:
     """Every bucket that trains is reduced once, tile by tile."""
-    if file.plan.world_size == 1:
+    plan = file.plan
+    if plan.world_size == 1:
         return
-    wanted = Counter(
-        label for bucket in file.plan.buckets if any(p.trainable for p in bucket.params) for label in labels(bucket)
-    )
-    done = Counter(s.name.removeprefix("reduce ") for s in file.forecast.spans if s.stream == "reduce")
-    for label in {**wanted, **done}:
-        if wanted[label] != done[label]:
-            text = f"gradients of {label} are reduced {done[label]} times, not {wanted[label]}"
-            yield None, label.partition(" tile ")[0], text
+    wanted = Counter(part for b in plan.buckets if any(p.trainable for p in b.params) for part in parts(b))
+    done = Counter((s.bucket, s.tile) for s in file.forecast.spans if s.operation == "reduce")
+    for part in {**wanted, **done}:
+        if wanted[part] != done[part]:
+            name, label = _label(plan, part)
+            yield None, name, f"gradients of {label} are reduced {done[part]} times, not {wanted[part]}"
 
 
 def updates(file: PlanFile) -> Iterator[Found]:
     """Every shard is updated once, where its states live."""
-    wanted = Counter(
-        label
-        for bucket in file.plan.buckets
-        if bucket.homes.optimizer != "device" and any(p.sharded and p.trainable for p in bucket.params)
-        for label in labels(bucket)
-    )
-    away = {bucket.name for bucket in file.plan.buckets if bucket.homes.optimizer != "device"}
-    done = Counter(
-        label
-        for span in file.forecast.spans
-        if span.stream == "cpu_update"
-        for label in [span.name.removeprefix("update ")]
-        if span.module in away
-    )
-    for label in {**wanted, **done}:
-        if wanted[label] != done[label]:
-            text = f"{label} is updated on the host {done[label]} times, not {wanted[label]}"
-            yield None, label.partition(" tile ")[0], text
-    here = any(b.homes.optimizer == "device" and any(p.trainable for p in b.params) for b in file.plan.buckets)
-    steps = sum(span.stream == "compute" and span.name == "optimizer update" for span in file.forecast.spans)
+    plan, updated = file.plan, [s for s in file.forecast.spans if s.operation == "update"]
+    away = [b for b in plan.buckets if b.homes.optimizer != "device"]
+    wanted = Counter(part for b in away if any(p.sharded and p.trainable for p in b.params) for part in parts(b))
+    there = {bucket.index for bucket in away}
+    done = Counter((s.bucket, s.tile) for s in updated if s.stream == "cpu_update" and s.bucket in there)
+    for part in {**wanted, **done}:
+        if wanted[part] != done[part]:
+            name, label = _label(plan, part)
+            yield None, name, f"{label} is updated on the host {done[part]} times, not {wanted[part]}"
+    here = any(b.homes.optimizer == "device" and any(p.trainable for p in b.params) for b in plan.buckets)
+    steps = sum(span.stream == "compute" for span in updated)
     if here and steps != 1:
         yield None, "optimizer", f"the optimizer updates what lives on the device {steps} times, not once"
 
 
 def arrivals(file: PlanFile) -> Iterator[Found]:
     """Whatever is read has come from the tier where it lives to the one where it is read."""
-    spans, home = file.forecast.spans, _homes(file)
+    spans, plan = file.forecast.spans, file.plan
     staged = file.machine.device != "cpu"  # otherwise the host's memory is the device's
     for span in spans:
-        if span.module not in home:
+        if not 0 <= span.bucket < len(plan.buckets):
             continue
-        homes, before = home[span.module], {spans[task].name for task in span.after if 0 <= task < len(spans)}
-        label = span.name.partition(" ")[2]
-        wanted: list[str] = []
-        if span.stream == "gather" and homes.parameters != "device":
-            wanted = [f"{'fetch' if staged else 'read'} shard of {label}"]
-        elif span.stream == "cpu_update" and homes.optimizer != "device":
-            reads = "nvme" in (homes.gradients, homes.optimizer)
-            spills = homes.gradients == "host" or (homes.gradients == "device" and staged)
-            wanted = [f"read states of {label}"] * reads + [f"spill gradient of {label}"] * spills
-        elif span.name.startswith("fetch shard of ") and homes.parameters == "nvme":
-            wanted = [f"read {span.name.removeprefix('fetch ')}"]
-        elif span.name.startswith("read states of ") and homes.gradients == "nvme":
-            wanted = [f"write gradient of {span.name.removeprefix('read states of ')}"]
-        elif span.name.startswith(("write states of ", "fetch parameters of ")):
-            wanted = [f"update {span.name.partition(' of ')[2]}"]
-        missing = [name for name in wanted if name not in before]
-        yield from ((span, span.module, f"{span.name} does not wait for {name}") for name in missing)
+        homes = plan.buckets[span.bucket].homes
+        wanted: list[tuple[str, str]] = []  # operations, and what they move
+        match span.operation, span.what:
+            case "gather", _ if homes.parameters != "device":
+                wanted = [("fetch" if staged else "read", "shard")]
+            case "update", _ if homes.optimizer != "device":
+                reads = "nvme" in (homes.gradients, homes.optimizer)
+                spills = homes.gradients == "host" or (homes.gradients == "device" and staged)
+                wanted = [("read", "states")] * reads + [("spill", "gradient")] * spills
+            case "fetch", "shard" if homes.parameters == "nvme":
+                wanted = [("read", "shard")]
+            case "read", "states" if homes.gradients == "nvme":
+                wanted = [("write", "gradient")]
+            case ("write", "states") | ("fetch", "parameters"):
+                wanted = [("update", "states")]
+        before = [spans[task] for task in span.after if 0 <= task < len(spans)]
+        there = {(s.operation, s.what) for s in before if (s.bucket, s.tile) == (span.bucket, span.tile)}
+        for operation, what in wanted:
+            if (operation, what) not in there:
+                name, label = _label(plan, (span.bucket, span.tile))
+                told = f"update {label}" if operation == "update" else f"{operation} {what} of {label}"
+                yield span, name, f"{span.name} does not wait for {told}"
 
 
 def returns(file: PlanFile) -> Iterator[Found]:
@@ -98,15 +98,14 @@ def returns(file: PlanFile) -> Iterator[Found]:
     staged = file.machine.device != "cpu"
     awaited = {task for span in spans if span.stream == "compute" for task in span.after}
     for index, span in enumerate(spans):
-        move, _, layer = span.name.partition(" activations of ")
-        if layer not in tier_of or move not in ("read", "fetch"):
+        if span.what != "activations" or span.label not in tier_of or span.operation not in ("read", "fetch"):
             continue
-        through = move == "fetch" and tier_of[layer] == "nvme"
-        left = "read" if through else "write" if tier_of[layer] == "nvme" else "spill"
-        before = {spans[task].name for task in span.after if 0 <= task < len(spans)}
-        if f"{left} activations of {layer}" not in before:
-            yield span, span.module, f"{span.name} does not wait for {left} activations of {layer}"
-        if (move == "fetch" or not staged) and index not in awaited:
+        away = tier_of[span.label] == "nvme"
+        left = "read" if span.operation == "fetch" and away else "write" if away else "spill"
+        before = [spans[task] for task in span.after if 0 <= task < len(spans)]
+        if not any((s.operation, s.what, s.label) == (left, "activations", span.label) for s in before):
+            yield span, span.module, f"{span.name} does not wait for {left} activations of {span.label}"
+        if (span.operation == "fetch" or not staged) and index not in awaited:
             yield span, span.module, f"nothing that computes waits for {span.name}"
 
 
@@ -124,39 +123,31 @@ def use(file: PlanFile) -> Iterator[Found]:
         return
     spans = file.forecast.spans
     awaited = {task for span in spans if span.stream == "compute" for task in span.after}
-    gathered = {span.module for span in spans if span.stream == "gather"}
+    gathered = {span.bucket for span in spans if span.operation == "gather"}
     for bucket in file.plan.buckets:
-        if bucket.name not in gathered and any(p.sharded for p in bucket.params):
+        if bucket.index not in gathered and any(p.sharded for p in bucket.params):
             yield None, bucket.name, f"{bucket.name} is sharded and never gathered"
     for index, span in enumerate(spans):
-        if span.stream == "gather" and index not in awaited:
+        if span.operation == "gather" and index not in awaited:
             yield span, span.module, f"nothing that computes waits for {span.name}"
-
-
-def _homes(file: PlanFile) -> dict[str, Homes]:
-    """Homes by name; of parts of a layer that share one, only where they agree: tasks do not tell them apart."""
-    found: dict[str, set[Homes]] = defaultdict(set)
-    for bucket in file.plan.buckets:
-        found[bucket.name].add(bucket.homes)
-    return {name: homes.pop() for name, homes in found.items() if len(homes) == 1}
 
 
 def gathers(file: PlanFile) -> Iterator[Found]:
     """No bucket is gathered while it is whole, and no more tiles are whole at a time than are gathered ahead."""
-    spans, names = file.forecast.spans, Counter(bucket.name for bucket in file.plan.buckets)
-    whole = defaultdict(list)
+    spans, whole = file.forecast.spans, defaultdict[Part, list[tuple[float, float]]](list)
     for holding in file.holdings:
         if holding.kind == "gathered" and 0 <= holding.first < len(spans) and -1 <= holding.last < len(spans):
             end = file.forecast.seconds if holding.last == -1 else spans[holding.last].end
-            whole[holding.name].append((spans[holding.first].start, end))
-    for label, times in whole.items():
-        if names[label.partition(" tile ")[0]] == 1:  # parts of one layer may share a name
-            for (_, end), (start, _) in pairwise(sorted(times)):
-                if start < end:
-                    yield None, label, f"{label} is gathered at {start:g} s, and whole until {end:g} s"
+            first = spans[holding.first]
+            whole[first.bucket, first.tile].append((first.start, end))
+    for part, times in whole.items():
+        for (_, end), (start, _) in pairwise(sorted(times)):
+            if start < end:
+                _, label = _label(file.plan, part)
+                yield None, label, f"{label} is gathered at {start:g} s, and whole until {end:g} s"
     for bucket, ahead in zip(file.plan.buckets, file.plan.ahead(), strict=True):
-        if bucket.tiles > 1 and names[bucket.name] == 1:
-            most = _most_at_a_time([time for label in labels(bucket) for time in whole[label]])
+        if bucket.tiles > 1:
+            most = _most_at_a_time([time for part in parts(bucket) for time in whole[part]])
             if most > ahead + 1:
                 text = f"{most} tiles of {bucket.name} are whole at a time, {ahead + 1} may be"
                 yield None, bucket.name, text

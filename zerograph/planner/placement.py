@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Homes
+from zerograph.core.simulate import Memory
 from zerograph.core.step import Param
 from zerograph.planner.rates import copy_bytes, shard_bytes
-from zerograph.planner.simulate import Memory
 
 
 @dataclass(frozen=True, slots=True)

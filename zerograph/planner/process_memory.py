@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zerograph.core.plan import Plan
+from zerograph.core.program import Compute, Free, Gather, Program, Reduce, WaitGather, WaitReduce
 from zerograph.core.step import ITEM_SIZE, Param
 from zerograph.core.units import format_bytes
-from zerograph.runtime.program import Compute, Gather, Program, Reduce, WaitGather, WaitReduce
 
 COMPILERS, PER_OPERATOR = 80 * 2**20, 32 * 2**10
 """Measured as what is left of the growth in GPTs of width 64, whose tensors are small, with torch 2.13, Python 3.11 and
@@ -61,8 +60,9 @@ class Resident:
         )
 
 
-def resident(programs: Sequence[Program], plan: Plan, peak: int) -> Resident:
-    """The growth of a process that runs ``programs``, whose accounted bytes are at most ``peak``."""
+def resident(programs: Sequence[Program], peak: int, world_size: int) -> Resident:
+    """The growth of a process of one of ``world_size`` ranks that runs ``programs``, whose accounted bytes are at most
+    ``peak``."""
     operators = sum(
         program.segments[step.segment].operators
         for program in programs
@@ -70,38 +70,40 @@ def resident(programs: Sequence[Program], plan: Plan, peak: int) -> Resident:
         if isinstance(step, Compute)
     )
     return Resident(
-        peak, transport_bytes(programs, plan), COMPILERS + PER_OPERATOR * operators, int(FRAGMENTATION * peak)
+        peak, transport_bytes(programs, world_size), COMPILERS + PER_OPERATOR * operators, int(FRAGMENTATION * peak)
     )
 
 
-def transport_bytes(programs: Sequence[Program], plan: Plan) -> int:
+def transport_bytes(programs: Sequence[Program], world_size: int) -> int:
     """Shared memory through which CPU ranks of one host exchange the messages of ``programs``.
 
     Follows ``Mailbox::acquire`` (csrc/mailbox.cc): a message takes a block when its collective starts, and the block is
     free again when all ranks have read it. Peers are taken to be a segment behind at most; one that is later costs
     another block, which is kept.
     """
-    if plan.world_size == 1:
+    if world_size == 1:
         return 0
     blocks = _Blocks()
     for _ in range(2):  # blocks stay, and the second step finds others free
         whole: set[int] = set()
         for program in programs:
-            _exchange(program, plan, blocks, whole)
-    return plan.world_size * (sum(blocks.sizes) + _CONTROL)
+            _exchange(program, world_size, blocks, whole)
+    return world_size * (sum(blocks.sizes) + _CONTROL)
 
 
-def _exchange(program: Program, plan: Plan, blocks: _Blocks, whole: set[int]) -> None:
+def _exchange(program: Program, world_size: int, blocks: _Blocks, whole: set[int]) -> None:
     """The messages of ``program``; buckets that are ``whole`` already are not gathered."""
     for step in program.instructions:
         match step:
             case Gather(bucket=bucket, params=params, out=out):
                 if bucket not in whole:
-                    blocks.take(out, _gathered(params, plan.world_size))
-                if plan.buckets[bucket].residency != "use":
-                    whole.add(bucket)
+                    blocks.take(out, _gathered(params, world_size))
+                whole.add(bucket)
+            case Free(bucket=bucket, kept=kept):
+                if not kept:
+                    whole.discard(bucket)
             case Reduce(params=params, out=out):
-                for size in _reduced(params, plan.world_size):
+                for size in _reduced(params, world_size):
                     blocks.take(out, size)
             case WaitGather(pending=pending) | WaitReduce(pending=pending):
                 blocks.read(pending)

@@ -5,10 +5,23 @@ Forecasts of real programs and the search over plans count by these same rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zerograph.core.machine import Machine, Tier
+from zerograph.core.program import (
+    Compute,
+    Fetch,
+    Gather,
+    HostUpdate,
+    Read,
+    Reduce,
+    Segment,
+    Spill,
+    Timed,
+    Update,
+    Write,
+)
 from zerograph.core.step import ITEM_SIZE, Param
 from zerograph.core.timeline import Stream
 
@@ -28,6 +41,31 @@ class Rates:
     def overlaps(self) -> bool:
         """Whether collectives run beside compute; CPU ranks carry them with the cores that compute."""
         return self.machine.device != "cpu"
+
+    def seconds(self, step: Timed, segments: Sequence[Segment]) -> float:
+        """One instruction of a program with these segments."""
+        match step:
+            case Compute():
+                segment = segments[step.segment]
+                seconds = self.compute(segment.flops, segment.moved)
+                if segment.slices == 1:
+                    return seconds
+                launch = self.machine.launch
+                return max(0.0, seconds - launch) / segment.slices + launch
+            case Gather() | Reduce():
+                return self.collective(step.bytes)
+            case Update(sizes=sizes):
+                return sum(map(self.machine.update.seconds, sizes))
+            case HostUpdate():
+                return self.host_update(step.bytes)
+            case Spill():
+                return self.transfer("d2h", step.bytes)
+            case Fetch():
+                return self.transfer("h2d", step.bytes)
+            case Read():
+                return self.transfer("nvme_read", step.bytes)
+            case Write():
+                return self.transfer("nvme_write", step.bytes)
 
     def compute(self, flops: float, moved: float) -> float:
         """A compute task: its products, and the bytes that it reads and writes."""
@@ -60,11 +98,6 @@ class Rates:
     @property
     def _sharers(self) -> int:
         return min(self.world_size, self.machine.ranks_per_node)
-
-    def update(self, params: Iterable[Param], moments: int) -> float:
-        """The optimizer's pass over the shards of trainable ``params``, their gradients and ``moments`` tensors."""
-        sizes = [update_bytes(p, self.world_size, moments) for p in params if p.trainable]
-        return sum(map(self.machine.update.seconds, sizes))
 
 
 def shard_bytes(param: Param, world_size: int) -> int:

@@ -11,16 +11,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from zerograph.core.machine import Tier
+from zerograph.core.program import Compute, Fetch, Free, Gather, Read, Reduce, WaitGather
+from zerograph.core.simulate import LATE, walk
 from zerograph.planner.candidates import Candidate, Space, frontier
-from zerograph.planner.run import Run
-from zerograph.planner.simulate import Task, times
-
-if TYPE_CHECKING:
-    from zerograph.planner.schedule import Decisions, Piece
-    from zerograph.planner.transfers import Transfer
+from zerograph.planner.schedule import Decisions
+from zerograph.planner.sketch import sketch
 
 LEVELS = 4
 """Targets between a plan's peak and the least that it can be relieved to."""
@@ -43,47 +41,58 @@ class _Held(NamedTuple):
     early: bool  # whether nobody reads it yet; else it is in use, or its gradients are
 
 
-class _Watch(Run):
-    """A run that knows when each bucket is whole, and from when on it is needed."""
+class _Watch:
+    """The sketch of a plan, watched: when each bucket is whole, and from when on it is needed.
+
+    Attributes:
+        run: what the sketch did.
+        used: gather -> the last task that waits for its bucket.
+        held: buckets, while they could be less.
+    """
 
     def __init__(self, space: Space, decisions: Decisions, tilable: frozenset[int]) -> None:
         self.tilable = tilable
-        self.brought: dict[int, tuple[int, int]] = {}  # gather -> its bucket, and the first task that belongs to it
-        self.used: dict[int, int] = {}  # gather -> the first task that reads its bucket
+        self.used: dict[int, int] = {}
         self.held: list[_Held] = []
-        self._gradients: dict[int, int] = {}  # bucket -> the task that makes its first gradient
-        super().__init__(space.scheduler, decisions)
-        for task, (bucket, first) in self.brought.items():
-            if task in self.used:
-                self.held.append(_Held(bucket, first, self.used[task], early=True))
-
-    def add(self, task: Task) -> int:
-        index = super().add(task)
-        if task.stream == "compute":
-            self.used.update((before, index) for before in task.after if before in self.brought)
-        return index
-
-    def _bring(self, bucket: int, part: Transfer) -> int:
-        first = len(self.tasks)
-        gather = super()._bring(bucket, part)
-        self.brought[gather] = bucket, first
-        return gather
-
-    def computed(self, piece: Piece, task: int) -> None:
-        for bucket in piece.reads:
-            self.held.append(_Held(bucket, task, task, early=False))
-        for bucket, _ in piece.made:
-            self._gradients.setdefault(bucket, task)
-
-    def _let_go(self, bucket: int) -> None:
-        if bucket in self.tilable and self.decisions.residency[bucket] == "use":  # what is kept cannot be tiled
-            self.held.append(_Held(bucket, self.used[self.whole[bucket]], self.last, early=False))
-        super()._let_go(bucket)
-
-    def _reduce(self, bucket: int, tile: int) -> None:
-        super()._reduce(bucket, tile)
-        if bucket in self.tilable and tile == self.decisions.tiles[bucket] - 1:
-            self.held.append(_Held(bucket, self._gradients[bucket], self.reducing, early=False))
+        programs = sketch(space.scheduler, decisions)
+        self.run = walk(programs, space.scheduler.costs)
+        bucket_of = space.scheduler.registers.bucket
+        brought: dict[int, tuple[int, int]] = {}  # gather -> its bucket, and the first task that belongs to it
+        gathers: dict[tuple[int, int], int] = {}  # bucket and tile -> the task that gathered it last
+        begun: dict[tuple[int, int], int] = {}  # bucket and tile -> the task that began to fetch it
+        gradients: dict[int, int] = {}  # bucket -> the task that makes its first gradient
+        waits: list[int] = []  # gathers that the next compute waits for
+        task, last = -1, -1
+        for step in (step for program in programs for step in program.instructions):
+            task += step.stream is not None
+            match step:
+                case Compute():
+                    last = task
+                    self.used.update(dict.fromkeys(waits, task))
+                    waits.clear()
+                    for bucket in dict.fromkeys(bucket_of[register] for register in step.args):
+                        self.held.append(_Held(bucket, task, task, early=False))
+                    for register in step.outs:
+                        if register in bucket_of:
+                            gradients.setdefault(bucket_of[register], task)
+                case Read(what="shard") | Fetch(what="shard"):
+                    begun.setdefault((step.bucket, step.tile), task)
+                case Gather():
+                    part = step.bucket, step.tile
+                    brought[task] = step.bucket, begun.pop(part, task)
+                    gathers[part] = task
+                case WaitGather():
+                    waits.append(gathers[step.bucket, step.tile])
+                case Free(bucket=bucket, tiles=1):
+                    # What is kept cannot be tiled.
+                    if bucket in tilable and decisions.residency[bucket] == "use":
+                        self.held.append(_Held(bucket, self.used[gathers[bucket, 0]], last, early=False))
+                case Reduce(bucket=bucket, tile=tile, tiles=tiles):
+                    if bucket in tilable and tile == tiles - 1:
+                        self.held.append(_Held(bucket, gradients[bucket], task, early=False))
+        for gather, (bucket, first) in brought.items():
+            if gather in self.used:
+                self.held.append(_Held(bucket, first, self.used[gather], early=True))
 
 
 @dataclass(slots=True)
@@ -244,7 +253,7 @@ def _reach(plan: Candidate, target: int, tilable: frozenset[int]) -> Iterator[Ca
         if plan.peak <= target:
             return
         watch = _Watch(space, space.decisions(plan.key), tilable)
-        space.work += len(watch.tasks)
+        space.work += len(watch.run.starts)
         wanted = _wanted(space, plan, watch, target)
         tiles = list(plan.tiles or (1,) * len(plan.homes))
         ahead = list(plan.ahead or (plan.prefetch,) * len(plan.homes))
@@ -274,7 +283,7 @@ def _fewest(space: Space, bucket: int, tiles: int, ahead: int, size: int) -> int
 
 def _wanted(space: Space, plan: Candidate, watch: _Watch, target: int) -> dict[int, _Short]:
     """By bucket, what would bring the device down to ``target`` where it holds more."""
-    starts, ends = times(watch.tasks)
+    starts, ends = watch.run.starts, watch.run.ends
     reads = sorted({starts[task] for task in watch.used.values()})  # when visits begin
     ahead = plan.ahead or (plan.prefetch,) * len(plan.homes)
     found: dict[int, _Short] = {}
@@ -297,16 +306,10 @@ def _above(
     space: Space, plan: Candidate, watch: _Watch, starts: Sequence[float], ends: Sequence[float], target: int
 ) -> Iterator[tuple[int, float, list[_Held]]]:
     """Moments at which the device holds more than ``target``: by how much, when, and what could be less of it."""
-    late = 2 * len(watch.tasks)
-    events: list[tuple[float, int, int, _Held | None]] = []
-    for index, task in enumerate(watch.tasks):
-        start, end = starts[index], ends[index]
-        for tier, size in task.takes:
-            if tier == "device":
-                events.append((start, 2 * index if end == start else late, size, None))
-        for tier, size in task.gives:
-            if tier == "device":
-                events.append((end, 2 * index + 1, -size, None))
+    late = LATE
+    events: list[tuple[float, int, int, _Held | None]] = [
+        (time, order, size, None) for time, order, _, size in watch.run.events["device"]
+    ]
     for held in watch.held:
         events.append((starts[held.first], -1, 1, held))  # there before it takes, and until after it gives
         events.append((starts[held.last], late, 0, held) if held.early else (ends[held.last], late - 1, 0, held))

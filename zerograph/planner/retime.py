@@ -11,11 +11,10 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.machine import Tier
 from zerograph.core.planfile import Holding, PlanFile
 from zerograph.core.runfile import Run
+from zerograph.core.simulate import Memory, Task, play
 from zerograph.core.timeline import Forecast, Span
-from zerograph.planner.simulate import Memory, Task, simulate
 
 _ALWAYS = -1
-_UPDATE = "optimizer update"
 _RECORD = 'record a run of this plan: zerograph.backend(plan="plan.json") trains by it, backend.record() records'
 
 
@@ -41,10 +40,10 @@ def tasks_of(file: PlanFile, run: Run) -> dict[int, list[Span]]:
         ConfigError: as :func:`retimed`.
     """
     _refuse(file, run)
-    measured: dict[str, list[list[Span]]] = {}
+    measured: dict[tuple[object, ...], list[list[Span]]] = {}
     for span in run.forecast.spans:
         before = measured.setdefault(_identity(span), [])
-        together = span.name == _UPDATE or (span.stream != "compute" and before and len(before[-1]) == 1)
+        together = span.operation == "update" or (span.stream != "compute" and before and len(before[-1]) == 1)
         if before and together:  # every optimizer's update; a collective's start and its wait
             before[-1].append(span)
         else:
@@ -57,8 +56,11 @@ def tasks_of(file: PlanFile, run: Run) -> dict[int, list[Span]]:
     return found
 
 
-def _identity(span: Span) -> str:
-    return f"{span.name} of {span.key}" if span.stream != "compute" else span.name
+def _identity(span: Span) -> tuple[object, ...]:
+    """What tells a task from others: of those that are told apart by nothing, order does."""
+    if span.operation == "compute":
+        return span.phase, span.module
+    return span.operation, span.bucket, span.tile
 
 
 def _refuse(file: PlanFile, run: Run) -> None:
@@ -73,8 +75,9 @@ def _refuse(file: PlanFile, run: Run) -> None:
     planned, ran = list(_segments(file.forecast)), list(_segments(run.forecast))
     if not all(span.key for span in planned):
         raise ConfigError("the plan was forecast from its schedule, not from segments that run", _RECORD)
-    if [span.name for span in planned] != [span.name for span in ran]:
-        at = next((i for i, (a, b) in enumerate(zip(planned, ran, strict=False)) if a.name != b.name), -1)
+    if list(map(_identity, planned)) != list(map(_identity, ran)):
+        pairs = enumerate(zip(planned, ran, strict=False))
+        at = next((i for i, (a, b) in pairs if _identity(a) != _identity(b)), -1)
         first = f"; the first that differs is {planned[at].name}, not {ran[at].name}" if at >= 0 else ""
         raise ConfigError(f"the run has {len(ran)} segments and the plan {len(planned)}{first}", _RECORD)
     for a, b in zip(planned, ran, strict=True):
@@ -87,7 +90,7 @@ def _refuse(file: PlanFile, run: Run) -> None:
 
 
 def _segments(forecast: Forecast) -> Iterator[Span]:
-    return (span for span in forecast.spans if span.stream == "compute" and span.name != _UPDATE)
+    return (span for span in forecast.spans if span.operation == "compute")
 
 
 def _seconds(file: PlanFile, run: Run) -> Iterator[tuple[int, float]]:
@@ -100,12 +103,12 @@ def _seconds(file: PlanFile, run: Run) -> Iterator[tuple[int, float]]:
             if key not in measured.segments:
                 raise ConfigError(f"the run has no seconds of the segment {key}", _RECORD)
             yield span.task, measured.segments[key]
-        elif span.stream in by_bucket:
-            seconds = by_bucket[span.stream].get(int(span.key))
+        elif span.operation in by_bucket:
+            seconds = by_bucket[span.operation].get(span.bucket)
             if seconds is None:
                 raise ConfigError(f"the run has no {span.name}", _RECORD)
             yield span.task, seconds
-        elif span.name == _UPDATE and measured.update is not None:
+        elif span.operation == "update" and measured.update is not None:
             yield span.task, measured.update
 
 
@@ -117,10 +120,27 @@ def _simulated(file: PlanFile, seconds: list[float]) -> Forecast:
     for holding in file.holdings:
         _place(holding, takes, gives, held)
     tasks = [
-        Task(s.name, s.stream, length, s.after, taken, given, s.module, s.source, s.key, s.flops)
+        Task(
+            s.name,
+            s.stream,
+            length,
+            s.after,
+            taken,
+            given,
+            s.module,
+            s.source,
+            s.key,
+            s.flops,
+            s.operation,
+            s.phase,
+            s.bucket,
+            s.tile,
+            s.what,
+            s.label,
+        )
         for s, length, taken, given in zip(spans, seconds, takes, gives, strict=True)
     ]
-    return simulate(tasks, tuple(held), file.forecast.not_counted)
+    return play(tasks, tuple(held), file.forecast.not_counted)
 
 
 def _place(holding: Holding, takes: list[Memory], gives: list[Memory], held: list[tuple[Tier, int]]) -> None:

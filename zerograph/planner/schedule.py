@@ -1,12 +1,11 @@
-"""A candidate plan as tasks for the simulation, before anything is partitioned or lowered.
+"""A step divided into pieces of work and visits of buckets, before anything is partitioned or lowered.
 
-It follows what the passes, the lowering and the executor will do, at the grain of one compute task per layer and
-visit of a bucket. ``zerograph.outlook`` does the same from the programs that will really run; tests hold one against
-the other. Coarser here: what is saved follows :mod:`~zerograph.planner.liveness`, memory of a layer that a plan cuts
-in several is taken with its first part, and several short layers are not merged into one segment.
+It follows what the passes and the lowering will do, at the grain of one piece per layer and visit of a bucket. Coarser
+than programs that run: what is saved follows :mod:`~zerograph.planner.liveness`, memory of a layer that a plan cuts in
+several is taken with its first part, and several short layers are not merged into one segment.
 
 What plans of the same buckets, tiles, prefetch and recomputation share is worked out here, once, because the search
-changes residencies and homes hundreds of times; :mod:`~zerograph.planner.run` makes the tasks of one plan from it.
+changes residencies and homes hundreds of times; from it :mod:`~zerograph.planner.sketch` makes the programs of a plan.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Homes, Plan, Residency
-from zerograph.core.step import Param, Phase
-from zerograph.planner.rates import Rates
-from zerograph.planner.regions import Atom, Life, Profile, Region
-from zerograph.planner.run import Run
-from zerograph.planner.simulate import Memory, Task, on
+from zerograph.core.program import Compute, Register, Segment, Update
+from zerograph.core.simulate import Costs, Memory
+from zerograph.core.step import Kind, Param, Phase
+from zerograph.planner.rates import Rates, update_bytes
+from zerograph.planner.regions import Atom, Life, Profile
 from zerograph.planner.transfers import Transfer, transfers
 from zerograph.planner.visits import Visit, gathers, visits
 
@@ -60,22 +59,23 @@ class Decisions(NamedTuple):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Piece:
-    """One compute task of every schedule with the same tiles, prefetch and recomputation.
+    """One piece of work of every sketch with the same tiles, prefetch and recomputation.
 
     Attributes:
-        task: as it runs whole; gradients of tiled buckets are not in its memory.
+        compute: as it runs whole, where nothing is offloaded.
         region: that it belongs to; ``first`` and ``last`` say whether it begins and ends that.
         visits: those that start before it.
         ready: buckets whose last gradient it makes.
         slices: how many slices it runs in, one after another; more than 1 where it works on tiles.
         reads, makes: tiled buckets that it reads, and whose gradient it makes.
-        made: bytes of full gradients that it makes, by bucket.
+        made: registers of the full gradients that it makes of buckets that are not tiled.
+        work: what it computes; without what it holds of its own where it runs in slices.
         temporary: bytes that it holds of its own.
     """
 
-    task: Task
+    compute: Compute
     region: int
     first: bool
     last: bool
@@ -84,12 +84,9 @@ class Piece:
     slices: int = 1
     reads: tuple[int, ...] = ()
     makes: tuple[int, ...] = ()
-    made: tuple[tuple[int, int], ...] = ()
+    made: tuple[int, ...] = ()
+    work: int = 0
     temporary: int = 0
-
-
-Moving = Mapping[int, Mapping[str, Sequence[Life]]]
-"""By region, saved activations by the layer whose forward made them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +97,7 @@ class PhaseWork:
         regions: in order.
         gathers: visit -> those whose gather begins at its start.
         frees: visit, or their number for the end -> those freed at its start.
-        moving: forward: what the region is the last to read before the backward does; backward: what it is the first
-            to need again. Plans may offload it in between.
+        gradients: bucket -> registers of the full gradients that its reduction reads.
     """
 
     name: Phase
@@ -110,11 +106,44 @@ class PhaseWork:
     visits: tuple[Visit, ...]
     gathers: Mapping[int, Sequence[int]]
     frees: Mapping[int, Sequence[int]]
-    moving: Moving
+    gradients: Mapping[int, tuple[int, ...]]
+
+
+class Registers:
+    """The registers of all sketches of a scheduler; those that are asked for by the same key are one.
+
+    Attributes:
+        contents: what each holds.
+        bucket: of those that hold a gathered bucket or tile, or its full gradient.
+    """
+
+    def __init__(self) -> None:
+        self.contents: list[Register] = []
+        self.bucket: dict[int, int] = {}
+        self._of: dict[object, int] = {}
+
+    def get(
+        self, key: object, name: str, size: int, kind: Kind, tier: Tier = "device", *, bucket: int = -1,
+        storage: int | None = None,
+    ) -> int:  # fmt: skip
+        """The register of ``key``, which holds that."""
+        found = self._of.get(key)
+        if found is None:
+            found = self._of[key] = len(self.contents)
+            self.contents.append(Register(name, size, found if storage is None else storage, kind, tier))
+            if bucket >= 0:
+                self.bucket[found] = bucket
+        return found
 
 
 class Scheduler:
-    """Schedules plans of one step on one machine, whose buckets hold the same parameters."""
+    """Divides one step as plans whose buckets hold the same parameters do, for sketches of them on one machine.
+
+    Attributes:
+        registers, segments: of all sketches.
+        costs: of their instructions.
+        made: instructions by what tells them apart, as sketches share them.
+    """
 
     def __init__(
         self,
@@ -127,23 +156,18 @@ class Scheduler:
         self.profile, self.rates, self.moments = profile, rates, moments
         self.names, self.buckets = names, buckets
         self.bucket_of = {p.name: i for i, params in enumerate(buckets) for p in params}
+        self.registers, self.segments, self.costs = Registers(), list[Segment](), Costs(rates)
+        self.made: dict[tuple[Any, ...], Any] = {}
         work = [region.work[0] for region in profile.regions]  # gradients are the same at all levels
         self._whole = {name: size for w in work for atom in w.atoms for name, size in atom.gradients}
         self._trained = [p for p in profile.params if p.trainable]
-        self._updates: dict[frozenset[int], float] = {}
+        self._segments: dict[tuple[int, int, int, int], int] = {}
         self._transfers: dict[tuple[int, int], tuple[Transfer, ...]] = {}
         self._all: dict[tuple[int, ...], tuple[tuple[Transfer, ...], ...]] = {}
         self._parts: dict[tuple[int, int], list[_Part]] = {}
         self._phases: dict[tuple[tuple[int, ...], int, tuple[int, ...]], tuple[PhaseWork, ...]] = {}
         self._later: dict[tuple[object, ...], tuple[PhaseWork, ...]] = {}  # the same, with gathers that wait
-
-    def tasks(self, plan: Plan) -> list[Task]:
-        """One step under ``plan``: forward, backward and the optimizer's update."""
-        return self.schedule(Decisions.of(plan, self.profile))
-
-    def schedule(self, decisions: Decisions) -> list[Task]:
-        """The same for the decisions of a plan."""
-        return Run(self, decisions).tasks
+        self._saved: dict[tuple[object, ...], Saved] = {}
 
     def phases(self, decisions: Decisions) -> tuple[PhaseWork, ...]:
         """Forward and backward, divided as ``decisions`` cut them."""
@@ -164,7 +188,7 @@ class Scheduler:
         key = (bucket, tiles)
         if key not in self._transfers:
             self._transfers[key] = transfers(
-                self.names[bucket], self.buckets[bucket], tiles, self._whole, self.rates, self.moments
+                self.names[bucket], self.buckets[bucket], tiles, self._whole, self.rates.world_size, self.moments
             )
         return self._transfers[key]
 
@@ -182,24 +206,60 @@ class Scheduler:
                 found[tier] = found.get(tier, 0) + size
         return tuple(found.items())
 
-    def update_seconds(self, host: Sequence[int]) -> float:
-        """Of the update on the device, when the states of the buckets ``host`` live off it."""
-        key = frozenset(host)
-        if key not in self._updates:
-            gone = {p.name for bucket in key for p in self.buckets[bucket] if p.sharded}  # the others stay
-            self._updates[key] = self.rates.update((p for p in self._trained if p.name not in gone), self.moments)
-        return self._updates[key]
+    def update(self, host: Sequence[int]) -> Update:
+        """The update on the device, when the states of the buckets ``host`` live off it."""
+        key = ("update", frozenset(host))
+        found: Update | None = self.made.get(key)
+        if found is None:
+            gone = {p.name for bucket in host for p in self.buckets[bucket] if p.sharded}  # the others stay
+            params = [p for p in self._trained if p.name not in gone]
+            sizes = tuple(update_bytes(p, self.rates.world_size, self.moments) for p in params)
+            buckets = tuple(dict.fromkeys(self.bucket_of[p.name] for p in params))
+            found = self.made[key] = Update(buckets, sizes)
+        return found
 
-    def alive(self, task: str, levels: tuple[int, ...]) -> list[Life]:
-        """What is held through the compute tasks named ``task``, besides buckets, gradients and temporaries."""
+    def alive(self, phase: str, layer: str, levels: tuple[int, ...]) -> list[Life]:
+        """What is held while ``layer`` computes, besides buckets, gradients and temporaries."""
         at = levels_of(self.profile, levels)
-        regions = [k for k, region in enumerate(self.profile.regions) if name_of(region) == task]
+        regions = [k for k, r in enumerate(self.profile.regions) if (r.phase, r.layer) == (phase, layer)]
         found = []
         for life in self.profile.lives:
             end = end_of(life, at)
             if any(life.start <= k and (end is None or k <= end) for k in regions):
                 found.append(life)
         return found
+
+    def segment(self, flops: int, moved: int, temporary: int, slices: int = 1) -> int:
+        """The segment of that much work."""
+        key = (flops, moved, temporary, slices)
+        found = self._segments.get(key)
+        if found is None:
+            found = self._segments[key] = len(self.segments)
+            self.segments.append(Segment("", 0, *key))
+        return found
+
+    def compute(
+        self,
+        work: int,
+        outs: tuple[int, ...],
+        dead: tuple[int, ...],
+        module: str,
+        source: str,
+        args: tuple[int, ...] = (),
+    ) -> Compute:
+        """The instruction that does that."""
+        key = (work, outs, dead, module, source, args)
+        found: Compute | None = self.made.get(key)
+        if found is None:
+            found = self.made[key] = Compute(work, args, outs, dead, module, source)
+        return found
+
+    def saved(self, levels: tuple[int, ...], offload: tuple[tuple[str, Tier], ...]) -> Saved:
+        """The registers of what lives from region to region."""
+        if (levels, offload) not in self._saved:
+            at = levels_of(self.profile, levels)
+            self._saved[levels, offload] = Saved(self.profile, at, dict(offload), self.registers)
+        return self._saved[levels, offload]
 
     def parts(self, region: int, level: int) -> list[_Part]:
         """The work of a region, divided where buckets are first read."""
@@ -214,13 +274,11 @@ def _phases(
 ) -> Iterator[PhaseWork]:
     """Divide the regions of each phase into pieces and visits."""
     profile, at = scheduler.profile, levels_of(scheduler.profile, levels)
-    takes, gives = _memory(profile, at)
-    leaving, coming = _moving(profile, at)
+    saved = scheduler.saved(levels, ())
     phases: tuple[Phase, ...] = ("forward", "backward") if profile.training else ("forward",)
     for name in phases:
         regions = [k for k, region in enumerate(profile.regions) if region.phase == name]
-        moving = leaving if name == "forward" else coming
-        yield _phase(scheduler, name, regions, at, tiles, prefetch, takes, gives, moving)
+        yield _phase(scheduler, name, regions, at, tiles, prefetch, saved)
 
 
 def levels_of(profile: Profile, levels: Sequence[int]) -> list[int]:
@@ -229,21 +287,48 @@ def levels_of(profile: Profile, levels: Sequence[int]) -> list[int]:
     return [of_layer.get(region.layer, profile.all_saved) for region in profile.regions]
 
 
-def name_of(region: Region) -> str:
-    """The name of the compute tasks of ``region``."""
-    return f"{region.phase} {region.layer or 'outside of layers'}"
+class Saved:
+    """The registers of what lives from one region to another: one for all that begin, move and end with the same.
 
+    Attributes:
+        begins, ends: region -> registers.
+        leaves: region of the forward -> what the plan calls that which it is the last to read -> region of the backward
+            that is the first to need it again -> registers.
+        comes: region of the backward -> what it is the first to need again -> registers.
+        lives: by register, what it stands for.
+    """
 
-def _memory(profile: Profile, levels: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Bytes that begin to live with each region, and those that end with it."""
-    count = len(profile.regions)
-    takes, gives = [0] * count, [0] * count
-    for life in profile.lives:
-        takes[life.start] += life.bytes
-        end = end_of(life, levels)
-        if end is not None:
-            gives[end] += life.bytes
-    return takes, gives
+    def __init__(self, profile: Profile, levels: Sequence[int], tier_of: Mapping[str, Tier], registers: Registers):
+        groups: dict[tuple[int, int | None, str, int, int], int] = {}
+        members: dict[tuple[int, int | None, str, int, int], list[Life]] = {}
+        for life in profile.lives:
+            end, what, need = end_of(life, levels), None, None
+            region = profile.regions[life.start]
+            if tier_of and region.layer and region.phase == "forward" and life.read is not None:
+                what = next((name for name in (life.activation, region.layer) if name in tier_of), None)
+                need = need_of(life, levels) if what is not None else None
+            if what is None or need is None or life.read is None:
+                key = (life.start, end, "", -1, -1)
+            else:
+                key = (life.start, end, what, life.read, need)
+            groups[key] = groups.get(key, 0) + life.bytes
+            members.setdefault(key, []).append(life)
+        self.begins: dict[int, tuple[int, ...]] = {}
+        self.ends: dict[int, tuple[int, ...]] = {}
+        self.leaves: dict[int, dict[str, dict[int, list[int]]]] = {}
+        self.comes: dict[int, dict[str, list[int]]] = {}
+        self.lives: dict[int, list[Life]] = {}
+        for key, size in groups.items():
+            start, end, what, read, need = key
+            name = max(members[key], key=lambda life: life.bytes).name
+            register = registers.get(("saved", *key, size), name, size, "activation")
+            self.lives[register] = members[key]
+            self.begins[start] = (*self.begins.get(start, ()), register)
+            if end is not None:
+                self.ends[end] = (*self.ends.get(end, ()), register)
+            if what:
+                self.leaves.setdefault(read, {}).setdefault(what, {}).setdefault(need, []).append(register)
+                self.comes.setdefault(need, {}).setdefault(what, []).append(register)
 
 
 def end_of(life: Life, levels: Sequence[int]) -> int | None:
@@ -268,19 +353,6 @@ def need_of(life: Life, levels: Sequence[int]) -> int | None:
     return min(found, default=None)
 
 
-def _moving(profile: Profile, levels: Sequence[int]) -> tuple[Moving, Moving]:
-    """What regions of the forward read last, and what those of the backward need first, of what layers save."""
-    leaving: dict[int, dict[str, list[Life]]] = {}
-    coming: dict[int, dict[str, list[Life]]] = {}
-    for life in profile.lives:
-        region = profile.regions[life.start]
-        need = need_of(life, levels) if region.layer and region.phase == "forward" else None
-        if need is not None and life.read is not None:
-            for found, k in ((leaving, life.read), (coming, need)):
-                found.setdefault(k, {}).setdefault(region.layer, []).append(life)
-    return leaving, coming
-
-
 def _phase(
     scheduler: Scheduler,
     name: Phase,
@@ -288,9 +360,7 @@ def _phase(
     levels: Sequence[int],
     tiles: tuple[int, ...],
     prefetch: int,
-    takes: Sequence[int],
-    gives: Sequence[int],
-    moving: Moving,
+    saved: Saved,
 ) -> PhaseWork:
     parts: list[tuple[int, _Part]] = []
     begins: list[int] = []
@@ -309,34 +379,37 @@ def _phase(
     for bucket, at in {bucket: i for i, (_, part) in enumerate(parts) for bucket in part.gradients}.items():
         if bucket not in tiled:
             ready.setdefault(at, []).append(bucket)
-    pieces = []
+    pieces, gradients = [], dict[int, tuple[int, ...]]()
     for begin, end in pairwise((*cuts, len(parts))):
         k, inside = parts[begin][0], [part for _, part in parts[begin:end]]
         region = scheduler.profile.regions[k]
         temporary = region.work[levels[k]].temporary
         first, last = begins[begin] == begin, end == len(parts) or parts[end][0] != k
-        made = [(bucket, size) for part in inside for bucket, size in part.gradients.items()]
-        taken = temporary + (takes[k] if first else 0) + sum(size for bucket, size in made if bucket not in tiled)
-        given = temporary + (gives[k] if last else 0)
-        seconds = scheduler.rates.compute(sum(p.flops for p in inside), sum(p.moved for p in inside))
-        task = Task(
-            name_of(region),
-            "compute",
-            seconds,
-            (),
-            on("device", taken),
-            on("device", given),
-            region.module,
-            region.source,
-        )
-        done = tuple(bucket for at in range(begin, end) for bucket in ready.get(at, ()))
+        sizes: dict[int, int] = {}
+        for part in inside:
+            for bucket, size in part.gradients.items():
+                sizes[bucket] = sizes.get(bucket, 0) + size
+        made = []
+        for bucket, size in sizes.items():
+            if bucket not in tiled:
+                key = ("full", bucket, len(gradients.get(bucket, ())), size)
+                text = f"full gradient of {scheduler.names[bucket]}"
+                made.append(scheduler.registers.get(key, text, size, "gradient", bucket=bucket))
+                gradients[bucket] = (*gradients.get(bucket, ()), made[-1])
         reads = tuple(bucket for part in inside for bucket in part.buckets if bucket in tiled)
-        makes = tuple(bucket for bucket, _ in made if bucket in tiled)
+        makes = tuple(bucket for bucket in sizes if bucket in tiled)
         slices = max((tiles[bucket] for bucket in (*reads, *makes)), default=1)
+        flops, moved = sum(p.flops for p in inside), sum(p.moved for p in inside)
+        work = scheduler.segment(flops, moved, temporary if slices == 1 else 0, slices)
+        outs = (*(saved.begins.get(k, ()) if first else ()), *made)
+        dead = saved.ends.get(k, ()) if last else ()
+        compute = scheduler.compute(work, outs, dead, region.module, region.source)
+        done = tuple(bucket for at in range(begin, end) for bucket in ready.get(at, ()))
         visited = tuple(starts.get(begin, ()))
-        pieces.append(Piece(task, k, first, last, visited, done, slices, reads, makes, tuple(made), temporary))
+        pieces.append(Piece(compute, k, first, last, visited, done, slices, reads, makes, tuple(made), work, temporary))
     gathered = gathers(found_visits, prefetch, ())
-    return PhaseWork(name, tuple(regions), tuple(pieces), found_visits, gathered, _frees(found_visits), moving)
+    frees = _frees(found_visits)
+    return PhaseWork(name, tuple(regions), tuple(pieces), found_visits, gathered, frees, gradients)
 
 
 @dataclass(frozen=True, slots=True)

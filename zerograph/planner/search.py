@@ -26,6 +26,7 @@ from zerograph.core.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config,
 from zerograph.core.garbage import uncollected
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import Offload, Plan, compute_dtype
+from zerograph.core.simulate import Memory
 from zerograph.core.step import Step
 from zerograph.planner.candidates import Candidate, Place, Raise, Space, frontier, spread
 from zerograph.planner.ladder import open_homes, open_tiers
@@ -37,7 +38,6 @@ from zerograph.planner.regions import Profile, profile
 from zerograph.planner.relief import least, relieved, varied, waiting_longer
 from zerograph.planner.rules import plan_step
 from zerograph.planner.selective import stops
-from zerograph.planner.simulate import Memory
 
 T = TypeVar("T")
 MIB = 2**20

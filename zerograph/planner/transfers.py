@@ -1,4 +1,4 @@
-"""What moving one bucket costs, or one tile of it: seconds of its collectives, and bytes of everything they touch."""
+"""What moving one bucket costs, or one tile of it: bytes of everything that its collectives and copies touch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from zerograph.core.plan import tile_rows
 from zerograph.core.step import Param
 from zerograph.planner.placement import Shards
-from zerograph.planner.rates import Rates, gathered_bytes, reduced_bytes, shard_bytes
+from zerograph.planner.rates import gathered_bytes, reduced_bytes, shard_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Transfer:
         name: of the bucket.
         label: of this part, for people: the name, or ``blocks.3 tile 2/4``.
         whole: bytes when gathered.
-        gather_seconds, reduce_seconds: of its collectives.
+        summed: bytes of the full gradients as they are summed over ranks.
         reduced: bytes of the shards of all its gradients.
         gradients: bytes of the full gradients that a reduction frees.
         shards: what can leave the device.
@@ -28,18 +28,17 @@ class Transfer:
     name: str
     label: str
     whole: int
-    gather_seconds: float
-    reduce_seconds: float
+    summed: int
     reduced: int
     gradients: int
     shards: Shards
 
 
 def transfers(
-    name: str, params: Sequence[Param], tiles: int, whole: Mapping[str, int], rates: Rates, moments: int
+    name: str, params: Sequence[Param], tiles: int, whole: Mapping[str, int], world: int, moments: int
 ) -> tuple[Transfer, ...]:
     """The bucket of ``params`` in ``tiles`` parts; ``whole`` are bytes of full gradients by parameter."""
-    world, trainable = rates.world_size, [p for p in params if p.trainable]
+    trainable = [p for p in params if p.trainable]
     gathered, reduced = gathered_bytes(params, world), reduced_bytes(trainable)
     shard = sum(shard_bytes(p, world) for p in trainable)
     gradients = sum(whole.get(p.name, 0) for p in trainable)
@@ -57,8 +56,7 @@ def transfers(
             name=name,
             label=name if tiles == 1 else f"{name} tile {tile + 1}/{tiles}",
             whole=part(gathered, tile),
-            gather_seconds=rates.collective(part(gathered, tile)),
-            reduce_seconds=rates.collective(part(reduced, tile)),
+            summed=part(reduced, tile),
             reduced=part(shard, tile),
             gradients=part(gradients, tile),
             shards=Shards(*(part(size, tile) for size in (moved.copy, moved.frozen, moved.gradient, moved.optimizer))),

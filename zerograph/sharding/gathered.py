@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from zerograph.core.errors import ShardingError
 from zerograph.runtime.meeting import noticed
+from zerograph.sharding.module_classes import plain_class
 from zerograph.sharding.shards import full_value, group_of, is_sharded, local_of, send_from_first, together
+from zerograph.sharding.torch_private import original
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +51,15 @@ def gathered(module: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
         ShardingError: with ``writeback``, a parameter was removed, untied, or changed its shape or dtype inside; or a
             nested ``writeback`` that an enclosing context would drop.
     """
-    module = getattr(module, "_orig_mod", module)
+    module = original(module)
     with noticed(group_of(module), "to gather parameters in zerograph.gathered()"):
         opened = _open(module, writeback)
     mine = [o for o in opened if _OPEN.setdefault(id(o.outward), o) is o]
     try:
         with contextlib.ExitStack() as stack:
-            for owner, params in _by_owner(opened).items():
-                stack.enter_context(shown(owner, params))
+            owners = _by_owner(opened)
+            for part in module.modules():
+                stack.enter_context(shown(part, owners.get(part, {})))
             yield module
             values = [_values(o) for o in opened] if writeback else []
     finally:
@@ -71,7 +74,7 @@ def shown(module: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator[Non
     """``module`` as an instance of its own class that owns ``params``; afterwards as it was."""
     before = {name: module._parameters[name] for name in params}
     cls, faces, flat = type(module), module.__dict__.pop("_zg_faces", None), module.__dict__.get("_flat_weights")
-    module.__class__ = getattr(module, "_zg_base", cls)
+    module.__class__ = plain_class(module)
     module._parameters.update(params)
     if isinstance(module, nn.RNNBase):
         module.__dict__["_flat_weights"] = [getattr(module, name) for name in module._flat_weights_names]

@@ -7,26 +7,20 @@ reduced: some ranks step and others do not, and their scales differ from then on
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dispatch import found_inf_reduce_handler
 
-_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+from zerograph.sharding.torch_private import unscale_in_order
 
 
 def find_inf_on_all_ranks() -> None:
     """Let torch's handler see a gradient that is split first, where there is one. Idempotent.
 
-    The table of handlers is private and one per process; the order of gradients means nothing to the operator. Seen in
-    torch 2.11 to 2.13.
+    The order of gradients means nothing to the operator.
     """
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[_UNSCALE] = _split_first
+    unscale_in_order(_split_first)
 
 
-def _split_first(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    grads, *others = args
-    in_order = sorted(grads, key=lambda grad: all(placement.is_replicate() for placement in grad.placements))
-    found_inf_reduce_handler(op, (in_order, *others), kwargs)
+def _split_first(grads: Sequence[DTensor]) -> list[DTensor]:
+    return sorted(grads, key=lambda grad: all(placement.is_replicate() for placement in grad.placements))

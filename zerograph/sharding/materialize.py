@@ -1,4 +1,4 @@
-"""Models built on the meta device, given memory and values shard by shard: :func:`materialize`."""
+"""Models built on the meta device, given memory and values shard by shard: :func:`zerograph.materialize`."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zerograph.api import backend_of
-from zerograph.core.errors import ShardingError, ZeroGraphError
+from zerograph.core.errors import ShardingError
 from zerograph.sharding.adopt import live, replace_everywhere
+from zerograph.sharding.adoption import Adoption
 from zerograph.sharding.export import plain_name
+from zerograph.sharding.forward import FORWARDS
 from zerograph.sharding.gathered import shown
 from zerograph.sharding.shard_files import read_files
 from zerograph.sharding.shards import group_of, is_sharded, local_of, send_from_first, together
@@ -44,43 +45,21 @@ class Slot:
         return self.tensor.shape[0] if self.tensor.ndim else 1
 
 
-def materialize(model: nn.Module, init: Init = None, files: Sequence[str | os.PathLike[str]] = ()) -> nn.Module:
-    """Give a model that was built under ``torch.device("meta")`` and sharded its memory and values; returns it.
-
-    All ranks call this together, after ``zerograph.shard(model, backend)`` and before the first call of the model;
-    optimizers made in between are pointed at the new parameters. What has values already keeps them.
-
-    From ``files`` (safetensors), each rank reads its own rows and nothing else. What no file holds (everything,
-    without files) is initialized module by module, children before parents, on rank 0 alone, whose random generator
-    decides: the values are those of any world size, one process included. Rank 0 holds one module's own tensors at a
-    time, full; the other ranks only their rows.
-
-    Args:
-        init: ``None`` or ``"reset_parameters"`` calls each module's ``reset_parameters()``. A function is called with
-            each module after that, as ``model.apply(init)`` would; it may touch the module's own parameters and
-            buffers only.
-        files: safetensors files that hold all parameters and persistent buffers; tied ones under any of their names.
-            Only with an explicit ``init`` may some be missing. Values are widened to the parameter's dtype, never
-            narrowed.
-
-    Raises:
-        CheckpointError: files cannot be read, or their names, shapes or dtypes are not the model's; on every rank.
-        ShardingError: the model was not given to ``zerograph.shard``, or a module cannot be initialized.
-    """
-    model = getattr(model, "_orig_mod", model)
+def fill(model: nn.Module, adoption: Adoption | None, init: Init, files: Sequence[str | os.PathLike[str]]) -> nn.Module:
+    """What :func:`zerograph.materialize` does, for a model that ``adoption`` has sharded."""
     slots = _empty_slots(model)
     if not slots:
         return model
-    try:
-        backend = backend_of(model)
-    except ZeroGraphError:
-        hint = "call zerograph.shard(model, backend) first, with this very model"
-        raise ShardingError("the model on the meta device belongs to no backend yet", hint) from None
-    device, group = backend.device, group_of(model)
+    if adoption is None or adoption.ranks is None:
+        raise ShardingError(
+            "the model on the meta device belongs to no backend yet",
+            "call zerograph.shard(model, backend) first, with this very model",
+        )
+    device, group = adoption.ranks.device, group_of(model)
     if files:
         read_files(slots, files, device, group, strict=init is None)
     _initialize(model, slots, init if callable(init) else None, device, group)
-    backend.replace(_install(slots))
+    adoption.replace(_install(slots))
     return model
 
 
@@ -212,7 +191,7 @@ def _reset(module: nn.Module, init: Callable[[nn.Module], Any] | None, label: st
             f"{label} has no reset_parameters() to initialize it",
             "give it one, or pass materialize(model, init=function_of_a_module), or load it from files",
         )
-    with torch.no_grad():
+    with torch.no_grad(), FORWARDS:  # what is not the module's own is refused, as a meta parameter in a forward is
         if default is not None:
             default()
         if init is not None:

@@ -16,7 +16,9 @@ from torch.optim.swa_utils import AveragedModel
 from zerograph.core.config import Config
 from zerograph.core.errors import ShardingError, UnsupportedError
 from zerograph.sharding.adopt import replace_everywhere
-from zerograph.sharding.parametrization import Face, convert_state, distribute, face_of, present, unique
+from zerograph.sharding.module_classes import Face, generate_classes, present
+from zerograph.sharding.parametrization import convert_state, distribute, face_of, unique
+from zerograph.sharding.torch_private import original
 
 
 def take_over(
@@ -118,7 +120,7 @@ def shard_alike(copy: nn.Module, model: nn.Module) -> None:
     Raises:
         ShardingError: ``copy`` lacks a parameter of ``model``, or has it in another shape or on another device.
     """
-    copy, model = (getattr(m, "_orig_mod", m) for m in (copy, model))
+    copy, model = original(copy), original(model)
     places: list[tuple[nn.Module, str, Face, DTensor]] = [
         (copy.get_submodule(prefix), attribute, face, param)
         for prefix, module in model.named_modules()
@@ -136,6 +138,7 @@ def shard_alike(copy: nn.Module, model: nn.Module) -> None:
             new[id(plain)] = (plain, nn.Parameter(rows, requires_grad=plain.requires_grad))
         present(owner, attribute, new[id(plain)][1], face)
     if new:
+        generate_classes([copy])
         replace_everywhere(new, convert_state, ())
 
 

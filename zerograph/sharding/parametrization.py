@@ -1,202 +1,37 @@
-"""Two faces of a parameter: a DTensor outward, the full plain tensor inward.
-
-A module that owns sharded parameters becomes an instance of a generated subclass of its class, where each such
-parameter is a property. ``self._parameters`` still holds the ``nn.Parameter`` (a DTensor, sharded by rows) that
-optimizers, ``state_dict`` and ``named_parameters`` see; reading ``self.weight`` yields the full tensor through the
-``zg::unshard`` marker.
-"""
+"""Parameters of a model become sharded ones, in place: outward DTensors, started from rank 0's values."""
 
 from __future__ import annotations
 
-import copyreg
-import functools
 import itertools
 import logging
 from collections.abc import Container, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
 
 from zerograph.core.config import Config
-from zerograph.core.errors import ConfigError, ShardingError, UnsupportedError
+from zerograph.core.errors import ConfigError, UnsupportedError
 from zerograph.core.units import format_bytes
-from zerograph.lent import refuse_lost_edits
-from zerograph.reading import getter
-from zerograph.sharding.adopt import modules_holding, move_to_one_mesh, one_mesh, replace_everywhere, skip_getters
+from zerograph.sharding.adopt import modules_holding, one_mesh, replace_everywhere
+from zerograph.sharding.forward import count_running_call
+from zerograph.sharding.module_classes import (
+    Face,
+    class_of,
+    default_reduce_dtype,
+    generate_classes,
+    own_modules,
+    present,
+)
 from zerograph.sharding.optimizer_states import early_states, share, share_states
+from zerograph.sharding.shards import as_shard, local_rows
+from zerograph.sharding.torch_private import share_hooks
 from zerograph.sharding.unsupported_modules import refuse_modules
 
 log = logging.getLogger(__name__)
-
-
-class Face(NamedTuple):
-    """How the marker of one parameter is to be read; the constants that travel in the graph.
-
-    Attributes:
-        name: fully qualified name in the sharded model.
-        group: name of the process group, empty at world size 1.
-        dtype: dtype of the full tensor, for gather and compute.
-        reduce_dtype: dtype of the gradient's reduction over ranks.
-        sharded: split by rows over the ranks of ``group``, or whole on each.
-    """
-
-    name: str
-    group: str
-    dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    sharded: bool
-
-    def computing_in(self, dtype: torch.dtype) -> Face:
-        """The face of the same parameter in another compute dtype."""
-        return self._replace(dtype=dtype, reduce_dtype=_default_reduce_dtype(dtype))
-
-
-def _default_reduce_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize < 4 and dtype.is_floating_point else dtype
-
-
-class Faced:
-    """Mixin of generated module classes; its attributes describe the faces of this instance's parameters."""
-
-    _zg_faces: Mapping[str, Face] = {}
-    _zg_base: type[nn.Module]
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        """Generated classes are none of the user's: no hook of theirs, which may want arguments, hears of one."""
-
-    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Refuse what would leave optimizer and plan with a parameter that is no longer the module's.
-
-        Pruning and parametrizations put a parameter, or a full copy that they read of it, under another name.
-        """
-        if name in self._zg_faces:
-            raise _kept(self._zg_faces[name].name, "replaced")
-        owned: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
-        for attribute, face in self._zg_faces.items():
-            if attribute not in owned:
-                raise _kept(face.name, "removed")
-            if param is not None and owned[attribute] is param:
-                raise _kept(face.name, f"kept as {name} instead")
-        if isinstance(param, Tensor) and not isinstance(param, nn.Parameter):
-            raise _kept(" or ".join(face.name for face in self._zg_faces.values()), f"kept as {name} instead")
-        super().register_parameter(name, param)  # type: ignore[misc]
-
-    def __delattr__(self, name: str) -> None:
-        if name in self._zg_faces:
-            raise _kept(self._zg_faces[name].name, "removed")
-        super().__delattr__(name)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """``module.to(dtype)`` and its like, which torch refuses for compiled DTensors (it wants to swap objects that
-        Dynamo's guards refer to). What computes in a parameter's own dtype follows it.
-        """
-        params: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
-        order = list(params)
-        outward = {name: params.pop(name) for name in self._zg_faces}
-        try:
-            super()._apply(fn, recurse)  # type: ignore[misc]
-        finally:
-            everything = params | outward
-            params.clear()
-            params.update({name: everything[name] for name in order})
-        for name, param in outward.items():
-            face, dtype = self._zg_faces[name], param.dtype
-            _set_values(param, fn(param.detach()), face)
-            if face.dtype == dtype != param.dtype:
-                self._zg_faces = {**self._zg_faces, name: face.computing_in(param.dtype)}
-        return self
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Accept full plain tensors for sharded parameters: each rank takes its own rows."""
-        for name in self._zg_faces:
-            key, param = prefix + name, self._parameters[name]  # type: ignore[attr-defined]
-            value = state_dict.get(key)
-            if not isinstance(param, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
-                continue
-            if value.shape == param.shape:
-                state_dict[key] = as_shard(value.to(param.device), param)
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
-
-    def _save_to_state_dict(self, *args: Any) -> None:
-        refuse_lost_edits()
-        super()._save_to_state_dict(*args)  # type: ignore[misc]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle and deep-copy by base class: generated classes cannot be imported."""
-        _, (_, *args), *rest = super().__reduce_ex__(2)  # type: ignore[misc, str-unpack]
-        return (_rebuild, (self._zg_base, frozenset(self._zg_faces), *args), *rest)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[misc]
-        for name in self._zg_faces:
-            move_to_one_mesh(self._parameters[name])  # type: ignore[attr-defined]
-
-
-def _kept(name: str, done: str) -> ShardingError:
-    return ShardingError(
-        f"parameter {name} is sharded and cannot be {done}",
-        "replace, prune or parametrize it before the model is sharded; "
-        "change its values inside `with zerograph.gathered(module, writeback=True):`",
-    )
-
-
-def _set_values(param: nn.Parameter, values: Tensor, face: Face) -> None:
-    """Let ``param`` stand for ``values``, maybe of another dtype, and stay the object that optimizers hold.
-
-    Raises:
-        ShardingError: the values lie on another kind of device, where no transport was opened.
-    """
-    if values.device.type != param.device.type and not param.is_meta:
-        raise ShardingError(
-            f"parameter {face.name} is sharded on {param.device.type} and cannot move to {values.device.type}",
-            "move the model before its first call, or before zerograph.shard",
-        )
-    if values.dtype == param.dtype and values.device == param.device:
-        if _memory(values) != _memory(param):
-            param.detach().copy_(values)
-        return
-    grad, param.grad = param.grad, None
-    param.data = values
-    if isinstance(param, DTensor):
-        param._local_tensor, param._spec = values._local_tensor, values._spec  # type: ignore[attr-defined]
-    param.grad = grad.to(values.dtype) if grad is not None else None
-
-
-def _memory(tensor: Tensor) -> int:
-    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).data_ptr()
-
-
-def _rebuild(base: type[nn.Module], names: frozenset[str], *args: Any) -> nn.Module:
-    return copyreg.__newobj__(faced_class(base, names), *args)  # type: ignore[attr-defined, arg-type]
-
-
-@functools.cache
-def faced_class(base: type[nn.Module], names: frozenset[str]) -> type[nn.Module]:
-    """Subclass of ``base`` in which the parameters ``names`` are properties that yield full tensors."""
-    members: dict[str, Any] = {name: property(getter(name)) for name in sorted(names)}
-    if issubclass(base, nn.RNNBase):
-        # RNNs keep their parameters in a list as well, which would hold shards.
-        members["_flat_weights"] = property(
-            lambda self: [getattr(self, name) for name in self._flat_weights_names],
-            lambda self, _: None,
-        )
-    members |= {"_zg_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
-    try:
-        cls = type(base.__name__, (Faced, base), members)
-    except TypeError as error:  # what metaclasses raise for classes that are not to be inherited from
-        raise UnsupportedError(
-            f"class {base.__qualname__} owns parameters and cannot be inherited from ({error}), "
-            "as its sharded form must",
-            "allow subclasses of it, or let a module inside of it own the parameters",
-        ) from error
-    skip_getters(cls)
-    return cls
-
 
 Places = list[tuple[nn.Module, str]]
 """Where a parameter lives: the modules that own it and the attribute in each."""
@@ -223,7 +58,7 @@ def shard_parameters(
     """
     refuse_modules(roots, several_ranks=mesh is not None and mesh.size() > 1)
     named, places = _owned(roots, taken)
-    _make_classes(places)
+    _make_classes(roots, places)
     faces = {name: face_of(param, name, config, mesh) for name, param in named.items()}
     _warn_of_few_rows(named, faces, mesh)
     new = {name: _new_parameter(param, faces[name], mesh, config.sharding) for name, param in named.items()}
@@ -235,6 +70,8 @@ def shard_parameters(
     for name, param in named.items():
         for module, attribute in places[id(param)]:
             present(module, attribute, new[name], faces[name])
+    generate_classes(roots)
+    count_running_call(own_modules(roots))
     replace_everywhere({id(old): (old, new[name]) for name, old in named.items()}, convert_state, objects)
     _share_buffers(roots, mesh)
     return new
@@ -282,13 +119,13 @@ def other_names(roots: Sequence[nn.Module], params: Mapping[str, nn.Parameter]) 
     return found
 
 
-def _make_classes(places: Mapping[int, Places]) -> None:
+def _make_classes(roots: Sequence[nn.Module], places: Mapping[int, Places]) -> None:
     """Generate every class that will be needed, while an error changes nothing yet."""
-    names: dict[nn.Module, set[str]] = {}
+    names = {module: set(module.__dict__.get("_zg_faces", ())) for module in own_modules(roots)}
     for module, attribute in (place for where in places.values() for place in where):
-        names.setdefault(module, set(module.__dict__.get("_zg_faces", ()))).add(attribute)
+        names[module].add(attribute)
     for module, attributes in names.items():
-        faced_class(getattr(module, "_zg_base", type(module)), frozenset(attributes))  # type: ignore[arg-type]
+        class_of(module, attributes)
 
 
 def unique(name: str, *used: Container[str]) -> str:
@@ -301,9 +138,7 @@ def _new_parameter(param: nn.Parameter, face: Face, mesh: DeviceMesh | None, sta
     if param.grad is not None:
         new.grad = _convert_grad(param.grad, new, mesh)
     new.__dict__.update(param.__dict__)
-    new._backward_hooks = param._backward_hooks  # the very dict that the handles of hooks refer to
-    if param._post_accumulate_grad_hooks is not None:
-        new._post_accumulate_grad_hooks = param._post_accumulate_grad_hooks
+    share_hooks(param, new)
     return new
 
 
@@ -356,7 +191,7 @@ def face_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -
     dtype = config.dtype if config.dtype is not None and floating else param.dtype
     reduce_dtype = config.reduce_dtype
     if reduce_dtype is None:
-        reduce_dtype = _default_reduce_dtype(dtype)
+        reduce_dtype = default_reduce_dtype(dtype)
     world = mesh.size() if mesh is not None else 1
     sharded = config.sharding > 0 and world > 1 and param.ndim > 0 and param.shape[0] >= world
     group = mesh.get_group().group_name if mesh is not None and world > 1 else ""
@@ -371,32 +206,7 @@ def distribute(value: Tensor, face: Face, mesh: DeviceMesh | None, stage: int = 
     placement = Shard(0) if face.sharded else Replicate()
     if stage == 0:
         return value if value.is_meta else distribute_tensor(value, mesh, [placement]).to_local()
-    return _local_rows(value, mesh, placement) if value.is_meta else distribute_tensor(value, mesh, [placement])
-
-
-def as_shard(value: Tensor, like: DTensor) -> DTensor:
-    """The rows of the full ``value`` that this rank holds of ``like``; no communication."""
-    return _local_rows(value, like.device_mesh, like.placements[0])
-
-
-def _local_rows(value: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    local = value
-    if isinstance(placement, Shard):
-        rows = -(-len(value) // mesh.size())
-        local = value[mesh.get_local_rank() * rows :][:rows]
-    local = local.contiguous() if local is value else local.clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=value.shape, stride=value.contiguous().stride()
-    )
-
-
-def present(module: nn.Module, name: str, param: nn.Parameter, face: Face) -> None:
-    """Hold ``param`` as the outward face of ``module.name`` and turn the attribute into its inward face."""
-    faces = {**module.__dict__.get("_zg_faces", {}), name: face}
-    base = getattr(module, "_zg_base", type(module))
-    module._parameters[name] = param
-    module.__dict__["_zg_faces"] = faces
-    module.__class__ = faced_class(base, frozenset(faces))  # type: ignore[arg-type]
+    return local_rows(value, mesh, placement) if value.is_meta else distribute_tensor(value, mesh, [placement])
 
 
 def resolve_mesh(config: Config, device_type: str) -> DeviceMesh | None:

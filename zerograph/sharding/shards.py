@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from zerograph.core.errors import ZeroGraphError
-from zerograph.graph.ops import resolve_group
+from zerograph.graph.torch_private import resolve_group
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
@@ -48,6 +50,23 @@ def local_of(param: Tensor) -> Tensor:
     """This rank's part of ``param``, outside of autograd; shares its memory."""
     value = param.detach()
     return value.to_local() if isinstance(value, DTensor) else value
+
+
+def as_shard(value: Tensor, like: DTensor) -> DTensor:
+    """The rows of the full ``value`` that this rank holds of ``like``; no communication."""
+    return local_rows(value, like.device_mesh, like.placements[0])
+
+
+def local_rows(value: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """The rows of the full ``value`` that this rank holds when it is placed so; no communication."""
+    local = value
+    if isinstance(placement, Shard):
+        rows = -(-len(value) // mesh.size())
+        local = value[mesh.get_local_rank() * rows :][:rows]
+    local = local.contiguous() if local is value else local.clone(memory_format=torch.contiguous_format)
+    return DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=value.shape, stride=value.contiguous().stride()
+    )
 
 
 def full_value(param: Tensor) -> Tensor:

@@ -80,23 +80,28 @@ def peak_moments(file: PlanFile) -> dict[Tier, Moment]:
 def _by_layer(file: PlanFile, measured: Forecast | None) -> list[Group]:
     groups: dict[str, Group] = {}
     for span in file.forecast.spans:
-        name = layer_of(span.module or span.name)
+        name = _layer(span)
         groups.setdefault(name, Group(name)).run(span)
     for holding in _held_at_peaks(file):
         name = _home(file, holding)
         groups.setdefault(name, Group(name)).hold(holding)
-    _lay_over(groups.values(), measured, lambda span: layer_of(span.module or span.name))
+    _lay_over(groups.values(), measured, _layer)
     reasons = _reasons(file)
     for group in groups.values():
         group.why = reasons.get(group.name, "")
     return list(groups.values())
 
 
+def _layer(span: Span) -> str:
+    """The layer that a task works for; of one outside of layers what it is called."""
+    return layer_of(span.module) if span.module else span.name
+
+
 def _home(file: PlanFile, holding: Holding) -> str:
     """The layer of a holding; of one outside of layers the row of the task that made it, since its name is a node's."""
     if not holding.module and holding.first != START:
         made = file.forecast.spans[holding.first]
-        return layer_of(made.module or made.name)
+        return _layer(made)
     return layer_of(holding.module or holding.name)
 
 

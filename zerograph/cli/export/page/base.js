@@ -1,4 +1,4 @@
-// The plan, elements, and how bytes and seconds are written: as zerograph.units and labels.py write them.
+// The plan, elements, and how bytes and seconds are written: as zerograph.core.units and labels.py write them.
 const plan = JSON.parse(document.getElementById("data").textContent);
 const text = (place) => plan.texts[place];
 const spans = plan.spans.start.map((start, task) => ({

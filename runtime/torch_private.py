@@ -1,0 +1,82 @@
+"""What running programs needs of torch that has no public name.
+
+Other rooms have a file of this name too; nothing else touches private names. Each entry says what it is for, why no
+public name does, and where it was seen: 2.11 in torch's sources, 2.13 by the tests of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of ``tensor``: the very object, at no cost. ``to_local()`` takes part in autograd, and then
+    makes a new tensor each time. Seen in 2.11, 2.13."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # type: ignore[attr-defined]
+
+
+def memory_is_unshared(tensor: Tensor) -> bool:
+    """Whether ``tensor`` alone refers to its memory: no view of it is alive. Python counts references to tensors, and
+    nothing public those to memory. Seen in 2.11, 2.13."""
+    users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return bool(users == 2)  # the tensor, and the storage object that is made to ask
+
+
+# Autograd
+
+
+def current_backward() -> int:
+    """A number for the backward that runs in this thread, which hooks are not told. Seen in 2.11, 2.13."""
+    return torch._C._current_graph_task_id()
+
+
+def after_backward(action: Callable[[], None]) -> None:
+    """Have ``action`` called when the backward that runs in this thread ends. DistributedDataParallel uses it; the
+    documented hooks end with a tensor or a node. Seen in 2.11, 2.13."""
+    torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
+# Process groups
+
+
+def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
+    """ "gloo", "nccl", ...: what carries tensors on ``device``. A group made without a name has one per device, and
+    ``dist.get_backend`` says "undefined" of it. Seen in 2.11, 2.13."""
+    return str(group._get_backend(device).name())
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
+    """Seconds that collectives of ``group`` wait for another rank: ``init_process_group(timeout=...)``, which cannot be
+    asked. Seen in 2.11, 2.13."""
+    try:
+        return float(group._get_backend(device).options._timeout.total_seconds())
+    except RuntimeError:  # a backend without options
+        return float(dist.constants.default_pg_timeout.total_seconds())
+
+
+def default_store() -> dist.Store:
+    """The store through which the default group's ranks met, which cannot be asked for. Seen in 2.11, 2.13."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def gloo_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """A group over gloo, for the CPU, that is in none of torch's tables. ``dist.new_group`` needs all ranks of the
+    default group, and would take up the connections of one that failed. Seen in 2.11, 2.13."""
+    group = dist.ProcessGroup(store, rank, world_size)
+    backend = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+def coalescing(group: dist.ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
+    """Inside, collectives of ``group`` become one, which the context's value waits for; functional collectives have
+    that, and no buffers of their own. Seen in 2.11, 2.13."""
+    return dist._coalescing_manager(group, device, async_ops=True)

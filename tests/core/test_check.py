@@ -1,0 +1,87 @@
+"""What must be true of programs: true of every sketch of a plan, and found wherever it is broken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from planner.steps import Layer, step_of
+from planner.test_offload import GPU, MIB, Drawn, placed, plans, ruled, scheduler_of
+
+from zerograph.core.check import check, require
+from zerograph.core.errors import InvariantError
+from zerograph.core.plan import Homes
+from zerograph.core.program import Compute, Fetch, Free, Gather, HostUpdate, Instruction, Program, Reduce, WaitGather
+from zerograph.planner.ladder import HOMES
+from zerograph.planner.sketch import sketch_of
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans())
+def test_nothing_is_wrong_with_the_sketch_of_a_plan(found: Drawn) -> None:
+    step, plan, machine, moments = found
+    assert check(sketch_of(scheduler_of(step, plan, machine, moments), plan), plan) == []
+
+
+STEP = step_of([Layer(rows=MIB)] * 2)
+PLAN = placed(ruled(STEP), HOMES[-1], tiles=2)
+SKETCH = sketch_of(scheduler_of(STEP, PLAN, GPU), PLAN)
+
+
+def without(kind: type, number: int = 0) -> list[Program]:
+    """The sketch without its ``number``-th instruction of that kind."""
+    found = [step for program in SKETCH for step in program.instructions if isinstance(step, kind)]
+    return changed(found[number], ())
+
+
+def changed(old: Instruction, new: tuple[Instruction, ...]) -> list[Program]:
+    """The sketch with other instructions in place of one."""
+    return [
+        replace(p, instructions=[kept for step in p.instructions for kept in (new if step is old else (step,))])
+        for p in SKETCH
+    ]
+
+
+@pytest.mark.parametrize(
+    ("programs", "message"),
+    [
+        (without(Gather), "is waited for, and has not begun"),
+        (without(Free), "begins while it is whole"),
+        (without(Reduce), "are reduced 0 times, not once"),
+        (without(HostUpdate), "is updated on the host 0 times, not 1"),
+        (without(Compute), "lets go of register"),
+        (without(Fetch), "which is not there"),
+    ],
+)
+def test_what_is_missing_is_noticed(programs: list[Program], message: str) -> None:
+    found = [str(wrong) for wrong in check(programs, PLAN)]
+    assert any(message in text for text in found), found
+
+
+def test_what_is_read_lies_where_it_is_needed() -> None:
+    contents = [replace(r, tier="host") if r.kind == "gathered" else r for r in SKETCH[0].contents]
+    found = [str(wrong) for wrong in check([replace(p, contents=contents) for p in SKETCH])]
+    assert any("on host, and needs it on device" in text for text in found)
+
+
+def test_what_is_free_is_not_read() -> None:
+    first = SKETCH[0].instructions
+    gather = next(step for step in first if isinstance(step, Gather))
+    wait = next(step for step in first if isinstance(step, WaitGather))
+    free = Free(gather.bucket, (gather.out,), (gather.out,), tile=gather.tile, tiles=gather.tiles)
+    found = [str(wrong) for wrong in check(changed(wait, (free, wait)), PLAN)]
+    assert any("which is free" in text for text in found), found
+
+
+def test_what_lives_on_the_device_is_updated_there_once() -> None:
+    plan = placed(ruled(STEP), Homes())
+    programs = sketch_of(scheduler_of(STEP, plan, GPU), plan)
+    assert check(programs, plan) == []
+    assert "updated on the device 0 times" in str(check(programs[:-1], plan)[0])
+
+
+def test_programs_that_cannot_run_are_refused_with_the_first_reasons() -> None:
+    with pytest.raises(InvariantError, match=r"and [0-9]+ more\n\nhint: report it") as caught:
+        require([replace(SKETCH[0], instructions=SKETCH[0].instructions[5:])], "report it")
+    assert str(caught.value).startswith("these programs cannot run:\n  forward instruction ")

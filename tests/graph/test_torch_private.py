@@ -1,0 +1,68 @@
+"""Private names of torch that reading graphs needs: there, and of use, on the installed torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from zerograph.graph import torch_private
+
+aten = torch.ops.aten
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_operators() -> None:
+    assert isinstance(aten.add.Tensor, torch_private.OpOverload)
+    assert torch_private.changes_inputs(aten.add_.Tensor)
+    assert not torch_private.changes_inputs(aten.add.Tensor) and not torch_private.changes_inputs(len)
+    assert torch_private.WITH_EFFECTS.name() == "with_effects"
+    assert torch_private.LOOKUP_SEED not in torch_private.SEEDS
+
+
+def test_the_partitioners_lists() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    cheap, dear = graph.call_function(aten.relu.default, (x,)), graph.call_function(aten.mm.default, (x, x))
+    assert torch_private.is_recomputable(cheap)
+    assert not torch_private.is_recomputable(dear)
+
+
+def test_operators_behind_those_that_keep_the_generator() -> None:
+    operators, found = torch.ops.higher_order, (aten.rand.default, ([2],))
+    for keeps in (operators.run_and_save_rng_state, operators.graphsafe_run_with_rng_state):
+        assert torch_private.behind_generator(keeps, (aten.rand.default, [2])) == found
+    assert torch_private.behind_generator(operators.run_with_rng_state, ("state", aten.rand.default, [2])) == found
+    assert torch_private.behind_generator(aten.rand.default, ([2],)) == found
+
+
+def test_a_group_by_its_name(group: dist.ProcessGroup) -> None:
+    assert torch_private.resolve_group(group.group_name) is group
+
+
+def test_a_skipped_function_is_inlined_and_no_frame_of_its_own() -> None:
+    graphs: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, inputs: object) -> object:
+        graphs.append(gm)
+        return gm
+
+    def skipped(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()
+
+    torch_private.skip_frame(skipped)
+    torch.compile(skipped, backend=backend)(torch.ones(2))
+    assert not graphs
+    torch.compile(lambda x: skipped(x).cos(), backend=backend, fullgraph=True)(torch.ones(2))
+    assert len(graphs) == 1

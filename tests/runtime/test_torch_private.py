@@ -1,0 +1,71 @@
+"""Private names of torch that running programs needs: there, and of use, on the installed torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from zerograph.runtime import torch_private
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store, timeout=timedelta(seconds=77))
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_memory_is_shared_with_views() -> None:
+    tensor = torch.zeros(4)
+    assert torch_private.memory_is_unshared(tensor)
+    view = tensor[:2]
+    assert not torch_private.memory_is_unshared(tensor)
+    del view
+    assert torch_private.memory_is_unshared(tensor)
+
+
+def test_the_local_tensor_is_one_object(group: dist.ProcessGroup) -> None:
+    plain = torch.zeros(4)
+    sharded = DTensor.from_local(plain, init_device_mesh("cpu", (1,)), [Shard(0)]).requires_grad_()
+    assert torch_private.local_tensor(plain) is plain
+    assert torch_private.local_tensor(sharded) is torch_private.local_tensor(sharded)
+
+
+def test_the_end_of_a_backward() -> None:
+    seen: list[object] = []
+
+    def hook(grad: torch.Tensor) -> None:
+        seen.append(torch_private.current_backward())
+        torch_private.after_backward(lambda: seen.append("end"))
+
+    for _ in range(2):
+        a, b = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+        a.register_hook(hook)
+        b.register_post_accumulate_grad_hook(lambda _: seen.append("b"))
+        (a + b).sum().backward()
+    first, second = seen[:3], seen[3:]
+    assert first[-1] == second[-1] == "end" and "b" in first
+    numbers = [n for n in seen if isinstance(n, int)]
+    assert len(set(numbers)) == 2 and torch_private.current_backward() not in numbers
+
+
+def test_process_groups(group: dist.ProcessGroup) -> None:
+    assert torch_private.backend_name(group, CPU) == "gloo"
+    assert torch_private.timeout_of(group, CPU) == 77
+    store = torch_private.default_store()
+    own = torch_private.gloo_group(dist.PrefixStore("own", store), 0, 1, timedelta(seconds=5))
+    value = torch.ones(2)
+    own.allreduce([value]).wait()
+    assert value.tolist() == [1, 1] and own is not group
+    assert callable(torch_private.coalescing(group, CPU).__enter__)  # of NCCL; gloo has no coalesced all-gather

@@ -1,0 +1,220 @@
+"""Private names of torch that adopting a model needs: there, and of use, on the installed torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from zerograph.core.errors import ConfigError
+from zerograph.dryrun.torch_private import simulate_group
+from zerograph.sharding import torch_private
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    simulate_group(0, 2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+class Recorder:
+    """A backend that runs graphs as they are, and keeps what ``action`` returns for each."""
+
+    def __init__(self, action: Callable[[fx.GraphModule], Any]) -> None:
+        self.action, self.found = action, list[Any]()
+        torch.compiler.reset()
+
+    def __call__(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self.found.append(self.action(gm))
+        return gm.forward
+
+
+def test_a_backend_can_have_a_frame_traced_again() -> None:
+    def action(_: fx.GraphModule) -> None:
+        if not attempts:
+            attempts.append("one")
+            raise torch_private.Retrace
+
+    attempts: list[str] = []
+    backend = Recorder(action)
+    assert torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1)).item() == 2
+    assert attempts == ["one"] and backend.found == [None]
+
+
+def test_our_errors_reach_users_as_they_are() -> None:
+    def action(_: fx.GraphModule) -> None:
+        with torch_private.errors_reach_users():
+            raise ConfigError("wrong", "do it right")
+
+    with pytest.raises(ConfigError, match="wrong") as caught:
+        torch.compile(lambda x: x + 1, backend=Recorder(action))(torch.ones(1))
+    assert caught.value.hint == "do it right"
+
+
+def test_traces_are_told_of_before_they_begin() -> None:
+    seen: list[str] = []
+
+    def starts() -> None:
+        seen.append("start")
+
+    backend = Recorder(lambda _: seen.append("compile"))
+    for _ in range(2):
+        torch_private.before_traces(starts)
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
+    assert seen == ["start", "compile"]
+    torch.compiler.reset()
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
+    assert seen == ["start", "compile", "compile"]
+
+
+# Which model is called
+
+
+def _whole(model: Net, backend: Recorder) -> nn.Module:
+    return torch.compile(model, backend=backend)  # type: ignore[return-value]
+
+
+def _method(model: Net, backend: Recorder) -> nn.Module:
+    model.compile(backend=backend)
+    return model
+
+
+def _any_call(model: Net, backend: Recorder) -> nn.Module:
+    torch_private.compile_any_call(model, backend)
+    return model
+
+
+def _forward(model: Net, backend: Recorder) -> nn.Module:
+    model.forward = torch.compile(model.forward, backend=backend)  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize("form", [_whole, _method, _any_call, _forward])
+def test_the_called_model_and_its_backend(form: Callable[[Net, Recorder], nn.Module]) -> None:
+    model, backend = Net(), Recorder(lambda _: torch_private.called_model())
+    assert torch_private.backend_given(model) is None
+    compiled = form(model, backend)
+    assert torch_private.original(compiled) is model
+    assert torch_private.backend_given(compiled) is backend
+    compiled(torch.ones(2))
+    assert backend.found == [(model, backend)]
+    assert torch_private.called_model() is None
+
+
+def test_a_module_that_calls_a_compiled_function_is_not_the_model() -> None:
+    class Host(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return add(super().forward(x))
+
+    backend = Recorder(lambda _: torch_private.called_model())
+    add = torch.compile(lambda x: x + 1, backend=backend)
+    Host()(torch.ones(2))
+    assert backend.found == [None]
+
+
+GLOBAL = Net()
+
+
+def test_the_modules_that_a_frame_reads_through() -> None:
+    class Holder:
+        def __init__(self, model: nn.Module) -> None:
+            self.models = {"net": [model]}
+
+        def run(self, x: Tensor) -> Tensor:
+            return self.models["net"][0](x)
+
+    def helper(x: Tensor) -> Tensor:
+        return model.inner(x)
+
+    model, backend = Net(), Recorder(lambda gm: set(torch_private.modules_read_through(gm)))
+    functions: list[tuple[Callable[..., Any], nn.Module]] = [
+        (lambda x: model.inner(x) + 1, model),
+        (lambda x: helper(x) + 1, model),
+        (lambda x: GLOBAL(x) + 1, GLOBAL),
+        (Holder(model).run, model),
+        (lambda x, inner=model.inner: inner(x), model.inner),
+    ]
+    for function, _ in functions:
+        torch.compile(function, backend=backend)(torch.ones(2))
+    assert backend.found == [{expected} for _, expected in functions]
+
+
+# Parameters
+
+
+def _sharded(mesh: DeviceMesh, rows: int = 4) -> nn.Parameter:
+    local = torch.ones(-(-rows // 2), 2)
+    return nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(rows, 2), stride=(2, 1)))
+
+
+def test_guards_on_rows_do_not_compare_them(mesh: DeviceMesh) -> None:
+    def action(_: fx.GraphModule) -> int:
+        torch_private.match_rows_alone()
+        guards = torch._guards.TracingContext.get().guards_context.dynamo_guards
+        return sum(getattr(guard.create_fn, "func", None) is torch_private._match_alone for guard in guards)
+
+    model = nn.Module()
+    model.a, model.b = _sharded(mesh), _sharded(mesh)
+    backend = Recorder(action)
+    compiled = torch.compile(lambda: model.a.to_local() + model.b.to_local(), backend=backend)
+    assert compiled().tolist() == [[2, 2], [2, 2]]
+    assert backend.found[0] >= 2
+
+
+def test_shards_change_in_place(mesh: DeviceMesh) -> None:
+    param, other = _sharded(mesh), _sharded(mesh, 6)
+    same = DeviceMesh("cpu", [0, 1])
+    torch_private.place_on(param, same)  # type: ignore[arg-type]
+    assert param.device_mesh is same  # type: ignore[attr-defined]
+    torch_private.set_shard(param, other)  # type: ignore[arg-type]
+    with torch.no_grad():
+        assert param.placements == (Shard(0),) and param.to_local().shape == (3, 2)  # type: ignore[attr-defined]
+
+
+def test_hooks_are_shared() -> None:
+    calls: list[str] = []
+    old, new = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    handle = old.register_hook(lambda _: calls.append("gradient"))
+    old.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+    torch_private.share_hooks(old, new)
+    new.sum().backward()
+    assert calls == ["gradient", "accumulated"]
+    handle.remove()
+    new.sum().backward()
+    assert calls[2:] == ["accumulated"]
+
+
+def test_gradients_are_unscaled_in_order(mesh: DeviceMesh) -> None:
+    seen: list[str] = []
+
+    def in_order(grads: Sequence[DTensor]) -> list[DTensor]:
+        seen.extend(str(grad.placements[0]) for grad in grads)
+        return list(reversed(grads))
+
+    before = dict(DTensor._op_dispatcher._custom_op_handlers)
+    try:
+        torch_private.unscale_in_order(in_order)
+        grads = [
+            DTensor.from_local(torch.ones(2), mesh, [placement], run_check=False)
+            for placement in (Replicate(), Shard(0))
+        ]
+        torch._amp_foreach_non_finite_check_and_unscale_(grads, torch.tensor(0.0), torch.tensor(0.5))  # type: ignore[arg-type]
+        assert len(seen) == 2 and grads[0].to_local().tolist() == [0.5, 0.5]
+    finally:
+        DTensor._op_dispatcher._custom_op_handlers.update(before)

@@ -1,0 +1,52 @@
+"""What frames are compiled for: all that the compiler knows of the backend of a model, or of a dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from zerograph.compiler.agreement import Agreement
+from zerograph.compiler.segments import SegmentCache
+from zerograph.core.plan import Plan
+from zerograph.core.step import Step
+from zerograph.runtime.executor import Runtime
+
+
+class Plain(NamedTuple):
+    """A parameter that stays the user's own, as on one rank: its bytes, and whether it is trained."""
+
+    bytes: int
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Compilation:
+    """The same for all frames of one model.
+
+    Attributes:
+        world_size: ranks that parameters are sharded over.
+        segments: compiled segments, of which frames share those that are alike.
+        plan_for: the plan for a step, which the user's function of this name performs on these plain parameters.
+        device: where segments run.
+        runtime_for: what the programs of a frame share when they run, by number, name and plan; None where none runs.
+        agreement: how ranks agree on programs; None where there is one rank, and where ranks are simulated.
+        tied: of each parameter that the model has several names for, the other ones.
+        moments: tensors that the optimizer is taken to keep per parameter; it may be made later than plans.
+        folds: whether a few of many layers that are alike are traced in place of all.
+        text_of: a graph as text, to show what passes did to it; empty where nobody reads it.
+    """
+
+    world_size: int
+    segments: SegmentCache
+    plan_for: Callable[[str, Step, Sequence[Plain]], Plan]
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
+    runtime_for: Callable[[int, str, Plan], Runtime] | None = None
+    agreement: Agreement | None = None
+    tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    moments: int = 2
+    folds: bool = True
+    text_of: Callable[[fx.GraphModule], str] = lambda _: ""

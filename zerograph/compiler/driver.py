@@ -1,0 +1,161 @@
+"""How a traced frame becomes programs: the whole compiler, from top to bottom.
+
+    Dynamo graph -> joint graph          AOTAutograd, with Inductor's decompositions
+    joint        -> Step -> Plan         capture, planner
+    joint        -> forward, backward    passes, Inductor's passes, the minimum cut
+    each         -> Program -> Executor  passes, lower, runtime
+
+:data:`~zerograph.passes.PIPELINE` lists the passes by stage; :func:`~zerograph.compiler.rewrite.rewrite` runs those of
+the stages that it is given. A dry run goes the same way and ends with the programs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import fx, nn
+
+from zerograph.compiler.capture import Setting, capture
+from zerograph.compiler.fold import few_layers, joint_of, tracing_few
+from zerograph.compiler.frame import Frame
+from zerograph.compiler.frame_plan import plain
+from zerograph.compiler.lower import lower
+from zerograph.compiler.parameter_mutations import refuse_mutations
+from zerograph.compiler.rewrite import rewrite
+from zerograph.compiler.segments import Callee
+from zerograph.compiler.shard_inputs import take_rows
+from zerograph.compiler.simplify import simplified
+from zerograph.compiler.torch_private import (
+    as_when_called,
+    keep_saved_tensors,
+    lazily_coded,
+    never_fold,
+    split_by_minimum_cut,
+    trace_and_split,
+)
+from zerograph.compiler.unfold import Joint, Repeat
+from zerograph.core.garbage import uncollected
+from zerograph.graph.layers import name_model
+from zerograph.graph.nodes import Pair
+from zerograph.graph.ops import REDUCE_GRAD
+from zerograph.passes import Kind
+from zerograph.runtime.executor import Executor
+
+log = logging.getLogger(__name__)
+never_fold(REDUCE_GRAD)  # a gradient that is the same everywhere is reduced like any other
+
+
+def compile_frame(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile one Dynamo graph, which reads sharded parameters through markers; returns what Dynamo calls."""
+    made = frame.compilation
+    rows, exchanging = _checked(frame, gm, inputs)
+    with uncollected(), made.segments.kernels_in_background(made.device), tracing_few(frame, gm, rows):
+        compiled = trace_and_split(
+            gm,
+            rows,
+            forward=partial(_executor, frame, "forward"),
+            backward=partial(_executor, frame, "backward"),
+            inference=partial(_inference, frame),
+            partition=partial(split, frame),
+        )
+    if made.agreement is not None:  # not before every kernel exists: a rank that fails has promised nothing
+        for program in frame.programs.values():
+            made.agreement.check(frame.code, program)
+    return exchanging(compiled)
+
+
+def split(
+    frame: Frame,
+    joint: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: Sequence[int] = (),
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Plan the step, then split the joint graph so that shards are saved and parameters gathered again."""
+    joint = _planned(frame, "joint", joint)
+    rewrite(frame, "joint", joint, "joint")
+    forward, backward = split_by_minimum_cut(joint, inputs, num_fwd_outputs, static_lifetime_input_indices)
+    rewrite(frame, "forward", Pair(forward, backward, num_fwd_outputs), "pair")
+    return forward, backward
+
+
+def _planned(frame: Frame, kind: str, gm: fx.GraphModule) -> fx.GraphModule:
+    """Plan the step that ``gm`` is; returns the graph to go on with."""
+    _plan(frame, kind, gm)
+    made = frame.compilation
+    if made.runtime_for is not None:
+        frame.runtime = made.runtime_for(frame.index, frame.code, frame.plan)
+    gm = simplified(gm, frame.repeat)
+    rewrite(frame, kind, gm, "planned")
+    return gm
+
+
+def _plan(frame: Frame, kind: str, gm: fx.GraphModule) -> None:
+    made = frame.compilation
+    rewrite(frame, kind, gm, "traced")
+    frame.step = capture(gm.graph, Setting(kind == "joint", made.world_size, made.moments, made.tied))
+    frame.plan = made.plan_for(frame.code, frame.step, frame.plain)
+
+
+def to_program(frame: Frame, kind: Kind, gm: fx.GraphModule) -> tuple[Callee, ...]:
+    """Make the frame's program of that kind; returns the callables of its segments."""
+    start = time.perf_counter()
+    gm = lazily_coded(gm)
+    rewrite(frame, kind, gm, kind, "graph")
+    program, segments = lower(gm, kind, frame.compilation.segments, frame.plan)
+    frame.programs[kind] = program
+    frame.seconds += time.perf_counter() - start
+    log.debug("frame %d %s:\n%s", frame.index, kind, program)
+    return segments
+
+
+def _inference(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    return _executor(frame, "inference", _planned(frame, "inference", gm), inputs)
+
+
+def _executor(frame: Frame, kind: Kind, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    assert frame.runtime is not None
+    segments = to_program(frame, kind, gm)
+    if kind == "backward":
+        keep_saved_tensors()
+    return Executor(frame.programs[kind], segments, frame.runtime)
+
+
+def trace(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint | Repeat | None:
+    """The joint graph of one Dynamo graph, where nobody will call it; None where it has no backward."""
+    rows, _ = _checked(frame, gm, inputs)
+    with uncollected():
+        few = few_layers(gm, rows) if frame.compilation.folds else None
+        return few if few is not None else joint_of(gm, rows)
+
+
+def compile_joint(frame: Frame, joint: Joint | Repeat) -> None:
+    """Make the programs of a joint graph that :func:`trace` gave."""
+    whole, frame.repeat = (joint.whole, joint) if isinstance(joint, Repeat) else (joint, None)
+    with uncollected(), as_when_called(whole.gm):
+        graphs = split(frame, whole.gm, (), num_fwd_outputs=whole.outputs, static_lifetime_input_indices=whole.static)
+        to_program(frame, "forward", graphs[0])
+        to_program(frame, "backward", graphs[1])
+    frame.repeat = None
+
+
+def plan_joint(frame: Frame, joint: Joint | Repeat) -> None:
+    """Plan the step of a joint graph that :func:`trace` gave, and make no programs of it."""
+    gm = (joint.whole if isinstance(joint, Repeat) else joint).gm
+    with uncollected(), as_when_called(gm):
+        _plan(frame, "joint", gm)
+
+
+def _checked(
+    frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]
+) -> tuple[list[Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
+    """Refuse what cannot be compiled; returns the inputs to trace with, and how a compiled function gets them."""
+    refuse_mutations(gm)
+    name_model(gm)
+    frame.plain = plain(value for value in inputs if isinstance(value, nn.Parameter))
+    return take_rows(gm, inputs)

@@ -1,0 +1,51 @@
+"""One traced frame: what was decided for it, and what it became."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from zerograph.compiler.compilation import Compilation, Plain
+from zerograph.compiler.torch_private import traced_code
+from zerograph.compiler.unfold import Repeat
+from zerograph.core.plan import Plan
+from zerograph.core.planfile import PassRecord
+from zerograph.core.program import Program
+from zerograph.core.step import Step
+from zerograph.runtime.executor import Runtime
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """What compiling one Dynamo graph produces, filled in as compilation goes on.
+
+    Attributes:
+        index: its number among the frames of its backend.
+        code: the user's function that Dynamo traced, for people.
+        plain: the parameters among its inputs, as far as they are not sharded.
+        step, plan: what it computes, and what is decided.
+        runtime: what its programs share when they run; there is none in a dry run.
+        programs: by kind: "forward" and "backward", or "inference".
+        passes: what they did, in the order in which they ran.
+        seconds: spent on passes, lowering and segments.
+        repeat: while it is traced, the joint graph from a few of its layers, where they are alike.
+    """
+
+    compilation: Compilation
+    index: int
+    code: str
+    plain: Sequence[Plain] = ()
+    step: Step = field(init=False)
+    plan: Plan = field(init=False)
+    runtime: Runtime | None = None
+    programs: dict[str, Program] = field(default_factory=dict)
+    passes: list[PassRecord] = field(default_factory=list)
+    seconds: float = 0.0
+    repeat: Repeat | None = None
+
+
+def traced_function() -> str:
+    """The user's function that Dynamo is tracing, as ``name (file:line)``."""
+    code = traced_code()
+    return f"{code.co_name} ({os.path.basename(code.co_filename)}:{code.co_firstlineno})"

@@ -1,0 +1,38 @@
+"""Runs the passes, stage by stage, and says what each did."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import fx
+
+from zerograph.compiler.frame import Frame
+from zerograph.core.planfile import PassRecord, changes
+from zerograph.graph.nodes import Pair
+from zerograph.passes import PIPELINE, Stage
+
+log = logging.getLogger(__name__)
+
+MOST_NODES = 5000
+"""Of a step's graph that is kept as text, to show what passes did to it: a deep one is long, and repeats itself."""
+
+
+def rewrite(frame: Frame, kind: str, target: fx.GraphModule | Pair, *stages: Stage) -> None:
+    """Run the passes of ``stages`` on ``target`` in place; each logs one number.
+
+    Args:
+        kind: what logs and plan files call the graph: "joint", "forward", "backward" or "inference".
+    """
+    graph = target.forward if isinstance(target, Pair) else target
+    shown = "graph" in stages or len(graph.graph.nodes) <= MOST_NODES
+
+    def text() -> str:
+        return frame.compilation.text_of(graph) if shown else ""
+
+    before = text()
+    for step in (step for step in PIPELINE if step.stage in stages):
+        edits = step.run(target, None if step.stage == "traced" else frame.plan)
+        log.debug("%s of frame %d: pass %s: %d", kind, frame.index, step.name, edits)
+        after = text()
+        frame.passes.append(PassRecord(kind, step.name, edits, changes(before, after)))
+        before = after

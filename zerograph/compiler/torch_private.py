@@ -1,0 +1,243 @@
+"""What compiling a frame needs of Dynamo, AOTAutograd and Inductor that has no public name, patches of them included.
+
+Other rooms have a file of this name too; nothing else touches private names. Each entry says what it is for, why no
+public name does, and where it was seen: 2.11 in torch's sources, 2.13 by the tests of this file.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import CodeType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import graph_compile
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._inductor.constant_folding import add_dont_constant_fold
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+# Dynamo
+
+
+def traced_code() -> CodeType:
+    """The code of the user's function that Dynamo is tracing; a backend is given no name of it. Seen in 2.11, 2.13."""
+    return InstructionTranslator.current_tx().f_code
+
+
+def graph_breaks() -> dict[str, int]:
+    """How often each reason has broken a graph in this process. ``torch._dynamo.explain`` tells it of one call, made
+    for that purpose. Seen in 2.11, 2.13."""
+    return dict(torch._dynamo.utils.counters["graph_break"])
+
+
+# Fake tensors
+
+
+def fake_mode_of(values: Sequence[Any] = ()) -> FakeTensorMode | None:
+    """The mode that the tensors among ``values`` are fake in, or in which the current frame is traced; documented,
+    under a private path. Seen in 2.11, 2.13."""
+    return detect_fake_mode(values)
+
+
+def outside_fake_mode() -> AbstractContextManager[Any]:
+    """Inside, tensors are made in no fake mode: those of a graph belong to the mode that it was traced in.
+    Seen in 2.11, 2.13."""
+    return unset_fake_temporarily()
+
+
+def fake_as(like: Any, element: Tensor) -> Any:
+    """``element``, on the meta device, as a fake tensor of the mode and device of ``like``, which is one.
+
+    Operators in that mode would make the same in five times the time. Seen in 2.11, 2.13.
+    """
+    return FakeTensor(like.fake_mode, element, like.device)
+
+
+def is_fake(value: Any) -> bool:
+    """Whether ``value`` is a tensor of a graph. Seen in 2.11, 2.13."""
+    return isinstance(value, FakeTensor)
+
+
+# AOTAutograd
+
+
+def trace_and_split(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    *,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    inference: Callable[..., Any],
+    partition: Callable[..., Any],
+) -> Callable[..., Any]:
+    """What AOTAutograd makes of a graph of Dynamo's with these compilers; torch documents it under a private path.
+
+    Inductor's decompositions are taken, and settings that have no public name either. Effects are threaded as tokens
+    inside of the graph. The backward compiles with the forward on every rank: by default that depends on whether shapes
+    are dynamic, which may differ between ranks, and one that asks the others about its backward would wait for ranks
+    that run already. Seen in 2.11, 2.13.
+    """
+    compiler = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=partition,
+        decompositions=select_decomp_table,
+        keep_inference_input_mutations=True,
+    )
+    with functorch_config.patch(unlift_effect_tokens=True, force_non_lazy_backward_lowering=True):
+        return compiler(gm, inputs)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def as_when_called(joint: fx.GraphModule) -> Iterator[None]:
+    """What AOTAutograd has around the functions that it calls, for a joint graph that is worked on outside of it."""
+    values = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
+    with tracing(TracingContext(fake_mode_of(values))), torch.no_grad():
+        yield
+
+
+@contextmanager
+def separate_context() -> Iterator[None]:
+    """Inside, AOTAutograd writes what it finds out into a copy of the frame's context, which is for the whole graph.
+    Seen in 2.11, 2.13."""
+    with tracing(copy.copy(TracingContext.get())):
+        yield
+
+
+@contextmanager
+def trace_given(joint: fx.GraphModule, fits: Callable[[Sequence[Any]], bool]) -> Iterator[None]:
+    """Patch AOTAutograd to take ``joint`` for its trace of a graph with a backward, where ``fits`` says so of the
+    inputs.
+
+    It has no other way to be given a trace. Where the graph does more than compute outputs from inputs it is traced as
+    ever: AOTAutograd returns what it writes to, and bases of views, in ways of its own. Seen in 2.11, 2.13.
+    """
+    trace = graph_compile.aot_dispatch_autograd_graph
+
+    def given(flat_fn: Any, flat_args: Any, descs: Any, config: Any, *, fw_metadata: Any) -> Any:
+        tangents = list(fw_metadata.traced_tangents)
+        if not _is_plain(fw_metadata) or not fits([*flat_args, *tangents]):
+            return trace(flat_fn, flat_args, descs, config, fw_metadata=fw_metadata)
+        detached = tuple([v.detach() if isinstance(v, Tensor) else v for v in given] for given in (flat_args, tangents))
+        return joint, detached, (descs, fw_metadata.traced_tangents_descs), None
+
+    with patch.object(graph_compile, "aot_dispatch_autograd_graph", given):
+        yield
+
+
+def _is_plain(metadata: Any) -> bool:
+    """Whether AOTAutograd's metadata tells of outputs that are computed from inputs, and of nothing else."""
+    return not (
+        any(info.mutates_data or info.mutates_metadata for info in metadata.input_info)
+        or metadata.num_intermediate_bases
+        or metadata.tokens
+    )
+
+
+def split_by_minimum_cut(
+    joint: fx.GraphModule, inputs: Sequence[Any], outputs: int, static: Sequence[int]
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward, with its first ``outputs`` outputs, and the backward of a joint graph, as torch's partitioner for
+    Inductor cuts it. Inputs numbered ``static`` stay where they are. Seen in 2.11, 2.13."""
+    return min_cut_rematerialization_partition(
+        joint, inputs, compiler="inductor", num_fwd_outputs=outputs, static_lifetime_input_indices=list(static)
+    )
+
+
+def keep_saved_tensors() -> None:
+    """Tell AOTAutograd that nothing writes into what the forward saved: else it refuses ``retain_graph=True``. Call it
+    while the backward compiles. Seen in 2.11, 2.13."""
+    context = TracingContext.try_get()
+    donated = getattr(context and context.fw_metadata, "bw_donated_idxs", None)
+    if donated:
+        donated.clear()  # in place: several views of the metadata share the list
+
+
+def lazily_coded(root: Any, graph: fx.Graph | None = None) -> fx.GraphModule:
+    """``root`` (with another graph) as a module that generates its Python when it is called: never, if it is lowered.
+
+    Inductor's own way. AOTAutograd's copy of the backward would be written anew after every pass, and an unfolded
+    graph, in which nodes share names, cannot be written. ``root`` is a graph's module, or with ``graph`` a dict of what
+    that reads. Seen in 2.11, 2.13.
+    """
+    return _LazyGraphModule.from_graphmodule(root) if graph is None else _LazyGraphModule(root, graph)
+
+
+# DTensor
+
+
+class ShardOf:
+    """How the local tensors of a DTensor are put together, for wrapping others like them.
+
+    ``DTensor.from_local`` does it anew each time, which hundreds of gradients in every step would pay for.
+    Seen in 2.11, 2.13.
+    """
+
+    __slots__ = ("_spec",)
+
+    def __init__(self, shard: DTensor) -> None:
+        self._spec = shard._spec
+
+    def wrap(self, local: Tensor) -> DTensor:
+        """``local`` as a DTensor that is placed as the given one is."""
+        return DTensor(local, self._spec, requires_grad=False)
+
+
+# Inductor
+
+
+def simplify_joint(gm: fx.GraphModule) -> None:
+    """Run Inductor's passes on joint graphs, in place; they hold the attention fusions. Seen in 2.11, 2.13."""
+    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    with V.set_fake_mode(fake_mode_of(inputs)):  # where they look for it
+        joint_graph_passes(gm)
+
+
+def never_fold(operator: Any) -> None:
+    """Keep those passes from replacing ``operator`` by its result where its inputs are constants.
+    Seen in 2.11, 2.13."""
+    add_dont_constant_fold(operator)
+
+
+def compile_segment(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
+    """``gm`` compiled by Inductor, without another round of AOTAutograd, as a function of a list that it may clear.
+
+    ``torch._inductor.compile`` would trace again. Seen in 2.11, 2.13.
+    """
+    inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
+    # Its own context: Dynamo's would check this segment's strides against the whole graph's outputs.
+    with tracing(TracingContext(fake_mode_of(inputs) or FakeTensorMode())):
+        return compile_fx_inner(gm, inputs, is_inference=True)  # type: ignore[return-value]
+
+
+@contextmanager
+def kernels_in_background() -> Iterator[None]:
+    """Patch Inductor so that its C++ compilers work beside what goes on inside; the end waits for them.
+
+    By itself Inductor waits for the kernels of each graph, and has no setting for it: the modules that it generates
+    call ``AsyncCompile.wait`` with their globals, which hold what is to come. Segments are many small graphs, of which
+    none is needed before all exist. Only for CPUs: Triton's kernels are put into Inductor's cache with their graph, and
+    tuned. Seen in 2.11, 2.13.
+    """
+    waiting = list[tuple[AsyncCompile, dict[str, Any]]]()
+    wait = AsyncCompile.wait
+    with patch.object(AsyncCompile, "wait", lambda compiler, scope: waiting.append((compiler, scope))):
+        yield
+    for compiler, scope in waiting:
+        wait(compiler, scope)

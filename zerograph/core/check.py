@@ -1,0 +1,187 @@
+"""What must be true of the programs of a step, whoever built them, instruction by instruction. No torch in here.
+
+Those of the design's invariants that programs tell: every read finds its value on the tier that it needs; gathers and
+frees balance, nothing is used after it is free, and no bucket is gathered while it is whole; every trained shard is
+reduced once and updated once. Peaks are told by :mod:`zerograph.core.simulate`, and that ranks agree by the digest of a
+program's collectives.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from zerograph.core.errors import InvariantError
+from zerograph.core.machine import Tier
+from zerograph.core.plan import Plan
+from zerograph.core.program import (
+    Compute,
+    Fetch,
+    Free,
+    Gather,
+    HostUpdate,
+    Instruction,
+    Program,
+    Reduce,
+    Spill,
+    Update,
+    Wait,
+    WaitGather,
+    Write,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """Something that is not as it must be.
+
+    Attributes:
+        program, place: the kind of program, and the place of the instruction in it; -1 where it is about none.
+        message: what is wrong.
+    """
+
+    program: str
+    place: int
+    message: str
+
+    def __str__(self) -> str:
+        where = f"{self.program} instruction {self.place}: " if self.place >= 0 else ""
+        return where + self.message
+
+
+def check(programs: Sequence[Program], plan: Plan | None = None) -> list[Wrong]:
+    """Everything that is wrong with ``programs``, which run one after another; empty when nothing is.
+
+    Args:
+        plan: whose step they are, where they are a whole training step: all that it trains is reduced and updated.
+    """
+    checked = _Check()
+    found = [wrong for program in programs for wrong in checked.program(program)]
+    return found + (list(checked.once(plan)) if plan is not None else [])
+
+
+def require(programs: Sequence[Program], hint: str, plan: Plan | None = None) -> None:
+    """Refuse programs with which anything is wrong.
+
+    Raises:
+        InvariantError: naming the first instructions; ends with ``hint``.
+    """
+    wrong = check(programs, plan)
+    if wrong:
+        shown = [f"  {each}" for each in wrong[:_SHOWN]]
+        shown += [f"  and {len(wrong) - _SHOWN} more"] * (len(wrong) > _SHOWN)
+        raise InvariantError("these programs cannot run:\n" + "\n".join(shown), hint)
+
+
+_SHOWN = 5
+"""What is wrong that an error names; more is counted."""
+
+
+class _Check:
+    def __init__(self) -> None:
+        self.alive: dict[int, str] = {}  # registers that are written and not dead -> what wrote them
+        self.dead: set[int] = set()
+        self.whole: set[tuple[int, int]] = set()
+        self.kept: set[tuple[int, int]] = set()  # those that stay whole for a later program
+        self.reduced: Counter[tuple[int, int]] = Counter()
+        self.updated: Counter[tuple[int, int]] = Counter()
+        self.here: Counter[int] = Counter()  # buckets that are updated on the device
+
+    def program(self, program: Program) -> Iterator[Wrong]:
+        """What is wrong with one of them."""
+        if not program.carries:
+            self.alive = dict.fromkeys(range(program.inputs), "input")
+            self.dead = set()
+        for place, step in enumerate(program.instructions):
+            for message in self._instruction(program, step):
+                yield Wrong(program.kind, place, f"{program.name(step)} {message}")
+
+    def _instruction(self, program: Program, step: Instruction) -> Iterator[str]:
+        needs = _NEEDS.get(type(step))
+        for register in step.reads:
+            if isinstance(step, Wait) and register in self.dead:
+                continue  # for a transfer can be waited when what it brought has left again
+            if register not in self.alive:
+                name = program.contents[register].name if program.contents else f"register {register}"
+                yield f"reads {name}, which is {'free' if register in self.dead else 'not there'}"
+            elif program.contents and needs is not None and program.contents[register].bytes:
+                tier = program.contents[register].tier
+                if tier not in needs:
+                    yield f"reads {program.contents[register].name} on {tier}, and needs it on {' or '.join(needs)}"
+        yield from self._bucket(program, step)
+        for register in step.writes:
+            if register in self.alive and register not in step.reads:
+                yield f"writes register {register}, which is not free"
+            self.alive[register] = step.operation
+            self.dead.discard(register)
+        for register in step.dead:
+            if register not in self.alive:
+                yield f"lets go of register {register}, which is not there"
+            self.alive.pop(register, None)
+            self.dead.add(register)
+
+    def _bucket(self, program: Program, step: Instruction) -> Iterator[str]:
+        match step:
+            case Gather():
+                part = step.bucket, step.tile
+                if part in self.whole and part not in self.kept:
+                    yield "begins while it is whole"
+                self.whole.add(part)
+            case WaitGather():
+                part = step.bucket, step.tile
+                if part not in self.whole:
+                    yield "is waited for, and has not begun"
+            case Free():
+                part = step.bucket, step.tile
+                if part not in self.whole:
+                    yield "is let go of, and is not whole"
+                if step.kept:
+                    self.kept.add(part)
+                else:
+                    self.kept.discard(part)
+                    self.whole.discard(part)
+            case Reduce():
+                self.reduced[step.bucket, step.tile] += 1
+            case HostUpdate():
+                self.updated[step.bucket, step.tile] += 1
+            case Update():
+                self.here.update(step.buckets)
+            case _:
+                pass
+
+    def once(self, plan: Plan) -> Iterator[Wrong]:
+        """What ``plan`` trains and these did not reduce and update once."""
+        for bucket in plan.buckets:
+            trained = [p for p in bucket.params if p.trainable]
+            away = bucket.homes.optimizer != "device"
+            for tile in range(bucket.tiles):
+                part = bucket.index, tile
+                times = self.reduced[part]
+                if trained and times != 1 and plan.world_size > 1:
+                    yield Wrong("", -1, f"gradients of {bucket.name}, tile {tile}, are reduced {times} times, not once")
+                times = self.updated[part]
+                wanted = int(away and any(p.sharded for p in trained))
+                if times != wanted:
+                    yield Wrong(
+                        "", -1, f"{bucket.name}, tile {tile}, is updated on the host {times} times, not {wanted}"
+                    )
+            wanted = int(bool(trained) and (not away or any(not p.sharded for p in trained)))
+            if self.here[bucket.index] != wanted:
+                times = self.here[bucket.index]
+                yield Wrong("", -1, f"{bucket.name} is updated on the device {times} times, not {wanted}")
+
+
+_ON_DEVICE: tuple[Tier, ...] = ("device",)
+_NEEDS: dict[type, tuple[Tier, ...]] = {
+    Compute: _ON_DEVICE,
+    Gather: _ON_DEVICE,
+    WaitGather: _ON_DEVICE,
+    Free: _ON_DEVICE,
+    Reduce: _ON_DEVICE,
+    Spill: _ON_DEVICE,
+    Write: ("host", "device"),  # on a CPU these are one
+    Fetch: ("host",),
+    HostUpdate: ("host", "device"),
+}
+"""The tiers on which instructions find what they read."""

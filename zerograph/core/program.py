@@ -1,0 +1,431 @@
+"""A program: the instructions of one forward, backward or update, as plain data that describe themselves.
+
+Three builders emit them: the planner a sketch of a step (:mod:`zerograph.planner.sketch`), lowering what will run
+(``compiler/lower.py``), the optimizer its update. Four read them: :mod:`zerograph.core.simulate`,
+:mod:`zerograph.core.check`, the executor, and the viewers. Registers are integers; an instruction names those it reads
+and writes, those that are dead after it, the stream it runs on, and the tiers it moves bytes between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from zerograph.core.machine import Tier
+from zerograph.core.plan import Param, Residency
+from zerograph.core.step import Kind, layer_of
+from zerograph.core.timeline import Operation, Stream
+from zerograph.core.units import format_bytes
+
+Moves = tuple[Tier, Tier]
+"""From which tier to which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run segment ``segment`` (an index into :attr:`Program.segments`) on ``args``."""
+
+    stream: ClassVar[Stream | None] = "compute"
+    operation: ClassVar[Operation] = "compute"
+    moves: ClassVar[Moves | None] = None
+    segment: int
+    args: tuple[int, ...]
+    outs: tuple[int, ...]
+    dead: tuple[int, ...] = ()
+    module: str = ""
+    source: str = ""
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.args
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return self.outs
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Start the all-gather of ``params`` of a bucket, or of a tile of it; ``out`` holds the pending transfer.
+
+    A bucket that is whole already is not gathered again. ``bytes`` are what all ranks' parts fill together.
+    """
+
+    stream: ClassVar[Stream | None] = "gather"
+    operation: ClassVar[Operation] = "gather"
+    moves: ClassVar[Moves | None] = None
+    bucket: int
+    params: tuple[Param, ...]
+    shards: tuple[int, ...]
+    out: int
+    dead: tuple[int, ...] = ()
+    bytes: int = 0
+    tile: int = 0
+    tiles: int = 1
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.shards
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitGather:
+    """Wait for a gather; ``outs`` are the full parameters, in the memory that the gather filled."""
+
+    stream: ClassVar[Stream | None] = None
+    operation: ClassVar[Operation] = "gather"
+    moves: ClassVar[Moves | None] = None
+    bucket: int
+    pending: int
+    outs: tuple[int, ...]
+    dead: tuple[int, ...] = ()
+    tile: int = 0
+    tiles: int = 1
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.pending,)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return self.outs
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Let go of a bucket's full parameters; where it is ``kept``, the bucket stays whole for a later program."""
+
+    stream: ClassVar[Stream | None] = None
+    operation: ClassVar[Operation] = "free"
+    moves: ClassVar[Moves | None] = None
+    bucket: int
+    params: tuple[int, ...]
+    dead: tuple[int, ...] = ()
+    kept: bool = False
+    tile: int = 0
+    tiles: int = 1
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.params
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Start the reduction of a bucket's full gradients over ranks; ``bytes`` are those that are summed."""
+
+    stream: ClassVar[Stream | None] = "reduce"
+    operation: ClassVar[Operation] = "reduce"
+    moves: ClassVar[Moves | None] = None
+    bucket: int
+    params: tuple[Param, ...]
+    grads: tuple[int, ...]
+    out: int
+    dead: tuple[int, ...] = ()
+    bytes: int = 0
+    tile: int = 0
+    tiles: int = 1
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.grads
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,)
+
+
+@dataclass(frozen=True, slots=True)
+class WaitReduce:
+    """Wait for a reduction; ``outs`` are this rank's shards of the averaged gradients, whose memory it filled."""
+
+    stream: ClassVar[Stream | None] = None
+    operation: ClassVar[Operation] = "reduce"
+    moves: ClassVar[Moves | None] = None
+    bucket: int
+    pending: int
+    outs: tuple[int, ...]
+    dead: tuple[int, ...] = ()
+    tile: int = 0
+    tiles: int = 1
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.pending,)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return self.outs
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The optimizer's pass over what lives on the device; ``sizes`` are the bytes it reads and writes, by parameter."""
+
+    stream: ClassVar[Stream | None] = "compute"
+    operation: ClassVar[Operation] = "update"
+    moves: ClassVar[Moves | None] = None
+    buckets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    reads: tuple[int, ...] = ()
+    dead: tuple[int, ...] = ()
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Bytes on their way between tiers.
+
+    Attributes:
+        what: is moved: "shard", "gradient", "states", "parameters" or "activations".
+        label: whose, for people: a bucket, a tile of it, a layer or an activation.
+        module: that it belongs to.
+        bytes: of this rank.
+        bucket, tile: -1 and 0 of activations.
+        slot: the register that stands for its staging buffer: it waits for all that worked in what was there before.
+    """
+
+    moves: ClassVar[Moves | None] = None
+    what: str
+    label: str
+    module: str
+    bytes: int
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    dead: tuple[int, ...] = ()
+    bucket: int = -1
+    tile: int = 0
+    slot: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Spill(_Move):
+    """Copy from the device to the host."""
+
+    stream: ClassVar[Stream | None] = "d2h"
+    operation: ClassVar[Operation] = "spill"
+    moves: ClassVar[Moves | None] = ("device", "host")
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch(_Move):
+    """Copy from the host to the device."""
+
+    stream: ClassVar[Stream | None] = "h2d"
+    operation: ClassVar[Operation] = "fetch"
+    moves: ClassVar[Moves | None] = ("host", "device")
+
+
+@dataclass(frozen=True, slots=True)
+class Write(_Move):
+    """Write from a staging buffer to NVMe; on a CPU the host's memory is the device's."""
+
+    stream: ClassVar[Stream | None] = "nvme_write"
+    operation: ClassVar[Operation] = "write"
+    moves: ClassVar[Moves | None] = ("host", "nvme")
+
+
+@dataclass(frozen=True, slots=True)
+class Read(_Move):
+    """Read from NVMe into a staging buffer."""
+
+    stream: ClassVar[Stream | None] = "nvme_read"
+    operation: ClassVar[Operation] = "read"
+    moves: ClassVar[Moves | None] = ("nvme", "host")
+
+
+@dataclass(frozen=True, slots=True)
+class HostUpdate(_Move):
+    """The optimizer's pass over a bucket or tile whose states live off the device; ``bytes`` are read and written."""
+
+    stream: ClassVar[Stream | None] = "cpu_update"
+    operation: ClassVar[Operation] = "update"
+
+
+@dataclass(frozen=True, slots=True)
+class WaitFetch:
+    """What computes next needs what was read or fetched into ``pending``."""
+
+    stream: ClassVar[Stream | None] = None
+    operation: ClassVar[Operation] = "fetch"
+    moves: ClassVar[Moves | None] = None
+    pending: int
+    dead: tuple[int, ...] = ()
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.pending,)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return ()
+
+
+Move = Spill | Fetch | Write | Read | HostUpdate
+Collective = Gather | Reduce
+Wait = WaitGather | WaitReduce | WaitFetch
+Timed = Compute | Update | Collective | Move
+"""Instructions that occupy a stream."""
+Instruction = Timed | Wait | Free
+
+
+def stays_whole(residency: Residency, kind: str) -> bool:
+    """Whether a bucket stays whole behind its last use in a program of that kind."""
+    return kind != "inference" and (residency == "step" or (residency == "backward" and kind != "backward"))
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A compiled piece, or one that would be.
+
+    Attributes:
+        digest: of its structure, equal for repeated layers; empty where nothing was compiled.
+        operators: how many it has.
+        flops: of its products.
+        moved: bytes it reads and writes.
+        temporary: bytes it holds of its own at a time, besides inputs and outputs.
+        slices: equal parts that its work is done in, of which each ``Compute`` is one.
+    """
+
+    digest: str
+    operators: int
+    flops: int = 0
+    moved: int = 0
+    temporary: int = 0
+    slices: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Register:
+    """What a register holds.
+
+    Attributes:
+        name: of the graph's node, the same in the forward that saves it and in the backward that reads it.
+        bytes: of the memory it refers to.
+        storage: the first register that refers to the same memory.
+        kind: its role; a shard is "param", what a gather yields "gathered".
+        tier: where that memory is.
+    """
+
+    name: str
+    bytes: int
+    storage: int
+    kind: Kind
+    tier: Tier = "device"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One graph, lowered, or one part of a step, sketched.
+
+    Attributes:
+        kind: "forward", "backward", "inference" or "update".
+        inputs: number of inputs; they fill registers 0, 1, ...
+        registers: number of registers.
+        outputs: per output its register, or None.
+        segments: the distinct segments that ``Compute`` refers to.
+        contents: what each register holds; empty in programs made by hand.
+        buckets: their names, for people.
+        carries: its registers are those of the program before it: what that leaves alive, it finds.
+    """
+
+    kind: str
+    inputs: int
+    registers: int
+    instructions: Sequence[Instruction]
+    outputs: tuple[int | None, ...]
+    segments: Sequence[Segment]
+    contents: Sequence[Register] = ()
+    buckets: Sequence[str] = ()
+    carries: bool = False
+
+    def collectives(self) -> Iterator[str]:
+        """Every collective in order, one line each: what has to be the same on all ranks."""
+        for step in self.instructions:
+            if isinstance(step, Collective):
+                for p in step.params:
+                    how = "" if p.sharded else " whole"
+                    dtype = p.compute_dtype if step.operation == "gather" else p.reduce_dtype
+                    yield f"{step.operation} bucket {step.bucket}: {p.name} {list(p.shape)} {dtype}{how}"
+
+    @property
+    def digest(self) -> str:
+        """Hash of the sequence of collectives."""
+        return hashlib.sha256("\n".join((self.kind, *self.collectives())).encode()).hexdigest()[:16]
+
+    def label(self, step: Instruction) -> str:
+        """Whose instruction it is, for people: a bucket, a tile of it, a layer, an activation."""
+        match step:
+            case Compute(module=module):
+                return layer_of(module) or "outside of layers"
+            case Gather() | WaitGather() | Free() | Reduce() | WaitReduce():
+                name = self.buckets[step.bucket] if self.buckets else f"bucket {step.bucket}"
+                return name if step.tiles == 1 else f"{name} tile {step.tile + 1}/{step.tiles}"
+            case Spill() | Fetch() | Write() | Read() | HostUpdate():
+                return step.label
+            case _:
+                return ""
+
+    def name(self, step: Instruction) -> str:
+        """What runs, for people; nothing reads it to know what it is."""
+        match step:
+            case Compute():
+                return f"{self.kind} {self.label(step)}"
+            case Update():
+                return "optimizer update"
+            case Spill() | Fetch() | Write() | Read():
+                return f"{step.operation} {step.what} of {step.label}"
+            case _:
+                return f"{step.operation} {self.label(step)}"
+
+    def module(self, step: Instruction) -> str:
+        """The module that it works for."""
+        match step:
+            case Compute() | Spill() | Fetch() | Write() | Read() | HostUpdate():
+                return step.module
+            case Update():
+                return "optimizer"
+            case WaitFetch():
+                return ""
+            case _:
+                return self.buckets[step.bucket] if self.buckets else ""
+
+    def __str__(self) -> str:
+        """The instructions, one line each, as a person reads them."""
+        return "\n".join(f"{i:4d}  {_describe(step)}" for i, step in enumerate(self.instructions))
+
+
+def _describe(step: Instruction) -> str:
+    match step:
+        case Compute():
+            return f"compute      segment {step.segment}  ({len(step.args)} in, {len(step.outs)} out)"
+        case Gather():
+            size = sum(p.gathered_bytes for p in step.params)
+            return f"gather       bucket {step.bucket}  {len(step.params)} parameters, {format_bytes(size)}"
+        case Reduce():
+            return f"reduce       bucket {step.bucket}  {len(step.params)} gradients"
+        case WaitGather():
+            return f"wait gather  bucket {step.bucket}"
+        case WaitReduce():
+            return f"wait reduce  bucket {step.bucket}"
+        case Free():
+            return f"free         bucket {step.bucket}"
+        case Update():
+            return f"update       {len(step.sizes)} parameters"
+        case WaitFetch():
+            return "wait fetch"
+        case _:
+            return f"{step.operation:<12} {step.what} of {step.label}, {format_bytes(step.bytes)}"

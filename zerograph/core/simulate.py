@@ -1,0 +1,602 @@
+"""What programs do over time: when each instruction runs, and what every tier holds meanwhile. No torch in here.
+
+Every rule of a step is told here, once, for programs that the planner sketches and for those that run:
+
+- A stream runs its instructions in program order, one at a time.
+- What computes waits for what it reads, and for the waits that stand before it.
+- What runs beside that starts when its stream is free, what it reads is ready, and what computes before it in the
+  program has ended. Where nothing overlaps, as on a CPU, the next compute comes after any collective.
+- A bucket that is whole is not gathered again, and is whole until it is freed and not kept.
+- Memory is taken when the instruction starts that writes a register of it first, and given back at the end of the last
+  that names one dead. What a wait writes was taken when the transfer began that it waits for, and what a collective
+  reads is given back at its end; where nothing overlaps, at that of what computes before the wait.
+- A staging buffer is one place of a ring: whoever works in it waits for all that worked in what was there before.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+from zerograph.core.machine import TIERS, Tier
+from zerograph.core.planfile import Holding
+from zerograph.core.program import (
+    Collective,
+    Compute,
+    Free,
+    Gather,
+    Instruction,
+    Move,
+    Program,
+    Segment,
+    Timed,
+    Update,
+    Wait,
+)
+from zerograph.core.runfile import Measured
+from zerograph.core.step import Kind
+from zerograph.core.timeline import Forecast, Operation, Peak, Span, Stream
+
+Memory = tuple[tuple[Tier, int], ...]
+"""Bytes per tier."""
+Peaks = tuple[int, ...]
+"""The most bytes that each of :data:`~zerograph.core.machine.TIERS` holds, in that order."""
+
+
+def on(tier: Tier, size: int) -> Memory:
+    """``size`` bytes on ``tier``."""
+    return ((tier, size),) if size else ()
+
+
+class Rates(Protocol):
+    """What instructions cost on a machine."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether collectives run beside compute."""
+
+    def seconds(self, step: Timed, segments: Sequence[Segment]) -> float:
+        """Of one instruction, of a program with these segments."""
+
+
+def simulate(
+    programs: Sequence[Program],
+    rates: Rates,
+    *,
+    measured: Measured | None = None,
+    held: Memory = (),
+    not_counted: tuple[str, ...] = (),
+    parts: Mapping[int, Callable[[Holding], Iterable[Holding]]] = MappingProxyType({}),
+) -> tuple[Forecast, tuple[Holding, ...]]:
+    """Run ``programs`` one after another, with ``held`` memory there from the start.
+
+    Args:
+        measured: seconds that replace those of ``rates``.
+        parts: by register of a sketch, what it stands for.
+
+    Returns:
+        What happens, and what memory is used for besides what is ``held``.
+    """
+    cells = _Cells(parts)
+    run = walk(programs, Costs(rates, measured), cells)
+    forecast = _forecast(tuple(run.described()), run.starts, run.ends, run.events, held, not_counted)
+    return forecast, tuple(cells.holdings)
+
+
+def measure(programs: Sequence[Program], costs: Costs, held: Memory = ()) -> tuple[float, Peaks, int]:
+    """Seconds and peak bytes of every tier that :func:`simulate` finds for a sketch, and how many tasks it has.
+
+    The registers of a sketch have memory of their own each, so that an instruction takes and gives the same in every
+    program that it stands in, and ``costs`` knows that of those that were met before.
+    """
+    run = walk(programs, costs)
+    levels, peaks = _at_start(held), []
+    for tier in TIERS:
+        level = most = levels[tier]
+        for _, _, _, size in sorted(run.events[tier]):
+            level += size
+            if level > most:
+                most = level
+        peaks.append(most)
+    return max(run.ends, default=0.0), tuple(peaks), len(run.ends)
+
+
+class Costs:
+    """What instructions cost in seconds and memory; those that were met before are known."""
+
+    def __init__(self, rates: Rates, measured: Measured | None = None) -> None:
+        self.rates, self.measured = rates, measured
+        self.overlaps = rates.overlaps
+        self.known: dict[int, _Fact] = {}  # by identity; the fact keeps its instruction alive
+
+    def learn(self, step: Instruction, program: Program) -> _Fact:
+        """All about ``step``, from now on known."""
+        contents, reads, writes = program.contents, step.reads, step.writes
+        takes: dict[Tier, int] = defaultdict(int)
+        gives: dict[Tier, int] = defaultdict(int)
+        for register in writes if contents else ():
+            if register not in reads:
+                takes[contents[register].tier] += contents[register].bytes
+        for register in step.dead if contents else ():
+            gives[contents[register].tier] += contents[register].bytes
+        role, seconds, key = _FREE, 0.0, (-1, 0)
+        if isinstance(step, Compute):
+            temporary = program.segments[step.segment].temporary
+            takes["device"] += temporary
+            gives["device"] += temporary
+        if isinstance(step, (Compute, Update)):
+            role = _COMPUTE
+        elif isinstance(step, Collective):
+            role = _GATHER if isinstance(step, Gather) else _REDUCE
+        elif isinstance(step, Move):
+            role = _MOVE
+        elif isinstance(step, Wait):
+            role = _WAIT
+        if isinstance(step, Timed):
+            seconds = self._seconds(step, program.segments)
+        if isinstance(step, (Gather, Free)):
+            key = (step.bucket, step.tile)
+        place = step.slot if isinstance(step, Move) else None
+        fact = _Fact(
+            step, role, step.stream or "compute", seconds, reads, writes,
+            tuple(item for item in takes.items() if item[1]), tuple(item for item in gives.items() if item[1]),
+            key, place, isinstance(step, Free) and step.kept,
+        )  # fmt: skip
+        self.known[id(step)] = fact
+        return fact
+
+    def _seconds(self, step: Timed, segments: Sequence[Segment]) -> float:
+        known = self.measured.of(step, segments) if self.measured is not None else None
+        return self.rates.seconds(step, segments) if known is None else known
+
+
+_COMPUTE, _GATHER, _REDUCE, _MOVE, _WAIT, _FREE = range(6)
+
+
+LATE = 1 << 62
+"""The order of what is taken at a moment, behind all that is given back then."""
+Event = tuple[float, int, int, int]
+"""A moment, the order of what happens then, the task, and the bytes it takes (or gives, below zero).
+
+What ends at a moment gives back before what starts then takes; only what has no length takes first.
+"""
+
+
+class _Fact(NamedTuple):
+    """What :func:`walk` asks of an instruction.
+
+    ``takes`` and ``gives`` hold where every register it names has memory of its own.
+    """
+
+    step: Instruction
+    role: int
+    stream: Stream
+    seconds: float
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    takes: Memory
+    gives: Memory
+    part: tuple[int, int]  # of a gather and a free: bucket and tile
+    slot: int | None
+    kept: bool
+
+
+@dataclass(slots=True)
+class Run:
+    """What instructions did that occupy a stream, in program order: the tasks.
+
+    Attributes:
+        steps, after: instructions with their programs, and the tasks that each waited for besides the one before it on
+            its stream; empty unless asked for.
+        events: by tier, what is taken and given back when.
+    """
+
+    steps: list[tuple[Timed, Program]] = field(default_factory=list)
+    starts: list[float] = field(default_factory=list)
+    ends: list[float] = field(default_factory=list)
+    after: list[tuple[int, ...]] = field(default_factory=list)
+    events: dict[Tier, list[Event]] = field(default_factory=lambda: {tier: [] for tier in TIERS})
+
+    def take(self, tier: Tier, size: int, task: int) -> None:
+        """``task`` takes memory at its start."""
+        start = self.starts[task]
+        self.events[tier].append((start, 2 * task if self.ends[task] == start else LATE, task, size))
+
+    def give(self, tier: Tier, size: int, task: int) -> None:
+        """Memory is free at the end of ``task``."""
+        self.events[tier].append((self.ends[task], 2 * task + 1, task, -size))
+
+    def described(self) -> Iterator[Task]:
+        """Each of them, for people."""
+        for index, (step, program) in enumerate(self.steps):
+            segment = program.segments[step.segment] if isinstance(step, Compute) else None
+            yield Task(
+                name=program.name(step),
+                stream=step.stream or "compute",
+                seconds=self.ends[index] - self.starts[index],
+                after=self.after[index],
+                module=program.module(step),
+                source=step.source if isinstance(step, Compute) else "",
+                key=segment.digest if segment is not None else "",
+                flops=segment.flops // segment.slices if segment is not None else 0,
+                operation=step.operation,
+                phase=program.kind,
+                bucket=-1 if isinstance(step, Compute | Update) else step.bucket,
+                tile=0 if isinstance(step, Compute | Update) else step.tile,
+                what=step.what if isinstance(step, Move) else "",
+                label="" if segment is not None else program.label(step),
+            )
+
+
+def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None) -> Run:
+    """Run ``programs``.
+
+    Args:
+        cells: told what is alive, where registers may share memory; else each has its own, and nobody asks what waited
+            for what.
+    """
+    run = Run()
+    starts, ends, events = run.starts, run.ends, run.events
+    known, overlaps = costs.known, costs.overlaps
+    free: dict[Stream, float] = {}  # when a stream's last task ends
+    whole: dict[tuple[int, int], int] = {}  # bucket and tile -> the task that gathered it
+    slots: dict[int, tuple[int, list[int], list[int]]] = {}  # place -> register, who worked there before, and who does
+    ready: dict[int, int] = {}  # register -> the task that writes it
+    collectives: dict[int, _Fact] = {}  # task -> what is given back when it is waited for
+    waits: list[int] = []  # what the next compute waits for
+    last = -1  # the task that computed last
+    for program in programs:
+        if not program.carries:
+            ready = {}
+        if cells is not None:
+            cells.enter(program, run)
+        for each in program.instructions:
+            fact = known.get(id(each)) or costs.learn(each, program)
+            step, role, stream, seconds, reads, writes, takes, gives, part, slot, kept = fact
+            if role == _WAIT:
+                task = ready[reads[0]]
+                waits.append(task)
+                for register in writes:
+                    ready[register] = task
+                begun = collectives.pop(task, None)
+                # Where nothing overlaps, the wait is what reads them: they are there until then.
+                read = task if overlaps or last < task else last
+                if cells is not None:
+                    cells.waited(step, task, begun, read)
+                    continue
+                for tier, size in takes:
+                    run.take(tier, size, task)
+                if begun is not None:
+                    for tier, size in begun.gives:
+                        events[tier].append((ends[read], 2 * read + 1, read, -size))
+                continue
+            if role == _FREE:
+                if not kept and whole.pop(part, None) is not None:
+                    if cells is not None:
+                        cells.freed(part, max(last, 0))
+                        continue
+                    for tier, size in gives:
+                        events[tier].append((ends[last], 2 * last + 1, last, -size))
+                continue
+            task = len(starts)
+            start = free.get(stream, 0.0)
+            if role == _COMPUTE:
+                after, waits = waits, []
+                last = task
+            else:
+                if role == _GATHER:
+                    if part in whole:
+                        ready[writes[0]] = whole[part]
+                        continue
+                    whole[part] = task
+                after = [last] if last >= 0 else []
+            for register in reads:
+                if register in ready:
+                    after.append(ready[register])
+            if slot is not None:
+                place = program.contents[slot].storage
+                held, before, now = slots.get(place, (-1, [], []))
+                if held != slot:
+                    before, now = now, []
+                    slots[place] = slot, before, now
+                after += before
+                now.append(task)
+            for earlier in after:
+                if ends[earlier] > start:
+                    start = ends[earlier]
+            end = free[stream] = start + seconds
+            starts.append(start)
+            ends.append(end)
+            for register in writes:
+                ready[register] = task
+            if role == _GATHER or role == _REDUCE:  # noqa: SIM109  twice as fast
+                collectives[task] = fact
+                if not overlaps:
+                    waits.append(task)
+                gives = ()
+            if cells is not None:
+                run.steps.append((step, program))  # type: ignore[arg-type]  # the others were dealt with
+                run.after.append(tuple(sorted(set(after))))
+                cells.ran(step, program, task)
+                continue
+            order = LATE if end != start else 2 * task
+            for tier, size in takes:
+                events[tier].append((start, order, task, size))
+            for tier, size in gives:
+                events[tier].append((end, 2 * task + 1, task, -size))
+    if cells is not None:
+        cells.finish()
+    return run
+
+
+@dataclass(slots=True, eq=False)
+class _Cell:
+    """Memory of one storage while it lives; ``readers`` are registers of it that are alive."""
+
+    name: str
+    kind: Kind
+    tier: Tier
+    bytes: int
+    task: int
+    module: str
+    source: str
+    register: int
+    readers: int = 0
+    gathered: bool = False  # which a free ends, whatever reads it
+    gone: bool = False
+
+
+class _Cells:
+    """What memory is alive and what it is for, where several registers may refer to the same.
+
+    Attributes:
+        holdings: what was alive, with the tasks that hold it.
+    """
+
+    def __init__(self, parts: Mapping[int, Callable[[Holding], Iterable[Holding]]]) -> None:
+        self.holdings: list[Holding] = []
+        self._parts = parts
+        self._at: dict[int, _Cell] = {}  # storage -> its memory
+        self._saved: dict[str, _Cell] = {}  # by name: what a forward returned
+        self._whole: dict[tuple[int, int], _Cell] = {}  # buckets and tiles
+        self._program: Program | None = None
+
+    def enter(self, program: Program, run: Run) -> None:
+        """``program`` begins: what it is given was saved by the one before, or is nobody's business."""
+        self._leave()
+        self._run, self._program = run, program
+        if program.carries:
+            return
+        self._at = {}
+        for register in range(program.inputs if program.contents else 0):
+            content = program.contents[register]
+            if content.name in self._saved:
+                self._at[content.storage] = self._saved.pop(content.name)
+            if content.storage in self._at:
+                self._at[content.storage].readers += 1
+
+    def ran(self, step: Instruction, program: Program, task: int) -> None:
+        """``step`` takes what it writes at its start, and gives what is dead at its end."""
+        module, source = program.module(step), step.source if isinstance(step, Compute) else ""
+        if isinstance(step, Compute):
+            size = program.segments[step.segment].temporary
+            if size:
+                work = _Cell(f"work of {program.name(step)}", "temporary", "device", size, task, module, source, -1)
+                self._take(work)
+                self._give(work, task)
+        for register in step.writes:
+            if register not in step.reads:
+                self._write(register, task, module, source)
+        if isinstance(step, Gather):
+            cell = self._at.get(self._storage(step.out))
+            if cell is not None:
+                cell.gathered = True
+                self._whole[step.bucket, step.tile] = cell
+        if not isinstance(step, Collective):
+            for register in step.dead:
+                self._die(register, task)
+
+    def waited(self, step: Instruction, task: int, begun: _Fact | None, read: int) -> None:
+        """``task`` was waited for, and has filled what ``step`` writes."""
+        starter, of = self._run.steps[task]
+        module = of.module(starter)
+        whole = self._whole.get((step.bucket, step.tile)) if step.operation == "gather" else None  # type: ignore[union-attr]
+        for register in step.writes:
+            if whole is not None:
+                self._at[self._storage(register)] = whole
+            self._write(register, task, module, "")
+        for register in (*(begun.step.dead if begun is not None else ()), *step.dead):
+            self._die(register, read)
+
+    def freed(self, part: tuple[int, int], task: int) -> None:
+        """A bucket or tile is let go of at the end of ``task``."""
+        cell = self._whole.pop(part, None)
+        if cell is not None:
+            self._give(cell, task)
+
+    def finish(self) -> None:
+        """What nothing gave back lives to the end."""
+        self._leave()
+        for cell in dict.fromkeys((*self._saved.values(), *self._whole.values(), *self._at.values())):
+            if not cell.gone:
+                self._hold(cell, -1)
+
+    def _leave(self) -> None:
+        """What a program returns lives on: saved for the backward, or gradients until the update."""
+        program = self._program
+        if program is None or program.carries:
+            return
+        names: dict[int, list[str]] = {}
+        for register in program.outputs if program.contents else ():
+            if register is not None:
+                names.setdefault(self._storage(register), []).append(program.contents[register].name)
+        for storage, cell in self._at.items():
+            if cell.gathered or cell.gone:
+                continue
+            cell.readers = 0
+            if storage not in names:
+                self._give(cell, len(self._run.steps) - 1)
+            elif program.kind == "backward":
+                cell.kind = "gradient"
+                self._saved[f"gradient {cell.name}"] = cell
+            else:
+                cell.kind = "activation"
+                self._saved.update(dict.fromkeys(names[storage], cell))
+        self._at = {}
+        self._program = None
+
+    def _storage(self, register: int) -> int:
+        assert self._program is not None
+        return self._program.contents[register].storage
+
+    def _write(self, register: int, task: int, module: str, source: str) -> None:
+        assert self._program is not None
+        content = self._program.contents[register]
+        cell = self._at.get(content.storage)
+        if cell is None or cell.gone:
+            if content.storage < self._program.inputs:
+                return  # the user's
+            cell = _Cell(content.name, content.kind, content.tier, content.bytes, task, module, source, register)
+            self._at[content.storage] = cell
+            self._take(cell)
+        cell.readers += 1
+
+    def _die(self, register: int, task: int) -> None:
+        storage = self._storage(register)
+        cell = self._at.get(storage)
+        if cell is None or cell.gone:
+            return
+        cell.readers -= 1
+        if cell.readers == 0 and not cell.gathered:
+            self._give(cell, task)
+
+    def _take(self, cell: _Cell) -> None:
+        if cell.bytes:
+            self._run.take(cell.tier, cell.bytes, cell.task)
+
+    def _give(self, cell: _Cell, task: int) -> None:
+        cell.gone = True
+        if cell.bytes:
+            self._run.give(cell.tier, cell.bytes, task)
+            self._hold(cell, task)
+
+    def _hold(self, cell: _Cell, last: int) -> None:
+        if cell.bytes:
+            where = (cell.tier, cell.bytes, cell.task, last, cell.module, cell.source)
+            holding = Holding(cell.name, cell.kind, *where)
+            parts = self._parts.get(cell.register)
+            self.holdings += (holding,) if parts is None else parts(holding)
+
+
+class Task(NamedTuple):
+    """Something that occupies a stream, whatever program it is of.
+
+    Attributes:
+        name: for people.
+        stream: where it runs.
+        seconds: how long.
+        after: indexes of earlier tasks that must have ended.
+        takes: memory it needs from its start on.
+        gives: memory that is free at its end.
+        module: and what follows, as of a :class:`~zerograph.core.timeline.Span`.
+    """
+
+    name: str
+    stream: Stream
+    seconds: float
+    after: tuple[int, ...] = ()
+    takes: Memory = ()
+    gives: Memory = ()
+    module: str = ""
+    source: str = ""
+    key: str = ""
+    flops: int = 0
+    operation: Operation = "compute"
+    phase: str = ""
+    bucket: int = -1
+    tile: int = 0
+    what: str = ""
+    label: str = ""
+
+
+def play(tasks: Sequence[Task], held: Memory = (), not_counted: tuple[str, ...] = ()) -> Forecast:
+    """Run ``tasks``, given in program order, with ``held`` memory there from the start.
+
+    Raises:
+        ValueError: a task waits for itself or a later one.
+    """
+    run, free = Run(), dict[Stream, float]()
+    for index, task in enumerate(tasks):
+        start = free.get(task.stream, 0.0)
+        for before in task.after:
+            if before >= index:
+                raise ValueError(f"task {index} ({task.name}) waits for a later one: {task.after}")
+            start = max(start, run.ends[before])
+        run.starts.append(start)
+        run.ends.append(start + task.seconds)
+        free[task.stream] = run.ends[-1]
+        for tier, size in task.takes:
+            run.take(tier, size, index)
+        for tier, size in task.gives:
+            run.give(tier, size, index)
+    return _forecast(tasks, run.starts, run.ends, run.events, held, not_counted)
+
+
+def _forecast(
+    tasks: Sequence[Task],
+    starts: Sequence[float],
+    ends: Sequence[float],
+    events: Mapping[Tier, list[Event]],
+    held: Memory,
+    not_counted: tuple[str, ...],
+) -> Forecast:
+    spans = tuple(
+        Span(i, t.name, t.stream, starts[i], ends[i], t.module, t.source, t.after, *t[8:]) for i, t in enumerate(tasks)
+    )
+    curves: dict[Tier, tuple[tuple[float, int], ...]] = {}
+    peaks: dict[Tier, Peak] = {}
+    levels = _at_start(held)
+    for tier in sorted({*levels, *(tier for tier in events if events[tier])}):
+        curves[tier], peaks[tier] = _curve(events[tier], levels[tier], tasks)
+    return Forecast(spans, curves, peaks, _critical_path(spans), not_counted)
+
+
+def _at_start(held: Memory) -> dict[Tier, int]:
+    levels: dict[Tier, int] = defaultdict(int)
+    for tier, size in held:
+        levels[tier] += size
+    return levels
+
+
+def _curve(events: list[Event], level: int, tasks: Sequence[Task]) -> tuple[tuple[tuple[float, int], ...], Peak]:
+    curve = [(0.0, level)]
+    peak = Peak(level, -1, "the start of the step")
+    for time, _, index, size in sorted(events):
+        level += size
+        if curve[-1][0] == time:
+            curve[-1] = (time, level)
+        else:
+            curve.append((time, level))
+        if level > peak.bytes:
+            peak = Peak(level, index, tasks[index].name, tasks[index].module, tasks[index].source)
+    return tuple(curve), peak
+
+
+def _critical_path(spans: Sequence[Span]) -> tuple[int, ...]:
+    """A chain of tasks from the step's end back to its start, each of which began when the one before it ended."""
+    previous: list[tuple[int, ...]] = []  # on the same stream
+    last: dict[Stream, int] = {}
+    for span in spans:
+        previous.append((last[span.stream],) if span.stream in last else ())
+        last[span.stream] = span.task
+    path: list[int] = []
+    ending = max(spans, key=lambda span: span.end, default=None)
+    while ending is not None:
+        path.append(ending.task)
+        before = (spans[task] for task in (*ending.after, *previous[ending.task]))
+        start = ending.start
+        ending = next((span for span in before if span.end == start), None)
+    return tuple(reversed(path))

@@ -1,0 +1,272 @@
+"""The largest batch or sequence of a model that fits a machine: probed on a few traces, then compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from zerograph.core.config import Config
+from zerograph.core.errors import InfeasibleError, UnsupportedError
+from zerograph.core.garbage import uncollected
+from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.plan import Offload
+from zerograph.core.planfile import PlanFile
+from zerograph.core.step import Dimension, Step
+from zerograph.core.units import format_bytes
+from zerograph.dryrun.compile_only import Compiled, compile_only
+from zerograph.dryrun.forecast import compute_dtype, forecast_file, movable, refuse_offload
+from zerograph.dryrun.traced_steps import Steps
+from zerograph.planner.candidates import Candidate
+from zerograph.planner.estimate import RESERVE
+from zerograph.planner.fill import MOST, Budget, Filled, fill, fullest
+from zerograph.planner.infeasible import infeasible
+from zerograph.planner.planned import planned
+from zerograph.planner.search import Search, Wish
+
+ATTEMPTS = 4
+"""Sizes whose programs are compiled: they may turn out to hold more than the step told, a few percent where they do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The plan file at the largest size that fits, and what keeps it from being larger.
+
+    Attributes:
+        found: the size, and what the next one would need or why there is none.
+        budget: bytes of the device, or of each tier, that the search could use: the reserve is taken off, and what the
+            programs turned out to hold beyond the step.
+    """
+
+    file: PlanFile
+    found: Filled
+    budget: Budget
+
+
+class Probe:
+    """Plans for a model's step by size, each searched once.
+
+    Attributes:
+        steps: of the model.
+        wish: what is searched for at every size.
+        moments: tensors that the optimizer keeps per parameter.
+    """
+
+    def __init__(self, steps: Steps, machine: Machine, wish: Wish, moments: int = 2) -> None:
+        self.steps, self.wish, self.moments = steps, wish, moments
+        self._machine = machine
+        self._known: dict[int, tuple[Step, Search]] = {}
+
+    def step(self, size: int) -> Step:
+        """The step at ``size``, with parameters that can leave the device where plans may offload."""
+        step = self.steps.at(size)
+        return step if self.wish.offload == "none" else movable(step, self.wish.world_size)
+
+    def search(self, size: int) -> Search:
+        """The plans at ``size``."""
+        step = self.step(size)
+        known = self._known.get(size)
+        if known is None or known[0] != step:
+            states = self.steps.states if self.wish.offload == "none" else None
+            search = Search(step, self.wish, self._machine, states=states, moments=self.moments)
+            known = self._known[size] = step, search
+        return known[1]
+
+    def fill(self, budget: Budget) -> Filled:
+        """The largest size within ``budget``, by what :attr:`steps` tell."""
+        size = self.steps.start
+        with uncollected():
+            if len(self.steps.tokens) == 1:
+                self.steps.confirm(_guess(self.search(size), budget, size))
+            return fill(self.search, budget, list(self.steps.tokens)[-1])
+
+    def largest(self, budget: Budget) -> Filled:
+        """The same, of which both it and the next size were traced."""
+        while True:
+            found = self.fill(budget)
+            if all(self.steps.confirm(size) for size in (found.value, found.next) if size):
+                return found
+
+    def infeasible(self, found: Filled, budget: Budget) -> Exception:
+        """The error where no size fits."""
+        return infeasible(found.search, self.step(found.next), self._machine, budget)
+
+
+def _guess(search: Search, budget: Budget, size: int) -> int:
+    """A multiple of ``size``, at which ``search`` was, that fills the budget where needs are in proportion."""
+    _, need, tier = fullest(search, budget)
+    held = search.closest(budget).held if tier == "device" else 0
+    have = budget if isinstance(budget, int) else budget[tier]
+    return size * min(max(2, (have - held) // max(1, need - held)), MOST // size)
+
+
+def probe(
+    make: Callable[[], Any],
+    what: Dimension,
+    machine: Machine,
+    *,
+    world: int,
+    batch: int,
+    seq: int,
+    dtype: str | None = None,
+    moments: int = 2,
+    fold: bool = True,
+    offload: Offload | Literal["auto"] = "none",
+    tier: Tier | None = None,
+    **options: Any,
+) -> Probe:
+    """The plans of a model by batch or sequence; see :func:`largest_file`."""
+    wish = Wish.of(Config.of(**options), world, offload=offload, tier=tier)
+    compute = compute_dtype(dtype, world, offload)
+    steps = Steps(
+        make, what, world=world, batch=batch, seq=seq, dtype=compute, stage=wish.sharding, moments=moments, fold=fold
+    )
+    return Probe(steps, machine, wish, moments)
+
+
+def largest_by_stage(
+    make: Callable[[], Any],
+    what: Dimension,
+    machine: Machine,
+    stages: Sequence[Literal[0, 1, 2, 3]],
+    *,
+    reserve: float = RESERVE,
+    **options: Any,
+) -> dict[int, tuple[Filled, Budget]]:
+    """The largest size by stage, and the bytes of the device, or of each tier, that it may use.
+
+    Args:
+        stages: all of them shard, or there is one: these have the same traces.
+        options: see :func:`largest_file`.
+    """
+    first = probe(make, what, machine, stage=stages[0], **options)
+    have = budgets(machine, first.wish.world_size, reserve)
+    budget: Budget = have["device"] if first.wish.offload == "none" else have
+    plans = {stage: Probe(first.steps, machine, replace(first.wish, stage=stage), first.moments) for stage in stages}
+    return {stage: (one.largest(budget), budget) for stage, one in plans.items()}
+
+
+def budgets(machine: Machine, world: int, reserve: float) -> dict[Tier, int]:
+    """Bytes of every tier, without the share ``reserve``."""
+    return {tier: int(machine.capacity(tier, world) * (1 - reserve)) for tier in TIERS}
+
+
+def largest_file(
+    name: str,
+    make: Callable[[], Any],
+    machine: Machine,
+    what: Dimension,
+    *,
+    world: int = 1,
+    batch: int = 1,
+    seq: int = 1024,
+    dtype: str | None = None,
+    moments: int = 2,
+    reserve: float = RESERVE,
+    fold: bool = True,
+    offload: Offload | Literal["auto"] = "none",
+    tier: Tier | None = None,
+    **options: Any,
+) -> Largest:
+    """Plan the largest step that fits: solve for it on a few traces, then compile its programs.
+
+    If these hold more than the machine has, it is solved again with that much less memory. Plans that offload have no
+    programs: theirs is the traced step at that size.
+
+    Args:
+        what: the dimension to solve for; the other is as given, or as in the inputs that the model brings.
+        name, make, machine, world, batch, seq, dtype, moments, reserve, fold, offload, tier, options: as for
+            :func:`zerograph.dryrun.forecast.plan_file`.
+
+    Raises:
+        ConfigError: an offload that the stage or the machine does not allow.
+        InfeasibleError: not even a size of 1 fits.
+        UnsupportedError: the model cannot be traced whole, does not train, or works at one size only.
+    """
+    refuse_offload(offload, tier, machine, world, options.get("stage", 3))
+    model: dict[str, Any] = {"batch": batch, "seq": seq, "moments": moments, "fold": fold}
+    plans = probe(make, what, machine, world=world, dtype=dtype, offload=offload, tier=tier, **model, **options)
+    if offload != "none":
+        budget = budgets(machine, world, reserve)
+        found = plans.largest(budget)
+        if found.value == 0:
+            raise plans.infeasible(found, budget)
+        file = planned(
+            name, plans.step(found.value), plans.wish, machine, moments=moments, reserve=reserve,
+            tokens=plans.steps.tokens[found.value],
+        )  # fmt: skip
+        return Largest(file, found, budget)
+
+    def compiled(size: int, memory: int) -> Compiled:
+        return compile_only(
+            make, world_size=world, sizes={what: size}, dtype=compute_dtype(dtype, world, offload), verify=False,
+            memory=memory, machine=machine, **model, **options,
+        )  # fmt: skip
+
+    return _compiled(plans, compiled, name, machine, reserve)
+
+
+def _compiled(
+    plans: Probe, compiled: Callable[[int, int], Compiled], name: str, machine: Machine, reserve: float
+) -> Largest:
+    """The largest size whose programs fit too.
+
+    Args:
+        compiled: the programs at a size, of the fastest plan within so many bytes.
+    """
+    world, attempts, excess = plans.wish.world_size, 0, 0.0
+    memory, have = machine.capacity("device", world), budgets(machine, world, reserve)["device"]
+    while True:
+        found, plan, memory = _solved(plans, memory, have, excess)
+        budget = _of_backend(memory)
+        try:
+            programs = compiled(found.value, memory)
+        except (InfeasibleError, UnsupportedError):
+            if plans.steps.confirm(found.value):
+                raise
+            continue  # the step there is another one than was told
+        attempts += 1
+        plans.steps.learn(found.value, programs)
+        file = forecast_file(name, programs, machine, moments=plans.moments, reserve=reserve)
+        need = file.forecast.peaks["device"].bytes
+        if need <= have:
+            confirmed = plans.largest(budget)
+            if confirmed.value == found.value:
+                return Largest(file, confirmed, budget)
+        else:
+            excess = (need - plan.peak) / found.value
+            memory = memory * have // need - 1
+        if attempts == ATTEMPTS:
+            return Largest(file, found, budget)
+
+
+def _solved(plans: Probe, memory: int, have: int, excess: float) -> tuple[Filled, Candidate, int]:
+    """The largest size for a backend of at most ``memory`` bytes whose programs may be taken to fit into ``have``; its
+    plan, and the memory that it is the plan for.
+
+    Args:
+        excess: bytes that programs held beyond the step, per unit of its size.
+    """
+    while True:
+        budget = _of_backend(memory)
+        found = plans.fill(budget)
+        plan = found.search.within(budget)
+        if plan is None:
+            raise plans.infeasible(found, budget)
+        expected = plan.peak + int(excess * found.value)
+        if not excess or expected <= have:
+            return found, plan, memory
+        memory = memory * have // expected - 1
+
+
+def _of_backend(memory: int) -> int:
+    """What a backend of that memory fills."""
+    return int(memory * (1 - RESERVE))
+
+
+def explained(what: str, found: Filled, budget: Budget) -> str:
+    """The answer in words, with what keeps it from being larger."""
+    if found.need is None:
+        return f"largest {what}: {found.value}; {found.limit}"
+    need, have = format_bytes(found.need), format_bytes(budget if isinstance(budget, int) else budget[found.tier])
+    return f"largest {what}: {found.value}; {found.next} needs {need} of {found.tier} memory per rank, of {have}"

@@ -1,0 +1,51 @@
+"""What compiling without running needs of torch that has no public name.
+
+Other rooms have a file of this name too; nothing else touches private names. Each entry says what it is for, why no
+public name does, and where it was seen: 2.11 in torch's sources, 2.13 by the tests of this file.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor
+from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported, UserError
+from torch._subclasses import fake_tensor
+
+FakeTensorMode = fake_tensor.FakeTensorMode
+"""Inside of one, tensors have no memory; torch documents it under this private path. Seen in 2.11, 2.13."""
+
+NEEDS_VALUES = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException,
+)
+"""What fake tensors raise where a model needs values that they do not have. Seen in 2.11, 2.13."""
+
+BackendFailed = BackendCompilerFailed
+"""What Dynamo raises around an exception of a backend. Seen in 2.11, 2.13."""
+
+Untraced = Unsupported | UserError | TorchRuntimeError
+"""What Dynamo raises where it cannot trace a model; ``torch._dynamo.exc`` is documented in tutorials only.
+Seen in 2.11, 2.13."""
+
+
+def breaks_graph(error: Exception) -> bool:
+    """Whether ``error`` tells of a graph break, and not of an exception of the traced code, which Dynamo reports as a
+    break of that name. Seen in 2.11, 2.13."""
+    return isinstance(error, UserError) or (isinstance(error, Unsupported) and error.gb_type != "Observed exception")
+
+
+def leave_open(tensor: Tensor, dim: int) -> None:
+    """Let Dynamo leave that size of ``tensor`` open where it can. ``mark_dynamic`` fails where it cannot;
+    ``torch.compiler`` has neither. Seen in 2.11, 2.13."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def simulate_group(rank: int, world_size: int) -> None:
+    """Make the default process group one of ``world_size`` ranks in this one process, whose collectives do nothing.
+    Only torch's own tests have one. Seen in 2.11, 2.13."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the "fake" backend; slow to import
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())

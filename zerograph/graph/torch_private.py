@@ -1,0 +1,77 @@
+"""What reading FX graphs needs of torch that has no public name.
+
+Other rooms have a file of this name too; nothing else touches private names. Each entry says what it is for, why no
+public name does, and where it was seen: 2.11 in torch's sources, 2.13 by the tests of this file.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._inductor.inductor_prims
+import torch._prims.rng_prims
+import torch.distributed as dist
+from torch import fx
+from torch._dynamo.eval_frame import skip_code
+from torch._functorch.partitioners import get_default_op_list
+from torch._higher_order_ops.effects import with_effects
+
+OpOverload = torch._ops.OpOverload
+"""The class of ``torch.ops.aten.add.Tensor``: the operators are public, their class is not. Seen in 2.11, 2.13."""
+
+WITH_EFFECTS = with_effects
+"""The operator that AOTAutograd wraps around those that must run in order. Seen in 2.11, 2.13."""
+
+SEEDS = frozenset({torch.ops.prims.inductor_seed.default, torch.ops.prims.inductor_seeds.default})
+"""Inductor's operators that draw seeds; importing a private module registers them. Seen in 2.11, 2.13."""
+LOOKUP_SEED = torch.ops.prims.inductor_lookup_seed.default
+"""Takes one of :data:`SEEDS` apart. Seen in 2.11, 2.13."""
+
+
+def behind_generator(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The operator that a node calls, and its arguments.
+
+    What draws random numbers (attention may) and is computed again is called through others by the partitioner, which
+    save the generator's state and restore it. Only importing a private module registers those. Seen in 2.11, 2.13.
+    """
+    operators = torch.ops.higher_order
+    if target in (operators.run_and_save_rng_state, operators.graphsafe_run_with_rng_state):
+        return args[0], args[1:]
+    if target is operators.run_with_rng_state:
+        return args[1], args[2:]
+    return target, args
+
+
+def changes_inputs(target: Any) -> bool:
+    """Whether the operator ``target`` writes into its arguments, as its schema says, which is private.
+    Seen in 2.11, 2.13."""
+    return isinstance(target, OpOverload) and target._schema.is_mutable
+
+
+def is_recomputable(node: fx.Node) -> bool:
+    """Whether the partitioner may compute ``node`` again, by its own lists of operators; it publishes none of them.
+    Seen in 2.11, 2.13."""
+    return bool(_operator_lists().is_recomputable(node))
+
+
+_operator_lists = functools.cache(get_default_op_list)
+
+
+def resolve_group(name: str) -> dist.ProcessGroup:
+    """The process group of that name. Graphs carry names, and torch's functional collectives take them; nothing public
+    leads back from one to its group. Seen in 2.11, 2.13."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def skip_frame(function: Callable[..., Any]) -> None:
+    """Keep Dynamo from compiling ``function`` as a frame of its own, while it is still inlined into other frames.
+
+    ``torch.compiler.disable`` would break the graph of the frame that calls it. Seen in 2.11, 2.13.
+    """
+    skip_code(function.__code__)
+
+
+skip_frame(resolve_group)

@@ -1,0 +1,477 @@
+"""One step under one plan as programs, before anything is partitioned or lowered: forward, backward and update.
+
+Shards that live off the device are fetched into their slice of the gathered bucket (an in-place all-gather) when its
+gather could begin. Reduced gradients are spilled one bucket after another. Saved activations leave after the last
+layer that reads them, and begin to come back as many layers before the backward needs them as the plan says. Tiles of
+an oversized operator follow one another, at most one more of them whole than is gathered ahead.
+
+Gradients may be clipped by their norm, so no update begins before the whole backward has ended. Where optimizer states
+live off the device, updates then run on the host as a pipeline: gradients that stayed on the device come down, states
+on NVMe are read, updated and written through at most :data:`BUFFERS` staging buffers, and new parameters go up again
+where they live on the device.
+
+The search makes sketches by the thousand: instructions are made once for a
+:class:`~zerograph.planner.schedule.Scheduler` and shared, and a sketch is a list of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from zerograph.core.machine import Tier
+from zerograph.core.plan import Homes, Plan
+from zerograph.core.program import (
+    Compute,
+    Fetch,
+    Free,
+    Gather,
+    HostUpdate,
+    Instruction,
+    Program,
+    Read,
+    Reduce,
+    Spill,
+    WaitFetch,
+    WaitGather,
+    WaitReduce,
+    Write,
+    stays_whole,
+)
+from zerograph.core.step import Kind, layer_of_activation
+from zerograph.planner.schedule import Decisions, PhaseWork, Piece, Saved, Scheduler
+
+T = TypeVar("T")
+BUFFERS = 3
+"""Staging buffers on the host, each for one bucket or tile: one being read, one in use, one being written."""
+
+
+def sketch(scheduler: Scheduler, decisions: Decisions) -> tuple[Program, ...]:
+    """The programs of a step under ``decisions``; each carries the registers of the one before it."""
+    return tuple(_Sketch(scheduler, decisions).programs)
+
+
+def sketch_of(scheduler: Scheduler, plan: Plan) -> tuple[Program, ...]:
+    """The programs of a step under ``plan``."""
+    return sketch(scheduler, Decisions.of(plan, scheduler.profile))
+
+
+class _Sketch:
+    def __init__(self, scheduler: Scheduler, decisions: Decisions) -> None:
+        self.scheduler, self.decisions, self.rates = scheduler, decisions, scheduler.rates
+        self.made, self.registers = scheduler.made, scheduler.registers
+        self.programs: list[Program] = []
+        self.steps: list[Instruction] = []
+        self.kind = "forward"
+        self.parts = scheduler.all_transfers(decisions.tiles)
+        self.ahead = decisions.ahead or (decisions.prefetch,) * len(decisions.homes)
+        self.saved: Saved | None = None  # registers of activations, where some are offloaded
+        if decisions.offload:
+            self.saved = scheduler.saved(decisions.levels, decisions.offload)
+        self.tier_of = dict(decisions.offload)  # layer or activation -> tier of what is saved of it
+        self.whole: set[int] = set()  # buckets; of tiled ones the first tile
+        self.under_way: list[tuple[Reduce, bool]] = []  # not waited for; whether gradients then leave the device
+        self.reduced: dict[int, None] = {}  # buckets, in the order in which their gradients were reduced
+        self.spilled: dict[tuple[int, int], int] = {}  # bucket and tile -> the register of its gradient, away from here
+        # Layer or activation -> region -> registers of what of it is away until then.
+        self.waiting: dict[str, dict[int, list[int]]] = {}
+        self.arriving: dict[int, list[WaitFetch]] = {}  # region -> waits for what it needs
+        self.spills = 0  # through staging buffers, so far
+        self.norm = -1  # the register that is ready when all gradients are
+        for phase in scheduler.phases(decisions):
+            self.kind, self.steps = phase.name, []
+            self._phase(phase)
+            self._end()
+        if scheduler.profile.training:
+            self.kind, self.steps = "update", []
+            self._update()
+            self._end()
+
+    def _end(self) -> None:
+        scheduler = self.scheduler
+        self.programs.append(
+            Program(
+                self.kind, 0, len(self.registers.contents), self.steps, (), scheduler.segments, self.registers.contents,
+                scheduler.names, carries=True,
+            )
+        )  # fmt: skip
+
+    def _once(self, make: Callable[..., T], *key: object) -> T:
+        """What ``make`` makes of ``key``, which tells it apart from all else that it makes."""
+        found: T | None = self.made.get((make, *key))
+        if found is None:
+            found = self.made[make, *key] = make(self.scheduler, *key)
+        return found
+
+    def _phase(self, phase: PhaseWork) -> None:
+        steps, decisions = self.steps, self.decisions
+        backward = phase.name == "backward"
+        for visit in phase.gathers.get(0, ()):
+            self._gather(phase.visits[visit].bucket)
+        if backward and self.saved is not None:
+            self._fetch_saved(phase, 0)
+        ready: tuple[int, ...] = ()
+        place = 0
+        for piece in phase.pieces:
+            if piece.first and self.saved is not None:
+                steps += self.arriving.pop(piece.region, ())
+                place += 1
+                if backward:
+                    self._fetch_saved(phase, place)
+            for visit in piece.visits:
+                self._free(phase, visit)
+                for other in phase.gathers.get(visit, ()) if visit else ():
+                    self._gather(phase.visits[other].bucket)
+                bucket = phase.visits[visit].bucket
+                steps.append(self._once(_wait_gather, bucket, 0, decisions.tiles[bucket], self._own(bucket)))
+            for bucket in ready:
+                self._reduce(bucket, 0, phase.gradients[bucket])
+            ready = piece.ready
+            if piece.slices > 1:
+                self._tiled(piece)
+            elif self.saved is not None and (piece.first or piece.last):
+                steps.append(self._offloading(piece))
+            else:
+                steps.append(piece.compute)
+            if piece.last and not backward and self.saved is not None:
+                self._offload_saved(piece.region)
+        for bucket in ready:
+            self._reduce(bucket, 0, phase.gradients[bucket])
+        self._free(phase, len(phase.visits))
+        while self.under_way:
+            self._wait_reduce(last=len(self.under_way) == 1)
+
+    def _offloading(self, piece: Piece) -> Compute:
+        """``piece`` with the registers of activations of which some are offloaded."""
+        assert self.saved is not None
+        key = (piece, self.saved)
+        if key not in self.made:
+            compute, begins, ends = piece.compute, self.saved.begins, self.saved.ends
+            outs = (*(begins.get(piece.region, ()) if piece.first else ()), *piece.made)
+            dead = ends.get(piece.region, ()) if piece.last else ()
+            self.made[key] = Compute(compute.segment, (), outs, dead, compute.module, compute.source)
+        found: Compute = self.made[key]
+        return found
+
+    def _tiled(self, piece: Piece) -> None:
+        """Slices of a piece: the tiles that each works on come before it, and are free and reduced after it."""
+        steps, slices = self.steps, piece.slices
+        whole = self._offloading(piece) if self.saved is not None else piece.compute
+        brought = {bucket: int(bucket in self.whole) for bucket in piece.reads}
+        self.whole.difference_update(piece.reads)
+        for i in range(slices):
+            read: list[int] = []
+            makes: list[int] = []
+            free: list[tuple[int, int]] = []
+            ends: list[tuple[int, int]] = []
+            for bucket in (*piece.reads, *(b for b in piece.makes if b not in piece.reads)):
+                tiles = self.decisions.tiles[bucket]
+                tile = i * tiles // slices
+                begins = i == 0 or tile != (i - 1) * tiles // slices
+                ended = i == slices - 1 or tile != (i + 1) * tiles // slices
+                if bucket in brought:
+                    for ahead in range(brought[bucket], min(tiles, tile + self.ahead[bucket] + 1) if begins else 0):
+                        self._bring(bucket, ahead)
+                        brought[bucket] += 1
+                    steps.append(self._once(_wait_gather, bucket, tile, tiles, False))
+                    read.append(self._once(_whole, bucket, tile, tiles, False))
+                    free += [(bucket, tile)] if ended else []
+                if bucket in piece.makes:
+                    makes += [self._once(_full, bucket, tile, tiles)] if begins else []
+                    ends += [(bucket, tile)] if ended else []
+            steps.append(self._once(_slice, piece, whole, i, tuple(read), tuple(makes)))
+            for bucket, tile in free:
+                steps.append(self._once(_free, bucket, tile, self.decisions.tiles[bucket]))
+            for bucket, tile in ends:
+                self._reduce(bucket, tile, (self._once(_full, bucket, tile, self.decisions.tiles[bucket]),))
+
+    def _gather(self, bucket: int) -> None:
+        if bucket not in self.whole:
+            self.whole.add(bucket)
+            self._bring(bucket, 0)
+
+    def _bring(self, bucket: int, tile: int) -> None:
+        """Gather a bucket or a tile of it, after fetching its shards."""
+        homes, tiles = self.decisions.homes[bucket], self.decisions.tiles[bucket]
+        self.steps += self._once(_bring, bucket, tile, tiles, homes.parameters, self._own(bucket))
+
+    def _own(self, bucket: int) -> bool:
+        """Whether this rank's slice of the whole is the copy of its shards that the device holds anyway."""
+        return self.decisions.residency[bucket] == "step" and self.decisions.homes[bucket].optimizer != "device"
+
+    def _free(self, phase: PhaseWork, visit: int) -> None:
+        for i in phase.frees.get(visit, ()):
+            bucket = phase.visits[i].bucket
+            if self.decisions.tiles[bucket] > 1:
+                continue  # tiles are freed one by one
+            if not stays_whole(self.decisions.residency[bucket], phase.name):
+                self.whole.remove(bucket)
+                self.steps.append(self._once(_free, bucket, 0, 1))
+
+    def _reduce(self, bucket: int, tile: int, grads: tuple[int, ...]) -> None:
+        """Start a reduction, for which the compute waits when a later one starts; then the gradient goes home."""
+        homes, tiles = self.decisions.homes[bucket], self.decisions.tiles[bucket]
+        self.reduced[bucket] = None
+        if len(self.under_way) == self.decisions.reductions:
+            self._wait_reduce()
+        part = self.parts[bucket][tile]
+        leaves = homes.gradients != "device" and part.shards.gradient > 0
+        reduce = self._once(_reduce, bucket, tile, tiles, leaves, grads)
+        self.under_way.append((reduce, leaves))
+        self.steps.append(reduce)
+        if leaves:
+            key = ("away", bucket, tile, tiles, homes.gradients)
+            away = self.registers.get(
+                key, f"gradient of {part.label}", part.shards.gradient, "gradient", homes.gradients
+            )
+            self._down("gradient", part.label, bucket, tile, (reduce.out,), (away,), homes.gradients)
+            self.spilled[bucket, tile] = away
+
+    def _wait_reduce(self, last: bool = False) -> None:
+        """The next compute waits for the oldest reduction; with the ``last`` one all gradients are there."""
+        reduce, leaves = self.under_way.pop(0)
+        self.steps.append(self._once(_wait_reduce, reduce, leaves, last))
+        if last:
+            self.norm = _norm(self.scheduler)
+
+    def _offload_saved(self, region: int) -> None:
+        """Move away what no later layer of the forward reads, of layers whose activations are offloaded."""
+        assert self.saved is not None
+        contents = self.registers.contents
+        for what, by_need in self.saved.leaves.get(region, {}).items():
+            tier, away = self.tier_of[what], {}
+            for need, registers in by_need.items():
+                size = sum(contents[register].bytes for register in registers)
+                key = ("away", what, region, need, size, tier)
+                away[need] = self.registers.get(key, f"activations of {what}", size, "activation", tier)
+                self.waiting.setdefault(what, {}).setdefault(need, []).append(away[need])
+            here = tuple(register for registers in by_need.values() for register in registers)
+            self._down("activations", what, -1, 0, here, tuple(away.values()), tier)
+
+    def _fetch_saved(self, phase: PhaseWork, place: int) -> None:
+        """Begin to bring back what regions from ``place`` on need, so many as the plan fetches ahead."""
+        assert self.saved is not None
+        for region in phase.regions[place : place + self.decisions.fetch_ahead]:
+            for what, back in self.saved.comes.get(region, {}).items() if region not in self.arriving else ():
+                there = tuple(register for registers in self.waiting[what].values() for register in registers)
+                own = tuple(self.waiting[what].pop(region))
+                self.steps += self._once(_up, what, there, own, tuple(back), self.tier_of[what])
+                self.arriving.setdefault(region, []).append(self._once(_wait_fetch, back[0]))
+
+    def _down(
+        self, what: str, label: str, bucket: int, tile: int, here: tuple[int, ...], away: tuple[int, ...], tier: Tier
+    ) -> None:
+        """Move what is in registers on the device to ``away`` on ``tier``."""
+        slot = -1
+        if tier == "nvme" and self.rates.staging == "host":
+            slot = _slot(self.scheduler, "spill", self.spills)
+            self.spills += 1
+        self.steps += self._once(_down, what, label, bucket, tile, here, away, tier, slot)
+
+    def _update(self) -> None:
+        """The optimizer, when all gradients are there: what lives on the device beside the rest."""
+        scheduler, homes = self.scheduler, self.decisions.homes
+        host = [bucket for bucket in self._by_readiness() if homes[bucket].optimizer != "device"]
+        updates = 0
+        for bucket in host:
+            tiles = self.decisions.tiles[bucket]
+            for tile, part in enumerate(self.parts[bucket]):
+                if part.shards.optimizer:
+                    gradient = self.spilled.get((bucket, tile), -1)
+                    if gradient < 0 and bucket in self.reduced:
+                        gradient = _reduced(scheduler, bucket, tile, tiles, False)
+                    self.steps += self._once(
+                        _host_update, bucket, tile, tiles, homes[bucket], updates, gradient, self.norm
+                    )
+                    updates += 1
+        update = scheduler.update(host)
+        if update.sizes or not host:
+            self.steps.append(update)
+
+    def _by_readiness(self) -> list[int]:
+        """All buckets, those whose gradients were reduced first before the others."""
+        return list(dict.fromkeys((*self.reduced, *range(len(self.decisions.homes)))))
+
+
+# Instructions and registers, made once for a scheduler from what tells them apart.
+
+
+def _whole(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: bool) -> int:
+    """The register of a gathered bucket or tile; of an ``own`` one this rank's slice is its copy, held anyway."""
+    part = scheduler.transfers(bucket, tiles)[tile]
+    size = part.whole - part.shards.copy * own
+    return scheduler.registers.get(("whole", bucket, tile, tiles, own), part.label, size, "gathered", bucket=bucket)
+
+
+def _full(scheduler: Scheduler, bucket: int, tile: int, tiles: int) -> int:
+    """The register of the full gradient of a tile."""
+    part = scheduler.transfers(bucket, tiles)[tile]
+    name = f"full gradient of {part.label}"
+    return scheduler.registers.get(("tile", bucket, tile, tiles), name, part.gradients, "gradient", bucket=bucket)
+
+
+def _reduced(scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: bool) -> int:
+    """The register of this rank's shards of reduced gradients; of some that ``leaves``, those that leave the device."""
+    part = scheduler.transfers(bucket, tiles)[tile]
+    size = part.shards.gradient if leaves else part.reduced
+    key = ("reduced", bucket, tile, tiles, leaves)
+    return scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient")
+
+
+def _norm(scheduler: Scheduler) -> int:
+    return scheduler.registers.get("norm", "norm of the gradients", 0, "temporary")
+
+
+def _slot(scheduler: Scheduler, ring: str, number: int) -> int:
+    """The register of the staging buffer that the ``number``-th of those works in that share a ring."""
+    tier, name = scheduler.rates.staging, "staging buffer"
+    place = scheduler.registers.get((ring, number % BUFFERS), name, 0, "temporary", tier)
+    return scheduler.registers.get((ring, number), name, 0, "temporary", tier, storage=place)
+
+
+def _wait_gather(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: bool) -> WaitGather:
+    return WaitGather(bucket, _whole(scheduler, bucket, tile, tiles, own), (), (), tile, tiles)
+
+
+def _free(scheduler: Scheduler, bucket: int, tile: int, tiles: int) -> Free:
+    whole = (_whole(scheduler, bucket, tile, tiles, False),)
+    return Free(bucket, whole, whole, False, tile, tiles)
+
+
+def _wait_fetch(scheduler: Scheduler, register: int) -> WaitFetch:
+    return WaitFetch(register)
+
+
+def _slice(
+    scheduler: Scheduler, piece: Piece, whole: Compute, number: int, read: tuple[int, ...], makes: tuple[int, ...]
+) -> Compute:
+    """One slice of a piece, which holds what the piece holds from the first to the last of them."""
+    name = f"work of {scheduler.profile.regions[piece.region].phase} {piece.compute.module or 'outside of layers'}"
+    key = ("work", piece.region, piece.temporary)
+    work = (scheduler.registers.get(key, name, piece.temporary, "temporary"),)
+    outs = (*whole.outs, *work, *makes) if number == 0 else makes
+    dead = (*whole.dead, *work) if number == piece.slices - 1 else ()
+    return scheduler.compute(whole.segment, outs, dead, whole.module, whole.source, read)
+
+
+def _bring(scheduler: Scheduler, bucket: int, tile: int, tiles: int, home: Tier, own: bool) -> tuple[Instruction, ...]:
+    """Fetch the shards of a bucket or tile from their home into its slice of the whole, and gather it."""
+    part, name = scheduler.transfers(bucket, tiles)[tile], scheduler.names[bucket]
+    whole = _whole(scheduler, bucket, tile, tiles, own)
+    size = part.shards.fetched if home != "device" else 0
+    steps: list[Instruction] = []
+    if size:
+        steps += _fetched(scheduler, "shard", part.label, name, size, (), (), (whole,), home, bucket, tile)
+    shards = (whole,) if size else ()
+    return *steps, Gather(bucket, (), shards, whole, (), part.whole, tile, tiles)
+
+
+def _up(
+    scheduler: Scheduler, what: str, there: tuple[int, ...], own: tuple[int, ...], back: tuple[int, ...], tier: Tier
+) -> list[Instruction]:
+    """Bring activations back into their registers."""
+    size = sum(scheduler.registers.contents[register].bytes for register in back)
+    module = layer_of_activation(what) or what
+    return _fetched(scheduler, "activations", what, module, size, there, own, back, tier, -1, 0)
+
+
+def _fetched(
+    scheduler: Scheduler, what: str, label: str, module: str, size: int, reads: tuple[int, ...], dead: tuple[int, ...],
+    writes: tuple[int, ...], tier: Tier, bucket: int, tile: int,
+) -> list[Instruction]:  # fmt: skip
+    """Copy ``size`` bytes from ``tier`` into registers on the device."""
+    if tier != "nvme":
+        return [Fetch(what, label, module, size, reads, writes, dead, bucket, tile)]
+    if scheduler.rates.staging == "device":
+        return [Read(what, label, module, size, reads, writes, dead, bucket, tile)]
+    kind: Kind = "activation" if what == "activations" else "param"
+    staged = (scheduler.registers.get(("staged", writes), f"{what} of {label}", size, kind, "host"),)
+    return [
+        Read(what, label, module, size, reads, staged, dead, bucket, tile),
+        Fetch(what, label, module, size, staged, writes, staged, bucket, tile),
+    ]
+
+
+def _down(
+    scheduler: Scheduler, what: str, label: str, bucket: int, tile: int, here: tuple[int, ...], away: tuple[int, ...],
+    tier: Tier, slot: int,
+) -> list[Instruction]:  # fmt: skip
+    """Move registers on the device to ``away`` on ``tier``."""
+    contents = scheduler.registers.contents
+    size = sum(contents[register].bytes for register in here)
+    module = scheduler.names[bucket] if bucket >= 0 else layer_of_activation(label) or label
+    if scheduler.rates.staging == "device":
+        return [Write(what, label, module, size, here, away, here, bucket, tile)]
+    if tier != "nvme":
+        return [Spill(what, label, module, size, here, away, here, bucket, tile)]
+    kind = contents[away[0]].kind
+    staged = (scheduler.registers.get(("staged", away), f"{what} of {label}", size, kind, "host"),)
+    return [
+        Spill(what, label, module, size, here, staged, here, bucket, tile, slot),
+        Write(what, label, module, size, staged, away, staged, bucket, tile, slot),
+    ]
+
+
+def _reduce(scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: bool, grads: tuple[int, ...]) -> Reduce:
+    part = scheduler.transfers(bucket, tiles)[tile]
+    out = _reduced(scheduler, bucket, tile, tiles, leaves)
+    return Reduce(bucket, (), grads, out, grads, part.summed, tile, tiles)
+
+
+def _wait_reduce(scheduler: Scheduler, reduce: Reduce, leaves: bool, last: bool) -> WaitReduce:
+    outs: tuple[int, ...] = (_norm(scheduler),) if last else ()
+    if leaves:
+        part = scheduler.transfers(reduce.bucket, reduce.tiles)[reduce.tile]
+        key = ("stays", reduce.bucket, reduce.tile, reduce.tiles)
+        size = part.reduced - part.shards.gradient
+        outs += (scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient"),)
+    return WaitReduce(reduce.bucket, reduce.out, outs, (), reduce.tile, reduce.tiles)
+
+
+def _host_update(
+    scheduler: Scheduler, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradient: int, norm: int
+) -> list[Instruction]:
+    """The update of a bucket or tile whose states live off the device.
+
+    Args:
+        number: of host updates before it.
+        gradient: the register of its gradient, wherever that is; -1 where it has none.
+        norm: the register that is ready when all gradients are; -1 where there are none.
+    """
+    part, module, rates = scheduler.transfers(bucket, tiles)[tile], scheduler.names[bucket], scheduler.rates
+    shards, staging, slot = part.shards, rates.staging, _slot(scheduler, "update", number)
+    start = (norm,) if norm >= 0 else ()
+    arrived = (gradient,) if gradient >= 0 else ()
+    copies = homes.gradients == "nvme" or (homes.gradients == "device" and staging == "host")
+
+    def staged(what: str, size: int, kind: Kind) -> tuple[int, ...]:
+        key = ("staged", what, bucket, tile, tiles)
+        name = f"staged {what} of {part.label}"
+        return (scheduler.registers.get(key, name, size, kind, staging),) if size else ()
+
+    steps: list[Instruction] = []
+    gradients = staged("gradient", shards.gradient, "gradient") if copies else ()
+    states = staged("states", shards.optimizer, "state") if homes.optimizer == "nvme" else ()
+    if homes.gradients == "device" and copies:
+        reads = (*start, *arrived)
+        steps.append(Spill("gradient", part.label, module, shards.gradient, reads, gradients, (), bucket, tile, slot))
+    read = states + (gradients if homes.gradients == "nvme" else ())
+    if read:
+        size = shards.optimizer * bool(states) + shards.gradient * (homes.gradients == "nvme")
+        reads = (*start, *(() if homes.gradients == "device" else arrived))
+        steps.append(Read("states", part.label, module, size, reads, read, (), bucket, tile, slot))
+    lands = homes.parameters != "host" and not (staging == "device" and homes.parameters == "device")
+    copy = staged("copy", shards.copy, "param") if lands else ()
+    inputs = (*start, *(() if copies else arrived), *gradients, *states)
+    steps.append(
+        HostUpdate(
+            "states", part.label, module, shards.traffic, inputs, (*states, *copy), gradients, bucket, tile, slot
+        )
+    )
+    if states:
+        writes = states + (copy if homes.parameters == "nvme" else ())
+        size = shards.optimizer + shards.copy * (homes.parameters == "nvme")
+        steps.append(Write("states", part.label, module, size, writes, (), writes, bucket, tile, slot))
+    if homes.parameters == "device" and copy:
+        steps.append(Fetch("parameters", part.label, module, shards.copy, copy, (), copy, bucket, tile, slot))
+    return steps

@@ -1,0 +1,170 @@
+"""Which parameters a backend has sharded, and how it comes to shard more: before the first call of a model or in it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zerograph.core.config import Config
+from zerograph.core.errors import ShardingError, UnsupportedError
+from zerograph.sharding import adopt
+from zerograph.sharding.gathered import is_open
+from zerograph.sharding.model_copies import await_updates, take_over
+from zerograph.sharding.optimizer_states import early_states
+from zerograph.sharding.parametrization import other_names, shard_parameters
+from zerograph.sharding.ranks import Ranks, expected
+from zerograph.sharding.torch_private import Retrace, errors_reach_users, match_rows_alone
+
+log = logging.getLogger(__name__)
+
+
+class Adoption:
+    """The models of one backend.
+
+    Attributes:
+        ranks: what their parameters are sharded over; None before the first model.
+        params: the sharded parameters, by name.
+        tied: of each that the model has several names for, the other ones.
+        known: the parameters by ``id``.
+        replaced: what was in their places before.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        connect: Callable[[torch.device], Ranks],
+        adopted: Callable[[Iterable[nn.Parameter]], None] = lambda _: None,
+    ) -> None:
+        """``connect`` is called once, with the device of the first model, before anything of that is changed;
+        ``adopted`` with the sharded parameters of each model."""
+        self._config, self._connect, self._adopted = config, connect, adopted
+        self.ranks: Ranks | None = None
+        self.params: dict[str, nn.Parameter] = {}
+        self.tied: dict[str, tuple[str, ...]] = {}
+        self.known: set[int] = set()
+        self.replaced = WeakIdKeyDictionary()
+        self._traced_in_vain = False
+
+    def before_trace(self, root: nn.Module) -> None:
+        """Shard the model that is being called before Dynamo traces it, instead of after; the first call only."""
+        params = list(root.parameters()) if self.ranks is None else []
+        if not params or is_open(params) or any(p.is_meta or is_lazy(p) for p in params):
+            return  # what is to be said about them is said where a graph reads them
+        with errors_reach_users():
+            adopt.refuse_wrapped(root.modules())
+            self.shard([root], params[0].device)
+
+    def covers(self, gm: fx.GraphModule, called: nn.Module | None) -> bool:
+        """Whether all parameters that a graph of Dynamo's reads are sharded, or stay plain on the one rank there is.
+
+        False where they are plain because ``zerograph.gathered`` is open.
+
+        Raises:
+            Retrace: they were sharded now, and Dynamo has to trace the frame again.
+            ShardingError: they cannot be, yet.
+            UnsupportedError: they never can.
+        """
+        adopt.refuse_wrapped([called])  # DDP hands over pieces of its graph, without parameters
+        params = adopt.parameters(gm)
+        _refuse_meta(params)
+        foreign = [p for p in params if id(p) not in self.known]
+        if foreign:
+            if is_open(foreign):
+                self._refuse_first_call()
+                return False
+            roots = adopt.roots_of_call(gm, called)
+            adopt.refuse_wrapped(m for root in roots for m in root.modules())
+            if self.shard(roots, foreign[0].device):
+                self._traced_in_vain = True
+                raise Retrace
+            self._refuse_foreign(foreign)
+        match_rows_alone()
+        if self._traced_in_vain:
+            gc.collect()  # the abandoned trace holds the full parameters in reference cycles
+            self._traced_in_vain = False
+        return True
+
+    @torch.inference_mode(False)  # inference tensors could never be trained
+    def shard(self, roots: Sequence[nn.Module], device: torch.device) -> bool:
+        """Shard the parameters of ``roots`` in place; returns whether there was anything to do.
+
+        At world size 1 without a compute dtype there is not: the model stays as it is.
+        """
+        ranks = self.ranks = self.ranks or self._connect(device)
+        if ranks.size == 1 and self._config.dtype is None:
+            return False
+        before = tuple(p for root in roots for p in root.parameters())  # not a list: those are rewritten
+        objects = adopt.live(nn.Module, Optimizer)
+        if ranks.agreement is not None and any(id(p) not in self.known for p in before):
+            ranks.agreement.require_same(_given(self._config, roots, objects))
+        new = take_over(roots, self._config, ranks.mesh, self.params)
+        new |= shard_parameters(roots, self._config, ranks.mesh, objects, {**self.params, **new})
+        await_updates(roots, objects)
+        self.params |= new
+        self.tied |= other_names(roots, new)
+        self.known.update(id(p) for p in new.values())
+        self._adopted(new.values())
+        self.replaced.update((p, None) for p in before if id(p) not in self.known)
+        if new:
+            log.info("stage %s: sharded %d parameters over %d ranks", self._config.stage, len(new), ranks.size)
+        return bool(new)
+
+    def replace(self, new: Mapping[int, nn.Parameter]) -> None:
+        """Go on with other sharded parameters, given by ``id`` of those they replace."""
+        for name, old in self.params.items():
+            if id(old) in new:
+                self.known.discard(id(old))
+                self.params[name] = new[id(old)]
+        self.known.update(id(p) for p in new.values())
+
+    def skipped(self, backend: object) -> list[nn.Parameter]:
+        """Parameters of models given to ``backend`` that nothing has sharded."""
+        if expected(self._config) == 1:
+            return []
+        return [p for m in adopt.modules_given_to(backend) for p in m.parameters() if id(p) not in self.known]
+
+    def _refuse_first_call(self) -> None:
+        """Dynamo would keep the plain code for calls outside; on one rank that is all there is."""
+        if not self.params and expected(self._config) > 1:
+            raise ShardingError(
+                "the first call of a compiled model is inside zerograph.gathered(), where parameters are plain",
+                "call it once outside before, or zerograph.shard(model, backend)",
+            )
+
+    def _refuse_foreign(self, params: Sequence[nn.Parameter]) -> None:
+        """Parameters of no module on the call's path would train unsynchronized."""
+        if self.ranks is not None and self.ranks.size > 1:
+            raise UnsupportedError(
+                f"the compiled code reads {len(params)} parameter(s) of no module that ZeroGraph can find, "
+                f"the first of shape {list(params[0].shape)}",
+                "compile the module that owns them, or call zerograph.shard(module, backend) first; "
+                "models wrapped or sharded by something else are not supported",
+            )
+
+
+def _refuse_meta(params: Sequence[nn.Parameter]) -> None:
+    empty = sum(p.is_meta for p in params)
+    if empty:
+        raise ShardingError(
+            f"{empty} of the {len(params)} parameters that the compiled code reads are on the meta device",
+            "call zerograph.shard(model, backend) and then zerograph.materialize(model) before the first call",
+        )
+
+
+def _given(config: Config, roots: Sequence[nn.Module], objects: Sequence[Any]) -> list[str]:
+    """What must be the same on all ranks before anything is sharded, a line each. Budgets and batches may differ."""
+    names = ("stage", "dtype", "reduce_dtype", "bucket_size", "prefetch", "recompute")
+    lines = [f"{name}={getattr(config, name)}" for name in names]
+    for root in roots:
+        lines += [f"parameter {n} {tuple(p.shape)} {p.dtype}" for n, p in root.named_parameters()]
+        lines += [f"buffer {n} {tuple(b.shape)} {b.dtype}" for n, b in root.named_buffers()]
+        lines += early_states(dict(root.named_parameters()), objects)
+    return lines

@@ -1,0 +1,274 @@
+"""Classes of the modules of an adopted model: what their parameters are to the code that reads them.
+
+Each module becomes an instance of a generated subclass of its class, which counts the forwards that run
+(:mod:`~zerograph.sharding.forward`) and where each parameter of its own is a property. ``self._parameters`` holds the
+``nn.Parameter`` (a DTensor, sharded by rows) that optimizers, ``state_dict`` and ``named_parameters`` see. Outside of a
+forward ``self.weight`` is that one; inside, and in compiled code, it is the full tensor, through the ``zg::unshard``
+marker.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+from torch.compiler import is_compiling
+from torch.distributed.tensor import DTensor
+
+from zerograph.core.errors import ShardingError, UnsupportedError
+from zerograph.graph.ops import UNSHARD
+from zerograph.graph.torch_private import skip_frame
+from zerograph.runtime.torch_private import local_tensor
+from zerograph.sharding.adopt import move_to_one_mesh, skip_getters
+from zerograph.sharding.forward import count_own_forward, counting, inside
+from zerograph.sharding.shards import as_shard
+from zerograph.sharding.torch_private import original, set_shard
+
+
+class Face(NamedTuple):
+    """How the marker of one parameter is to be read; the constants that travel in the graph.
+
+    Attributes:
+        name: fully qualified name in the sharded model.
+        group: name of the process group, empty at world size 1.
+        dtype: dtype of the full tensor, for gather and compute.
+        reduce_dtype: dtype of the gradient's reduction over ranks.
+        sharded: split by rows over the ranks of ``group``, or whole on each.
+    """
+
+    name: str
+    group: str
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    sharded: bool
+
+    def computing_in(self, dtype: torch.dtype) -> Face:
+        """The face of the same parameter in another compute dtype."""
+        return self._replace(dtype=dtype, reduce_dtype=default_reduce_dtype(dtype))
+
+
+def default_reduce_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize < 4 and dtype.is_floating_point else dtype
+
+
+class Faced:
+    """Mixin of generated module classes; its attributes describe the faces of this instance's parameters."""
+
+    _zg_faces: Mapping[str, Face] = {}
+    _zg_base: type[nn.Module]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An instance of the user's class: nobody has sharded a module that is made by ``type(module)(...)``."""
+        return cls._zg_base(*args, **kwargs)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Generated classes are none of the user's: no hook of theirs, which may want arguments, hears of one."""
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Refuse what would leave optimizer and plan with a parameter that is no longer the module's.
+
+        Pruning and parametrizations put a parameter, or a full copy that they read of it, under another name.
+        """
+        if name in self._zg_faces:
+            raise _kept(self._zg_faces[name].name, "replaced")
+        owned: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
+        for attribute, face in self._zg_faces.items():
+            if attribute not in owned:
+                raise _kept(face.name, "removed")
+            if param is not None and owned[attribute] is param:
+                raise _kept(face.name, f"kept as {name} instead")
+        if self._zg_faces and isinstance(param, Tensor) and not isinstance(param, nn.Parameter):
+            raise _kept(" or ".join(face.name for face in self._zg_faces.values()), f"kept as {name} instead")
+        super().register_parameter(name, param)  # type: ignore[misc]
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._zg_faces:
+            raise _kept(self._zg_faces[name].name, "removed")
+        super().__delattr__(name)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """``module.to(dtype)`` and its like, which torch refuses for compiled DTensors (it wants to swap objects that
+        Dynamo's guards refer to). What computes in a parameter's own dtype follows it.
+        """
+        params: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
+        order = list(params)
+        outward = {name: params.pop(name) for name in self._zg_faces}
+        try:
+            super()._apply(fn, recurse)  # type: ignore[misc]
+        finally:
+            everything = params | outward
+            params.clear()
+            params.update({name: everything[name] for name in order})
+        for name, param in outward.items():
+            face, dtype = self._zg_faces[name], param.dtype
+            _set_values(param, fn(param.detach()), face)
+            if face.dtype == dtype != param.dtype:
+                self._zg_faces = {**self._zg_faces, name: face.computing_in(param.dtype)}
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Accept full plain tensors for sharded parameters: each rank takes its own rows."""
+        for name in self._zg_faces:
+            key, param = prefix + name, self._parameters[name]  # type: ignore[attr-defined]
+            value = state_dict.get(key)
+            if not isinstance(param, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+                continue
+            if value.shape == param.shape:
+                state_dict[key] = as_shard(value.to(param.device), param)
+        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and deep-copy by base class: generated classes cannot be imported."""
+        _, (_, *args), *rest = super().__reduce_ex__(2)  # type: ignore[misc, str-unpack]
+        return (_rebuild, (self._zg_base, frozenset(self._zg_faces), *args), *rest)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        for name in self._zg_faces:
+            move_to_one_mesh(self._parameters[name])  # type: ignore[attr-defined]
+
+
+def _kept(name: str, done: str) -> ShardingError:
+    return ShardingError(
+        f"parameter {name} is sharded and cannot be {done}",
+        "replace, prune or parametrize it before the model is sharded; "
+        "change its values inside `with zerograph.gathered(module, writeback=True):`",
+    )
+
+
+def _set_values(param: nn.Parameter, values: Tensor, face: Face) -> None:
+    """Let ``param`` stand for ``values``, maybe of another dtype, and stay the object that optimizers hold.
+
+    Raises:
+        ShardingError: the values lie on another kind of device, where no transport was opened.
+    """
+    if values.device.type != param.device.type and not param.is_meta:
+        raise ShardingError(
+            f"parameter {face.name} is sharded on {param.device.type} and cannot move to {values.device.type}",
+            "move the model before its first call, or before zerograph.shard",
+        )
+    if values.dtype == param.dtype and values.device == param.device:
+        if _memory(values) != _memory(param):
+            param.detach().copy_(values)
+        return
+    grad, param.grad = param.grad, None
+    param.data = values
+    if isinstance(param, DTensor):
+        set_shard(param, values)  # type: ignore[arg-type]  # placed as it was
+    param.grad = grad.to(values.dtype) if grad is not None else None
+
+
+def _memory(tensor: Tensor) -> int:
+    return local_tensor(tensor).data_ptr()
+
+
+def _rebuild(base: type[nn.Module], names: frozenset[str], *args: Any) -> nn.Module:
+    module = copyreg.__newobj__(base, *args)  # type: ignore[attr-defined]
+    module.__class__ = faced_class(base, names)  # type: ignore[arg-type]
+    return module  # type: ignore[no-any-return]
+
+
+def _getter(name: str) -> Any:
+    """What the generated property ``name`` of a sharded module calls."""
+
+    def read(self: Any) -> Tensor | None:
+        param = self._parameters[name]
+        if is_compiling():
+            return unshard(param, self._zg_faces[name])
+        return _unshard_eagerly(param, self._zg_faces[name]) if inside() else param
+
+    return read
+
+
+def unshard(param: Tensor, face: Face) -> Tensor:
+    """The full tensor of ``param``, in ``face.dtype``; its gradient arrives averaged over ranks."""
+    if isinstance(param, DTensor):
+        return UNSHARD(param.to_local(), list(param.shape), *face)
+    if face.sharded:
+        return param  # swapped in by torch.func.functional_call or inside zerograph.gathered
+    return UNSHARD(param, list(param.shape), *face)
+
+
+skip_frame(unshard)
+
+
+@torch.compiler.disable
+def _unshard_eagerly(param: Tensor, face: Face) -> Tensor:
+    if param.is_meta:
+        raise ShardingError(
+            f"parameter {face.name} is on the meta device and has no values",
+            "call zerograph.materialize(model) first; an init function may touch a module's own parameters only",
+        )
+    return unshard(param, face)
+
+
+@functools.cache
+def faced_class(base: type[nn.Module], names: frozenset[str]) -> type[nn.Module]:
+    """Subclass of ``base`` that counts its forwards, and in which the parameters ``names`` are properties."""
+    members: dict[str, Any] = {name: property(_getter(name)) for name in sorted(names)}
+    if issubclass(base, nn.RNNBase):
+        # RNNs keep their parameters in a list as well, which would hold shards.
+        members["_flat_weights"] = property(
+            lambda self: [getattr(self, name) for name in self._flat_weights_names],
+            lambda self, _: None,
+        )
+    if _has_forward(base):
+        members["forward"] = counting(base)
+    members |= {"_zg_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
+    try:
+        cls = type(base.__name__, (Faced, base), members)
+    except TypeError as error:  # what metaclasses raise for classes that are not to be inherited from
+        raise UnsupportedError(
+            f"class {base.__qualname__} is part of the model and cannot be inherited from ({error}), "
+            "as its sharded form must",
+            "allow subclasses of it, or let a module outside of the model do its work",
+        ) from error
+    skip_getters(cls)
+    return cls
+
+
+def _has_forward(base: type[nn.Module]) -> bool:
+    """Whether calls of ``base`` run a function of its own: ``nn.ModuleList`` has none."""
+    static = isinstance(inspect.getattr_static(base, "forward", None), staticmethod)
+    return base.forward is not nn.Module.forward and inspect.isfunction(base.forward) and not static
+
+
+def plain_class(module: nn.Module) -> type[nn.Module]:
+    """The user's class of ``module``: its own, or the one that its generated class inherits from."""
+    cls = type(module)
+    return getattr(cls, "_zg_base", cls)
+
+
+def generate_classes(roots: Iterable[nn.Module]) -> None:
+    """Make every module of ``roots`` an instance of a generated class."""
+    for module in own_modules(roots):
+        generate_class(module)
+
+
+def generate_class(module: nn.Module) -> None:
+    """Make ``module`` an instance of a generated class, for the faces that it has."""
+    count_own_forward(module)
+    module.__class__ = class_of(module, module.__dict__.get("_zg_faces", ()))
+
+
+def own_modules(roots: Iterable[nn.Module]) -> list[nn.Module]:
+    """Modules whose Python code runs: not torch.compile's wrappers, whose modules follow, nor what was scripted."""
+    modules = dict.fromkeys(module for root in roots for module in root.modules())
+    return [m for m in modules if original(m) is m and not isinstance(m, torch.jit.ScriptModule)]
+
+
+def class_of(module: nn.Module, names: Iterable[str]) -> type[nn.Module]:
+    base, counts = plain_class(module), not isinstance(module, fx.GraphModule) and _has_forward(plain_class(module))
+    return faced_class(base, frozenset(names)) if names or counts else base  # type: ignore[arg-type]
+
+
+def present(module: nn.Module, name: str, param: nn.Parameter, face: Face) -> None:
+    """Hold ``param`` as the outward face of ``module.name`` and turn the attribute into its inward face."""
+    module._parameters[name] = param
+    module.__dict__["_zg_faces"] = {**module.__dict__.get("_zg_faces", {}), name: face}
+    generate_class(module)

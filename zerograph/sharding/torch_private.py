@@ -1,0 +1,274 @@
+"""What adopting a model needs of Dynamo and DTensor that has no public name.
+
+Other rooms have a file of this name too; nothing else touches private names. Each entry says what it is for, why no
+public name does, and where it was seen: 2.11 in torch's sources, 2.13 by the tests of this file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch._dynamo import callback
+from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
+from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.source import (
+    AttrSource,
+    ClosureSource,
+    DictGetItemSource,
+    GetItemSource,
+    GlobalSource,
+    LocalSource,
+)
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._guards import Guard, TracingContext
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dispatch import found_inf_reduce_handler
+
+from zerograph.core.errors import ZeroGraphError
+
+# Compiled models
+
+
+class Retrace(UnspecializeRestartAnalysis, TensorifyScalarRestartAnalysis):  # type: ignore[misc]
+    """Asks Dynamo to trace the frame again; a backend has no other way to.
+
+    The first base clears Dynamo's speculation log, the second is let through by ``call_user_compiler``.
+    Seen in 2.11, 2.13.
+    """
+
+
+@contextmanager
+def errors_reach_users() -> Iterator[None]:
+    """Raise our errors in a form that Dynamo hands to the user as it is, instead of inside a BackendCompilerFailed. It
+    does so for this class of its own only. Seen in 2.11, 2.13."""
+    try:
+        yield
+    except ZeroGraphError as error:
+        base = type(error)
+        members = {"__module__": base.__module__, "__init__": Exception.__init__}
+        clear = type(base.__name__, (base, ShortenTraceback), members)
+        result = clear(*error.args)
+        result.hint, result.first_useful_frame = error.hint, None
+        raise result from error.__cause__
+
+
+def before_traces(starts: Callable[[], None]) -> None:
+    """Have ``starts`` called whenever Dynamo is about to trace a frame; ``torch.compiler.reset()`` forgets it.
+
+    Dynamo's own registration, undocumented. Idempotent. Seen in 2.11, 2.13.
+    """
+    registered = callback.callback_handler.start_callbacks
+    if all(getattr(known, "starts", None) is not starts for known in registered):
+        _call(starts)
+
+
+def _call(starts: Callable[[], None]) -> None:
+    def started(args: callback.CallbackArgs) -> None:
+        if args.callback_trigger is callback.CallbackTrigger.DYNAMO:
+            starts()
+
+    started.starts = starts  # type: ignore[attr-defined]
+    callback.on_compile_start(started)
+
+
+def original(model: nn.Module) -> nn.Module:
+    """The module that torch.compile was given, where ``model`` is what it returned. Seen in 2.11, 2.13."""
+    return model._orig_mod if isinstance(model, OptimizedModule) else model  # type: ignore[no-any-return]
+
+
+def backend_given(module: nn.Module) -> Any:
+    """What torch.compile was given as the backend for ``module``; None where it was not given this module.
+
+    It puts the backend behind wrappers of its own, and ``module.compile()`` all of them into a closure.
+    Seen in 2.11, 2.13.
+    """
+    context = None
+    wrapper: Any = module.__dict__.get("_compiled_call_impl") or module.__dict__.get("forward")
+    if isinstance(module, OptimizedModule):
+        context = module.dynamo_ctx
+    elif hasattr(wrapper, "_torchdynamo_orig_callable"):
+        context = inspect.getclosurevars(wrapper).nonlocals.get("self")
+    compiler = getattr(context, "callback", None)
+    wrapped = innermost_backend(compiler) if callable(compiler) else None
+    return getattr(wrapped, "compiler_fn", wrapped)
+
+
+def compile_any_call(module: nn.Module, backend: Any) -> None:
+    """``module.compile(backend=backend)`` that works for classes of ``torch.nn`` too, which torch leaves uncompiled.
+
+    It is put where ``module.compile()`` puts its own, which copies and pickles leave behind. An attribute such as
+    ``forward`` would go with a copy, and compute with the parameters of the original. Seen in 2.11, 2.13.
+    """
+
+    def call(*args: Any, **options: Any) -> Any:
+        return module._call_impl(*args, **options)
+
+    module._compiled_call_impl = torch.compile(call, backend=backend)
+
+
+def called_model() -> tuple[nn.Module, Any] | None:
+    """The innermost module that is being called and that torch.compile was given, and its backend.
+
+    Dynamo tells neither callbacks nor backends whose call it compiles, and ``nn.Module`` has no list of its calls, so
+    they are looked for on the stack. This is for every loop that calls ``model(x)``: the model is sharded before it is
+    traced, in place of tracing it twice, and a layer that Dynamo compiles by itself, after a graph break, is not taken
+    for the model. Seen in 2.11, 2.13.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _MODULE_CALLS:
+            module = frame.f_locals[frame.f_code.co_varnames[0]]
+            backend = backend_given(module)
+            if backend is not None:
+                return original(module), backend
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+_MODULE_CALLS = {function.__code__ for function in (nn.Module._wrapped_call_impl, nn.Module._call_impl)}
+
+
+def cleanups_of_call(modules: Container[nn.Module]) -> list[Callable[..., object]] | None:
+    """What torch.compile calls when the compiled call ends that is being compiled, whatever happens in it; None where
+    none of ``modules`` is being called. It has no hook there."""
+    frame, running = sys._getframe(1), False
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        running = running or _calls(frame, modules)
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None or not (running or _calls(frame.f_back, modules)):
+        return None
+    return frame.f_locals["cleanups"]  # type: ignore[no-any-return]
+
+
+def _calls(frame: FrameType | None, modules: Container[nn.Module]) -> bool:
+    return frame is not None and frame.f_code in _MODULE_CALLS and original(frame.f_locals["self"]) in modules
+
+
+def in_backward() -> bool:
+    """Whether autograd computes gradients in this thread; ``torch.autograd`` does not say."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# The frame that is being compiled
+
+
+def modules_read_through(gm: fx.GraphModule) -> list[nn.Module]:
+    """For each input of a graph of Dynamo's, the outermost module on the path by which the frame reached it.
+
+    A graph names its inputs by text only; what Dynamo knows of their sources has no public account. Sources are
+    followed down from the frame's variables; where one is of an unknown kind (a generated object), there is no module.
+    Call it while a backend runs. Seen in 2.11, 2.13.
+    """
+    output = InstructionTranslator.current_tx().output
+    scopes: dict[type, Any] = {LocalSource: output.local_scope, GlobalSource: output.global_scope}
+    found = []
+    for node in gm.graph.find_nodes(op="placeholder"):
+        module = _outermost_module(getattr(node.meta.get("grapharg"), "source", None), scopes)
+        if module is not None:
+            found.append(original(module))
+    return found
+
+
+def _outermost_module(source: Any, scopes: Mapping[type, Any]) -> nn.Module | None:
+    path = []
+    while source is not None:
+        path.append(source)
+        source = getattr(source, "base", None)
+    value: Any = None
+    for step in reversed(path):
+        try:
+            value = _follow(step, value, scopes)
+        except (AttributeError, KeyError, IndexError, TypeError):
+            return None
+        if isinstance(value, nn.Module):
+            return value
+    return None
+
+
+def _follow(step: Any, value: Any, scopes: Mapping[type, Any]) -> Any:
+    """What a source stands for, of which the one that it builds on stands for ``value``."""
+    match step:
+        case LocalSource():
+            return scopes[LocalSource][step.local_name]
+        case GlobalSource():
+            return scopes[GlobalSource][step.global_name]
+        case AttrSource():
+            return getattr(value, step.member)
+        case ClosureSource():
+            return value.__closure__
+        case GetItemSource() | DictGetItemSource():
+            return value[step.index]
+    return None
+
+
+def match_rows_alone() -> None:
+    """Let Dynamo's guards on the rows of sharded parameters not ask whether two of them are one tensor.
+
+    Rows of different parameters never are. Where inputs are, Dynamo says so when it compiles again, and looks all that
+    it asked about up by the names it has in the traced model, in a model of the same class that is still plain. No
+    setting leaves out single guards. Call it while a backend runs: guards are built afterwards. Seen in 2.11, 2.13.
+    """
+    for guard in TracingContext.get().guards_context.dynamo_guards:
+        source = guard.originating_source
+        if isinstance(source, AttrSource) and source.member == "_local_tensor":
+            guard.create_fn = functools.partial(_match_alone, guard.create_fn)
+
+
+def _match_alone(match: Callable[..., None], builder: GuardBuilder, guard: Guard) -> None:
+    names, managers = builder.no_tensor_aliasing_names, builder.no_tensor_aliasing_guard_managers
+    before = len(names)
+    match(builder, guard)
+    del names[before:], managers[before:]
+
+
+# Parameters
+
+
+def place_on(param: DTensor, mesh: DeviceMesh) -> None:
+    """Let ``param`` lie on ``mesh``, which equals its own; a DTensor's mesh cannot be set. Seen in 2.11, 2.13."""
+    param._spec = dataclasses.replace(param._spec, mesh=mesh)
+
+
+def set_shard(param: DTensor, values: DTensor) -> None:
+    """Let ``param`` hold this rank's rows of ``values`` and be placed as they are, and stay the same object.
+
+    ``torch.utils.swap_tensors`` refuses tensors that Dynamo's guards refer to. Seen in 2.11, 2.13.
+    """
+    param._local_tensor, param._spec = values._local_tensor, values._spec  # type: ignore[attr-defined]
+
+
+def share_hooks(old: Tensor, new: Tensor) -> None:
+    """Let ``new`` have the very dicts of hooks of ``old``, which the handles that the user holds refer to. Tensors show
+    only ``register_hook``. Seen in 2.11, 2.13."""
+    new._backward_hooks = old._backward_hooks
+    if old._post_accumulate_grad_hooks is not None:  # type: ignore[attr-defined]
+        new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+
+
+# GradScaler
+
+
+def unscale_in_order(in_order: Callable[[Sequence[DTensor]], list[DTensor]]) -> None:
+    """Patch DTensor's handler of what GradScaler calls so that it sees gradients ``in_order``; idempotent.
+
+    The table of handlers is one per process and not public. Seen in 2.11, 2.13.
+    """
+
+    def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        grads, *others = args
+        found_inf_reduce_handler(op, (in_order(grads), *others), kwargs)
+
+    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[unscale] = handler
