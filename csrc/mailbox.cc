@@ -535,6 +535,17 @@ void Mailbox::acknowledge(const Ticket& ticket, std::uint32_t rank) {
 
 void Mailbox::close_ticket(Ticket& ticket) { tickets_.erase(ticket.sequence); }
 
+bool Mailbox::posted_by_all(const Ticket& ticket) const {
+  for (std::uint32_t rank = 0; rank < world_; ++rank)
+    if (ticket.pending[rank] && !posted_by(rank, ticket)) return false;
+  return true;
+}
+
+bool Mailbox::posted_by(std::uint32_t rank, const Ticket& ticket) const {
+  const Slot& slot = slot_of(control_of(rank), ticket.sequence, ticket.exchanging);
+  return slot.sequence.load(std::memory_order_acquire) == ticket.sequence + 1;
+}
+
 Status Mailbox::check_peers(const Ticket& ticket) const {
   for (std::uint32_t rank = 0; rank < world_; ++rank) {
     if (rank == rank_) continue;
@@ -551,8 +562,7 @@ Status Mailbox::check_peers(const Ticket& ticket) const {
     if (state == kClosed) gone = "closed its mailbox";
     else if (!is_alive(peer.pid, peer.watch)) gone = "ended";
     if (gone != nullptr) {
-      const Slot& slot = slot_of(*peer.control, ticket.sequence, ticket.exchanging);
-      if (slot.sequence.load(std::memory_order_acquire) == ticket.sequence + 1) continue;  // it posted before
+      if (posted_by(rank, ticket)) continue;
       return fail(Code::peer, who + gone + what + "\n\nhint: its own output says why");
     }
   }
@@ -647,8 +657,7 @@ Status Mailbox::collect(Ticket& ticket, double timeout, Take take) {
     bool waiting = false, progress = false;
     for (std::uint32_t rank = 0; rank < world_; ++rank) {
       if (!ticket.pending[rank]) continue;
-      const Slot& slot = slot_of(control_of(rank), ticket.sequence, ticket.exchanging);
-      if (slot.sequence.load(std::memory_order_acquire) != ticket.sequence + 1) {
+      if (!posted_by(rank, ticket)) {
         waiting = true;
         continue;
       }
@@ -680,6 +689,8 @@ Status Mailbox::collect(Ticket& ticket, double timeout, Take take) {
     const bool aborted = own.doorbell.load() != seen;
     if (now - checked < kCheckInterval && !aborted && round != spins) continue;
     Status peers = check_peers(ticket);
+    // A rank may post all that this one waits for and fail in what follows: this operation is complete.
+    if (!peers.ok() && posted_by_all(ticket)) continue;
     if (!peers.ok()) {
       failed_ = true;
       return peers;

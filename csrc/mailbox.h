@@ -159,6 +159,8 @@ class Mailbox {
   Status open_block(const Ticket& ticket, std::uint32_t rank, const Slot& slot, std::shared_ptr<Mapping>& block) const;
   Status describe_mismatch(const Ticket& ticket, std::uint32_t rank, const Slot& slot,
                            const std::string& detail) const;
+  bool posted_by(std::uint32_t rank, const Ticket& ticket) const;
+  bool posted_by_all(const Ticket& ticket) const;
   Status check_peers(const Ticket& ticket) const;
   Status reduce_own(Ticket& ticket, const std::vector<void*>& outs, const std::vector<DType>& dtypes, double scale);
   void acknowledge(const Ticket& ticket, std::uint32_t rank);

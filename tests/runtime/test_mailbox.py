@@ -500,6 +500,26 @@ def test_abort_reaches_waiting_peers() -> None:
         assert "rank 1" in results[rank][1] and "the loss is NaN" in results[rank][1]
 
 
+def abort_after_body(box: Mailbox, rank: int, world: int) -> None:
+    """Rank 1 posts all that rank 0 sleeps for, and fails in what follows before rank 0 has woken up."""
+    own, out = np.full(4, rank, np.float32), np.zeros(4 * world, np.float32)
+    if rank == 1:
+        time.sleep(0.2)
+        box.start_gather(1, [(address(own), 4, F32, F32)])
+        box.abort("the next program fails")
+        time.sleep(0.5)
+        raise RuntimeError("the next program fails")
+    ticket = box.start_gather(1, [(address(own), 4, F32, F32)])
+    box.finish_gather(ticket, [(address(out), 4)], TIMEOUT)
+    np.testing.assert_array_equal(out, np.repeat(np.arange(world), 4))
+    box.barrier(TIMEOUT)
+
+
+def test_what_was_posted_before_an_abort_arrives() -> None:
+    (name, text, _), _ = errors(2, abort_after_body)
+    assert name == "PeerError" and "barrier" in text and "the next program fails" in text
+
+
 def lost_descriptor_body(box: Mailbox, rank: int, world: int) -> None:
     """Rank 1 closes descriptors that are not its own, and opens a file under such a number."""
     own, out = np.full(4, rank, np.float32), np.full(4 * world, -7, np.float32)
