@@ -87,6 +87,16 @@ class Homes:
         """The lowest stage that shards everything that is off the device."""
         return max(level for level, kind in enumerate(OFFLOADS) if not level or getattr(self, kind) != "device")
 
+    @property
+    def on_one_tier(self) -> bool:
+        """Whether all live together."""
+        return self.parameters == self.gradients == self.optimizer
+
+    @property
+    def away(self) -> frozenset[Tier]:
+        """The tiers beside the device that something lives on."""
+        return frozenset({self.parameters, self.gradients, self.optimizer} - {"device"})
+
     def __str__(self) -> str:
         kinds = (("parameters", self.parameters), ("gradients", self.gradients), ("optimizer", self.optimizer))
         tiers = dict.fromkeys(tier for _, tier in kinds if tier != "device")

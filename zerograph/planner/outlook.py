@@ -17,7 +17,7 @@ from zerograph.core.timeline import NOT_COUNTED, Forecast
 from zerograph.planner.process_memory import Resident, resident
 from zerograph.planner.rates import Rates, shard_bytes, state_bytes, update_bytes
 from zerograph.planner.regions import Life, Profile
-from zerograph.planner.schedule import Decisions, Scheduler
+from zerograph.planner.schedule import Scheduler
 from zerograph.planner.sketch import sketch
 
 
@@ -59,12 +59,11 @@ def scheduled(
     scheduler: Scheduler, plan: Plan, not_counted: tuple[str, ...] = ()
 ) -> tuple[Forecast, tuple[Holding, ...]]:
     """The forecast of ``plan`` from its sketch, and what its memory is used for; they agree at every moment."""
-    decisions = Decisions.of(plan, scheduler.profile)
     states = tuple(_shards(scheduler, plan))
     held = tuple((holding.tier, holding.bytes) for holding in states)
-    lives = scheduler.saved(decisions.levels, decisions.offload).lives
+    lives = scheduler.saved(scheduler.levels(plan), plan.offload).lives
     parts = {register: partial(_one_by_one, scheduler.profile, own) for register, own in lives.items()}
-    programs = sketch(scheduler, decisions)
+    programs = sketch(scheduler, plan)
     forecast, holdings = simulate(programs, scheduler.rates, held=held, not_counted=not_counted, parts=parts)
     return forecast, states + holdings
 
