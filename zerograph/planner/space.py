@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from operator import attrgetter, le, ne
+from dataclasses import dataclass, replace
+from operator import attrgetter, le
 
-from zerograph.core.plan import Bucket, Plan
+from zerograph.core.plan import Bucket, Plan, decided
 from zerograph.core.simulate import Memory, Peaks, measure
 from zerograph.planner.rates import Rates
 from zerograph.planner.regions import Profile
@@ -16,12 +16,8 @@ from zerograph.planner.sketch import sketch
 FINEST = 128
 """Tiles of a step up to which all operators are looked at in the most tiles there may be."""
 
-_of_plan: Callable[[Plan], tuple[object, ...]] = attrgetter(
-    *(field.name for field in fields(Plan) if field.name != "buckets")
-)
-_of_bucket: Callable[[Bucket], tuple[object, ...]] = attrgetter(
-    *(field.name for field in fields(Bucket) if field.name not in ("index", "name", "params"))
-)
+_of_plan: Callable[[Plan], tuple[object, ...]] = attrgetter(*(name for name in decided(Plan) if name != "buckets"))
+_of_bucket: Callable[[Bucket], tuple[object, ...]] = attrgetter(*decided(Bucket))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,7 +45,8 @@ class Candidate:
         """How many decisions are other ones than those of the rules: of equal plans the one with the fewest counts."""
         ruled = self.space.plan
         buckets = zip(map(_of_bucket, self.plan.buckets), map(_of_bucket, ruled.buckets), strict=True)
-        return sum(map(ne, _of_plan(self.plan), _of_plan(ruled))) + sum(sum(map(ne, a, b)) for a, b in buckets)
+        pairs = ((_of_plan(self.plan), _of_plan(ruled)), *buckets)
+        return sum(mine != theirs for pair in pairs for mine, theirs in zip(*pair, strict=True))
 
     @property
     def held(self) -> int:
