@@ -58,6 +58,8 @@ FEW = 8
 """Buckets up to which items are turned one by one."""
 RELIEVED = 6
 """Plans whose peaks are relieved, of those that stay and of those that leave the device."""
+COARSE = 48
+"""Plans that are looked at with knobs turned for all items at once, however deep the step: the rest follows from it."""
 WORK = 60_000
 """Tasks that are simulated from the first plans on, at most, twice: of plans that stay on the device, and of all."""
 
@@ -210,7 +212,7 @@ class _Local:
     def _turn(self, knobs_of: Mapping[Space, Sequence[Knob]], groups: int, work: int, *, beaten: bool = False) -> None:
         """Turn single knobs of the best plans, evenly spread over their memory, until that finds nothing better; then
         of those that were ``beaten``, which may lead on."""
-        end = work + _work(knobs_of)
+        end, enough = work + _work(knobs_of), len(self._seen) + (COARSE if groups == 1 else 0)
         done: set[Candidate] = set()
         while True:
             fresh = [c for c in spread(sorted(self.best, key=lambda c: c.peaks)) if c not in done]
@@ -222,7 +224,7 @@ class _Local:
                 done.add(candidate)
                 for plan in changes(knobs_of.get(candidate.space, ()), candidate.plan, groups):
                     self._add(candidate.space.of(plan))
-                    if _work(knobs_of) >= end:
+                    if _work(knobs_of) >= end and len(self._seen) >= enough:
                         return
 
     def _halve(self, knobs_of: Mapping[Space, Sequence[Knob]], work: int) -> None:
