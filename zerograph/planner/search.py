@@ -4,7 +4,7 @@ One local search over all that is free (Pareto local search; Paquete et al. 2004
 rules make, and with those that need the least of each tier, in buckets of each size. From plans that no other beats in
 both time and the memory of every tier it turns one knob at a time (:mod:`~zerograph.planner.knobs`): for all items,
 then, between two neighbours, for half of what tells them apart, those first that save the most seconds per byte, then
-for fewer items. Where a plan has its peak, gathers wait and operators are tiled (:mod:`~zerograph.planner.relief`).
+for fewer items. Where a plan has its peak, gathers wait and operators are tiled (:mod:`~zerograph.planner.peaks`).
 Every plan is simulated.
 
 No budget enters, so more of one never finds a slower plan. What stays on the device is searched as where nothing can
@@ -32,9 +32,9 @@ from zerograph.planner.homes import open_homes, open_tiers
 from zerograph.planner.knobs import Knob, changes, halfway, spread
 from zerograph.planner.liveness import Graph, Mode
 from zerograph.planner.loss import head_of, loss_tiles, tiled
+from zerograph.planner.peaks import with_lower_peaks
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import Profile, profile
-from zerograph.planner.relief import relieved
 from zerograph.planner.rules import plan_step
 from zerograph.planner.selective import stops
 from zerograph.planner.space import Candidate, Space, frontier
@@ -56,8 +56,8 @@ GROUPS = 4
 """Groups of items that a knob is turned for, beside all of them."""
 FEW = 8
 """Buckets up to which items are turned one by one."""
-RELIEVED = 6
-"""Plans whose peaks are relieved, of those that stay and of those that leave the device."""
+LOWERED = 6
+"""Plans whose peaks are lowered, of those that stay and of those that leave the device."""
 COARSE = 48
 """Plans that are looked at with knobs turned for all items at once, however deep the step: the rest follows from it."""
 WORK = 60_000
@@ -193,7 +193,7 @@ class _Local:
         self._halve(knobs_of, work // 4)
         if few or tile:
             self._turn(knobs_of, sys.maxsize if few else GROUPS, work // 4)
-        for candidate in relieved(spread(frontier(self.best))[:RELIEVED], tile=tile, work=work // 4):
+        for candidate in with_lower_peaks(spread(frontier(self.best))[:LOWERED], tile=tile, work=work // 4):
             self._add(candidate)
         if few:
             self._turn(knobs_of, sys.maxsize, work // 4, beaten=True)

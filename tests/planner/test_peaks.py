@@ -1,4 +1,4 @@
-"""Plans are relieved where they have their peak only: gathers that wait, operators in as few tiles as fit."""
+"""Plans are changed where they have their peak only: gathers that wait, operators in as few tiles as fit."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_plans_with_gathers_that_wait_can_be_run_and_written() -> None:
 
 
 @pytest.mark.parametrize("machine", ["h100-80gb", "cpu"])
-def test_what_was_relieved_is_forecast_as_it_was_found(machine: str) -> None:
+def test_what_was_lowered_is_forecast_as_it_was_found(machine: str) -> None:
     search = Search(step_of(STEEP), replace(AHEAD, stage="auto", tile=True), machine_named(machine))
     for found in search.best:
         forecast, _ = scheduled(found.space.scheduler, found.plan)

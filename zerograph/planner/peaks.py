@@ -20,7 +20,7 @@ from zerograph.planner.sketch import sketch
 from zerograph.planner.space import Candidate, Space
 
 LEVELS = 4
-"""Targets between a plan's peak and the least that it can be relieved to."""
+"""Targets between a plan's peak and the least that its peak can be lowered to."""
 ROUNDS = 8
 """Changes of one plan towards one target, at most."""
 
@@ -96,7 +96,7 @@ class _Short:
     size: int = 0
 
 
-def relieved(plans: Iterable[Candidate], *, tile: bool, work: int) -> Iterator[Candidate]:
+def with_lower_peaks(plans: Iterable[Candidate], *, tile: bool, work: int) -> Iterator[Candidate]:
     """Plans that need less of the device than ``plans``, with the same decisions otherwise.
 
     Args:
