@@ -35,6 +35,7 @@ class Knob:
         alike: by item, what those have in common that are interchangeable.
         gain: seconds per byte of an item's step from one choice to the next.
         frugal: values for all items together, of which one needs the least of some tier.
+        fine: whether it only says when something begins, which matters little before the rest is decided.
     """
 
     choices: Mapping[Item, Sequence[Any]]
@@ -44,6 +45,7 @@ class Knob:
     alike: Mapping[Item, object] | None = None
     gain: Callable[[Item, Any], float] | None = None
     frugal: Sequence[Values] = ()
+    fine: bool = False
 
     def changes(self, plan: Plan, groups: int) -> Iterator[Plan]:
         """``plan`` with this knob turned for one of at most so many groups of items.
@@ -64,7 +66,7 @@ class Knob:
 
     def _targets(self) -> Sequence[object]:
         if self.ordered:
-            return ("last", "next", "previous", "first")
+            return ("last", "more", "next", "previous", "less", "first")
         return list(dict.fromkeys(value for choices in self.choices.values() for value in choices))
 
     def _turned(self, group: Sequence[Item], now: Mapping[Item, Any], target: object) -> tuple[Values, bool]:
@@ -74,8 +76,12 @@ class Knob:
             choices = self.choices[item]
             if self.ordered:
                 at = _place(choices, now[item])
-                to = {"last": len(choices) - 1, "next": at + 1, "previous": at - 1, "first": 0}[str(target)]
-                value = choices[max(0, min(to, len(choices) - 1))]
+                last = len(choices) - 1
+                to = {
+                    "last": last, "more": (at + last + 1) // 2, "next": at + 1,
+                    "previous": at - 1, "less": at // 2, "first": 0,
+                }[str(target)]  # fmt: skip
+                value = choices[max(0, min(to, last))]
             else:
                 value = target if target in choices else now[item]
             if value != now[item]:
@@ -115,6 +121,7 @@ def of_step(field: str, choices: Sequence[Any]) -> Knob:
         lambda plan: {"": getattr(plan, field)},
         lambda plan, values: replace(plan, **{field: values[""]}) if values else plan,
         frugal=[{"": choices[0]}],
+        fine=True,
     )
 
 
@@ -157,7 +164,7 @@ def starts(space: Space, most: int) -> Knob:
     choices = dict.fromkeys(range(len(space.plan.buckets)), range(most + 1))
     return Knob(
         choices, lambda plan: dict(enumerate(plan.ahead())), turn, alike=_parts(space),
-        frugal=[dict.fromkeys(choices, 0)],
+        frugal=[dict.fromkeys(choices, 0)], fine=True,
     )  # fmt: skip
 
 

@@ -192,7 +192,8 @@ class _Local:
         self._turn(knobs_of, 1, work // 4)
         self._halve(knobs_of, work // 4)
         if few or tile:
-            self._turn(knobs_of, sys.maxsize if few else GROUPS, work // 4)
+            coarse = {space: [knob for knob in own if not knob.fine] for space, own in knobs_of.items()}
+            self._turn(coarse, sys.maxsize if few else GROUPS, work // 4)
         for candidate in with_lower_peaks(spread(frontier(self.best))[:LOWERED], tile=tile, work=work // 4):
             self._add(candidate)
         if few:
@@ -222,6 +223,8 @@ class _Local:
                 return
             for candidate in fresh:
                 done.add(candidate)
+                if not beaten and candidate not in self.best:
+                    continue  # something better was found meanwhile
                 for plan in changes(knobs_of.get(candidate.space, ()), candidate.plan, groups):
                     self._add(candidate.space.of(plan))
                     if _work(knobs_of) >= end and len(self._seen) >= enough:
