@@ -62,6 +62,8 @@ def _tag_parameters(graph: fx.Graph) -> None:
         derived = bool(inputs) and all(n in tagged for n in inputs)
         if node.target is UNSHARD or (derived and _is_cheap(node)):
             tagged.add(node)
+            # Untagged, the whole parameter could be saved: the minimum cut counts the bytes that it saves, and does not
+            # know that the shard stays alive in any case.
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             node.meta["ac_graph_id"] = _LAST_REGION
 
@@ -89,8 +91,10 @@ def _recompute_layers(forward: list[fx.Node], layers: frozenset[str], save: froz
     layer_at = _layers(forward)
     inside = {node: layer for node, layer in layer_at.items() if layer in layers}
     for node in inside:
-        if _may_be_repeated(node):
+        if _may_be_repeated(node):  # setdefault: the tags of the user's own checkpoint regions win
             node.meta.setdefault("recompute", CheckpointPolicy.MUST_RECOMPUTE)
+    # Saved at its borders, a layer is computed again from its own input. Else the tags of neighbours would join, and
+    # the backward of the last layer would compute all of them again before it could begin.
     for node in forward:
         crosses = any(user in layer_at and inside.get(user) != inside.get(node) for user in node.users)
         if crosses and _is_recomputed(node):

@@ -120,10 +120,15 @@ class GradientHold:
     def _accumulated(self, name: str, param: Tensor) -> None:
         if not self.active:  # a backward that no program reduced: the model ran uncompiled
             left, version = self._left.get(name, (None, 0))
+            # One bump is autograd's own addition. More than one: the user changed the gradient as well, and
+            # ``_dropped`` will say so.
             if param.grad is left and left is not None and left._version == version + 1:
                 self._left[name] = (left, version + 1)
             self._flush_after_backward()
         elif param.grad is not None:
+            # The version alone cannot tell: _foreach_zero_ of a DTensor, which zero_grad(set_to_none=False) may call,
+            # bumps none. So a gradient of zeros becomes negative zeros: they add like zeros, and whatever zeroes them
+            # writes positive ones. Marked anew after each backward, since -0.0 + 0.0 is 0.0.
             local = _local(param.grad)
             if not local.any():
                 local.fill_(-0.0)
@@ -183,6 +188,7 @@ def _local(grad: Tensor | None) -> Any:
 
 def _is_zeroed(local: Tensor | None) -> bool:
     """Whether nothing but zeros is left, without the mark of a held gradient."""
+    # A rank without rows has no element to mark: there, only a gradient that is gone says that it was dropped.
     if local is None or not local.numel():
         return local is None
     return not local.any() and not bool(local.signbit().all())
