@@ -398,7 +398,7 @@ def connect(group: dist.ProcessGroup, device: torch.device, meeting: Meeting | N
     """
     wanted = os.environ.get("ZEROGRAPH_TRANSPORT", "auto")
     if wanted not in ("auto", "group"):
-        raise ConfigError(f"ZEROGRAPH_TRANSPORT={wanted!r}", 'it may be "auto" or "group"')
+        raise ConfigError(f"ZEROGRAPH_TRANSPORT={wanted!r} names no transport", 'set it to "auto" or "group"')
     if device.type == "cpu" and wanted == "auto" and backend_name(group, device) == "gloo":
         from zerograph.runtime.mailbox import open_mailbox  # needs the native core, which other transports do not
 

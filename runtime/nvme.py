@@ -157,7 +157,7 @@ class Arena:
                 f"no room for {format_bytes(size)} in an arena of {format_bytes(self.size)}: "
                 f"{format_bytes(self._free.free)} are free, at most {format_bytes(self._free.largest)} in one piece"
             )
-            raise StorageError(message, "a larger arena, or free extents first")
+            raise StorageError(message, "make the arena larger, or free extents first")
         return extent
 
     def free(self, extent: Extent) -> None:

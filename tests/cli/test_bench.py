@@ -56,7 +56,7 @@ def test_one_rank_has_no_collectives(tmp_path: Path) -> None:
 def test_a_rank_that_fails_is_one_error(tmp_path: Path) -> None:
     run = bench("--quick", "--path", str(tmp_path), ZEROGRAPH_TRANSPORT="pigeon", ZEROGRAPH_DEBUG="0")
     assert run.returncode == 2 and run.stdout == ""
-    assert "error: ZEROGRAPH_TRANSPORT='pigeon'\n\nhint: " in run.stderr
+    assert "error: ZEROGRAPH_TRANSPORT='pigeon' names no transport\n\nhint: " in run.stderr
     assert "Traceback" not in run.stderr
     assert not list(tmp_path.iterdir())
 
