@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 
 def unified(before: Sequence[str], after: Sequence[str], context: int) -> Iterator[str]:
     """The lines of the diff from ``before`` to ``after``; none if they are equal."""
+    if before == after:
+        return  # lines that repeat match nothing, and would be told as changed
     matcher = _Matcher(None, before, after, autojunk=False)
     header = ["--- before", "+++ after"]
     for group in matcher.get_grouped_opcodes(context):
