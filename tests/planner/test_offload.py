@@ -26,7 +26,7 @@ from zerograph.planner.homes import HOMES
 from zerograph.planner.outlook import scheduled
 from zerograph.planner.placement import Shards
 from zerograph.planner.planned import planned
-from zerograph.planner.rates import Rates, state_bytes
+from zerograph.planner.rates import Rates, gathered_bytes, state_bytes
 from zerograph.planner.rules import plan_step
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.search import Search, Wish
@@ -227,13 +227,12 @@ def test_whatever_is_taken_is_given_back_or_lives_on(found: Drawn) -> None:
     step, plan, machine, moments = found
     file = file_of(step, plan, machine, moments)
     left = Counter(h.kind for h in file.holdings if h.first >= 0 and h.last == -1)
-    # One rank's copy in the compute dtype is the whole already, where the master is elsewhere.
-    alone = {
-        b.index
-        for b in plan.buckets
-        if plan.world_size == 1 and b.homes != Homes() and all(p.sharded and p.trainable for p in b.params)
-    }
-    gathered = sum(b.residency == "step" and b.index not in alone for b in plan.buckets)
+    # There is nothing to gather of what every rank holds as kernels read it. Where the master is elsewhere, the copy in
+    # the compute dtype is a part of the whole: all of it on one rank.
+    world, gathered = plan.world_size, 0
+    for b in plan.buckets:
+        own = Shards.of(b.params, world, moments).copy if b.homes.optimizer != "device" else 0
+        gathered += b.residency == "step" and gathered_bytes(b.params, world) > own
     assert (left["gathered"], left["activation"]) == (gathered, 1)
     assert set(left) <= {"gathered", "activation", "gradient"}
     gradients = [h.name for h in file.holdings if h.kind == "gradient" and h.last == -1]

@@ -119,15 +119,23 @@ def copy_bytes(param: Param, world_size: int) -> int:
 
 
 def gathered_bytes(params: Iterable[Param], world_size: int) -> int:
-    """Bytes that an all-gather of ``params`` fills: every rank's rows, padded to the largest shard."""
+    """Bytes that an all-gather of ``params`` fills: every rank's rows, padded to the largest shard.
+
+    What every rank holds whole is cast at most: kernels read a master that has the compute dtype.
+    """
     return sum(
-        p.chunk_elements(world_size) * (world_size if p.sharded else 1) * ITEM_SIZE[p.compute_dtype] for p in params
+        p.chunk_elements(world_size) * (world_size if p.sharded else 1) * ITEM_SIZE[p.compute_dtype]
+        for p in params
+        if p.sharded or p.dtype != p.compute_dtype
     )
 
 
 def reduced_bytes(params: Iterable[Param]) -> int:
-    """Bytes of the full gradients of ``params`` as they are summed over ranks."""
-    return sum(p.elements * ITEM_SIZE[p.reduce_dtype] for p in params)
+    """Bytes of the full gradients of ``params`` as they are summed over ranks.
+
+    Of what is not sharded twice as many: its sums go back to all ranks, as an all-reduce is two passes.
+    """
+    return sum(p.elements * ITEM_SIZE[p.reduce_dtype] * (1 if p.sharded else 2) for p in params)
 
 
 def state_bytes(params: Iterable[Param], world_size: int, moments: int) -> tuple[int, int]:

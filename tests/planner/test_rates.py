@@ -1,0 +1,42 @@
+"""Seconds of instructions: what ZeRO counts of collectives (Rajbhandari et al. 2019, section 7)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zerograph.core.machine import machine_named
+from zerograph.core.program import Gather, Reduce
+from zerograph.core.step import Param
+from zerograph.planner.rates import Rates, gathered_bytes, reduced_bytes
+
+WORLD = 8
+GPU = machine_named("h100-80gb")
+FREE = replace(GPU, intra=replace(GPU.intra, latency=0.0))
+RATES = Rates(FREE, WORLD, "float32")
+WEIGHT = Param("weight", (1024, 1024), "float32", "float32", "float32", True, True)
+PASS = WEIGHT.gathered_bytes * (WORLD - 1) / WORLD / FREE.intra.rate
+"""Seconds in which every rank sends or receives the others' parts of the whole tensor."""
+
+
+def reduction(*params: Param) -> float:
+    return RATES.seconds(Reduce(0, params, (), 0, bytes=reduced_bytes(params)), ())
+
+
+def test_a_gather_and_a_reduce_scatter_take_a_pass_each() -> None:
+    gather = Gather(0, (WEIGHT,), (), 0, bytes=gathered_bytes((WEIGHT,), WORLD))
+    assert RATES.seconds(gather, ()) == pytest.approx(PASS)
+    assert reduction(WEIGHT) == pytest.approx(PASS)
+
+
+def test_an_all_reduce_takes_as_long_as_both() -> None:
+    whole = replace(WEIGHT, sharded=False)
+    assert reduction(whole) == pytest.approx(2 * PASS)
+    assert reduction(WEIGHT, whole) == pytest.approx(3 * PASS)
+
+
+def test_nothing_is_gathered_of_what_every_rank_holds_as_kernels_read_it() -> None:
+    whole = replace(WEIGHT, sharded=False)
+    assert gathered_bytes((whole,), WORLD) == 0
+    assert gathered_bytes((replace(whole, compute_dtype="bfloat16"), WEIGHT), WORLD) == (2 + 4) * WEIGHT.elements
