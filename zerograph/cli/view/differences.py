@@ -91,9 +91,8 @@ def _decisions(a: PlanFile, b: PlanFile) -> Iterator[Difference]:
     for name in names:
         if name in mine and name in theirs:
             for field, text in decided(Bucket).items():
-                yield Difference(
-                    "decisions", f"{text} {name}", *(_told(getattr(o[name], field)) for o in (mine, theirs))
-                )
+                here, there = _told(getattr(mine[name], field)), _told(getattr(theirs[name], field))
+                yield Difference("decisions", f"{text} {name}", here, there)
     ours, others = _activations(a.plan), _activations(b.plan)
     for layer in dict.fromkeys((*ours, *others)):
         yield Difference("decisions", f"activations {layer}", ours.get(layer, "saved"), others.get(layer, "saved"))
