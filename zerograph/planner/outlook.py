@@ -48,11 +48,10 @@ def outlook(
     states = tuple(_states(plan, moments))
     trains = any(program.kind == "backward" for program in programs)
     step = [*programs, update(plan, moments)] if trains else programs
-    held = tuple((holding.tier, holding.bytes) for holding in states)
-    forecast, holdings = simulate(step, rates, measured=measured, held=held, not_counted=NOT_COUNTED)
+    forecast, holdings = simulate(step, rates, measured=measured, held=states, not_counted=NOT_COUNTED)
     peak = forecast.peaks.get("device")
     grows = resident(programs, peak.bytes, plan.world_size) if peak is not None and machine.device == "cpu" else None
-    return Outlook(forecast, states + holdings, grows)
+    return Outlook(forecast, holdings, grows)
 
 
 def scheduled(
@@ -61,12 +60,10 @@ def scheduled(
     """The forecast of ``plan`` from its sketch, and what its memory is used for; they agree at every moment."""
     decisions = Decisions.of(plan, scheduler.profile)
     states = tuple(_shards(scheduler, plan))
-    held = tuple((holding.tier, holding.bytes) for holding in states)
     lives = scheduler.saved(decisions.levels, decisions.offload).lives
     parts = {register: partial(_one_by_one, scheduler.profile, own) for register, own in lives.items()}
     programs = sketch(scheduler, decisions)
-    forecast, holdings = simulate(programs, scheduler.rates, held=held, not_counted=not_counted, parts=parts)
-    return forecast, states + holdings
+    return simulate(programs, scheduler.rates, held=states, not_counted=not_counted, parts=parts)
 
 
 def _one_by_one(profile: Profile, lives: Sequence[Life], together: Holding) -> Iterator[Holding]:
