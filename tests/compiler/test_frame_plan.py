@@ -21,7 +21,6 @@ from zerograph.core.plan import Plan
 from zerograph.core.planfile import PlanFile
 from zerograph.core.program import Update
 from zerograph.dryrun.forecast import plan_file
-from zerograph.planner.candidates import Candidate
 from zerograph.planner.rates import Rates, update_bytes
 
 
@@ -57,8 +56,13 @@ def test_a_backend_refuses_what_it_cannot_carry_out(how: str, tmp_path: Path, mo
         monkeypatch.setattr(frame_plan, "plan_step", lambda *a, **k: losing_a_parameter(made(*a, **k)))
     elif how == "search":
         options = {"stage": "auto", "memory": "1GiB"}
-        found = Candidate.plan.fget  # type: ignore[attr-defined]
-        monkeypatch.setattr(Candidate, "plan", property(lambda self: losing_a_parameter(found(self))))
+        found = frame_plan.Search.within
+
+        def within(search: Any, budget: int) -> Any:
+            best = found(search, budget)
+            return best and replace(best, plan=losing_a_parameter(best.plan))
+
+        monkeypatch.setattr(frame_plan.Search, "within", within)
     else:
         options = {"plan": tmp_path / "plan.json"}
         file = plan_file("toy", lambda: (toy.Toy().train(), (torch.zeros(4, dtype=torch.int64),)),

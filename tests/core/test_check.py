@@ -13,20 +13,20 @@ from zerograph.core.check import check, require
 from zerograph.core.errors import InvariantError
 from zerograph.core.plan import Homes
 from zerograph.core.program import Compute, Fetch, Free, Gather, HostUpdate, Instruction, Program, Reduce, WaitGather
-from zerograph.planner.ladder import HOMES
-from zerograph.planner.sketch import sketch_of
+from zerograph.planner.homes import HOMES
+from zerograph.planner.sketch import sketch
 
 
 @settings(max_examples=60, deadline=None)
 @given(plans())
-def test_nothing_is_wrong_with_the_sketch_of_a_plan(found: Drawn) -> None:
+def test_nothing_is_wrong_with_the_sketch_a_plan(found: Drawn) -> None:
     step, plan, machine, moments = found
-    assert check(sketch_of(scheduler_of(step, plan, machine, moments), plan), plan) == []
+    assert check(sketch(scheduler_of(step, plan, machine, moments), plan), plan) == []
 
 
 STEP = step_of([Layer(rows=MIB)] * 2)
 PLAN = placed(ruled(STEP), HOMES[-1], tiles=2)
-SKETCH = sketch_of(scheduler_of(STEP, PLAN, GPU), PLAN)
+SKETCH = sketch(scheduler_of(STEP, PLAN, GPU), PLAN)
 
 
 def without(kind: type, number: int = 0) -> list[Program]:
@@ -76,7 +76,7 @@ def test_what_is_free_is_not_read() -> None:
 
 def test_what_lives_on_the_device_is_updated_there_once() -> None:
     plan = placed(ruled(STEP), Homes())
-    programs = sketch_of(scheduler_of(STEP, plan, GPU), plan)
+    programs = sketch(scheduler_of(STEP, plan, GPU), plan)
     assert check(programs, plan) == []
     assert "updated on the device 0 times" in str(check(programs[:-1], plan)[0])
 

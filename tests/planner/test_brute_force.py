@@ -22,7 +22,7 @@ from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import profile
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.search import Search, Wish
-from zerograph.planner.sketch import sketch_of
+from zerograph.planner.sketch import sketch
 
 GPU, WORLD, SIZE = machine_named("h100-80gb"), 8, 2**26
 TOLERANCE = 1.05
@@ -89,8 +89,8 @@ def judged(step: Step, plans: Iterator[Plan], machine: Machine) -> list[tuple[fl
     found = []
     for plan in (first, *plans):
         assert not list(plan.mistakes())
-        moved = scheduler.moved([b.homes for b in plan.buckets])
-        found.append(measure(sketch_of(scheduler, plan), scheduler.costs, (*held, *moved))[:2])  # type: ignore[arg-type]
+        moved = scheduler.moved(plan)
+        found.append(measure(sketch(scheduler, plan), scheduler.costs, (*held, *moved))[:2])  # type: ignore[arg-type]
     return found
 
 
@@ -132,7 +132,7 @@ def test_homes_residency_and_recomputation(layers: list[Layer], shares: list[tup
         for recomputed in recomputations(kept, len(layers))
     )
     wish = Wish("auto", WORLD, bucket_size=SIZE, prefetch=1, offload="auto", tile=False)
-    compare(Search(step, wish, GPU, complete=0), judged(step, plans, GPU), shares)
+    compare(Search(step, wish, GPU), judged(step, plans, GPU), shares)
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
@@ -148,7 +148,7 @@ def test_homes_residency_and_activations_on_one_tier(layers: list[Layer], shares
         for waits in product((False, True), repeat=len(layers))
     )
     wish = Wish("auto", WORLD, bucket_size=SIZE, prefetch=1, offload="auto", tile=False)
-    compare(Search(step, wish, machine, complete=0), judged(step, plans, machine), shares)
+    compare(Search(step, wish, machine), judged(step, plans, machine), shares)
 
 
 @settings(max_examples=4, deadline=None, derandomize=True)
@@ -169,4 +169,4 @@ def test_each_activation_kept_recomputed_or_offloaded(layers: list[Layer], share
         for ahead in ((1, 2) if any(waits) else (1,))
     )
     wish = Wish("auto", WORLD, bucket_size=SIZE, prefetch=1, offload="auto", tile=False)
-    compare(Search(step, wish, machine, complete=0), judged(step, plans, machine), shares)
+    compare(Search(step, wish, machine), judged(step, plans, machine), shares)

@@ -22,7 +22,7 @@ from zerograph.core.timeline import Forecast
 from zerograph.planner.activations import checkpoint_bytes, layer_bytes
 from zerograph.planner.check_file import check_file
 from zerograph.planner.choice import Activations, Choice, placements
-from zerograph.planner.ladder import HOMES
+from zerograph.planner.homes import HOMES
 from zerograph.planner.outlook import scheduled
 from zerograph.planner.placement import Shards
 from zerograph.planner.planned import planned
@@ -31,7 +31,7 @@ from zerograph.planner.rules import plan_step
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.search import Search, Wish
 from zerograph.planner.sizes import ModelSize
-from zerograph.planner.sketch import BUFFERS, sketch_of
+from zerograph.planner.sketch import BUFFERS, sketch
 from zerograph.planner.states import STAGING, model_states, needs, total
 from zerograph.planner.training import Training
 
@@ -266,8 +266,8 @@ def test_peaks_of_the_search_are_those_of_the_forecast(found: Drawn) -> None:
     scheduler = scheduler_of(step, plan, machine, moments)
     forecast, _ = scheduled(scheduler, plan)
     held: Memory = tuple(("device", size) for size in state_bytes(step.params, plan.world_size, moments))
-    held += scheduler.moved([b.homes for b in plan.buckets])
-    seconds, peaks, tasks = measure(sketch_of(scheduler, plan), scheduler.costs, held)
+    held += scheduler.moved(plan)
+    seconds, peaks, tasks = measure(sketch(scheduler, plan), scheduler.costs, held)
     assert tasks == len(forecast.spans)
     assert (seconds, peaks) == (forecast.seconds, tuple(_peak(forecast, tier) for tier in TIERS))
 

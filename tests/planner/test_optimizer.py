@@ -18,7 +18,7 @@ from zerograph.planner.rates import Rates
 from zerograph.planner.regions import profile
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.search import Search, Wish
-from zerograph.planner.sketch import sketch_of
+from zerograph.planner.sketch import sketch
 
 KINDS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=3)
 
@@ -34,7 +34,7 @@ def test_tasks_take_as_long_as_operations_say(kinds: list[tuple[bool, bool]], wo
     plan = plan_step(step, stage=3, world_size=world, bucket_size=1, prefetch=1)
     rates = Rates(machine_named("h100-80gb"), world, "float32")
     buckets, names = [b.params for b in plan.buckets], [b.name for b in plan.buckets]
-    programs = sketch_of(Scheduler(profile(step), buckets, names, rates, moments), plan)
+    programs = sketch(Scheduler(profile(step), buckets, names, rates, moments), plan)
     (update,) = [task for program in programs for task in program.instructions if isinstance(task, Update)]
     assert rates.seconds(update, ()) == pytest.approx(
         sum(rates.machine.update.seconds(op.moved) for op in step.updates)

@@ -26,7 +26,7 @@ from zerograph.planner.loss import head_of, tiled
 from zerograph.planner.outlook import outlook
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.schedule import Scheduler
-from zerograph.planner.sketch import sketch_of
+from zerograph.planner.sketch import sketch
 
 WORLD = 4
 
@@ -101,7 +101,7 @@ def forecasts(make: Callable[[], Any], **options: Any) -> tuple[Forecast, Foreca
     )
     states = state_bytes([p for b in plan.buckets for p in b.params], WORLD, moments=2)
     held = (Holding("states", "state", "device", sum(states), -1, -1),)
-    ours, _ = simulate(sketch_of(scheduler, plan), rates, held=held)
+    ours, _ = simulate(sketch(scheduler, plan), rates, held=held)
     return true, ours, sum(states)
 
 

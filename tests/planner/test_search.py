@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from itertools import chain, combinations
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from planner.steps import Layer, step_of, transformer
+from planner.steps import Layer, every_plan, step_of, transformer
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
@@ -17,11 +16,11 @@ from zerograph.core.plan import Plan
 from zerograph.core.planfile import Holding
 from zerograph.core.simulate import simulate
 from zerograph.core.step import Step
-from zerograph.planner.candidates import frontier
-from zerograph.planner.offloading import every_home, every_offload
+from zerograph.planner import knobs
 from zerograph.planner.outlook import scheduled
-from zerograph.planner.search import Candidate, Search, Wish, limits
-from zerograph.planner.sketch import sketch_of
+from zerograph.planner.search import Search, Wish, limits
+from zerograph.planner.sketch import sketch
+from zerograph.planner.space import Candidate, frontier
 
 MACHINE = machine_named("h100-80gb")
 WISH = Wish("auto", world_size=8, bucket_size=4096, prefetch=1)
@@ -41,14 +40,10 @@ _MIXED = st.lists(st.tuples(_LAYER, st.integers(1, 8)), min_size=1, max_size=4).
 )
 
 
-def every(search: Search, prefetch: int = 1) -> list[Candidate]:
-    """All plans of the search's first space."""
+def every(search: Search) -> list[Candidate]:
+    """All residencies and recomputations of the search's first space."""
     space = search.spaces[0]
-    return [space.candidate(prefetch, kept, saved) for kept in subsets(space.keeps) for saved in subsets(space.saves)]
-
-
-def subsets(items: tuple[object, ...]) -> list[tuple[object, ...]]:
-    return list(chain.from_iterable(combinations(items, k) for k in range(len(items) + 1)))
+    return [space.of(plan) for plan in every_plan(space.plan, [knobs.residency(space), knobs.levels(space)])]
 
 
 @settings(max_examples=60, deadline=None)
@@ -68,7 +63,7 @@ def test_small_steps_are_within_5_percent_of_brute_force(layers: list[Layer], sh
 @given(layer=_LAYER, depth=st.integers(4, 5), share=st.floats(0, 1))
 def test_counts_alone_come_close_where_layers_are_alike(layer: Layer, depth: int, share: float) -> None:
     """Deep steps are searched by counts; on shallow ones all subsets tell what that misses."""
-    search = Search(step_of([layer] * depth), WISH, MACHINE, complete=0)
+    search = Search(step_of([layer] * depth), WISH, MACHINE)
     candidates = every(search)
     peaks = [c.peak for c in candidates]
     budget = max(min(peaks), search.smallest.peak) + int(share * (max(peaks) - min(peaks)))
@@ -90,7 +85,7 @@ def test_more_budget_is_never_worse_and_peaks_fit(layers: list[Layer], shares: l
         assert found.seconds <= seconds
         seconds = found.seconds
         scheduler = search.spaces[0].scheduler
-        programs = sketch_of(scheduler, found.plan)
+        programs = sketch(scheduler, found.plan)
         forecast, _ = simulate(
             programs, scheduler.rates, held=(Holding("states", "state", "device", search.states, -1, -1),)
         )
@@ -191,15 +186,12 @@ def test_offload_to_one_tier_is_within_5_percent_of_brute_force(
 
 
 def compare(step: Step, wish: Wish, machine: Machine, shares: list[tuple[float, float, float]]) -> None:
-    search = Search(step, wish, machine, complete=0)
+    search = Search(step, wish, machine)
     (space,) = search.spaces
-    everything = frontier(
-        space.candidate(1, kept, saved, placed, offload)
-        for placed in every_home(space, search.homes)
-        for offload in every_offload(space, search.tiers)
-        for kept in subsets(space.keeps)
-        for saved in subsets(space.saves)
-    )
+    turned = [knobs.residency(space), knobs.homes(space, search.homes), knobs.layers_away(space, search.tiers)]
+    if wish.recompute == "auto":
+        turned.append(knobs.levels(space))
+    everything = frontier(space.of(plan) for plan in every_plan(space.plan, turned))
     for budget in budgets(everything, shares):
         best = min((c.seconds for c in everything if c.fits(limits(budget))), default=None)
         found = search.within(budget)
@@ -239,11 +231,10 @@ def test_another_tier_never_makes_a_plan_slower(layers: list[Layer]) -> None:
         assert found is not None and found.seconds <= candidate.seconds and found.peaks[1:] == (0, 0)
 
 
-@pytest.mark.parametrize("complete", [0, 10**6])
-def test_nothing_is_offloaded_to_a_tier_that_is_not_there(complete: int) -> None:
+def test_nothing_is_offloaded_to_a_tier_that_is_not_there() -> None:
     step, cpu = step_of([Layer(rows=2**20)] * 2), machine_named("cpu")
     for machine, tiers in ((cpu, {"nvme"}), (replace(cpu, nvme_capacity=0), set()), (NO_NVME, {"host"})):
-        search = Search(step, OFFLOAD, machine, complete=complete)
+        search = Search(step, OFFLOAD, machine)
         used = {t for c in search.best for b in c.plan.buckets for t in (b.homes.optimizer, b.homes.parameters)}
         used |= {tier for c in search.best for _, tier in c.plan.offload}
         assert used - {"device"} == tiers

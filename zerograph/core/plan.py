@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from zerograph.core.errors import ConfigError, ZeroGraphError
@@ -87,6 +87,16 @@ class Homes:
         """The lowest stage that shards everything that is off the device."""
         return max(level for level, kind in enumerate(OFFLOADS) if not level or getattr(self, kind) != "device")
 
+    @property
+    def on_one_tier(self) -> bool:
+        """Whether all live together."""
+        return self.parameters == self.gradients == self.optimizer
+
+    @property
+    def away(self) -> frozenset[Tier]:
+        """The tiers beside the device that something lives on."""
+        return frozenset({self.parameters, self.gradients, self.optimizer} - {"device"})
+
     def __str__(self) -> str:
         kinds = (("parameters", self.parameters), ("gradients", self.gradients), ("optimizer", self.optimizer))
         tiers = dict.fromkeys(tier for _, tier in kinds if tier != "device")
@@ -95,6 +105,11 @@ class Homes:
 
 
 DEVICE = Homes()
+
+
+def decided(kind: type[Plan] | type[Bucket]) -> dict[str, str]:
+    """What is decided of a plan or a bucket: fields, with what people call them."""
+    return {one.name: one.metadata["decided"] for one in fields(kind) if "decided" in one.metadata}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +131,10 @@ class Bucket:
     index: int
     name: str
     params: tuple[Param, ...]
-    residency: Residency
-    homes: Homes = DEVICE
-    tiles: int = 1
-    ahead: int | None = None
+    residency: Residency = field(metadata={"decided": "residency"})
+    homes: Homes = field(default=DEVICE, metadata={"decided": "homes"})
+    tiles: int = field(default=1, metadata={"decided": "tiles"})
+    ahead: int | None = field(default=None, metadata={"decided": "gathered ahead"})
 
     @property
     def gathered_bytes(self) -> int:
@@ -165,17 +180,17 @@ class Plan:
             whole; the backward computes each part again.
     """
 
-    stage: int
-    world_size: int
-    buckets: tuple[Bucket, ...]
-    prefetch: int
-    recompute: tuple[str, ...] = ()
-    save: tuple[str, ...] = ()
-    save_others: bool = False
-    offload: tuple[tuple[str, Tier], ...] = ()
-    reductions: int = 1
-    fetch_ahead: int = 1
-    loss_tiles: int = 1
+    stage: int = field(metadata={"decided": "stage"})
+    world_size: int = field(metadata={"decided": "world size"})
+    buckets: tuple[Bucket, ...] = field(metadata={"decided": "buckets"})
+    prefetch: int = field(metadata={"decided": "prefetch"})
+    recompute: tuple[str, ...] = field(default=(), metadata={"decided": "recomputed"})
+    save: tuple[str, ...] = field(default=(), metadata={"decided": "saved"})
+    save_others: bool = field(default=False, metadata={"decided": "everything else saved"})
+    offload: tuple[tuple[str, Tier], ...] = field(default=(), metadata={"decided": "activations"})
+    reductions: int = field(default=1, metadata={"decided": "reductions under way"})
+    fetch_ahead: int = field(default=1, metadata={"decided": "layers fetched ahead"})
+    loss_tiles: int = field(default=1, metadata={"decided": "tiles of the loss"})
 
     def ahead(self) -> tuple[int, ...]:
         """How many visits ahead the gathers of each bucket begin, at most."""
@@ -277,23 +292,17 @@ def _require_types(kind: type[Plan] | type[Bucket], data: Mapping[str, Any]) -> 
     Raises:
         TypeError: naming the field.
     """
-    names = [field.name for field in fields(kind)]
-    if data.keys() != set(names):
-        raise TypeError(f"it has {', '.join(sorted(data.keys() ^ set(names)))}, or has not")
-    for name in names:
+    types = {one.name: str(one.type) for one in fields(kind)}
+    if data.keys() != types.keys():
+        raise TypeError(f"it has {', '.join(sorted(data.keys() ^ types.keys()))}, or has not")
+    for name, said in types.items():
         value = data[name]
-        if name in _LISTS and not isinstance(value, list):
+        if said.startswith("tuple") and not isinstance(value, list):
             raise TypeError(f"{name} is {value!r}, no list")
-        if name in _NUMBERS and not is_number(value, int) and not (name == "ahead" and value is None):
+        if said.startswith("int") and not is_number(value, int) and not (said.endswith("None") and value is None):
             raise TypeError(f"{name} is {value!r}, no whole number")
-        if name == "save_others" and type(value) is not bool:
+        if said == "bool" and type(value) is not bool:
             raise TypeError(f"{name} is {value!r}, neither true nor false")
-
-
-_LISTS = frozenset({"buckets", "recompute", "save", "offload", "params"})
-_NUMBERS = frozenset(
-    {"stage", "world_size", "prefetch", "reductions", "fetch_ahead", "loss_tiles", "index", "tiles", "ahead"}
-)
 
 
 def _text(value: object) -> str:

@@ -14,7 +14,7 @@ from zerograph.core.planfile import PlanFile, Reason
 from zerograph.core.step import Dimension, Step
 from zerograph.dryrun.compile_only import Compiled, compile_only
 from zerograph.planner.estimate import RESERVE
-from zerograph.planner.ladder import open_homes, open_tiers
+from zerograph.planner.homes import open_homes, open_tiers
 from zerograph.planner.outlook import outlook
 from zerograph.planner.planned import gathered, planned, recomputed, under_way, updated
 from zerograph.planner.search import Wish

@@ -17,12 +17,12 @@ from zerograph.core.units import format_bytes
 from zerograph.dryrun.compile_only import Compiled, compile_only
 from zerograph.dryrun.forecast import compute_dtype, forecast_file, movable, refuse_offload
 from zerograph.dryrun.traced_steps import Steps
-from zerograph.planner.candidates import Candidate
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.fill import MOST, Budget, Filled, fill, fullest
 from zerograph.planner.infeasible import infeasible
 from zerograph.planner.planned import planned
 from zerograph.planner.search import Search, Wish
+from zerograph.planner.space import Candidate
 
 ATTEMPTS = 4
 """Sizes whose programs are compiled: they may turn out to hold more than the step told, a few percent where they do."""

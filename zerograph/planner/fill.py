@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from zerograph.core.errors import SizeError
 from zerograph.core.machine import TIERS, Tier
-from zerograph.planner.candidates import Candidate
 from zerograph.planner.search import Search, limits
+from zerograph.planner.space import Candidate
 
 MOST = 2**30
 """Sizes beyond are not tried."""

@@ -16,12 +16,12 @@ from zerograph.core.planfile import Holding
 from zerograph.core.step import Step, layer_of
 from zerograph.core.timeline import Forecast, Peak, Span
 from zerograph.core.units import format_bytes
-from zerograph.planner.candidates import Candidate
 from zerograph.planner.outlook import scheduled
 from zerograph.planner.rates import state_bytes
 from zerograph.planner.regions import Life, Profile, Work
 from zerograph.planner.search import BUCKET_SIZES, Search, Way, Wish, limits, over, smallest
 from zerograph.planner.shortage import Knob
+from zerograph.planner.space import Candidate
 
 _PLANNED = " (can be planned, not run yet)"
 
@@ -132,7 +132,7 @@ def _computing(forecast: Forecast, task: int) -> Span:
 
 def _largest(found: Candidate, span: Span) -> Life | None:
     """What takes the most of what lives through the compute task ``span``."""
-    alive = found.space.scheduler.alive(span.phase, layer_of(span.module), found.levels)
+    alive = found.space.scheduler.alive(span.phase, layer_of(span.module), found.space.scheduler.levels(found.plan))
     return max(alive, key=lambda life: life.bytes, default=None)
 
 

@@ -17,7 +17,7 @@ from zerograph.planner.placement import between_steps
 from zerograph.planner.process_memory import Resident, resident
 from zerograph.planner.rates import Rates, device_update
 from zerograph.planner.regions import Life, Profile
-from zerograph.planner.schedule import Decisions, Scheduler
+from zerograph.planner.schedule import Scheduler
 from zerograph.planner.sketch import sketch
 
 
@@ -58,12 +58,10 @@ def scheduled(
     scheduler: Scheduler, plan: Plan, not_counted: tuple[str, ...] = ()
 ) -> tuple[Forecast, tuple[Holding, ...]]:
     """The forecast of ``plan`` from its sketch, and what its memory is used for; they agree at every moment."""
-    decisions = Decisions.of(plan, scheduler.profile)
     states = tuple(between_steps(plan, scheduler.moments))
-    lives = scheduler.saved(decisions.levels, decisions.offload).lives
+    lives = scheduler.saved(scheduler.levels(plan), plan.offload).lives
     parts = {register: partial(_one_by_one, scheduler.profile, own) for register, own in lives.items()}
-    programs = sketch(scheduler, decisions)
-    return simulate(programs, scheduler.rates, held=states, not_counted=not_counted, parts=parts)
+    return simulate(sketch(scheduler, plan), scheduler.rates, held=states, not_counted=not_counted, parts=parts)
 
 
 def _one_by_one(profile: Profile, lives: Sequence[Life], together: Holding) -> Iterator[Holding]:

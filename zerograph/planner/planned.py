@@ -14,14 +14,14 @@ from zerograph.core.planfile import PlanFile, Reason
 from zerograph.core.step import Step, layer_of_activation
 from zerograph.core.timeline import NOT_COUNTED
 from zerograph.core.units import format_bytes, format_seconds
-from zerograph.planner.candidates import Candidate
 from zerograph.planner.check import require
 from zerograph.planner.check_file import check_file
 from zerograph.planner.infeasible import infeasible
 from zerograph.planner.outlook import scheduled
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.search import Search, Wish
-from zerograph.planner.sketch import sketch_of
+from zerograph.planner.sketch import sketch
+from zerograph.planner.space import Candidate
 
 UNPROGRAMMED = (
     "what lowering changes: tasks follow the traced step, not a program",
@@ -79,7 +79,7 @@ def _verify(file: PlanFile, found: Candidate) -> None:
     peaks = tuple(file.forecast.peaks[tier].bytes if tier in file.forecast.peaks else 0 for tier in TIERS)
     if peaks != found.peaks:
         raise InvariantError(f"the planner found peaks of {found.peaks} bytes and forecasts {peaks}", _REPORT)
-    require_programs(sketch_of(found.space.scheduler, found.plan), _REPORT, found.plan)
+    require_programs(sketch(found.space.scheduler, found.plan), _REPORT, found.plan)
     for wrong in check_file(file):
         raise InvariantError(
             f"the planner made a plan that fails its own check of {wrong.check}: {wrong.message}", _REPORT

@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 from zerograph.core.machine import Tier
-from zerograph.core.plan import Homes, Plan, Residency
+from zerograph.core.plan import Plan
 from zerograph.core.prefetching import Visit, gathers, visits
 from zerograph.core.program import Compute, Register, Segment, Update
 from zerograph.core.simulate import Costs, Memory
@@ -24,39 +24,6 @@ from zerograph.core.step import Kind, Param, Phase
 from zerograph.planner.placement import Transfer, transfers
 from zerograph.planner.rates import Rates, device_update
 from zerograph.planner.regions import Atom, Life, Profile
-
-
-class Decisions(NamedTuple):
-    """A plan without its buckets: what the search varies. By bucket: residency, homes, tiles and how far ahead it is
-    gathered, where any differs from ``prefetch``; by layer of the profile: its level; by layer or activation: where
-    what is saved of it waits. For all of it: how many reductions are under way, and how many layers before its own what
-    is offloaded begins to come back."""
-
-    residency: Sequence[Residency]
-    homes: Sequence[Homes]
-    tiles: tuple[int, ...]
-    prefetch: int
-    levels: tuple[int, ...]
-    offload: tuple[tuple[str, Tier], ...]
-    ahead: tuple[int, ...] = ()
-    reductions: int = 1
-    fetch_ahead: int = 1
-
-    @classmethod
-    def of(cls, plan: Plan, profile: Profile) -> Decisions:
-        """Those of ``plan``, of which ``profile`` has the levels."""
-        buckets, ahead = plan.buckets, plan.ahead()
-        return cls(
-            [b.residency for b in buckets],
-            [b.homes for b in buckets],
-            tuple(b.tiles for b in buckets),
-            plan.prefetch,
-            profile.levels(plan.recompute, plan.save),
-            plan.offload,
-            ahead if any(one != plan.prefetch for one in ahead) else (),
-            plan.reductions,
-            plan.fetch_ahead,
-        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,21 +131,29 @@ class Scheduler:
         self._transfers: dict[tuple[int, int], tuple[Transfer, ...]] = {}
         self._all: dict[tuple[int, ...], tuple[tuple[Transfer, ...], ...]] = {}
         self._parts: dict[tuple[int, int], list[_Part]] = {}
+        self._levels: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[int, ...]] = {}
         self._phases: dict[tuple[tuple[int, ...], int, tuple[int, ...]], tuple[PhaseWork, ...]] = {}
         self._later: dict[tuple[object, ...], tuple[PhaseWork, ...]] = {}  # the same, with gathers that wait
         self._saved: dict[tuple[object, ...], Saved] = {}
 
-    def phases(self, decisions: Decisions) -> tuple[PhaseWork, ...]:
-        """Forward and backward, divided as ``decisions`` cut them."""
-        key = (decisions.tiles, decisions.prefetch, decisions.levels)
+    def levels(self, plan: Plan) -> tuple[int, ...]:
+        """The level of every layer of the profile under ``plan``."""
+        key = (plan.recompute, plan.save)
+        if key not in self._levels:
+            self._levels[key] = self.profile.levels(*key)
+        return self._levels[key]
+
+    def phases(self, plan: Plan) -> tuple[PhaseWork, ...]:
+        """Forward and backward, divided as ``plan`` cuts them."""
+        key = (tuple(bucket.tiles for bucket in plan.buckets), plan.prefetch, self.levels(plan))
         if key not in self._phases:
             self._phases[key] = tuple(_phases(self, *key))
-        found, ahead = self._phases[key], decisions.ahead
-        if not ahead:
+        found, ahead = self._phases[key], plan.ahead()
+        if all(one == plan.prefetch for one in ahead):
             return found
         if (*key, ahead) not in self._later:  # only what begins when differs
             self._later[*key, ahead] = tuple(
-                replace(phase, gathers=gathers(phase.visits, decisions.prefetch, ahead)) for phase in found
+                replace(phase, gathers=gathers(phase.visits, plan.prefetch, ahead)) for phase in found
             )
         return self._later[*key, ahead]
 
@@ -197,11 +172,11 @@ class Scheduler:
             self._all[tiles] = tuple(self.transfers(bucket, count) for bucket, count in enumerate(tiles))
         return self._all[tiles]
 
-    def moved(self, homes: Sequence[Homes]) -> Memory:
-        """What ``homes`` change of the memory that is held between steps, by tier."""
+    def moved(self, plan: Plan) -> Memory:
+        """What homes of buckets off the device change of the memory that is held between steps, by tier."""
         found: dict[Tier, int] = {}
-        for bucket, home in enumerate(homes):
-            for tier, size in self.transfers(bucket, 1)[0].shards.moved(home):
+        for bucket in plan.buckets:
+            for tier, size in self.transfers(bucket.index, 1)[0].shards.moved(bucket.homes):
                 found[tier] = found.get(tier, 0) + size
         return tuple(found.items())
 

@@ -1,70 +1,67 @@
 """The plan with the least predicted step time that fits a memory budget.
 
-What is free is searched: which buckets stay gathered from forward to backward, which layers are recomputed, bucket size
-and prefetch. Every candidate is simulated. Which candidates are looked at does not depend on the budget: a coarse grid
-of counts, and what lies between neighbours of it that no other beats in both time and memory. More budget therefore
-never finds a slower plan. Steps that are small enough are searched completely.
+One local search over all that is free (Pareto local search; Paquete et al. 2004). It begins with the plan that the
+rules make, and with those that need the least of each tier, in buckets of each size. From plans that no other beats in
+both time and the memory of every tier it turns one knob at a time (:mod:`~zerograph.planner.knobs`): for all items,
+then, between two neighbours, for half of what tells them apart, those first that save the most seconds per byte, then
+for fewer items. Where a plan has its peak, gathers wait and operators are tiled (:mod:`~zerograph.planner.peaks`).
+Every plan is simulated.
 
-Where something may leave the device, homes of shards and of saved activations are searched with all of that
-(:mod:`~zerograph.planner.offloading`), and peaks of all tiers count. Plans that offload nothing are looked at as
-without it: another tier never makes a plan slower.
-
-All ranks that are given the same step, machine and budget find the same plan.
+No budget enters, so more of one never finds a slower plan. What stays on the device is searched as where nothing can
+leave it, and then the rest from there: another tier never makes a plan slower either. All ranks that are given the same
+step, machine and budget find the same plan.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain, combinations, pairwise, product
-from math import prod
-from typing import Any, Literal, NamedTuple, TypeVar
+from itertools import chain, pairwise, product
+from typing import Any, Literal, NamedTuple
 
 from zerograph.core.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Recompute
 from zerograph.core.garbage import uncollected
 from zerograph.core.machine import TIERS, Machine, Tier
-from zerograph.core.plan import Offload, Plan, compute_dtype
-from zerograph.core.simulate import Memory
+from zerograph.core.plan import DEVICE, Homes, Offload, Plan, compute_dtype
+from zerograph.core.simulate import on
 from zerograph.core.step import Step
-from zerograph.planner.candidates import Candidate, Place, Raise, Space, frontier, spread
-from zerograph.planner.ladder import open_homes, open_tiers
+from zerograph.planner import knobs
+from zerograph.planner.homes import open_homes, open_tiers
+from zerograph.planner.knobs import Knob, changes, halfway, spread
 from zerograph.planner.liveness import Graph, Mode
 from zerograph.planner.loss import head_of, loss_tiles, tiled
-from zerograph.planner.offloading import WORK, Offloading, corners, every_home, every_offload
+from zerograph.planner.peaks import with_lower_peaks
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import Profile, profile
-from zerograph.planner.relief import least, relieved, varied, waiting_longer
 from zerograph.planner.rules import plan_step
 from zerograph.planner.selective import stops
+from zerograph.planner.space import Candidate, Space, frontier
 
-T = TypeVar("T")
 MIB = 2**20
 BUCKET_SIZES = (8 * MIB, 16 * MIB, DEFAULT_BUCKET_SIZE, 64 * MIB, 128 * MIB)
 PREFETCHES = (0, DEFAULT_PREFETCH, 2, 4)
-GRID = 2
-"""Steps of a count in the coarse grid."""
-HALVINGS = 3
-"""Times that what lies between two neighbours of the frontier is halved."""
-SPACES = 2
-"""Pairs of bucket size and prefetch of which the counts are searched."""
-COMPLETE = 1100
-"""Candidates up to which all are looked at."""
+UNDER_WAY = (1, 2, 3, 4)
+"""Reductions that may be under way at a time."""
+FETCHES = (1, 2, 3, 4)
+"""Layers before its own at which what a layer offloaded may begin to come back."""
 MOST_TILES = 16
 """Tiles of one parameter, at most: each costs a collective of its own, and the planner a few tasks."""
 ALL_TILES = 1024
 """Tiles of a step, at most, unless two of each parameter are more: a plan of so many takes the planner 0.1 s."""
-
-
+HALVINGS = 3
+"""Times that what lies between two neighbours of the frontier is halved."""
+GROUPS = 4
+"""Groups of items that a knob is turned for, beside all of them."""
 FEW = 8
-"""Buckets up to which single changes of the best plans are tried, whatever the number of candidates."""
-RELIEVED = 6
-"""Plans whose peaks are relieved (:mod:`~zerograph.planner.relief`), of those that stay and of those that offload."""
-FASTEST = 8
-"""Plans that offload activations, the fastest, of which it is looked at what coming back earlier does."""
-RELIEF = 30_000
-"""Tasks that are simulated for that, of either."""
+"""Buckets up to which items are turned one by one."""
+LOWERED = 6
+"""Plans whose peaks are lowered, of those that stay and of those that leave the device."""
+COARSE = 48
+"""Plans that are looked at with knobs turned for all items at once, however deep the step: the rest follows from it."""
+WORK = 60_000
+"""Tasks that are simulated from the first plans on, at most, twice: of plans that stay on the device, and of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,59 +126,29 @@ class Search:
     """Candidates for one step on one machine; ask :meth:`within` for the best of any budget."""
 
     def __init__(
-        self, step: Step, wish: Wish, machine: Machine, *, states: int | None = None, moments: int = 2,
-        complete: int = COMPLETE, work: int = WORK,
-    ) -> None:  # fmt: skip
+        self, step: Step, wish: Wish, machine: Machine, *, states: int | None = None, moments: int = 2, work: int = WORK
+    ) -> None:
         """
         Args:
             states: bytes on the device between steps; default: shards and optimizer states of the step's parameters.
             moments: tensors that the optimizer keeps per parameter.
-            complete: number of candidates up to which all are looked at.
-            work: tasks that are simulated by the local search for plans that offload, at most; twice as many where
-                all of them do.
+            work: tasks that are simulated of plans that offload or tile, beside the first ones, at most; twice as many
+                where all do.
         """
         self.wish, self.moments = wish, moments
         with uncollected():
-            self._search(step, machine, states, moments, complete, work)
-
-    def _search(self, step: Step, machine: Machine, states: int | None, moments: int, complete: int, work: int) -> None:
-        wish = self.wish
-        self.ways = _ways(Graph(step), wish, machine)
-        self.states = sum(state_bytes(step.params, wish.world_size, moments)) if states is None else states
-        self.tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
-        self.homes = open_homes(wish.offload, self.tiers, wish.sharding)
-        spaces = partial(_spaces, step, wish, machine, self.states, moments, self.homes[0])
-        self.spaces, *parts = [list(spaces(way)) for way in self.ways]
-        prefetches = PREFETCHES if wish.prefetch is None else (wish.prefetch,)
-        if not step.params or not step.training:
-            prefetches = (DEFAULT_PREFETCH if wish.prefetch is None else wish.prefetch,)
-        whole = [Place(space, prefetch) for space in self.spaces for prefetch in prefetches]
-        some = prefetches if wish.prefetch is not None else prefetches[:2]
-        in_tiles = list(_in_tiles([*self.spaces, *chain(*parts)], some))
-        places = [*whole, *in_tiles]
-        found: list[Candidate] = []
-        few = all(len(space.plan.buckets) <= FEW for space in self.spaces)
-        stays = self.homes[0] == 0
-        if stays:  # what may stay is looked at as where nothing can be offloaded: more tiers lose nothing
-            found += _staying(whole, complete)
-            found += corners(self.spaces, (0,), (), min(prefetches), tile=False)
-            found += waiting_longer(spread(frontier(found))[:RELIEVED])
-            found += _relieved(found, tile=False, small=few or _count(whole, (0,), ()) <= complete)
-        if self.tiers or in_tiles:
-            if stays:  # where it is the loss that is tiled, and no parameter, the rest is as free as without tiles
-                found += _staying([p for p in in_tiles if p.space.plan.loss_tiles > 1 and not p.tiles], complete)
-            small = _count(places, self.homes, self.tiers) <= complete
-            if small:
-                found += (c for place in places for c in _all(place, self.homes, self.tiers))
-            elif step.training:
-                chosen = [*(_worthwhile(in_tiles)[:1] if in_tiles else []), *_worthwhile(whole)]
-                found += Offloading(self.homes, self.tiers, chosen, work * (2 - stays)).candidates
-            for every in (self.spaces, *parts):
-                found += corners(every, self.homes, self.tiers, min(prefetches))
-            moving = [c for c in frontier(found) if c.offload]
-            found += waiting_longer([*sorted(moving, key=lambda c: c.rank)[:FASTEST], *spread(moving)[:RELIEVED]])
-            found += _relieved(found, tile=wish.tiles, small=small or few, tiers=self.tiers)
-        self.best = frontier(found)
+            self.ways = _ways(Graph(step), wish, machine)
+            self.states = sum(state_bytes(step.params, wish.world_size, moments)) if states is None else states
+            self.tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
+            self.homes = open_homes(wish.offload, self.tiers, wish.sharding)
+            self.spaces, *parts = [list(_spaces(step, wish, machine, self.states, moments, way)) for way in self.ways]
+            found = _Local()
+            if DEVICE in self.homes:
+                found.explore({space: _staying(space, wish) for space in self.spaces}, WORK, tile=False)
+            if self.tiers or wish.tiles:
+                every = {s: _every(s, wish, self.homes, self.tiers) for s in chain(self.spaces, *parts)}
+                found.explore(every, work * (1 if DEVICE in self.homes else 2), tile=wish.tiles)
+            self.best = frontier(found.best)
 
     @property
     def smallest(self) -> Candidate:
@@ -202,6 +169,128 @@ class Search:
         return min((c for c in self.best if c.fits(most)), key=lambda c: c.rank, default=None)
 
 
+class _Local:
+    """The local search: what it has found, and what it goes on from.
+
+    Attributes:
+        best: of all plans so far those that no other beats.
+    """
+
+    def __init__(self) -> None:
+        self.best: list[Candidate] = []
+        self._seen: set[Candidate] = set()
+        self._beaten: deque[Candidate] = deque()
+
+    def explore(self, knobs_of: Mapping[Space, Sequence[Knob]], work: int, *, tile: bool) -> None:
+        """Look at plans of these spaces, from the first ones on and from what is known of them."""
+        ways = set()
+        for space, own in knobs_of.items():  # the smallest buckets of a way come first
+            for plan in _first(space, own, least=space.plan.loss_tiles not in ways):
+                self._add(space.of(plan))
+            ways.add(space.plan.loss_tiles)
+        few = all(len(space.plan.buckets) <= FEW for space in knobs_of)
+        self._turn(knobs_of, 1, work // 4)
+        self._halve(knobs_of, work // 4)
+        if few or tile:
+            self._turn(knobs_of, sys.maxsize if few else GROUPS, work // 4)
+        for candidate in with_lower_peaks(spread(frontier(self.best))[:LOWERED], tile=tile, work=work // 4):
+            self._add(candidate)
+        if few:
+            self._turn(knobs_of, sys.maxsize, work // 4, beaten=True)
+
+    def _add(self, candidate: Candidate) -> None:
+        if candidate in self._seen:
+            return
+        self._seen.add(candidate)
+        better = next((other for other in self.best if other.beats(candidate)), None)
+        if better is not None and (better.rank != candidate.rank or better.turned <= candidate.turned):
+            self._beaten.append(candidate)
+        else:
+            self.best = [other for other in self.best if not candidate.beats(other)]
+            self.best.append(candidate)
+
+    def _turn(self, knobs_of: Mapping[Space, Sequence[Knob]], groups: int, work: int, *, beaten: bool = False) -> None:
+        """Turn single knobs of the best plans, evenly spread over their memory, until that finds nothing better; then
+        of those that were ``beaten``, which may lead on."""
+        end, enough = work + _work(knobs_of), len(self._seen) + (COARSE if groups == 1 else 0)
+        done: set[Candidate] = set()
+        while True:
+            fresh = [c for c in spread(sorted(self.best, key=lambda c: c.peaks)) if c not in done]
+            if not fresh and beaten and self._beaten:
+                fresh = [self._beaten.popleft()]
+            if not fresh:
+                return
+            for candidate in fresh:
+                done.add(candidate)
+                for plan in changes(knobs_of.get(candidate.space, ()), candidate.plan, groups):
+                    self._add(candidate.space.of(plan))
+                    if _work(knobs_of) >= end and len(self._seen) >= enough:
+                        return
+
+    def _halve(self, knobs_of: Mapping[Space, Sequence[Knob]], work: int) -> None:
+        """Look between neighbours among the best plans of a space."""
+        end = work + _work(knobs_of)
+        for _ in range(HALVINGS):
+            best = sorted(self.best, key=lambda c: c.peaks)
+            for space, own in knobs_of.items():
+                for a, b in pairwise(c for c in best if c.space is space):
+                    self._add(space.of(halfway(own, a.plan, b.plan)))
+                    if _work(knobs_of) >= end:
+                        return
+
+
+def _work(spaces: Iterable[Space]) -> int:
+    return sum(space.work for space in spaces)
+
+
+def _staying(space: Space, wish: Wish) -> list[Knob]:
+    """What may be turned of plans that leave everything on the device."""
+    profile, rates = space.scheduler.profile, space.scheduler.rates
+    found = []
+    if profile.training and wish.stage == "auto":
+        found.append(knobs.residency(space))
+    if profile.training and wish.recompute == "auto" and profile.layers:
+        found.append(knobs.levels(space))
+    prefetches = _prefetches(space, wish)
+    found.append(knobs.prefetch(prefetches))
+    if rates.overlaps and prefetches[-1]:
+        found.append(knobs.starts(space, prefetches[-1]))
+    if profile.training and rates.overlaps and wish.world_size > 1:
+        found.append(knobs.of_step("reductions", UNDER_WAY))
+    return found
+
+
+def _every(space: Space, wish: Wish, homes: Sequence[Homes], tiers: Sequence[Tier]) -> list[Knob]:
+    """What may be turned where something may leave the device, or be tiled."""
+    found = _staying(space, wish)
+    if wish.tiles:
+        found.append(knobs.tiles(space))
+    if tiers and space.scheduler.profile.training:
+        found += (knobs.homes(space, homes), knobs.layers_away(space, tiers), knobs.activations_away(space, tiers))
+        found.append(knobs.of_step("fetch_ahead", FETCHES))
+    return found
+
+
+def _prefetches(space: Space, wish: Wish) -> tuple[int, ...]:
+    if wish.prefetch is not None:
+        return (wish.prefetch,)
+    return PREFETCHES if space.scheduler.profile.training and space.plan.buckets else (DEFAULT_PREFETCH,)
+
+
+def _first(space: Space, own: Sequence[Knob], *, least: bool) -> Iterator[Plan]:
+    """The plan that the rules make, as far as it is open, and those that need the least of each tier."""
+    start = space.plan
+    for knob in own:
+        now = knob.read(start)
+        start = knob.turn(start, {item: own[0] for item, own in knob.choices.items() if now[item] not in own})
+    yield start
+    for values in product(*(knob.frugal or ({},) for knob in own)) if least else ():
+        plan = start
+        for knob, frugal in zip(own, values, strict=True):
+            plan = knob.turn(plan, frugal) if frugal else plan
+        yield plan
+
+
 def smallest(
     step: Step, wish: Wish, machine: Machine, states: int, moments: int, known: Sequence[Way] = ()
 ) -> list[Candidate]:
@@ -214,11 +303,12 @@ def smallest(
     tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
     homes = open_homes(wish.offload, tiers, wish.sharding)
     with uncollected():
-        found: list[Candidate] = []
-        for way in known or _ways(Graph(step), wish, machine):
-            spaces = list(_spaces(step, wish, machine, states, moments, homes[0], way))
-            found += corners(spaces, homes, tiers, wish.prefetch or 0)
-        return [*found, *(least(plan, tile=wish.tiles) for plan in frontier(found))]
+        return [
+            space.of(plan)
+            for way in known or _ways(Graph(step), wish, machine)
+            for space in _spaces(step, wish, machine, states, moments, way)
+            for plan in _first(space, _every(space, wish, homes, tiers), least=True)
+        ]
 
 
 def _ways(graph: Graph, wish: Wish, machine: Machine) -> list[Way]:
@@ -252,40 +342,25 @@ def limits(budget: int | Mapping[Tier, int]) -> tuple[int, ...]:
     return tuple(budget.get(tier, 0) for tier in TIERS)
 
 
-def _spaces(
-    step: Step, wish: Wish, machine: Machine, states: int, moments: int, home: int, way: Way
-) -> Iterator[Space]:
-    """One per distinct way to put parameters into buckets and tiles."""
-    sizes = BUCKET_SIZES if wish.bucket_size is None else (wish.bucket_size,)
+def _spaces(step: Step, wish: Wish, machine: Machine, states: int, moments: int, way: Way) -> Iterator[Space]:
+    """One per distinct way to put parameters into buckets."""
     seen = set()
-    held: Memory = (("device", states),)
-    for size in sizes:
+    for size in BUCKET_SIZES if wish.bucket_size is None else (wish.bucket_size,):
         plan = plan_step(
             step,
             stage=wish.sharding,
             world_size=wish.world_size,
             bucket_size=size,
-            prefetch=DEFAULT_PREFETCH,
+            prefetch=DEFAULT_PREFETCH if wish.prefetch is None else wish.prefetch,
             recompute=wish.recompute,
         )
         plan = replace(plan, loss_tiles=way.loss_tiles)
-        rates = Rates(machine, wish.world_size, plan.compute_dtype)
-        tiles = most_tiles(plan, size, way.head) if wish.tiles else ()
         if plan not in seen:
             seen.add(plan)
-            keep, save = wish.stage == "auto", wish.recompute == "auto"
-            yield Space(
-                way.profile,
-                plan,
-                rates,
-                held,
-                keep=keep,
-                save=save,
-                home=home,
-                moments=moments,
-                most_tiles=tiles,
-                size=size,
-            )
+            rates = Rates(machine, wish.world_size, plan.compute_dtype)
+            most = most_tiles(plan, size, way.head) if wish.tiles else ()
+            held = on("device", states)
+            yield Space(way.profile, plan, rates, held, moments=moments, most_tiles=most, size=size)
 
 
 def most_tiles(plan: Plan, size: int, whole: Container[str] = ()) -> tuple[int, ...]:
@@ -295,127 +370,3 @@ def most_tiles(plan: Plan, size: int, whole: Container[str] = ()) -> tuple[int, 
     large = {b.index for b in alone if b.gathered_bytes > size}
     most = min(MOST_TILES, max(2, ALL_TILES // max(1, len(large))))
     return tuple(min(most, b.params[0].chunk_rows(plan.world_size)) if b.index in large else 1 for b in plan.buckets)
-
-
-def _in_tiles(spaces: Sequence[Space], prefetches: Sequence[int]) -> Iterator[Place]:
-    """Everything in tiles that may be, or the loss alone; in buckets of sizes in between there is little to gain."""
-    for space in spaces:
-        if space.size not in (spaces[0].size, DEFAULT_BUCKET_SIZE):
-            continue
-        tiles = space.in_tiles()
-        if max(tiles, default=1) > 1:
-            yield from (Place(space, prefetch, tiles) for prefetch in prefetches)
-        if space.plan.loss_tiles > 1:
-            yield from (Place(space, prefetch) for prefetch in prefetches)
-
-
-def _relieved(plans: Iterable[Candidate], *, tile: bool, small: bool, tiers: Sequence[Tier] = ()) -> list[Candidate]:
-    """Plans whose peaks are lower than those of some of the best of ``plans``, evenly spread among them.
-
-    Args:
-        tile: whether operators may be tiled for it.
-        small: whether single changes of all the best are tried, too: of steps of a few buckets.
-        tiers: that saved activations may wait on, one by one.
-    """
-    best = frontier(plans)
-    found = list(relieved(spread(best)[:RELIEVED], tile=tile, work=RELIEF))
-    if small:
-        found += varied(frontier([*best, *found]), tile=tile, tiers=tiers, work=RELIEF)
-    return found
-
-
-def _count(places: Iterable[Place], homes: Sequence[int], tiers: Sequence[Tier]) -> int:
-    return sum(_size(place, homes, tiers) for place in places)
-
-
-def _size(place: Place, homes: Sequence[int], tiers: Sequence[Tier]) -> int:
-    """How many plans a place has."""
-    space = place.space
-    layers = len(space.scheduler.profile.layers) if tiers else 0
-    placed: int = len(homes) ** len(space.moves) * (1 + len(tiers)) ** layers
-    return (placed << len(place.keeps)) * prod(map(len, space.choices))
-
-
-def _all(place: Place, homes: Sequence[int], tiers: Sequence[Tier]) -> Iterator[Candidate]:
-    space, prefetch, tiles = place
-    for placed in every_home(space, homes):
-        for offload in every_offload(space, tiers):
-            for kept in _subsets(place.keeps):
-                for saved in _every_level(space):
-                    yield space.candidate(prefetch, kept, saved, placed, offload, tiles)
-
-
-def _staying(places: Sequence[Place], complete: int) -> Iterator[Candidate]:
-    """Plans that offload nothing: all of them, or a grid of counts and what lies between those on its frontier."""
-    if _count(places, (0,), ()) <= complete:
-        for place in places:
-            yield from _all(place, (0,), ())
-        yield from _started(places, complete)
-        return
-    points = {p.candidate: p for place in _worthwhile(places) for p in _grid(place)}
-    for _ in range(HALVINGS):
-        best = [points[c] for c in frontier(points)]
-        pairs = chain.from_iterable(
-            pairwise(p for p in best if p.place == place) for place in dict.fromkeys(p.place for p in best)
-        )
-        points |= {p.candidate: p for p in dict.fromkeys(a.between(b) for a, b in pairs)}
-    yield from points
-
-
-def _started(places: Sequence[Place], complete: int) -> Iterator[Candidate]:
-    """All plans of ``places`` with all starts of all gathers, as far as that many may be looked at."""
-    for space, prefetch, _ in places:
-        buckets = len(space.plan.buckets)
-        complete -= ((prefetch + 1) ** buckets << len(space.keeps)) * prod(map(len, space.choices))
-        if complete < 0 or not space.scheduler.rates.overlaps:
-            return
-        for ahead in product(range(prefetch + 1), repeat=buckets):
-            for kept, saved in product(_subsets(space.keeps), _every_level(space)):
-                yield space.candidate(prefetch, kept, saved, ahead=ahead)
-
-
-def _every_level(space: Space) -> Iterator[list[Raise]]:
-    """All ways to choose the levels of layers."""
-    for levels in product(*space.choices):
-        yield list(zip(space.scheduler.profile.layers, levels, strict=False))
-
-
-def _subsets(items: Sequence[T]) -> Iterator[tuple[T, ...]]:
-    return chain.from_iterable(combinations(items, k) for k in range(len(items) + 1))
-
-
-def _worthwhile(places: Sequence[Place]) -> list[Place]:
-    """Those that are fastest or smallest with nothing kept and everything saved."""
-    seen: dict[Candidate, Place] = {}
-    for place in places:
-        space, prefetch, tiles = place
-        seen.setdefault(space.counted(prefetch, 0, len(space.saves), tiles), place)
-    best = frontier(seen)
-    chosen = {round(k * (len(best) - 1) / (SPACES - 1)) for k in range(SPACES)}
-    return [seen[best[k]] for k in sorted(chosen)]
-
-
-class _Point(NamedTuple):
-    """A plan that keeps the first so many buckets, and saves as the first so many raises say."""
-
-    place: Place
-    kept: int
-    saved: int
-
-    @property
-    def candidate(self) -> Candidate:
-        return self.place.space.counted(self.place.prefetch, self.kept, self.saved)
-
-    def between(self, other: _Point) -> _Point:
-        """The point in the middle."""
-        return _Point(self.place, (self.kept + other.kept) // 2, (self.saved + other.saved) // 2)
-
-
-def _grid(place: Place) -> Iterator[_Point]:
-    for kept in _steps(len(place.space.keeps)):
-        for saved in _steps(len(place.space.saves)):
-            yield _Point(place, kept, saved)
-
-
-def _steps(count: int) -> list[int]:
-    return sorted({round(k * count / GRID) for k in range(GRID + 1)})

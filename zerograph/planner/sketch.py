@@ -39,36 +39,32 @@ from zerograph.core.program import (
     stays_whole,
 )
 from zerograph.core.step import Kind, layer_of_activation
-from zerograph.planner.schedule import Decisions, PhaseWork, Piece, Saved, Scheduler
+from zerograph.planner.schedule import PhaseWork, Piece, Saved, Scheduler
 
 T = TypeVar("T")
 BUFFERS = 3
 """Staging buffers on the host, each for one bucket or tile: one being read, one in use, one being written."""
 
 
-def sketch(scheduler: Scheduler, decisions: Decisions) -> tuple[Program, ...]:
-    """The programs of a step under ``decisions``; each carries the registers of the one before it."""
-    return tuple(_Sketch(scheduler, decisions).programs)
-
-
-def sketch_of(scheduler: Scheduler, plan: Plan) -> tuple[Program, ...]:
-    """The programs of a step under ``plan``."""
-    return sketch(scheduler, Decisions.of(plan, scheduler.profile))
+def sketch(scheduler: Scheduler, plan: Plan) -> tuple[Program, ...]:
+    """The programs of a step under ``plan``; each carries the registers of the one before it."""
+    return tuple(_Sketch(scheduler, plan).programs)
 
 
 class _Sketch:
-    def __init__(self, scheduler: Scheduler, decisions: Decisions) -> None:
-        self.scheduler, self.decisions, self.rates = scheduler, decisions, scheduler.rates
+    def __init__(self, scheduler: Scheduler, plan: Plan) -> None:
+        self.scheduler, self.plan, self.rates = scheduler, plan, scheduler.rates
+        self.buckets = plan.buckets
         self.made, self.registers = scheduler.made, scheduler.registers
         self.programs: list[Program] = []
         self.steps: list[Instruction] = []
         self.kind = "forward"
-        self.parts = scheduler.all_transfers(decisions.tiles)
-        self.ahead = decisions.ahead or (decisions.prefetch,) * len(decisions.homes)
+        self.parts = scheduler.all_transfers(tuple(bucket.tiles for bucket in plan.buckets))
+        self.ahead = plan.ahead()
         self.saved: Saved | None = None  # registers of activations, where some are offloaded
-        if decisions.offload:
-            self.saved = scheduler.saved(decisions.levels, decisions.offload)
-        self.tier_of = dict(decisions.offload)  # layer or activation -> tier of what is saved of it
+        if plan.offload:
+            self.saved = scheduler.saved(scheduler.levels(plan), plan.offload)
+        self.tier_of = dict(plan.offload)  # layer or activation -> tier of what is saved of it
         self.whole: set[int] = set()  # buckets; of tiled ones the first tile
         self.under_way: list[tuple[Reduce, bool]] = []  # not waited for; whether gradients then leave the device
         self.reduced: dict[int, None] = {}  # buckets, in the order in which their gradients were reduced
@@ -78,7 +74,7 @@ class _Sketch:
         self.arriving: dict[int, list[WaitFetch]] = {}  # region -> waits for what it needs
         self.spills = 0  # through staging buffers, so far
         self.norm = -1  # the register that is ready when all gradients are
-        for phase in scheduler.phases(decisions):
+        for phase in scheduler.phases(plan):
             self.kind, self.steps = phase.name, []
             self._phase(phase)
             self._end()
@@ -104,7 +100,7 @@ class _Sketch:
         return found
 
     def _phase(self, phase: PhaseWork) -> None:
-        steps, decisions = self.steps, self.decisions
+        steps = self.steps
         backward = phase.name == "backward"
         for visit in phase.gathers.get(0, ()):
             self._gather(phase.visits[visit].bucket)
@@ -123,7 +119,7 @@ class _Sketch:
                 for other in phase.gathers.get(visit, ()) if visit else ():
                     self._gather(phase.visits[other].bucket)
                 bucket = phase.visits[visit].bucket
-                steps.append(self._once(_wait_gather, bucket, 0, decisions.tiles[bucket], self._own(bucket)))
+                steps.append(self._once(_wait_gather, bucket, 0, self.buckets[bucket].tiles, self._own(bucket)))
             for bucket in ready:
                 self._reduce(bucket, 0, phase.gradients[bucket])
             ready = piece.ready
@@ -165,7 +161,7 @@ class _Sketch:
             free: list[tuple[int, int]] = []
             ends: list[tuple[int, int]] = []
             for bucket in (*piece.reads, *(b for b in piece.makes if b not in piece.reads)):
-                tiles = self.decisions.tiles[bucket]
+                tiles = self.buckets[bucket].tiles
                 tile = i * tiles // slices
                 begins = i == 0 or tile != (i - 1) * tiles // slices
                 ended = i == slices - 1 or tile != (i + 1) * tiles // slices
@@ -181,9 +177,9 @@ class _Sketch:
                     ends += [(bucket, tile)] if ended else []
             steps.append(self._once(_slice, piece, whole, i, tuple(read), tuple(makes)))
             for bucket, tile in free:
-                steps.append(self._once(_free, bucket, tile, self.decisions.tiles[bucket]))
+                steps.append(self._once(_free, bucket, tile, self.buckets[bucket].tiles))
             for bucket, tile in ends:
-                self._reduce(bucket, tile, (self._once(_full, bucket, tile, self.decisions.tiles[bucket]),))
+                self._reduce(bucket, tile, (self._once(_full, bucket, tile, self.buckets[bucket].tiles),))
 
     def _gather(self, bucket: int) -> None:
         if bucket not in self.whole:
@@ -192,27 +188,27 @@ class _Sketch:
 
     def _bring(self, bucket: int, tile: int) -> None:
         """Gather a bucket or a tile of it, after fetching its shards."""
-        homes, tiles = self.decisions.homes[bucket], self.decisions.tiles[bucket]
+        homes, tiles = self.buckets[bucket].homes, self.buckets[bucket].tiles
         self.steps += self._once(_bring, bucket, tile, tiles, homes.parameters, self._own(bucket))
 
     def _own(self, bucket: int) -> bool:
         """Whether this rank's slice of the whole is the copy of its shards that the device holds anyway."""
-        return self.decisions.residency[bucket] == "step" and self.decisions.homes[bucket].optimizer != "device"
+        return self.buckets[bucket].residency == "step" and self.buckets[bucket].homes.optimizer != "device"
 
     def _free(self, phase: PhaseWork, visit: int) -> None:
         for i in phase.frees.get(visit, ()):
             bucket = phase.visits[i].bucket
-            if self.decisions.tiles[bucket] > 1:
+            if self.buckets[bucket].tiles > 1:
                 continue  # tiles are freed one by one
-            if not stays_whole(self.decisions.residency[bucket], phase.name):
+            if not stays_whole(self.buckets[bucket].residency, phase.name):
                 self.whole.remove(bucket)
                 self.steps.append(self._once(_free, bucket, 0, 1))
 
     def _reduce(self, bucket: int, tile: int, grads: tuple[int, ...]) -> None:
         """Start a reduction, for which the compute waits when a later one starts; then the gradient goes home."""
-        homes, tiles = self.decisions.homes[bucket], self.decisions.tiles[bucket]
+        homes, tiles = self.buckets[bucket].homes, self.buckets[bucket].tiles
         self.reduced[bucket] = None
-        if len(self.under_way) == self.decisions.reductions:
+        if len(self.under_way) == self.plan.reductions:
             self._wait_reduce()
         part = self.parts[bucket][tile]
         leaves = homes.gradients != "device" and part.shards.gradient > 0
@@ -251,7 +247,7 @@ class _Sketch:
     def _fetch_saved(self, phase: PhaseWork, place: int) -> None:
         """Begin to bring back what regions from ``place`` on need, so many as the plan fetches ahead."""
         assert self.saved is not None
-        for region in phase.regions[place : place + self.decisions.fetch_ahead]:
+        for region in phase.regions[place : place + self.plan.fetch_ahead]:
             for what, back in self.saved.comes.get(region, {}).items() if region not in self.arriving else ():
                 there = tuple(register for registers in self.waiting[what].values() for register in registers)
                 own = tuple(self.waiting[what].pop(region))
@@ -270,18 +266,18 @@ class _Sketch:
 
     def _update(self) -> None:
         """The optimizer, when all gradients are there: what lives on the device beside the rest."""
-        scheduler, homes = self.scheduler, self.decisions.homes
-        host = [bucket for bucket in self._by_readiness() if homes[bucket].optimizer != "device"]
+        scheduler, buckets = self.scheduler, self.buckets
+        host = [bucket for bucket in self._by_readiness() if buckets[bucket].homes.optimizer != "device"]
         updates = 0
         for bucket in host:
-            tiles = self.decisions.tiles[bucket]
+            tiles = buckets[bucket].tiles
             for tile, part in enumerate(self.parts[bucket]):
                 if part.shards.optimizer:
                     gradient = self.spilled.get((bucket, tile), -1)
                     if gradient < 0 and bucket in self.reduced:
                         gradient = _reduced(scheduler, bucket, tile, tiles, False)
                     self.steps += self._once(
-                        _host_update, bucket, tile, tiles, homes[bucket], updates, gradient, self.norm
+                        _host_update, bucket, tile, tiles, buckets[bucket].homes, updates, gradient, self.norm
                     )
                     updates += 1
         update = scheduler.update(host)
@@ -290,7 +286,7 @@ class _Sketch:
 
     def _by_readiness(self) -> list[int]:
         """All buckets, those whose gradients were reduced first before the others."""
-        return list(dict.fromkeys((*self.reduced, *range(len(self.decisions.homes)))))
+        return list(dict.fromkeys((*self.reduced, *range(len(self.buckets)))))
 
 
 # Instructions and registers, made once for a scheduler from what tells them apart.

@@ -8,7 +8,7 @@ from math import isclose
 
 from zerograph.cli.view.folding import fold, folded_name, skeleton
 from zerograph.core.machine import TIERS, Machine
-from zerograph.core.plan import Bucket, Plan
+from zerograph.core.plan import Bucket, Plan, decided
 from zerograph.core.planfile import PlanFile
 from zerograph.core.step import Param
 from zerograph.core.timeline import STREAMS
@@ -77,12 +77,9 @@ def _alike(x: Difference, y: Difference) -> bool:
 def _decisions(a: PlanFile, b: PlanFile) -> Iterator[Difference]:
     yield Difference("decisions", "model", a.model, b.model)
     yield Difference("decisions", "machine", a.machine.name, b.machine.name)
-    yield Difference("decisions", "stage", a.plan.stage, b.plan.stage)
-    yield Difference("decisions", "world size", a.plan.world_size, b.plan.world_size)
-    yield Difference("decisions", "prefetch", a.plan.prefetch, b.plan.prefetch)
-    yield Difference("decisions", "reductions under way", a.plan.reductions, b.plan.reductions)
-    yield Difference("decisions", "layers fetched ahead", a.plan.fetch_ahead, b.plan.fetch_ahead)
-    yield Difference("decisions", "tiles of the loss", a.plan.loss_tiles, b.plan.loss_tiles)
+    for name, text in decided(Plan).items():
+        if not isinstance(getattr(a.plan, name), tuple):  # what is decided for buckets and layers follows
+            yield Difference("decisions", text, getattr(a.plan, name), getattr(b.plan, name))
     yield Difference("decisions", "number of buckets", len(a.plan.buckets), len(b.plan.buckets))
     mine, theirs = ({bucket.name: bucket for bucket in file.plan.buckets} for file in (a, b))
     if mine.keys() == theirs.keys():  # in another order: the first that is not in its place
@@ -93,10 +90,10 @@ def _decisions(a: PlanFile, b: PlanFile) -> Iterator[Difference]:
         yield Difference("decisions", f"bucket {name}", *_content(mine.get(name), theirs.get(name)))
     for name in names:
         if name in mine and name in theirs:
-            yield Difference("decisions", f"residency {name}", mine[name].residency, theirs[name].residency)
-            yield Difference("decisions", f"homes {name}", str(mine[name].homes), str(theirs[name].homes))
-            yield Difference("decisions", f"tiles {name}", mine[name].tiles, theirs[name].tiles)
-            yield Difference("decisions", f"gathered ahead {name}", _ahead(mine[name]), _ahead(theirs[name]))
+            for field, text in decided(Bucket).items():
+                yield Difference(
+                    "decisions", f"{text} {name}", *(_told(getattr(o[name], field)) for o in (mine, theirs))
+                )
     ours, others = _activations(a.plan), _activations(b.plan)
     for layer in dict.fromkeys((*ours, *others)):
         yield Difference("decisions", f"activations {layer}", ours.get(layer, "saved"), others.get(layer, "saved"))
@@ -114,8 +111,8 @@ def _activations(plan: Plan) -> dict[str, str]:
     return found | {name: "saved of a recomputed layer" for name in plan.save if name not in offload}
 
 
-def _ahead(bucket: Bucket) -> str:
-    return "as prefetch" if bucket.ahead is None else str(bucket.ahead)
+def _told(value: object) -> str:
+    return "as for all" if value is None else str(value)
 
 
 def _content(old: Bucket | None, new: Bucket | None) -> tuple[Told, Told]:

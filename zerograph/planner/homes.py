@@ -19,7 +19,7 @@ HOMES: tuple[Homes, ...] = (
     Homes("host", "host", "nvme"),
     Homes("nvme", "nvme", "nvme"),
 )
-"""What the search looks at, from near to far; candidates name homes by their place in here."""
+"""What the search looks at, from near to far."""
 
 
 def open_tiers(
@@ -42,18 +42,14 @@ def open_tiers(
     return found
 
 
-def open_homes(offload: Offload | Literal["auto"], tiers: Sequence[Tier], stage: int) -> tuple[int, ...]:
-    """Places in :data:`HOMES` that ``offload`` leaves open on ``tiers`` at ``stage``.
+def open_homes(offload: Offload | Literal["auto"], tiers: Sequence[Tier], stage: int) -> tuple[Homes, ...]:
+    """Those of :data:`HOMES` that ``offload`` leaves open on ``tiers`` at ``stage``.
 
     "auto" leaves all open; "optimizer", "gradients" and "parameters" fix what leaves the device: that and what comes
     before it, and nothing else.
     """
     least = 0 if offload == "auto" else level_at(stage, offload)
-    open_ = [k for k, homes in enumerate(HOMES) if _tiers(homes) <= set(tiers) and homes.least_stage <= stage]
+    open_ = [homes for homes in HOMES if homes.away <= set(tiers) and homes.least_stage <= stage]
     if offload in ("none", "auto"):
         return tuple(open_)
-    return tuple(k for k in open_ if HOMES[k].least_stage == least)
-
-
-def _tiers(homes: Homes) -> set[Tier]:
-    return {homes.parameters, homes.gradients, homes.optimizer} - {"device"}
+    return tuple(homes for homes in open_ if homes.least_stage == least)

@@ -9,25 +9,18 @@ least that these two ways reach, so no budget enters, and more of it cannot make
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from zerograph.core.machine import Tier
+from zerograph.core.plan import Plan
 from zerograph.core.program import Compute, Fetch, Free, Gather, Read, Reduce, WaitGather
 from zerograph.core.simulate import LATE, walk
-from zerograph.planner.candidates import Candidate, Space, frontier
-from zerograph.planner.schedule import Decisions
 from zerograph.planner.sketch import sketch
+from zerograph.planner.space import Candidate, Space
 
 LEVELS = 4
-"""Targets between a plan's peak and the least that it can be relieved to."""
-UNDER_WAY = (2,)
-"""Reductions that may be under way at a time, beside 1."""
-FETCHES = (2, 4)
-"""Layers before its own at which what a layer offloaded may begin to come back, beside 1."""
-MOST_SINGLE = 32
-"""Activations of a step up to which single ones are offloaded: of more, layers are."""
+"""Targets between a plan's peak and the least that its peak can be lowered to."""
 ROUNDS = 8
 """Changes of one plan towards one target, at most."""
 
@@ -50,11 +43,11 @@ class _Watch:
         held: buckets, while they could be less.
     """
 
-    def __init__(self, space: Space, decisions: Decisions, tilable: frozenset[int]) -> None:
+    def __init__(self, space: Space, plan: Plan, tilable: frozenset[int]) -> None:
         self.tilable = tilable
         self.used: dict[int, int] = {}
         self.held: list[_Held] = []
-        programs = sketch(space.scheduler, decisions)
+        programs = sketch(space.scheduler, plan)
         self.run = walk(programs, space.scheduler.costs)
         bucket_of = space.scheduler.registers.bucket
         brought: dict[int, tuple[int, int]] = {}  # gather -> its bucket, and the first task that belongs to it
@@ -85,7 +78,7 @@ class _Watch:
                     waits.append(gathers[step.bucket, step.tile])
                 case Free(bucket=bucket, tiles=1):
                     # What is kept cannot be tiled.
-                    if bucket in tilable and decisions.residency[bucket] == "use":
+                    if bucket in tilable and plan.buckets[bucket].residency == "use":
                         self.held.append(_Held(bucket, self.used[gathers[bucket, 0]], last, early=False))
                 case Reduce(bucket=bucket, tile=tile, tiles=tiles):
                     if bucket in tilable and tile == tiles - 1:
@@ -103,7 +96,7 @@ class _Short:
     size: int = 0
 
 
-def relieved(plans: Iterable[Candidate], *, tile: bool, work: int) -> Iterator[Candidate]:
+def with_lower_peaks(plans: Iterable[Candidate], *, tile: bool, work: int) -> Iterator[Candidate]:
     """Plans that need less of the device than ``plans``, with the same decisions otherwise.
 
     Args:
@@ -123,118 +116,34 @@ def relieved(plans: Iterable[Candidate], *, tile: bool, work: int) -> Iterator[C
         work -= space.work - before
 
 
-def varied(plans: Sequence[Candidate], *, tile: bool, tiers: Sequence[Tier], work: int) -> Iterator[Candidate]:
-    """What single changes lead to from ``plans``, as long as nothing beats it: of starts and tiles, and of what is
-    kept, recomputed and offloaded beside them.
-
-    This finds what :func:`relieved` cannot aim at: a gather that begins later may also make room elsewhere, since it
-    moves what comes after it. It is for steps of a few buckets.
-    """
-    best, seen = list(plans), set(plans)
-    fresh = list(plans)
-    while fresh and work > 0:
-        found = []
-        for plan in fresh:
-            before = plan.space.work
-            for changed in _beside(plan, tile, tiers):
-                if changed not in seen:
-                    seen.add(changed)
-                    found.append(changed)
-                if plan.space.work - before >= work:
-                    break
-            work -= plan.space.work - before
-            if work <= 0:
-                break
-        yield from found
-        best = frontier([*best, *found])
-        kept = set(best)
-        fresh = [c for c in found if c in kept]
+def least(found: Candidate, *, tile: bool) -> Candidate:
+    """``found`` with every gather as late and, if ``tile``, every operator in as many tiles as there may be."""
+    space = found.space
+    plan, overlaps = found.plan, space.scheduler.rates.overlaps
+    tiles = space.finest if tile else [bucket.tiles for bucket in plan.buckets]
+    return space.of(_with(plan, tiles, [0] * len(tiles) if overlaps else plan.ahead()))
 
 
-def _beside(plan: Candidate, tile: bool, tiers: Sequence[Tier]) -> Iterator[Candidate]:
-    """Plans that differ from ``plan`` in when one bucket is gathered, in its tiles or residency, in one layer, or in
-    where one activation waits."""
-    yield from _flipped(plan)
-    yield from _waiting(plan, (plan.reductions - 1, plan.reductions + 1), (plan.fetch_ahead - 1, plan.fetch_ahead + 1))
-    space = plan.space
-    ahead = plan.ahead or (plan.prefetch,) * len(plan.homes)
-    tiles = plan.tiles or (1,) * len(plan.homes)
-    for bucket, (start, count) in enumerate(zip(ahead, tiles, strict=True)):
-        for other in {max(0, start - 1), min(plan.prefetch, start + 1)} - {start}:
-            changed = (*ahead[:bucket], other, *ahead[bucket + 1 :])
-            yield space.of(plan.key._replace(tiles=tiles, ahead=changed))
-        most = space.most_tiles[bucket] if tile and bucket not in plan.kept else count
-        for other in {max(1, count - 1), min(most, count + 1)} - {count}:
-            changed = (*tiles[:bucket], other, *tiles[bucket + 1 :])
-            yield space.of(plan.key._replace(tiles=changed, ahead=ahead))
-    yield from _elsewhere(plan, tiers)
-
-
-def _flipped(plan: Candidate) -> Iterator[Candidate]:
-    """Plans that keep one bucket more or less, or save another level of one layer."""
-    space, levels = plan.space, plan.levels
-    for bucket in space.keeps:
-        if not plan.tiles or plan.tiles[bucket] == 1:
-            yield space.of(plan.key._replace(kept=tuple({bucket} ^ set(plan.kept))))
-    for layer, choices in enumerate(space.choices):
-        for level in choices:
-            changed = (*levels[:layer], level, *levels[layer + 1 :])
-            yield space.of(plan.key._replace(levels=changed))
-
-
-def _elsewhere(plan: Candidate, tiers: Sequence[Tier]) -> Iterator[Candidate]:
-    """Plans in which one activation, or all of one layer, waits on another tier."""
-    space, named = plan.space, dict(plan.offload)
-    every = space.saved(plan.levels) if tiers else {}
-    if sum(map(len, every.values())) > MOST_SINGLE:
-        return
-    now = {name: named.get(name, named.get(layer, "device")) for layer, names in every.items() for name in names}
-    for names in every.values():
-        for changed in (names, *((name,) for name in names if len(names) > 1)):
-            for tier in ("device", *tiers):
-                if any(now[name] != tier for name in changed):
-                    moved = _named(every, now | dict.fromkeys(changed, tier))
-                    yield space.of(plan.key._replace(offload=moved))
-
-
-def _named(every: Mapping[str, Sequence[str]], tier_of: Mapping[str, Tier]) -> tuple[tuple[str, Tier], ...]:
-    """Where activations wait, as plans have it: by layer where all of it waits on one tier."""
-    found: list[tuple[str, Tier]] = []
-    for layer, names in every.items():
-        tiers = {tier_of[name] for name in names}
-        together = [(layer, tier) for tier in tiers] if len(tiers) == 1 else [(name, tier_of[name]) for name in names]
-        found += [(name, tier) for name, tier in together if tier != "device"]
-    return tuple(found)
-
-
-def waiting_longer(plans: Iterable[Candidate]) -> Iterator[Candidate]:
-    """``plans`` with more reductions under way, and with offloaded activations that begin to come back earlier."""
-    for plan in plans:
-        yield from _waiting(plan, UNDER_WAY, FETCHES)
-
-
-def _waiting(plan: Candidate, reductions: Sequence[int], fetches: Sequence[int]) -> Iterator[Candidate]:
-    space = plan.space
-    for count in reductions if space.scheduler.rates.overlaps and space.plan.world_size > 1 else ():
-        if count >= 1:
-            yield space.of(plan.key._replace(reductions=count))
-    for layers in fetches if plan.offload else ():
-        if layers >= 1:
-            yield space.of(plan.key._replace(fetch_ahead=layers))
-
-
-def least(plan: Candidate, *, tile: bool) -> Candidate:
-    """``plan`` with every gather as late and, if ``tile``, every operator in as many tiles as there may be."""
-    space = plan.space
-    tiles = space.finest if tile else plan.tiles
-    ahead = (0,) * len(plan.homes) if space.scheduler.rates.overlaps else plan.ahead
-    return space.of(plan.key._replace(tiles=tiles, ahead=ahead))
+def _with(plan: Plan, tiles: Sequence[int], ahead: Sequence[int]) -> Plan:
+    """``plan`` with other tiles and starts of its buckets; what is in tiles is not kept."""
+    return replace(
+        plan,
+        buckets=tuple(
+            replace(
+                bucket,
+                tiles=count,
+                ahead=None if start >= plan.prefetch else start,
+                residency="use" if count > 1 and bucket.residency == "backward" else bucket.residency,
+            )
+            for bucket, count, start in zip(plan.buckets, tiles, ahead, strict=True)
+        ),
+    )
 
 
 def _targets(plan: Candidate, tilable: frozenset[int]) -> Iterator[tuple[int, Candidate]]:
     """Bytes to reach, with the plan to begin from."""
-    if plan.tiles and tilable:
-        whole = plan.space.of(plan.key._replace(tiles=()))
+    if tilable and any(bucket.tiles > 1 for bucket in plan.plan.buckets):
+        whole = plan.space.of(_with(plan.plan, [1] * len(plan.plan.buckets), plan.plan.ahead()))
         yield plan.peak, whole
         plan = whole
     smallest = least(plan, tile=bool(tilable))
@@ -252,17 +161,16 @@ def _reach(plan: Candidate, target: int, tilable: frozenset[int]) -> Iterator[Ca
     for _ in range(ROUNDS):
         if plan.peak <= target:
             return
-        watch = _Watch(space, space.decisions(plan.key), tilable)
+        watch = _Watch(space, plan.plan, tilable)
         space.work += len(watch.run.starts)
         wanted = _wanted(space, plan, watch, target)
-        tiles = list(plan.tiles or (1,) * len(plan.homes))
-        ahead = list(plan.ahead or (plan.prefetch,) * len(plan.homes))
+        tiles, ahead = [bucket.tiles for bucket in plan.plan.buckets], list(plan.plan.ahead())
         for bucket, short in wanted.items():
             if short.gather is not None:
                 ahead[bucket] = min(short.gather, ahead[bucket] - 1)
             if short.size:
                 tiles[bucket] = _fewest(space, bucket, tiles[bucket], ahead[bucket], short.size)
-        changed = space.of(plan.key._replace(tiles=tuple(tiles), ahead=tuple(ahead)))
+        changed = space.of(_with(plan.plan, tiles, ahead))
         if changed is plan:
             return
         plan = changed
@@ -285,18 +193,18 @@ def _wanted(space: Space, plan: Candidate, watch: _Watch, target: int) -> dict[i
     """By bucket, what would bring the device down to ``target`` where it holds more."""
     starts, ends = watch.run.starts, watch.run.ends
     reads = sorted({starts[task] for task in watch.used.values()})  # when visits begin
-    ahead = plan.ahead or (plan.prefetch,) * len(plan.homes)
+    buckets, ahead = plan.plan.buckets, plan.plan.ahead()
     found: dict[int, _Short] = {}
     for excess, time, held in _above(space, plan, watch, starts, ends, target):
         early = [h for h in held if h.early and ahead[h.bucket] > 0]
         for h in early:
             short = found.setdefault(h.bucket, _Short())
             left = bisect_left(reads, starts[h.last]) - bisect_left(reads, time)
-            left = 0 if plan.tiles and plan.tiles[h.bucket] > 1 else max(0, left)
+            left = 0 if buckets[h.bucket].tiles > 1 else max(0, left)
             short.gather = left if short.gather is None else min(short.gather, left)
             excess -= space.scheduler.transfers(h.bucket, 1)[0].whole
         for bucket in {h.bucket for h in held if not h.early and h.bucket in watch.tilable} if excess > 0 else ():
-            if bucket not in plan.kept and (not plan.tiles or plan.tiles[bucket] < space.most_tiles[bucket]):
+            if buckets[bucket].residency != "backward" and buckets[bucket].tiles < space.most_tiles[bucket]:
                 short = found.setdefault(bucket, _Short())
                 short.size = max(short.size, excess)
     return found

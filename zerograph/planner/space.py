@@ -1,0 +1,123 @@
+"""All plans of a step that put its parameters into the same buckets, each with its predicted seconds and peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter, le
+
+from zerograph.core.plan import Bucket, Plan, decided
+from zerograph.core.simulate import Memory, Peaks, measure
+from zerograph.planner.rates import Rates
+from zerograph.planner.regions import Profile
+from zerograph.planner.schedule import Scheduler
+from zerograph.planner.sketch import sketch
+
+FINEST = 128
+"""Tiles of a step up to which all operators are looked at in the most tiles there may be."""
+
+_of_plan: Callable[[Plan], tuple[object, ...]] = attrgetter(*(name for name in decided(Plan) if name != "buckets"))
+_of_bucket: Callable[[Bucket], tuple[object, ...]] = attrgetter(*decided(Bucket))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Candidate:
+    """A plan with its predicted step time in seconds and the peak of every tier in bytes."""
+
+    seconds: float
+    peaks: Peaks
+    plan: Plan
+    space: Space
+
+    @property
+    def peak(self) -> int:
+        """Of the device."""
+        return self.peaks[0]
+
+    @property
+    def rank(self) -> tuple[float, Peaks, int]:
+        """Faster first, then off the device before on it, then smaller. Of equals the one that was found first counts,
+        which is the same on all ranks."""
+        return (self.seconds, self.peaks[1:], self.peak)
+
+    @property
+    def turned(self) -> int:
+        """How many decisions are other ones than those of the rules: of equal plans the one with the fewest counts."""
+        ruled = self.space.plan
+        buckets = zip(map(_of_bucket, self.plan.buckets), map(_of_bucket, ruled.buckets), strict=True)
+        pairs = ((_of_plan(self.plan), _of_plan(ruled)), *buckets)
+        return sum(mine != theirs for pair in pairs for mine, theirs in zip(*pair, strict=True))
+
+    @property
+    def held(self) -> int:
+        """Bytes that the device holds between steps."""
+        moved = self.space.scheduler.moved(self.plan)
+        return sum(size for tier, size in (*self.space.held, *moved) if tier == "device")
+
+    def fits(self, budget: Sequence[int]) -> bool:
+        """Whether no tier holds more than ``budget`` bytes."""
+        return all(peak <= most for peak, most in zip(self.peaks, budget, strict=True))
+
+    def beats(self, other: Candidate) -> bool:
+        """Whether it is as fast as ``other`` and holds no more on any tier."""
+        return self.seconds <= other.seconds and all(map(le, self.peaks, other.peaks))
+
+
+class Space:
+    """All plans with the buckets of one.
+
+    Attributes:
+        plan: by rule.
+        held: bytes that are held between steps, before a plan moves any of them.
+        most_tiles: of each bucket; 1 where it cannot be tiled.
+        size: bytes of a bucket, at most, unless one parameter is larger.
+        work: tasks that were simulated so far.
+    """
+
+    def __init__(
+        self, profile: Profile, plan: Plan, rates: Rates, held: Memory, *, moments: int = 2,
+        most_tiles: tuple[int, ...] = (), size: int = 0,
+    ) -> None:  # fmt: skip
+        self.plan, self.held, self.size = plan, held, size
+        self.most_tiles = most_tiles or (1,) * len(plan.buckets)
+        params, names = [b.params for b in plan.buckets], [b.name for b in plan.buckets]
+        self.scheduler = Scheduler(profile, params, names, rates, moments)
+        self.work = 0
+        self._known: dict[object, Candidate] = {}
+
+    def of(self, plan: Plan) -> Candidate:
+        """``plan``, simulated; its buckets hold what those of this space do."""
+        if plan.fetch_ahead > 1 and not plan.offload:
+            plan = replace(plan, fetch_ahead=1)
+        decided = (*_of_plan(plan), tuple(map(_of_bucket, plan.buckets)))
+        found = self._known.get(decided)
+        if found is None:
+            scheduler = self.scheduler
+            held = self.held + scheduler.moved(plan)
+            seconds, peaks, tasks = measure(sketch(scheduler, plan), scheduler.costs, held)
+            self.work += tasks
+            found = self._known[decided] = Candidate(seconds, peaks, plan, self)
+        return found
+
+    @property
+    def finest(self) -> tuple[int, ...]:
+        """The most tiles that are looked at everywhere at once: those of the size where so many would take too long."""
+        return self.most_tiles if sum(self.most_tiles) <= FINEST + len(self.most_tiles) else self.fewest_tiles()
+
+    def fewest_tiles(self) -> tuple[int, ...]:
+        """Tiles of every bucket that may be tiled, as few as make each fit the size, if it may be so many."""
+        return tuple(
+            max(1, min(-(-bucket.gathered_bytes // max(1, self.size)), most))
+            for bucket, most in zip(self.plan.buckets, self.most_tiles, strict=True)
+        )
+
+
+def frontier(found: Iterable[Candidate]) -> list[Candidate]:
+    """Those that no other beats, the smallest on the device first."""
+    best: list[Candidate] = []
+    for candidate in sorted(found, key=lambda c: (c.peaks, c.rank)):
+        # Earlier ones hold no more on the device, so the other tiers and the time decide.
+        seconds, rest = candidate.seconds, candidate.peaks[1:]
+        if not any(b.seconds <= seconds and all(map(le, b.peaks[1:], rest)) for b in reversed(best)):
+            best.append(candidate)
+    return best
