@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from zerograph.core.machine import Tier, machine_named
+from zerograph.core.machine import machine_named
 from zerograph.core.plan import Bucket, Plan
 from zerograph.core.planfile import Holding, PassRecord, PlanFile, Reason
 from zerograph.core.runfile import Beside, Measured, Run
-from zerograph.core.simulate import Task, play
+from zerograph.core.simulate import again
 from zerograph.core.step import Param
-from zerograph.core.timeline import Forecast
+from zerograph.core.timeline import Forecast, Span, Stream
 from zerograph.planner.retime import retimed, tasks_of
 
 MIB = 2**20
+
+
+class Task:
+    """What a span says but for when, and seconds."""
+
+    def __init__(self, name: str, stream: Stream, seconds: float, after: tuple[int, ...] = (), **about: Any) -> None:
+        self.seconds = seconds
+        self.span = Span(-1, name, stream, 0.0, 0.0, after=after, **about)
+
+
+def play(tasks: Sequence[Task], holdings: Sequence[Holding] = (), not_counted: tuple[str, ...] = ()) -> Forecast:
+    """The forecast of ``tasks``, which hold that memory."""
+    spans = tuple(replace(task.span, task=index) for index, task in enumerate(tasks))
+    return again(Forecast(spans, {}, {}, (), not_counted), [task.seconds for task in tasks], holdings)
 
 
 def run_of(file: PlanFile, times: float = 2.0) -> Run:
@@ -55,6 +70,8 @@ def plan_file(layers: int = 4, world_size: int = 2, offload: bool = False, updat
     With ``update`` the step ends with the optimizer's, as every real one does.
     """
     tasks: list[Task] = []
+    about: dict[str, Any]
+    fetched: list[Holding] = []  # which the file does not tell of
     holdings = [Holding("shards", "param", "device", layers * 24 * MIB // world_size, -1, -1)]
     visits = [("forward", i) for i in range(layers)] + [("backward", i) for i in reversed(range(layers))]
     computed: list[int] = []
@@ -64,53 +81,26 @@ def plan_file(layers: int = 4, world_size: int = 2, offload: bool = False, updat
         fetch: tuple[int, ...] = ()
         if offload:
             fetch = (len(tasks),)
-            tasks.append(
-                Task(
-                    f"fetch shard of {module}",
-                    "h2d",
-                    0.004,
-                    takes=(("device", 12 * MIB),),
-                    module=module,
-                    operation="fetch",
-                    phase=phase,
-                    bucket=i,
-                    what="shard",
-                    label=module,
-                )
-            )
+            about = {"module": module, "phase": phase, "bucket": i, "label": module, "what": "shard"}
+            tasks.append(Task(f"fetch shard of {module}", "h2d", 0.004, operation="fetch", **about))
         gather = len(tasks)
         earlier = computed[-2:-1]  # at most two buckets whole
-        again = phase == "backward" and i == layers - 1  # while it is whole: as if it were another tile
-        tasks.append(
-            Task(
-                f"gather {module}",
-                "gather",
-                0.003,
-                (*fetch, *earlier),
-                (("device", 24 * MIB),),
-                module=module,
-                operation="gather",
-                phase=phase,
-                bucket=i,
-                tile=int(again),
-                label=module,
-            )
-        )
+        twice = phase == "backward" and i == layers - 1  # while it is whole: as if it were another tile
+        about = {"module": module, "phase": phase, "bucket": i, "label": module, "tile": int(twice)}
+        tasks.append(Task(f"gather {module}", "gather", 0.003, (*fetch, *earlier), operation="gather", **about))
         here = len(tasks)
-        saved: tuple[tuple[Tier, int], ...] = (("device", 6 * MIB),) if phase == "forward" else ()
-        gives: tuple[tuple[Tier, int], ...] = (("device", 24 * MIB + (12 * MIB if offload else 0)),)
+        fetched += [Holding(f"{module}.shard", "param", "device", 12 * MIB, first, here) for first in fetch]
         if phase == "backward":
-            gives += (("device", 6 * MIB),)
             holdings.append(Holding(f"{module}.saved", "activation", "device", 6 * MIB, kept[i], here, module, source))
         else:
             kept[i] = here
         work = 0.005 if phase == "forward" else 0.010
-        what = (module, source, f"digest of {phase}", 10**9)
-        tasks.append(Task(f"{phase} {module}", "compute", work, (gather,), saved, gives, *what, phase=phase))
+        about = {"module": module, "source": source, "key": f"digest of {phase}", "flops": 10**9, "phase": phase}
+        tasks.append(Task(f"{phase} {module}", "compute", work, (gather,), **about))
         holdings.append(Holding(f"{module}.weight", "gathered", "device", 24 * MIB, gather, here, module, source))
         computed.append(here)
         if phase == "backward":
-            about: dict[str, Any] = {"phase": phase, "bucket": i, "label": module, "module": module}
+            about = {"phase": phase, "bucket": i, "label": module, "module": module}
             tasks.append(Task(f"reduce {module}", "reduce", 0.004, (here,), source=source, operation="reduce", **about))
             if offload:
                 name, after = f"spill gradient of {module}", (len(tasks) - 1,)
@@ -118,14 +108,12 @@ def plan_file(layers: int = 4, world_size: int = 2, offload: bool = False, updat
                 name, after = f"update {module}", (len(tasks) - 1,)
                 about["phase"] = "update"
                 tasks.append(Task(name, "cpu_update", 0.006, after, operation="update", what="states", **about))
-    reduced = tuple(i for i, task in enumerate(tasks) if task.stream == "reduce")
+    reduced = tuple(i for i, task in enumerate(tasks) if task.span.stream == "reduce")
     if update:
-        what = {"module": "optimizer", "operation": "update", "phase": "update"}
-        tasks.append(Task("optimizer update", "compute", 0.002, reduced, **what))  # type: ignore[arg-type]
-    held: dict[Tier, int] = {"device": layers * 24 * MIB // world_size}
+        about = {"module": "optimizer", "operation": "update", "phase": "update"}
+        tasks.append(Task("optimizer update", "compute", 0.002, reduced, **about))
     if offload:
-        held["host"] = layers * 96 * MIB // world_size
-        holdings.append(Holding("optimizer states", "state", "host", held["host"], -1, -1))
+        holdings.append(Holding("optimizer states", "state", "host", layers * 96 * MIB // world_size, -1, -1))
     buckets = tuple(
         Bucket(
             i,
@@ -140,7 +128,7 @@ def plan_file(layers: int = 4, world_size: int = 2, offload: bool = False, updat
         plan=Plan(3, world_size, buckets, 1),
         machine=machine_named("cpu"),
         budget={"device": 8 * 2**30, "host": 16 * 2**30},
-        forecast=play(tasks, tuple(held.items()), ("allocator fragmentation",)),
+        forecast=play(tasks, [*holdings, *fetched], ("allocator fragmentation",)),
         holdings=tuple(holdings),
         reasons=(
             Reason("plan", "stage 3", "the user asked for it"),

@@ -131,13 +131,3 @@ def test_what_is_saved_belongs_to_a_layer_that_is_recomputed() -> None:
     other, twice = replace(plan, save=("h.1:mm",)), replace(plan, save=("h.0:mm", "h.0:mm"))
     assert list(other.mistakes()) == ["h.1:mm is saved, of a layer that is not recomputed"]
     assert list(twice.mistakes()) == ["h.0:mm is saved twice"]
-
-
-def test_what_no_backend_runs_yet_is_told() -> None:
-    a = Param("a", (4, 4), "float32", "bfloat16", "float32", True, True)
-    bucket = Bucket(0, "layer", (a,), "use")
-    assert Plan(3, 2, (bucket,), 1, ("layer",)).unexecuted == ""
-    away = replace(bucket, homes=Homes("device", "host", "nvme"))
-    assert Plan(3, 2, (away,), 1).unexecuted == "gradients on host, optimizer on nvme (bucket layer)"
-    assert Plan(3, 2, (replace(bucket, tiles=2),), 1).unexecuted == "2 tiles of a"
-    assert Plan(3, 2, (bucket,), 1, offload=(("layer", "nvme"),)).unexecuted == "activations of layer on nvme"

@@ -453,3 +453,27 @@ def _update_fails() -> None:
 
 def test_an_update_that_fails_on_one_rank_is_an_error_on_all() -> None:
     run(2, _update_fails)
+
+
+def _update_of_torch_fails() -> None:
+    """torch tells nobody of a step that fails: the other rank hears when this one enters its next program."""
+    ours = Training(3)
+    ours.optimizer = torch.optim.AdamW(ours.net.parameters(), lr=0.1)
+    ours.step(1)
+    ours.model(ours.batch(2)).backward()
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="boom"):
+            ours.optimizer.step(_raise)
+    else:
+        ours.optimizer.step()
+    for _ in range(2):
+        with pytest.raises(CollectiveMismatch, match=r"rank [01] has taken [12] optimizer steps"):
+            ours.model(ours.batch(3))
+
+
+def _raise() -> None:
+    raise ValueError("boom")
+
+
+def test_an_update_of_torch_that_fails_on_one_rank_is_an_error_on_all() -> None:
+    run(2, _update_of_torch_fails)

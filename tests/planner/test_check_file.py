@@ -8,12 +8,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plans import MIB, plan_file
+from plans import MIB, Task, plan_file, play
 
 from zerograph.core.machine import TIERS, Tier, machine_named
 from zerograph.core.plan import Plan
 from zerograph.core.planfile import Holding, PlanFile
-from zerograph.core.simulate import Task, play
 from zerograph.core.timeline import STREAMS, Forecast
 from zerograph.planner.check import Violation
 from zerograph.planner.check_file import CHECKS, check_file
@@ -48,12 +47,14 @@ def test_nothing_is_wrong_with_a_plan(layers: int, offload: bool) -> None:
 def forecasts(draw: st.DrawFn) -> Forecast:
     """What the simulation makes of any program that gives back what it took."""
     tasks: list[Task] = []
+    holdings = [Holding("shards", "param", "device", 7, -1, -1)]
     for index in range(draw(st.integers(0, 12))):
         after = draw(st.sets(st.integers(0, index - 1), max_size=3)) if index else set()
-        memory: tuple[tuple[Tier, int], ...] = ((draw(st.sampled_from(TIERS)), draw(st.integers(0, 50))),)
+        tier, size = draw(st.sampled_from(TIERS)), draw(st.integers(0, 50))
+        holdings.append(Holding(f"memory of t{index}", "temporary", tier, size, index, index))
         stream, seconds = draw(st.sampled_from(STREAMS)), draw(st.floats(0, 5))
-        tasks.append(Task(f"t{index}", stream, seconds, tuple(after), takes=memory, gives=memory))
-    return play(tasks, held=(("device", 7),))
+        tasks.append(Task(f"t{index}", stream, seconds, tuple(after)))
+    return play(tasks, holdings)
 
 
 def planned(forecast: Forecast) -> PlanFile:

@@ -11,11 +11,13 @@ from planner.steps import Layer, step_of
 
 from zerograph.core.machine import TIERS, machine_named
 from zerograph.core.plan import Plan
+from zerograph.core.planfile import PlanFile
 from zerograph.core.step import Op, Param, Step, Value
 from zerograph.planner.check import check
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import MOST_LOSS_TILES, head_of, loss_tiles, tiled
 from zerograph.planner.optimizer import with_updates
+from zerograph.planner.outlook import scheduled
 from zerograph.planner.rules import plan_step
 from zerograph.planner.search import Search, Wish
 
@@ -122,7 +124,8 @@ def test_with_less_memory_than_logits_take_the_loss_is_tiled() -> None:
     assert whole.peak - parts.peak > 1.9 * LOGITS
     assert parts.plan.buckets[-1].tiles == 1  # each tile of tokens reads all of the head's weight
     assert parts.seconds - whole.seconds > WORK / GPU.matmul["float32"]  # logits are computed twice
-    assert "head and loss in 64 tiles" in parts.plan.unexecuted
+    forecast, holdings = scheduled(parts.space.scheduler, parts.plan)
+    assert "head and loss in 64 tiles" in PlanFile("any", parts.plan, GPU, {}, forecast, holdings).unexecuted
     assert check(step, parts.plan) == []
     untiled = Search(step, Wish("auto", WORLD), GPU)
     assert {c.plan.loss_tiles for c in untiled.best} == {1}

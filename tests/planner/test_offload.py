@@ -59,6 +59,25 @@ def file_of(step: Step, plan: Plan, machine: Machine, moments: int = 2) -> PlanF
     return PlanFile("any", plan, machine, budget, forecast, holdings)
 
 
+def test_what_nothing_executes_yet_is_told() -> None:
+    step = step_of([Layer(rows=1024)] * 2)
+    plan = ruled(step)
+    name = plan.buckets[0].name
+    assert file_of(step, plan, GPU).unexecuted == ""
+    away = placed(plan, Homes("device", "host", "nvme"))
+    assert file_of(step, away, GPU).unexecuted == f"gradients on host, optimizer on nvme (bucket {name})"
+    there = replace(plan, offload=(("blocks.0", "nvme"),))
+    assert file_of(step, there, GPU).unexecuted == "activations of blocks.0 on nvme"
+    one = ruled(step, bucket_size=1)
+    both = replace(placed(one, Homes("host", "host", "host"), tiles=2), offload=(("blocks.0", "host"),))
+    weight = one.buckets[0].params[0].name
+    assert file_of(step, both, GPU).unexecuted == (
+        f"parameters and gradients and optimizer on host (bucket {one.buckets[0].name}); "
+        f"activations of blocks.0 on host; 2 tiles of {weight}"
+    )
+    assert file_of(step, placed(one, Homes(), tiles=2), GPU).unexecuted == f"2 tiles of {weight}"
+
+
 # Against the formulas ------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from planner.steps import Layer, step_of
 
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Plan
+from zerograph.core.planfile import PlanFile
 from zerograph.planner.outlook import scheduled
 from zerograph.planner.planned import under_way
 from zerograph.planner.search import MOST_TILES, Search, Wish
@@ -127,8 +128,9 @@ def test_starts_are_within_5_percent_of_brute_force(layers: list[Layer], shares:
 
 
 def test_plans_with_gathers_that_wait_can_be_run_and_written() -> None:
-    plan = Search(step_of(STEEP), AHEAD, GPU).smallest.plan
-    assert plan.unexecuted == "" and not list(plan.mistakes())
+    found = Search(step_of(STEEP), AHEAD, GPU).smallest
+    plan, (forecast, holdings) = found.plan, scheduled(found.space.scheduler, found.plan)
+    assert PlanFile("any", plan, GPU, {}, forecast, holdings).unexecuted == "" and not list(plan.mistakes())
     assert Plan.from_json(plan.to_json()) == plan
 
 

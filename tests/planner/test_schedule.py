@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph.core.machine import machine_named
+from zerograph.core.planfile import Holding
 from zerograph.core.simulate import simulate
 from zerograph.core.timeline import Forecast
 from zerograph.dryrun.compile_only import compile_only
@@ -99,7 +100,7 @@ def forecasts(make: Callable[[], Any], **options: Any) -> tuple[Forecast, Foreca
         profile_of(frame.step, plan), [b.params for b in plan.buckets], [b.name for b in plan.buckets], rates
     )
     states = state_bytes([p for b in plan.buckets for p in b.params], WORLD, moments=2)
-    held = tuple(("device", size) for size in states)
+    held = (Holding("states", "state", "device", sum(states), -1, -1),)
     ours, _ = simulate(sketch(scheduler, plan), rates, held=held)
     return true, ours, sum(states)
 

@@ -13,6 +13,7 @@ from planner.steps import Layer, every_plan, step_of, transformer
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.plan import Plan
+from zerograph.core.planfile import Holding
 from zerograph.core.simulate import simulate
 from zerograph.core.step import Step
 from zerograph.planner import knobs
@@ -85,7 +86,9 @@ def test_more_budget_is_never_worse_and_peaks_fit(layers: list[Layer], shares: l
         seconds = found.seconds
         scheduler = search.spaces[0].scheduler
         programs = sketch(scheduler, found.plan)
-        forecast, _ = simulate(programs, scheduler.rates, held=(("device", search.states),))
+        forecast, _ = simulate(
+            programs, scheduler.rates, held=(Holding("states", "state", "device", search.states, -1, -1),)
+        )
         assert all(level <= budget for _, level in forecast.memory["device"])
         assert (forecast.seconds, forecast.peaks["device"].bytes) == (found.seconds, found.peak)
     assert search.within(low - 1) is None

@@ -205,10 +205,11 @@ def _replayed(options: dict[str, Any]) -> dict[str, Any]:
         )
     from zerograph.core.files import read_plan  # late: few replay a plan
 
-    plan = read_plan(Path(path)).plan
+    file = read_plan(Path(path))
+    plan, unexecuted = file.plan, file.unexecuted
     _require(
-        not plan.unexecuted,
-        f"the plan {os.fspath(path)} has {plan.unexecuted}, which no backend runs yet",
+        not unexecuted,
+        f"the plan {os.fspath(path)} has {unexecuted}, which no backend runs yet",
         "make one that can be run: `zerograph plan MODEL` without --offload",
     )
     return {"plan": GivenPlan(os.fspath(path), plan), "stage": plan.stage, "prefetch": plan.prefetch}

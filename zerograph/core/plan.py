@@ -192,15 +192,6 @@ class Plan:
     fetch_ahead: int = field(default=1, metadata={"decided": "layers fetched ahead"})
     loss_tiles: int = field(default=1, metadata={"decided": "tiles of the loss"})
 
-    @property
-    def unexecuted(self) -> str:
-        """What of the plan no backend carries out yet, for people; empty when it can be run."""
-        homes = next((f"{b.homes} (bucket {b.name})" for b in self.buckets if b.homes != DEVICE), "")
-        tiles = next((f"{b.tiles} tiles of {b.params[0].name}" for b in self.buckets if b.tiles > 1), "")
-        saved = f"activations of {self.offload[0][0]} on {self.offload[0][1]}" if self.offload else ""
-        loss = f"head and loss in {self.loss_tiles} tiles" if self.loss_tiles > 1 else ""
-        return "; ".join(part for part in (homes, saved, tiles, loss) if part)
-
     def ahead(self) -> tuple[int, ...]:
         """How many visits ahead the gathers of each bucket begin, at most."""
         return tuple(self.prefetch if b.ahead is None else b.ahead for b in self.buckets)

@@ -18,6 +18,7 @@ from zerograph.core.filekinds import refuse_other
 from zerograph.core.linediff import unified
 from zerograph.core.machine import Machine, Tier
 from zerograph.core.plan import Plan
+from zerograph.core.program import EXECUTED
 from zerograph.core.step import Kind
 from zerograph.core.timeline import Forecast, Peak, Span
 from zerograph.core.units import is_number
@@ -114,6 +115,25 @@ class PlanFile:
         rate = self.machine.matmul.get(self.plan.compute_dtype, 0.0)
         seconds = self.forecast.seconds
         return self.flops / rate / seconds if rate and seconds else 0.0
+
+    @property
+    def unexecuted(self) -> str:
+        """The instructions of the plan that nothing executes yet, for people; empty when it can be run."""
+        runs = {(kind.stream, kind.operation) for kind in EXECUTED}
+        found: dict[str, str] = {}  # the first of each kind
+        for span in self.forecast.spans:
+            bucket = self.plan.buckets[span.bucket] if span.bucket >= 0 else None
+            if (span.stream, span.operation) not in runs:
+                if bucket is not None:
+                    found.setdefault("homes", f"{bucket.homes} (bucket {bucket.name})")
+                else:
+                    tier = dict(self.plan.offload).get(span.label, "host")
+                    found.setdefault("saved", f"activations of {span.label} on {tier}")
+            if span.tile and bucket is not None:
+                found.setdefault("tiles", f"{bucket.tiles} tiles of {bucket.params[0].name}")
+        if self.plan.loss_tiles > 1:  # their step is another one, of the same instructions
+            found["loss"] = f"head and loss in {self.plan.loss_tiles} tiles"
+        return "; ".join(found[kind] for kind in ("homes", "saved", "tiles", "loss") if kind in found)
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, one line, with a digest of everything else in it."""

@@ -281,6 +281,9 @@ Timed = Compute | Update | Collective | Move
 """Instructions that occupy a stream."""
 Instruction = Timed | Wait | Free
 
+EXECUTED: tuple[type[Instruction], ...] = (Compute, Gather, WaitGather, Free, Reduce, WaitReduce, Update)
+"""Instructions that something carries out: the executor, and of ``Update`` an optimizer. Of tiles there is none yet."""
+
 
 def stays_whole(residency: Residency, kind: str) -> bool:
     """Whether a bucket stays whole behind its last use in a program of that kind."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -38,7 +38,7 @@ from zerograph.core.program import (
 )
 from zerograph.core.runfile import Measured
 from zerograph.core.step import Kind
-from zerograph.core.timeline import Forecast, Operation, Peak, Span, Stream
+from zerograph.core.timeline import Forecast, Peak, Span, Stream
 
 Memory = tuple[tuple[Tier, int], ...]
 """Bytes per tier."""
@@ -67,23 +67,39 @@ def simulate(
     rates: Rates,
     *,
     measured: Measured | None = None,
-    held: Memory = (),
+    held: tuple[Holding, ...] = (),
     not_counted: tuple[str, ...] = (),
     parts: Mapping[int, Callable[[Holding], Iterable[Holding]]] = MappingProxyType({}),
 ) -> tuple[Forecast, tuple[Holding, ...]]:
-    """Run ``programs`` one after another, with ``held`` memory there from the start.
+    """Run ``programs`` one after another.
 
     Args:
         measured: seconds that replace those of ``rates``.
+        held: memory that is there from the start to the end.
         parts: by register of a sketch, what it stands for.
 
     Returns:
-        What happens, and what memory is used for besides what is ``held``.
+        What happens, and what memory is used for, first what is ``held``.
     """
     cells = _Cells(parts)
     run = walk(programs, Costs(rates, measured), cells)
-    forecast = _forecast(tuple(run.described()), run.starts, run.ends, run.events, held, not_counted)
-    return forecast, tuple(cells.holdings)
+    holdings = (*held, *cells.holdings)
+    return _forecast(tuple(run.described()), run, holdings, not_counted), holdings
+
+
+def again(before: Forecast, seconds: Sequence[float], holdings: Iterable[Holding]) -> Forecast:
+    """``before`` again, where its tasks take ``seconds``; what they wait for is as it was, and so are its ``holdings``.
+
+    Raises:
+        ValueError: a task waits for itself or a later one.
+    """
+    run, spans = Run(), []
+    for span, length in zip(before.spans, seconds, strict=True):
+        if any(earlier >= span.task for earlier in span.after):
+            raise ValueError(f"task {span.task} ({span.name}) waits for a later one: {span.after}")
+        run.begin(span.stream, length, span.after)
+        spans.append(replace(span, start=run.starts[-1], end=run.ends[-1]))
+    return _forecast(tuple(spans), run, holdings, before.not_counted)
 
 
 def measure(programs: Sequence[Program], costs: Costs, held: Memory = ()) -> tuple[float, Peaks, int]:
@@ -93,9 +109,9 @@ def measure(programs: Sequence[Program], costs: Costs, held: Memory = ()) -> tup
     program that it stands in, and ``costs`` knows that of those that were met before.
     """
     run = walk(programs, costs)
-    levels, peaks = _at_start(held), []
+    peaks = []
     for tier in TIERS:
-        level = most = levels[tier]
+        level = most = sum(size for at, size in held if at == tier)
         for _, _, _, size in sorted(run.events[tier]):
             level += size
             if level > most:
@@ -191,14 +207,27 @@ class Run:
     Attributes:
         steps, after: instructions with their programs, and the tasks that each waited for besides the one before it on
             its stream; empty unless asked for.
+        free: by stream, when its last task ends.
         events: by tier, what is taken and given back when.
     """
 
     steps: list[tuple[Timed, Program]] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
+    free: dict[Stream, float] = field(default_factory=dict)
     after: list[tuple[int, ...]] = field(default_factory=list)
     events: dict[Tier, list[Event]] = field(default_factory=lambda: {tier: [] for tier in TIERS})
+
+    def begin(self, stream: Stream, seconds: float, after: Iterable[int]) -> tuple[float, float]:
+        """Start and end of the next task, which starts when its stream is free and all that it waits for has ended."""
+        start, ends = self.free.get(stream, 0.0), self.ends
+        for task in after:
+            if ends[task] > start:
+                start = ends[task]
+        end = self.free[stream] = start + seconds
+        self.starts.append(start)
+        ends.append(end)
+        return start, end
 
     def take(self, tier: Tier, size: int, task: int) -> None:
         """``task`` takes memory at its start."""
@@ -209,17 +238,19 @@ class Run:
         """Memory is free at the end of ``task``."""
         self.events[tier].append((self.ends[task], 2 * task + 1, task, -size))
 
-    def described(self) -> Iterator[Task]:
+    def described(self) -> Iterator[Span]:
         """Each of them, for people."""
         for index, (step, program) in enumerate(self.steps):
             segment = program.segments[step.segment] if isinstance(step, Compute) else None
-            yield Task(
+            yield Span(
+                task=index,
                 name=program.name(step),
                 stream=step.stream or "compute",
-                seconds=self.ends[index] - self.starts[index],
-                after=self.after[index],
+                start=self.starts[index],
+                end=self.ends[index],
                 module=program.module(step),
                 source=step.source if isinstance(step, Compute) else "",
+                after=self.after[index],
                 key=segment.digest if segment is not None else "",
                 flops=segment.flops // segment.slices if segment is not None else 0,
                 operation=step.operation,
@@ -241,7 +272,6 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
     run = Run()
     starts, ends, events = run.starts, run.ends, run.events
     known, overlaps = costs.known, costs.overlaps
-    free: dict[Stream, float] = {}  # when a stream's last task ends
     whole: dict[tuple[int, int], int] = {}  # bucket and tile -> the task that gathered it
     slots: dict[int, tuple[int, list[int], list[int]]] = {}  # place -> register, who worked there before, and who does
     ready: dict[int, int] = {}  # register -> the task that writes it
@@ -282,7 +312,6 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
                         events[tier].append((ends[last], 2 * last + 1, last, -size))
                 continue
             task = len(starts)
-            start = free.get(stream, 0.0)
             if role == _COMPUTE:
                 after, waits = waits, []
                 last = task
@@ -304,12 +333,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
                     slots[place] = slot, before, now
                 after += before
                 now.append(task)
-            for earlier in after:
-                if ends[earlier] > start:
-                    start = ends[earlier]
-            end = free[stream] = start + seconds
-            starts.append(start)
-            ends.append(end)
+            start, end = run.begin(stream, seconds, after)
             for register in writes:
                 ready[register] = task
             if role == _GATHER or role == _REDUCE:  # noqa: SIM109  twice as fast
@@ -385,7 +409,6 @@ class _Cells:
             size = program.segments[step.segment].temporary
             if size:
                 work = _Cell(f"work of {program.name(step)}", "temporary", "device", size, task, module, source, -1)
-                self._take(work)
                 self._give(work, task)
         for register in step.writes:
             if register not in step.reads:
@@ -461,7 +484,6 @@ class _Cells:
                 return  # the user's
             cell = _Cell(content.name, content.kind, content.tier, content.bytes, task, module, source, register)
             self._at[content.storage] = cell
-            self._take(cell)
         cell.readers += 1
 
     def _die(self, register: int, task: int) -> None:
@@ -473,15 +495,9 @@ class _Cells:
         if cell.readers == 0 and not cell.gathered:
             self._give(cell, task)
 
-    def _take(self, cell: _Cell) -> None:
-        if cell.bytes:
-            self._run.take(cell.tier, cell.bytes, cell.task)
-
     def _give(self, cell: _Cell, task: int) -> None:
         cell.gone = True
-        if cell.bytes:
-            self._run.give(cell.tier, cell.bytes, task)
-            self._hold(cell, task)
+        self._hold(cell, task)
 
     def _hold(self, cell: _Cell, last: int) -> None:
         if cell.bytes:
@@ -491,87 +507,23 @@ class _Cells:
             self.holdings += (holding,) if parts is None else parts(holding)
 
 
-class Task(NamedTuple):
-    """Something that occupies a stream, whatever program it is of.
-
-    Attributes:
-        name: for people.
-        stream: where it runs.
-        seconds: how long.
-        after: indexes of earlier tasks that must have ended.
-        takes: memory it needs from its start on.
-        gives: memory that is free at its end.
-        module: and what follows, as of a :class:`~zerograph.core.timeline.Span`.
-    """
-
-    name: str
-    stream: Stream
-    seconds: float
-    after: tuple[int, ...] = ()
-    takes: Memory = ()
-    gives: Memory = ()
-    module: str = ""
-    source: str = ""
-    key: str = ""
-    flops: int = 0
-    operation: Operation = "compute"
-    phase: str = ""
-    bucket: int = -1
-    tile: int = 0
-    what: str = ""
-    label: str = ""
-
-
-def play(tasks: Sequence[Task], held: Memory = (), not_counted: tuple[str, ...] = ()) -> Forecast:
-    """Run ``tasks``, given in program order, with ``held`` memory there from the start.
-
-    Raises:
-        ValueError: a task waits for itself or a later one.
-    """
-    run, free = Run(), dict[Stream, float]()
-    for index, task in enumerate(tasks):
-        start = free.get(task.stream, 0.0)
-        for before in task.after:
-            if before >= index:
-                raise ValueError(f"task {index} ({task.name}) waits for a later one: {task.after}")
-            start = max(start, run.ends[before])
-        run.starts.append(start)
-        run.ends.append(start + task.seconds)
-        free[task.stream] = run.ends[-1]
-        for tier, size in task.takes:
-            run.take(tier, size, index)
-        for tier, size in task.gives:
-            run.give(tier, size, index)
-    return _forecast(tasks, run.starts, run.ends, run.events, held, not_counted)
-
-
-def _forecast(
-    tasks: Sequence[Task],
-    starts: Sequence[float],
-    ends: Sequence[float],
-    events: Mapping[Tier, list[Event]],
-    held: Memory,
-    not_counted: tuple[str, ...],
-) -> Forecast:
-    spans = tuple(
-        Span(i, t.name, t.stream, starts[i], ends[i], t.module, t.source, t.after, *t[8:]) for i, t in enumerate(tasks)
-    )
+def _forecast(spans: tuple[Span, ...], run: Run, holdings: Iterable[Holding], not_counted: tuple[str, ...]) -> Forecast:
+    levels: dict[Tier, int] = defaultdict(int)
+    for holding in holdings:
+        if holding.first == -1:
+            levels[holding.tier] += holding.bytes
+        else:
+            run.take(holding.tier, holding.bytes, holding.first)
+        if holding.last != -1:
+            run.give(holding.tier, holding.bytes, holding.last)
     curves: dict[Tier, tuple[tuple[float, int], ...]] = {}
     peaks: dict[Tier, Peak] = {}
-    levels = _at_start(held)
-    for tier in sorted({*levels, *(tier for tier in events if events[tier])}):
-        curves[tier], peaks[tier] = _curve(events[tier], levels[tier], tasks)
+    for tier in sorted({*levels, *(tier for tier, events in run.events.items() if events)}):
+        curves[tier], peaks[tier] = _curve(run.events[tier], levels[tier], spans)
     return Forecast(spans, curves, peaks, _critical_path(spans), not_counted)
 
 
-def _at_start(held: Memory) -> dict[Tier, int]:
-    levels: dict[Tier, int] = defaultdict(int)
-    for tier, size in held:
-        levels[tier] += size
-    return levels
-
-
-def _curve(events: list[Event], level: int, tasks: Sequence[Task]) -> tuple[tuple[tuple[float, int], ...], Peak]:
+def _curve(events: list[Event], level: int, spans: Sequence[Span]) -> tuple[tuple[tuple[float, int], ...], Peak]:
     curve = [(0.0, level)]
     peak = Peak(level, -1, "the start of the step")
     for time, _, index, size in sorted(events):
@@ -581,7 +533,7 @@ def _curve(events: list[Event], level: int, tasks: Sequence[Task]) -> tuple[tupl
         else:
             curve.append((time, level))
         if level > peak.bytes:
-            peak = Peak(level, index, tasks[index].name, tasks[index].module, tasks[index].source)
+            peak = Peak(level, index, spans[index].name, spans[index].module, spans[index].source)
     return tuple(curve), peak
 
 

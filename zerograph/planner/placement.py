@@ -1,4 +1,4 @@
-"""Bytes of one bucket's shards: what lies on which tier between steps, and what a step moves between them.
+"""Bytes of one bucket, or of one tile of it: what lies on which tier between steps, and what a step moves.
 
 The same accounting as :mod:`zerograph.planner.states`: the master copy lives with the optimizer. On the device it is
 the shard that is gathered; off it, parameters are a copy in the compute dtype beside it. Scalars and parameters of
@@ -8,14 +8,15 @@ not trained unless the parameters leave.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from zerograph.core.machine import Tier
-from zerograph.core.plan import Homes
+from zerograph.core.plan import Homes, Plan, tile_rows
+from zerograph.core.planfile import Holding
 from zerograph.core.simulate import Memory
-from zerograph.core.step import Param
-from zerograph.planner.rates import copy_bytes, shard_bytes
+from zerograph.core.step import Kind, Param
+from zerograph.planner.rates import copy_bytes, gathered_bytes, reduced_bytes, shard_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +69,80 @@ class Shards:
         if homes.parameters != "device":
             found += [("device", -self.frozen), (homes.parameters, self.frozen)]
         return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A bucket, or a tile of its one parameter: tile *i* is the *i*-th slice of the rows of every rank's shard.
+
+    Attributes:
+        name: of the bucket.
+        label: of this part, for people: the name, or ``blocks.3 tile 2/4``.
+        whole: bytes when gathered.
+        summed: bytes of the full gradients as they are summed over ranks.
+        reduced: bytes of the shards of all its gradients.
+        gradients: bytes of the full gradients that a reduction frees.
+        shards: what can leave the device.
+    """
+
+    name: str
+    label: str
+    whole: int
+    summed: int
+    reduced: int
+    gradients: int
+    shards: Shards
+
+
+def transfers(
+    name: str, params: Sequence[Param], tiles: int, whole: Mapping[str, int], world: int, moments: int
+) -> tuple[Transfer, ...]:
+    """The bucket of ``params`` in ``tiles`` parts; ``whole`` are bytes of full gradients by parameter."""
+    trainable = [p for p in params if p.trainable]
+    gathered, reduced = gathered_bytes(params, world), reduced_bytes(trainable)
+    shard = sum(shard_bytes(p, world) for p in trainable)
+    gradients = sum(whole.get(p.name, 0) for p in trainable)
+    moved = Shards.of(params, world, moments)
+    rows = params[0].chunk_rows(world) if tiles > 1 else 1
+    slices = tile_rows(rows, tiles)
+
+    def part(size: int, tile: int) -> int:
+        """Bytes of ``size`` in the rows of a tile; parts of what is not padded add up all the same."""
+        begin, end = slices[tile]
+        return size * end // rows - size * begin // rows
+
+    return tuple(
+        Transfer(
+            name=name,
+            label=name if tiles == 1 else f"{name} tile {tile + 1}/{tiles}",
+            whole=part(gathered, tile),
+            summed=part(reduced, tile),
+            reduced=part(shard, tile),
+            gradients=part(gradients, tile),
+            shards=Shards(*(part(size, tile) for size in (moved.copy, moved.frozen, moved.gradient, moved.optimizer))),
+        )
+        for tile in range(tiles)
+    )
+
+
+def between_steps(plan: Plan, moments: int) -> Iterator[Holding]:
+    """What lies on each tier between steps, bucket by bucket; gradients come with the backward."""
+    for bucket in plan.buckets:
+        shards, homes = Shards.of(bucket.params, plan.world_size, moments), bucket.homes
+        whole = sum(shard_bytes(p, plan.world_size) for p in bucket.params)
+        trained = sum(shard_bytes(p, plan.world_size) for p in bucket.params if p.trainable)
+        found: list[tuple[str, Kind, Tier, int]]
+        if homes.optimizer == "device":
+            found = [("shards", "param", "device", whole), ("states", "state", "device", trained * moments)]
+        else:
+            frozen = shards.frozen if homes.parameters != "device" else 0
+            stays = whole - shards.gradient - frozen
+            found = [
+                ("shards", "param", "device", stays),
+                ("states", "state", "device", (trained - shards.gradient) * moments),
+                ("shards in the compute dtype", "param", homes.parameters, shards.copy + frozen),
+                ("master copy and states", "state", homes.optimizer, shards.optimizer),
+            ]
+        for what, kind, tier, size in found:
+            if size:
+                yield Holding(f"{what} of {bucket.name}", kind, tier, size, -1, -1, bucket.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from zerograph.core.check import require as require_programs
 from zerograph.core.errors import InvariantError
@@ -58,17 +59,17 @@ def planned(
     plan, scheduler = found.plan, found.space.scheduler
     require(step, plan, _REPORT)
     forecast, holdings = scheduled(scheduler, plan, UNPROGRAMMED + ALONE * (plan.world_size == 1))
-    file = PlanFile(
+    made = PlanFile(
         model=name,
         plan=plan,
         machine=machine,
         budget=budget,
         forecast=forecast,
         holdings=holdings,
-        reasons=tuple(reasons(found, wish, step)),
         tokens=tokens,
         flops=sum(op.flops for op in step.ops),
     )
+    file = replace(made, reasons=tuple(reasons(found, wish, step, made.unexecuted)))
     _verify(file, found)
     return file
 
@@ -85,8 +86,8 @@ def _verify(file: PlanFile, found: Candidate) -> None:
         )
 
 
-def reasons(found: Candidate, wish: Wish, step: Step) -> Iterator[Reason]:
-    """The decisions of ``found``, and what each of them costs and gains."""
+def reasons(found: Candidate, wish: Wish, step: Step, unexecuted: str) -> Iterator[Reason]:
+    """The decisions of ``found``, and what each of them costs and gains; ``unexecuted`` is what cannot be run yet."""
     plan, scheduler = found.plan, found.space.scheduler
     fastest = "of the plans that were looked at and fit every tier, it is predicted to be the fastest"
     asked = "it was asked for"
@@ -96,7 +97,7 @@ def reasons(found: Candidate, wish: Wish, step: Step) -> Iterator[Reason]:
     off = sum(bucket.homes != DEVICE for bucket in plan.buckets)
     told = "it was chosen" if wish.offload == "auto" else f"offload={wish.offload} was asked for"
     yield Reason("plan", f"shards of {off} {'bucket' if off == 1 else 'buckets'} off the device", told)
-    if plan.unexecuted:
+    if unexecuted:
         yield Reason("plan", "forecast from the schedule of the traced step", "this plan cannot be run yet")
     for bucket in plan.buckets:
         yield Reason(bucket.name, _decided(bucket), _why(bucket, scheduler) or fastest)

@@ -5,7 +5,7 @@ Forecasts of real programs and the search over plans count by these same rules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from zerograph.core.machine import Machine, Tier
@@ -111,6 +111,19 @@ def update_bytes(param: Param, world_size: int, moments: int) -> int:
     The shard, its gradient and ``moments`` tensors are read, and all but the gradient written.
     """
     return shard_bytes(param, world_size) * (3 + 2 * moments)
+
+
+def device_update(buckets: Sequence[Sequence[Param]], host: Collection[int], world_size: int, moments: int) -> Update:
+    """The update of what trains on the device: all ``buckets``, of those in ``host`` what is not sharded.
+
+    It is one pass over parameters, gradients and states; the gradients go afterwards (``zero_grad``).
+    """
+    here: dict[int, list[int]] = {}
+    for index, params in enumerate(buckets):
+        for param in params:
+            if param.trainable and not (param.sharded and index in host):
+                here.setdefault(index, []).append(update_bytes(param, world_size, moments))
+    return Update(tuple(here), tuple(size for sizes in here.values() for size in sizes))
 
 
 def copy_bytes(param: Param, world_size: int) -> int:

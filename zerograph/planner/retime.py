@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.machine import Tier
-from zerograph.core.planfile import Holding, PlanFile
+from zerograph.core.planfile import PlanFile
 from zerograph.core.runfile import Run
-from zerograph.core.simulate import Memory, Task, play
+from zerograph.core.simulate import again
 from zerograph.core.timeline import Forecast, Span
 
-_ALWAYS = -1
 _RECORD = 'record a run of this plan: zerograph.backend(plan="plan.json") trains by it, backend.record() records'
 
 
@@ -25,11 +23,12 @@ def retimed(file: PlanFile, run: Run) -> Forecast:
         ConfigError: the run is not one of this plan, or of another batch or device; says what differs.
     """
     _refuse(file, run)
-    planned = [span.end - span.start for span in file.forecast.spans]
-    if _simulated(file, planned).peaks != file.forecast.peaks:
+    before = file.forecast
+    planned = [span.end - span.start for span in before.spans]
+    if again(before, planned, file.holdings).peaks != before.peaks:
         raise ConfigError("the plan does not say what all of its memory is for", "make the plan again")
     seconds = dict(_seconds(file, run))
-    return _simulated(file, [seconds.get(task, before) for task, before in enumerate(planned)])
+    return again(before, [seconds.get(task, length) for task, length in enumerate(planned)], file.holdings)
 
 
 def tasks_of(file: PlanFile, run: Run) -> dict[int, list[Span]]:
@@ -110,44 +109,3 @@ def _seconds(file: PlanFile, run: Run) -> Iterator[tuple[int, float]]:
             yield span.task, seconds
         elif span.operation == "update" and measured.update is not None:
             yield span.task, measured.update
-
-
-def _simulated(file: PlanFile, seconds: list[float]) -> Forecast:
-    spans = file.forecast.spans
-    takes: list[Memory] = [()] * len(spans)
-    gives: list[Memory] = [()] * len(spans)
-    held: list[tuple[Tier, int]] = []
-    for holding in file.holdings:
-        _place(holding, takes, gives, held)
-    tasks = [
-        Task(
-            s.name,
-            s.stream,
-            length,
-            s.after,
-            taken,
-            given,
-            s.module,
-            s.source,
-            s.key,
-            s.flops,
-            s.operation,
-            s.phase,
-            s.bucket,
-            s.tile,
-            s.what,
-            s.label,
-        )
-        for s, length, taken, given in zip(spans, seconds, takes, gives, strict=True)
-    ]
-    return play(tasks, tuple(held), file.forecast.not_counted)
-
-
-def _place(holding: Holding, takes: list[Memory], gives: list[Memory], held: list[tuple[Tier, int]]) -> None:
-    size = (holding.tier, holding.bytes)
-    if holding.first == _ALWAYS:
-        held.append(size)
-    else:
-        takes[holding.first] += (size,)
-    if holding.last != _ALWAYS:
-        gives[holding.last] += (size,)

@@ -17,13 +17,13 @@ from typing import Any
 
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
+from zerograph.core.prefetching import Visit, gathers, visits
 from zerograph.core.program import Compute, Register, Segment, Update
 from zerograph.core.simulate import Costs, Memory
 from zerograph.core.step import Kind, Param, Phase
-from zerograph.planner.rates import Rates, update_bytes
+from zerograph.planner.placement import Transfer, transfers
+from zerograph.planner.rates import Rates, device_update
 from zerograph.planner.regions import Atom, Life, Profile
-from zerograph.planner.transfers import Transfer, transfers
-from zerograph.planner.visits import Visit, gathers, visits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,7 +127,6 @@ class Scheduler:
         self.made: dict[tuple[Any, ...], Any] = {}
         work = [region.work[0] for region in profile.regions]  # gradients are the same at all levels
         self._whole = {name: size for w in work for atom in w.atoms for name, size in atom.gradients}
-        self._trained = [p for p in profile.params if p.trainable]
         self._segments: dict[tuple[int, int, int, int], int] = {}
         self._transfers: dict[tuple[int, int], tuple[Transfer, ...]] = {}
         self._all: dict[tuple[int, ...], tuple[tuple[Transfer, ...], ...]] = {}
@@ -186,11 +185,7 @@ class Scheduler:
         key = ("update", frozenset(host))
         found: Update | None = self.made.get(key)
         if found is None:
-            gone = {p.name for bucket in host for p in self.buckets[bucket] if p.sharded}  # the others stay
-            params = [p for p in self._trained if p.name not in gone]
-            sizes = tuple(update_bytes(p, self.rates.world_size, self.moments) for p in params)
-            buckets = tuple(dict.fromkeys(self.bucket_of[p.name] for p in params))
-            found = self.made[key] = Update(buckets, sizes)
+            found = self.made[key] = device_update(self.buckets, host, self.rates.world_size, self.moments)
         return found
 
     def alive(self, phase: str, layer: str, levels: tuple[int, ...]) -> list[Life]:
