@@ -217,10 +217,10 @@ class _Unfolding:
                     part: Literal["input", "tangent"] = "tangent" if _is_tangent(node) else "input"
                     self._put(node, Place(layer, part, counts[layer, part]))
                     counts[layer, part] += 1
-        for part in ("input", "tangent", "forward", "backward"):
-            sizes = [sum(p.part == part and p.layer == i for p in self.at) for i in (self.template - 1, self.template)]
+        for name in ("input", "tangent", "forward", "backward"):
+            sizes = [sum(p.part == name and p.layer == i for p in self.at) for i in (self.template - 1, self.template)]
             if sizes[0] != sizes[1]:
-                raise NotFoldable(f"two of its layers have {sizes[0]} and {sizes[1]} nodes in the {part}")
+                raise NotFoldable(f"two of its layers have {sizes[0]} and {sizes[1]} nodes in the {name}")
 
     def _place_part(self, part: Literal["forward", "backward"], nodes: list[fx.Node], order: Sequence[int]) -> None:
         """A layer reaches from its first node to the next one's; the last one to its last node."""
