@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from model import Workload, batches, build_model
+from model import Workload, batches, build_model, called
 from variants import Trainer, missing, parse
 
 LOG_TAIL = 4000  # characters of a failed process's output that are shown
@@ -84,6 +84,7 @@ class Worker:
     def build(self) -> None:
         variant, options = parse(self.job.spec)
         self.trainer = variant.build(build_model(self.job.work), self.job.work, options)
+        self.trainer.forward = called(self.job.work, self.trainer.forward)
         self.data = batches(self.job.work, self.job.rank)
 
     def imports(self) -> None:

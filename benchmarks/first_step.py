@@ -1,16 +1,19 @@
-"""Wall time of the first training step, tracing and compilation included, as depth grows, with nothing cached.
+"""Wall time of the first training step, tracing and compilation included, as depth grows, with a cold or a warm cache.
 
     python benchmarks/first_step.py                        # 12, 24 and 48 layers, on 1 and on 2 processes
     python benchmarks/first_step.py --layers 12,24 --worlds 1 --repeats 3
+    python benchmarks/first_step.py --model llama --dim 384 --heads 6 --layers 24 --worlds 2 --warm --repeats 3 \\
+        --variants fsdp-compiled,zg3
 
 Prediction. A deep model is traced layer by layer but its distinct segments are compiled once, so zerograph's first
 step takes at most 0.6 of the time of `torch.compile` with Inductor at 24 layers, and its own at 48 layers at most 1.4
 of that at 12, where `torch.compile` grows about in proportion to depth.
 
 Method. Every measurement has fresh processes and an empty Inductor cache, which the ranks of one run share as they do
-in real life. The modules a first call would import are imported before it. "First" is the first step; "steady" the
-median of the next ones, to be subtracted for compilation alone; "CPU" the first step's CPU time of one rank with its
-C++ compilers, which other load disturbs less. Models are small (d=128), as only depth matters here.
+in real life. With `--warm` fresh processes then do the same again with the cache that the first ones left. The modules
+that a first call would import are imported before it. "First" is the first step; "steady" the median of the next ones,
+to be subtracted for compilation alone; "CPU" the first step's CPU time of one rank with its C++ compilers, which other
+load disturbs less. Models are small (d=128), as only depth matters here.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ class Case:
     spec: str
     world: int
     layers: int
+    warm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +64,16 @@ def main() -> int:
         for case in cases(args):
             with ERR.status(f"{title(case.spec)}, {case.world} process(es), {case.layers} layers"):
                 try:
-                    found.setdefault(case, []).append(first_step(case, workload(args, case.layers), args.timeout))
+                    for warm, step in enumerate(
+                        first_steps(case, workload(args, case.layers), args.timeout, args.warm)
+                    ):
+                        found.setdefault(replace(case, warm=bool(warm)), []).append(step)
                 except CrewFailed as error:
                     failed[case] = str(error)
                     ERR.print(f"{case}: {error}\n{error.detail}", markup=False, soft_wrap=True)
     for world in args.worlds:
-        show(world, {c: f for c, f in found.items() if c.world == world and f}, args.layers)
+        for warm in (False, True):
+            show({c: f for c, f in found.items() if (c.world, c.warm) == (world, warm)}, args.layers)
     for case, reason in failed.items():
         OUT.print(f"FAILED {title(case.spec)}, {case.world} process(es), {case.layers} layers: {reason}", markup=False)
     if args.json:
@@ -79,6 +87,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--layers", type=integers, default=[12, 24, 48])
+    add("--model", choices=["gpt", "llama"], default="gpt")
+    add("--warm", action="store_true", help="also measure a restart, with the cache that the first start left")
     add("--worlds", type=integers, default=[1, 2], help="process counts")
     add("--dim", type=int, default=128)
     add("--heads", type=int, default=4)
@@ -98,7 +108,7 @@ def integers(text: str) -> list[int]:
 
 
 def workload(args: argparse.Namespace, layers: int) -> Workload:
-    return Workload(layers, args.dim, args.heads, 8192, args.batch, args.seq, args.dtype, args.device)
+    return Workload(layers, args.dim, args.heads, 8192, args.batch, args.seq, args.dtype, args.device, args.model)
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
@@ -115,13 +125,16 @@ def cases(args: argparse.Namespace) -> list[Case]:
     return found
 
 
-def first_step(case: Case, work: Workload, timeout: float) -> FirstStep:
-    """Builds the model in fresh processes with an empty cache and runs it for the first time."""
+def first_steps(case: Case, work: Workload, timeout: float, warm: bool) -> list[FirstStep]:
+    """The first step with an empty cache, and where asked for that of a restart."""
+    with tempfile.TemporaryDirectory(prefix="zerograph-cache-") as cache:
+        return [first_step(case, work, timeout, Path(cache)) for _ in range(1 + warm)]
+
+
+def first_step(case: Case, work: Workload, timeout: float, cache: Path) -> FirstStep:
+    """Builds the model in fresh processes and runs it for the first time."""
     load = Load()
-    with (
-        tempfile.TemporaryDirectory(prefix="zerograph-cache-") as cache,
-        Crew(case.spec, work, case.world, Path(cache)) as crew,
-    ):
+    with Crew(case.spec, work, case.world, cache) as crew:
         crew.call("imports", timeout=timeout)
         crew.call("build", timeout=timeout)
         load.start()
@@ -136,12 +149,13 @@ def first_step(case: Case, work: Workload, timeout: float) -> FirstStep:
     )
 
 
-def show(world: int, found: dict[Case, list[FirstStep]], depths: list[int]) -> None:
+def show(found: dict[Case, list[FirstStep]], depths: list[int]) -> None:
     """One row per variant and depth, with ratios to the baseline of that depth and to itself at the first depth."""
     if not found:
         return
-    table = Table(title=f"first step on {world} process(es), cold cache")
-    baseline = next(iter(found)).spec
+    first = next(iter(found))
+    baseline = first.spec
+    table = Table(title=f"first step on {first.world} process(es), {'warm' if first.warm else 'cold'} cache")
     ratios = f"/ {baseline}", f"/ {depths[0]} layers"
     for column in ("variant", "layers", "first s", "steady s", "CPU s", *ratios, "others"):
         table.add_column(column, justify="left" if column == "variant" else "right")

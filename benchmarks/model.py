@@ -1,13 +1,16 @@
-"""The GPT that every benchmark here trains, and the data it is trained on.
+"""The models that the benchmarks here train, and the data they are trained on: a GPT, and where asked for a Llama.
 
-It is GPT-2's block (LayerNorm and Linear with bias, fused qkv, gelu MLP of four times the width) with learned positions
-and an untied vocabulary head. The loss is part of `forward`, in fp32, so that every variant does the same work inside
-and outside of what it compiles.
+The GPT is GPT-2's block (LayerNorm and Linear with bias, fused qkv, gelu MLP of four times the width) with learned
+positions and an untied vocabulary head. The loss is part of `forward`, in fp32, so that every variant does the same
+work inside and outside of what it compiles. The Llama is that of transformers, called as users call it: with labels,
+and with its cache at the default, so that it returns the keys and values of every layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +29,7 @@ class Workload:
     seq: int = 128
     dtype: str = "fp32"  # "fp32" | "bf16": bf16 compute over fp32 master parameters
     device: str = "cpu"
+    model: str = "gpt"  # "gpt" | "llama"
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -98,11 +102,38 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
-def build_model(work: Workload, seed: int = 0) -> GPT:
-    """The same weights for every variant and rank."""
+def build_model(work: Workload, seed: int = 0) -> Any:
+    """The same weights for every variant and rank; its repeated layers are called `blocks`."""
     torch.manual_seed(seed)
     with torch.device(work.device):
-        return GPT(work)
+        return llama(work) if work.model == "llama" else GPT(work)
+
+
+def llama(work: Workload) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Llama(LlamaForCausalLM):
+        @property
+        def blocks(self) -> nn.ModuleList:
+            return self.model.layers
+
+    return Llama(
+        LlamaConfig(
+            vocab_size=work.vocab,
+            hidden_size=work.dim,
+            intermediate_size=8 * work.dim // 3,
+            num_hidden_layers=work.layers,
+            num_attention_heads=work.heads,
+            max_position_embeddings=work.seq,
+        )
+    )
+
+
+def called(work: Workload, forward: Callable[..., Any]) -> Callable[[Tensor, Tensor], Tensor]:
+    """`forward`, of one of these models or of what wraps it, as a function of tokens and targets that gives a loss."""
+    if work.model == "gpt":
+        return forward
+    return lambda tokens, _: forward(input_ids=tokens, labels=tokens).loss  # it shifts labels itself
 
 
 def batches(work: Workload, rank: int, count: int = 4) -> list[tuple[Tensor, Tensor]]:

@@ -186,14 +186,14 @@ def missing(spec: str) -> str | None:
     return None if importlib.util.find_spec(module) else f"{module} is not installed"
 
 
-def autocast(model: Callable[[Tensor, Tensor], Tensor], work: Workload) -> Callable[[Tensor, Tensor], Tensor]:
+def autocast(model: Callable[..., Any], work: Workload) -> Callable[..., Any]:
     """The model's call under autocast, which is how DDP and a single process compute in bf16."""
     if work.dtype == "fp32":
         return model
 
-    def call(tokens: Tensor, targets: Tensor) -> Tensor:
+    def call(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(work.device, torch.bfloat16):
-            return model(tokens, targets)
+            return model(*args, **kwargs)
 
     return call
 

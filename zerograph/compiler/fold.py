@@ -45,6 +45,8 @@ class Folded:
         traced: the numbers of its layers that are left.
         layers: of all of them.
         input_of: the input of the whole graph for one of this graph, in the layer so many after the third.
+        outputs: of each output of the whole graph, the one of this graph that it is, and in the layer so many after
+            the third; -1 where no layer is repeated for it.
     """
 
     gm: fx.GraphModule
@@ -53,6 +55,7 @@ class Folded:
     traced: tuple[int, ...]
     layers: tuple[int, ...]
     input_of: Callable[[int, int], int]
+    outputs: list[tuple[int, int]]
 
     def repeated(self, joint: Joint) -> Repeat:
         """The joint graph of the whole graph, from this one's.
@@ -60,7 +63,9 @@ class Folded:
         Raises:
             NotFoldable: it does not repeat as the graph it comes from does.
         """
-        found = Repeat.of(joint, self.path, self.traced, self.layers, self.traced)
+        if joint.outputs != len(self.gm.graph.output_node().args[0]):  # type: ignore[arg-type]
+            raise NotFoldable("it returns more than its outputs")
+        found = Repeat.of(joint, self.path, self.traced, self.layers, self.traced, self.outputs)
         given = len(self.inputs)  # behind them are the gradients of the outputs, which no layer has for itself
         order = [self.input_of(i, copy) for i, copy in found.whole.inputs if i < given]
         if order != [*range(len(order))] or any(i < given for i, _ in found.whole.inputs[len(order) :]):
@@ -164,11 +169,13 @@ class _Folding:
             self._compare(layer, layers[layer], layers[layer - 1])
         kept = (0, 1, last - 1, last)
         graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-        for node in nodes:
+        returned, outputs = self._outputs(nodes[-1].args[0])
+        for node in nodes[:-1]:
             place = self.places.get(node)
             if place is None or place.layer in kept:
                 new[node] = graph.node_copy(node, partial(self._new_source, new, place))
                 new[node].__dict__.update({k: v for k, v in node.__dict__.items() if k == "_dynamo_source"})
+        graph.output(tuple(new[v] if isinstance(v, fx.Node) else v for v in returned)).meta = dict(nodes[-1].meta)
         given = [n for n in nodes if n.op == "placeholder"]
         index = {node: i for i, node in enumerate(given)}
         inputs = [i for i, node in enumerate(given) if node in new]
@@ -183,7 +190,29 @@ class _Folding:
             return index[self.at[there._replace(layer=2 + copy)]]
 
         traced = tuple(self.numbers[i] for i in kept)
-        return Folded(lazily_coded(self.gm, graph), inputs, self.path, traced, self.numbers, input_of)
+        return Folded(lazily_coded(self.gm, graph), inputs, self.path, traced, self.numbers, input_of, outputs)
+
+    def _outputs(self, given: Any) -> tuple[list[Any], list[tuple[int, int]]]:
+        """Which outputs the folded graph has, and :attr:`Folded.outputs`.
+
+        Those of one layer must stand together, and layer after layer: so do their gradients among the joint graph's
+        inputs, where unfolding repeats them.
+        """
+        last = len(self.numbers) - 1
+        layers = [self.places[v].layer if v in self.places else -1 for v in given]
+        left = [v for v, layer in zip(given, layers, strict=True) if layer not in range(2, last - 1)]
+        repeated = [i for i, v in enumerate(left) if v in self.places and self.places[v].layer == last - 1]
+        begin, end = (repeated[0], repeated[-1] + 1) if repeated else (len(left), len(left))
+        outputs = [(i, -1) for i in range(begin)]
+        outputs += [(i, copy) for copy in range(last - 2) for i in range(begin, end)]
+        outputs += [(i, -1) for i in range(end, len(left))]
+
+        def output_of(i: int, copy: int) -> Any:
+            return left[i] if copy < 0 else self.at.get(self.places[left[i]]._replace(layer=2 + copy))
+
+        if repeated != [*range(begin, end)] or [output_of(*at) for at in outputs] != [*given]:
+            raise NotFoldable("it does not return the same of every layer, layer after layer")
+        return left, outputs
 
     def _new_source(self, new: dict[fx.Node, fx.Node], reader: Place | None, old: fx.Node) -> fx.Node:
         """What a node at ``reader`` reads in place of ``old``."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -31,7 +32,7 @@ class Place(NamedTuple):
     """Where a node of a layer stands: which traced layer, in which of its stretches, and how far in that."""
 
     layer: int
-    part: Literal["input", "forward", "backward"]
+    part: Literal["input", "tangent", "forward", "backward"]
     offset: int
 
 
@@ -62,6 +63,7 @@ class Repeat:
         traced: the numbers of its layers there.
         layers: of all of them.
         labels: what the graph calls the traced layers.
+        outputs: see :func:`unfold`.
         whole: the graph of all layers.
     """
 
@@ -70,12 +72,21 @@ class Repeat:
     traced: Sequence[int]
     layers: Sequence[int]
     labels: Sequence[int]
+    outputs: Sequence[tuple[int, int]]
     whole: Joint
 
     @staticmethod
-    def of(few: Joint, path: str, traced: Sequence[int], layers: Sequence[int], labels: Sequence[int]) -> Repeat:
+    def of(
+        few: Joint,
+        path: str,
+        traced: Sequence[int],
+        layers: Sequence[int],
+        labels: Sequence[int],
+        outputs: Sequence[tuple[int, int]] = (),
+    ) -> Repeat:
         """Raises: NotFoldable."""
-        return Repeat(few, path, traced, layers, labels, unfold(few, path, traced, layers, labels))
+        whole = unfold(few, path, traced, layers, labels, outputs)
+        return Repeat(few, path, traced, layers, labels, outputs, whole)
 
     def unfolded(self) -> fx.GraphModule:
         """The graph of all layers once more, after passes have rewritten that of the few.
@@ -83,25 +94,33 @@ class Repeat:
         Raises:
             NotFoldable: they did not do the same to every layer.
         """
-        whole = unfold(self.few, self.path, self.traced, self.layers, self.labels)
+        whole = unfold(self.few, self.path, self.traced, self.layers, self.labels, self.outputs)
         if whole.inputs != self.whole.inputs:
             raise NotFoldable("its inputs are in another order")
         return whole.gm
 
 
 def unfold(
-    joint: Joint, path: str, traced: Sequence[int], layers: Sequence[int], labels: Sequence[int] | None = None
+    joint: Joint,
+    path: str,
+    traced: Sequence[int],
+    layers: Sequence[int],
+    labels: Sequence[int] | None = None,
+    outputs: Sequence[tuple[int, int]] = (),
 ) -> Joint:
     """``joint``, of a model in which the stack ``path`` has the layers numbered ``traced``, with ``layers`` instead.
 
     Args:
         labels: what the graph calls the traced layers, where tracing did not number them from 0.
+        outputs: of each output of the result's forward, the one of ``joint`` that it is, and in which copy of the
+            repeated layer; -1 where it is not repeated. Empty where both return the same.
 
     Raises:
         NotFoldable: its layers are no stretches of the graph, or the two in the middle differ.
     """
     with outside_fake_mode():  # the dry run's
-        return _Unfolding(joint, path, traced, layers, labels or range(len(traced))).run()
+        same = [(i, -1) for i in range(joint.outputs)]
+        return _Unfolding(joint, path, traced, layers, labels or range(len(traced)), outputs or same).run()
 
 
 def signature(joint: Joint) -> list[str]:
@@ -127,6 +146,7 @@ class _Unfolding:
     traced: Sequence[int]
     layers: Sequence[int]
     labels: Sequence[int]
+    outputs: Sequence[tuple[int, int]]
     places: dict[fx.Node, Place] = field(default_factory=dict)
     at: dict[Place, fx.Node] = field(default_factory=dict)
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of what is not repeated
@@ -171,7 +191,7 @@ class _Unfolding:
         gm = lazily_coded(self.joint.gm, self.graph)
         gm.graph.lint()
         index = {node: i for i, node in enumerate(n for n in nodes if n.op == "placeholder")}
-        return Joint(gm, self.joint.outputs, static, tuple((index[node], number) for node, number in taken))
+        return Joint(gm, len(self.outputs), static, tuple((index[node], number) for node, number in taken))
 
     def _nodes_of(self, shift: int) -> list[fx.Node]:
         """The nodes of the template, or of the layer so many later."""
@@ -188,18 +208,19 @@ class _Unfolding:
         computing = [n for n in nodes if n.op not in ("placeholder", "output")]
         self._place_part("forward", [n for n in computing if n not in backward], range(len(self.traced)))
         self._place_part("backward", [n for n in computing if n in backward], range(len(self.traced))[::-1])
-        counts: dict[int, int] = {}
+        counts: Counter[tuple[int, str]] = Counter()
         for node in nodes:
             if node.op == "placeholder":
                 layers = {self.places[u].layer if u in self.places else None for u in node.users if u.op != "output"}
                 layer = layers.pop() if len(layers) == 1 else None
                 if layer is not None:
-                    counts[layer] = counts.get(layer, -1) + 1
-                    self._put(node, Place(layer, "input", counts[layer]))
-        for part in ("input", "forward", "backward"):
-            sizes = [sum(p.part == part and p.layer == i for p in self.at) for i in (self.template - 1, self.template)]
+                    part: Literal["input", "tangent"] = "tangent" if _is_tangent(node) else "input"
+                    self._put(node, Place(layer, part, counts[layer, part]))
+                    counts[layer, part] += 1
+        for name in ("input", "tangent", "forward", "backward"):
+            sizes = [sum(p.part == name and p.layer == i for p in self.at) for i in (self.template - 1, self.template)]
             if sizes[0] != sizes[1]:
-                raise NotFoldable(f"two of its layers have {sizes[0]} and {sizes[1]} nodes in the {part}")
+                raise NotFoldable(f"two of its layers have {sizes[0]} and {sizes[1]} nodes in the {name}")
 
     def _place_part(self, part: Literal["forward", "backward"], nodes: list[fx.Node], order: Sequence[int]) -> None:
         """A layer reaches from its first node to the next one's; the last one to its last node."""
@@ -309,24 +330,27 @@ class _Unfolding:
         return (there, number + 1) if number < self.count - 1 else a
 
     def _output(self, node: fx.Node, taken: list[tuple[fx.Node, int]]) -> None:
-        """Outputs of the forward as they are; then the gradient of each input."""
+        """Outputs of the forward; then the gradient of each input."""
         values: Any = node.args[0]
-        inputs = [
-            n for n in self.joint.gm.graph.find_nodes(op="placeholder", sort=True) if "tangent" not in str(n.target)
-        ]
+        inputs = [n for n in self.joint.gm.graph.find_nodes(op="placeholder", sort=True) if not _is_tangent(n)]
         given, grads = values[: self.joint.outputs], values[self.joint.outputs :]
         if len(grads) != len(inputs):
             raise NotFoldable("it returns more than its outputs and a gradient for each input")
         grad_of = dict(zip(inputs, grads, strict=True))
-        for value in given:
-            if isinstance(value, fx.Node) and self._repeated(value):
-                raise NotFoldable(f"it returns {value.name} of one of its layers")
-        results = [self.new[v] if isinstance(v, fx.Node) else v for v in given]
+        results = [self._result(given[i], number) for i, number in self.outputs]
         for source, number in taken:
             if source in grad_of:
                 results.append(self._grad(grad_of, source, number))
         out = self.graph.output(tuple(results) if isinstance(values, tuple) else results)
         out.meta = {k: v for k, v in node.meta.items() if k not in ("desc", "output_stack_traces")}
+
+    def _result(self, value: Any, number: int) -> Any:
+        repeated = isinstance(value, fx.Node) and self._repeated(value)
+        if repeated != (number >= 0):
+            raise NotFoldable(f"it returns {value} of one of its layers")
+        if repeated:
+            return self.copies[self.places[value], number]
+        return self.new[value] if isinstance(value, fx.Node) else value
 
     def _repeated(self, node: fx.Node) -> bool:
         place = self.places.get(node)
@@ -424,6 +448,11 @@ def _stretches(nodes: list[fx.Node], places: dict[fx.Node, Place], template: int
         found[-1].append(node)
         before = part
     return found
+
+
+def _is_tangent(node: fx.Node) -> bool:
+    """Whether ``node`` is the gradient of an output; AOTAutograd names inputs by what they are."""
+    return "tangent" in str(node.target)
 
 
 def _stem(name: str) -> str:
