@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 from zerograph.core.plan import Plan
 from zerograph.core.step import ITEM_SIZE, Op, Param, Step, Value, layer_of_activation
-from zerograph.planner.knobs import Knob
 from zerograph.planner.liveness import Mode
 from zerograph.planner.optimizer import with_updates
 from zerograph.planner.regions import Profile, profile
@@ -48,16 +46,6 @@ class _Builder:
 
 WORLD, MOMENTS = 1, 2
 """Of the updates that steps end with; the planner counts them for its own world and optimizer."""
-
-
-def every_plan(plan: Plan, knobs: Sequence[Knob]) -> Iterator[Plan]:
-    """``plan`` with every choice of every item of ``knobs``."""
-    if not knobs:
-        yield plan
-        return
-    knob, *rest = knobs
-    for values in product(*knob.choices.values()):
-        yield from every_plan(knob.turn(plan, dict(zip(knob.choices, values, strict=True))), rest)
 
 
 def step_of(layers: list[Layer], training: bool = True, updates: bool = True) -> Step:

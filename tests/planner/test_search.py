@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from planner.steps import Layer, every_plan, step_of, transformer
+from planner.steps import Layer, step_of, transformer
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
@@ -43,7 +43,7 @@ _MIXED = st.lists(st.tuples(_LAYER, st.integers(1, 8)), min_size=1, max_size=4).
 def every(search: Search) -> list[Candidate]:
     """All residencies and recomputations of the search's first space."""
     space = search.spaces[0]
-    return [space.of(plan) for plan in every_plan(space.plan, [knobs.residency(space), knobs.levels(space)])]
+    return [space.of(plan) for plan in knobs.every([knobs.residency(space), knobs.levels(space)], space.plan)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -191,7 +191,7 @@ def compare(step: Step, wish: Wish, machine: Machine, shares: list[tuple[float, 
     turned = [knobs.residency(space), knobs.homes(space, search.homes), knobs.layers_away(space, search.tiers)]
     if wish.recompute == "auto":
         turned.append(knobs.levels(space))
-    everything = frontier(space.of(plan) for plan in every_plan(space.plan, turned))
+    everything = frontier(space.of(plan) for plan in knobs.every(turned, space.plan))
     for budget in budgets(everything, shares):
         best = min((c.seconds for c in everything if c.fits(limits(budget))), default=None)
         found = search.within(budget)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, TypeVar
 
 from zerograph.core.machine import Tier
@@ -369,6 +370,16 @@ def _place(choices: Sequence[Any], value: Any) -> int:
         return -1
     falling = len(choices) > 1 and choices[0] > choices[-1]
     return sum(bool(one > value) if falling else bool(one < value) for one in choices) - 1
+
+
+def every(knobs: Sequence[Knob], plan: Plan) -> Iterator[Plan]:
+    """``plan`` with every choice of every item of ``knobs``."""
+    if not knobs:
+        yield plan
+        return
+    knob, *rest = knobs
+    for values in product(*knob.choices.values()):
+        yield from every(rest, knob.turn(plan, dict(zip(knob.choices, values, strict=True))))
 
 
 def changes(knobs: Iterable[Knob], plan: Plan, groups: int) -> Iterator[Plan]:

@@ -4,7 +4,7 @@ One local search over all that is free (Pareto local search; Paquete et al. 2004
 rules make, and with those that need the least of each tier, in buckets of each size. From plans that no other beats in
 both time and the memory of every tier it turns one knob at a time (:mod:`~zerograph.planner.knobs`): for all items,
 then, between two neighbours, for half of what tells them apart, those first that save the most seconds per byte, then
-for fewer items. Where a plan has its peak, gathers wait and operators are tiled (:mod:`~zerograph.planner.peaks`).
+for fewer items. Small steps are looked at completely, but for starts. Where a plan has its peak, gathers wait and operators are tiled (:mod:`~zerograph.planner.peaks`).
 Every plan is simulated.
 
 No budget enters, so more of one never finds a slower plan. What stays on the device is searched as where nothing can
@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise, product
+from math import prod
 from typing import Any, Literal, NamedTuple
 
 from zerograph.core.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Recompute
@@ -29,7 +30,7 @@ from zerograph.core.simulate import on
 from zerograph.core.step import Step
 from zerograph.planner import knobs
 from zerograph.planner.homes import open_homes, open_tiers
-from zerograph.planner.knobs import Knob, changes, halfway, spread
+from zerograph.planner.knobs import Knob, changes, every, halfway, spread
 from zerograph.planner.liveness import Graph, Mode
 from zerograph.planner.loss import head_of, loss_tiles, tiled
 from zerograph.planner.peaks import with_lower_peaks
@@ -58,6 +59,8 @@ FEW = 8
 """Buckets up to which items are turned one by one."""
 LOWERED = 6
 """Plans whose peaks are lowered, of those that stay and of those that leave the device."""
+COMPLETE = 1300
+"""Plans up to which all are looked at, but for when their gathers begin."""
 COARSE = 48
 """Plans that are looked at with knobs turned for all items at once, however deep the step: the rest follows from it."""
 WORK = 60_000
@@ -189,15 +192,19 @@ class _Local:
                 self._add(space.of(plan))
             ways.add(space.plan.loss_tiles)
         few = all(len(space.plan.buckets) <= FEW for space in knobs_of)
+        coarse = {space: [knob for knob in own if not knob.fine] for space, own in knobs_of.items()}
+        complete = sum(prod(len(c) for k in own for c in k.choices.values()) for own in coarse.values()) <= COMPLETE
+        for space, own in coarse.items() if complete else ():
+            for plan in every(own, space.plan):
+                self._add(space.of(plan))
         self._turn(knobs_of, 1, work // 4)
         self._halve(knobs_of, work // 4)
         if few or tile:
-            coarse = {space: [knob for knob in own if not knob.fine] for space, own in knobs_of.items()}
             self._turn(coarse, sys.maxsize if few else GROUPS, work // 4)
         for candidate in with_lower_peaks(spread(frontier(self.best))[:LOWERED], tile=tile, work=work // 4):
             self._add(candidate)
         if few:
-            self._turn(knobs_of, sys.maxsize, work // 4, beaten=True)
+            self._turn(knobs_of, sys.maxsize, work // 4, beaten=not complete)
 
     def _add(self, candidate: Candidate) -> None:
         if candidate in self._seen:
