@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -10,17 +10,18 @@ from hypothesis import strategies as st
 from planner.steps import Layer, step_of
 
 from zerograph.core.machine import machine_named
-from zerograph.core.plan import Plan, decided
+from zerograph.core.plan import Bucket, Plan, decided
 from zerograph.planner import knobs
 from zerograph.planner.check import check
 from zerograph.planner.knobs import Knob, by_reward, changes, halfway, split, spread
-from zerograph.planner.search import Search, Wish
+from zerograph.planner.search import Search, Wish, _all_knobs
 from zerograph.planner.space import Space
 
 GPU = machine_named("h100-80gb")
 STEP = step_of([Layer(rows=2**20, stream=1024, inside=10**6, flops=10**12)] * 5)
 SEARCH = Search(STEP, Wish("auto", 8, bucket_size=2**20, offload="auto"), GPU, work=300)
 SPACE = SEARCH.spaces[0]
+STEP_LAYER = "blocks.0"
 
 
 def all_knobs(space: Space) -> dict[str, Knob]:
@@ -33,8 +34,8 @@ def all_knobs(space: Space) -> dict[str, Knob]:
         "homes": knobs.homes(space, SEARCH.homes),
         "layers_away": knobs.layers_away(space, SEARCH.tiers),
         "activations_away": knobs.activations_away(space, SEARCH.tiers),
-        "reductions": knobs.of_step("reductions", (1, 2)),
-        "fetch_ahead": knobs.of_step("fetch_ahead", (1, 2)),
+        "reductions": knobs.of_step("reductions", (1, 2), fine=True),
+        "fetch_ahead": knobs.of_step("fetch_ahead", (1, 2), fine=True),
     }
 
 
@@ -92,25 +93,25 @@ def test_half_the_way_has_the_values_of_either(a: Plan, b: Plan) -> None:
         assert sum(now[item] != before[item] for item in now) == differ // 2
 
 
-def test_one_of_those_that_are_alike_is_turned() -> None:
-    knob = KNOBS["homes"]
-    every = list(knob.changes(SPACE.plan, 100))
-    whole = {SPACE.scheduler.transfers(b.index, 1)[0].whole for b in SPACE.plan.buckets}
-    assert len(every) <= len(SEARCH.homes) * len(whole) < len(SEARCH.homes) * len(SPACE.plan.buckets)
-    assert all(sum(b.homes != SPACE.plan.buckets[b.index].homes for b in plan.buckets) == 1 for plan in every)
+def test_one_group_of_those_that_are_alike_is_turned() -> None:
+    step = step_of([Layer(rows=2**20, stream=1024, inside=10**6, flops=10**12)] * 16)
+    search = Search(step, Wish("auto", 8, bucket_size=2**20, offload="auto"), GPU, work=300)
+    knob, plan = knobs.homes(search.spaces[0], search.homes), search.spaces[0].plan
+    assert len(list(knob.changes(plan, 4))) == len(search.homes) - 1
+    assert len(list(knob.changes(plan, 100))) == 16 * (len(search.homes) - 1)
 
 
-def test_every_decision_is_told_and_turned() -> None:
-    """Those without a knob are fixed by the wish, by the buckets, or by the loss of the profile."""
-    plan = SPACE.plan
+def test_every_decision_is_turned_by_the_search() -> None:
+    """But for those that the wish, the buckets, or the loss of the profile fix."""
+    plan = replace(SPACE.plan, offload=((STEP_LAYER, "host"),), prefetch=2)
     moved: set[str] = set()
-    for knob in KNOBS.values():
+    for knob in _all_knobs(SPACE, SEARCH.wish, SEARCH.homes, SEARCH.tiers):
         for changed in knob.changes(plan, 1):
-            moved |= {f.name for f in fields(plan) if getattr(plan, f.name) != getattr(changed, f.name)}
+            moved |= {name for name in decided(Plan) if getattr(plan, name) != getattr(changed, name)}
             for old, new in zip(plan.buckets, changed.buckets, strict=True):
-                moved |= {f"bucket.{f.name}" for f in fields(old) if getattr(old, f.name) != getattr(new, f.name)}
-    fixed = {"stage", "world_size", "save_others", "loss_tiles", "save", "fetch_ahead"}
-    assert moved | fixed >= set(decided(Plan)) | {f"bucket.{name}" for name in decided(type(plan.buckets[0]))}
+                moved |= {f"bucket.{name}" for name in decided(Bucket) if getattr(old, name) != getattr(new, name)}
+    fixed = {"stage", "world_size", "save_others", "loss_tiles"}
+    assert moved == set(decided(Plan)) - fixed | {f"bucket.{name}" for name in decided(Bucket)}
 
 
 def test_orders() -> None:

@@ -61,8 +61,7 @@ def test_small_steps_are_within_5_percent_of_brute_force(layers: list[Layer], sh
 
 @settings(max_examples=30, deadline=None)
 @given(layer=_LAYER, depth=st.integers(4, 5), share=st.floats(0, 1))
-def test_counts_alone_come_close_where_layers_are_alike(layer: Layer, depth: int, share: float) -> None:
-    """Deep steps are searched by counts; on shallow ones all subsets tell what that misses."""
+def test_layers_that_are_alike_are_within_5_percent_of_brute_force(layer: Layer, depth: int, share: float) -> None:
     search = Search(step_of([layer] * depth), WISH, MACHINE)
     candidates = every(search)
     peaks = [c.peak for c in candidates]
@@ -70,7 +69,7 @@ def test_counts_alone_come_close_where_layers_are_alike(layer: Layer, depth: int
     best = min(c.seconds for c in candidates if c.peak <= budget)
     found = search.within(budget)
     assert found is not None
-    assert found.seconds <= best * 1.15
+    assert found.seconds <= best * 1.05
 
 
 @settings(max_examples=40, deadline=None)

@@ -51,7 +51,8 @@ class Knob:
     def changes(self, plan: Plan, groups: int) -> Iterator[Plan]:
         """``plan`` with this knob turned for one of at most so many groups of items.
 
-        Groups that are alike and have the same values are interchangeable: one of them is turned.
+        Of several items in a group, those that are alike and have the same values count as interchangeable, whatever
+        else is decided of them: one group of each kind is turned. Single items are all turned.
         """
         now = self.read(plan)
         for target in self._targets():
@@ -59,7 +60,8 @@ class Knob:
             for group in split(tuple(self.choices), groups):
                 turned, more = self._turned(group, now, target)
                 if turned:
-                    key = tuple((self.alike[item] if self.alike else item, now[item]) for item in group)
+                    alike = self.alike if len(group) > 1 and self.alike else {}
+                    key = tuple((alike.get(item, item), now[item]) for item in group)
                     if key not in found or not more:
                         found[key] = turned
             for turned in found.values():
@@ -115,14 +117,14 @@ def halfway(knobs: Iterable[Knob], a: Plan, b: Plan) -> Plan:
 # The knobs ------------------------------------------------------------------------------------------------------------
 
 
-def of_step(field: str, choices: Sequence[Any]) -> Knob:
+def of_step(field: str, choices: Sequence[Any], *, fine: bool) -> Knob:
     """A decision for the step as a whole: a field of the plan."""
     return Knob(
         {"": choices},
         lambda plan: {"": getattr(plan, field)},
         lambda plan, values: replace(plan, **{field: values[""]}) if values else plan,
         frugal=[{"": choices[0]}],
-        fine=True,
+        fine=fine,
     )
 
 

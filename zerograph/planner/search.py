@@ -4,8 +4,9 @@ One local search over all that is free (Pareto local search; Paquete et al. 2004
 rules make, and with those that need the least of each tier, in buckets of each size. From plans that no other beats in
 both time and the memory of every tier it turns one knob at a time (:mod:`~zerograph.planner.knobs`): for all items,
 then, between two neighbours, for half of what tells them apart, those first that save the most seconds per byte, then
-for fewer items. Small steps are looked at completely, but for starts. Where a plan has its peak, gathers wait and operators are tiled (:mod:`~zerograph.planner.peaks`).
-Every plan is simulated.
+for fewer items. Small steps are looked at completely, but for
+what only says when something begins. Where a plan has its peak, gathers wait and
+operators are tiled (:mod:`~zerograph.planner.peaks`). Every plan is simulated.
 
 No budget enters, so more of one never finds a slower plan. What stays on the device is searched as where nothing can
 leave it, and then the rest from there: another tier never makes a plan slower either. All ranks that are given the same
@@ -60,11 +61,11 @@ FEW = 8
 LOWERED = 6
 """Plans whose peaks are lowered, of those that stay and of those that leave the device."""
 COMPLETE = 1300
-"""Plans up to which all are looked at, but for when their gathers begin."""
+"""Plans up to which all are looked at, but for what only says when something begins."""
 COARSE = 48
 """Plans that are looked at with knobs turned for all items at once, however deep the step: the rest follows from it."""
 WORK = 60_000
-"""Tasks that are simulated from the first plans on, at most, twice: of plans that stay on the device, and of all."""
+"""About how many tasks are simulated of plans that stay on the device, and then of all, from the first plans on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +136,8 @@ class Search:
         Args:
             states: bytes on the device between steps; default: shards and optimizer states of the step's parameters.
             moments: tensors that the optimizer keeps per parameter.
-            work: tasks that are simulated of plans that offload or tile, beside the first ones, at most; twice as many
-                where all do.
+            work: about how many tasks are simulated of plans that offload or tile, twice as many where all do. The
+                first plans and :data:`COARSE` others are looked at in any case.
         """
         self.wish, self.moments = wish, moments
         with uncollected():
@@ -147,10 +148,11 @@ class Search:
             self.spaces, *parts = [list(_spaces(step, wish, machine, self.states, moments, way)) for way in self.ways]
             found = _Local()
             if DEVICE in self.homes:
-                found.explore({space: _staying(space, wish) for space in self.spaces}, WORK, tile=False)
+                found.explore({space: _staying(space, wish) for space in self.spaces}, WORK)
             if self.tiers or wish.tiles:
-                every = {s: _every(s, wish, self.homes, self.tiers) for s in chain(self.spaces, *parts)}
-                found.explore(every, work * (1 if DEVICE in self.homes else 2), tile=wish.tiles)
+                open_knobs = {s: _all_knobs(s, wish, self.homes, self.tiers) for s in chain(self.spaces, *parts)}
+                work *= 1 if DEVICE in self.homes else 2
+                found.explore(open_knobs, work, groups=GROUPS, tile=wish.tiles)
             self.best = frontier(found.best)
 
     @property
@@ -184,8 +186,15 @@ class _Local:
         self._seen: set[Candidate] = set()
         self._beaten: deque[Candidate] = deque()
 
-    def explore(self, knobs_of: Mapping[Space, Sequence[Knob]], work: int, *, tile: bool) -> None:
-        """Look at plans of these spaces, from the first ones on and from what is known of them."""
+    def explore(
+        self, knobs_of: Mapping[Space, Sequence[Knob]], work: int, *, groups: int = 0, tile: bool = False
+    ) -> None:
+        """Look at plans of these spaces, from the first ones on and from what is known of them.
+
+        Args:
+            groups: of items that knobs of deep steps are turned for, beside all of them; 0 for none.
+            tile: whether operators may be tiled to lower a peak.
+        """
         ways = set()
         for space, own in knobs_of.items():  # the smallest buckets of a way come first
             for plan in _first(space, own, least=space.plan.loss_tiles not in ways):
@@ -199,8 +208,8 @@ class _Local:
                 self._add(space.of(plan))
         self._turn(knobs_of, 1, work // 4)
         self._halve(knobs_of, work // 4)
-        if few or tile:
-            self._turn(coarse, sys.maxsize if few else GROUPS, work // 4)
+        if few or groups:
+            self._turn(coarse, sys.maxsize if few else groups, work // 4)
         for candidate in with_lower_peaks(spread(frontier(self.best))[:LOWERED], tile=tile, work=work // 4):
             self._add(candidate)
         if few:
@@ -214,8 +223,8 @@ class _Local:
         if better is not None and (better.rank != candidate.rank or better.turned <= candidate.turned):
             self._beaten.append(candidate)
         else:
-            self.best = [other for other in self.best if not candidate.beats(other)]
-            self.best.append(candidate)
+            self._beaten += (other for other in self.best if candidate.beats(other))
+            self.best = [*(other for other in self.best if not candidate.beats(other)), candidate]
 
     def _turn(self, knobs_of: Mapping[Space, Sequence[Knob]], groups: int, work: int, *, beaten: bool = False) -> None:
         """Turn single knobs of the best plans, evenly spread over their memory, until that finds nothing better; then
@@ -266,18 +275,18 @@ def _staying(space: Space, wish: Wish) -> list[Knob]:
     if rates.overlaps and prefetches[-1]:
         found.append(knobs.starts(space, prefetches[-1]))
     if profile.training and rates.overlaps and wish.world_size > 1:
-        found.append(knobs.of_step("reductions", UNDER_WAY))
+        found.append(knobs.of_step("reductions", UNDER_WAY, fine=True))
     return found
 
 
-def _every(space: Space, wish: Wish, homes: Sequence[Homes], tiers: Sequence[Tier]) -> list[Knob]:
+def _all_knobs(space: Space, wish: Wish, homes: Sequence[Homes], tiers: Sequence[Tier]) -> list[Knob]:
     """What may be turned where something may leave the device, or be tiled."""
     found = _staying(space, wish)
     if wish.tiles:
         found.append(knobs.tiles(space))
     if tiers and space.scheduler.profile.training:
         found += (knobs.homes(space, homes), knobs.layers_away(space, tiers), knobs.activations_away(space, tiers))
-        found.append(knobs.of_step("fetch_ahead", FETCHES))
+        found.append(knobs.of_step("fetch_ahead", FETCHES, fine=True))
     return found
 
 
@@ -292,7 +301,7 @@ def _first(space: Space, own: Sequence[Knob], *, least: bool) -> Iterator[Plan]:
     start = space.plan
     for knob in own:
         now = knob.read(start)
-        start = knob.turn(start, {item: own[0] for item, own in knob.choices.items() if now[item] not in own})
+        start = knob.turn(start, {item: open_[0] for item, open_ in knob.choices.items() if now[item] not in open_})
     yield start
     for values in product(*(knob.frugal or ({},) for knob in own)) if least else ():
         plan = start
@@ -317,7 +326,7 @@ def smallest(
             space.of(plan)
             for way in known or _ways(Graph(step), wish, machine)
             for space in _spaces(step, wish, machine, states, moments, way)
-            for plan in _first(space, _every(space, wish, homes, tiers), least=True)
+            for plan in _first(space, _all_knobs(space, wish, homes, tiers), least=True)
         ]
 
 

@@ -78,7 +78,7 @@ def _decisions(a: PlanFile, b: PlanFile) -> Iterator[Difference]:
     yield Difference("decisions", "model", a.model, b.model)
     yield Difference("decisions", "machine", a.machine.name, b.machine.name)
     for name, text in decided(Plan).items():
-        if not isinstance(getattr(a.plan, name), tuple):  # what is decided for buckets and layers follows
+        if name not in ("buckets", "recompute", "save", "offload"):  # told one by one below
             yield Difference("decisions", text, getattr(a.plan, name), getattr(b.plan, name))
     yield Difference("decisions", "number of buckets", len(a.plan.buckets), len(b.plan.buckets))
     mine, theirs = ({bucket.name: bucket for bucket in file.plan.buckets} for file in (a, b))
