@@ -104,8 +104,9 @@ def test_a_mixed_plan_gives_the_losses_of_stage_3(share: float) -> None:
     assert mixed[0]["plan"] == mixed[1]["plan"]
     assert mixed[0]["placements"] == {"DTensor"}
     assert mixed[0]["stage"] == "auto"
-    assert set(mixed[0]["residencies"]) == {"use", "backward"}
-    assert plain[0]["whole"] < mixed[0]["whole"] < len(mixed[0]["residencies"])
+    kept = mixed[0]["residencies"].count("backward")
+    assert 0 < kept <= len(mixed[0]["residencies"]) - (share < 1)  # with all the memory, all may stay
+    assert plain[0]["whole"] < mixed[0]["whole"] <= kept + 2
     assert bool(mixed[0]["recompute"]) == (share < 1)
 
 
