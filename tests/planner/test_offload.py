@@ -25,7 +25,7 @@ from zerograph.planner.choice import Activations, Choice, placements
 from zerograph.planner.homes import HOMES
 from zerograph.planner.outlook import scheduled
 from zerograph.planner.placement import Shards
-from zerograph.planner.planned import planned
+from zerograph.planner.plan_file import file_from_sketch
 from zerograph.planner.rates import Rates, gathered_bytes, state_bytes
 from zerograph.planner.rules import plan_step
 from zerograph.planner.schedule import Scheduler
@@ -466,7 +466,7 @@ def test_checks_find_what_is_wrong_with_moves() -> None:
 def test_moments_that_were_asked_for_are_those_of_the_schedule(moments: int) -> None:
     step = step_of([Layer(rows=MIB)] * 4)
     wish = Wish("auto", 8, offload="optimizer", tier="host")
-    file = planned("any", step, wish, GPU, moments=moments)
+    file = file_from_sketch("any", step, wish, GPU, moments=moments)
     assert file.forecast.memory["host"][0][1] == 4 * (4 * MIB // 8) * (1 + moments)
     search = Search(step, wish, GPU, moments=moments)
     assert min(c.seconds for c in search.best) == file.forecast.seconds
@@ -477,8 +477,8 @@ def test_reasons_tell_what_was_asked_for_from_what_was_chosen() -> None:
     step = step_of([Layer(rows=MIB)] * 4)
     asked = Wish(3, 8, bucket_size=MIB, prefetch=1, recompute="full", offload="optimizer", tier="host")
     chosen = replace(asked, stage="auto", bucket_size=None, prefetch=None, recompute="auto")
-    told = [{r.subject: r.why for r in planned("any", step, wish, GPU).reasons} for wish in (asked, chosen)]
-    plans = [[r.why for r in planned("any", step, wish, GPU).reasons[:3]] for wish in (asked, chosen)]
+    told = [{r.subject: r.why for r in file_from_sketch("any", step, wish, GPU).reasons} for wish in (asked, chosen)]
+    plans = [[r.why for r in file_from_sketch("any", step, wish, GPU).reasons[:3]] for wish in (asked, chosen)]
     assert set(plans[0]) == {"it was asked for"} and "it was asked for" not in plans[1]
     assert told[0]["activations"] == "it was asked for"
 
@@ -490,6 +490,6 @@ def test_what_has_nothing_to_move_stays_on_the_device(offload: Offload, least: i
     step = step_of([Layer(rows=MIB), Layer(rows=1), Layer(rows=MIB)])
     kinds = ((True, True), (False, True), (True, False))
     wish = Wish(3, 4, bucket_size=1, offload=offload, tier=tier, tile=False)
-    file = planned("any", of_kinds(step, kinds), wish, GPU)
+    file = file_from_sketch("any", of_kinds(step, kinds), wish, GPU)
     assert [b.homes.least_stage for b in file.plan.buckets] == [least, 0, 3 if offload == "parameters" else 0]
     assert check_file(file) == []

@@ -15,7 +15,7 @@ from zerograph.core.machine import machine_named
 from zerograph.core.plan import Plan
 from zerograph.core.planfile import PlanFile
 from zerograph.planner.outlook import scheduled
-from zerograph.planner.planned import under_way
+from zerograph.planner.reasons import under_way
 from zerograph.planner.search import MOST_TILES, Search, Wish
 from zerograph.planner.space import Candidate
 

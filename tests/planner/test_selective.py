@@ -14,8 +14,8 @@ from zerograph.core.machine import machine_named
 from zerograph.core.plan import Plan
 from zerograph.core.step import activation_names, layer_of_activation
 from zerograph.planner.liveness import Graph, saved
-from zerograph.planner.planned import recomputed
 from zerograph.planner.rates import Rates
+from zerograph.planner.reasons import recomputed
 from zerograph.planner.regions import profile
 from zerograph.planner.replay import of_step
 from zerograph.planner.rules import plan_step

@@ -16,7 +16,8 @@ from zerograph.dryrun.compile_only import Compiled, compile_only
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.homes import open_homes, open_tiers
 from zerograph.planner.outlook import outlook
-from zerograph.planner.planned import gathered, planned, recomputed, under_way, updated
+from zerograph.planner.plan_file import file_from_sketch
+from zerograph.planner.reasons import gathered, recomputed, under_way, updated
 from zerograph.planner.search import Wish
 
 ATTEMPTS = 8
@@ -77,7 +78,7 @@ def plan_file(
             dtype=compute, stage=config.sharding,
         )  # fmt: skip
         step = movable(compiled.frame.step, world)
-        return planned(name, step, wish, machine, moments=moments, reserve=reserve, tokens=compiled.tokens)
+        return file_from_sketch(name, step, wish, machine, moments=moments, reserve=reserve, tokens=compiled.tokens)
     if options.get("stage") == "auto" or sizes is not None or memory is not None:
         options |= {"memory": machine.capacity("device", world) if memory is None else memory, "machine": machine}
 

@@ -20,7 +20,7 @@ from zerograph.dryrun.traced_steps import Steps
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.fill import MOST, Budget, Filled, fill, fullest
 from zerograph.planner.infeasible import infeasible
-from zerograph.planner.planned import planned
+from zerograph.planner.plan_file import file_from_sketch
 from zerograph.planner.search import Search, Wish
 from zerograph.planner.space import Candidate
 
@@ -191,7 +191,7 @@ def largest_file(
         found = plans.largest(budget)
         if found.value == 0:
             raise plans.infeasible(found, budget)
-        file = planned(
+        file = file_from_sketch(
             name, plans.step(found.value), plans.wish, machine, moments=moments, reserve=reserve,
             tokens=plans.steps.tokens[found.value],
         )  # fmt: skip
