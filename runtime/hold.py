@@ -26,7 +26,7 @@ class GradientHold:
     """The held gradients of one backend, over all its frames."""
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
-        """``params`` are the outward faces by name, now and later."""
+        """``params`` are the outward parameters by name, now and later."""
         self.active = False
         self._params = params
         self._held: dict[str, tuple[Param, Tensor]] = {}

@@ -40,15 +40,15 @@ class Builder:
             node.meta["val"] = torch.empty(shape, dtype=dtype)
         return node
 
-    def params(self, *names: str, shape: tuple[int, ...] = (4, 4), **face: Any) -> list[fx.Node]:
+    def params(self, *names: str, shape: tuple[int, ...] = (4, 4), **spec: Any) -> list[fx.Node]:
         """Markers of parameters of one shape; their shards ``<name>_shard`` become inputs."""
-        rows = -(-shape[0] // self.world_size) if face.get("sharded", True) else shape[0]
+        rows = -(-shape[0] // self.world_size) if spec.get("sharded", True) else shape[0]
         shards = [self.input(f"{name}_shard", rows, *shape[1:]) for name in names]
-        return [self.unshard(shard, name, shape, **face) for shard, name in zip(shards, names, strict=True)]
+        return [self.unshard(shard, name, shape, **spec) for shard, name in zip(shards, names, strict=True)]
 
-    def unshard(self, shard: fx.Node, name: str, shape: tuple[int, ...], **face: Any) -> fx.Node:
+    def unshard(self, shard: fx.Node, name: str, shape: tuple[int, ...], **spec: Any) -> fx.Node:
         """The marker of ``name``."""
-        return self.call(ops.UNSHARD, shard, list(shape), *_face(name, **face), name=f"{name}_full")
+        return self.call(ops.UNSHARD, shard, list(shape), *_spec(name, **spec), name=f"{name}_full")
 
     def reduce_grad(self, grad: fx.Node, marker: fx.Node) -> fx.Node:
         """The marker of the gradient of the parameter ``marker``."""
@@ -79,7 +79,7 @@ class Builder:
         return fx.GraphModule({}, self.graph)
 
 
-def _face(
+def _spec(
     name: str,
     group: str = "0",
     dtype: torch.dtype = torch.float32,

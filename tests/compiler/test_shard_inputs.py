@@ -23,7 +23,7 @@ class Checkpointed(Toy):
 
 
 class Introspective(Toy):
-    """Also reads one parameter as the outward face that it is."""
+    """Also reads one parameter as the sharded one that it is."""
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(x) + self.head._parameters["weight"].full_tensor().sum()

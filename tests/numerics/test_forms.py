@@ -292,10 +292,10 @@ def _first_call(kind: type[nn.Module]) -> list[str]:
     return [type(p).__name__ for p in model.parameters()]
 
 
-@pytest.mark.parametrize(("kind", "face"), [(Lazy, "DTensor"), (Host, "Parameter")])
-def test_what_a_first_call_shards(kind: type[nn.Module], face: str) -> None:
-    for faces in run(2, _first_call, kind):
-        assert set(faces) == {face}
+@pytest.mark.parametrize(("kind", "spec"), [(Lazy, "DTensor"), (Host, "Parameter")])
+def test_what_a_first_call_shards(kind: type[nn.Module], spec: str) -> None:
+    for specs in run(2, _first_call, kind):
+        assert set(specs) == {spec}
 
 
 def _differentiated_twice() -> str:

@@ -24,7 +24,7 @@ from zerograph.graph.costs import (
 )
 from zerograph.graph.layers import module_of
 from zerograph.graph.lookups import last_of_range
-from zerograph.graph.nodes import FACE_AT, Activation, Marker, backward_nodes, is_view, markers, output_of
+from zerograph.graph.nodes import SPEC_AT, Activation, Marker, backward_nodes, is_view, markers, output_of
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 from zerograph.planner.optimizer import with_updates
 
@@ -181,7 +181,7 @@ def _op(node: fx.Node, backward: bool, part: _Part) -> Op:
 
 def _params_of(node: fx.Node) -> tuple[str, ...]:
     if node.target in (UNSHARD, REDUCE_GRAD):
-        return (str(node.args[FACE_AT[node.target]]),)
+        return (str(node.args[SPEC_AT[node.target]]),)
     return tuple(str(n.args[2]) for n in node.all_input_nodes if n.target is UNSHARD)
 
 

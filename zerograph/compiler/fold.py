@@ -25,7 +25,7 @@ from zerograph.compiler.frame import Frame
 from zerograph.compiler.torch_private import lazily_coded, separate_context, trace_and_split, trace_given
 from zerograph.compiler.unfold import Joint, NotFoldable, Place, Repeat, parameters_in
 from zerograph.graph.layers import module_of
-from zerograph.graph.nodes import FACE_AT
+from zerograph.graph.nodes import SPEC_AT
 from zerograph.graph.repeated_layers import LEAST
 
 log = logging.getLogger(__name__)
@@ -303,7 +303,7 @@ class _Folding:
         ours, theirs = _body(gm, a), _body(gm, b)
         same = a.op == b.op and _facts(a) == _facts(b) and (ours is None) == (theirs is None)
         if same and a.op != "placeholder" and ours is None:
-            same = a.target == b.target and _same((a.args, a.kwargs), (b.args, b.kwargs), alike, _face(a, names))
+            same = a.target == b.target and _same((a.args, a.kwargs), (b.args, b.kwargs), alike, _spec(a, names))
         if not same:
             raise NotFoldable(f"{a.name} and {b.name} of two layers differ")
         if ours is not None and theirs is not None:
@@ -347,9 +347,9 @@ def _layout(value: Any) -> tuple[object, ...]:
     return isinstance(value, DTensor), value.dtype, value.device, value.dim(), *sizes
 
 
-def _face(node: fx.Node, names: tuple[str, str]) -> Callable[[str, str], bool]:
+def _spec(node: fx.Node, names: tuple[str, str]) -> Callable[[str, str], bool]:
     """Whether two texts among ``node``'s arguments are equal, but for the layer's name in that of a parameter."""
-    if node.target not in FACE_AT:
+    if node.target not in SPEC_AT:
         return str.__eq__
     return lambda a, b: a == b or (a.startswith(names[0]) and names[1] + a.removeprefix(names[0]) == b)
 

@@ -21,7 +21,7 @@ from torch import fx
 
 from zerograph.compiler.torch_private import fake_as, is_fake, lazily_coded, outside_fake_mode
 from zerograph.graph.layers import module_of
-from zerograph.graph.nodes import FACE_AT, Activation, backward_nodes, is_view
+from zerograph.graph.nodes import SPEC_AT, Activation, backward_nodes, is_view
 
 
 class NotFoldable(Exception):
@@ -278,9 +278,9 @@ class _Unfolding:
             node.op != "placeholder" and node.target != twin.target
         ):
             raise NotFoldable(f"{node.name} and {twin.name} of two layers are different operators")
-        face = FACE_AT.get(node.target, -1)  # type: ignore[call-overload]
+        spec = SPEC_AT.get(node.target, -1)  # type: ignore[call-overload]
         args = tuple(
-            a if i == face else self._argument(a, b, node, number)
+            a if i == spec else self._argument(a, b, node, number)
             for i, (a, b) in enumerate(zip(node.args, twin.args, strict=True))
         )
         kwargs = {k: self._argument(a, twin.kwargs.get(k), node, number) for k, a in node.kwargs.items()}
@@ -411,10 +411,10 @@ class _Unfolding:
         if isinstance(fact, Activation):
             module, colon, rest = fact.name.partition(":")
             node.meta["zg"] = Activation(f"{replace(module)}{colon}{rest}")
-        if node.op == "call_function" and node.target in FACE_AT:
+        if node.op == "call_function" and node.target in SPEC_AT:
             stack = parameters_in(self.path)
             rename = _replacer(rf"^{re.escape(stack)}\.{self.traced[layer]}(?=\.)", f"{stack}.{number}")
-            at = FACE_AT[node.target]
+            at = SPEC_AT[node.target]
             node.update_arg(at, rename(str(node.args[at])))
 
 

@@ -62,14 +62,14 @@ class Marker:
         return self.node.args[0]  # type: ignore[return-value]
 
 
-FACE_AT = {UNSHARD: 2, REDUCE_GRAD: 3}
-"""Where the face begins among a marker's arguments; it begins with the parameter's name."""
+SPEC_AT = {UNSHARD: 2, REDUCE_GRAD: 3}
+"""Where a parameter's spec begins among a marker's arguments; it begins with the parameter's name."""
 
 
 def markers(graph: fx.Graph, target: Any) -> list[Marker]:
     """All ``unshard`` or all ``reduce_grad`` nodes in execution order."""
     nodes = graph.find_nodes(op="call_function", target=target, sort=True)
-    return [Marker(n, *n.args[FACE_AT[target] :]) for n in nodes]  # type: ignore[arg-type]
+    return [Marker(n, *n.args[SPEC_AT[target] :]) for n in nodes]  # type: ignore[arg-type]
 
 
 def backward_nodes(graph: fx.Graph) -> set[fx.Node]:

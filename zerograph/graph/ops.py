@@ -15,9 +15,9 @@ from torch import Tensor
 from zerograph.graph.torch_private import resolve_group, skip_frame
 
 _LIB = torch.library.Library("zg", "DEF")
-_FACE = "str name, str group, ScalarType dtype, ScalarType reduce_dtype, bool sharded"
-_LIB.define(f"unshard(Tensor shard, int[] shape, {_FACE}) -> Tensor")
-_LIB.define(f"reduce_grad(Tensor grad, int[] shard_shape, ScalarType shard_dtype, {_FACE}) -> Tensor")
+_SPEC = "str name, str group, ScalarType dtype, ScalarType reduce_dtype, bool sharded"
+_LIB.define(f"unshard(Tensor shard, int[] shape, {_SPEC}) -> Tensor")
+_LIB.define(f"reduce_grad(Tensor grad, int[] shard_shape, ScalarType shard_dtype, {_SPEC}) -> Tensor")
 _LIB.define("gather(Tensor[] shards, int bucket) -> Tensor")
 _LIB.define("wait_gather(Tensor pending, Tensor[] shards, int bucket) -> Tensor[]")
 _LIB.define("free(Tensor[] gathered, int bucket) -> ()")
@@ -95,12 +95,12 @@ for _name in ("gather", "reduce"):
 
 
 def _save_shard(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    shard, _, *ctx.face = inputs
+    shard, _, *ctx.spec = inputs
     ctx.shard_shape, ctx.shard_dtype = list(shard.shape), shard.dtype
 
 
 def _unshard_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-    shard_grad = torch.ops.zg.reduce_grad(grad, ctx.shard_shape, ctx.shard_dtype, *ctx.face)
+    shard_grad = torch.ops.zg.reduce_grad(grad, ctx.shard_shape, ctx.shard_dtype, *ctx.spec)
     return (shard_grad, *[None] * 6)
 
 

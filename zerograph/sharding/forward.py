@@ -1,4 +1,4 @@
-"""Inside of a forward or outside: which of a parameter's two faces the code that reads it sees.
+"""Inside of a forward or outside: whether the code that reads a parameter sees the sharded one or the full tensor.
 
 The modules of an adopted model count the forwards that run, per thread. Inside of one, reading ``self.weight`` yields
 the full tensor; outside it yields the parameter itself, as under ``fully_shard``. Compiled code counts nothing: there

@@ -18,7 +18,7 @@ from zerograph.sharding.torch_private import original
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
-    """A parameter shown as a plain one: ``outward`` is its face, ``plain`` what stands in for it, ``at`` where."""
+    """A parameter shown as a plain one: ``outward`` is sharded, ``plain`` stands in for it, ``at`` says where."""
 
     name: str
     outward: nn.Parameter
@@ -73,7 +73,7 @@ def gathered(module: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
 def shown(module: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """``module`` as an instance of its own class that owns ``params``; afterwards as it was."""
     before = {name: module._parameters[name] for name in params}
-    cls, faces, flat = type(module), module.__dict__.pop("_zg_faces", None), module.__dict__.get("_flat_weights")
+    cls, specs, flat = type(module), module.__dict__.pop("_zg_specs", None), module.__dict__.get("_flat_weights")
     module.__class__ = plain_class(module)
     module._parameters.update(params)
     if isinstance(module, nn.RNNBase):
@@ -83,7 +83,7 @@ def shown(module: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator[Non
     finally:
         module.__class__ = cls
         module._parameters.update(before)
-        for attribute, value in (("_zg_faces", faces), ("_flat_weights", flat)):
+        for attribute, value in (("_zg_specs", specs), ("_flat_weights", flat)):
             if value is not None:
                 module.__dict__[attribute] = value
             else:

@@ -152,7 +152,7 @@ def _fill(
 
 def _refuse_half_filled(module: nn.Module, label: str) -> None:
     shards = {
-        a: p for a, p in module._parameters.items() if p is not None and a in module.__dict__.get("_zg_faces", ())
+        a: p for a, p in module._parameters.items() if p is not None and a in module.__dict__.get("_zg_specs", ())
     }
     filled = [a for a, p in shards.items() if not local_of(p).is_meta]
     if filled:

@@ -1,4 +1,4 @@
-"""Copies of models: a backend takes over faces that another one made; averages of a model are sharded as it is."""
+"""Copies of models: a backend takes over what another one sharded; averages of a model are sharded as it is."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch.optim.swa_utils import AveragedModel
 from zerograph.core.config import Config
 from zerograph.core.errors import ShardingError, UnsupportedError
 from zerograph.sharding.adopt import replace_everywhere
-from zerograph.sharding.module_classes import Face, generate_classes, present
-from zerograph.sharding.parametrization import convert_state, distribute, face_of, unique
+from zerograph.sharding.module_classes import ShardSpec, generate_classes, present
+from zerograph.sharding.parametrization import convert_state, distribute, spec_of, unique
 from zerograph.sharding.torch_private import original
 
 
@@ -30,43 +30,43 @@ def take_over(
         UnsupportedError: they are sharded in another way than ``config`` asks for.
     """
     known = {id(param) for param in mine.values()}
-    taken: dict[int, tuple[Face, nn.Parameter]] = {}
-    for faces, attribute, param in _faced(roots):
+    taken: dict[int, tuple[ShardSpec, nn.Parameter]] = {}
+    for specs, attribute, param in _specs_of(roots):
         if id(param) in known:
             continue
         if id(param) not in taken:
-            face = faces[attribute]
-            _check(face, param, config, mesh)
+            spec = specs[attribute]
+            _check(spec, param, config, mesh)
             used = {f.name for f, _ in taken.values()}
-            taken[id(param)] = (face._replace(name=unique(face.name, used, mine)), param)
-        faces[attribute] = taken[id(param)][0]
-    return {face.name: param for face, param in taken.values()}
+            taken[id(param)] = (spec._replace(name=unique(spec.name, used, mine)), param)
+        specs[attribute] = taken[id(param)][0]
+    return {spec.name: param for spec, param in taken.values()}
 
 
-def _faced(roots: Sequence[nn.Module]) -> Iterator[tuple[dict[str, Face], str, nn.Parameter]]:
+def _specs_of(roots: Sequence[nn.Module]) -> Iterator[tuple[dict[str, ShardSpec], str, nn.Parameter]]:
     for module in dict.fromkeys(m for root in roots for m in root.modules()):
-        faces = module.__dict__.get("_zg_faces", {})
-        for attribute in faces:
+        specs = module.__dict__.get("_zg_specs", {})
+        for attribute in specs:
             param = module._parameters[attribute]
             if param is not None:
-                yield faces, attribute, param
+                yield specs, attribute, param
 
 
-def _check(face: Face, param: nn.Parameter, config: Config, mesh: DeviceMesh | None) -> None:
+def _check(spec: ShardSpec, param: nn.Parameter, config: Config, mesh: DeviceMesh | None) -> None:
     plain = torch.empty(param.shape, dtype=param.dtype, device="meta")
-    wanted = face_of(plain, face.name, config, mesh)
-    if wanted != face:
-        differing = [f for f in Face._fields if getattr(wanted, f) != getattr(face, f)]
+    wanted = spec_of(plain, spec.name, config, mesh)
+    if wanted != spec:
+        differing = [f for f in ShardSpec._fields if getattr(wanted, f) != getattr(spec, f)]
         raise UnsupportedError(
-            f"parameter {face.name} was sharded by another backend with {_settings(face, differing)}; "
+            f"parameter {spec.name} was sharded by another backend with {_settings(spec, differing)}; "
             f"this one needs {_settings(wanted, differing)}",
             "give the copy's backend the arguments of the original's, or load the values into a plain model: "
             "zerograph.export(model, path)",
         )
 
 
-def _settings(face: Face, fields: list[str]) -> str:
-    return ", ".join(f"{field}={getattr(face, field)!r}" for field in fields)
+def _settings(spec: ShardSpec, fields: list[str]) -> str:
+    return ", ".join(f"{field}={getattr(spec, field)!r}" for field in fields)
 
 
 def await_updates(roots: Sequence[nn.Module], objects: Iterable[Any]) -> None:
@@ -77,7 +77,7 @@ def await_updates(roots: Sequence[nn.Module], objects: Iterable[Any]) -> None:
     averages = [o for o in objects if isinstance(o, AveragedModel) and not isinstance(o, _Waiting)]
     sharded = {_shapes(module) for root in roots for module in root.modules()} if averages else set()
     for average in averages:
-        if _shapes(average.module) in sharded and not any(True for _ in _faced([average])):
+        if _shapes(average.module) in sharded and not any(True for _ in _specs_of([average])):
             average.__class__ = _waiting(type(average))  # type: ignore[arg-type]
 
 
@@ -121,32 +121,32 @@ def shard_alike(copy: nn.Module, model: nn.Module) -> None:
         ShardingError: ``copy`` lacks a parameter of ``model``, or has it in another shape or on another device.
     """
     copy, model = original(copy), original(model)
-    places: list[tuple[nn.Module, str, Face, DTensor]] = [
-        (copy.get_submodule(prefix), attribute, face, param)
+    places: list[tuple[nn.Module, str, ShardSpec, DTensor]] = [
+        (copy.get_submodule(prefix), attribute, spec, param)
         for prefix, module in model.named_modules()
-        for attribute, face in module.__dict__.get("_zg_faces", {}).items()
+        for attribute, spec in module.__dict__.get("_zg_specs", {}).items()
         if isinstance(param := module._parameters[attribute], DTensor)  # others are plain, as the copy's are
     ]
-    for owner, attribute, face, param in places:
-        _check_alike(owner._parameters.get(attribute), param, face)
+    for owner, attribute, spec, param in places:
+        _check_alike(owner._parameters.get(attribute), param, spec)
     new: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-    for owner, attribute, face, param in places:
+    for owner, attribute, spec, param in places:
         plain = owner._parameters[attribute]
         assert plain is not None  # it was checked
         if id(plain) not in new:
-            rows = distribute(plain, face, param.device_mesh)
+            rows = distribute(plain, spec, param.device_mesh)
             new[id(plain)] = (plain, nn.Parameter(rows, requires_grad=plain.requires_grad))
-        present(owner, attribute, new[id(plain)][1], face)
+        present(owner, attribute, new[id(plain)][1], spec)
     if new:
         generate_classes([copy])
         replace_everywhere(new, convert_state, ())
 
 
-def _check_alike(plain: nn.Parameter | None, param: DTensor, face: Face) -> None:
+def _check_alike(plain: nn.Parameter | None, param: DTensor, spec: ShardSpec) -> None:
     wanted = f"{list(param.shape)} on {param.device.type}"
     found = "nothing" if plain is None else f"{list(plain.shape)} on {plain.device.type}"
     if wanted != found:
         raise ShardingError(
-            f"parameter {face.name} of the model is {wanted}, and {found} in the copy that is to be sharded alike",
+            f"parameter {spec.name} of the model is {wanted}, and {found} in the copy that is to be sharded alike",
             "make the copy after the model's first call, on the model's own device",
         )

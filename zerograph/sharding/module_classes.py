@@ -30,7 +30,7 @@ from zerograph.sharding.shards import as_shard
 from zerograph.sharding.torch_private import original, set_shard
 
 
-class Face(NamedTuple):
+class ShardSpec(NamedTuple):
     """How the marker of one parameter is to be read; the constants that travel in the graph.
 
     Attributes:
@@ -47,8 +47,8 @@ class Face(NamedTuple):
     reduce_dtype: torch.dtype
     sharded: bool
 
-    def computing_in(self, dtype: torch.dtype) -> Face:
-        """The face of the same parameter in another compute dtype."""
+    def computing_in(self, dtype: torch.dtype) -> ShardSpec:
+        """That of the same parameter in another compute dtype."""
         return self._replace(dtype=dtype, reduce_dtype=default_reduce_dtype(dtype))
 
 
@@ -56,10 +56,10 @@ def default_reduce_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize < 4 and dtype.is_floating_point else dtype
 
 
-class Faced:
-    """Mixin of generated module classes; its attributes describe the faces of this instance's parameters."""
+class ShardedModule:
+    """Mixin of generated module classes; its attributes say how this instance's parameters are sharded."""
 
-    _zg_faces: Mapping[str, Face] = {}
+    _zg_specs: Mapping[str, ShardSpec] = {}
     _zg_base: type[nn.Module]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -74,21 +74,21 @@ class Faced:
 
         Pruning and parametrizations put a parameter, or a full copy that they read of it, under another name.
         """
-        if name in self._zg_faces:
-            raise _kept(self._zg_faces[name].name, "replaced")
+        if name in self._zg_specs:
+            raise _kept(self._zg_specs[name].name, "replaced")
         owned: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
-        for attribute, face in self._zg_faces.items():
+        for attribute, spec in self._zg_specs.items():
             if attribute not in owned:
-                raise _kept(face.name, "removed")
+                raise _kept(spec.name, "removed")
             if param is not None and owned[attribute] is param:
-                raise _kept(face.name, f"kept as {name} instead")
-        if self._zg_faces and isinstance(param, Tensor) and not isinstance(param, nn.Parameter):
-            raise _kept(" or ".join(face.name for face in self._zg_faces.values()), f"kept as {name} instead")
+                raise _kept(spec.name, f"kept as {name} instead")
+        if self._zg_specs and isinstance(param, Tensor) and not isinstance(param, nn.Parameter):
+            raise _kept(" or ".join(spec.name for spec in self._zg_specs.values()), f"kept as {name} instead")
         super().register_parameter(name, param)  # type: ignore[misc]
 
     def __delattr__(self, name: str) -> None:
-        if name in self._zg_faces:
-            raise _kept(self._zg_faces[name].name, "removed")
+        if name in self._zg_specs:
+            raise _kept(self._zg_specs[name].name, "removed")
         super().__delattr__(name)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -97,7 +97,7 @@ class Faced:
         """
         params: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
         order = list(params)
-        outward = {name: params.pop(name) for name in self._zg_faces}
+        outward = {name: params.pop(name) for name in self._zg_specs}
         try:
             super()._apply(fn, recurse)  # type: ignore[misc]
         finally:
@@ -105,15 +105,15 @@ class Faced:
             params.clear()
             params.update({name: everything[name] for name in order})
         for name, param in outward.items():
-            face, dtype = self._zg_faces[name], param.dtype
-            _set_values(param, fn(param.detach()), face)
-            if face.dtype == dtype != param.dtype:
-                self._zg_faces = {**self._zg_faces, name: face.computing_in(param.dtype)}
+            spec, dtype = self._zg_specs[name], param.dtype
+            _set_values(param, fn(param.detach()), spec)
+            if spec.dtype == dtype != param.dtype:
+                self._zg_specs = {**self._zg_specs, name: spec.computing_in(param.dtype)}
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Accept full plain tensors for sharded parameters: each rank takes its own rows."""
-        for name in self._zg_faces:
+        for name in self._zg_specs:
             key, param = prefix + name, self._parameters[name]  # type: ignore[attr-defined]
             value = state_dict.get(key)
             if not isinstance(param, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
@@ -125,11 +125,11 @@ class Faced:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deep-copy by base class: generated classes cannot be imported."""
         _, (_, *args), *rest = super().__reduce_ex__(2)  # type: ignore[misc, str-unpack]
-        return (_rebuild, (self._zg_base, frozenset(self._zg_faces), *args), *rest)
+        return (_rebuild, (self._zg_base, frozenset(self._zg_specs), *args), *rest)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
-        for name in self._zg_faces:
+        for name in self._zg_specs:
             move_to_one_mesh(self._parameters[name])  # type: ignore[attr-defined]
 
 
@@ -141,7 +141,7 @@ def _kept(name: str, done: str) -> ShardingError:
     )
 
 
-def _set_values(param: nn.Parameter, values: Tensor, face: Face) -> None:
+def _set_values(param: nn.Parameter, values: Tensor, spec: ShardSpec) -> None:
     """Let ``param`` stand for ``values``, maybe of another dtype, and stay the object that optimizers hold.
 
     Raises:
@@ -149,7 +149,7 @@ def _set_values(param: nn.Parameter, values: Tensor, face: Face) -> None:
     """
     if values.device.type != param.device.type and not param.is_meta:
         raise ShardingError(
-            f"parameter {face.name} is sharded on {param.device.type} and cannot move to {values.device.type}",
+            f"parameter {spec.name} is sharded on {param.device.type} and cannot move to {values.device.type}",
             "move the model before its first call, or before zerograph.shard",
         )
     if values.dtype == param.dtype and values.device == param.device:
@@ -169,7 +169,7 @@ def _memory(tensor: Tensor) -> int:
 
 def _rebuild(base: type[nn.Module], names: frozenset[str], *args: Any) -> nn.Module:
     module = copyreg.__newobj__(base, *args)  # type: ignore[attr-defined]
-    module.__class__ = faced_class(base, names)  # type: ignore[arg-type]
+    module.__class__ = sharded_class(base, names)  # type: ignore[arg-type]
     return module  # type: ignore[no-any-return]
 
 
@@ -179,36 +179,36 @@ def _getter(name: str) -> Any:
     def read(self: Any) -> Tensor | None:
         param = self._parameters[name]
         if is_compiling():
-            return unshard(param, self._zg_faces[name])
-        return _unshard_eagerly(param, self._zg_faces[name]) if inside() else param
+            return unshard(param, self._zg_specs[name])
+        return _unshard_eagerly(param, self._zg_specs[name]) if inside() else param
 
     return read
 
 
-def unshard(param: Tensor, face: Face) -> Tensor:
-    """The full tensor of ``param``, in ``face.dtype``; its gradient arrives averaged over ranks."""
+def unshard(param: Tensor, spec: ShardSpec) -> Tensor:
+    """The full tensor of ``param``, in ``spec.dtype``; its gradient arrives averaged over ranks."""
     if isinstance(param, DTensor):
-        return UNSHARD(param.to_local(), list(param.shape), *face)
-    if face.sharded:
+        return UNSHARD(param.to_local(), list(param.shape), *spec)
+    if spec.sharded:
         return param  # swapped in by torch.func.functional_call or inside zerograph.gathered
-    return UNSHARD(param, list(param.shape), *face)
+    return UNSHARD(param, list(param.shape), *spec)
 
 
 skip_frame(unshard)
 
 
 @torch.compiler.disable
-def _unshard_eagerly(param: Tensor, face: Face) -> Tensor:
+def _unshard_eagerly(param: Tensor, spec: ShardSpec) -> Tensor:
     if param.is_meta:
         raise ShardingError(
-            f"parameter {face.name} is on the meta device and has no values",
+            f"parameter {spec.name} is on the meta device and has no values",
             "call zerograph.materialize(model) first; an init function may touch a module's own parameters only",
         )
-    return unshard(param, face)
+    return unshard(param, spec)
 
 
 @functools.cache
-def faced_class(base: type[nn.Module], names: frozenset[str]) -> type[nn.Module]:
+def sharded_class(base: type[nn.Module], names: frozenset[str]) -> type[nn.Module]:
     """Subclass of ``base`` that counts its forwards, and in which the parameters ``names`` are properties."""
     members: dict[str, Any] = {name: property(_getter(name)) for name in sorted(names)}
     if issubclass(base, nn.RNNBase):
@@ -221,7 +221,7 @@ def faced_class(base: type[nn.Module], names: frozenset[str]) -> type[nn.Module]
         members["forward"] = counting(base)
     members |= {"_zg_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
     try:
-        cls = type(base.__name__, (Faced, base), members)
+        cls = type(base.__name__, (ShardedModule, base), members)
     except TypeError as error:  # what metaclasses raise for classes that are not to be inherited from
         raise UnsupportedError(
             f"class {base.__qualname__} is part of the model and cannot be inherited from ({error}), "
@@ -251,9 +251,9 @@ def generate_classes(roots: Iterable[nn.Module]) -> None:
 
 
 def generate_class(module: nn.Module) -> None:
-    """Make ``module`` an instance of a generated class, for the faces that it has."""
+    """Make ``module`` an instance of a generated class, for the parameters of it that are sharded."""
     count_own_forward(module)
-    module.__class__ = class_of(module, module.__dict__.get("_zg_faces", ()))
+    module.__class__ = class_of(module, module.__dict__.get("_zg_specs", ()))
 
 
 def own_modules(roots: Iterable[nn.Module]) -> list[nn.Module]:
@@ -264,11 +264,11 @@ def own_modules(roots: Iterable[nn.Module]) -> list[nn.Module]:
 
 def class_of(module: nn.Module, names: Iterable[str]) -> type[nn.Module]:
     base, counts = plain_class(module), not isinstance(module, fx.GraphModule) and _has_forward(plain_class(module))
-    return faced_class(base, frozenset(names)) if names or counts else base  # type: ignore[arg-type]
+    return sharded_class(base, frozenset(names)) if names or counts else base  # type: ignore[arg-type]
 
 
-def present(module: nn.Module, name: str, param: nn.Parameter, face: Face) -> None:
-    """Hold ``param`` as the outward face of ``module.name`` and turn the attribute into its inward face."""
+def present(module: nn.Module, name: str, param: nn.Parameter, spec: ShardSpec) -> None:
+    """Hold ``param`` as the outward parameter ``module.name``; inside of a forward the attribute is the full tensor."""
     module._parameters[name] = param
-    module.__dict__["_zg_faces"] = {**module.__dict__.get("_zg_faces", {}), name: face}
+    module.__dict__["_zg_specs"] = {**module.__dict__.get("_zg_specs", {}), name: spec}
     generate_class(module)

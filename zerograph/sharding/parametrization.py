@@ -19,7 +19,7 @@ from zerograph.core.units import format_bytes
 from zerograph.sharding.adopt import modules_holding, one_mesh, replace_everywhere
 from zerograph.sharding.forward import count_running_call
 from zerograph.sharding.module_classes import (
-    Face,
+    ShardSpec,
     class_of,
     default_reduce_dtype,
     generate_classes,
@@ -44,7 +44,7 @@ def shard_parameters(
     objects: Sequence[Any],
     taken: Container[str] = (),
 ) -> dict[str, nn.Parameter]:
-    """Give every parameter of ``roots`` its two faces, in place; returns the outward ones by name.
+    """Shard every parameter of ``roots``, in place; returns the outward ones by name.
 
     All ranks call this together; values, and states of optimizers, are those of rank 0. Optimizers among ``objects``,
     and lists of parameters, that hold the old parameters hold the new ones afterwards. Parameters on the meta device
@@ -59,9 +59,9 @@ def shard_parameters(
     refuse_modules(roots, several_ranks=mesh is not None and mesh.size() > 1)
     named, places = _owned(roots, taken)
     _make_classes(roots, places)
-    faces = {name: face_of(param, name, config, mesh) for name, param in named.items()}
-    _warn_of_few_rows(named, faces, mesh)
-    new = {name: _new_parameter(param, faces[name], mesh, config.sharding) for name, param in named.items()}
+    specs = {name: spec_of(param, name, config, mesh) for name, param in named.items()}
+    _warn_of_few_rows(named, specs, mesh)
+    new = {name: _new_parameter(param, specs[name], mesh, config.sharding) for name, param in named.items()}
     share_states(early_states(named, objects), mesh)
     for module in modules_holding(named.values(), objects):
         for attribute, param in module._parameters.items():
@@ -69,7 +69,7 @@ def shard_parameters(
                 places[id(param)].append((module, attribute))
     for name, param in named.items():
         for module, attribute in places[id(param)]:
-            present(module, attribute, new[name], faces[name])
+            present(module, attribute, new[name], specs[name])
     generate_classes(roots)
     count_running_call(own_modules(roots))
     replace_everywhere({id(old): (old, new[name]) for name, old in named.items()}, convert_state, objects)
@@ -77,11 +77,13 @@ def shard_parameters(
     return new
 
 
-def _warn_of_few_rows(named: Mapping[str, nn.Parameter], faces: Mapping[str, Face], mesh: DeviceMesh | None) -> None:
+def _warn_of_few_rows(
+    named: Mapping[str, nn.Parameter], specs: Mapping[str, ShardSpec], mesh: DeviceMesh | None
+) -> None:
     """Parameters are split by rows: say what that leaves whole, where it is more than scalars and small vectors."""
-    if mesh is None or not any(face.sharded for face in faces.values()):
+    if mesh is None or not any(spec.sharded for spec in specs.values()):
         return
-    whole = {n: p.nbytes for n, p in named.items() if p.ndim > 1 and not faces[n].sharded}
+    whole = {n: p.nbytes for n, p in named.items() if p.ndim > 1 and not specs[n].sharded}
     if sum(whole.values()) > sum(p.nbytes for p in named.values()) / 100:
         log.warning(
             "%d parameters with fewer rows than the %d ranks stay whole on each, %s: %s",
@@ -90,13 +92,13 @@ def _warn_of_few_rows(named: Mapping[str, nn.Parameter], faces: Mapping[str, Fac
 
 
 def _owned(roots: Sequence[nn.Module], taken: Container[str]) -> tuple[dict[str, nn.Parameter], dict[int, Places]]:
-    """The parameters of ``roots`` that have no faces yet, by unique name, and where each lives."""
+    """The parameters of ``roots`` that are not sharded yet, by unique name, and where each lives."""
     named: dict[str, nn.Parameter] = {}
     places: dict[int, Places] = {}
     for root in roots:
         for prefix, module in root.named_modules():
             for attribute, param in module._parameters.items():
-                if param is None or attribute in module.__dict__.get("_zg_faces", ()):
+                if param is None or attribute in module.__dict__.get("_zg_specs", ()):
                     continue
                 if id(param) not in places:
                     name = f"{prefix}.{attribute}".removeprefix("_orig_mod.").lstrip(".")
@@ -121,7 +123,7 @@ def other_names(roots: Sequence[nn.Module], params: Mapping[str, nn.Parameter]) 
 
 def _make_classes(roots: Sequence[nn.Module], places: Mapping[int, Places]) -> None:
     """Generate every class that will be needed, while an error changes nothing yet."""
-    names = {module: set(module.__dict__.get("_zg_faces", ())) for module in own_modules(roots)}
+    names = {module: set(module.__dict__.get("_zg_specs", ())) for module in own_modules(roots)}
     for module, attribute in (place for where in places.values() for place in where):
         names[module].add(attribute)
     for module, attributes in names.items():
@@ -133,8 +135,8 @@ def unique(name: str, *used: Container[str]) -> str:
     return next(c for c in candidates if not any(c in names for names in used))
 
 
-def _new_parameter(param: nn.Parameter, face: Face, mesh: DeviceMesh | None, stage: int) -> nn.Parameter:
-    new = nn.Parameter(distribute(param, face, mesh, stage), requires_grad=param.requires_grad)
+def _new_parameter(param: nn.Parameter, spec: ShardSpec, mesh: DeviceMesh | None, stage: int) -> nn.Parameter:
+    new = nn.Parameter(distribute(param, spec, mesh, stage), requires_grad=param.requires_grad)
     if param.grad is not None:
         new.grad = _convert_grad(param.grad, new, mesh)
     new.__dict__.update(param.__dict__)
@@ -170,8 +172,8 @@ def _share_buffers(roots: Sequence[nn.Module], mesh: DeviceMesh | None) -> None:
             share(buffer, group)
 
 
-def face_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -> Face:
-    """The face ``param`` gets under ``config``; checks that it can be trained.
+def spec_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -> ShardSpec:
+    """How ``param`` is sharded under ``config``; checks that it can be trained.
 
     Raises:
         UnsupportedError: complex or sparse parameters, or one that is sharded already by something else.
@@ -195,15 +197,15 @@ def face_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -
     world = mesh.size() if mesh is not None else 1
     sharded = config.sharding > 0 and world > 1 and param.ndim > 0 and param.shape[0] >= world
     group = mesh.get_group().group_name if mesh is not None and world > 1 else ""
-    return Face(name, group, dtype, reduce_dtype if floating else dtype, sharded)
+    return ShardSpec(name, group, dtype, reduce_dtype if floating else dtype, sharded)
 
 
-def distribute(value: Tensor, face: Face, mesh: DeviceMesh | None, stage: int = 3) -> Tensor:
-    """``value`` as its outward face, started from rank 0's values: a DTensor; plain at stage 0 and world size 1."""
+def distribute(value: Tensor, spec: ShardSpec, mesh: DeviceMesh | None, stage: int = 3) -> Tensor:
+    """``value`` as the outward parameter, with rank 0's values: a DTensor; plain at stage 0 and world size 1."""
     value = value.detach().contiguous()
     if mesh is None or mesh.size() == 1:
         return value
-    placement = Shard(0) if face.sharded else Replicate()
+    placement = Shard(0) if spec.sharded else Replicate()
     if stage == 0:
         return value if value.is_meta else distribute_tensor(value, mesh, [placement]).to_local()
     return local_rows(value, mesh, placement) if value.is_meta else distribute_tensor(value, mesh, [placement])

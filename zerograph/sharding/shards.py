@@ -19,9 +19,9 @@ from zerograph.graph.torch_private import resolve_group
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
     """The ranks that ``model`` is sharded over, else those of the default group; None in a lone process."""
     for module in model.modules():
-        for face in module.__dict__.get("_zg_faces", {}).values():
-            if face.group:
-                return resolve_group(face.group)
+        for spec in module.__dict__.get("_zg_specs", {}).values():
+            if spec.group:
+                return resolve_group(spec.group)
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
