@@ -161,12 +161,9 @@ def residency(space: Space) -> Knob:
 def starts(space: Space, most: int) -> Knob:
     """How many visits before its own each bucket is gathered, at most."""
 
-    def turn(plan: Plan, values: Values) -> Plan:
-        return _with_buckets(plan, "ahead", {b: None if v >= plan.prefetch else v for b, v in values.items()})
-
     choices = dict.fromkeys(range(len(space.plan.buckets)), range(most + 1))
     return Knob(
-        choices, lambda plan: dict(enumerate(plan.ahead())), turn, alike=_parts(space),
+        choices, lambda plan: dict(enumerate(plan.ahead())), with_starts, alike=_parts(space),
         frugal=[dict.fromkeys(choices, 0)], fine=True,
     )  # fmt: skip
 
@@ -182,13 +179,9 @@ def tiles(space: Space) -> Knob:
             some = range(1, count + 1) if every else {1, fitting, count, *(2**k for k in range(count.bit_length()))}
             choices[bucket] = sorted(some, reverse=True)
 
-    def turn(plan: Plan, values: Values) -> Plan:
-        whole = {b: "use" for b, v in values.items() if v > 1 and plan.buckets[b].residency == "backward"}
-        return _with_buckets(_with_buckets(plan, "residency", whole), "tiles", values)
-
     finest = {bucket: space.finest[bucket] for bucket in choices}
     return Knob(
-        choices, lambda plan: {index: plan.buckets[index].tiles for index in choices}, turn, alike=_parts(space),
+        choices, lambda plan: {index: plan.buckets[index].tiles for index in choices}, with_tiles, alike=_parts(space),
         frugal=[dict.fromkeys(choices, 1), finest],
     )  # fmt: skip
 
@@ -320,6 +313,17 @@ def _named(saved: Mapping[str, Sequence[str]], tier_of: Mapping[Item, Tier]) -> 
         together = [(layer, tier) for tier in tiers] if len(tiers) == 1 else [(name, tier_of[name]) for name in names]
         found += [(name, tier) for name, tier in together if tier != "device"]
     return tuple(found)
+
+
+def with_starts(plan: Plan, ahead: Mapping[Item, int]) -> Plan:
+    """``plan`` with buckets that are gathered so many visits ahead, or as many as all where that is fewer."""
+    return _with_buckets(plan, "ahead", {b: None if v >= plan.prefetch else v for b, v in ahead.items()})
+
+
+def with_tiles(plan: Plan, tiles: Mapping[Item, int]) -> Plan:
+    """``plan`` with buckets in so many tiles; what is in tiles is not kept."""
+    whole = {b: "use" for b, v in tiles.items() if v > 1 and plan.buckets[b].residency == "backward"}
+    return _with_buckets(_with_buckets(plan, "residency", whole), "tiles", tiles)
 
 
 def _with_buckets(plan: Plan, field: str, values: Mapping[Any, Any]) -> Plan:

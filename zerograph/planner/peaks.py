@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from zerograph.core.plan import Plan
 from zerograph.core.program import Compute, Fetch, Free, Gather, Read, Reduce, WaitGather
 from zerograph.core.simulate import LATE, walk
+from zerograph.planner.knobs import with_starts, with_tiles
 from zerograph.planner.sketch import sketch
 from zerograph.planner.space import Candidate, Space
 
@@ -125,19 +126,8 @@ def least(found: Candidate, *, tile: bool) -> Candidate:
 
 
 def _with(plan: Plan, tiles: Sequence[int], ahead: Sequence[int]) -> Plan:
-    """``plan`` with other tiles and starts of its buckets; what is in tiles is not kept."""
-    return replace(
-        plan,
-        buckets=tuple(
-            replace(
-                bucket,
-                tiles=count,
-                ahead=None if start >= plan.prefetch else start,
-                residency="use" if count > 1 and bucket.residency == "backward" else bucket.residency,
-            )
-            for bucket, count, start in zip(plan.buckets, tiles, ahead, strict=True)
-        ),
-    )
+    """``plan`` with other tiles and starts of its buckets."""
+    return with_starts(with_tiles(plan, dict(enumerate(tiles))), dict(enumerate(ahead)))
 
 
 def _targets(plan: Candidate, tilable: frozenset[int]) -> Iterator[tuple[int, Candidate]]:

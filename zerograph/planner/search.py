@@ -210,10 +210,13 @@ class _Local:
         self._halve(knobs_of, work // 4)
         if few or groups:
             self._turn(coarse, sys.maxsize if few else groups, work // 4)
-        for candidate in with_lower_peaks(spread(frontier(self.best))[:LOWERED], tile=tile, work=work // 4):
+        for candidate in with_lower_peaks(spread(self._by_memory())[:LOWERED], tile=tile, work=work // 4):
             self._add(candidate)
         if few:
             self._turn(knobs_of, sys.maxsize, work // 4, beaten=not complete)
+
+    def _by_memory(self) -> list[Candidate]:
+        return sorted(self.best, key=lambda c: c.peaks)
 
     def _add(self, candidate: Candidate) -> None:
         if candidate in self._seen:
@@ -223,8 +226,9 @@ class _Local:
         if better is not None and (better.rank != candidate.rank or better.turned <= candidate.turned):
             self._beaten.append(candidate)
         else:
-            self._beaten += (other for other in self.best if candidate.beats(other))
-            self.best = [*(other for other in self.best if not candidate.beats(other)), candidate]
+            best, self.best = self.best, [candidate]
+            for other in best:
+                (self._beaten if candidate.beats(other) else self.best).append(other)
 
     def _turn(self, knobs_of: Mapping[Space, Sequence[Knob]], groups: int, work: int, *, beaten: bool = False) -> None:
         """Turn single knobs of the best plans, evenly spread over their memory, until that finds nothing better; then
@@ -232,7 +236,7 @@ class _Local:
         end, enough = work + _work(knobs_of), len(self._seen) + (COARSE if groups == 1 else 0)
         done: set[Candidate] = set()
         while True:
-            fresh = [c for c in spread(sorted(self.best, key=lambda c: c.peaks)) if c not in done]
+            fresh = [c for c in spread(self._by_memory()) if c not in done]
             if not fresh and beaten and self._beaten:
                 fresh = [self._beaten.popleft()]
             if not fresh:
@@ -250,7 +254,7 @@ class _Local:
         """Look between neighbours among the best plans of a space."""
         end = work + _work(knobs_of)
         for _ in range(HALVINGS):
-            best = sorted(self.best, key=lambda c: c.peaks)
+            best = self._by_memory()
             for space, own in knobs_of.items():
                 for a, b in pairwise(c for c in best if c.space is space):
                     self._add(space.of(halfway(own, a.plan, b.plan)))
