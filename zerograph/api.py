@@ -16,7 +16,7 @@ from torch import fx, nn
 from zerograph.compiler.compilation import Compilation
 from zerograph.compiler.driver import compile_frame
 from zerograph.compiler.frame import Frame, traced_function
-from zerograph.compiler.frame_plan import Planner
+from zerograph.compiler.frame_plan import Planner, machine_of
 from zerograph.compiler.recording import Recording
 from zerograph.compiler.report import BucketReport, Report
 from zerograph.compiler.segments import SegmentCache
@@ -150,7 +150,8 @@ class Backend:
             raise ZeroGraphError(
                 "there is nothing to record: on one process the model is not sharded", "use torch.profiler there"
             )
-        recording = Recording(self._frames, self._adoption.params, self._optimizers.stepped)
+        machine = machine_of(self.config, self._compilation.device)
+        recording = Recording(self._frames, self._adoption.params, self._optimizers.stepped, machine)
         try:
             recording.start()
             yield recording

@@ -164,8 +164,8 @@ def test_largest_fills_the_memory(model: Path, tmp_path: Path) -> None:
     arguments = (f"{model}:small", "--world", "4", "--seq", "32", "--memory", "64MiB")
     result = run(*arguments, "--largest", "batch", "-o", str(out))
     assert result.exit_code == 0, result.stderr
-    found = re.match(
-        r"largest batch: (\d+); (\d+) needs [\d.]+ MiB of device memory per rank, of 60.2 MiB\n", result.stdout
+    found = re.match(  # of 60.2 MiB, less the 2% that programs hold beyond what the search counts
+        r"largest batch: (\d+); (\d+) needs [\d.]+ MiB of device memory per rank, of 58.8 MiB\n", result.stdout
     )
     assert found is not None and int(found[2]) == int(found[1]) + 1
     assert PlanFile.from_json(out.read_text()).tokens == 32 * int(found[1])

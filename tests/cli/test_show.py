@@ -53,7 +53,7 @@ def test_the_screen(tmp_path: Path) -> None:
 model        model.py:make
 plan         stage 3, 2 ranks, 4 buckets, prefetch 1
 machine      cpu
-step         67 ms, 15,284 tokens/s, MFU 66.3%
+step         67 ms, 15,284 tokens/s, MFU 66.3% of 0.09 TFLOP/s measured
 exposed      7 ms of communication (10.4% of the step)
 bound by     60 ms of compute, 4 ms of reduce, 3 ms of gather
 why          stage 3: the user asked for it

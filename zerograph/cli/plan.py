@@ -17,7 +17,7 @@ from zerograph.cli.view.screen import show_summary
 from zerograph.core.config import OFFLOAD, OFFLOAD_TIERS
 from zerograph.core.errors import ConfigError
 from zerograph.core.files import check_writable
-from zerograph.core.machine import DTYPES, machine_from
+from zerograph.core.machine import DTYPES, PRECISIONS, machine_from
 from zerograph.core.planfile import PlanFile
 from zerograph.core.step import Dimension
 from zerograph.core.units import format_bytes
@@ -51,6 +51,14 @@ STAGE = Parsed("0|1|2|3|auto", _stage)
 @click.option("--machine", default="h100-80gb", show_default=True, help="A preset, or a file from `zerograph bench`.")
 @click.option("--memory", type=SIZE, help="Device memory a rank may use: 70GiB.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Compute dtype.")
+@click.option(
+    "--matmul-precision",
+    "precision",
+    type=click.Choice(PRECISIONS),
+    default="highest",
+    show_default=True,
+    help="float32 products: torch's default, or high (TF32).",
+)
 @click.option("--bucket-size", help=f"Gathered bytes per collective.  [default: 32MiB; {_CHOSEN}]")
 @click.option(
     "--prefetch",
@@ -97,7 +105,7 @@ def plan(
     told = {name: options.pop(name) for name in SIZES}
     size = _size(model, **told)
     memory = options.pop("memory")
-    machine = machine_from(options.pop("machine"), memory)
+    machine = machine_from(options.pop("machine"), memory).with_precision(options.pop("precision"))
     if memory is not None and options["offload"] == "none" and what is None:
         options["memory"] = memory  # to search within, whatever the stage
     options["fold"] = not options.pop("whole")

@@ -21,7 +21,7 @@ from zerograph.compiler.capture import dtype_name
 from zerograph.compiler.compilation import Plain
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, InfeasibleError
-from zerograph.core.machine import Machine, preset_for
+from zerograph.core.machine import Machine, Precision, preset_for
 from zerograph.core.plan import Plan
 from zerograph.core.step import Param, Step
 from zerograph.core.units import format_bytes, format_seconds
@@ -82,11 +82,10 @@ class Planner:
 
     def _look_at(self, device: torch.device) -> None:
         """Learn the budget and the machine."""
-        config, name = self._config, ""
+        config = self._config
         memory = config.memory
-        if device.type == "cuda":
-            found = torch.cuda.get_device_properties(device)
-            name, memory = found.name, memory if memory is not None else found.total_memory
+        if memory is None and device.type == "cuda":
+            memory = torch.cuda.get_device_properties(device).total_memory
         if memory is None:
             raise ConfigError(
                 f'stage="auto" on {device.type} needs to be told how much memory a rank may use',
@@ -94,7 +93,7 @@ class Planner:
             )
         budgets = self._agreement.answers("budget", memory) if self._agreement is not None else [memory]
         self._budget = int(min(budgets) * (1 - RESERVE))
-        self._machine = config.machine if config.machine is not None else preset_for(device.type, name)
+        self._machine = machine_of(config, device)
 
     def plan(self, code: str, step: Step, plain: Sequence[Plain]) -> Plan:
         """The plan for ``step``; nothing of it has been carried out yet.
@@ -191,6 +190,23 @@ class Planner:
         known = {param.name: param for param in step.params}
         params = [known[name] if name in known else _param(name, p) for name, p in self._params.items()]
         return sum(state_bytes(params, self._world_size, self._moments))
+
+
+def machine_of(config: Config, device: torch.device) -> Machine:
+    """The machine that forecasts go by: the user's, or the preset closest to ``device``, as torch computes float32
+    products now."""
+    machine = config.machine
+    if machine is None:
+        name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else ""
+        machine = preset_for(device.type, name)
+    return machine.with_precision(_precision())
+
+
+def _precision() -> Precision:
+    """Of torch's two ways to set it the newer one is asked, which knows of both."""
+    backends = torch.backends
+    told = backends.cuda.matmul.fp32_precision
+    return "high" if (told if told != "none" else backends.fp32_precision) == "tf32" else "highest"
 
 
 def plain(params: Iterable[nn.Parameter]) -> tuple[Plain, ...]:

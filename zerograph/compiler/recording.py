@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from zerograph.compiler.frame import Frame
 from zerograph.compiler.report import RecordedStep
 from zerograph.core.errors import ZeroGraphError
-from zerograph.core.machine import Machine, machine_named
+from zerograph.core.machine import Machine
 from zerograph.core.program import (
     Compute,
     Free,
@@ -75,14 +75,16 @@ class Recording:
         frames: Sequence[Frame],
         params: Mapping[str, nn.Parameter],
         optimizers: Callable[[], Sequence[Optimizer]],
+        machine: Machine,
     ) -> None:
         """
         Args:
             frames: of one backend, now and later; one has run.
             params: its sharded parameters.
             optimizers: finds those that have stepped on them.
+            machine: whose rates the step was planned by.
         """
-        self._frames, self._params, self._optimizers = frames, params, optimizers
+        self._frames, self._params, self._optimizers, self._machine = frames, params, optimizers, machine
         self._runtime = next(frame.runtime for frame in frames if frame.runtime is not None)
         activities = [ProfilerActivity.CPU]
         if self._runtime.device.type == "cuda":
@@ -121,22 +123,25 @@ class Recording:
         self.forecast = _forecast(ran, self._memory(events))
 
     def predicted(self, machine: Machine) -> Outlook:
-        """The forecast of the same programs on ``machine``, with this run's seconds in place of its rates."""
-        return outlook(
-            [self._frame.programs["forward"], self._frame.programs["backward"]],
-            self._frame.plan,
-            machine,
-            moments=_moments(self._optimizers()),
-            measured=self.measured,
-        )
+        """The forecast of the same programs with this run's seconds in place of the rates of ``machine``."""
+        return self._outlook(machine, self.measured)
+
+    def by_rates(self, machine: Machine) -> Outlook:
+        """The forecast of the same programs by the rates of ``machine`` alone, as it was before the run."""
+        return self._outlook(machine, None)
+
+    def _outlook(self, machine: Machine, measured: Measured | None) -> Outlook:
+        programs = [self._frame.programs["forward"], self._frame.programs["backward"]]
+        return outlook(programs, self._frame.plan, machine, moments=_moments(self._optimizers()), measured=measured)
 
     def beside_forecast(self) -> RecordedStep:
-        """This run, and the forecast of it that its own seconds give."""
-        # All seconds were measured: of the machine only its kind matters.
-        found = self.predicted(machine_named("cpu" if self._runtime.device.type == "cpu" else "h100-80gb"))
+        """This run, its forecast by the machine's rates, and the one that its own seconds give."""
+        found = self.predicted(self._machine)
         return RecordedStep(
             self.forecast.seconds,
+            self.by_rates(self._machine).forecast.seconds,
             found.forecast.seconds,
+            self._machine.title,
             self.forecast.peaks["device"].bytes,
             found.forecast.peaks["device"].bytes,
             found.resident,

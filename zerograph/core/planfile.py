@@ -110,10 +110,16 @@ class PlanFile:
         return self.tokens * self.plan.world_size / seconds if seconds else 0.0
 
     @property
+    def peak_flops(self) -> float:
+        """Floating-point operations per second that utilization is relative to: the published rate of the compute
+        dtype's dense products, or of a machine of which none is published, the measured one."""
+        rates = self.machine.published or self.machine.matmul
+        return rates.get(self.plan.compute_dtype, 0.0)
+
+    @property
     def model_flops_utilization(self) -> float:
-        """Share of the machine's matrix rate that the model's own products use."""
-        rate = self.machine.matmul.get(self.plan.compute_dtype, 0.0)
-        seconds = self.forecast.seconds
+        """Share of :attr:`peak_flops` that the model's own products use (MFU); what is recomputed counts once."""
+        rate, seconds = self.peak_flops, self.forecast.seconds
         return self.flops / rate / seconds if rate and seconds else 0.0
 
     @property

@@ -385,11 +385,17 @@ class _Cells:
         self._parts = parts
         self._at: dict[int, _Cell] = {}  # storage -> its memory
         self._saved: dict[str, _Cell] = {}  # by name: what a forward returned
+        self._returned: set[str] = set()  # names of all that a forward returned, the user's own tensors too
+        self._given: list[_Cell] = []  # to a backward: gradients of outputs
         self._whole: dict[tuple[int, int], _Cell] = {}  # buckets and tiles
         self._program: Program | None = None
 
     def enter(self, program: Program, run: Run) -> None:
-        """``program`` begins: what it is given was saved by the one before, or is nobody's business."""
+        """``program`` begins: what it is given was saved by the one before, or is the user's own.
+
+        A backward is given the gradients of outputs too. Autograd makes one of zeros where the loss does not depend on
+        an output, as on the logits beside a loss, and holds them until the backward has ended.
+        """
         self._leave()
         self._run, self._program = run, program
         if program.carries:
@@ -399,6 +405,8 @@ class _Cells:
             content = program.contents[register]
             if content.name in self._saved:
                 self._at[content.storage] = self._saved.pop(content.name)
+            elif program.kind == "backward" and content.kind == "input" and content.name not in self._returned:
+                self._given.append(_Cell(content.name, "gradient", "device", content.bytes, len(run.steps), "", "", -1))
             if content.storage in self._at:
                 self._at[content.storage].readers += 1
 
@@ -456,6 +464,10 @@ class _Cells:
         for register in program.outputs if program.contents else ():
             if register is not None:
                 names.setdefault(self._storage(register), []).append(program.contents[register].name)
+                self._returned.add(program.contents[register].name)
+        for given in self._given:
+            self._give(given, len(self._run.steps) - 1)
+        self._given = []
         for storage, cell in self._at.items():
             if cell.gathered or cell.gone:
                 continue

@@ -13,7 +13,7 @@ from statistics import median
 from typing import Literal
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.machine import PRESETS, Link, Machine
+from zerograph.core.machine import PRESETS, Link, Machine, published_rates
 from zerograph.measure.crew import run_ranks
 from zerograph.measure.disk import Disk, measure_disk
 from zerograph.measure.host import Others, cores, host_memory, may_have_gpu
@@ -97,6 +97,8 @@ def _machine(device: Literal["cuda", "cpu"], answers: Sequence[Answer], disk: Di
         inter=Link(min(like.inter.rate, intra.rate), max(like.inter.latency, intra.latency)),
         update=Link(min(a.update.rate for a in answers), max(a.update.latency for a in answers)),
         cpu_optimizer=sum(a.optimizer for a in answers),
+        published=published_rates(answers[0].gpu),
+        disturbed=round(others, 2) if others > DISTURBED else 0.0,
         notes=_notes(answers, disk, others),
     )
 

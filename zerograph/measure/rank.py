@@ -73,6 +73,7 @@ class Lab:
             gathers=gathers,
             update=self.update(),
             optimizer=self.optimizer(),
+            gpu=torch.cuda.get_device_name(self.device) if self.on_gpu else "",
         )
 
     @property

@@ -210,7 +210,17 @@ def _lives(graph: Graph, region_of: Sequence[int], found: Sequence[Saved], cross
         saved = {level: until for level, _, until in kept}
         needed = {level: since for level, since, _ in kept}
         lives.append(Life(largest.name, largest.source, activation, sum(sizes), start, read, saved, needed))
-    return tuple(lives)
+    return (*lives, *_gradients_of_outputs(graph, region_of))
+
+
+def _gradients_of_outputs(graph: Graph, region_of: Sequence[int]) -> Iterator[Life]:
+    """What the backward is given besides what the forward saved; autograd holds it until the backward has ended."""
+    given = {r for reads in graph.reads[graph.backward :] for r in reads if graph.maker[r] < 0}
+    given -= {r for reads in graph.reads[: graph.backward] for r in reads}
+    size = sum(graph.size[value] for value in given)
+    if size:
+        begins, ends = region_of[graph.backward], region_of[-1]
+        yield Life("gradients of outputs", "", "", size, begins, ends, {}, {})
 
 
 def _is_memory(graph: Graph, value: int) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 from zerograph.cli.export.labels import STREAM_COLOURS, TIER_COLOURS, TIER_NAMES, format_seconds, tiers_used
 from zerograph.cli.export.page_data import MEASURED, page_data
 from zerograph.cli.export.picture import peak_bytes
+from zerograph.cli.view.summary import of_peak
 from zerograph.core.planfile import PlanFile
 from zerograph.core.runfile import Beside
 from zerograph.core.units import format_bytes
@@ -88,7 +89,7 @@ def _facts(file: PlanFile) -> str:
     plan = file.plan
     ranks = f"{plan.world_size} rank" + ("s" if plan.world_size != 1 else "")
     buckets = f"{len(plan.buckets)} bucket" + ("s" if len(plan.buckets) != 1 else "")
-    return f"stage {plan.stage} · {ranks} · {file.machine.name} · {buckets} · plan {file.digest}"
+    return f"stage {plan.stage} · {ranks} · {file.machine.title} · {buckets} · plan {file.digest}"
 
 
 def _tiles(file: PlanFile) -> list[str]:
@@ -99,7 +100,7 @@ def _tiles(file: PlanFile) -> list[str]:
     if file.tokens:
         tiles.append(_tile("Tokens per second", f"{file.tokens_per_second:,.0f}", "all ranks"))
     if file.flops:
-        tiles.append(_tile("Model FLOPs utilization", f"{file.model_flops_utilization:.1%}", file.machine.name))
+        tiles.append(_tile("Model FLOPs utilization", f"{file.model_flops_utilization:.1%}", f"of {of_peak(file)}"))
     tiles.append(_tile("Exposed communication", format_seconds(exposed), share))
     for tier in tiers_used(forecast):
         peak, budget = peak_bytes(forecast, tier), file.budget.get(tier, 0)
