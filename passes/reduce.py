@@ -58,6 +58,7 @@ def _places(graph: fx.Graph, groups: list[tuple[int, list[Marker]]]) -> list[fx.
     order = positions(graph)
     nodes = list(graph.nodes)
     first = order[max(graph.find_nodes(op="placeholder"), key=order.__getitem__, default=nodes[0])]
+    # A gradient may be an input of the graph; nothing can start between inputs.
     ready = [max(first, *(order[m.source] for m in group)) for _, group in groups]
     layers = set(layer_starts(graph))
     cuts = [i for i, n in enumerate(nodes) if n in layers or (_is_instruction(n) and not _is_instruction(n.prev))]
@@ -65,6 +66,8 @@ def _places(graph: fx.Graph, groups: list[tuple[int, list[Marker]]]) -> list[fx.
     end = order[output_of(graph)]
     places = []
     for i, at in enumerate(ready):
+        # No later than the next bucket's last gradient: waiting for a cut behind that would hold two buckets' full
+        # gradients.
         limit = ready[i + 1] if i + 1 < len(ready) else end
         cut = next((c for c in cuts if c > at), end)
         places.append(nodes[cut] if cut <= limit or cut == end == limit else nodes[at].next)

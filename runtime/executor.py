@@ -65,8 +65,10 @@ class Executor:
         self.cache, self.hold, self.telemetry = runtime.cache, runtime.hold, runtime.telemetry
         self.synchronizes = runtime.device.type != "cpu"
         self.unread = _unread_inputs(program)
+        # 60 bits: it travels in a signed 64-bit integer. 0 stands for no collectives, where ranks need not meet.
         self.sequence = int(program.digest[:15], 16) if any(program.collectives()) else 0
         self.name = f"{program.kind} of {runtime.code}"
+        # Looked up once, not for every instruction of every step.
         self.steps = [(step, getattr(self, _METHODS[type(step)]), step.dead) for step in program.instructions]
 
     def __call__(self, args: list[Any]) -> list[Any]:
@@ -87,6 +89,7 @@ class Executor:
                     registers[register] = None
             if self.sequence:
                 self.comm.leave()
+        # Ctrl-C too: the others wait for this rank, and a bucket that is half gathered must not count as whole.
         except BaseException as error:
             self.cache.clear()
             self.hold.state = held

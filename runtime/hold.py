@@ -108,6 +108,7 @@ class GradientHold:
         if param.__dict__.get("_zg_followed"):
             return
         param.__dict__["_zg_followed"] = True
+        # A hook lives as long as its parameter, and must not keep a backend that is gone, with its gradients.
         hold = weakref.ref(self)
 
         def accumulated(p: Tensor) -> None:

@@ -88,6 +88,7 @@ def _planned(frame: Frame, kind: str, gm: fx.GraphModule) -> fx.GraphModule:
     """Plan the step that ``gm`` is; returns the graph to go on with."""
     _plan(frame, kind, gm)
     made = frame.compilation
+    # The plan decides which collectives the runtime prepares for, so it comes first.
     if made.runtime_for is not None:
         frame.runtime = made.runtime_for(frame.index, frame.code, frame.plan)
     gm = simplified(gm, frame.repeat)
@@ -105,6 +106,7 @@ def _plan(frame: Frame, kind: str, gm: fx.GraphModule) -> None:
 def to_program(frame: Frame, kind: Kind, gm: fx.GraphModule) -> tuple[Callee, ...]:
     """Make the frame's program of that kind; returns the callables of its segments."""
     start = time.perf_counter()
+    # Several passes follow, and each would otherwise write the graph's Python anew; nobody ever calls it.
     gm = lazily_coded(gm)
     rewrite(frame, kind, gm, kind, "graph")
     program, segments = lower(gm, kind, frame.compilation.segments, frame.plan)

@@ -55,6 +55,7 @@ def _keep_together(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is operator.getitem or node.target is LOOKUP_SEED:
             source = node.args[0]
+            # Not right after its own placeholder: placeholders stand together at the graph's beginning.
             anchor = last_input if source.op == "placeholder" else source
             anchor.append(node)
 
@@ -75,8 +76,11 @@ class _Lowering:
         for node in placeholders:
             self._register(node)
         pending: list[fx.Node] = []
+        # A cut where each layer begins: else what stands before the first one would make that layer's segment unlike
+        # others'.
         layers = set(layer_starts(self.gm.graph))
         for node in self.gm.graph.nodes:
+            # Constants belong to the segments that read them, what a wait unpacks to the wait's instruction.
             if node.op in ("placeholder", "get_attr") or _is_result(node):
                 continue
             cut = node.target in ops.INSTRUCTIONS or node.op == "output"
@@ -98,6 +102,7 @@ class _Lowering:
             contents=self._contents(),
             buckets=tuple(bucket.name for bucket in self.plan.buckets),
         )
+        # Cheap beside compiling, and a wrong order of gathers and frees would only show as wrong losses.
         require([program], "this is a bug of zerograph: report it with the model")
         return program, tuple(self.callables)
 
@@ -106,6 +111,7 @@ class _Lowering:
         first: dict[Any, int] = {}
         found = []
         for key, index in self.registers.items():
+            # Registers of views refer to memory that another one holds: bytes are counted once, by storage.
             owner = memory_owner(key) if isinstance(key, fx.Node) else key
             storage = first.setdefault(owner, index)
             name = key.name if isinstance(key, fx.Node) else str(key[1])
@@ -142,6 +148,8 @@ class _Lowering:
             case ops.WAIT_GATHER:
                 step = WaitGather(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
             case ops.FREE:
+                # The graph frees every bucket after its last use; by residency the executor then keeps it for a later
+                # program.
                 kept = stays_whole(self.plan.buckets[info.bucket].residency, self.kind)
                 step = Free(info.bucket, self._regs(node.args[0]), kept=kept)
             case ops.REDUCE:
@@ -153,10 +161,12 @@ class _Lowering:
 
     def _flush(self, nodes: list[fx.Node]) -> None:
         """Make a segment of the compute nodes between two cuts."""
+        # Sizes are computed inside of every segment that needs them, from its symbols: they cost no register.
         inside = {n for n in nodes if not is_size(n)}
         if not inside:
             return
         outs = [n for n in nodes if n in inside and _leaves(n, inside)]
+        # Nothing reads it, and it writes to nothing that outlives it.
         if not outs and not any(_mutates(n) for n in inside):
             return
         computing = [n for n in nodes if n in inside]
@@ -190,6 +200,7 @@ class _Lowering:
         module: str = "",
         source: str = "",
     ) -> None:
+        # Layers that are alike share a digest, and with it one callable.
         if segment.digest not in self.segments:
             self.segments[segment.digest] = len(self.callables)
             self.described.append(segment)
@@ -264,6 +275,7 @@ def _with_deaths(
     """Note on each instruction the registers that nothing reads after it."""
     alive = {r for r in outputs if r is not None}
     result: list[Instruction] = []
+    # From the end, so that a register's first meeting is its last use.
     for step in reversed(instructions):
         touched = dict.fromkeys(step.reads + step.writes)
         result.append(dataclasses.replace(step, dead=tuple(r for r in touched if r not in alive)))

@@ -83,6 +83,7 @@ class Recording:
             optimizers: finds those that have stepped on them.
         """
         self._frames, self._params, self._optimizers = frames, params, optimizers
+        # Frames of one backend share device, communicator and telemetry: any frame's will do.
         self._runtime = next(frame.runtime for frame in frames if frame.runtime is not None)
         activities = [ProfilerActivity.CPU]
         if self._runtime.device.type == "cuda":
@@ -94,6 +95,7 @@ class Recording:
         # The profiler does not see how what it has not seen allocated is freed: let go of it before.
         for frame in self._frames:
             if frame.runtime is not None:
+                # Lets go of buckets that a step before left whole.
                 frame.runtime.cache.enter("forward")
         if self._runtime.comm is not None:
             self._runtime.comm.trim()
@@ -191,6 +193,7 @@ def _held(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -
     storages = {}
     for tensor in tensors:
         storage = local_tensor(tensor).untyped_storage()
+        # By storage, not by tensor: reduced gradients of a bucket are views of one buffer.
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
@@ -204,6 +207,7 @@ def _states(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _moments(optimizers: Sequence[Optimizer]) -> int:
     """Tensors of its shape that the optimizer keeps per parameter."""
+    # A step counter is a scalar: of a scalar parameter it would pass for a moment.
     kept = Counter(id(param) for param, value in _states(optimizers) if value.shape == param.shape and param.ndim)
     return max(kept.values(), default=0)
 
@@ -238,6 +242,7 @@ def _without_kept(ran: Sequence[_Ran]) -> list[_Ran]:
     moved = []
     for run in ran:
         step = run.step
+        # It returned at once: as a sample of the collective's time it would halve the mean.
         if isinstance(step, (Gather, WaitGather)) and step.bucket in whole:
             continue
         moved.append(run)
@@ -258,6 +263,7 @@ def _forecast(ran: Sequence[_Ran], memory: Sequence[tuple[int, int]]) -> Forecas
     spans: list[Span] = []
     for run in ran:
         step, program = run.step, run.program
+        # They occupy no stream.
         if isinstance(step, (Free, WaitFetch)):
             continue
         segment = program.segments[step.segment] if isinstance(step, Compute) else None
@@ -297,5 +303,6 @@ def _curve(
     if not curve:
         return {}, {}
     time, most = max(curve, key=lambda point: point[1])
+    # Allocations before the first instruction (autograd's) fall to that one.
     during = next((s for s in reversed(spans) if s.start <= time), spans[0])
     return {"device": tuple(curve)}, {"device": Peak(most, during.task, during.name, during.module, during.source)}

@@ -31,6 +31,7 @@ def rewrite(frame: Frame, kind: str, target: fx.GraphModule | Pair, *stages: Sta
 
     before = text()
     for step in (step for step in PIPELINE if step.stage in stages):
+        # Passes of the stage "traced" run before there is a plan: capture reads what they leave.
         edits = step.run(target, None if step.stage == "traced" else frame.plan)
         log.debug("%s of frame %d: pass %s: %d", kind, frame.index, step.name, edits)
         after = text()

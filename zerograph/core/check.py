@@ -90,6 +90,7 @@ class _Check:
 
     def program(self, program: Program) -> Iterator[Wrong]:
         """What is wrong with one of them."""
+        # Lowered programs have registers of their own; a sketch's programs go on with those of the one before.
         if not program.carries:
             self.alive = dict.fromkeys(range(program.inputs), "input")
             self.dead = set()
@@ -105,12 +106,14 @@ class _Check:
             if register not in self.alive:
                 name = program.contents[register].name if program.contents else f"register {register}"
                 yield f"reads {name}, which is {'free' if register in self.dead else 'not there'}"
+            # What holds no bytes (a size, a constant) lives nowhere.
             elif program.contents and needs is not None and program.contents[register].bytes:
                 tier = program.contents[register].tier
                 if tier not in needs:
                     yield f"reads {program.contents[register].name} on {tier}, and needs it on {' or '.join(needs)}"
         yield from self._bucket(program, step)
         for register in step.writes:
+            # An instruction may write over what it reads: an update in its staging slot does.
             if register in self.alive and register not in step.reads:
                 yield f"writes register {register}, which is not free"
             self.alive[register] = step.operation
@@ -125,6 +128,7 @@ class _Check:
         match step:
             case Gather():
                 part = step.bucket, step.tile
+                # The executor skips the gather of a bucket that stays whole; its graph has it all the same.
                 if part in self.whole and part not in self.kept:
                     yield "begins while it is whole"
                 self.whole.add(part)
@@ -158,9 +162,12 @@ class _Check:
             for tile in range(bucket.tiles):
                 part = bucket.index, tile
                 times = self.reduced[part]
+                # On one rank gradients are whole: there is nothing to reduce.
                 if trained and times != 1 and plan.world_size > 1:
                     yield Wrong("", -1, f"gradients of {bucket.name}, tile {tile}, are reduced {times} times, not once")
                 times = self.updated[part]
+                # A parameter that every rank holds whole stays on the device, also in a bucket whose shards live
+                # elsewhere.
                 wanted = int(away and any(p.sharded for p in trained))
                 if times != wanted:
                     yield Wrong(

@@ -46,6 +46,7 @@ def check_writable(path: Path) -> None:
     """
     existed = path.exists()
     try:
+        # Trying is the only sure test; "a" leaves what an existing file holds.
         path.open("a").close()
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", "-o FILE in a folder that exists") from None

@@ -98,6 +98,7 @@ class Machine:
             return self.device_memory
         ranks = min(world_size, self.ranks_per_node)
         if tier == "host":
+            # On a CPU the host's memory is the device's: offloading there frees nothing.
             return 0 if self.device == "cpu" else self.host_memory // ranks
         return self.nvme_capacity // ranks
 
@@ -151,6 +152,7 @@ class Machine:
                 rates |= {f"{name} of {dtype}": rate for dtype, rate in found.items()}
         for name in _LINKS:
             link = getattr(self, name)
+            # A machine without NVMe says 0 for its rates.
             if self.nvme_capacity or not name.startswith("nvme"):
                 rates[f"rate of {name}"] = link.rate
             if not (is_number(link.latency) and link.latency >= 0):
@@ -187,6 +189,7 @@ def _gpu(
         device_bandwidth=0.8 * bandwidth,
         matmul={
             "float32": (tf32 or tflops_32) * 1e12 * _REACHED,
+            # V100 has no units for bfloat16, which then runs at the rate of float32.
             "bfloat16": low if bf16 else tflops_32 * 1e12 * _REACHED,
             "float16": low,
         },

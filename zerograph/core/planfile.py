@@ -119,6 +119,7 @@ class PlanFile:
     @property
     def unexecuted(self) -> str:
         """The instructions of the plan that nothing executes yet, for people; empty when it can be run."""
+        # By what spans say of themselves: a plan file holds no instructions.
         runs = {(kind.stream, kind.operation) for kind in EXECUTED}
         found: dict[str, str] = {}  # the first of each kind
         for span in self.forecast.spans:
@@ -170,12 +171,14 @@ class PlanFile:
             data: dict[str, Any] = json.loads(text)
             refuse_other(data, "a plan", _MADE)
             version, digest = data["version"], data.pop("digest")
+        # Ours already says more than the catch-all below, and is a ValueError itself.
         except ConfigError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise ConfigError("the file holds no plan", _MADE) from None
         if version != VERSION:
             raise ConfigError(f"the plan has version {version}, this ZeroGraph reads {VERSION}", "make the plan again")
+        # Numbers changed by hand would be shown as a forecast.
         if verify and digest != _digest(data):
             raise ConfigError(f"the plan was changed: its digest is not {digest}", "make the plan again")
         try:

@@ -169,6 +169,7 @@ class Costs:
         return self.rates.seconds(step, segments) if known is None else known
 
 
+# Numbers and not classes: `walk` is where a search spends its time, on the same instructions over and over.
 _COMPUTE, _GATHER, _REDUCE, _MOVE, _WAIT, _FREE = range(6)
 
 
@@ -318,6 +319,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
             else:
                 if role == _GATHER:
                     if part in whole:
+                        # It stayed whole: whoever waits for it waits for the gather of before, and nothing is taken.
                         ready[writes[0]] = whole[part]
                         continue
                     whole[part] = task
@@ -329,6 +331,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
                 place = program.contents[slot].storage
                 held, before, now = slots.get(place, (-1, [], []))
                 if held != slot:
+                    # A new register in this place of the ring: all that worked for the one before must have ended.
                     before, now = now, []
                     slots[place] = slot, before, now
                 after += before
@@ -340,6 +343,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
                 collectives[task] = fact
                 if not overlaps:
                     waits.append(task)
+                # What it reads stays until somebody waits for it, and is given back there.
                 gives = ()
             if cells is not None:
                 run.steps.append((step, program))  # type: ignore[arg-type]  # the others were dealt with
@@ -450,6 +454,7 @@ class _Cells:
     def _leave(self) -> None:
         """What a program returns lives on: saved for the backward, or gradients until the update."""
         program = self._program
+        # A sketch's next program finds the same registers, so nothing leaves.
         if program is None or program.carries:
             return
         names: dict[int, list[str]] = {}
@@ -457,6 +462,7 @@ class _Cells:
             if register is not None:
                 names.setdefault(self._storage(register), []).append(program.contents[register].name)
         for storage, cell in self._at.items():
+            # A bucket that stays whole is no output; it is known as whole.
             if cell.gathered or cell.gone:
                 continue
             cell.readers = 0
@@ -464,6 +470,7 @@ class _Cells:
                 self._give(cell, len(self._run.steps) - 1)
             elif program.kind == "backward":
                 cell.kind = "gradient"
+                # Under a name that no input has: the next program must not take it for something saved.
                 self._saved[f"gradient {cell.name}"] = cell
             else:
                 cell.kind = "activation"
@@ -550,5 +557,6 @@ def _critical_path(spans: Sequence[Span]) -> tuple[int, ...]:
         path.append(ending.task)
         before = (spans[task] for task in (*ending.after, *previous[ending.task]))
         start = ending.start
+        # Equal to the last bit: a start is one of these ends, copied and never computed.
         ending = next((span for span in before if span.end == start), None)
     return tuple(reversed(path))

@@ -192,14 +192,17 @@ class _Call:
         found: list[tuple[Frame, Joint | Repeat | None]] = []
 
         def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            # Taken first: AOTAutograd changes the graph, and Dynamo wants what the graph gave before.
             answer = _answer(gm, self.mode)
             with errors_reach_users():
                 self.adoption.covers(gm, None)
                 frame = Frame(replace(self.compilation, folds=folds), 0, traced_function())
                 found.append((frame, trace(frame, gm, inputs)))
+            # Dynamo goes on with the call, whose values nobody looks at.
             return lambda *_: answer
 
         torch.compiler.reset()
+        # Anew for each trace: a fake tensor belongs to one mode, and the meta device has too few kernels to trace on.
         self.adoption.replace(_fake(self.model, self.mode))
         try:
             with self.mode:

@@ -108,6 +108,7 @@ def within(planned_file: Callable[..., tuple[PlanFile, int]]) -> PlanFile:
         if file.forecast.peaks["device"].bytes <= file.budget["device"]:
             break
         try:
+            # One byte less than the search counted for this plan, so that it must give another one.
             file, searched = planned_file(memory=int((searched - 1) / (1 - RESERVE)))
         except InfeasibleError:
             break  # by the search nothing holds less; what was found is shown with what it overruns

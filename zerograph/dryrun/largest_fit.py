@@ -231,10 +231,12 @@ def _compiled(
         need = file.forecast.peaks["device"].bytes
         if need <= have:
             confirmed = plans.largest(budget)
+            # Learning the programs' step may have moved what the traces tell: the answer must hold with it.
             if confirmed.value == found.value:
                 return Largest(file, confirmed, budget)
         else:
             excess = (need - plan.peak) / found.value
+            # Less by what the programs overran; one byte less at least, so that it ends.
             memory = memory * have // need - 1
         if attempts == ATTEMPTS:
             return Largest(file, found, budget)

@@ -70,6 +70,7 @@ def _functions(value: Any) -> list[FunctionType]:
         if isinstance(function, FunctionType) and function not in found:
             found.append(function)
             queue += [getattr(function, "__wrapped__", None)]
+            # Decorators without functools.wraps keep the function in a closure only.
             queue += [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
     return found
 
@@ -106,6 +107,7 @@ def _counted(function: FunctionType, name: str, owner: nn.Module, layers: int) -
             return f"{ast.unparse(parents[node]).partition(chr(10))[0][:60]!r}"
         if isinstance(node, ast.AugAssign | ast.Assign) and _steps_on(node):
             return f"{ast.unparse(node)!r}"
+        # `getattr(self, "layers")` reaches the stack, too.
         if isinstance(node, ast.Constant) and node.value == name:
             return f"{name!r} as text"
     return ""

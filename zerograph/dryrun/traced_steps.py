@@ -121,6 +121,7 @@ class Steps:
             )
         low, unit = max(n for n in self._known if n < high), self.start
         while high - low > 1:
+            # A multiple of the unit, and one at least above what runs.
             middle = max((low + high) // 2 // unit * unit, (low // unit + 1) * unit)
             if middle >= high:
                 unit //= min(n for n in range(2, unit + 1) if unit % n == 0)

@@ -63,6 +63,7 @@ def module_of(node: fx.Node) -> str | None:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return None
+    # The innermost module comes last.
     path, _ = list(stack.values())[-1]
     return path.removeprefix(_MODEL).removeprefix(".")  # type: ignore[no-any-return]
 
@@ -88,6 +89,7 @@ def layer_starts(graph: fx.Graph) -> list[fx.Node]:
     starts: list[fx.Node] = []
     length = 0  # of the layer so far
     for i, (node, layer) in enumerate(zip(nodes, layers, strict=True)):
+        # An operation outside of layers begins something behind the last one only; before that it belongs to the layer.
         if layer is not None and layer not in begun and (layer or i > last):
             begun.add(layer)
             if length >= _LEAST or not starts:

@@ -129,6 +129,7 @@ def _differing(a: nn.Module | None, b: nn.Module | None) -> list[str] | None:
         if list(tensors) != list(others) or not all(map(_same_tensor, tensors.values(), others.values())):
             return None
     different = [k for k in a.__dict__ if k not in _MODULE_STATE and not _same(a.__dict__[k], b.__dict__[k])]
+    # By type: a flag that differs is no number of a layer, though True is an int.
     return different if all(type(a.__dict__[k]) is type(b.__dict__[k]) is int for k in different) else None
 
 

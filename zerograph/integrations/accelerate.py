@@ -93,6 +93,7 @@ class Accelerator(accelerate.Accelerator):
             zerograph.shard(model, backend)
             compile_call(model, backend)
             generate_in_step(model)
+        # As for evaluation: for training Accelerate would wrap the model in DDP.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     @contextmanager

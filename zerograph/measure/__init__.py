@@ -76,6 +76,7 @@ def _devices() -> tuple[Literal["cuda", "cpu"], int]:
 def _machine(device: Literal["cuda", "cpu"], answers: Sequence[Answer], disk: Disk, others: float) -> Machine:
     world = len(answers)
     like = PRESETS["cpu" if device == "cpu" else "a100-80gb"]
+    # Nothing between ranks can be measured on one: the preset's figure stands in, and the notes say so.
     intra = _intra(answers) or like.intra
     memory = host_memory()
     return Machine(
@@ -118,6 +119,7 @@ def _intra(answers: Sequence[Answer]) -> Link | None:
     samples = []
     for of_ranks in zip(*(a.gathers for a in answers), strict=True):  # one size
         size = of_ranks[0][0]
+        # Of each repetition the slowest rank's time: a collective ends when all have ended.
         seconds = median(max(of_one) for of_one in zip(*(seconds for _, seconds in of_ranks), strict=True))
         samples.append((size * (world - 1) // world, seconds))
     return fit_link(samples)

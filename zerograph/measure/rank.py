@@ -154,6 +154,7 @@ class Lab:
         )  # fmt: skip
         count = min(32, max(1, _PIECE // size))
         samples = []
+        # Two to warm up, nine to take the median of.
         for _ in range(2 + 9):
             dist.barrier()
             begin = time.perf_counter()
@@ -178,6 +179,7 @@ class Lab:
         for _ in range(count):
             rows = [DTensor.from_local(torch.ones(elements, device=self.device), mesh, [Shard(0)]) for _ in range(2)]
             params.append(torch.nn.Parameter(rows[0]))
+            # DTensors, as in training: they cost the host more than plain tensors.
             params[-1].grad = rows[1]
         return seconds_of(torch.optim.AdamW(params).step, self.finish, self.effort.seconds / 2)
 

@@ -51,6 +51,7 @@ def clip_grad_norm_(
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped"
         )
+    # 1e-6, as in torch's: factors are the same to the bit.
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     local = mine + whole
     for places in _by_kind(local):
@@ -94,6 +95,7 @@ def _norm_over_ranks(split: list[Tensor], whole: list[Tensor], p: float, group: 
     Returns:
         A 0-d tensor, of float64 where the native kernels took the norm.
     """
+    # Powers, not norms, add up over ranks.
     power = power_sum(split, p)
     if split:
         op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM

@@ -203,6 +203,7 @@ class HostOptimizer(Optimizer):
         return (1.0 if ratio > 1.0 else ratio) / scale  # a norm that is not a number stays one
 
     def _update(self, layouts: Sequence[Layout], grads: Sequence[Gradients], factor: float) -> Update:
+        # By identity: whoever replaced a parameter's dict has replaced tensors whose addresses kernels hold.
         states = set(map(id, self.state.values()))
         plans = [self._plan(i, layout, own, states) for i, (layout, own) in enumerate(zip(layouts, grads, strict=True))]
         calls, touched = [], []
@@ -225,6 +226,7 @@ class HostOptimizer(Optimizer):
         if not pairs:
             return
         members, present = [m for m, _ in pairs], [g.to(m.target.dtype) for m, g in pairs]
+        # torch's kernels divide by a scale, ours multiply by a factor.
         scale = torch.tensor(1.0 / factor if factor else math.inf, device=present[0].device) if factor != 1.0 else None
         self._update_on_device(group, part, present, members, scale)
         if part.mastered:
@@ -323,6 +325,7 @@ class HostOptimizer(Optimizer):
             self._restore_precision(loading)
 
     def _restore_precision(self, loaded: dict[str, Any]) -> None:
+        # A state dict numbers parameters in the order of its groups.
         ids = itertools.chain.from_iterable(g["params"] for g in loaded["param_groups"])
         params = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
         for key, param in zip(ids, params, strict=True):
@@ -361,6 +364,7 @@ def _norm(layouts: Sequence[Layout], grads: Sequence[Gradients]) -> float:
     split, whole = (_squares(layouts, grads, split) for split in (True, False))
     for group in groups:
         where = next(t.device for layout in layouts for t, s in zip(layout.locals, layout.split, strict=True) if s)
+        # To the device over which its group communicates.
         split = split.to(where)
         dist.all_reduce(split, group=group)
     return math.sqrt(float(split) + float(whole))

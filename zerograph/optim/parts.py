@@ -67,6 +67,7 @@ class Part:
         if not self.mastered or [t._version for t in self.watched] == self._versions:
             return
         for m in self.members:
+            # Only where they differ: a master has more digits than its parameter, which an untouched element must keep.
             changed = m.target.to(m.local.dtype) != m.local
             if changed.any():
                 m.target.copy_(torch.where(changed, m.local.to(m.target.dtype), m.target))
@@ -100,6 +101,7 @@ class Plan:
     def holds(self, layout: Layout, slots: tuple[str, ...], grads: Gradients, states: set[int]) -> bool:
         """Whether the same tensors are to be updated, at the same addresses; ``states`` are the ids of the dicts that
         the optimizer holds now."""
+        # Identities and addresses only: this is asked in every step, of hundreds of parameters.
         return (
             self.layout is layout
             and self.slots == slots

@@ -90,6 +90,7 @@ def _crossing(tried: Mapping[int, _Tried], low: int, high: int) -> int:
         (near, over), (far, other) = ((n, tried[n].over) for n in ends)
         if other > over:
             return min(max(near - int(over * (far - near) / (other - over)), low + 1), high - 1)
+    # Nothing was too large yet: double.
     return min(2 * low, high - 1) if high > MOST else (low + high) // 2
 
 

@@ -58,6 +58,7 @@ def infeasible(search: Search, step: Step, machine: Machine, budget: Budget) -> 
     found = [
         _turn(change, search, machine, closest.peaks[short], short) for change in changes(search, step, machine, budget)
     ]
+    # First what alone makes the step fit, then what saves the most.
     knobs = sorted(found, key=lambda knob: (not knob.fits, -knob.saves))
     lines = [str(knob) for knob in knobs if knob.saves > 0 or knob.fits]
     tiers = [short, *(i for i, peak in enumerate(closest.peaks) if peak > most[i] and i != short)]
@@ -147,6 +148,7 @@ def changes(search: Search, step: Step, machine: Machine, budget: Budget) -> Ite
     """Every single change of what the user fixed, of the batch, and of the world."""
     wish, states = search.wish, search.states
     for text, changed in (*_fixed(wish), *((text + _PLANNED, w) for text, w in _placements(wish, machine))):
+        # Ways hold what is saved and tiled; where a change touches neither, counting them again would give the same.
         same = changed.recompute == wish.recompute and changed.tiles == wish.tiles
         yield Change(text, step, changed, budget, states, search.ways if same else ())
     if wish.stage == 0 and wish.world_size > 1:
@@ -188,6 +190,7 @@ def _wider(search: Search, step: Step, machine: Machine, budget: Budget) -> Chan
         rest //= 2  # all of it is of parameters that other graphs read, most of which are sharded
     states = rest + sum(state_bytes(step.params, new, search.moments))
     if not isinstance(budget, int):
+        # More ranks on one host have less of its memory and NVMe each.
         budget = {t: b * machine.capacity(t, new) // max(1, machine.capacity(t, old)) for t, b in budget.items()}
     return Change(f"world size {new}", step, replace(search.wish, world_size=new), budget, states, search.ways)
 

@@ -54,6 +54,7 @@ def _polynomial(sizes: tuple[int, ...], size: int) -> Callable[[tuple[int, ...]]
 
     Deep models repeat layers: few numbers differ, and those are computed.
     """
+    # Fractions: a float would round bytes of large steps, and these numbers are exact by construction.
     shares = [prod((Fraction(size - b, a - b) for b in sizes if b != a), start=Fraction(1)) for a in sizes]
     scale = lcm(*(share.denominator for share in shares))
     weights = [int(share * scale) for share in shares]

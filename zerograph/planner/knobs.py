@@ -62,6 +62,8 @@ class Knob:
                 if turned:
                     alike = self.alike if len(group) > 1 and self.alike else {}
                     key = tuple((alike.get(item, item), now[item]) for item in group)
+                    # Towards more, the first of those that are alike, the most rewarding; back, the last, which is
+                    # missed least.
                     if key not in found or not more:
                         found[key] = turned
             for turned in found.values():
@@ -133,6 +135,7 @@ def prefetch(choices: Sequence[int]) -> Knob:
 
     def turn(plan: Plan, values: Values) -> Plan:
         most = values.get("", plan.prefetch)
+        # Their own starts would no longer be earlier than the new limit: they follow the plan's again.
         late = {b.index: None for b in plan.buckets if b.ahead is not None and b.ahead >= most}
         return replace(_with_buckets(plan, "ahead", late), prefetch=most)
 
@@ -194,6 +197,7 @@ def homes(space: Space, open_homes: Sequence[Homes]) -> Knob:
     for index in by_reward([index for index, size in sizes.items() if size], sizes.__getitem__):
         trained = any(p.sharded and p.trainable for p in space.plan.buckets[index].params)
         choices[index] = tuple(
+            # A bucket that trains nothing has no gradients and states: homes of these alone would move nothing.
             dict.fromkeys(home if trained or home.parameters != "device" else DEVICE for home in open_homes)
         )
     frugal = [home for home in open_homes if home.on_one_tier] or open_homes
@@ -374,6 +378,7 @@ def _place(choices: Sequence[Any], value: Any) -> int:
         return choices.index(value)
     if value is None:  # activations of one layer that wait on several tiers
         return -1
+    # Tiles fall from many to one; other choices rise.
     falling = len(choices) > 1 and choices[0] > choices[-1]
     return sum(bool(one > value) if falling else bool(one < value) for one in choices) - 1
 

@@ -43,6 +43,7 @@ def largest(question: Question, what: What, *, layers: int | None = None, hidden
         return replace(question, size=size)
 
     if layers is not None:
+        # In steps of 128: widths that kernels like, and that heads divide.
         wide = _bisect(what, lambda n: sized(ModelSize.of(layers=layers, hidden=128 * n, vocab=vocab)))
         return _in_parameters(wide)
     if hidden is None:

@@ -135,6 +135,7 @@ def _targets(plan: Candidate, tilable: frozenset[int]) -> Iterator[tuple[int, Ca
     if tilable and any(bucket.tiles > 1 for bucket in plan.plan.buckets):
         whole = plan.space.of(_with(plan.plan, [1] * len(plan.plan.buckets), plan.plan.ahead()))
         yield plan.peak, whole
+        # Other targets are reached from whole operators, so that tiling happens where the peak is and nowhere else.
         plan = whole
     smallest = least(plan, tile=bool(tilable))
     room = plan.peak - smallest.peak
@@ -157,10 +158,12 @@ def _reach(plan: Candidate, target: int, tilable: frozenset[int]) -> Iterator[Ca
         tiles, ahead = [bucket.tiles for bucket in plan.plan.buckets], list(plan.plan.ahead())
         for bucket, short in wanted.items():
             if short.gather is not None:
+                # At least one visit later than now: else the next round would want the same again.
                 ahead[bucket] = min(short.gather, ahead[bucket] - 1)
             if short.size:
                 tiles[bucket] = _fewest(space, bucket, tiles[bucket], ahead[bucket], short.size)
         changed = space.of(_with(plan.plan, tiles, ahead))
+        # The space hands out one candidate per plan: nothing was left to change.
         if changed is plan:
             return
         plan = changed
@@ -192,6 +195,7 @@ def _wanted(space: Space, plan: Candidate, watch: _Watch, target: int) -> dict[i
             left = bisect_left(reads, starts[h.last]) - bisect_left(reads, time)
             left = 0 if buckets[h.bucket].tiles > 1 else max(0, left)
             short.gather = left if short.gather is None else min(short.gather, left)
+            # What a later gather frees need not be tiled away.
             excess -= space.scheduler.transfers(h.bucket, 1)[0].whole
         for bucket in {h.bucket for h in held if not h.early and h.bucket in watch.tilable} if excess > 0 else ():
             if buckets[bucket].residency != "backward" and buckets[bucket].tiles < space.most_tiles[bucket]:

@@ -136,6 +136,7 @@ def between_steps(plan: Plan, moments: int) -> Iterator[Holding]:
             found = [("shards", "param", "device", whole), ("states", "state", "device", trained * moments)]
         else:
             frozen = shards.frozen if homes.parameters != "device" else 0
+            # `gradient` is as large as the trained shards, which left: both are in the master's dtype.
             stays = whole - shards.gradient - frozen
             found = [
                 ("shards", "param", "device", stays),

@@ -121,6 +121,7 @@ class _Blocks:
         self._read: list[int] = []
 
     def take(self, pending: int, size: int) -> None:
+        # As csrc/mailbox.cc does: the smallest block that fits, and none that is far too large.
         fits = [i for i in self._free if size <= self.sizes[i] <= 8 * size + 2**20]
         if fits:
             chosen = min(fits, key=self.sizes.__getitem__)

@@ -50,6 +50,7 @@ class Rates:
                 seconds = self.compute(segment.flops, segment.moved)
                 if segment.slices == 1:
                     return seconds
+                # Each slice is launched by itself; the products and bytes are shared.
                 launch = self.machine.launch
                 return max(0.0, seconds - launch) / segment.slices + launch
             case Gather() | Reduce():
@@ -76,6 +77,7 @@ class Rates:
     def collective(self, size: float) -> float:
         """An all-gather or a reduction of ``size`` bytes."""
         world = self.world_size
+        # A rank's own part does not travel.
         return self.machine.collective(world).seconds(size * (world - 1) / world)
 
     @property

@@ -139,6 +139,7 @@ def profile(
     told = {layer: list(own) for layer, own in (spared or {}).items()}
     between = max(map(len, told.values()), default=0)
     sets = {layer: (*own, *(own[-1:] or [frozenset()]) * (between - len(own))) for layer, own in told.items()}
+    # One analysis of the step per level, for all layers at once: names of activations say their layer.
     names = [frozenset(name for own in sets.values() for name in own[k]) for k in range(between)]
     found = (saved(graph, "full"), *(saved(graph, "full", own) for own in names), saved(graph, base))
     spans = _spans(graph)
@@ -179,6 +180,7 @@ def _crossing(graph: Graph, region_of: Sequence[int]) -> _Crossing:
         for value in reads:
             owner = graph.owner[value]
             maker = graph.maker[owner]
+            # Inputs are held anyway, gathered parameters by their bucket.
             if maker < 0 or graph.params[owner]:
                 continue
             if reduces:
@@ -231,6 +233,7 @@ def _sequence(graph: Graph, begin: int, end: int, kept: Saved) -> list[int]:
     """What runs in a region: its operations, each after what it needs again of the forward."""
     if begin < graph.backward:
         return list(range(begin, end))
+    # Right before its first reader, where torch's partitioner puts it (`reordering_to_mimic_autograd_engine`).
     return [k for i in range(begin, end) for k in (*kept.repeats.get(i, ()), i)]
 
 

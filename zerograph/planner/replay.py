@@ -64,6 +64,7 @@ def _for_evaluation(given: GivenPlan, step: Step) -> Plan:
     parts = [tuple(read[p.name] for p in bucket.params if p.name in read) for bucket in given.plan.buckets]
     kept = [replace(bucket, params=part) for bucket, part in zip(given.plan.buckets, parts, strict=True) if part]
     first = {p.name: at for at, p in enumerate(step.params)}
+    # Buckets stand in order of first use, which evaluation may change.
     kept.sort(key=lambda bucket: min(first[p.name] for p in bucket.params))
     buckets: list[Bucket] = [replace(bucket, index=index) for index, bucket in enumerate(kept)]
     return replace(given.plan, buckets=tuple(buckets), recompute=(), save=())

@@ -65,6 +65,7 @@ def _recomputed(step: Step, recompute: Recompute) -> tuple[str, ...]:
             recompute,
         )
     count = int(share * len(layers) + 0.5)
+    # As evenly as whole numbers allow: layers at which the running share passes the next whole number.
     return tuple(layer for i, layer in enumerate(layers) if (i + 1) * count // len(layers) > i * count // len(layers))
 
 
@@ -75,6 +76,7 @@ def _group(params: Iterable[Param], limit: int) -> list[tuple[Param, ...]]:
     groups: list[tuple[Param, ...]] = []
     for _, members in groupby(params, key=lambda p: layer_of(p.name)):
         for part in _split(tuple(members), limit):
+            # Only small ones: a block that shares a bucket with half of the next would no longer repeat.
             if groups and _bytes(groups[-1]) + _bytes(part) <= limit // _SMALL:
                 groups[-1] += part
             else:

@@ -274,6 +274,7 @@ class Saved:
         for life in profile.lives:
             end, what, need = end_of(life, levels), None, None
             region = profile.regions[life.start]
+            # Only what layers save may leave; what the model returns (`read` is None) the user gets on the device.
             if tier_of and region.layer and region.phase == "forward" and life.read is not None:
                 what = next((name for name in (life.activation, region.layer) if name in tier_of), None)
                 need = need_of(life, levels) if what is not None else None
@@ -340,12 +341,14 @@ def _phase(
         parts += [(k, part) for part in found]
     found_visits = visits([part.buckets for _, part in parts], begins, prefetch)
     tiled = frozenset(bucket for bucket, count in enumerate(tiles) if count > 1)
+    # Work on tiles runs in slices, so that it is cut off from what stands before it and behind it.
     alone = [i for i, (_, part) in enumerate(parts) if tiled and not tiled.isdisjoint((*part.buckets, *part.gradients))]
     cuts = sorted({*begins, *(v.start for v in found_visits), *alone, *(i + 1 for i in alone if i + 1 < len(parts))})
     starts: dict[int, list[int]] = {}
     for number, visit in enumerate(found_visits):
         starts.setdefault(visit.start, []).append(number)
     ready: dict[int, list[int]] = {}
+    # Of several parts that make gradients of a bucket, the dict keeps the last: then the bucket can be reduced.
     for bucket, at in {bucket: i for i, (_, part) in enumerate(parts) for bucket in part.gradients}.items():
         if bucket not in tiled:
             ready.setdefault(at, []).append(bucket)
@@ -399,6 +402,7 @@ def _parts(atoms: Sequence[Atom], bucket_of: dict[str, int]) -> list[_Part]:
         gradients: dict[int, int] = {}
         for name, size in atom.gradients:
             gradients[bucket_of[name]] = gradients.get(bucket_of[name], 0) + size
+        # It reads nothing that the part before has not made whole, so no visit can begin here.
         if parts and set(buckets) <= set(parts[-1].buckets):
             old = parts.pop()
             for bucket, size in old.gradients.items():

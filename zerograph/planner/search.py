@@ -4,9 +4,8 @@ One local search over all that is free (Pareto local search; Paquete et al. 2004
 rules make, and with those that need the least of each tier, in buckets of each size. From plans that no other beats in
 both time and the memory of every tier it turns one knob at a time (:mod:`~zerograph.planner.knobs`): for all items,
 then, between two neighbours, for half of what tells them apart, those first that save the most seconds per byte, then
-for fewer items. Small steps are looked at completely, but for
-what only says when something begins. Where a plan has its peak, gathers wait and
-operators are tiled (:mod:`~zerograph.planner.peaks`). Every plan is simulated.
+for fewer items. Of small steps it looks at every plan, but for those that differ only in when something begins. Where a
+plan has its peak, gathers wait and operators are tiled (:mod:`~zerograph.planner.peaks`). Every plan is simulated.
 
 No budget enters, so more of one never finds a slower plan. What stays on the device is searched as where nothing can
 leave it, and then the rest from there: another tier never makes a plan slower either. All ranks that are given the same
@@ -202,10 +201,12 @@ class _Local:
             ways.add(space.plan.loss_tiles)
         few = all(len(space.plan.buckets) <= FEW for space in knobs_of)
         coarse = {space: [knob for knob in own if not knob.fine] for space, own in knobs_of.items()}
+        # Knobs are independent: the plans of a space are the product of all choices.
         complete = sum(prod(len(c) for k in own for c in k.choices.values()) for own in coarse.values()) <= COMPLETE
         for space, own in coarse.items() if complete else ():
             for plan in every(own, space.plan):
                 self._add(space.of(plan))
+        # Four ways of looking share the work: all items at once, halves of what differs, groups of items, lower peaks.
         self._turn(knobs_of, 1, work // 4)
         self._halve(knobs_of, work // 4)
         if few or groups:
@@ -228,6 +229,7 @@ class _Local:
         else:
             best, self.best = self.best, [candidate]
             for other in best:
+                # Kept all the same: a plan that is beaten may lead to one that is not.
                 (self._beaten if candidate.beats(other) else self.best).append(other)
 
     def _turn(self, knobs_of: Mapping[Space, Sequence[Knob]], groups: int, work: int, *, beaten: bool = False) -> None:
@@ -305,6 +307,7 @@ def _first(space: Space, own: Sequence[Knob], *, least: bool) -> Iterator[Plan]:
     start = space.plan
     for knob in own:
         now = knob.read(start)
+        # Where a rule decided what is no choice here (the user fixed it otherwise), the first choice stands in.
         start = knob.turn(start, {item: open_[0] for item, open_ in knob.choices.items() if now[item] not in open_})
     yield start
     for values in product(*(knob.frugal or ({},) for knob in own)) if least else ():
@@ -378,6 +381,7 @@ def _spaces(step: Step, wish: Wish, machine: Machine, states: int, moments: int,
             recompute=wish.recompute,
         )
         plan = replace(plan, loss_tiles=way.loss_tiles)
+        # A model smaller than a bucket gets the same buckets for several sizes.
         if plan not in seen:
             seen.add(plan)
             rates = Rates(machine, wish.world_size, plan.compute_dtype)

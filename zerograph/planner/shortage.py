@@ -87,6 +87,7 @@ def _changes(row: Row) -> Iterator[tuple[str, Question, Choice]]:
     for other in _other_choices(question, choice):
         yield _difference(choice, other), question, other
     for tier in TIERS:
+        # Two bytes more: what is left free is rounded once here and once in `have`.
         more = int((row.need[tier] - row.have[tier]) / (1 - question.reserve)) + 2
         if row.need[tier] > row.have[tier]:
             yield f"{format_bytes(more)} more on {tier} per rank", _grown(question, tier, more), choice

@@ -116,10 +116,12 @@ class _Sketch:
                     self._fetch_saved(phase, place)
             for visit in piece.visits:
                 self._free(phase, visit)
+                # Those of the first visit began above, before anything computes.
                 for other in phase.gathers.get(visit, ()) if visit else ():
                     self._gather(phase.visits[other].bucket)
                 bucket = phase.visits[visit].bucket
                 steps.append(self._once(_wait_gather, bucket, 0, self.buckets[bucket].tiles, self._own(bucket)))
+            # Behind the frees and gathers of visits that begin here: the pass `reduce` uses the next cut, too.
             for bucket in ready:
                 self._reduce(bucket, 0, phase.gradients[bucket])
             ready = piece.ready
@@ -438,6 +440,7 @@ def _host_update(
     shards, staging, slot = part.shards, rates.staging, _slot(scheduler, "update", number)
     start = (norm,) if norm >= 0 else ()
     arrived = (gradient,) if gradient >= 0 else ()
+    # An update on the host reads gradients from the host's memory: others come into a staging buffer first.
     copies = homes.gradients == "nvme" or (homes.gradients == "device" and staging == "host")
 
     def staged(what: str, size: int, kind: Kind) -> tuple[int, ...]:
@@ -456,6 +459,7 @@ def _host_update(
         size = shards.optimizer * bool(states) + shards.gradient * (homes.gradients == "nvme")
         reads = (*start, *(() if homes.gradients == "device" else arrived))
         steps.append(Read("states", part.label, module, size, reads, read, (), bucket, tile, slot))
+    # New parameters that live on the host are written straight there; for another tier they pass a buffer.
     lands = homes.parameters != "host" and not (staging == "device" and homes.parameters == "device")
     copy = staged("copy", shards.copy, "param") if lands else ()
     inputs = (*start, *(() if copies else arrived), *gradients, *states)

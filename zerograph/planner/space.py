@@ -87,6 +87,7 @@ class Space:
 
     def of(self, plan: Plan) -> Candidate:
         """``plan``, simulated; its buckets hold what those of this space do."""
+        # Without offloaded activations nothing is fetched: plans that do the same are simulated once.
         if plan.fetch_ahead > 1 and not plan.offload:
             plan = replace(plan, fetch_ahead=1)
         decided = (*_of_plan(plan), tuple(map(_of_bucket, plan.buckets)))

@@ -105,6 +105,7 @@ class Adoption:
         objects = adopt.live(nn.Module, Optimizer)
         if ranks.agreement is not None and any(id(p) not in self.known for p in before):
             ranks.agreement.require_same(_given(self._config, roots, objects))
+        # First what is sharded already: the rest then gets names beside those.
         new = take_over(roots, self._config, ranks.mesh, self.params)
         new |= shard_parameters(roots, self._config, ranks.mesh, objects, {**self.params, **new})
         await_updates(roots, objects)

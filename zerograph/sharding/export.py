@@ -118,6 +118,7 @@ def _header(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> tuple[
         end += tensor.numel() * tensor.dtype.itemsize
         entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # So that the data begins at a multiple of 8 bytes, and tensors can be mapped.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, end
 
@@ -127,6 +128,7 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # In the same folder: only within a file system does a rename replace a file at once.
         self._partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         self._stream: IO[bytes] | None = None
 
@@ -157,6 +159,7 @@ class _File:
         assert self._stream is not None
         with self._named():
             self._stream.flush()
+            # Before the rename: after a crash of the machine the name could else stand for an empty file.
             os.fsync(self._stream.fileno())
             self._stream.close()
             self._partial.replace(self.path)

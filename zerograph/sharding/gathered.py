@@ -54,6 +54,7 @@ def gathered(module: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
     module = original(module)
     with noticed(group_of(module), "to gather parameters in zerograph.gathered()"):
         opened = _open(module, writeback)
+    # Of a parameter that an enclosing context has opened this one is not the owner, and does not close it.
     mine = [o for o in opened if _OPEN.setdefault(id(o.outward), o) is o]
     try:
         with contextlib.ExitStack() as stack:
@@ -61,6 +62,7 @@ def gathered(module: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
             for part in module.modules():
                 stack.enter_context(shown(part, owners.get(part, {})))
             yield module
+            # Looked up while the module still shows them: the user may have put other parameters in their places.
             values = [_values(o) for o in opened] if writeback else []
     finally:
         for o in mine:

@@ -65,6 +65,7 @@ def fill(model: nn.Module, adoption: Adoption | None, init: Init, files: Sequenc
 
 def _empty_slots(model: nn.Module) -> list[Slot]:
     slots: dict[int, Slot] = {}
+    # Duplicates too: a file may know a tied parameter by any of its names.
     for prefix, module in model.named_modules(remove_duplicate=False):
         for tensors in (module._parameters, module._buffers):
             for attribute, tensor in tensors.items():
@@ -144,6 +145,7 @@ def _fill(
             stack.enter_context(_shown_blank(module, own))
         for module in unit:
             _reset(module, init, label)
+        # Reversed, so that of tied places the first one's value stays in the dict.
         values = {id(slot): _current(m, a) for (m, a), slot in reversed(places.items())}
     for slot in {id(s): s for s in places.values()}.values():
         _check_filled(values[id(slot)], slot, init, label)

@@ -53,6 +53,7 @@ def _specs_of(roots: Sequence[nn.Module]) -> Iterator[tuple[dict[str, ShardSpec]
 
 
 def _check(spec: ShardSpec, param: nn.Parameter, config: Config, mesh: DeviceMesh | None) -> None:
+    # `spec_of` refuses DTensors: asked of a plain stand-in, it says what this backend would do.
     plain = torch.empty(param.shape, dtype=param.dtype, device="meta")
     wanted = spec_of(plain, spec.name, config, mesh)
     if wanted != spec:

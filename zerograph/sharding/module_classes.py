@@ -97,6 +97,7 @@ class ShardedModule:
         """
         params: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
         order = list(params)
+        # Out of torch's sight meanwhile: it would replace these parameters, or refuse to.
         outward = {name: params.pop(name) for name in self._zg_specs}
         try:
             super()._apply(fn, recurse)  # type: ignore[misc]
@@ -119,11 +120,13 @@ class ShardedModule:
             if not isinstance(param, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
                 continue
             if value.shape == param.shape:
+                # Into the dict itself: torch's loading, with its hooks and strictness, then goes on as ever.
                 state_dict[key] = as_shard(value.to(param.device), param)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deep-copy by base class: generated classes cannot be imported."""
+        # Protocol 2 names the class as the first argument of `__newobj__`, where it can be exchanged.
         _, (_, *args), *rest = super().__reduce_ex__(2)  # type: ignore[misc, str-unpack]
         return (_rebuild, (self._zg_base, frozenset(self._zg_specs), *args), *rest)
 
@@ -156,6 +159,7 @@ def _set_values(param: nn.Parameter, values: Tensor, spec: ShardSpec) -> None:
         if _memory(values) != _memory(param):
             param.detach().copy_(values)
         return
+    # torch checks a gradient's dtype against its parameter's, so it must be away while that changes.
     grad, param.grad = param.grad, None
     param.data = values
     if isinstance(param, DTensor):
