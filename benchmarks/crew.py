@@ -158,7 +158,7 @@ class Worker:
     def recorded(self, machine: str) -> dict[str, float]:
         """A recorded step of zerograph: its peak, and what forecasts of it say by the rates of `machine`."""
         from zerograph.core.machine import machine_from
-        from zerograph.planner.outlook import outlook
+        from zerograph.planner.forecasts import forecast_programs
 
         backend, found = self.trainer.backend, machine_from(machine)
         with backend.record() as run:
@@ -169,7 +169,7 @@ class Worker:
             "peak": run.forecast.peaks["device"].bytes,
             "forecast_peak": predicted.forecast.peaks["device"].bytes,
             "forecast_growth": predicted.resident.bytes if predicted.resident is not None else 0,
-            "forecast": outlook(programs, backend.plan, found).forecast.seconds,
+            "forecast": forecast_programs(programs, backend.plan, found).forecast.seconds,
             "retimed": predicted.forecast.seconds,
         }
 

@@ -16,14 +16,14 @@ from zerograph.core.errors import ZeroGraphError
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.plan import Bucket, Homes, Offload, Plan, tile_rows
 from zerograph.core.planfile import PlanFile
-from zerograph.core.simulate import Memory, measure
+from zerograph.core.simulate import Memory, time_and_peaks
 from zerograph.core.step import Step
 from zerograph.core.timeline import Forecast
 from zerograph.planner.activations import checkpoint_bytes, layer_bytes
 from zerograph.planner.check_file import check_file
 from zerograph.planner.choice import Activations, Choice, placements
+from zerograph.planner.forecasts import forecast_sketch
 from zerograph.planner.homes import HOMES
-from zerograph.planner.outlook import scheduled
 from zerograph.planner.placement import Shards
 from zerograph.planner.plan_file import file_from_sketch
 from zerograph.planner.rates import Rates, gathered_bytes, state_bytes
@@ -54,7 +54,7 @@ def placed(plan: Plan, homes: Homes, tiles: int = 1) -> Plan:
 
 
 def file_of(step: Step, plan: Plan, machine: Machine, moments: int = 2) -> PlanFile:
-    forecast, holdings = scheduled(scheduler_of(step, plan, machine, moments), plan)
+    forecast, holdings = forecast_sketch(scheduler_of(step, plan, machine, moments), plan)
     budget = {tier: peak.bytes for tier, peak in forecast.peaks.items()}
     return PlanFile("any", plan, machine, budget, forecast, holdings)
 
@@ -263,10 +263,10 @@ def test_whatever_is_taken_is_given_back_or_lives_on(found: Drawn) -> None:
 def test_peaks_of_the_search_are_those_of_the_forecast(found: Drawn) -> None:
     step, plan, machine, moments = found
     scheduler = scheduler_of(step, plan, machine, moments)
-    forecast, _ = scheduled(scheduler, plan)
+    forecast, _ = forecast_sketch(scheduler, plan)
     held: Memory = tuple(("device", size) for size in state_bytes(step.params, plan.world_size, moments))
     held += scheduler.moved(plan)
-    seconds, peaks, tasks = measure(sketch(scheduler, plan), scheduler.costs, held)
+    seconds, peaks, tasks = time_and_peaks(sketch(scheduler, plan), scheduler.costs, held)
     assert tasks == len(forecast.spans)
     assert (seconds, peaks) == (forecast.seconds, tuple(_peak(forecast, tier) for tier in TIERS))
 
@@ -288,7 +288,10 @@ def test_tiles_cover_every_shard_exactly_once(rows: int, world: int, tiles: int)
     slices = tile_rows(chunk, tiles)
     assert [row for begin, end in slices for row in range(begin, end)] == list(range(chunk))
     assert all(end > begin for begin, end in slices)
-    parts, (whole,) = scheduler_of(step, plan, GPU).transfers(0, tiles), scheduler_of(step, plan, GPU).transfers(0, 1)
+    parts, (whole,) = (
+        scheduler_of(step, plan, GPU).bucket_parts(0, tiles),
+        scheduler_of(step, plan, GPU).bucket_parts(0, 1),
+    )
     assert sum(p.whole for p in parts) == whole.whole and sum(p.gradients for p in parts) == whole.gradients
     assert [p.label for p in parts] == [
         f"{bucket.name} tile {i + 1}/{tiles}" if tiles > 1 else bucket.name for i in range(tiles)

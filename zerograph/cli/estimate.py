@@ -26,9 +26,9 @@ from zerograph.planner.sizes import ModelSize, format_count
 from zerograph.planner.training import ATTENTIONS, OPTIMIZERS, Training
 
 if TYPE_CHECKING:
-    from zerograph.planner.fill import Budget, Filled
+    from zerograph.planner.largest_size import Budget, LargestSize
 
-Solved: TypeAlias = "tuple[Filled, Budget]"
+Solved: TypeAlias = "tuple[LargestSize, Budget]"
 """What a traced step was solved to, and the bytes of the device, or of each tier, that it could use."""
 
 _SHARE = click.FloatRange(0, 1, max_open=True)
@@ -188,11 +188,11 @@ def _show(
         number = format_count(value or 0) if what == "params" else str(value)
         click.echo(f"largest {what}: {number}{', by the formulas' if traced else ''}")
     for stage, solved in (traced or {}).items():
-        from zerograph.dryrun.largest_fit import explained
+        from zerograph.dryrun.largest_fit import describe_answer
 
         offload, tier = _offloaded(question)
         where = "nothing offloaded" if offload == "none" else f"{offload} on {tier or 'host or nvme'}"
-        click.echo(f"traced step, stage {stage}, {where}: {explained(str(what), *solved)}")
+        click.echo(f"traced step, stage {stage}, {where}: {describe_answer(str(what), *solved)}")
     show_table(cells(table, best), NUMBERS, BELOW, BELOW)
     if missing:
         click.echo(f"nothing fits: {missing}\n", err=True)

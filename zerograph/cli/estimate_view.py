@@ -14,7 +14,7 @@ from zerograph.planner.shortage import Shortage
 from zerograph.planner.sizes import format_count
 
 if TYPE_CHECKING:
-    from zerograph.planner.fill import Budget, Filled
+    from zerograph.planner.largest_size import Budget, LargestSize
 
 VERSION = 1
 
@@ -57,7 +57,7 @@ def _digits(seconds: float) -> str:
 
 def as_data(
     model: str | None, question: Question, table: Iterable[Row], best: Row | None, missing: Shortage | None,
-    what: str | None, value: int | None, traced: Mapping[int, tuple[Filled, Budget]] | None = None,
+    what: str | None, value: int | None, traced: Mapping[int, tuple[LargestSize, Budget]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What ``--json`` prints; ``docs/estimates.md`` describes every field."""
     return {
@@ -75,7 +75,7 @@ def as_data(
     }
 
 
-def _solved(stage: int, found: Filled, budget: Budget) -> dict[str, Any]:
+def _solved(stage: int, found: LargestSize, budget: Budget) -> dict[str, Any]:
     have = budget if isinstance(budget, int) else budget[found.tier]
     need = {"largest": found.held, "next": found.need}
     told = {"stage": stage, "value": found.value, "tier": found.tier, "need": need, "have": have}

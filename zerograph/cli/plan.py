@@ -111,10 +111,10 @@ def plan(
 
             file, answer = plan_file(name, make, machine, reserve=RESERVE, **options), ""
         else:
-            from zerograph.dryrun.largest_fit import explained, largest_file
+            from zerograph.dryrun.largest_fit import describe_answer, largest_file
 
             found = largest_file(name, make, machine, what, reserve=RESERVE, **options)
-            file, answer = found.file, explained(what, found.found, found.budget)
+            file, answer = found.file, describe_answer(what, found.found, found.budget)
     if answer:
         click.echo(answer, err=json_)  # with --json, stdout is the plan file's
     if output is not None:

@@ -13,7 +13,7 @@ import click
 from zerograph.cli.options import F, as_json, plan_argument
 from zerograph.cli.terminal import show_lines, show_table
 from zerograph.cli.view import summary
-from zerograph.cli.view.groups import BYS, By, grouped, largest
+from zerograph.cli.view.groups import BYS, By, grouped, largest_rows
 from zerograph.cli.view.moment import Moment, find_task, moment
 from zerograph.cli.view.screen import show_summary
 from zerograph.cli.view.tables import Table, group_data, group_table, moment_data, moment_lines, moment_table
@@ -105,7 +105,7 @@ def _beside(file: PlanFile, run: Run) -> Beside:
 def to_data(file: PlanFile, beside: Beside | None, by: By, top: int | None, at: Moment | None) -> dict[str, Any]:
     """What ``--json`` writes; docs/cli.md has the schema."""
     folds = grouped(file, by, beside.measured if beside else None)
-    rows = group_data(folds if top is None else largest(folds, by, top))
+    rows = group_data(folds if top is None else largest_rows(folds, by, top))
     data = {"version": VERSION, **summary.as_data(file, beside), "by": by, "rows": rows}
     return data if at is None else {**data, "at": moment_data(file, at)}
 

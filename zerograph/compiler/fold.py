@@ -162,7 +162,7 @@ class _Folding:
     def run(self) -> Folded:
         nodes = list(self.gm.graph.nodes)
         self._find_stack(nodes)
-        self._place(nodes)
+        self._assign_layers(nodes)
         last = len(self.numbers) - 1
         layers: list[dict[Place, fx.Node]] = [{} for _ in self.numbers]
         for where, node in self.at.items():
@@ -252,7 +252,7 @@ class _Folding:
             return module_of(node) or ""
         return next((module_of(n) or "" for n in body.graph.nodes if n.op not in ("placeholder", "output")), "")
 
-    def _place(self, nodes: list[fx.Node]) -> None:
+    def _assign_layers(self, nodes: list[fx.Node]) -> None:
         """A layer reaches from its first node to the next one's; the last one to its last node."""
         computing = [n for n in nodes if n.op not in ("placeholder", "output")]
         stem = re.compile(rf"{re.escape(self.path)}\.(\d+)(?:\.|$)")

@@ -26,11 +26,11 @@ from zerograph.core.plan import Plan
 from zerograph.core.step import Param, Step
 from zerograph.core.units import format_bytes, format_seconds
 from zerograph.planner import plan_step, refuse_world_size, replay
-from zerograph.planner.check import require
+from zerograph.planner.check import require_plan
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.infeasible import infeasible
 from zerograph.planner.rates import state_bytes
-from zerograph.planner.replay import of_step
+from zerograph.planner.replay import restricted_to_step
 from zerograph.planner.search import Search, Wish
 
 log = logging.getLogger(__name__)
@@ -113,8 +113,8 @@ class Planner:
         """
         found = self._decided(code, step, plain)
         if self._config.plan is None:
-            found = of_step(found, step)
-        require(step, found, _REPLAYED if self._config.plan is not None else _REPORT)
+            found = restricted_to_step(found, step)
+        require_plan(step, found, _REPLAYED if self._config.plan is not None else _REPORT)
         return found
 
     def _decided(self, code: str, step: Step, plain: Sequence[Plain]) -> Plan:

@@ -16,7 +16,7 @@ from torch import fx
 from zerograph.compiler.capture import source_line
 from zerograph.compiler.segment_graph import Body, body_of
 from zerograph.compiler.segments import Callee, SegmentCache, interpret
-from zerograph.core.check import require
+from zerograph.core.check import require_programs
 from zerograph.core.plan import Plan
 from zerograph.core.program import (
     Compute,
@@ -34,7 +34,7 @@ from zerograph.core.program import (
 from zerograph.core.step import Kind
 from zerograph.graph import ops
 from zerograph.graph.costs import bytes_of, flops_of, memory_owner, moved_bytes, temporary_bytes
-from zerograph.graph.layers import layer_of, layer_starts
+from zerograph.graph.layers import layer_of_node, layer_starts
 from zerograph.graph.nodes import is_size  # arithmetic that every segment which needs it repeats
 from zerograph.graph.torch_private import LOOKUP_SEED, changes_inputs
 from zerograph.planner.rates import gathered_bytes, reduced_bytes
@@ -103,7 +103,7 @@ class _Lowering:
             buckets=tuple(bucket.name for bucket in self.plan.buckets),
         )
         # Cheap beside compiling, and a wrong order of gathers and frees would only show as wrong losses.
-        require([program], "this is a bug of zerograph: report it with the model")
+        require_programs([program], "this is a bug of zerograph: report it with the model")
         return program, tuple(self.callables)
 
     def _contents(self) -> tuple[Register, ...]:
@@ -175,7 +175,7 @@ class _Lowering:
         callee = self.cache.get(body, digest)
         known = self.segments.get(digest)  # repeated layers cost the same
         segment = _segment(digest, computing, inputs, outs) if known is None else self.described[known]
-        module = next((layer for n in computing if (layer := layer_of(n))), "")
+        module = next((layer for n in computing if (layer := layer_of_node(n))), "")
         source = next((line for n in computing if (line := source_line(n))), "")
         self._append_compute(segment, callee, inputs, outs, module, source)
 

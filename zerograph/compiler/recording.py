@@ -35,7 +35,7 @@ from zerograph.core.program import (
 )
 from zerograph.core.runfile import Measured, Run
 from zerograph.core.timeline import Forecast, Peak, Span, Stream
-from zerograph.planner.outlook import Outlook, outlook, update
+from zerograph.planner.forecasts import ProgramForecast, forecast_programs, update_program
 from zerograph.runtime.telemetry import LABEL
 from zerograph.runtime.torch_private import local_tensor
 
@@ -122,9 +122,9 @@ class Recording:
         self.measured = _measured(ran)
         self.forecast = _forecast(ran, self._memory(events))
 
-    def predicted(self, machine: Machine) -> Outlook:
+    def predicted(self, machine: Machine) -> ProgramForecast:
         """The forecast of the same programs on ``machine``, with this run's seconds in place of its rates."""
-        return outlook(
+        return forecast_programs(
             [self._frame.programs["forward"], self._frame.programs["backward"]],
             self._frame.plan,
             machine,
@@ -171,7 +171,7 @@ class Recording:
         frame = self._frames[trained[0]]
         if len(ran) != sum(len(program.instructions) for program in frame.programs.values()):
             raise ZeroGraphError("more than one step ran during the recording", "record one step")
-        program = update(frame.plan, _moments(self._optimizers()))
+        program = update_program(frame.plan, _moments(self._optimizers()))
         return frame, ran + [_Ran(program, program.instructions[0], *times) for times in sorted(updates)]
 
     def _memory(self, events: Sequence[Any]) -> list[tuple[int, int]]:

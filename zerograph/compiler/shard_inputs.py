@@ -18,7 +18,7 @@ from zerograph.compiler.torch_private import ShardOf, fake_mode_of
 from zerograph.runtime.torch_private import local_tensor
 
 
-def take_rows(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], Callable[..., Any]]:
+def take_local_shards(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], Callable[..., Any]]:
     """Let ``gm`` read rows where it reads DTensors and asks them for their rows only.
 
     Returns:

@@ -168,7 +168,7 @@ class _Unfolding:
 
     def run(self) -> Joint:
         nodes = list(self.joint.gm.graph.nodes)
-        self._place(nodes)
+        self._assign_layers(nodes)
         # Numbers of checkpointed regions rise through the graph: the difference of two layers tells how many each has.
         last = [max((n.meta.get("ac_graph_id", 0) for n in self._nodes_of(i)), default=0) for i in (-1, 0)]
         self.regions = last[1], last[1] - last[0]
@@ -206,11 +206,11 @@ class _Unfolding:
             return (None,)
         return range(self.count) if place.part != "backward" else reversed(range(self.count))
 
-    def _place(self, nodes: list[fx.Node]) -> None:
+    def _assign_layers(self, nodes: list[fx.Node]) -> None:
         backward = backward_nodes(self.joint.gm.graph)
         computing = [n for n in nodes if n.op not in ("placeholder", "output")]
-        self._place_part("forward", [n for n in computing if n not in backward], range(len(self.traced)))
-        self._place_part("backward", [n for n in computing if n in backward], range(len(self.traced))[::-1])
+        self._assign_part("forward", [n for n in computing if n not in backward], range(len(self.traced)))
+        self._assign_part("backward", [n for n in computing if n in backward], range(len(self.traced))[::-1])
         counts: Counter[tuple[int, str]] = Counter()
         for node in nodes:
             if node.op == "placeholder":
@@ -228,7 +228,7 @@ class _Unfolding:
             if sizes[0] != sizes[1]:
                 raise NotFoldable(f"two of its layers have {sizes[0]} and {sizes[1]} nodes in the {name}")
 
-    def _place_part(self, part: Literal["forward", "backward"], nodes: list[fx.Node], order: Sequence[int]) -> None:
+    def _assign_part(self, part: Literal["forward", "backward"], nodes: list[fx.Node], order: Sequence[int]) -> None:
         """A layer reaches from its first node to the next one's; the last one to its last node."""
         labels = [self._label(node) for node in nodes]
         # Reversed, so that of several nodes the first one stays in the dict.

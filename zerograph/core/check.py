@@ -50,7 +50,7 @@ class Wrong:
         return where + self.message
 
 
-def check(programs: Sequence[Program], plan: Plan | None = None) -> list[Wrong]:
+def check_programs(programs: Sequence[Program], plan: Plan | None = None) -> list[Wrong]:
     """Everything that is wrong with ``programs``, which run one after another; empty when nothing is.
 
     Args:
@@ -61,13 +61,13 @@ def check(programs: Sequence[Program], plan: Plan | None = None) -> list[Wrong]:
     return found + (list(checked.once(plan)) if plan is not None else [])
 
 
-def require(programs: Sequence[Program], hint: str, plan: Plan | None = None) -> None:
+def require_programs(programs: Sequence[Program], hint: str, plan: Plan | None = None) -> None:
     """Refuse programs with which anything is wrong.
 
     Raises:
         InvariantError: naming the first instructions; ends with ``hint``.
     """
-    wrong = check(programs, plan)
+    wrong = check_programs(programs, plan)
     if wrong:
         shown = [f"  {each}" for each in wrong[:_SHOWN]]
         shown += [f"  and {len(wrong) - _SHOWN} more"] * (len(wrong) > _SHOWN)

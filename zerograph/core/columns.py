@@ -13,7 +13,7 @@ def table(cls: Any, items: Iterable[Any]) -> dict[str, Any]:
     return {f.name: _packed([getattr(item, f.name) for item in found]) for f in fields(cls)}
 
 
-def rows(cls: Any, columns: dict[str, Any]) -> tuple[Any, ...]:
+def from_table(cls: Any, columns: dict[str, Any]) -> tuple[Any, ...]:
     """What :func:`table` was given; lists became tuples. A column may be missing where its field has a default.
 
     Raises:

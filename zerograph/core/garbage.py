@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def without_gc() -> Iterator[None]:
     """Inside, Python's garbage collector is off, for work that makes many objects which stay alive.
 
     The collector looks through all of them again and again. That took a fifth of tracing a deep model and a quarter of

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.filekinds import refuse_other
+from zerograph.core.filekinds import refuse_other_kind
 from zerograph.core.units import is_number
 
 VERSION = 2
@@ -115,7 +115,7 @@ class Machine:
         """
         try:
             data: dict[str, Any] = json.loads(text)
-            refuse_other(data, "a machine", _MADE)
+            refuse_other_kind(data, "a machine", _MADE)
             version = data.pop("version", None)
         except ConfigError:
             raise

@@ -111,7 +111,7 @@ def visits(uses: Sequence[tuple[int, ...]], begins: Sequence[int], prefetch: int
     return tuple(Visit(bucket, starts[i], last, freed[i]) for i, (bucket, _, last) in enumerate(found))
 
 
-def gathers(found: Sequence[Visit], prefetch: int, ahead: Sequence[int]) -> dict[int, list[int]]:
+def gathers_by_start(found: Sequence[Visit], prefetch: int, ahead: Sequence[int]) -> dict[int, list[int]]:
     """Visit -> those whose gathers begin at its start.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.filekinds import refuse_other
+from zerograph.core.filekinds import refuse_other_kind
 from zerograph.core.planfile import canonical, forecast_data, forecast_of
 from zerograph.core.program import Compute, Gather, Reduce, Segment, Timed, Update
 from zerograph.core.timeline import Forecast, Span
@@ -84,7 +84,7 @@ class Run:
         hint = "give what `run.save(path)` wrote after `with backend.record() as run` (docs/recording.md)"
         try:
             data: dict[str, Any] = json.loads(text)
-            refuse_other(data, "a measured run", hint)
+            refuse_other_kind(data, "a measured run", hint)
             version = data.get("version") if "segments" in data else None
         except ConfigError:
             raise

@@ -51,7 +51,7 @@ def on(tier: Tier, size: int) -> Memory:
     return ((tier, size),) if size else ()
 
 
-class Rates(Protocol):
+class CostModel(Protocol):
     """What instructions cost on a machine."""
 
     @property
@@ -64,7 +64,7 @@ class Rates(Protocol):
 
 def simulate(
     programs: Sequence[Program],
-    rates: Rates,
+    rates: CostModel,
     *,
     measured: Measured | None = None,
     held: tuple[Holding, ...] = (),
@@ -93,7 +93,7 @@ def again(before: Forecast, seconds: Sequence[float], holdings: Iterable[Holding
     Raises:
         ValueError: a task waits for itself or a later one.
     """
-    run, spans = Run(), []
+    run, spans = Tasks(), []
     for span, length in zip(before.spans, seconds, strict=True):
         if any(earlier >= span.task for earlier in span.after):
             raise ValueError(f"task {span.task} ({span.name}) waits for a later one: {span.after}")
@@ -102,7 +102,7 @@ def again(before: Forecast, seconds: Sequence[float], holdings: Iterable[Holding
     return _forecast(tuple(spans), run, holdings, before.not_counted)
 
 
-def measure(programs: Sequence[Program], costs: Costs, held: Memory = ()) -> tuple[float, Peaks, int]:
+def time_and_peaks(programs: Sequence[Program], costs: Costs, held: Memory = ()) -> tuple[float, Peaks, int]:
     """Seconds and peak bytes of every tier that :func:`simulate` finds for a sketch, and how many tasks it has.
 
     The registers of a sketch have memory of their own each, so that an instruction takes and gives the same in every
@@ -123,7 +123,7 @@ def measure(programs: Sequence[Program], costs: Costs, held: Memory = ()) -> tup
 class Costs:
     """What instructions cost in seconds and memory; those that were met before are known."""
 
-    def __init__(self, rates: Rates, measured: Measured | None = None) -> None:
+    def __init__(self, rates: CostModel, measured: Measured | None = None) -> None:
         self.rates, self.measured = rates, measured
         self.overlaps = rates.overlaps
         self.known: dict[int, _Fact] = {}  # by identity; the fact keeps its instruction alive
@@ -202,7 +202,7 @@ class _Fact(NamedTuple):
 
 
 @dataclass(slots=True)
-class Run:
+class Tasks:
     """What instructions did that occupy a stream, in program order: the tasks.
 
     Attributes:
@@ -263,14 +263,14 @@ class Run:
             )
 
 
-def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None) -> Run:
+def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None) -> Tasks:
     """Run ``programs``.
 
     Args:
         cells: told what is alive, where registers may share memory; else each has its own, and nobody asks what waited
             for what.
     """
-    run = Run()
+    run = Tasks()
     starts, ends, events = run.starts, run.ends, run.events
     known, overlaps = costs.known, costs.overlaps
     whole: dict[tuple[int, int], int] = {}  # bucket and tile -> the task that gathered it
@@ -392,7 +392,7 @@ class _Cells:
         self._whole: dict[tuple[int, int], _Cell] = {}  # buckets and tiles
         self._program: Program | None = None
 
-    def enter(self, program: Program, run: Run) -> None:
+    def enter(self, program: Program, run: Tasks) -> None:
         """``program`` begins: what it is given was saved by the one before, or is nobody's business."""
         self._leave()
         self._run, self._program = run, program
@@ -514,7 +514,9 @@ class _Cells:
             self.holdings += (holding,) if parts is None else parts(holding)
 
 
-def _forecast(spans: tuple[Span, ...], run: Run, holdings: Iterable[Holding], not_counted: tuple[str, ...]) -> Forecast:
+def _forecast(
+    spans: tuple[Span, ...], run: Tasks, holdings: Iterable[Holding], not_counted: tuple[str, ...]
+) -> Forecast:
     levels: dict[Tier, int] = defaultdict(int)
     for holding in holdings:
         if holding.first == -1:

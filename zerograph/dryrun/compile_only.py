@@ -26,12 +26,12 @@ from zerograph.compiler.segments import SegmentCache
 from zerograph.compiler.unfold import Joint, NotFoldable, Repeat, signature, unfold
 from zerograph.core.config import Config
 from zerograph.core.errors import UnsupportedError, ZeroGraphError
-from zerograph.core.garbage import uncollected
+from zerograph.core.garbage import without_gc
 from zerograph.core.step import Dimension
 from zerograph.dryrun.inputs import Arguments, arguments
-from zerograph.dryrun.layer_loops import told_apart
+from zerograph.dryrun.layer_loops import position_dependence
 from zerograph.dryrun.torch_private import BackendFailed, FakeTensorMode, simulate_group
-from zerograph.dryrun.untraceable import ModelRaises, explained
+from zerograph.dryrun.untraceable import ModelRaises, explain_failure
 from zerograph.graph.costs import traced_size
 from zerograph.graph.nodes import output_of
 from zerograph.graph.repeated_layers import Stack, repeated_layers
@@ -95,7 +95,7 @@ def compile_only(
         RuntimeError: a process group exists already: this process trains.
     """
     config = Config.of(**{"compute": "eager", **options})
-    with uncollected(), _Call.of(make, config, world_size, batch, seq, sizes, moments, fold) as call:
+    with without_gc(), _Call.of(make, config, world_size, batch, seq, sizes, moments, fold) as call:
         found = _traced_few(call, call.stack, verify) if call.stack is not None else None
         frame, joint = found if found is not None else call.trace(folds=fold)
         (compile_joint if programs else plan_joint)(frame, joint)
@@ -210,7 +210,7 @@ class _Call:
         except (ZeroGraphError, BackendFailed):
             raise
         except Exception as error:
-            told = explained(error, self.uncompiled)
+            told = explain_failure(error, self.uncompiled)
             if told is None:
                 raise
             raise told from told.__cause__
@@ -269,7 +269,7 @@ def _traced_few(call: _Call, stack: Stack, verify: bool) -> tuple[Frame, Repeat]
 def _foldable(model: nn.Module) -> Stack | None:
     """The layers of ``model`` of which a few may speak for all."""
     stack = repeated_layers(model)
-    reason = told_apart(model, stack) if stack is not None else ""
+    reason = position_dependence(model, stack) if stack is not None else ""
     if stack is not None and reason:
         _warn(stack, reason)
         return None

@@ -22,7 +22,7 @@ from zerograph.graph.repeated_layers import Stack
 _COUNTS = frozenset({"enumerate", "range", "len", "zip", "iter", "next", "count", "islice"})
 
 
-def told_apart(model: nn.Module, stack: Stack) -> str:
+def position_dependence(model: nn.Module, stack: Stack) -> str:
     """Why the code outside of ``stack``'s layers may know which of them runs; empty where it cannot."""
     inside = {m for layer in stack.layers for m in layer.modules()}
     outer = [m for m in model.modules() if m not in inside]

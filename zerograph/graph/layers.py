@@ -68,7 +68,7 @@ def module_of(node: fx.Node) -> str | None:
     return path.removeprefix(_MODEL).removeprefix(".")  # type: ignore[no-any-return]
 
 
-def layer_of(node: fx.Node) -> str | None:
+def layer_of_node(node: fx.Node) -> str | None:
     """The repeated layer that ``node`` computes, or whose gradient (``blocks.3``).
 
     An empty string outside of repeated layers; None when tracing left no word of the module.
@@ -83,7 +83,7 @@ def layer_starts(graph: fx.Graph) -> list[fx.Node]:
     Several layers that are short begin where the first of them does.
     """
     nodes = [n for n in graph.nodes if _computes(n)]
-    layers = [layer_of(n) for n in nodes]
+    layers = [layer_of_node(n) for n in nodes]
     last = max((i for i, layer in enumerate(layers) if layer), default=len(layers))
     begun: set[str] = set()
     starts: list[fx.Node] = []

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import zerograph
 from zerograph.api import Backend
 from zerograph.core.errors import ConfigError, UnsupportedError
-from zerograph.integrations.models import compile_call, held_back, refuse_other
+from zerograph.integrations.models import compile_call, held_back, refuse_other_backends
 
 
 class Accelerator(accelerate.Accelerator):
@@ -55,7 +55,7 @@ class Accelerator(accelerate.Accelerator):
         return plain
 
     def _shard_with(self, backend: Backend, state_dict_type: str) -> None:
-        refuse_other(backend)
+        refuse_other_backends(backend)
         _refuse_others(self)
         self._next_backend = backend
         self.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=state_dict_type)

@@ -25,9 +25,9 @@ from zerograph import _core
 from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.optim.clip import power_sum
 from zerograph.optim.failures import tell_failed_step
-from zerograph.optim.parts import Member, Part, Plan, parts_of
-from zerograph.optim.tensors import TAGS, Gradients, Layout, uses_kernels
-from zerograph.optim.update import Update
+from zerograph.optim.parts import GroupParts, Member, Part, parts_of
+from zerograph.optim.tensors import TAGS, Gradients, GroupLayout, uses_kernels
+from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.torch_private import local_tensor
 
 log = logging.getLogger(__name__)
@@ -65,9 +65,9 @@ class HostOptimizer(Optimizer):
             raise ConfigError(f"moments={moments}", "moments are kept in torch.float32 or torch.bfloat16")
         self.master, self.moments, self.skip_nonfinite = master, moments, skip_nonfinite
         self.skipped, self.grad_norm = 0, math.nan
-        self._layouts: dict[int, Layout] = {}
-        self._plans: dict[int, Plan] = {}
-        self._running: Update | None = None
+        self._layouts: dict[int, GroupLayout] = {}
+        self._plans: dict[int, GroupParts] = {}
+        self._running: PendingUpdate | None = None
         super().__init__(params, **torchs)
         self._refuse_differentiable()
 
@@ -143,7 +143,7 @@ class HostOptimizer(Optimizer):
 
     @Optimizer.profile_hook_step
     @torch.no_grad()
-    def start_step(self, *, grad_scale: float | Tensor | None = None, clip: float | None = None) -> Update:
+    def start_step(self, *, grad_scale: float | Tensor | None = None, clip: float | None = None) -> PendingUpdate:
         """As :meth:`step`, without waiting for the kernels on the host.
 
         Until ``wait()`` of what it returns, nothing may read the parameters or change the gradients. The optimizer
@@ -163,24 +163,24 @@ class HostOptimizer(Optimizer):
             self._running.wait()
             self._running = None
 
-    def _start(self, grad_scale: float | Tensor | None, clip: float | None) -> Update:
+    def _start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
         layouts = [self._layout(i, group) for i, group in enumerate(self.param_groups)]
         grads = [layout.gradients() for layout in layouts]
         factor = self._factor(layouts, grads, grad_scale, clip)
         if factor is None:
             self.skipped += 1
-            return Update(None, ())
+            return PendingUpdate(None, ())
         return self._update(layouts, grads, factor)
 
-    def _layout(self, index: int, group: Mapping[str, Any]) -> Layout:
+    def _layout(self, index: int, group: Mapping[str, Any]) -> GroupLayout:
         layout = self._layouts.get(index)
         if layout is None or not layout.describes(group["params"]):
-            layout = self._layouts[index] = Layout(group)
+            layout = self._layouts[index] = GroupLayout(group)
         return layout
 
     def _factor(
         self,
-        layouts: Sequence[Layout],
+        layouts: Sequence[GroupLayout],
         grads: Sequence[Gradients],
         grad_scale: float | Tensor | None,
         clip: float | None,
@@ -202,7 +202,7 @@ class HostOptimizer(Optimizer):
         ratio = clip / (norm + 1e-6) if clip is not None else 1.0
         return (1.0 if ratio > 1.0 else ratio) / scale  # a norm that is not a number stays one
 
-    def _update(self, layouts: Sequence[Layout], grads: Sequence[Gradients], factor: float) -> Update:
+    def _update(self, layouts: Sequence[GroupLayout], grads: Sequence[Gradients], factor: float) -> PendingUpdate:
         # By identity: whoever replaced a parameter's dict has replaced tensors whose addresses kernels hold.
         states = set(map(id, self.state.values()))
         plans = [self._plan(i, layout, own, states) for i, (layout, own) in enumerate(zip(layouts, grads, strict=True))]
@@ -219,7 +219,7 @@ class HostOptimizer(Optimizer):
                     calls.append((self._rule(group), part.tensors, own.addresses, tag, part.fresh))
         if calls:
             _tell_target()
-        return Update(_core.update(calls, factor) if calls else None, touched)
+        return PendingUpdate(_core.update(calls, factor) if calls else None, touched)
 
     def _on_device(self, group: Mapping[str, Any], part: Part, grads: Gradients, factor: float) -> None:
         pairs = [(m, g) for m, g in zip(part.members, grads.tensors, strict=True) if g is not None]
@@ -234,16 +234,16 @@ class HostOptimizer(Optimizer):
 
     # State.
 
-    def _plan(self, index: int, layout: Layout, grads: Gradients, states: set[int]) -> Plan:
+    def _plan(self, index: int, layout: GroupLayout, grads: Gradients, states: set[int]) -> GroupParts:
         group, plan = self.param_groups[index], self._plans.get(index)
         slots = self._slots(group)
         if plan is None or not plan.holds(layout, slots, grads, states):
             known = plan.members_of(layout, self.state) if plan is not None else ()
             parts = parts_of(layout, grads, known, lambda i: self._member(group, layout, i, slots))
-            plan = self._plans[index] = Plan(layout, slots, parts, self.state)
+            plan = self._plans[index] = GroupParts(layout, slots, parts, self.state)
         return plan
 
-    def _member(self, group: Mapping[str, Any], layout: Layout, index: int, slots: Sequence[str]) -> Member:
+    def _member(self, group: Mapping[str, Any], layout: GroupLayout, index: int, slots: Sequence[str]) -> Member:
         """The parameter's state, made where it is missing and brought into the form that the kernels take."""
         param, local, name = layout.params[index], layout.locals[index], layout.name(index)
         if not (self._counts or slots or self._keeps_master(param)):
@@ -353,7 +353,7 @@ def _tell_target() -> None:
     log.info("optimizer kernels for %s on %d threads", _core.simd_target(), _core.pool_threads())
 
 
-def _norm(layouts: Sequence[Layout], grads: Sequence[Gradients]) -> float:
+def _norm(layouts: Sequence[GroupLayout], grads: Sequence[Gradients]) -> float:
     """Norm of all gradients of all ranks, in one pass over this rank's and one scalar reduction."""
     groups = frozenset[ProcessGroup]().union(*(layout.process_groups for layout in layouts))
     if len(groups) > 1:
@@ -370,7 +370,7 @@ def _norm(layouts: Sequence[Layout], grads: Sequence[Gradients]) -> float:
     return math.sqrt(float(split) + float(whole))
 
 
-def _squares(layouts: Sequence[Layout], grads: Sequence[Gradients], split: bool) -> Tensor:
+def _squares(layouts: Sequence[GroupLayout], grads: Sequence[Gradients], split: bool) -> Tensor:
     """Sum of squares of this rank's gradients, those that are split or those that are whole."""
     pairs = list(zip(layouts, grads, strict=True))
     pieces = [piece for layout, own in pairs for piece in layout.pieces(own, split)]

@@ -77,7 +77,7 @@ class Gradients:
         )
 
 
-class Layout:
+class GroupLayout:
     """The parameters of one group as they were last seen; :meth:`describes` tells whether they still are.
 
     Attributes:

@@ -16,7 +16,7 @@ from zerograph.core.planfile import Holding
 from zerograph.core.step import Step, layer_of
 from zerograph.core.timeline import Forecast, Peak, Span
 from zerograph.core.units import format_bytes
-from zerograph.planner.outlook import scheduled
+from zerograph.planner.forecasts import forecast_sketch
 from zerograph.planner.rates import state_bytes
 from zerograph.planner.regions import Life, Profile, Work
 from zerograph.planner.search import BUCKET_SIZES, Search, Way, Wish, limits, over, smallest
@@ -81,7 +81,7 @@ def _more(tier: Tier, size: int) -> str:
 
 
 def _moment(search: Search, found: Candidate, tier: Tier) -> str:
-    forecast, holdings = scheduled(found.space.scheduler, found.plan)
+    forecast, holdings = forecast_sketch(found.space.scheduler, found.plan)
     peak = forecast.peaks[tier]
     if tier != "device":
         return _elsewhere(forecast, holdings, peak, tier)

@@ -172,7 +172,7 @@ def _reach(plan: Candidate, target: int, tilable: frozenset[int]) -> Iterator[Ca
 
 def _fewest(space: Space, bucket: int, tiles: int, ahead: int, size: int) -> int:
     """The fewest tiles that hold ``size`` bytes less than ``tiles`` do; all there may be where none do."""
-    (part,) = space.scheduler.transfers(bucket, 1)
+    (part,) = space.scheduler.bucket_parts(bucket, 1)
 
     def held(count: int) -> int:
         whole = part.whole * min(count, ahead + 1) // count
@@ -196,7 +196,7 @@ def _wanted(space: Space, plan: Candidate, watch: _Watch, target: int) -> dict[i
             left = 0 if buckets[h.bucket].tiles > 1 else max(0, left)
             short.gather = left if short.gather is None else min(short.gather, left)
             # What a later gather frees need not be tiled away.
-            excess -= space.scheduler.transfers(h.bucket, 1)[0].whole
+            excess -= space.scheduler.bucket_parts(h.bucket, 1)[0].whole
         for bucket in {h.bucket for h in held if not h.early and h.bucket in watch.tilable} if excess > 0 else ():
             if buckets[bucket].residency != "backward" and buckets[bucket].tiles < space.most_tiles[bucket]:
                 short = found.setdefault(bucket, _Short())

@@ -72,7 +72,7 @@ class Shards:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class BucketPart:
     """A bucket, or a tile of its one parameter: tile *i* is the *i*-th slice of the rows of every rank's shard.
 
     Attributes:
@@ -94,9 +94,9 @@ class Transfer:
     shards: Shards
 
 
-def transfers(
+def bucket_parts(
     name: str, params: Sequence[Param], tiles: int, whole: Mapping[str, int], world: int, moments: int
-) -> tuple[Transfer, ...]:
+) -> tuple[BucketPart, ...]:
     """The bucket of ``params`` in ``tiles`` parts; ``whole`` are bytes of full gradients by parameter."""
     trainable = [p for p in params if p.trainable]
     gathered, reduced = gathered_bytes(params, world), reduced_bytes(trainable)
@@ -112,7 +112,7 @@ def transfers(
         return size * end // rows - size * begin // rows
 
     return tuple(
-        Transfer(
+        BucketPart(
             name=name,
             label=name if tiles == 1 else f"{name} tile {tile + 1}/{tiles}",
             whole=part(gathered, tile),

@@ -31,7 +31,7 @@ def replay(given: GivenPlan, step: Step) -> Plan:
     return given.plan
 
 
-def of_step(plan: Plan, step: Step) -> Plan:
+def restricted_to_step(plan: Plan, step: Step) -> Plan:
     """``plan``, which another program of the frame or another rank may have been given, less what is not made here.
 
     What a dropout makes is no activation in evaluation, say. Which activations of a layer are saved decides no

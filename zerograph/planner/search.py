@@ -23,14 +23,14 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 from zerograph.core.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Recompute
-from zerograph.core.garbage import uncollected
+from zerograph.core.garbage import without_gc
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import DEVICE, Homes, Offload, Plan, compute_dtype
 from zerograph.core.simulate import on
 from zerograph.core.step import Step
 from zerograph.planner import knobs
 from zerograph.planner.homes import open_homes, open_tiers
-from zerograph.planner.knobs import Knob, changes, every, halfway, spread
+from zerograph.planner.knobs import Knob, every, halfway, neighbours, spread
 from zerograph.planner.liveness import Graph, Mode
 from zerograph.planner.loss import head_of, loss_tiles, tiled
 from zerograph.planner.peaks import with_lower_peaks
@@ -139,7 +139,7 @@ class Search:
                 first plans and :data:`COARSE` others are looked at in any case.
         """
         self.wish, self.moments = wish, moments
-        with uncollected():
+        with without_gc():
             self.ways = _ways(Graph(step), wish, machine)
             self.states = sum(state_bytes(step.params, wish.world_size, moments)) if states is None else states
             self.tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
@@ -247,7 +247,7 @@ class _Local:
                 done.add(candidate)
                 if not beaten and candidate not in self.best:
                     continue  # something better was found meanwhile
-                for plan in changes(knobs_of.get(candidate.space, ()), candidate.plan, groups):
+                for plan in neighbours(knobs_of.get(candidate.space, ()), candidate.plan, groups):
                     self._add(candidate.space.of(plan))
                     if _work(knobs_of) >= end and len(self._seen) >= enough:
                         return
@@ -328,7 +328,7 @@ def smallest(
     wish = replace(wish, bucket_size=BUCKET_SIZES[0] if wish.bucket_size is None else wish.bucket_size)
     tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
     homes = open_homes(wish.offload, tiers, wish.sharding)
-    with uncollected():
+    with without_gc():
         return [
             space.of(plan)
             for way in known or _ways(Graph(step), wish, machine)

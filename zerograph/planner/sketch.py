@@ -39,7 +39,7 @@ from zerograph.core.program import (
     stays_whole,
 )
 from zerograph.core.step import Kind, layer_of_activation
-from zerograph.planner.schedule import PhaseWork, Piece, Saved, Scheduler
+from zerograph.planner.schedule import PhaseWork, Piece, SavedRegisters, Scheduler
 
 T = TypeVar("T")
 BUFFERS = 3
@@ -59,9 +59,9 @@ class _Sketch:
         self.programs: list[Program] = []
         self.steps: list[Instruction] = []
         self.kind = "forward"
-        self.parts = scheduler.all_transfers(tuple(bucket.tiles for bucket in plan.buckets))
+        self.parts = scheduler.all_bucket_parts(tuple(bucket.tiles for bucket in plan.buckets))
         self.ahead = plan.ahead()
-        self.saved: Saved | None = None  # registers of activations, where some are offloaded
+        self.saved: SavedRegisters | None = None  # registers of activations, where some are offloaded
         if plan.offload:
             self.saved = scheduler.saved(scheduler.levels(plan), plan.offload)
         self.tier_of = dict(plan.offload)  # layer or activation -> tier of what is saved of it
@@ -296,21 +296,21 @@ class _Sketch:
 
 def _whole(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: bool) -> int:
     """The register of a gathered bucket or tile; of an ``own`` one this rank's slice is its copy, held anyway."""
-    part = scheduler.transfers(bucket, tiles)[tile]
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
     size = part.whole - part.shards.copy * own
     return scheduler.registers.get(("whole", bucket, tile, tiles, own), part.label, size, "gathered", bucket=bucket)
 
 
 def _full(scheduler: Scheduler, bucket: int, tile: int, tiles: int) -> int:
     """The register of the full gradient of a tile."""
-    part = scheduler.transfers(bucket, tiles)[tile]
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
     name = f"full gradient of {part.label}"
     return scheduler.registers.get(("tile", bucket, tile, tiles), name, part.gradients, "gradient", bucket=bucket)
 
 
 def _reduced(scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: bool) -> int:
     """The register of this rank's shards of reduced gradients; of some that ``leaves``, those that leave the device."""
-    part = scheduler.transfers(bucket, tiles)[tile]
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
     size = part.shards.gradient if leaves else part.reduced
     key = ("reduced", bucket, tile, tiles, leaves)
     return scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient")
@@ -354,7 +354,7 @@ def _slice(
 
 def _bring(scheduler: Scheduler, bucket: int, tile: int, tiles: int, home: Tier, own: bool) -> tuple[Instruction, ...]:
     """Fetch the shards of a bucket or tile from their home into its slice of the whole, and gather it."""
-    part, name = scheduler.transfers(bucket, tiles)[tile], scheduler.names[bucket]
+    part, name = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
     whole = _whole(scheduler, bucket, tile, tiles, own)
     size = part.shards.fetched if home != "device" else 0
     steps: list[Instruction] = []
@@ -411,7 +411,7 @@ def _down(
 
 
 def _reduce(scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: bool, grads: tuple[int, ...]) -> Reduce:
-    part = scheduler.transfers(bucket, tiles)[tile]
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
     out = _reduced(scheduler, bucket, tile, tiles, leaves)
     return Reduce(bucket, (), grads, out, grads, part.summed, tile, tiles)
 
@@ -419,7 +419,7 @@ def _reduce(scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: bo
 def _wait_reduce(scheduler: Scheduler, reduce: Reduce, leaves: bool, last: bool) -> WaitReduce:
     outs: tuple[int, ...] = (_norm(scheduler),) if last else ()
     if leaves:
-        part = scheduler.transfers(reduce.bucket, reduce.tiles)[reduce.tile]
+        part = scheduler.bucket_parts(reduce.bucket, reduce.tiles)[reduce.tile]
         key = ("stays", reduce.bucket, reduce.tile, reduce.tiles)
         size = part.reduced - part.shards.gradient
         outs += (scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient"),)
@@ -436,7 +436,7 @@ def _host_update(
         gradient: the register of its gradient, wherever that is; -1 where it has none.
         norm: the register that is ready when all gradients are; -1 where there are none.
     """
-    part, module, rates = scheduler.transfers(bucket, tiles)[tile], scheduler.names[bucket], scheduler.rates
+    part, module, rates = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket], scheduler.rates
     shards, staging, slot = part.shards, rates.staging, _slot(scheduler, "update", number)
     start = (norm,) if norm >= 0 else ()
     arrived = (gradient,) if gradient >= 0 else ()

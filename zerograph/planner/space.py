@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter, le
 
 from zerograph.core.plan import Bucket, Plan, decided
-from zerograph.core.simulate import Memory, Peaks, measure
+from zerograph.core.simulate import Memory, Peaks, time_and_peaks
 from zerograph.planner.rates import Rates
 from zerograph.planner.regions import Profile
 from zerograph.planner.schedule import Scheduler
@@ -95,7 +95,7 @@ class Space:
         if found is None:
             scheduler = self.scheduler
             held = self.held + scheduler.moved(plan)
-            seconds, peaks, tasks = measure(sketch(scheduler, plan), scheduler.costs, held)
+            seconds, peaks, tasks = time_and_peaks(sketch(scheduler, plan), scheduler.costs, held)
             self.work += tasks
             found = self._known[decided] = Candidate(seconds, peaks, plan, self)
         return found

@@ -21,7 +21,7 @@ from zerograph.sharding.model_copies import await_updates, take_over
 from zerograph.sharding.optimizer_states import early_states
 from zerograph.sharding.parametrization import other_names, shard_parameters
 from zerograph.sharding.ranks import Ranks, expected
-from zerograph.sharding.torch_private import Retrace, errors_reach_users, match_rows_alone
+from zerograph.sharding.torch_private import Retrace, errors_reach_users, ignore_shard_aliasing
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Adoption:
                 self._traced_in_vain = True
                 raise Retrace
             self._refuse_foreign(foreign)
-        match_rows_alone()
+        ignore_shard_aliasing()
         if self._traced_in_vain:
             gc.collect()  # the abandoned trace holds the full parameters in reference cycles
             self._traced_in_vain = False

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zerograph.core.errors import CheckpointError
 from zerograph.runtime.meeting import noticed
-from zerograph.sharding.shards import gather_to_first, group_of, is_first, together
+from zerograph.sharding.shards import gather_to_first, group_of, is_first, on_first_rank
 
 log = logging.getLogger(__name__)
 
@@ -62,13 +62,13 @@ def export(model: nn.Module, path: str | os.PathLike[str]) -> None:
     tensors, aliases = unique_tensors(model)
     group, file = group_of(model), _File(Path(path))
     try:
-        together(group, partial(file.open, tensors, aliases), CheckpointError)
+        on_first_rank(group, partial(file.open, tensors, aliases), CheckpointError)
         for name in _file_order(tensors):
             with noticed(group, f"to gather {name} in zerograph.export()"):
                 pieces = gather_to_first(tensors[name])
-            together(group, partial(file.write, pieces), CheckpointError)
+            on_first_rank(group, partial(file.write, pieces), CheckpointError)
             pieces.clear()
-        together(group, file.commit, CheckpointError)
+        on_first_rank(group, file.commit, CheckpointError)
     finally:
         if is_first(group):
             file.discard()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zerograph.core.errors import ShardingError
 from zerograph.runtime.meeting import noticed
 from zerograph.sharding.module_classes import plain_class
-from zerograph.sharding.shards import full_value, group_of, is_sharded, local_of, send_from_first, together
+from zerograph.sharding.shards import full_value, group_of, is_sharded, local_of, on_first_rank, send_from_first
 from zerograph.sharding.torch_private import original
 
 
@@ -151,7 +151,7 @@ def _values(o: _Opened) -> list[Tensor | None]:
 def _write(module: nn.Module, opened: list[_Opened], values: list[list[Tensor | None]]) -> None:
     """Rank 0's ``values`` into the shards of all ranks."""
     group = group_of(module)
-    together(group, lambda: _check_all(opened, values), ShardingError)
+    on_first_rank(group, lambda: _check_all(opened, values), ShardingError)
     for o, value in zip(opened, values, strict=True):
         rows = o.outward.shape[0] if o.outward.ndim else 1
         send_from_first(value[0], local_of(o.outward), rows, group, is_sharded(o.outward))

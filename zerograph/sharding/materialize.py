@@ -22,7 +22,7 @@ from zerograph.sharding.export import plain_name
 from zerograph.sharding.forward import FORWARDS
 from zerograph.sharding.gathered import shown
 from zerograph.sharding.shard_files import read_files
-from zerograph.sharding.shards import group_of, is_sharded, local_of, send_from_first, together
+from zerograph.sharding.shards import group_of, is_sharded, local_of, on_first_rank, send_from_first
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def _initialize(
             continue
         full: dict[int, Tensor] = {}
         label = f"module {names[unit[-1]] or 'at the root'} ({type(unit[-1]).__name__})"
-        together(group, lambda: full.update(_fill(unit, places, init, device, label)), ShardingError)  # noqa: B023
+        on_first_rank(group, lambda: full.update(_fill(unit, places, init, device, label)), ShardingError)  # noqa: B023
         for slot in {id(s): s for s in places.values() if s.local is None}.values():
             slot.local = shards.pop(id(slot))
             send_from_first(full.pop(id(slot), None), slot.local, slot.rows, group, is_sharded(slot.tensor))

@@ -139,7 +139,7 @@ def _given(full: Tensor | None) -> Tensor:
     return full
 
 
-def together(group: dist.ProcessGroup | None, action: Callable[[], Any], error: type[ZeroGraphError]) -> None:
+def on_first_rank(group: dist.ProcessGroup | None, action: Callable[[], Any], error: type[ZeroGraphError]) -> None:
     """Run ``action`` on rank 0; when it fails there, every rank raises ``error``. Collective."""
     caught: Exception | None = None
     if is_first(group):
