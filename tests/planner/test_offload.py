@@ -21,7 +21,6 @@ from zerograph.core.step import Step
 from zerograph.core.timeline import Forecast
 from zerograph.planner.activations import checkpoint_bytes, layer_bytes
 from zerograph.planner.check_file import check_file
-from zerograph.planner.choice import Activations, Choice, placements
 from zerograph.planner.forecasts import forecast_sketch
 from zerograph.planner.homes import HOMES
 from zerograph.planner.placement import Shards
@@ -33,6 +32,7 @@ from zerograph.planner.search import Search, Wish
 from zerograph.planner.sizes import ModelSize
 from zerograph.planner.sketch import BUFFERS, sketch
 from zerograph.planner.states import STAGING, model_states, needs, total
+from zerograph.planner.strategy import Activations, Strategy, placements
 from zerograph.planner.training import Training
 
 GPU, CPU = machine_named("h100-80gb"), machine_named("cpu")
@@ -95,11 +95,11 @@ def test_model_states_are_those_of_the_formulas_to_the_byte(
     """At the end of a step there are parameters, gradients and optimizer states, and the loss (4 bytes)."""
     step = step_of([Layer(rows=MIB, inside=10**6)] * 4)
     step = half(step) if dtype == "bfloat16" else step
-    choice = Choice(stage, offload, tier)  # type: ignore[arg-type]
+    strategy = Strategy(stage, offload, tier)  # type: ignore[arg-type]
     plan = ruled(step, stage, world)
-    plan = placed(plan, Homes(choice.home("parameters"), choice.home("gradients"), choice.home("optimizer")))
+    plan = placed(plan, Homes(strategy.home("parameters"), strategy.home("gradients"), strategy.home("optimizer")))
     memory = file_of(step, plan, GPU).forecast.memory
-    formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), Training(dtype=dtype).layout, choice, world)
+    formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), Training(dtype=dtype).layout, strategy, world)
     for at in TIERS:
         level = memory[at][-1][1] if at in memory else 0
         assert level - 4 * (at == "device") == total(formula, at), at
@@ -107,9 +107,9 @@ def test_model_states_are_those_of_the_formulas_to_the_byte(
 
 def test_stage_1_holds_the_optimizer_as_the_formulas_do() -> None:
     """Formulas let stage 1 keep whole gradients, as the paper has it; ours are reduced as at stage 2."""
-    step, choice = step_of([Layer(rows=MIB)] * 4), Choice(1, "optimizer", "nvme")
+    step, strategy = step_of([Layer(rows=MIB)] * 4), Strategy(1, "optimizer", "nvme")
     memory = file_of(step, placed(ruled(step, stage=1), Homes(optimizer="nvme")), GPU).forecast.memory
-    formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), Training(dtype="float32").layout, choice, 4)
+    formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), Training(dtype="float32").layout, strategy, 4)
     assert memory["nvme"][-1][1] == total(formula, "nvme")
     assert memory["host"][-1][1] == 0
 
@@ -140,15 +140,15 @@ def test_peaks_of_a_gpt_like_step_are_near_the_formulas(
     # Each layer saves what is before and after its activation function, and its input.
     inside = (layer_bytes(size, training) - stream) // 2
     step = step_of([Layer(rows=elements, stream=stream, inside=inside, flops=10**12)] * layers)
-    choice = Choice(stage, offload, tier, activations)  # type: ignore[arg-type]
-    homes = Homes(choice.home("parameters"), choice.home("gradients"), choice.home("optimizer"))
+    strategy = Strategy(stage, offload, tier, activations)  # type: ignore[arg-type]
+    homes = Homes(strategy.home("parameters"), strategy.home("gradients"), strategy.home("optimizer"))
     names = tuple(f"blocks.{i}" for i in range(layers))
     plan = replace(
         placed(ruled(step, stage, world, bucket_size=4 * elements), homes),
-        recompute=names if choice.recomputes else (),
+        recompute=names if strategy.recomputes else (),
         offload=tuple((name, activations) for name in names) if activations in TIERS else (),
     )
-    forecast, formula = file_of(step, plan, GPU).forecast, needs(size, training, choice, world)
+    forecast, formula = file_of(step, plan, GPU).forecast, needs(size, training, strategy, world)
     tolerance = {"device": 0.35, "host": 0.1, "nvme": 0.1}
     for at in TIERS:
         staged = at == "host" and any(need.item == "staging buffers" for need in formula)

@@ -1,4 +1,4 @@
-"""Why no plan of a step fits: which tier is short, when, what is held then, and which knob would help how much.
+"""Why no plan of a step fits: which tier is short, when, what is held then, and which change would help how much.
 
 The plan that is told about is the one that overruns its tiers by the smallest share. Of every change only those plans
 are simulated that need the least, which the search for it would look at too: what "then it fits" says is so.
@@ -20,7 +20,7 @@ from zerograph.planner.forecasts import forecast_sketch
 from zerograph.planner.rates import state_bytes
 from zerograph.planner.regions import Life, Profile, Work
 from zerograph.planner.search import BUCKET_SIZES, Search, Way, Wish, limits, over, smallest
-from zerograph.planner.shortage import Knob
+from zerograph.planner.shortage import Remedy
 from zerograph.planner.space import Candidate
 
 _PLANNED = " (can be planned, not run yet)"
@@ -59,8 +59,8 @@ def infeasible(search: Search, step: Step, machine: Machine, budget: Budget) -> 
         _turn(change, search, machine, closest.peaks[short], short) for change in changes(search, step, machine, budget)
     ]
     # First what alone makes the step fit, then what saves the most.
-    knobs = sorted(found, key=lambda knob: (not knob.fits, -knob.saves))
-    lines = [str(knob) for knob in knobs if knob.saves > 0 or knob.fits]
+    remedies = sorted(found, key=lambda remedy: (not remedy.fits, -remedy.saves))
+    lines = [str(remedy) for remedy in remedies if remedy.saves > 0 or remedy.fits]
     tiers = [short, *(i for i, peak in enumerate(closest.peaks) if peak > most[i] and i != short)]
     lines.append(" and ".join(_more(TIERS[i], closest.peaks[i] - most[i]) for i in tiers))
     needs = ", and ".join(_need(search, closest, i, most[i]) for i in tiers)
@@ -137,11 +137,11 @@ def _largest(found: Candidate, span: Span) -> Life | None:
     return max(alive, key=lambda life: life.bytes, default=None)
 
 
-def _turn(change: Change, search: Search, machine: Machine, need: int, short: int) -> Knob:
+def _turn(change: Change, search: Search, machine: Machine, need: int, short: int) -> Remedy:
     """What ``change`` takes off the ``need`` of the tier ``short``."""
     found, most = change.smallest(machine, search.moments), limits(change.budget)
     after = min(found, key=lambda c: (over(c, change.budget), c.rank))
-    return Knob(change.text, need - after.peaks[short], any(c.fits(most) for c in found))
+    return Remedy(change.text, need - after.peaks[short], any(c.fits(most) for c in found))
 
 
 def changes(search: Search, step: Step, machine: Machine, budget: Budget) -> Iterator[Change]:

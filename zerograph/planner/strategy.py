@@ -9,7 +9,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.machine import Tier
 from zerograph.core.plan import OFFLOADS, Offload, level_at
 
-__all__ = ["ACTIVATIONS", "STAGES", "Activations", "Choice", "Stage", "placements"]
+__all__ = ["ACTIVATIONS", "STAGES", "Activations", "Stage", "Strategy", "placements"]
 
 Stage = Literal[0, 1, 2, 3]
 Activations = Literal["keep", "recompute", "host", "nvme"]
@@ -18,7 +18,7 @@ ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute", "host", "nvme")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Strategy:
     """What a row of the estimate stands for.
 
     Attributes:
