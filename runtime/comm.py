@@ -156,6 +156,7 @@ class GroupCommunicator:
         self.reduce_group = group
         if backend_name(group, device) == "nccl" and group.size() > 1:
             ranks = dist.get_process_group_ranks(group)
+            # Only the mesh's ranks come here; by default every rank of the job would have to call this.
             self.reduce_group = dist.new_group(ranks, use_local_synchronization=True, group_desc="zerograph-reduce")
         self.name = f"torch.distributed ({backend_name(group, device)})"
         self.rank, self.world_size = group.rank(), group.size()
@@ -293,6 +294,7 @@ class GroupCommunicator:
                     _all_gather(out, send, group=self.group, async_op=True)
             # What is sent must stay alive until the collective has ended.
             return _PendingGather(params, full, [self._fly(manager)], sent=sends)
+        # As bytes: the parameters of a bucket may have several dtypes, and travel in one message.
         flat = torch.cat([s.view(torch.uint8) for s in sends])
         received = flat.new_empty(self.world_size * flat.numel())
         flight = self._fly(_all_gather(received, flat, group=self.group, async_op=True))

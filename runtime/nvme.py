@@ -104,11 +104,13 @@ class Arena:
         self._files = [self._engine.attach(s.fd, s.path, s.memory_alignment, s.offset_alignment) for s in self._slabs]
         self._tell(direct)
         self._free = FreeList(self.size)
+        # Tickets hold the tensors that the engine reads and writes.
         self._live: dict[int, Ticket] = {}
         self._unseen: dict[int, Exception] = {}
         self._failures = 0  # of which _unseen has the first ones
         self._counting = threading.Lock()
         self._registered: dict[int, Tensor] = {}
+        # A mapping lives as long as a tensor that shows it.
         self._mappings: weakref.WeakValueDictionary[Extent, _core.FileMapping] = weakref.WeakValueDictionary()
         self._finalizer = weakref.finalize(self, _shut, os.getpid(), self._engine, self._slabs, self._live)
 

@@ -74,6 +74,7 @@ def show(
     """
     if at is not None and measured is not None:
         raise click.UsageError("--at shows what the plan holds, --measured what a run did: give one of them")
+    # click gives options as Python names.
     written = [name.replace("_", "-") for name, path in files.items() if path is not None]
     alone = [name for name in written if measured is not None and not EXPORTS[name][3]]
     if alone:

@@ -100,6 +100,7 @@ class Config:
         if unknown:
             raise ConfigError(f"zerograph.backend has no argument {unknown[0]!r}", f"it takes {', '.join(known)}")
         chosen = {**_sizes(options), **_machine(options), **_replayed(options)}
+        # What was given stays as it is in a search, also where it equals the default.
         config = cls(**{**options, **chosen}, given=frozenset(options))
         config._validate()
         return config

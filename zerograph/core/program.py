@@ -287,6 +287,7 @@ EXECUTED: tuple[type[Instruction], ...] = (Compute, Gather, WaitGather, Free, Re
 
 def stays_whole(residency: Residency, kind: str) -> bool:
     """Whether a bucket stays whole behind its last use in a program of that kind."""
+    # After an inference no backward follows, and weights may have changed before the next call.
     return kind != "inference" and (residency == "step" or (residency == "backward" and kind != "backward"))
 
 
@@ -362,6 +363,7 @@ class Program:
                 for p in step.params:
                     how = "" if p.sharded else " whole"
                     dtype = p.compute_dtype if step.operation == "gather" else p.reduce_dtype
+                    # Names, and not sizes alone: different parameters of one size would be summed without an error.
                     yield f"{step.operation} bucket {step.bucket}: {p.name} {list(p.shape)} {dtype}{how}"
 
     @property

@@ -134,6 +134,7 @@ class Costs:
         takes: dict[Tier, int] = defaultdict(int)
         gives: dict[Tier, int] = defaultdict(int)
         for register in writes if contents else ():
+            # What an instruction writes over, it takes no memory for.
             if register not in reads:
                 takes[contents[register].tier] += contents[register].bytes
         for register in step.dead if contents else ():
@@ -307,6 +308,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
             if role == _FREE:
                 if not kept and whole.pop(part, None) is not None:
                     if cells is not None:
+                        # Where nothing has computed yet, the first task stands in.
                         cells.freed(part, max(last, 0))
                         continue
                     for tier, size in gives:

@@ -45,6 +45,7 @@ def measure_disk(folder: Path, size: int, limit: float) -> Disk:
     Raises:
         ConfigError: the folder cannot be written, or is full.
     """
+    # Whole blocks, as O_DIRECT wants, and one for each thread at least.
     size = max(THREADS * BLOCK, size // BLOCK * BLOCK)
     try:
         room = os.statvfs(folder)

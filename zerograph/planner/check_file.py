@@ -63,6 +63,7 @@ def _budget(file: PlanFile) -> Iterator[Violation]:
         over = next(((time, level) for time, level in curve if level > budget), None)
         peak = file.forecast.peaks.get(tier)
         before = sum(h.bytes for h in file.holdings if h.tier == tier and h.first == BEFORE)
+        # First the plain case: nothing of the step has run, and no task is to blame.
         if before > budget:
             yield _at("budget", None, _too_much(tier, before, budget, "before the step"))
         elif over is not None:

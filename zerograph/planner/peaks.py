@@ -189,6 +189,7 @@ def _wanted(space: Space, plan: Candidate, watch: _Watch, target: int) -> dict[i
     buckets, ahead = plan.plan.buckets, plan.plan.ahead()
     found: dict[int, _Short] = {}
     for excess, time, held in _above(space, plan, watch, starts, ends, target):
+        # A gather that begins at its own visit cannot begin later.
         early = [h for h in held if h.early and ahead[h.bucket] > 0]
         for h in early:
             short = found.setdefault(h.bucket, _Short())

@@ -109,6 +109,7 @@ def bucket_parts(
     def part(size: int, tile: int) -> int:
         """Bytes of ``size`` in the rows of a tile; parts of what is not padded add up all the same."""
         begin, end = slices[tile]
+        # As a difference of two shares, so that tiles add up to the whole to the byte.
         return size * end // rows - size * begin // rows
 
     return tuple(

@@ -85,6 +85,7 @@ def transport_bytes(programs: Sequence[Program], world_size: int) -> int:
         return 0
     blocks = _Blocks()
     for _ in range(2):  # blocks stay, and the second step finds others free
+        # Between steps nothing stays whole, so each begins with no bucket.
         whole: set[int] = set()
         for program in programs:
             _exchange(program, world_size, blocks, whole)

@@ -292,6 +292,7 @@ class SavedRegisters:
         for key, size in groups.items():
             start, end, what, read, need = key
             name = max(members[key], key=lambda life: life.bytes).name
+            # With the size: at another level the same regions save something else.
             register = registers.get(("saved", *key, size), name, size, "activation")
             self.lives[register] = members[key]
             self.begins[start] = (*self.begins.get(start, ()), register)

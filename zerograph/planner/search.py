@@ -144,6 +144,7 @@ class Search:
             self.states = sum(state_bytes(step.params, wish.world_size, moments)) if states is None else states
             self.tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
             self.homes = open_homes(wish.offload, self.tiers, wish.sharding)
+            # The first way has the loss whole: the plans without offload and tiles are of that one.
             self.spaces, *parts = [list(_spaces(step, wish, machine, self.states, moments, way)) for way in self.ways]
             found = _Local()
             if DEVICE in self.homes:
@@ -325,6 +326,7 @@ def smallest(
     Args:
         known: the step's ways, where there are some already.
     """
+    # The smallest buckets need the least: fewer bytes are whole at a time.
     wish = replace(wish, bucket_size=BUCKET_SIZES[0] if wish.bucket_size is None else wish.bucket_size)
     tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
     homes = open_homes(wish.offload, tiers, wish.sharding)

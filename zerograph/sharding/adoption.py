@@ -113,6 +113,7 @@ class Adoption:
         self.tied |= other_names(roots, new)
         self.known.update(id(p) for p in new.values())
         self._adopted(new.values())
+        # Held weakly: an optimizer that still has one of these refuses to step, and nobody else asks.
         self.replaced.update((p, None) for p in before if id(p) not in self.known)
         if new:
             log.info("stage %s: sharded %d parameters over %d ranks", self._config.stage, len(new), ranks.size)

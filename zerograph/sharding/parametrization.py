@@ -63,6 +63,7 @@ def shard_parameters(
     specs = {name: spec_of(param, name, config, mesh) for name, param in named.items()}
     _warn_of_few_rows(named, specs, mesh)
     new = {name: _new_parameter(param, specs[name], mesh, config.sharding) for name, param in named.items()}
+    # Before optimizers get the new parameters: then their states are split like these, which must be rank 0's by now.
     share_states(early_states(named, objects), mesh)
     for module in modules_holding(named.values(), objects):
         for attribute, param in module._parameters.items():

@@ -57,6 +57,7 @@ class Group:
 
 def grouped(file: PlanFile, by: By, measured: Forecast | None = None) -> list[Fold[Group]]:
     """The folded rows of ``file``, in the order of the step."""
+    # Functions, so that only the rows that are asked for are made.
     makers: Mapping[By, Callable[[], list[Group]]] = {
         "layer": lambda: _by_layer(file, measured),
         "kind": lambda: _by_kind(file),
