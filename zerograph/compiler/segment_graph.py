@@ -1,7 +1,7 @@
-"""A segment before anyone builds a module of it: its nodes still are those of the whole graph.
+"""A segment as a list of nodes of the whole graph, before it becomes a module of its own.
 
-Most segments of a deep model are like one that is compiled already. Only their structure is hashed, which takes a
-fifth of the time of copying their nodes into a graph of their own.
+Most segments of a deep model are equal to one that is compiled already. Of those only the structure is hashed, which
+takes a fifth of the time of copying their nodes into a graph of their own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The compiler sees plain tensors: sharded parameters are exchanged for this rank's rows of them before each call.
+"""Gives the compiler plain tensors: each call exchanges sharded parameters for this rank's rows of them.
 
 AOTAutograd can take DTensors apart by itself, and then traces everything twice: once around the DTensors, once around
 what is in them. A graph as Dynamo records it asks a parameter for its rows and nothing else, so that is done outside.

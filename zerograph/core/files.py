@@ -39,7 +39,7 @@ def read_run(path: Path) -> Run:
 
 
 def check_writable(path: Path) -> None:
-    """Before seconds are spent on what cannot be saved.
+    """Raise where ``path`` cannot be written, before seconds are spent on what is to be saved there.
 
     Raises:
         ConfigError: ``path`` is no file that can be written.

@@ -132,7 +132,7 @@ class Machine:
             raise ConfigError(f"the machine is incomplete: {error}", "measure it again") from None
         wrong = next(machine._mistakes(), None)
         if wrong is not None:
-            raise ConfigError(f"the machine cannot be: {wrong}", "mend the file, or measure the machine again")
+            raise ConfigError(f"the machine is wrong: {wrong}", "mend the file, or measure the machine again")
         return machine
 
     def _mistakes(self) -> Iterator[str]:

@@ -118,7 +118,7 @@ class PlanFile:
 
     @property
     def unexecuted(self) -> str:
-        """The instructions of the plan that nothing executes yet, for people; empty when it can be run."""
+        """What the plan needs that nothing executes yet, for people; empty when the plan can be run."""
         # By what spans say of themselves: a plan file holds no instructions.
         runs = {(kind.stream, kind.operation) for kind in EXECUTED}
         found: dict[str, str] = {}  # the first of each kind

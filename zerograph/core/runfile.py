@@ -102,7 +102,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What is laid beside a plan's forecast.
+    """A run beside the forecast of the plan that it ran.
 
     Attributes:
         run: what happened.

@@ -23,7 +23,7 @@ _COUNTS = frozenset({"enumerate", "range", "len", "zip", "iter", "next", "count"
 
 
 def position_dependence(model: nn.Module, stack: Stack) -> str:
-    """Why the code outside of ``stack``'s layers may know which of them runs; empty where it cannot."""
+    """Why what the code around ``stack`` does may depend on a layer's position; empty where it cannot."""
     inside = {m for layer in stack.layers for m in layer.modules()}
     outer = [m for m in model.modules() if m not in inside]
     if any(child in inside for m in outer if m is not stack.container for child in m.children()):

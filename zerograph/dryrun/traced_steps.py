@@ -76,7 +76,7 @@ class Steps:
         return step
 
     def confirm(self, size: int) -> bool:
-        """Trace at ``size``, unless that was done; returns whether :meth:`at` told the truth. From now on it does.
+        """Trace at ``size``, unless that was done; returns whether :meth:`at` was right there. From now on it is.
 
         Raises:
             UnsupportedError: the model runs at one size only, or depends on it in too many ways.

@@ -1,4 +1,4 @@
-"""Where repeated layers begin in a graph: the places at which it is cut for free.
+"""Where repeated layers begin in a graph: there a cut costs nothing.
 
 A cut where a layer begins costs no fusion worth having, as little more than the residual stream crosses it, and it
 makes the segments of a layer the same in every layer, so that a deep model compiles in the time of one.

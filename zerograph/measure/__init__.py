@@ -49,7 +49,9 @@ def measure(
     device, count = _devices()
     world = world_size or (count if device == "cuda" else min(2, cores()))
     if device == "cuda" and world > count:
-        raise ConfigError(f"{world} ranks on {count} GPUs", f"--world {count}, one rank per GPU")
+        raise ConfigError(
+            f"{world} ranks were asked for, and there are {count} GPUs", f"--world {count}: one rank per GPU"
+        )
     tell("measuring the disk")
     disk = measure_disk(path, effort.disk, effort.disk_seconds)
     others = Others()

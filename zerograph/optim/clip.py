@@ -65,7 +65,10 @@ def refuse_norm(p: float) -> None:
     ConfigError: there is no norm of order ``p``.
     """
     if not p > 0:
-        raise ConfigError(f"norm_type={p}", "it is the p of a norm: a positive number, or math.inf")
+        raise ConfigError(
+            f"norm_type={p}: the order of a norm must be positive",
+            "2 is the Euclidean norm, math.inf the largest absolute value",
+        )
 
 
 def is_split(grad: Tensor) -> bool:

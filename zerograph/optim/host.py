@@ -60,9 +60,15 @@ class HostOptimizer(Optimizer):
             UnsupportedError: ``differentiable=True``.
         """
         if master not in (None, torch.float32):
-            raise ConfigError(f"master={master}", "masters are torch.float32, or None for parameters without masters")
+            raise ConfigError(
+                f"master={master}: masters are kept in torch.float32 only",
+                "give master=torch.float32, or leave it out for parameters without masters",
+            )
         if moments not in (None, torch.float32, torch.bfloat16):
-            raise ConfigError(f"moments={moments}", "moments are kept in torch.float32 or torch.bfloat16")
+            raise ConfigError(
+                f"moments={moments}: moments are kept in torch.float32 or torch.bfloat16 only",
+                "leave moments out for torch.float32; moments=torch.bfloat16 takes half the memory",
+            )
         self.master, self.moments, self.skip_nonfinite = master, moments, skip_nonfinite
         self.skipped, self.grad_norm = 0, math.nan
         self._layouts: dict[int, GroupLayout] = {}
@@ -191,9 +197,11 @@ class HostOptimizer(Optimizer):
             return None
         scale = math.prod(float(s) for s in (self.__dict__.get("grad_scale"), grad_scale) if s is not None)
         if not scale:
-            raise ConfigError("grad_scale=0", "it is what the loss was multiplied by")
+            raise ConfigError("grad_scale=0: gradients cannot be divided by it", "give what the loss was multiplied by")
         if clip is not None and not clip > 0:
-            raise ConfigError(f"clip={clip}", "it is the largest norm allowed: a positive number")
+            raise ConfigError(
+                f"clip={clip}: the largest norm allowed must be positive", "clip=1.0, or leave it out to scale nothing"
+            )
         if clip is None and (found_inf is not None or not self.skip_nonfinite):
             return 1.0 / scale
         self.grad_norm = norm = _norm(layouts, grads) / scale

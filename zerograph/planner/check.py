@@ -54,7 +54,7 @@ def check_plan(step: Step, plan: Plan) -> list[Violation]:
 
 
 def require_plan(step: Step, plan: Plan, hint: str) -> None:
-    """Refuse a plan that is none for ``step``.
+    """Refuse a plan that does not fit ``step``.
 
     Raises:
         InvariantError: naming the operation, the parameter or module and the user's source line; ends with ``hint``.

@@ -1,7 +1,7 @@
 """Why no plan of a step fits: which tier is short, when, what is held then, and which change would help how much.
 
-The plan that is told about is the one that overruns its tiers by the smallest share. Of every change only those plans
-are simulated that need the least, which the search for it would look at too: what "then it fits" says is so.
+The error describes the plan that overruns its tiers by the smallest share. Of every change only those plans are
+simulated that need the least. A search for the change looks at these too, so "then it fits" is true.
 """
 
 from __future__ import annotations

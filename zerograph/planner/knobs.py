@@ -33,9 +33,9 @@ class Knob:
             seconds.
         read: the value of every item under a plan.
         turn: a plan with other values for some items.
-        alike: by item, what those have in common that are interchangeable.
+        alike: a key for each item; items with equal keys are interchangeable.
         gain: seconds per byte of an item's step from one choice to the next.
-        frugal: values for all items together, of which one needs the least of some tier.
+        frugal: values for all items together; for each tier one of these needs the least.
         fine: whether it only says when something begins, which matters little before the rest is decided.
     """
 

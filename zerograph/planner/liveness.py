@@ -1,4 +1,4 @@
-"""What a backward finds saved and what it computes again: the partitioner's choice, told before it makes it.
+"""What a backward finds saved and what it computes again: what the partitioner will decide, predicted from a step.
 
 The min-cut partitioner of AOTAutograd is modelled plainly: what the backward reads is saved, unless it is cheap to
 compute from what is saved already and fuses into its reader (what a product reads does not). Layers that are

@@ -1,9 +1,9 @@
-"""Less memory on the device where a plan has its peak, and nowhere else: gathers that wait, operators in more tiles.
+"""Lower the peak of a plan on the device, and change the plan nowhere else: gathers begin later, operators get tiles.
 
-A plan is run with an eye on what could be whole later, or in smaller parts. Where it holds more than a target, gathers
-whose bucket nobody reads yet begin later; if that is not enough, what is read is cut into as few tiles as make room.
-That is repeated until the target is met, or nothing is left to change. Targets lie between a plan's own peak and the
-least that these two ways reach, so no budget enters, and more of it cannot make the answer worse.
+The sketch of a plan is simulated, and every stretch in which a bucket is whole is noted. Where the device holds more
+than a target, gathers whose bucket nobody reads yet begin later; if that is not enough, what is read is cut into as few
+tiles as make room. That is repeated until the target is met, or nothing is left to change. Targets lie between a plan's
+own peak and the least that these two ways reach, so no budget enters, and more of it cannot make the answer worse.
 """
 
 from __future__ import annotations

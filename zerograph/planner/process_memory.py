@@ -1,4 +1,4 @@
-"""What the process of a CPU rank grows by while it trains: the forecast's peak, and what is beside it. No torch here.
+"""How much the process of a CPU rank grows while it trains: the forecast's peak, and what no forecast counts. No torch.
 
 On an accelerator the growth of the process says nothing about the step: tensors are elsewhere.
 """

@@ -1,4 +1,4 @@
-"""A step in pieces that the search can move about: what each layer computes in each phase, and what lives between.
+"""Divides a step into regions: what each layer computes in each phase, and which values live from one to another.
 
 Operations of one layer that follow each other are a *region*. Its work is divided where it first reads a parameter, as
 that is where a plan may cut it. Regions with equal operations cost the same, so that deep models are counted in the

@@ -32,10 +32,10 @@ def replay(given: GivenPlan, step: Step) -> Plan:
 
 
 def restricted_to_step(plan: Plan, step: Step) -> Plan:
-    """``plan``, which another program of the frame or another rank may have been given, less what is not made here.
+    """``plan`` without the saved activations that ``step`` does not make.
 
-    What a dropout makes is no activation in evaluation, say. Which activations of a layer are saved decides no
-    collective, so ranks may differ in that.
+    The plan may be that of another program of the frame, or of another rank; in evaluation a dropout makes nothing, for
+    one. Which activations of a layer are saved decides no collective, so ranks may differ in that.
     """
     made = {op.activation for op in step.ops} if plan.save else set()
     save = tuple(name for name in plan.save if name in made)

@@ -1,4 +1,4 @@
-"""A step divided into pieces of work and visits of buckets, before anything is partitioned or lowered.
+"""Divides a step into pieces of work and visits of buckets, before anything is partitioned or lowered.
 
 It follows what the passes and the lowering will do, at the grain of one piece per layer and visit of a bucket. Coarser
 than programs that run: what is saved follows :mod:`~zerograph.planner.liveness`, memory of a layer that a plan cuts in
@@ -258,13 +258,13 @@ def levels_of(profile: Profile, levels: Sequence[int]) -> list[int]:
 
 
 class SavedRegisters:
-    """The registers of what lives from one region to another: one for all that begin, move and end with the same.
+    """The registers of values that live from one region to another; those that begin, move and end alike share one.
 
     Attributes:
         begins, ends: region -> registers.
-        leaves: region of the forward -> what the plan calls that which it is the last to read -> region of the backward
-            that is the first to need it again -> registers.
-        comes: region of the backward -> what it is the first to need again -> registers.
+        leaves: what is offloaded, by the region of the forward that reads it last, by the plan's name for it, and by
+            the region of the backward that needs it first.
+        comes: the same by the region of the backward that needs it first, and by the plan's name for it.
         lives: by register, what it stands for.
     """
 

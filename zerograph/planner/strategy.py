@@ -39,7 +39,10 @@ class Strategy:
 
     def __post_init__(self) -> None:
         if (level_at(self.stage, self.offload) == 0) != (self.tier == "device"):
-            raise ConfigError(f"offload {self.offload} to {self.tier}", "offload to host or nvme, or offload none")
+            raise ConfigError(
+                f"offload {self.offload} and tier {self.tier} do not go together",
+                "offload something to host or nvme, or offload none and leave the tier on the device",
+            )
         if self.tiles < 1:
             raise ConfigError(f"tiles must be at least 1, got {self.tiles}")
 
