@@ -74,6 +74,7 @@ class Executor:
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run the program once: on all ranks to its end, or on none (:mod:`zerograph.runtime.meeting`)."""
         program = self.program
+        # A new list: the caller's is cleared, so that inputs die where the program says.
         registers: list[Any] = args + [None] * (program.registers - program.inputs)
         args.clear()
         for register in self.unread:

@@ -94,6 +94,7 @@ class GatheredCache:
 
     def release(self, bucket: int, kind: str) -> bool:
         """Called at the bucket's free; returns whether it stays whole."""
+        # Its last use of the step: a kept one is needed again only after the next forward has gathered it.
         if self._residency[bucket] == "backward" and kind == "backward":
             self._full.pop(bucket, None)
         return bucket in self._full

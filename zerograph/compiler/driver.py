@@ -88,7 +88,7 @@ def _planned(frame: Frame, kind: str, gm: fx.GraphModule) -> fx.GraphModule:
     """Plan the step that ``gm`` is; returns the graph to go on with."""
     _plan(frame, kind, gm)
     made = frame.compilation
-    # The plan decides which collectives the runtime prepares for, so it comes first.
+    # Not before the plan: the cache of gathered buckets follows its residencies.
     if made.runtime_for is not None:
         frame.runtime = made.runtime_for(frame.index, frame.code, frame.plan)
     gm = simplified(gm, frame.repeat)

@@ -66,7 +66,7 @@ class Folded:
         if joint.outputs != len(self.gm.graph.output_node().args[0]):  # type: ignore[arg-type]
             raise NotFoldable("it returns more than its outputs")
         found = Repeat.of(joint, self.path, self.traced, self.layers, self.traced, self.outputs)
-        # `outputs` puts copies of inputs in the order of layers; the whole graph must want them in that very order.
+        # Unfolding repeats inputs layer by layer; the whole graph must have them in that very order.
         given = len(self.inputs)  # behind them are the gradients of the outputs, which no layer has for itself
         order = [self.input_of(i, copy) for i, copy in found.whole.inputs if i < given]
         if order != [*range(len(order))] or any(i < given for i, _ in found.whole.inputs[len(order) :]):

@@ -56,7 +56,7 @@ class SegmentCache:
 
 def interpret(gm: fx.GraphModule) -> Callee:
     for node in gm.graph.nodes:
-        # See _SEEDED below.
+        # Uncompiled, Inductor's random operators ignore their seeds.
         node.target = _SEEDED.get(node.target, node.target)
     gm.recompile()
 

@@ -316,6 +316,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
                 continue
             task = len(starts)
             if role == _COMPUTE:
+                # Only what computes waits here: transfers that stand behind a wait go on by themselves.
                 after, waits = waits, []
                 last = task
             else:
@@ -352,6 +353,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
                 run.after.append(tuple(sorted(set(after))))
                 cells.ran(step, program, task)
                 continue
+            # What takes no time takes and gives at one moment: in that order, so that its memory counts in the peak.
             order = LATE if end != start else 2 * task
             for tier, size in takes:
                 events[tier].append((start, order, task, size))

@@ -94,6 +94,7 @@ def compile_only(
         ConfigError: the model's own code raises.
         RuntimeError: a process group exists already: this process trains.
     """
+    # Kernels are never needed: the programs are all that is asked for.
     config = Config.of(**{"compute": "eager", **options})
     with without_gc(), _Call.of(make, config, world_size, batch, seq, sizes, moments, fold) as call:
         found = _traced_few(call, call.stack, verify) if call.stack is not None else None
@@ -153,6 +154,7 @@ class _Call:
             raise RuntimeError("a dry run simulates its ranks and cannot share a process with a process group")
         with simulated_rank(0, world_size):
             model, given = on_meta(make)
+            # Constants of the model's code are real tensors.
             params, mode = plain(model.parameters()), FakeTensorMode(allow_non_fake_inputs=True)
             stack = _foldable(model) if fold else None
             adopt.refuse_wrapped(model.modules())

@@ -89,6 +89,7 @@ def repeated_layers(model: nn.Module) -> Stack | None:
         layers = tuple(m for m in module._modules.values() if m is not None)
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(layers) < max(LEAST, _length(found) + 1):
             continue
+        # A layer that stands in a stack twice is one layer that runs twice.
         if path and len(set(map(id, layers))) == len(layers) and _own(layers, owners):
             numbers = _numbers(layers)
             if numbers is not None:

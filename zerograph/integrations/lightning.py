@@ -61,6 +61,7 @@ class _DataParallel(_Mixed):
         super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **options)
 
     def setup_environment(self) -> None:
+        # The strategy asks for both before it makes its mesh; here every process is data-parallel.
         self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1  # type: ignore[attr-defined]
         super().setup_environment()  # type: ignore[misc]
 

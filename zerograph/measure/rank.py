@@ -85,6 +85,7 @@ class Lab:
         self.begin(f"matrix products in {dtype}")
         rows = self.effort.matmul * (_GPU_MATMUL if self.on_gpu else 1)
         seconds = self.product(rows // 4, dtype, self.effort.seconds / 4)
+        # A product of four times the rows takes 4**3 times as long.
         if 64 * seconds > self.effort.seconds:
             return 2 * (rows // 4) ** 3 / seconds
         return 2 * rows**3 / self.product(rows, dtype, self.effort.seconds)

@@ -254,6 +254,7 @@ class HostOptimizer(Optimizer):
     def _member(self, group: Mapping[str, Any], layout: GroupLayout, index: int, slots: Sequence[str]) -> Member:
         """The parameter's state, made where it is missing and brought into the form that the kernels take."""
         param, local, name = layout.params[index], layout.locals[index], layout.name(index)
+        # An empty dict in `state` would count as a state: SGD without momentum has none, in torch, too.
         if not (self._counts or slots or self._keeps_master(param)):
             return Member(index, local, local, [], None, fresh=False)
         state = self.state[param]

@@ -145,6 +145,7 @@ class Scheduler:
 
     def phases(self, plan: Plan) -> tuple[PhaseWork, ...]:
         """Forward and backward, divided as ``plan`` cuts them."""
+        # Everything that a division depends on: homes and residencies change what is moved, not where work is cut.
         key = (tuple(bucket.tiles for bucket in plan.buckets), plan.prefetch, self.levels(plan))
         if key not in self._phases:
             self._phases[key] = tuple(_phases(self, *key))
@@ -374,6 +375,7 @@ def _phase(
         makes = tuple(bucket for bucket in sizes if bucket in tiled)
         slices = max((tiles[bucket] for bucket in (*reads, *makes)), default=1)
         flops, moved = sum(p.flops for p in inside), sum(p.moved for p in inside)
+        # In slices the temporaries live from the first to the last: the sketch has a register for them.
         work = scheduler.segment(flops, moved, temporary if slices == 1 else 0, slices)
         outs = (*(saved.begins.get(k, ()) if first else ()), *made)
         dead = saved.ends.get(k, ()) if last else ()

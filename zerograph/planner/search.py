@@ -221,6 +221,7 @@ class _Local:
         return sorted(self.best, key=lambda c: c.peaks)
 
     def _add(self, candidate: Candidate) -> None:
+        # Candidates compare by identity, and a space makes one for each plan.
         if candidate in self._seen:
             return
         self._seen.add(candidate)

@@ -110,6 +110,7 @@ class _Sketch:
         place = 0
         for piece in phase.pieces:
             if piece.first and self.saved is not None:
+                # Here the compute waits for activations that it needs, and no earlier.
                 steps += self.arriving.pop(piece.region, ())
                 place += 1
                 if backward:
@@ -155,6 +156,7 @@ class _Sketch:
         """Slices of a piece: the tiles that each works on come before it, and are free and reduced after it."""
         steps, slices = self.steps, piece.slices
         whole = self._offloading(piece) if self.saved is not None else piece.compute
+        # The first tile may be there: the visit's gather, which began ahead, is of that one.
         brought = {bucket: int(bucket in self.whole) for bucket in piece.reads}
         self.whole.difference_update(piece.reads)
         for i in range(slices):
@@ -164,6 +166,7 @@ class _Sketch:
             ends: list[tuple[int, int]] = []
             for bucket in (*piece.reads, *(b for b in piece.makes if b not in piece.reads)):
                 tiles = self.buckets[bucket].tiles
+                # A piece runs in as many slices as its finest bucket has tiles: others keep a tile for several slices.
                 tile = i * tiles // slices
                 begins = i == 0 or tile != (i - 1) * tiles // slices
                 ended = i == slices - 1 or tile != (i + 1) * tiles // slices
@@ -213,6 +216,7 @@ class _Sketch:
         if len(self.under_way) == self.plan.reductions:
             self._wait_reduce()
         part = self.parts[bucket][tile]
+        # A bucket whose gradients are whole on every rank has none that could leave.
         leaves = homes.gradients != "device" and part.shards.gradient > 0
         reduce = self._once(_reduce, bucket, tile, tiles, leaves, grads)
         self.under_way.append((reduce, leaves))
@@ -421,6 +425,7 @@ def _wait_reduce(scheduler: Scheduler, reduce: Reduce, leaves: bool, last: bool)
     if leaves:
         part = scheduler.bucket_parts(reduce.bucket, reduce.tiles)[reduce.tile]
         key = ("stays", reduce.bucket, reduce.tile, reduce.tiles)
+        # What is not sharded stays on the device.
         size = part.reduced - part.shards.gradient
         outs += (scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient"),)
     return WaitReduce(reduce.bucket, reduce.out, outs, (), reduce.tile, reduce.tiles)

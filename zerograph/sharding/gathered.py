@@ -75,6 +75,7 @@ def gathered(module: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
 def shown(module: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """``module`` as an instance of its own class that owns ``params``; afterwards as it was."""
     before = {name: module._parameters[name] for name in params}
+    # Without the specs it is copied and pickled as the plain module that it looks like.
     cls, specs, flat = type(module), module.__dict__.pop("_zg_specs", None), module.__dict__.get("_flat_weights")
     module.__class__ = plain_class(module)
     module._parameters.update(params)

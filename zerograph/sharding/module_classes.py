@@ -102,6 +102,7 @@ class ShardedModule:
         try:
             super()._apply(fn, recurse)  # type: ignore[misc]
         finally:
+            # Also when `fn` fails, and in the old order, which state dicts and optimizers go by.
             everything = params | outward
             params.clear()
             params.update({name: everything[name] for name in order})
@@ -182,6 +183,7 @@ def _getter(name: str) -> Any:
 
     def read(self: Any) -> Tensor | None:
         param = self._parameters[name]
+        # Dynamo takes this for a constant: its graph has the marker, and no branch.
         if is_compiling():
             return unshard(param, self._zg_specs[name])
         return _unshard_eagerly(param, self._zg_specs[name]) if inside() else param
