@@ -107,7 +107,9 @@ class _Lowering:
         return program, tuple(self.callables)
 
     def _contents(self) -> tuple[Register, ...]:
-        whole = {step.out: step.bytes for step in self.instructions if isinstance(step, Gather)}
+        whole = {
+            instruction.out: instruction.bytes for instruction in self.instructions if isinstance(instruction, Gather)
+        }
         first: dict[Any, int] = {}
         found = []
         for key, index in self.registers.items():
@@ -142,22 +144,24 @@ class _Lowering:
         match node.target:
             case ops.GATHER:
                 size = gathered_bytes(info.params, self.plan.world_size)
-                step: Instruction = Gather(
+                instruction: Instruction = Gather(
                     info.bucket, info.params, self._regs(node.args[0]), self._register(node), bytes=size
                 )
             case ops.WAIT_GATHER:
-                step = WaitGather(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
+                instruction = WaitGather(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
             case ops.FREE:
                 # The graph frees every bucket after its last use; by residency the executor then keeps it for a later
                 # program.
                 kept = stays_whole(self.plan.buckets[info.bucket].residency, self.kind)
-                step = Free(info.bucket, self._regs(node.args[0]), kept=kept)
+                instruction = Free(info.bucket, self._regs(node.args[0]), kept=kept)
             case ops.REDUCE:
                 size = reduced_bytes(info.params)
-                step = Reduce(info.bucket, info.params, self._regs(node.args[0]), self._register(node), bytes=size)
+                instruction = Reduce(
+                    info.bucket, info.params, self._regs(node.args[0]), self._register(node), bytes=size
+                )
             case _:
-                step = WaitReduce(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
-        self.instructions.append(step)
+                instruction = WaitReduce(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
+        self.instructions.append(instruction)
 
     def _flush(self, nodes: list[fx.Node]) -> None:
         """Make a segment of the compute nodes between two cuts."""
@@ -276,8 +280,8 @@ def _with_deaths(
     alive = {r for r in outputs if r is not None}
     result: list[Instruction] = []
     # From the end, so that a register's first meeting is its last use.
-    for step in reversed(instructions):
-        touched = dict.fromkeys(step.reads + step.writes)
-        result.append(dataclasses.replace(step, dead=tuple(r for r in touched if r not in alive)))
+    for instruction in reversed(instructions):
+        touched = dict.fromkeys(instruction.reads + instruction.writes)
+        result.append(dataclasses.replace(instruction, dead=tuple(r for r in touched if r not in alive)))
         alive |= set(touched)
     return tuple(reversed(result))

@@ -50,7 +50,7 @@ class _Ran:
     """One instruction of a program, in nanoseconds of the profiler's clock."""
 
     program: Program
-    step: Instruction
+    instruction: Instruction
     start: int
     end: int
 
@@ -217,7 +217,7 @@ def _measured(ran: Sequence[_Ran]) -> Measured:
     gathers: dict[int, list[float]] = {}
     reduces: dict[int, list[float]] = {}
     for run in ran:
-        match run.step:
+        match run.instruction:
             case Compute(segment=segment):
                 segments.setdefault(run.program.segments[segment].digest, []).append(run.seconds)
             case Gather(bucket=bucket):
@@ -232,7 +232,7 @@ def _measured(ran: Sequence[_Ran]) -> Measured:
         segments={digest: _mean(seconds) for digest, seconds in segments.items()},
         gathers={bucket: _mean(seconds) for bucket, seconds in gathers.items()},
         reduces={bucket: _mean(seconds) for bucket, seconds in reduces.items()},
-        update=sum(run.seconds for run in ran if isinstance(run.step, Update)),
+        update=sum(run.seconds for run in ran if isinstance(run.instruction, Update)),
     )
 
 
@@ -241,15 +241,15 @@ def _without_kept(ran: Sequence[_Ran]) -> list[_Ran]:
     whole: set[int] = set()
     moved = []
     for run in ran:
-        step = run.step
+        instruction = run.instruction
         # It returned at once: as a sample of the collective's time it would halve the mean.
-        if isinstance(step, (Gather, WaitGather)) and step.bucket in whole:
+        if isinstance(instruction, (Gather, WaitGather)) and instruction.bucket in whole:
             continue
         moved.append(run)
-        if isinstance(step, WaitGather):
-            whole.add(step.bucket)
-        elif isinstance(step, Free) and not step.kept:
-            whole.discard(step.bucket)
+        if isinstance(instruction, WaitGather):
+            whole.add(instruction.bucket)
+        elif isinstance(instruction, Free) and not instruction.kept:
+            whole.discard(instruction.bucket)
     return moved
 
 
@@ -262,26 +262,26 @@ def _forecast(ran: Sequence[_Ran], memory: Sequence[tuple[int, int]]) -> Forecas
     origin = ran[0].start
     spans: list[Span] = []
     for run in ran:
-        step, program = run.step, run.program
+        instruction, program = run.instruction, run.program
         # They occupy no stream.
-        if isinstance(step, (Free, WaitFetch)):
+        if isinstance(instruction, (Free, WaitFetch)):
             continue
-        segment = program.segments[step.segment] if isinstance(step, Compute) else None
+        segment = program.segments[instruction.segment] if isinstance(instruction, Compute) else None
         spans.append(
             Span(
                 len(spans),
-                program.name(step),
-                step.stream or _WAITS[type(step)],
+                program.name(instruction),
+                instruction.stream or _WAITS[type(instruction)],
                 (run.start - origin) / 1e9,
                 (run.end - origin) / 1e9,
-                program.module(step),
-                step.source if isinstance(step, Compute) else "",
+                program.module(instruction),
+                instruction.source if isinstance(instruction, Compute) else "",
                 key=segment.digest if segment is not None else "",
                 flops=segment.flops if segment is not None else 0,
-                operation=step.operation,
+                operation=instruction.operation,
                 phase=program.kind,
-                bucket=-1 if isinstance(step, Compute | Update) else step.bucket,
-                label="" if segment is not None else program.label(step),
+                bucket=-1 if isinstance(instruction, Compute | Update) else instruction.bucket,
+                label="" if segment is not None else program.label(instruction),
             )
         )
     return Forecast(tuple(spans), *_curve(spans, memory, origin), not_counted=NOT_COUNTED)

@@ -94,14 +94,14 @@ class _Check:
         if not program.carries:
             self.alive = dict.fromkeys(range(program.inputs), "input")
             self.dead = set()
-        for place, step in enumerate(program.instructions):
-            for message in self._instruction(program, step):
-                yield Wrong(program.kind, place, f"{program.name(step)} {message}")
+        for place, instruction in enumerate(program.instructions):
+            for message in self._instruction(program, instruction):
+                yield Wrong(program.kind, place, f"{program.name(instruction)} {message}")
 
-    def _instruction(self, program: Program, step: Instruction) -> Iterator[str]:
-        needs = _NEEDS.get(type(step))
-        for register in step.reads:
-            if isinstance(step, Wait) and register in self.dead:
+    def _instruction(self, program: Program, instruction: Instruction) -> Iterator[str]:
+        needs = _NEEDS.get(type(instruction))
+        for register in instruction.reads:
+            if isinstance(instruction, Wait) and register in self.dead:
                 continue  # for a transfer can be waited when what it brought has left again
             if register not in self.alive:
                 name = program.contents[register].name if program.contents else f"register {register}"
@@ -111,46 +111,46 @@ class _Check:
                 tier = program.contents[register].tier
                 if tier not in needs:
                     yield f"reads {program.contents[register].name} on {tier}, and needs it on {' or '.join(needs)}"
-        yield from self._bucket(program, step)
-        for register in step.writes:
+        yield from self._bucket(program, instruction)
+        for register in instruction.writes:
             # An instruction may write over what it reads: an update in its staging slot does.
-            if register in self.alive and register not in step.reads:
+            if register in self.alive and register not in instruction.reads:
                 yield f"writes register {register}, which is not free"
-            self.alive[register] = step.operation
+            self.alive[register] = instruction.operation
             self.dead.discard(register)
-        for register in step.dead:
+        for register in instruction.dead:
             if register not in self.alive:
                 yield f"lets go of register {register}, which is not there"
             self.alive.pop(register, None)
             self.dead.add(register)
 
-    def _bucket(self, program: Program, step: Instruction) -> Iterator[str]:
-        match step:
+    def _bucket(self, program: Program, instruction: Instruction) -> Iterator[str]:
+        match instruction:
             case Gather():
-                part = step.bucket, step.tile
+                part = instruction.bucket, instruction.tile
                 # The executor skips the gather of a bucket that stays whole; its graph has it all the same.
                 if part in self.whole and part not in self.kept:
                     yield "begins while it is whole"
                 self.whole.add(part)
             case WaitGather():
-                part = step.bucket, step.tile
+                part = instruction.bucket, instruction.tile
                 if part not in self.whole:
                     yield "is waited for, and has not begun"
             case Free():
-                part = step.bucket, step.tile
+                part = instruction.bucket, instruction.tile
                 if part not in self.whole:
                     yield "is let go of, and is not whole"
-                if step.kept:
+                if instruction.kept:
                     self.kept.add(part)
                 else:
                     self.kept.discard(part)
                     self.whole.discard(part)
             case Reduce():
-                self.reduced[step.bucket, step.tile] += 1
+                self.reduced[instruction.bucket, instruction.tile] += 1
             case HostUpdate():
-                self.updated[step.bucket, step.tile] += 1
+                self.updated[instruction.bucket, instruction.tile] += 1
             case Update():
-                self.here.update(step.buckets)
+                self.here.update(instruction.buckets)
             case _:
                 pass
 

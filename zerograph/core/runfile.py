@@ -29,15 +29,15 @@ class Measured:
     reduces: Mapping[int, float] = field(default_factory=dict)
     update: float | None = None
 
-    def of(self, step: Timed, segments: Sequence[Segment]) -> float | None:
+    def of(self, instruction: Timed, segments: Sequence[Segment]) -> float | None:
         """Seconds of an instruction in a program with these segments; None where it was not measured."""
-        match step:
+        match instruction:
             case Compute():
-                return self.segments.get(segments[step.segment].digest)
+                return self.segments.get(segments[instruction.segment].digest)
             case Gather():
-                return self.gathers.get(step.bucket)
+                return self.gathers.get(instruction.bucket)
             case Reduce():
-                return self.reduces.get(step.bucket)
+                return self.reduces.get(instruction.bucket)
             case Update():
                 return self.update
             case _:

@@ -57,26 +57,26 @@ class _Watch:
         gradients: dict[int, int] = {}  # bucket -> the task that makes its first gradient
         waits: list[int] = []  # gathers that the next compute waits for
         task, last = -1, -1
-        for step in (step for program in programs for step in program.instructions):
-            task += step.stream is not None
-            match step:
+        for instruction in (instruction for program in programs for instruction in program.instructions):
+            task += instruction.stream is not None
+            match instruction:
                 case Compute():
                     last = task
                     self.used.update(dict.fromkeys(waits, task))
                     waits.clear()
-                    for bucket in dict.fromkeys(bucket_of[register] for register in step.args):
+                    for bucket in dict.fromkeys(bucket_of[register] for register in instruction.args):
                         self.held.append(_Held(bucket, task, task, early=False))
-                    for register in step.outs:
+                    for register in instruction.outs:
                         if register in bucket_of:
                             gradients.setdefault(bucket_of[register], task)
                 case Read(what="shard") | Fetch(what="shard"):
-                    begun.setdefault((step.bucket, step.tile), task)
+                    begun.setdefault((instruction.bucket, instruction.tile), task)
                 case Gather():
-                    part = step.bucket, step.tile
-                    brought[task] = step.bucket, begun.pop(part, task)
+                    part = instruction.bucket, instruction.tile
+                    brought[task] = instruction.bucket, begun.pop(part, task)
                     gathers[part] = task
                 case WaitGather():
-                    waits.append(gathers[step.bucket, step.tile])
+                    waits.append(gathers[instruction.bucket, instruction.tile])
                 case Free(bucket=bucket, tiles=1):
                     # What is kept cannot be tiled.
                     if bucket in tilable and plan.buckets[bucket].residency == "use":

@@ -64,10 +64,10 @@ def resident(programs: Sequence[Program], peak: int, world_size: int) -> Residen
     """The growth of a process of one of ``world_size`` ranks that runs ``programs``, whose accounted bytes are at most
     ``peak``."""
     operators = sum(
-        program.segments[step.segment].operators
+        program.segments[instruction.segment].operators
         for program in programs
-        for step in program.instructions
-        if isinstance(step, Compute)
+        for instruction in program.instructions
+        if isinstance(instruction, Compute)
     )
     return Resident(
         peak, transport_bytes(programs, world_size), COMPILERS + PER_OPERATOR * operators, int(FRAGMENTATION * peak)
@@ -94,8 +94,8 @@ def transport_bytes(programs: Sequence[Program], world_size: int) -> int:
 
 def _exchange(program: Program, world_size: int, blocks: _Blocks, whole: set[int]) -> None:
     """The messages of ``program``; buckets that are ``whole`` already are not gathered."""
-    for step in program.instructions:
-        match step:
+    for instruction in program.instructions:
+        match instruction:
             case Gather(bucket=bucket, params=params, out=out):
                 if bucket not in whole:
                     blocks.take(out, _gathered(params, world_size))

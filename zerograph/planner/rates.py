@@ -42,11 +42,11 @@ class Rates:
         """Whether collectives run beside compute; CPU ranks carry them with the cores that compute."""
         return self.machine.device != "cpu"
 
-    def seconds(self, step: Timed, segments: Sequence[Segment]) -> float:
+    def seconds(self, instruction: Timed, segments: Sequence[Segment]) -> float:
         """One instruction of a program with these segments."""
-        match step:
+        match instruction:
             case Compute():
-                segment = segments[step.segment]
+                segment = segments[instruction.segment]
                 seconds = self.compute(segment.flops, segment.moved)
                 if segment.slices == 1:
                     return seconds
@@ -54,19 +54,19 @@ class Rates:
                 launch = self.machine.launch
                 return max(0.0, seconds - launch) / segment.slices + launch
             case Gather() | Reduce():
-                return self.collective(step.bytes)
+                return self.collective(instruction.bytes)
             case Update(sizes=sizes):
                 return sum(map(self.machine.update.seconds, sizes))
             case HostUpdate():
-                return self.host_update(step.bytes)
+                return self.host_update(instruction.bytes)
             case Spill():
-                return self.transfer("d2h", step.bytes)
+                return self.transfer("d2h", instruction.bytes)
             case Fetch():
-                return self.transfer("h2d", step.bytes)
+                return self.transfer("h2d", instruction.bytes)
             case Read():
-                return self.transfer("nvme_read", step.bytes)
+                return self.transfer("nvme_read", instruction.bytes)
             case Write():
-                return self.transfer("nvme_write", step.bytes)
+                return self.transfer("nvme_write", instruction.bytes)
 
     def compute(self, flops: float, moved: float) -> float:
         """A compute task: its products, and the bytes that it reads and writes."""
