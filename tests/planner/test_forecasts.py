@@ -124,8 +124,8 @@ def test_compute_waits_where_the_program_does() -> None:
     full = [h for h in found.holdings if h.kind == "temporary" and h.bytes == WIDTH * WIDTH * 4]
     most = max(sum(h.held_at(s.start, found.forecast.spans) for h in full) for s in found.forecast.spans)
     assert 2 <= most <= 6  # of two layers, with one more on its way
-    update_program = found.forecast.spans[-1]
-    assert update_program.start >= LAYERS
+    update = found.forecast.spans[-1]
+    assert update.start >= LAYERS
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

@@ -74,4 +74,4 @@ def _one_by_one(profile: Profile, lives: Sequence[Life], together: Holding) -> I
 def update_program(plan: Plan, moments: int) -> Program:
     """The optimizer's update of a plan whose shards and states live on the device."""
     whole = device_update([bucket.params for bucket in plan.buckets], (), plan.world_size, moments)
-    return Program("update_program", 0, 0, (whole,), (), (), buckets=[bucket.name for bucket in plan.buckets])
+    return Program("update", 0, 0, (whole,), (), (), buckets=[bucket.name for bucket in plan.buckets])
