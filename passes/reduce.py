@@ -49,6 +49,7 @@ def _groups(graph: fx.Graph, plan: Plan) -> list[tuple[int, list[Marker]]]:
     for marker in markers(graph, REDUCE_GRAD):
         groups.setdefault(bucket_of[marker.name].index, []).append(marker)
     for group in groups.values():
+        # Ranks send a bucket as one message, so that its layout must be the same on all.
         group.sort(key=lambda m: rank[m.name])
     return sorted(groups.items(), key=lambda item: max(order[m.source] for m in item[1]))
 

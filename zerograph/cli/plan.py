@@ -101,6 +101,7 @@ def plan(
     if memory is not None and options["offload"] == "none" and what is None:
         options["memory"] = memory  # to search within, whatever the stage
     options["fold"] = not options.pop("whole")
+    # None leaves an option to its default; of a dtype it is a value, each parameter's own.
     options = {name: value for name, value in options.items() if value is not None or name == "dtype"}
     with progress() as say, model_code(verbose):
         say("importing torch and the model")

@@ -73,6 +73,7 @@ class _Lowering:
 
     def run(self) -> tuple[Program, tuple[Callee, ...]]:
         placeholders = list(self.gm.graph.find_nodes(op="placeholder"))
+        # First of all: inputs fill registers 0, 1, ... in the order in which they are given.
         for node in placeholders:
             self._register(node)
         pending: list[fx.Node] = []

@@ -68,6 +68,7 @@ def gather_starts(
             # One more would make `distance + 2` whole: the gather begins behind this visit.
             if whole > distance:
                 start = max(start, at + 1)
+        # At its own visit at the latest: a gather that finds no room simply does not run ahead.
         start = min(start, i)
         change[start] += 1
         change[end] -= 1

@@ -85,6 +85,7 @@ class Run:
         try:
             data: dict[str, Any] = json.loads(text)
             refuse_other_kind(data, "a measured run", hint)
+            # A plan file has a version, too: its number would say nothing here.
             version = data.get("version") if "segments" in data else None
         except ConfigError:
             raise

@@ -252,6 +252,7 @@ def _traced_few(call: _Call, stack: Stack, verify: bool) -> tuple[Frame, Repeat]
         except ModelRaises:
             raise  # all layers would
         except Exception as error:
+            # Of any kind: what a few layers cannot do, all of them may.
             _warn(stack, f"with {len(chosen)} layers it fails: {str(error).strip().partition(chr(10))[0]}")
             return None
         assert isinstance(joint, Joint)

@@ -30,6 +30,7 @@ def world_size(group: str) -> int:
     return resolve_group(group).size() if group else 1
 
 
+# At a graph break Dynamo would compile it as a frame of its own.
 skip_frame(world_size)
 
 

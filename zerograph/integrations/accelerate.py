@@ -72,6 +72,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As Accelerate prepares for DDP: it would want FSDP2's model and optimizer in one call."""
         places: tuple[bool | None, ...] = tuple(device_placement or ()) or (None,) * len(args)
+        # Twice, as Accelerate does: schedulers need the prepared optimizers.
         for first_pass in (True, False):
             args = tuple(
                 self._prepare_one(obj, first_pass=first_pass, device_placement=place)

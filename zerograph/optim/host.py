@@ -329,6 +329,7 @@ class HostOptimizer(Optimizer):
         self._layouts, self._plans, self._running = {}, {}, None
         super().__setstate__(state)
         self._refuse_differentiable()
+        # torch calls this at the end of load_state_dict, when it has rounded the states, and for copies and pickles.
         loading = self.__dict__.get("_loading")
         if loading is not None:
             self._restore_precision(loading)

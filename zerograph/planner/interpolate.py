@@ -39,6 +39,7 @@ def interpolated(known: Mapping[int, Step], size: int) -> Step:
         zip(*(getattr(step, part) for step in steps), strict=True) for part in ("ops", "values", "lookups")
     )
     ops = (
+        # Most operations cost nothing at any size, and are shared in place of copied.
         op[0] if not op[0].flops and not op[0].moved else replace(
             op[0], flops=at(tuple(o.flops for o in op)), moved=at(tuple(o.moved for o in op))
         )

@@ -73,6 +73,7 @@ def file_from_sketch(
 def _verify(file: PlanFile, found: Candidate) -> None:
     """What is handed out is what was found, and passes ``zerograph check``."""
     peaks = tuple(file.forecast.peaks[tier].bytes if tier in file.forecast.peaks else 0 for tier in TIERS)
+    # Two roads to one number: the search measures, the forecast simulates with everything named.
     if peaks != found.peaks:
         raise InvariantError(f"the planner found peaks of {found.peaks} bytes and forecasts {peaks}", _REPORT)
     require_programs(sketch(found.space.scheduler, found.plan), _REPORT, found.plan)

@@ -109,6 +109,7 @@ def _exchange(program: Program, world_size: int, blocks: _Blocks, whole: set[int
             case WaitGather(pending=pending) | WaitReduce(pending=pending):
                 blocks.read(pending)
             case Compute():
+                # Peers are taken to be a segment behind at most.
                 blocks.reclaim()
 
 

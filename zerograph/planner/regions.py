@@ -204,6 +204,7 @@ def _lives(graph: Graph, region_of: Sequence[int], found: Sequence[Saved], cross
         if kept or returned or value in crossing.until:
             read = None if returned else crossing.until.get(value, region_of[i])
             activation = graph.activation[i] if kept and graph.layer[i] else ""
+            # Values with the same life are one: a layer saves hundreds, and the search moves each life about.
             alike.setdefault((region_of[i], activation, read, kept), []).append(i)
     lives = []
     for (start, activation, read, kept), members in alike.items():
@@ -241,6 +242,7 @@ def _work(graph: Graph, sequence: Sequence[int], kept: Saved, crossing: _Crossin
     made = {graph.writes[i] for i in sequence}
     backward = sequence[-1] >= graph.backward
     stays = {v for v in made if _stays(graph, v, backward, kept, crossing)}
+    # What fuses has no traffic of its own: together it reads what comes from outside and writes what stays.
     fused = [i for i in sequence if not graph.ops[i].moved and graph.size[graph.writes[i]]]
     inputs = {graph.owner[r] for i in fused for r in graph.reads[i]} - made
     written = {graph.writes[i] for i in fused} & stays

@@ -229,6 +229,7 @@ def _install(slots: Sequence[Slot]) -> dict[int, nn.Parameter]:
         for module, attribute in slot.at:
             module._parameters[attribute] = param
         new[id(slot.tensor)] = (slot.tensor, param)
+    # States that exist are laid out like the shards, whose layout stays.
     replace_everywhere(new, lambda value, _: value, live(Optimizer))
     log.info("materialized %d parameters", len(new))
     return {old: param for old, (_, param) in new.items()}

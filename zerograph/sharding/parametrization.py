@@ -133,6 +133,7 @@ def _make_classes(roots: Sequence[nn.Module], places: Mapping[int, Places]) -> N
 
 
 def unique(name: str, *used: Container[str]) -> str:
+    # Two models of one backend may have parameters of one name.
     candidates = itertools.chain([name], (f"{name}#{i}" for i in itertools.count(2)))
     return next(c for c in candidates if not any(c in names for names in used))
 
