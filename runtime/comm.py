@@ -156,6 +156,7 @@ class GroupCommunicator:
         self.reduce_group = group
         if backend_name(group, device) == "nccl" and group.size() > 1:
             ranks = dist.get_process_group_ranks(group)
+            # Only the mesh's ranks come here; by default every rank of the job would have to call this.
             self.reduce_group = dist.new_group(ranks, use_local_synchronization=True, group_desc="zerograph-reduce")
         self.name = f"torch.distributed ({backend_name(group, device)})"
         self.rank, self.world_size = group.rank(), group.size()
@@ -270,6 +271,7 @@ class GroupCommunicator:
         try:
             flight.work.wait(_SLICE)
         except RuntimeError as error:
+            # The slice of time is over. gloo raises for that as for a lost connection, but then the work has not ended.
             if not flight.work.is_completed():
                 return False
             assert self.meeting is not None
@@ -290,7 +292,9 @@ class GroupCommunicator:
             with coalescing(self.group, self.device) as manager:
                 for out, send in zip(full.padded, sends, strict=True):
                     _all_gather(out, send, group=self.group, async_op=True)
+            # What is sent must stay alive until the collective has ended.
             return _PendingGather(params, full, [self._fly(manager)], sent=sends)
+        # As bytes: the parameters of a bucket may have several dtypes, and travel in one message.
         flat = torch.cat([s.view(torch.uint8) for s in sends])
         received = flat.new_empty(self.world_size * flat.numel())
         flight = self._fly(_all_gather(received, flat, group=self.group, async_op=True))
@@ -320,6 +324,7 @@ class GroupCommunicator:
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _PendingReduce:
         """See :class:`Communicator`."""
         results: list[Tensor] = [None] * len(params)  # type: ignore[list-item]
+        # One message for each dtype and kind, in the order in which parameters stand: the same on all ranks.
         works, kept = [], []
         self._enqueued += 1
         for dtype, sharded in dict.fromkeys((p.reduce_dtype, p.sharded) for p in params):

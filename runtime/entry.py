@@ -43,6 +43,7 @@ def describe_difference(mine: Entry, rank: int, theirs: Entry, me: int) -> Colle
 
 def reason_of(error: BaseException) -> str:
     """What other ranks are told of ``error``: one line."""
+    # Hints are for the rank that failed; the text goes through the store, so it is cut.
     return f"{type(error).__name__}: {str(error).partition(chr(10) + chr(10))[0]}"[:400]
 
 

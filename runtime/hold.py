@@ -78,6 +78,7 @@ class GradientHold:
 
     def _with_held(self, param: Param, grad: Tensor) -> Tensor:
         held = self._pop(param.name)
+        # In the dtype of the reduction: micro-batches in 16 bit would round away small gradients.
         return grad if held is None else held.to(torch_dtype(param.reduce_dtype)) + grad
 
     def _pop(self, name: str) -> Tensor | None:
@@ -108,6 +109,7 @@ class GradientHold:
         if param.__dict__.get("_zg_followed"):
             return
         param.__dict__["_zg_followed"] = True
+        # A hook lives as long as its parameter, and must not keep a backend that is gone, with its gradients.
         hold = weakref.ref(self)
 
         def accumulated(p: Tensor) -> None:

@@ -50,6 +50,7 @@ class Backend:
         self._adoption = Adoption(config, self._connect, self._remember)
         self._segments = SegmentCache(config.compute)
         self._telemetry = Telemetry()
+        # The same sets and dicts for all: adoption fills them when a model comes, and everyone sees it.
         self._steps = StepCount(self._adoption.known)
         self._hold = GradientHold(self._adoption.params)
         self._optimizers = OptimizerCheck(
@@ -184,6 +185,7 @@ class Backend:
         compiled = [f for f in self._frames if f.programs]
         if not compiled:
             raise ZeroGraphError("nothing was compiled yet", "call the compiled model once")
+        # A graph break may leave frames without parameters, of which nobody asks.
         training = [f for f in compiled if "forward" in f.programs and f.plan.buckets]
         return (training or compiled)[-1]
 

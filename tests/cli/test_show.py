@@ -19,7 +19,7 @@ from plans import plan_file, run_of
 from zerograph.cli import main
 from zerograph.cli.show import EXPORTS
 from zerograph.cli.view.drawing import ASCII_BLOCKS, BLOCKS, bar, sparkline
-from zerograph.cli.view.folding import fold, folded_name, layer_of, short_source, skeleton
+from zerograph.cli.view.folding import fold_rows, folded_name, layer_or_name, short_source, skeleton
 from zerograph.cli.view.groups import grouped
 from zerograph.cli.view.moment import START, find_task, moment
 from zerograph.core.planfile import Holding, PlanFile, Reason
@@ -334,7 +334,7 @@ def test_a_bar_is_never_longer_than_told(share: float, width: int) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 20), st.integers(0, 2))))
 def test_folding_keeps_every_row_in_order(rows: list[tuple[str, int, int]]) -> None:
-    folds = fold(rows, lambda r: f"{r[0]}.{r[1]}", lambda x, y: x[2] == y[2])
+    folds = fold_rows(rows, lambda r: f"{r[0]}.{r[1]}", lambda x, y: x[2] == y[2])
     assert [row for group in folds for row in group.rows] == rows
     for group in folds:
         assert len({(name, value) for name, _, value in group.rows}) == 1
@@ -352,7 +352,7 @@ def test_folding_keeps_every_row_in_order(rows: list[tuple[str, int, int]]) -> N
     ],
 )
 def test_names_of_layers(name: str, layer: str, bare: str) -> None:
-    assert layer_of(name) == layer and skeleton(name) == bare
+    assert layer_or_name(name) == layer and skeleton(name) == bare
 
 
 def test_long_paths_are_cut_in_tables() -> None:

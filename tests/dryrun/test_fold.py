@@ -20,7 +20,7 @@ from zerograph.compiler.unfold import NotFoldable
 from zerograph.core.machine import machine_named
 from zerograph.dryrun.compile_only import Compiled, compile_only, on_meta
 from zerograph.dryrun.forecast import forecast_file
-from zerograph.dryrun.layer_loops import told_apart
+from zerograph.dryrun.layer_loops import position_dependence
 from zerograph.graph.repeated_layers import LEAST, repeated_layers
 
 DEPTH, WIDTH, VOCAB = LEAST, 64, 100
@@ -387,17 +387,17 @@ def looping(loop: Callable[..., Tensor]) -> Positioned:
 def test_code_that_goes_by_position_is_seen(loop: Callable[..., Tensor]) -> None:
     model = looping(loop)
     stack = repeated_layers(model)
-    assert stack is not None and f" in {loop.__name__} may decide by position" in told_apart(model, stack)
+    assert stack is not None and f" in {loop.__name__} may decide by position" in position_dependence(model, stack)
 
 
 def test_code_that_runs_all_layers_alike_is_no_reason_to_trace_them() -> None:
     for made in (small(), tied(), looping(all_of_it), llama()[0]):
         stack = repeated_layers(made)
-        assert stack is not None and not told_apart(made, stack)
+        assert stack is not None and not position_dependence(made, stack)
     model = small()
     model.favourite = model.layers[6]  # another name, by which the forward may know it
     stack = repeated_layers(model)
-    assert stack is not None and told_apart(model, stack) == "one of them can be reached in another way"
+    assert stack is not None and position_dependence(model, stack) == "one of them can be reached in another way"
 
 
 def test_a_model_that_goes_by_position_is_traced_whole(caplog: pytest.LogCaptureFixture) -> None:

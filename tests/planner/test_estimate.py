@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import PRESETS, TIERS, machine_named
-from zerograph.planner.choice import Choice
-from zerograph.planner.estimate import Question, Row, any_fits, fastest, rows
-from zerograph.planner.largest import WHATS, largest
+from zerograph.planner.estimate import Question, Row, any_fits, estimate_rows, fastest
+from zerograph.planner.largest_estimate import WHATS, largest_estimate
 from zerograph.planner.shortage import shortage
 from zerograph.planner.sizes import ModelSize
+from zerograph.planner.strategy import Strategy
 from zerograph.planner.timing import collectives, compute, products_flops, timing
 from zerograph.planner.training import OPTIMIZERS, Training
 
@@ -29,9 +29,11 @@ def asked(size: ModelSize = ANY, world: int = 1, training: Training = PAPER, **f
 
 @pytest.mark.parametrize("batch", [1, 4, 8])
 def test_data_parallelism_on_a_v100_stops_near_1_4_billion(batch: int) -> None:
-    found = largest(asked(training=replace(PAPER, batch=batch), world=16, stage=0), "params")
+    found = largest_estimate(asked(training=replace(PAPER, batch=batch), world=16, stage=0), "params")
     assert 1.4e9 < found.value < 2e9
-    kept = largest(asked(training=replace(PAPER, batch=batch), world=16, stage=0, activations="keep"), "params")
+    kept = largest_estimate(
+        asked(training=replace(PAPER, batch=batch), world=16, stage=0, activations="keep"), "params"
+    )
     assert 0.7e9 < kept.value < 1.8e9
     assert asked().have("device") < 16 * 2.1e9  # with no activation at all it would end at 2 billion
 
@@ -42,31 +44,31 @@ def test_zero_offload_trains_13_billion_on_one_v100() -> None:
     for batch in (1, 4, 8):
         offload = asked(published, training=replace(PAPER, batch=batch), stage=2, offload="gradients")
         assert any_fits(offload)
-        assert 13e9 < largest(offload, "params").value < 16.5e9
+        assert 13e9 < largest_estimate(offload, "params").value < 16.5e9
     assert not any_fits(asked(published, stage=2, tier="device"))
     assert not any_fits(asked(ModelSize.of(layers=25, hidden=8192), stage=2))  # 20 B: 40 GB of 16-bit parameters
 
 
 def test_zero_infinity_fits_a_trillion_on_one_dgx2() -> None:
     published = ModelSize.of(layers=128, hidden=25 * 1024, heads=256)
-    found = rows(asked(published, world=16))
-    assert {(row.choice.stage, row.choice.tier) for row in found if row.fits} == {(3, "nvme")}
-    assert 1e12 < largest(asked(world=16), "params").value < 1.8e12
+    found = estimate_rows(asked(published, world=16))
+    assert {(row.strategy.stage, row.strategy.tier) for row in found if row.fits} == {(3, "nvme")}
+    assert 1e12 < largest_estimate(asked(world=16), "params").value < 1.8e12
 
 
 def test_zero_infinity_fits_over_30_trillion_on_512_v100() -> None:
     published = ModelSize.of(layers=240, hidden=105 * 1024, heads=1024)
     assert published.parameters > 32e12
-    best = fastest(rows(asked(published, world=512, training=replace(PAPER, batch=1))))
+    best = fastest(estimate_rows(asked(published, world=512, training=replace(PAPER, batch=1))))
     assert best is not None
-    assert best.choice.home("optimizer") == "nvme"
-    assert best.choice.tiles > 1  # one matrix of 4*h*h is 92 GB in 16 bit
+    assert best.strategy.home("optimizer") == "nvme"
+    assert best.strategy.tiles > 1  # one matrix of 4*h*h is 92 GB in 16 bit
     assert not any_fits(asked(published, world=512, training=replace(PAPER, batch=1), tiles=1))
-    assert 30e12 < largest(asked(world=512, training=replace(PAPER, batch=1)), "params").value < 60e12
+    assert 30e12 < largest_estimate(asked(world=512, training=replace(PAPER, batch=1)), "params").value < 60e12
 
 
 def test_tiers_order_the_largest_model_as_the_papers_do() -> None:
-    on_device, on_host, on_nvme = (largest(asked(world=16, tier=tier), "params").value for tier in TIERS)
+    on_device, on_host, on_nvme = (largest_estimate(asked(world=16, tier=tier), "params").value for tier in TIERS)
     assert 20e9 < on_device < 40e9  # 512 GB over 16 bytes is 32 B
     assert 70e9 < on_host < 150e9  # 1.5 TB over 12 bytes is 125 B
     assert on_nvme > 1e12
@@ -75,10 +77,10 @@ def test_tiers_order_the_largest_model_as_the_papers_do() -> None:
 def test_compute_is_six_operations_per_parameter_and_token_and_eight_recomputed() -> None:
     size, fast = ModelSize.of(layers=32, hidden=4096), replace(V100, device_bandwidth=1e30)
     forward = 2 * PAPER.tokens * (size.parameters + 2 * 32 * 4096 * 1024) / V100.matmul["float16"]
-    assert compute(size, PAPER, Choice(3), fast) == pytest.approx(3 * forward)
-    assert compute(size, PAPER, Choice(3, activations="recompute"), fast) == pytest.approx(4 * forward)
-    assert compute(size, replace(PAPER, accumulate=5), Choice(3), fast) == pytest.approx(15 * forward)
-    assert 1.05 < compute(size, PAPER, Choice(3), V100) / (3 * forward) < 1.4  # what is not a product
+    assert compute(size, PAPER, Strategy(3), fast) == pytest.approx(3 * forward)
+    assert compute(size, PAPER, Strategy(3, activations="recompute"), fast) == pytest.approx(4 * forward)
+    assert compute(size, replace(PAPER, accumulate=5), Strategy(3), fast) == pytest.approx(15 * forward)
+    assert 1.05 < compute(size, PAPER, Strategy(3), V100) / (3 * forward) < 1.4  # what is not a product
 
 
 def test_throughput_is_that_of_the_papers_within_a_factor() -> None:
@@ -89,30 +91,30 @@ def test_throughput_is_that_of_the_papers_within_a_factor() -> None:
     ):
         size = ModelSize.of(layers=layers, hidden=hidden, heads=heads)
         training = replace(PAPER, batch=8, accumulate=accumulate)
-        best = fastest(rows(asked(size, world, training, offload=offload)))
-        assert best is not None and best.choice.recomputes
+        best = fastest(estimate_rows(asked(size, world, training, offload=offload)))
+        assert best is not None and best.strategy.recomputes
         found = 4 * products_flops(size, training) * accumulate / best.timing.seconds
         assert 1 < found / published < 1.8  # nothing is lost to imperfect overlap
 
 
 def test_adam_on_the_host_takes_the_time_of_zero_offload() -> None:
     size = ModelSize.of(layers=50, hidden=4096)
-    found = timing(size, PAPER, Choice(2, "gradients", "host"), 1, V100)
+    found = timing(size, PAPER, Strategy(2, "gradients", "host"), 1, V100)
     assert found.update["optimizer"] == pytest.approx(2.57, rel=0.2)  # 10 B parameters, table 4
 
 
 def test_stage_3_communicates_half_as_much_again() -> None:
     size = ModelSize.of(layers=32, hidden=4096)
     free = replace(V100, intra=replace(V100.intra, latency=0.0))
-    found = [collectives(size, PAPER, Choice(stage), 16, free) for stage in (0, 1, 2, 3)]
+    found = [collectives(size, PAPER, Strategy(stage), 16, free) for stage in (0, 1, 2, 3)]
     volume = 2 * size.parameters * 15 / 16 / free.intra.rate  # the paper's Psi, in 16 bit
     assert found == pytest.approx([2 * volume, 2 * volume, 2 * volume, 3 * volume])
-    assert collectives(size, PAPER, Choice(3), 1, free) == 0
+    assert collectives(size, PAPER, Strategy(3), 1, free) == 0
 
 
 def test_the_longest_stream_of_each_phase_bounds_the_step() -> None:
     size = ModelSize.of(layers=128, hidden=25 * 1024)
-    found = timing(size, PAPER, Choice(3, "parameters", "nvme", "recompute"), 16, V100)
+    found = timing(size, PAPER, Strategy(3, "parameters", "nvme", "recompute"), 16, V100)
     assert found.seconds == max(found.passes.values()) + max(found.update.values())
     written = size.parameters * (12 + 2) / V100.nvme_write.rate  # optimizer states and the new 16-bit parameters
     assert found.update["nvme_write"] == pytest.approx(written, rel=0.01)
@@ -122,7 +124,7 @@ def test_the_longest_stream_of_each_phase_bounds_the_step() -> None:
 def test_accumulation_spreads_the_update_over_more_tokens() -> None:
     size = ModelSize.of(layers=50, hidden=4096)
     speeds = [
-        Row(asked(size, training=replace(PAPER, accumulate=n)), Choice(2, "gradients", "host", "recompute"))
+        Row(asked(size, training=replace(PAPER, accumulate=n)), Strategy(2, "gradients", "host", "recompute"))
         for n in (1, 4, 64)
     ]
     assert speeds[0].tokens_per_second < speeds[1].tokens_per_second < speeds[2].tokens_per_second
@@ -130,34 +132,36 @@ def test_accumulation_spreads_the_update_over_more_tokens() -> None:
 
 
 def test_a_shortage_says_what_is_missing_and_what_would_help() -> None:
-    found = shortage(rows(asked(ModelSize.of(layers=65, hidden=4096), tier="device")))
+    found = shortage(estimate_rows(asked(ModelSize.of(layers=65, hidden=4096), tier="device")))
     assert found is not None
     assert found.tier == "device" and found.need > found.have == asked().have("device")
     assert found.largest.item == "optimizer states"
     assert "needs 19" in str(found) and "has 30.1 GiB" in str(found)
-    ways = {knob.change: knob for knob in found.knobs}
+    ways = {remedy.change: remedy for remedy in found.remedies}
     assert ways["stage 2, gradients on host"].fits
     assert ways["stage 2, gradients on host"].saves >= 14 * 13e9
     assert not ways["batch 2 instead of 4"].fits
-    assert [knob.fits for knob in found.knobs] == sorted((knob.fits for knob in found.knobs), reverse=True)
+    assert [remedy.fits for remedy in found.remedies] == sorted(
+        (remedy.fits for remedy in found.remedies), reverse=True
+    )
 
 
 def test_the_capacity_a_shortage_asks_for_is_enough() -> None:
     for size in (ModelSize.of(layers=65, hidden=4096), ModelSize.of(layers=200, hidden=30_000)):
-        found = shortage(rows(asked(size, world=3, tier="device")))
+        found = shortage(estimate_rows(asked(size, world=3, tier="device")))
         assert found is not None
-        assert [knob.fits for knob in found.knobs if "more on device" in knob.change] == [True]
+        assert [remedy.fits for remedy in found.remedies if "more on device" in remedy.change] == [True]
 
 
 def test_a_cpu_offloads_to_nvme_only() -> None:
-    found = rows(Question(ModelSize.of(layers=4, hidden=512), Training(dtype="float32"), PRESETS["cpu"], 2))
-    assert {row.choice.tier for row in found} == {"device", "nvme"}
+    found = estimate_rows(Question(ModelSize.of(layers=4, hidden=512), Training(dtype="float32"), PRESETS["cpu"], 2))
+    assert {row.strategy.tier for row in found} == {"device", "nvme"}
     assert all(row.need["host"] == 0 for row in found)
 
 
 def test_impossible_wishes_are_refused() -> None:
     with pytest.raises(ConfigError, match="no row"):
-        rows(asked(stage=1, offload="parameters"))
+        estimate_rows(asked(stage=1, offload="parameters"))
     with pytest.raises(ConfigError, match="world size"):
         asked(world=0)
     with pytest.raises(ConfigError, match="batch"):
@@ -195,20 +199,20 @@ def test_more_memory_never_makes_a_fitting_row_not_fit(question: Question, more:
         host_memory=machine.host_memory + more[1],
         nvme_capacity=machine.nvme_capacity + more[2],
     )
-    before, after = rows(question), rows(replace(question, machine=richer))
+    before, after = estimate_rows(question), estimate_rows(replace(question, machine=richer))
     assert {_place(row) for row in before if row.fits} <= {_place(row) for row in after if row.fits}
     best, richest = fastest(before), fastest(after)
     assert best is None or (richest is not None and richest.timing.seconds <= best.timing.seconds)
 
 
 def _place(row: Row) -> tuple[int, str, str]:
-    return row.choice.stage, row.choice.offload, row.choice.tier
+    return row.strategy.stage, row.strategy.offload, row.strategy.tier
 
 
 @given(question=QUESTIONS, what=st.sampled_from(WHATS))
 @settings(deadline=None, max_examples=30)
 def test_the_largest_fits_and_the_next_does_not(question: Question, what: str) -> None:
-    found = largest(question, what)  # type: ignore[arg-type]
+    found = largest_estimate(question, what)  # type: ignore[arg-type]
     assert not any_fits(found.beyond)
     if found.question is None:
         assert found.value == 0
@@ -225,7 +229,7 @@ def test_the_largest_fits_and_the_next_does_not(question: Question, what: str) -
 @given(question=QUESTIONS)
 @settings(deadline=None)
 def test_a_row_is_the_fastest_of_its_choices_that_fit(question: Question) -> None:
-    for row, group in zip(rows(question), question.groups(), strict=True):
-        fitting = [Row(question, choice).timing.seconds for choice in group if question.fits(choice)]
+    for row, group in zip(estimate_rows(question), question.groups(), strict=True):
+        fitting = [Row(question, strategy).timing.seconds for strategy in group if question.fits(strategy)]
         assert row.fits == bool(fitting)
         assert not fitting or row.timing.seconds == min(fitting)

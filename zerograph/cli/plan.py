@@ -109,6 +109,7 @@ def plan(
     if memory is not None and options["offload"] == "none" and what is None:
         options["memory"] = memory  # to search within, whatever the stage
     options["fold"] = not options.pop("whole")
+    # None leaves an option to its default; of a dtype it is a value, each parameter's own.
     options = {name: value for name, value in options.items() if value is not None or name == "dtype"}
     with progress() as say, model_code(verbose):
         say("importing torch and the model")
@@ -119,10 +120,10 @@ def plan(
 
             file, answer = plan_file(name, make, machine, reserve=RESERVE, **options), ""
         else:
-            from zerograph.dryrun.largest_fit import explained, largest_file
+            from zerograph.dryrun.largest_fit import describe_answer, largest_file
 
             found = largest_file(name, make, machine, what, reserve=RESERVE, **options)
-            file, answer = found.file, explained(what, found.found, found.budget)
+            file, answer = found.file, describe_answer(what, found.found, found.budget)
     if answer:
         click.echo(answer, err=json_)  # with --json, stdout is the plan file's
     if output is not None:

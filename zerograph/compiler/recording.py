@@ -35,7 +35,7 @@ from zerograph.core.program import (
 )
 from zerograph.core.runfile import Measured, Run
 from zerograph.core.timeline import Forecast, Peak, Span, Stream
-from zerograph.planner.outlook import Outlook, outlook, update
+from zerograph.planner.forecasts import ProgramForecast, forecast_programs, update_program
 from zerograph.runtime.telemetry import LABEL
 from zerograph.runtime.torch_private import local_tensor
 
@@ -50,7 +50,7 @@ class _Ran:
     """One instruction of a program, in nanoseconds of the profiler's clock."""
 
     program: Program
-    step: Instruction
+    instruction: Instruction
     start: int
     end: int
 
@@ -85,6 +85,7 @@ class Recording:
             machine: whose rates the step was planned by.
         """
         self._frames, self._params, self._optimizers, self._machine = frames, params, optimizers, machine
+        # Frames of one backend share device, communicator and telemetry: any frame's will do.
         self._runtime = next(frame.runtime for frame in frames if frame.runtime is not None)
         activities = [ProfilerActivity.CPU]
         if self._runtime.device.type == "cuda":
@@ -96,6 +97,7 @@ class Recording:
         # The profiler does not see how what it has not seen allocated is freed: let go of it before.
         for frame in self._frames:
             if frame.runtime is not None:
+                # Lets go of buckets that a step before left whole.
                 frame.runtime.cache.enter("forward")
         if self._runtime.comm is not None:
             self._runtime.comm.trim()
@@ -122,17 +124,19 @@ class Recording:
         self.measured = _measured(ran)
         self.forecast = _forecast(ran, self._memory(events))
 
-    def predicted(self, machine: Machine) -> Outlook:
+    def predicted(self, machine: Machine) -> ProgramForecast:
         """The forecast of the same programs with this run's seconds in place of the rates of ``machine``."""
-        return self._outlook(machine, self.measured)
+        return self._simulated(machine, self.measured)
 
-    def by_rates(self, machine: Machine) -> Outlook:
+    def by_rates(self, machine: Machine) -> ProgramForecast:
         """The forecast of the same programs by the rates of ``machine`` alone, as it was before the run."""
-        return self._outlook(machine, None)
+        return self._simulated(machine, None)
 
-    def _outlook(self, machine: Machine, measured: Measured | None) -> Outlook:
+    def _simulated(self, machine: Machine, measured: Measured | None) -> ProgramForecast:
         programs = [self._frame.programs["forward"], self._frame.programs["backward"]]
-        return outlook(programs, self._frame.plan, machine, moments=_moments(self._optimizers()), measured=measured)
+        return forecast_programs(
+            programs, self._frame.plan, machine, moments=_moments(self._optimizers()), measured=measured
+        )
 
     def beside_forecast(self) -> RecordedStep:
         """This run, its forecast by the machine's rates, and the one that its own seconds give."""
@@ -174,7 +178,7 @@ class Recording:
         frame = self._frames[trained[0]]
         if len(ran) != sum(len(program.instructions) for program in frame.programs.values()):
             raise ZeroGraphError("more than one step ran during the recording", "record one step")
-        program = update(frame.plan, _moments(self._optimizers()))
+        program = update_program(frame.plan, _moments(self._optimizers()))
         return frame, ran + [_Ran(program, program.instructions[0], *times) for times in sorted(updates)]
 
     def _memory(self, events: Sequence[Any]) -> list[tuple[int, int]]:
@@ -196,6 +200,7 @@ def _held(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -
     storages = {}
     for tensor in tensors:
         storage = local_tensor(tensor).untyped_storage()
+        # By storage, not by tensor: reduced gradients of a bucket are views of one buffer.
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
@@ -209,6 +214,7 @@ def _states(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _moments(optimizers: Sequence[Optimizer]) -> int:
     """Tensors of its shape that the optimizer keeps per parameter."""
+    # A step counter is a scalar: of a scalar parameter it would pass for a moment.
     kept = Counter(id(param) for param, value in _states(optimizers) if value.shape == param.shape and param.ndim)
     return max(kept.values(), default=0)
 
@@ -218,7 +224,7 @@ def _measured(ran: Sequence[_Ran]) -> Measured:
     gathers: dict[int, list[float]] = {}
     reduces: dict[int, list[float]] = {}
     for run in ran:
-        match run.step:
+        match run.instruction:
             case Compute(segment=segment):
                 segments.setdefault(run.program.segments[segment].digest, []).append(run.seconds)
             case Gather(bucket=bucket):
@@ -233,7 +239,7 @@ def _measured(ran: Sequence[_Ran]) -> Measured:
         segments={digest: _mean(seconds) for digest, seconds in segments.items()},
         gathers={bucket: _mean(seconds) for bucket, seconds in gathers.items()},
         reduces={bucket: _mean(seconds) for bucket, seconds in reduces.items()},
-        update=sum(run.seconds for run in ran if isinstance(run.step, Update)),
+        update=sum(run.seconds for run in ran if isinstance(run.instruction, Update)),
     )
 
 
@@ -242,14 +248,15 @@ def _without_kept(ran: Sequence[_Ran]) -> list[_Ran]:
     whole: set[int] = set()
     moved = []
     for run in ran:
-        step = run.step
-        if isinstance(step, (Gather, WaitGather)) and step.bucket in whole:
+        instruction = run.instruction
+        # It returned at once: as a sample of the collective's time it would halve the mean.
+        if isinstance(instruction, (Gather, WaitGather)) and instruction.bucket in whole:
             continue
         moved.append(run)
-        if isinstance(step, WaitGather):
-            whole.add(step.bucket)
-        elif isinstance(step, Free) and not step.kept:
-            whole.discard(step.bucket)
+        if isinstance(instruction, WaitGather):
+            whole.add(instruction.bucket)
+        elif isinstance(instruction, Free) and not instruction.kept:
+            whole.discard(instruction.bucket)
     return moved
 
 
@@ -262,25 +269,26 @@ def _forecast(ran: Sequence[_Ran], memory: Sequence[tuple[int, int]]) -> Forecas
     origin = ran[0].start
     spans: list[Span] = []
     for run in ran:
-        step, program = run.step, run.program
-        if isinstance(step, (Free, WaitFetch)):
+        instruction, program = run.instruction, run.program
+        # They occupy no stream.
+        if isinstance(instruction, (Free, WaitFetch)):
             continue
-        segment = program.segments[step.segment] if isinstance(step, Compute) else None
+        segment = program.segments[instruction.segment] if isinstance(instruction, Compute) else None
         spans.append(
             Span(
                 len(spans),
-                program.name(step),
-                step.stream or _WAITS[type(step)],
+                program.name(instruction),
+                instruction.stream or _WAITS[type(instruction)],
                 (run.start - origin) / 1e9,
                 (run.end - origin) / 1e9,
-                program.module(step),
-                step.source if isinstance(step, Compute) else "",
+                program.module(instruction),
+                instruction.source if isinstance(instruction, Compute) else "",
                 key=segment.digest if segment is not None else "",
                 flops=segment.flops if segment is not None else 0,
-                operation=step.operation,
+                operation=instruction.operation,
                 phase=program.kind,
-                bucket=-1 if isinstance(step, Compute | Update) else step.bucket,
-                label="" if segment is not None else program.label(step),
+                bucket=-1 if isinstance(instruction, Compute | Update) else instruction.bucket,
+                label="" if segment is not None else program.label(instruction),
             )
         )
     return Forecast(tuple(spans), *_curve(spans, memory, origin), not_counted=NOT_COUNTED)
@@ -302,5 +310,6 @@ def _curve(
     if not curve:
         return {}, {}
     time, most = max(curve, key=lambda point: point[1])
+    # Allocations before the first instruction (autograd's) fall to that one.
     during = next((s for s in reversed(spans) if s.start <= time), spans[0])
     return {"device": tuple(curve)}, {"device": Peak(most, during.task, during.name, during.module, during.source)}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.filekinds import refuse_other
+from zerograph.core.filekinds import refuse_other_kind
 from zerograph.core.units import is_number
 
 VERSION = 2
@@ -120,6 +120,7 @@ class Machine:
             return self.device_memory
         ranks = min(world_size, self.ranks_per_node)
         if tier == "host":
+            # On a CPU the host's memory is the device's: offloading there frees nothing.
             return 0 if self.device == "cpu" else self.host_memory // ranks
         return self.nvme_capacity // ranks
 
@@ -136,7 +137,7 @@ class Machine:
         """
         try:
             data: dict[str, Any] = json.loads(text)
-            refuse_other(data, "a machine", _MADE)
+            refuse_other_kind(data, "a machine", _MADE)
             version = data.pop("version", None)
         except ConfigError:
             raise
@@ -153,7 +154,7 @@ class Machine:
             raise ConfigError(f"the machine is incomplete: {error}", "measure it again") from None
         wrong = next(machine._mistakes(), None)
         if wrong is not None:
-            raise ConfigError(f"the machine cannot be: {wrong}", "mend the file, or measure the machine again")
+            raise ConfigError(f"the machine is wrong: {wrong}", "mend the file, or measure the machine again")
         return machine
 
     def _mistakes(self) -> Iterator[str]:
@@ -179,6 +180,7 @@ class Machine:
             yield f"disturbed is {self.disturbed!r}, not a share from 0 to 1"
         for name in _LINKS:
             link = getattr(self, name)
+            # A machine without NVMe says 0 for its rates.
             if self.nvme_capacity or not name.startswith("nvme"):
                 rates[f"rate of {name}"] = link.rate
             if not (is_number(link.latency) and link.latency >= 0):
@@ -207,6 +209,7 @@ def _gpu(
     pcie: float, host: int, ranks: int = 8, nvme: int = 28 * TB, nvme_rate: float = 25 * GB,
     tf32: float | None = None, bf16: bool = True, cpu_bandwidth: float = 150 * GB,
 ) -> Machine:  # fmt: skip
+    # V100 has no units for bfloat16, which then runs at the rate of float32.
     published = {"float32": tflops_32, "bfloat16": tflops_16 if bf16 else tflops_32, "float16": tflops_16}
     published = {dtype: 1e12 * rate for dtype, rate in (published | ({"tf32": tf32} if tf32 else {})).items()}
     return Machine(

@@ -48,6 +48,7 @@ class OptimizerCheck:
         self._params, self._replaced, self._skipped, self._hold = params, replaced, skipped, hold
         self._memory: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._passed: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        # torch's step hooks are global: they must not keep a backend that is gone.
         check = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -118,6 +119,7 @@ class OptimizerCheck:
             known, storage, rows = self._memory.get(id(param), (None, 0, 0))
             if known is not None and known() is param and storage == _memory(param)[0]:
                 continue
+            # Remembered before the error, which is then raised once: a caller that catches it can go on.
             self.remember([param])
             if known is not None and known() is param and rows == _memory(param)[1]:
                 raise ShardingError(

@@ -14,9 +14,9 @@ from functools import cached_property
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import Offload
-from zerograph.planner.choice import Activations, Choice, Stage, placements
 from zerograph.planner.sizes import ModelSize
 from zerograph.planner.states import Need, needs, total
+from zerograph.planner.strategy import Activations, Stage, Strategy, placements
 from zerograph.planner.timing import Timing, timing
 from zerograph.planner.training import Training
 
@@ -61,28 +61,29 @@ class Question:
         """The tiers beside the device that exist: a CPU has no host memory of its own."""
         return tuple(tier for tier in TIERS[1:] if self.machine.capacity(tier, self.world_size))
 
-    def needs(self, choice: Choice) -> tuple[Need, ...]:
-        """What ``choice`` needs on every tier."""
+    def needs(self, strategy: Strategy) -> tuple[Need, ...]:
+        """What ``strategy`` needs on every tier."""
         staging: Tier = "device" if self.machine.device == "cpu" else "host"
-        return needs(self.size, self.training, choice, self.world_size, staging)
+        return needs(self.size, self.training, strategy, self.world_size, staging)
 
-    def fits(self, choice: Choice) -> bool:
-        """Whether ``choice`` fits every tier."""
-        found = self.needs(choice)
+    def fits(self, strategy: Strategy) -> bool:
+        """Whether ``strategy`` fits every tier."""
+        found = self.needs(strategy)
         return all(total(found, tier) <= self.have(tier) for tier in TIERS)
 
-    def over(self, choice: Choice) -> float:
+    def over(self, strategy: Strategy) -> float:
         """By what share of its capacity the fullest tier is overrun; 0 or less when everything fits."""
-        found = self.needs(choice)
+        found = self.needs(strategy)
+        # Where there is no such tier, any byte overruns it.
         return max(total(found, tier) / max(1, self.have(tier)) - 1 for tier in TIERS)
 
-    def groups(self) -> Iterator[tuple[Choice, ...]]:
-        """The choices of every row, least work first."""
+    def groups(self) -> Iterator[tuple[Strategy, ...]]:
+        """The strategies of every row, least work first."""
         for stage, offload, tier in placements(self.tiers):
             wanted = ((self.stage, stage), (self.offload, offload), (self.tier, tier))
             if all(fixed is None or fixed == value for fixed, value in wanted):
                 yield tuple(
-                    Choice(stage, offload, tier, activations, tiles)
+                    Strategy(stage, offload, tier, activations, tiles)
                     for tiles in ((self.tiles,) if self.tiles else TILES)
                     for activations in self._activations()
                 )
@@ -96,15 +97,15 @@ class Question:
 
 @dataclass(frozen=True)
 class Row:
-    """One choice: what it needs and has on every tier, and how long a step takes if it fits."""
+    """One strategy: what it needs and has on every tier, and how long a step takes if it fits."""
 
     question: Question
-    choice: Choice
+    strategy: Strategy
 
     @cached_property
     def needs(self) -> tuple[Need, ...]:
         """The items, with bytes and tier."""
-        return self.question.needs(self.choice)
+        return self.question.needs(self.strategy)
 
     @cached_property
     def need(self) -> Mapping[Tier, int]:
@@ -125,7 +126,7 @@ class Row:
     def timing(self) -> Timing:
         """Seconds per stream, whether it fits or not."""
         q = self.question
-        return timing(q.size, q.training, self.choice, q.world_size, q.machine)
+        return timing(q.size, q.training, self.strategy, q.world_size, q.machine)
 
     @property
     def tokens_per_second(self) -> float:
@@ -134,13 +135,13 @@ class Row:
         return training.tokens * training.accumulate * self.question.world_size / self.timing.seconds
 
 
-def rows(question: Question) -> tuple[Row, ...]:
+def estimate_rows(question: Question) -> tuple[Row, ...]:
     """A row per stage and offload choice that ``question`` leaves open.
 
     Raises:
         ConfigError: it leaves none open, for example parameters offloaded at stage 2.
     """
-    found = tuple(_best([Row(question, choice) for choice in group]) for group in question.groups())
+    found = tuple(_best([Row(question, strategy) for strategy in group]) for group in question.groups())
     if not found:
         raise ConfigError(
             f"no row has stage {question.stage}, offload {question.offload} and tier {question.tier} on "
@@ -157,9 +158,9 @@ def fastest(found: tuple[Row, ...]) -> Row | None:
 
 def any_fits(question: Question) -> bool:
     """Whether any row fits; looks at no times."""
-    return any(question.fits(choice) for group in question.groups() for choice in group)
+    return any(question.fits(strategy) for group in question.groups() for strategy in group)
 
 
-def _best(choices: list[Row]) -> Row:
-    fitting = fastest(tuple(choices))
-    return fitting or min(choices, key=lambda row: row.question.over(row.choice))
+def _best(strategies: list[Row]) -> Row:
+    fitting = fastest(tuple(strategies))
+    return fitting or min(strategies, key=lambda row: row.question.over(row.strategy))

@@ -29,6 +29,7 @@ def with_updates(step: Step, world_size: int, moments: int) -> Step:
     for op in step.ops:
         kind = kinds[op.writes[0]].kind
         if kind == "gathered" and op.reads:
+            # The marker may read a view of the shard; the update writes the shard itself.
             shards[op.params[0]] = kinds[op.reads[0]].alias_of or op.reads[0]
         elif kind == "gradient":
             gradients.setdefault(op.params[0], []).append(op.writes[0])

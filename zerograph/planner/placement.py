@@ -72,7 +72,7 @@ class Shards:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class BucketPart:
     """A bucket, or a tile of its one parameter: tile *i* is the *i*-th slice of the rows of every rank's shard.
 
     Attributes:
@@ -94,9 +94,9 @@ class Transfer:
     shards: Shards
 
 
-def transfers(
+def bucket_parts(
     name: str, params: Sequence[Param], tiles: int, whole: Mapping[str, int], world: int, moments: int
-) -> tuple[Transfer, ...]:
+) -> tuple[BucketPart, ...]:
     """The bucket of ``params`` in ``tiles`` parts; ``whole`` are bytes of full gradients by parameter."""
     trainable = [p for p in params if p.trainable]
     gathered, reduced = gathered_bytes(params, world), reduced_bytes(trainable)
@@ -109,10 +109,11 @@ def transfers(
     def part(size: int, tile: int) -> int:
         """Bytes of ``size`` in the rows of a tile; parts of what is not padded add up all the same."""
         begin, end = slices[tile]
+        # As a difference of two shares, so that tiles add up to the whole to the byte.
         return size * end // rows - size * begin // rows
 
     return tuple(
-        Transfer(
+        BucketPart(
             name=name,
             label=name if tiles == 1 else f"{name} tile {tile + 1}/{tiles}",
             whole=part(gathered, tile),
@@ -136,6 +137,7 @@ def between_steps(plan: Plan, moments: int) -> Iterator[Holding]:
             found = [("shards", "param", "device", whole), ("states", "state", "device", trained * moments)]
         else:
             frozen = shards.frozen if homes.parameters != "device" else 0
+            # `gradient` is as large as the trained shards, which left: both are in the master's dtype.
             stays = whole - shards.gradient - frozen
             found = [
                 ("shards", "param", "device", stays),

@@ -42,30 +42,31 @@ class Rates:
         """Whether collectives run beside compute; CPU ranks carry them with the cores that compute."""
         return self.machine.device != "cpu"
 
-    def seconds(self, step: Timed, segments: Sequence[Segment]) -> float:
+    def seconds(self, instruction: Timed, segments: Sequence[Segment]) -> float:
         """One instruction of a program with these segments."""
-        match step:
+        match instruction:
             case Compute():
-                segment = segments[step.segment]
+                segment = segments[instruction.segment]
                 seconds = self.compute(segment.flops, segment.moved)
                 if segment.slices == 1:
                     return seconds
+                # Each slice is launched by itself; the products and bytes are shared.
                 launch = self.machine.launch
                 return max(0.0, seconds - launch) / segment.slices + launch
             case Gather() | Reduce():
-                return self.collective(step.bytes)
+                return self.collective(instruction.bytes)
             case Update(sizes=sizes):
                 return sum(map(self.machine.update.seconds, sizes))
             case HostUpdate():
-                return self.host_update(step.bytes)
+                return self.host_update(instruction.bytes)
             case Spill():
-                return self.transfer("d2h", step.bytes)
+                return self.transfer("d2h", instruction.bytes)
             case Fetch():
-                return self.transfer("h2d", step.bytes)
+                return self.transfer("h2d", instruction.bytes)
             case Read():
-                return self.transfer("nvme_read", step.bytes)
+                return self.transfer("nvme_read", instruction.bytes)
             case Write():
-                return self.transfer("nvme_write", step.bytes)
+                return self.transfer("nvme_write", instruction.bytes)
 
     def compute(self, flops: float, moved: float) -> float:
         """A compute task: its products, and the bytes that it reads and writes."""
@@ -76,6 +77,7 @@ class Rates:
     def collective(self, size: float) -> float:
         """An all-gather or a reduction of ``size`` bytes."""
         world = self.world_size
+        # A rank's own part does not travel.
         return self.machine.collective(world).seconds(size * (world - 1) / world)
 
     @property

@@ -16,7 +16,7 @@ ATTENTIONS: tuple[Attention, ...] = ("fused", "whole")
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StateLayout:
     """Bytes per parameter of the model states.
 
     Attributes:
@@ -88,11 +88,11 @@ class Training:
         return self.batch * self.seq
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> StateLayout:
         """Bytes per parameter; 16 in "mixed" (16-bit dtype) and "fp32"."""
         item = ITEM_SIZE[self.dtype]
         if self.optimizer == "mixed":
-            return Layout(copy=item, gradient=item, master=4, moments=8, resident=True)
+            return StateLayout(copy=item, gradient=item, master=4, moments=8, resident=True)
         if self.optimizer == "fp32":
-            return Layout(copy=4, gradient=4, master=0, moments=8, resident=True)
-        return Layout(copy=item, gradient=4, master=4, moments=8, resident=False)
+            return StateLayout(copy=4, gradient=4, master=0, moments=8, resident=True)
+        return StateLayout(copy=item, gradient=4, master=4, moments=8, resident=False)

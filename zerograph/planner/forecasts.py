@@ -22,7 +22,7 @@ from zerograph.planner.sketch import sketch
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class ProgramForecast:
     """A forecast, what its memory is used for, and, on a CPU, what the process grows by."""
 
     forecast: Forecast
@@ -30,14 +30,14 @@ class Outlook:
     resident: Resident | None = None
 
 
-def outlook(
+def forecast_programs(
     programs: Sequence[Program],
     plan: Plan,
     machine: Machine,
     *,
     moments: int = 2,
     measured: Measured | None = None,
-) -> Outlook:
+) -> ProgramForecast:
     """Simulate ``programs`` (forward and backward of one frame, or one inference) on one rank of ``machine``.
 
     Args:
@@ -47,19 +47,20 @@ def outlook(
     rates = Rates(machine, plan.world_size, plan.compute_dtype)
     states = tuple(between_steps(plan, moments))
     trains = any(program.kind == "backward" for program in programs)
-    step = [*programs, update(plan, moments)] if trains else programs
+    step = [*programs, update_program(plan, moments)] if trains else programs
     forecast, holdings = simulate(step, rates, measured=measured, held=states, not_counted=NOT_COUNTED)
     peak = forecast.peaks.get("device")
     grows = resident(programs, peak.bytes, plan.world_size) if peak is not None and machine.device == "cpu" else None
-    return Outlook(forecast, holdings, grows)
+    return ProgramForecast(forecast, holdings, grows)
 
 
-def scheduled(
+def forecast_sketch(
     scheduler: Scheduler, plan: Plan, not_counted: tuple[str, ...] = ()
 ) -> tuple[Forecast, tuple[Holding, ...]]:
     """The forecast of ``plan`` from its sketch, and what its memory is used for; they agree at every moment."""
     states = tuple(between_steps(plan, scheduler.moments))
     lives = scheduler.saved(scheduler.levels(plan), plan.offload).lives
+    # A sketch has one register for all values with the same life; people want to see each.
     parts = {register: partial(_one_by_one, scheduler.profile, own) for register, own in lives.items()}
     return simulate(sketch(scheduler, plan), scheduler.rates, held=states, not_counted=not_counted, parts=parts)
 
@@ -71,7 +72,7 @@ def _one_by_one(profile: Profile, lives: Sequence[Life], together: Holding) -> I
         yield replace(together, name=life.name, bytes=life.bytes, module=region.module, source=life.source)
 
 
-def update(plan: Plan, moments: int) -> Program:
+def update_program(plan: Plan, moments: int) -> Program:
     """The optimizer's update of a plan whose shards and states live on the device."""
     whole = device_update([bucket.params for bucket in plan.buckets], (), plan.world_size, moments)
     return Program("update", 0, 0, (whole,), (), (), buckets=[bucket.name for bucket in plan.buckets])

@@ -15,7 +15,7 @@ _MOST = 2**40
 
 
 @dataclass(frozen=True, slots=True)
-class Largest:
+class LargestEstimate:
     """The answer: ``value`` of ``what``, the question with it put in, and the next one, which does not fit.
 
     ``question`` is None where not even the smallest fits; ``beyond`` is then that smallest one.
@@ -27,7 +27,9 @@ class Largest:
     beyond: Question
 
 
-def largest(question: Question, what: What, *, layers: int | None = None, hidden: int | None = None) -> Largest:
+def largest_estimate(
+    question: Question, what: What, *, layers: int | None = None, hidden: int | None = None
+) -> LargestEstimate:
     """The largest ``what`` at which any row of ``question`` fits; everything else stays as asked.
 
     For "params" the model's shape is free unless ``layers`` or ``hidden`` fixes one of them: it grows in depth and
@@ -43,6 +45,7 @@ def largest(question: Question, what: What, *, layers: int | None = None, hidden
         return replace(question, size=size)
 
     if layers is not None:
+        # In steps of 128: widths that kernels like, and that heads divide.
         wide = _bisect(what, lambda n: sized(ModelSize.of(layers=layers, hidden=128 * n, vocab=vocab)))
         return _in_parameters(wide)
     if hidden is None:
@@ -54,18 +57,18 @@ def largest(question: Question, what: What, *, layers: int | None = None, hidden
     return _in_parameters(_bisect(what, lambda n: sized(start.with_layers(n))))
 
 
-def _in_parameters(found: Largest) -> Largest:
+def _in_parameters(found: LargestEstimate) -> LargestEstimate:
     return replace(found, value=found.question.size.parameters if found.question else 0)
 
 
-def _bisect(what: What, at: Callable[[int], Question]) -> Largest:
+def _bisect(what: What, at: Callable[[int], Question]) -> LargestEstimate:
     """The largest n with a row that fits: doubled until none does, then halved between."""
     if not any_fits(at(1)):
-        return Largest(what, 0, None, at(1))
+        return LargestEstimate(what, 0, None, at(1))
     low, high = 1, 2
     while high < _MOST and any_fits(at(high)):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if any_fits(at(middle)) else (low, middle)
-    return Largest(what, low, at(low), at(high))
+    return LargestEstimate(what, low, at(low), at(high))

@@ -10,11 +10,11 @@ from graphs import fake_world
 from torch import Tensor, nn
 
 import zerograph
-from zerograph.core.check import check
+from zerograph.core.check import check_programs
 from zerograph.core.machine import machine_named
 from zerograph.core.program import Reduce
 from zerograph.core.runfile import Measured
-from zerograph.planner.outlook import Outlook, outlook, update
+from zerograph.planner.forecasts import ProgramForecast, forecast_programs, update_program
 
 WIDTH, LAYERS, WORLD = 64, 6, 4
 WEIGHT = 2 * (WIDTH * WIDTH + WIDTH) * 4  # bytes of one block
@@ -42,7 +42,7 @@ class Stack(nn.Module):
 
 def seen(
     stage: int, *, rows: int = 8, measured: Measured | None = None, machine: str = "cpu"
-) -> tuple[Outlook, zerograph.Backend]:
+) -> tuple[ProgramForecast, zerograph.Backend]:
     torch._dynamo.reset()
     with fake_world(rank=0, world_size=WORLD):
         model = Stack()
@@ -50,7 +50,7 @@ def seen(
         model.compile(backend=backend)
         model(torch.randn(rows, WIDTH)).sum().backward()
         programs = [backend.program["forward"], backend.program["backward"]]
-        return outlook(programs, backend.plan, machine_named(machine), measured=measured), backend
+        return forecast_programs(programs, backend.plan, machine_named(machine), measured=measured), backend
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -116,7 +116,7 @@ def test_every_product_is_counted() -> None:
 def test_modules_and_lines_are_known() -> None:
     found, _ = seen(3)
     named = [s for s in found.forecast.spans if s.module == "blocks.3" and s.stream == "compute"]
-    assert named and all("test_outlook.py:" in s.source for s in named)
+    assert named and all("test_forecasts.py:" in s.source for s in named)
 
 
 def test_measured_seconds_replace_rates() -> None:
@@ -142,8 +142,9 @@ def test_compute_waits_where_the_program_does() -> None:
 def test_nothing_is_wrong_with_the_programs(stage: int) -> None:
     _, backend = seen(stage)
     programs = [backend.program["forward"], backend.program["backward"]]
-    assert check([*programs, update(backend.plan, 2)], backend.plan) == []
+    assert check_programs([*programs, update_program(backend.plan, 2)], backend.plan) == []
     again = [replace(p, instructions=[s for s in p.instructions if not isinstance(s, Reduce)]) for p in programs]
     assert any(
-        "which is not there" in str(wrong) or "reduced 0 times" in str(wrong) for wrong in check(again, backend.plan)
+        "which is not there" in str(wrong) or "reduced 0 times" in str(wrong)
+        for wrong in check_programs(again, backend.plan)
     )
