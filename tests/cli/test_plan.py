@@ -1,4 +1,7 @@
-"""``zerograph plan``: real models on the meta device, plan files that can be read, and clear errors."""
+"""``zerograph plan``: real models on the meta device, plan files that can be read, and clear errors.
+
+Tests ``cli/model_source.py``, ``dryrun/forecast.py`` and ``dryrun/untraceable.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Dry runs that trace a few of many layers, against dry runs that trace them all."""
+"""Dry runs that trace a few of many layers, against dry runs that trace them all.
+
+Tests ``compiler/fold.py``, ``compiler/unfold.py`` and ``dryrun/layer_loops.py``.
+"""
 
 from __future__ import annotations
 
