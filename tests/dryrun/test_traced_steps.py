@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import GPT, MLP, Halving, Padded, Rigid, Windows, ids, llama
+from models import GPT, MLP, Padded, Rigid, Windows, ids, llama
 
 from zerograph.core.errors import SizeError, UnsupportedError
 from zerograph.core.machine import machine_named
 from zerograph.core.step import Dimension, Step
 from zerograph.dryrun import traced_steps
 from zerograph.dryrun.compile_only import compile_only
-from zerograph.dryrun.largest_fit import Probe
 from zerograph.dryrun.traced_steps import Steps
 from zerograph.planner.search import Search, Wish
 
@@ -146,22 +145,6 @@ def test_a_model_of_too_many_ways_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = steps_of(lambda: (Padded(), ids(2, 16)), "seq", 17, 33)
     with pytest.raises(UnsupportedError, match="depends on seq in too many ways: 3 traces"):
         steps.confirm(40)
-
-
-@pytest.mark.parametrize("what", ["batch", "seq"])
-def test_the_largest_fits_as_traced_and_the_next_does_not(what: Dimension) -> None:
-    """Of a model that goes two ways, and of one whose sizes are quotients."""
-    machine, budget = machine_named("h100-80gb"), 4 * 2**20
-    for model in (Padded, Halving):
-        make: Make = lambda model=model: (model(), ids(2, 16))  # noqa: E731
-        plans = Probe(Steps(make, what, world=WORLD, batch=1, seq=1), machine, Wish(3, WORLD))
-        found = plans.largest(budget)
-
-        def searched(size: int, make: Make = make, plans: Probe = plans) -> Search:
-            return Search(concrete(make, **{what: size}), plans.wish, machine, states=plans.steps.states)
-
-        assert searched(found.value).within(budget) is not None
-        assert searched(found.value + 1).within(budget) is None
 
 
 def test_a_plan_of_a_told_step_is_that_of_the_compiled_one() -> None:
