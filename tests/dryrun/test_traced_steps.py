@@ -15,6 +15,7 @@ from zerograph.core.step import Dimension, Step
 from zerograph.dryrun import traced_steps
 from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.traced_steps import Steps
+from zerograph.graph.repeated_layers import LEAST
 from zerograph.planner.search import Search, Wish
 
 WORLD = 4
@@ -49,6 +50,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 MODELS: dict[str, Make] = {
     "gpt": lambda: (GPT(positions=128, sliced=True), ids()),
+    "table": lambda: (GPT(depth=0, positions=128, sliced=True), ids()),
     "loss": lambda: (GPT(dropout=0.1, loss=True, positions=128), ids()),
     "llama": llama,
 }
@@ -120,7 +122,7 @@ def test_tables_limit_positions(traces: list[int]) -> None:
         steps.at(129)
 
 
-@pytest.mark.parametrize(("name", "first", "asked", "end"), [("gpt", 12, 5000, 128), ("windows", 16, 4399, 4392)])
+@pytest.mark.parametrize(("name", "first", "asked", "end"), [("table", 12, 5000, 128), ("windows", 16, 4399, 4392)])
 def test_where_the_model_ends_is_narrowed_down(name: str, first: int, asked: int, end: int, traces: list[int]) -> None:
     """At a size, or between two multiples."""
     make = MODELS[name] if name in MODELS else lambda: (Windows(), ids(2, first))
@@ -159,7 +161,7 @@ def test_a_plan_of_a_told_step_is_that_of_the_compiled_one() -> None:
 
 
 def test_a_few_layers_tell_all_of_them_at_every_size() -> None:
-    make: Make = lambda: (GPT(depth=10), ids())  # noqa: E731
+    make: Make = lambda: (GPT(depth=LEAST), ids())  # noqa: E731
     folded, whole = (Steps(make, "seq", world=WORLD, batch=1, seq=1, fold=fold) for fold in (True, False))
     for size in (24, 48):
         folded.confirm(size)
