@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from ranks import run
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from zerograph.core.errors import UnsupportedError
@@ -94,11 +94,13 @@ def test_what_something_else_distributes_is_refused_by_its_name() -> None:
 
 
 def _meshes() -> None:
-    """Equal meshes become one object, others do not."""
-    first, equal = (init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("x",)) for _ in range(2))
-    assert isinstance(first, DeviceMesh) and first == equal
-    one = adopt.one_mesh(first)
-    assert adopt.one_mesh(equal) is one
+    """Equal meshes become one object; those of other names over the same ranks do not, nor are in the way."""
+    group = dist.new_group(backend="gloo")
+    made = [DeviceMesh.from_group(group, "cpu", mesh_dim_names=(name,)) for name in ("x", "y", "x", "y")]
+    x, y, equal, equal_y = made
+    assert equal == x != y
+    assert [adopt.one_mesh(mesh) for mesh in made] == made
+    assert adopt.one_mesh(equal) is (one := adopt.one_mesh(x)) and adopt.one_mesh(equal_y) is adopt.one_mesh(y)
     param = DTensor.from_local(torch.ones(2), equal, [Shard(0)])
     adopt.move_to_one_mesh(param)
     assert param.device_mesh is one
