@@ -94,9 +94,10 @@ class GradientHold:
             ZeroGraphError: it was changed in another way, which the held part did not see.
         """
         grad = self._params[name].grad
-        if grad is not left or _is_zeroed(_local(grad)):
+        local = _local(grad)
+        if _is_zeroed(local) or (grad is not left and not _is_marked(local)):
             return True
-        if grad._version != version:
+        if grad is not left or grad._version != version:  # another tensor with the mark was computed from the gradient
             raise ZeroGraphError(
                 f"the gradient of {name} was changed while no_sync() held back a part of it",
                 "change gradients after a backward outside of no_sync(), which completes them",
@@ -194,3 +195,8 @@ def _is_zeroed(local: Tensor | None) -> bool:
     if local is None or not local.numel():
         return local is None
     return not local.any() and not bool(local.signbit().all())
+
+
+def _is_marked(local: Tensor) -> bool:
+    """Whether negative zeros are all there is."""
+    return bool(local.numel()) and not local.any() and bool(local.signbit().all())

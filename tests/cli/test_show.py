@@ -1,4 +1,8 @@
-"""`zerograph show`: summary, sparklines, folded tables, one moment, and JSON."""
+"""`zerograph show`: summary, sparklines, folded tables, one moment, and JSON.
+
+Tests ``cli/view/folding.py``, ``cli/view/groups.py``, ``cli/view/moment.py``, ``cli/view/summary.py`` and
+``cli/view/tables.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Dry runs that trace a few of many layers, against dry runs that trace them all."""
+"""Dry runs that trace a few of many layers, against dry runs that trace them all.
+
+Tests ``compiler/fold.py``, ``compiler/unfold.py`` and ``dryrun/layer_loops.py``.
+"""
 
 from __future__ import annotations
 
@@ -169,25 +172,6 @@ def test_a_folded_dry_run_finds_what_a_whole_one_does(
             traced, _ = compiled(make, True, **options)
         assert facts(traced) == wanted
         assert [word for word in said if any(word in m for m in messages)] == said and len(messages) == len(said)
-
-
-def test_layers_that_differ_are_no_stack() -> None:
-    every_second = [Layer(i, dropout=0.1 * (i % 2)) for i in range(DEPTH)]
-    assert repeated_layers(Model([*every_second])) is None
-    assert repeated_layers(Model([Layer(i, wide=2 + (i == 4)) for i in range(DEPTH)])) is None
-    one = Layer(0)
-    assert repeated_layers(Model([one] * DEPTH)) is None
-    shared = [Layer(i) for i in range(DEPTH)]
-    shared[3].up.weight = shared[5].up.weight
-    assert repeated_layers(Model([*shared])) is None
-    hooked = [Layer(i) for i in range(DEPTH)]
-    hooked[2].register_forward_hook(lambda *_: None)
-    assert repeated_layers(Model([*hooked])) is None
-    assert repeated_layers(Model([Layer(i) for i in range(LEAST - 1)])) is None
-    assert repeated_layers(Model([Layer(2 * i) for i in range(DEPTH)])) is None
-    found = repeated_layers(small())
-    assert found is not None and (found.path, len(found.layers)) == ("layers", DEPTH)
-    assert found.numbers == (("", "number"),)
 
 
 class Numbered(Layer):

@@ -1,4 +1,7 @@
-"""What fits, how fast, and what is the largest that fits, against what ZeRO's papers report; then properties."""
+"""What fits, how fast, and what is the largest that fits, against what ZeRO's papers report; then properties.
+
+Tests ``planner/largest_estimate.py``, ``planner/shortage.py`` and ``planner/timing.py``.
+"""
 
 from __future__ import annotations
 

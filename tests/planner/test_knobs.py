@@ -1,4 +1,7 @@
-"""Knobs: every turn is a plan that makes sense, and half the way lies between two plans."""
+"""Knobs: every turn is a plan that makes sense, and half the way lies between two plans.
+
+Tests ``planner/space.py``.
+"""
 
 from __future__ import annotations
 

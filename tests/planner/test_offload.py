@@ -1,4 +1,7 @@
-"""Steps that offload and tile: bytes as the formulas count them, invariants of every schedule, and what is refused."""
+"""Steps that offload and tile: bytes as the formulas count them, invariants of every schedule, and what is refused.
+
+Tests ``planner/placement.py`` and ``planner/plan_file.py``.
+"""
 
 from __future__ import annotations
 

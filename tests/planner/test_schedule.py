@@ -1,4 +1,7 @@
-"""Schedules of plans, made before anything is partitioned or lowered, against forecasts of the programs that result."""
+"""Schedules of plans, made before anything is partitioned or lowered, against forecasts of the programs that result.
+
+Tests ``planner/regions.py`` and ``planner/sketch.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Which single activations of recomputed layers a search may save, and that it does where memory is short."""
+"""Which single activations of recomputed layers a search may save, and that it does where memory is short.
+
+Tests ``planner/liveness.py`` and ``planner/reasons.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Bytes by formula, against published tables: ZeRO, ZeRO-Infinity, and Korthikanti et al. on activations."""
+"""Bytes by formula, against published tables: ZeRO, ZeRO-Infinity, and Korthikanti et al. on activations.
+
+Tests ``planner/strategy.py``, ``planner/sizes.py`` and ``planner/training.py``.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def read_plan(path: Path, *, verify: bool = True) -> PlanFile:
 
 
 def told_digest(path: Path) -> str:
-    """The digest that stands in the plan file ``path``, right or not."""
+    """The digest that stands in ``path``, right or not; :func:`read_plan` has read the file before."""
     return _read(path, lambda text: str(json.loads(text)["digest"]))
 
 

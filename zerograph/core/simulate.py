@@ -414,7 +414,8 @@ class _Cells:
             if content.name in self._saved:
                 self._at[content.storage] = self._saved.pop(content.name)
             elif program.kind == "backward" and content.kind == "input" and content.name not in self._returned:
-                self._given.append(_Cell(content.name, "gradient", "device", content.bytes, len(run.steps), "", "", -1))
+                begins = len(run.instructions)
+                self._given.append(_Cell(content.name, "gradient", "device", content.bytes, begins, "", "", -1))
             if content.storage in self._at:
                 self._at[content.storage].readers += 1
 
@@ -477,7 +478,7 @@ class _Cells:
                 names.setdefault(self._storage(register), []).append(program.contents[register].name)
                 self._returned.add(program.contents[register].name)
         for given in self._given:
-            self._give(given, len(self._run.steps) - 1)
+            self._give(given, len(self._run.instructions) - 1)
         self._given = []
         for storage, cell in self._at.items():
             # A bucket that stays whole is no output; it is known as whole.

@@ -1,4 +1,7 @@
-"""The tree of modules: repeated layers are one row, and nothing is lost."""
+"""The tree of modules: repeated layers are one row, and nothing is lost.
+
+Tests ``cli/export/labels.py``.
+"""
 
 from __future__ import annotations
 
