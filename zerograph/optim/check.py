@@ -78,7 +78,8 @@ class OptimizerCheck:
         ranks = self._communicator()
         if ranks is not None and isinstance(optimizer, HostOptimizer) and any(map(is_split, self._own(optimizer))):
             optimizer.communicator = weakref.ref(ranks)
-        self._telemetry.updating()
+        if self._holds_own(optimizer):
+            self._telemetry.updating()
 
     def _failed(self, optimizer: Optimizer, error: BaseException) -> None:
         """The update is a program of all ranks: those that wait for this one hear of its error at once, the others at
