@@ -107,7 +107,8 @@ def sum_over_ranks(comm: Communicator, value: Tensor, program: str) -> Tensor:
 
     Every rank adds up all values in the order of ranks, in float64, so all have the same sum.
     """
-    param = Param(f"a number of the {program}", (comm.world_size,), *["float64"] * 3, trainable=False, sharded=True)
+    double = "float64"
+    param = Param(f"a number of the {program}", (comm.world_size,), double, double, double, False, True)
     with together(comm, Entry(program, sequence_of([param.name]), comm.steps)):
         (values,) = comm.finish_gather(comm.start_gather([param], [value.double().reshape(1)]))
     return values.sum()
