@@ -56,7 +56,7 @@ def _watched(hooked: Callable[..., Any]) -> Callable[..., Any]:
 def _watch_all_classes() -> None:
     """Once for the process, as torch does: its hooks belong to classes, too."""
     Optimizer.profile_hook_step = staticmethod(hooked_step)  # type: ignore[assignment, method-assign]
-    for kind in _subclasses(Optimizer):
+    for kind in set(_subclasses(Optimizer)):  # a class with two bases is found from both
         if getattr(vars(kind).get("step"), "hooked", False):
             kind.step = _watched(kind.step)  # type: ignore[method-assign]
 
