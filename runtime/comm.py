@@ -23,7 +23,7 @@ from torch import Tensor
 from zerograph.core.errors import ConfigError, RankError
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import Full, allocate_full, shard_shape, torch_dtype
-from zerograph.runtime.entry import ALONE, Entry, describe_difference, reason_of
+from zerograph.runtime.entry import ALONE, Entry, describe_difference, reason_of, sequence_of
 from zerograph.runtime.meeting import Meeting
 from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group
 
@@ -100,6 +100,18 @@ def together(comm: Communicator, entry: Entry) -> Iterator[None]:
     except BaseException as error:
         comm.abort(reason_of(error))
         raise
+
+
+def sum_over_ranks(comm: Communicator, value: Tensor, program: str) -> Tensor:
+    """Sum of a number over the ranks, who all call this: a ``program`` of its own, so they hear of one that failed.
+
+    Every rank adds up all values in the order of ranks, in float64, so all have the same sum.
+    """
+    double = "float64"
+    param = Param(f"a number of the {program}", (comm.world_size,), double, double, double, False, True)
+    with together(comm, Entry(program, sequence_of([param.name]), comm.steps)):
+        (values,) = comm.finish_gather(comm.start_gather([param], [value.double().reshape(1)]))
+    return values.sum()
 
 
 @dataclass(slots=True, eq=False)

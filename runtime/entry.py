@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zerograph.core.errors import CollectiveMismatch
@@ -23,6 +25,11 @@ class Entry:
 
     def __str__(self) -> str:
         return f"the {self.program}, after {self.steps} optimizer steps"
+
+
+def sequence_of(names: Iterable[str]) -> int:
+    """The sequence of collectives on what is called ``names``, outside of compiled programs."""
+    return int(hashlib.sha256("|".join(names).encode()).hexdigest()[:15], 16)
 
 
 def describe_difference(mine: Entry, rank: int, theirs: Entry, me: int) -> CollectiveMismatch:

@@ -6,7 +6,6 @@ zero, which adds like zero and tells, whatever zeroed it, that the user dropped 
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from zerograph.core.errors import ZeroGraphError
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import shard_shape, torch_dtype
 from zerograph.runtime.comm import Communicator, together
-from zerograph.runtime.entry import Entry
+from zerograph.runtime.entry import Entry, sequence_of
 from zerograph.runtime.torch_private import after_backward, current_backward, local_tensor
 
 
@@ -153,8 +152,7 @@ class GradientHold:
             return
         params = [param for param, _ in kept]
         comm = self._comm
-        names = "|".join(param.name for param in params)
-        sequence = int(hashlib.sha256(names.encode()).hexdigest()[:15], 16)
+        sequence = sequence_of(param.name for param in params)
         try:
             with together(comm, Entry("reduction of gradients that no_sync() held back", sequence, comm.steps)):
                 results = comm.finish_reduce(comm.start_reduce(params, [held for _, held in kept]))

@@ -26,6 +26,7 @@ from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.optim.check import OptimizerCheck
+from zerograph.runtime.comm import Communicator
 from zerograph.runtime.executor import Runtime
 from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.residency import GatheredCache, StepCount
@@ -59,7 +60,7 @@ class Backend:
             lambda: self._adoption.skipped(self),
             self._hold,
             self._telemetry,
-            self._abort_update,
+            self._communicator,
         )
         # A graph without parameters may come before the model that tells what to compile for: it needs no other rank.
         alone = replace(config, plan=None, memory=None, stage=config.sharding)
@@ -69,11 +70,10 @@ class Backend:
         self._breaks_before = graph_breaks()
         before_traces(_adopt_early)
 
-    def _abort_update(self, reason: str) -> None:
-        """The update failed on this rank: the others fail at their next program, and all meet there."""
+    def _communicator(self) -> Communicator | None:
+        """How the ranks communicate that the model is sharded over; None before, and where there is one rank."""
         ranks = self._adoption.ranks
-        if ranks is not None and ranks.communicator is not None:
-            ranks.communicator.abort(reason)
+        return ranks.communicator if ranks is not None else None
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Dynamo's entry: adopt the model on its first call, then compile the frame."""

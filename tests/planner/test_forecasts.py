@@ -15,6 +15,7 @@ from zerograph.core.machine import machine_named
 from zerograph.core.program import Reduce
 from zerograph.core.runfile import Measured
 from zerograph.planner.forecasts import ProgramForecast, forecast_programs, update_program
+from zerograph.planner.rates import kept_states
 
 WIDTH, LAYERS, WORLD = 64, 6, 4
 WEIGHT = 2 * (WIDTH * WIDTH + WIDTH) * 4  # bytes of one block
@@ -142,7 +143,8 @@ def test_compute_waits_where_the_program_does() -> None:
 def test_nothing_is_wrong_with_the_programs(stage: int) -> None:
     _, backend = seen(stage)
     programs = [backend.program["forward"], backend.program["backward"]]
-    assert check_programs([*programs, update_program(backend.plan, 2)], backend.plan) == []
+    params = [p for bucket in backend.plan.buckets for p in bucket.params]
+    assert check_programs([*programs, update_program(backend.plan, kept_states(params, WORLD, 2))], backend.plan) == []
     again = [replace(p, instructions=[s for s in p.instructions if not isinstance(s, Reduce)]) for p in programs]
     assert any(
         "which is not there" in str(wrong) or "reduced 0 times" in str(wrong)

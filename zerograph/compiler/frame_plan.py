@@ -212,7 +212,8 @@ def _precision() -> Precision:
     """Of torch's two ways to set it the newer one is asked, which knows of both."""
     backends = torch.backends
     told = backends.cuda.matmul.fp32_precision
-    return "high" if (told if told != "none" else backends.fp32_precision) == "tf32" else "highest"
+    everywhere: str = getattr(backends, "fp32_precision")  # noqa: B009  torch does not type it
+    return "high" if (told if told != "none" else everywhere) == "tf32" else "highest"
 
 
 def plain(params: Iterable[nn.Parameter]) -> tuple[Plain, ...]:

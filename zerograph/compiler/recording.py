@@ -6,7 +6,7 @@ saw them. What a run measured makes better forecasts: see :attr:`Recording.measu
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from zerograph.compiler.frame import Frame
 from zerograph.compiler.report import RecordedStep
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.machine import Machine
+from zerograph.core.plan import Plan
 from zerograph.core.program import (
     Compute,
     Free,
@@ -36,6 +37,7 @@ from zerograph.core.program import (
 from zerograph.core.runfile import Measured, Run
 from zerograph.core.timeline import Forecast, Peak, Span, Stream
 from zerograph.planner.forecasts import ProgramForecast, forecast_programs, update_program
+from zerograph.planner.rates import kept_states
 from zerograph.runtime.telemetry import LABEL
 from zerograph.runtime.torch_private import local_tensor
 
@@ -119,7 +121,10 @@ class Recording:
             return
         events = list(self._profile.profiler.kineto_results.events())  # type: ignore[union-attr]
         del self._profile  # and with it every event
-        self._frame, ran = self._instructions(events)
+        self._frame, ran, updates = self._instructions(events)
+        self._kept = _kept(self._frame.plan, self._params, self._optimizers())
+        program = update_program(self._frame.plan, self._kept)
+        ran += [_Ran(program, program.instructions[0], *times) for times in updates]
         ran = _without_kept(ran)
         self.measured = _measured(ran)
         self.forecast = _forecast(ran, self._memory(events))
@@ -134,9 +139,7 @@ class Recording:
 
     def _simulated(self, machine: Machine, measured: Measured | None) -> ProgramForecast:
         programs = [self._frame.programs["forward"], self._frame.programs["backward"]]
-        return forecast_programs(
-            programs, self._frame.plan, machine, moments=_moments(self._optimizers()), measured=measured
-        )
+        return forecast_programs(programs, self._frame.plan, machine, kept=self._kept, measured=measured)
 
     def beside_forecast(self) -> RecordedStep:
         """This run, its forecast by the machine's rates, and the one that its own seconds give."""
@@ -156,7 +159,8 @@ class Recording:
         run = Run(self._frame.plan.digest, self._runtime.device.type, self.forecast, self.measured)
         Path(path).write_text(run.to_json())
 
-    def _instructions(self, events: Sequence[Any]) -> tuple[Frame, list[_Ran]]:
+    def _instructions(self, events: Sequence[Any]) -> tuple[Frame, list[_Ran], list[tuple[int, int]]]:
+        """The frame that ran, its instructions, and when optimizers updated its parameters."""
         found: dict[tuple[int, str], list[_Ran]] = {}
         updates = list[tuple[int, int]]()
         for event in events:
@@ -178,8 +182,7 @@ class Recording:
         frame = self._frames[trained[0]]
         if len(ran) != sum(len(program.instructions) for program in frame.programs.values()):
             raise ZeroGraphError("more than one step ran during the recording", "record one step")
-        program = update_program(frame.plan, _moments(self._optimizers()))
-        return frame, ran + [_Ran(program, program.instructions[0], *times) for times in sorted(updates)]
+        return frame, ran, sorted(updates)
 
     def _memory(self, events: Sequence[Any]) -> list[tuple[int, int]]:
         """Bytes on the device from each moment on."""
@@ -196,7 +199,7 @@ def _held(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -
     """Bytes of parameters, gradients and optimizer states that exist before the step."""
     tensors: list[Tensor] = list(params.values())
     tensors += [p.grad for p in params.values() if p.grad is not None]
-    tensors += [value for _, value in _states(optimizers)]
+    tensors += [value for optimizer in optimizers for state in optimizer.state.values() for value in _tensors(state)]
     storages = {}
     for tensor in tensors:
         storage = local_tensor(tensor).untyped_storage()
@@ -205,18 +208,27 @@ def _held(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -
     return sum(storages.values())
 
 
-def _states(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each tensor that an optimizer keeps, after its parameter."""
-    for optimizer in optimizers:
-        for param, state in optimizer.state.items():
-            yield from ((param, value) for value in state.values() if isinstance(value, Tensor))
+def _tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:
+    return (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _moments(optimizers: Sequence[Optimizer]) -> int:
-    """Tensors of its shape that the optimizer keeps per parameter."""
-    # A step counter is a scalar: of a scalar parameter it would pass for a moment.
-    kept = Counter(id(param) for param, value in _states(optimizers) if value.shape == param.shape and param.ndim)
-    return max(kept.values(), default=0)
+def _kept(plan: Plan, params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> dict[str, int]:
+    """Bytes that ``optimizers`` keep of the largest shard of each parameter in their groups, by name: of the tensors of
+    its shape, each in its own dtype. Without an optimizer all that train are updated by one that keeps nothing."""
+    trained = [p for bucket in plan.buckets for p in bucket.params if p.trainable]
+    if not optimizers:
+        return kept_states(trained, plan.world_size, 0)
+    groups = itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
+    updated = {id(param) for group in groups for param in group["params"]}
+    kept = {}
+    for told in trained:
+        param = params[told.name]
+        if id(param) in updated:
+            # A step counter is a scalar: of a scalar parameter it would pass for a moment.
+            states = (value for optimizer in optimizers for value in _tensors(optimizer.state.get(param, {})))
+            sizes = (value.element_size() for value in states if value.shape == param.shape and param.ndim)
+            kept[told.name] = told.chunk_elements(plan.world_size) * sum(sizes)
+    return kept
 
 
 def _measured(ran: Sequence[_Ran]) -> Measured:

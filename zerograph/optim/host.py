@@ -24,10 +24,11 @@ from torch.optim import Optimizer
 from zerograph import _core
 from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.optim.clip import power_sum
-from zerograph.optim.failures import tell_failed_step
 from zerograph.optim.parts import GroupParts, Member, Part, parts_of
 from zerograph.optim.tensors import TAGS, Gradients, GroupLayout, uses_kernels
+from zerograph.optim.torch_private import hooked_step
 from zerograph.optim.update import PendingUpdate
+from zerograph.runtime.comm import Communicator, sum_over_ranks
 from zerograph.runtime.torch_private import local_tensor
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,10 @@ class HostOptimizer(Optimizer):
         skipped: how many steps were skipped because a gradient was not finite.
         grad_norm: norm of all gradients, unscaled and before clipping, in the last step that took it (one with ``clip``
             or with ``skip_nonfinite``); the same on every rank.
+        communicator: of the backend whose sharded parameters these are, which sets it before each step.
     """
+
+    communicator: Callable[[], Communicator | None] = staticmethod(lambda: None)
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then sets grad_scale and found_inf on the optimizer
 
@@ -135,19 +139,15 @@ class HostOptimizer(Optimizer):
             UnsupportedError: a parameter or gradient that cannot be updated; nothing has changed then.
             ConfigError: ``clip`` is not positive, or ``grad_scale`` is zero.
         """
-        try:
-            self._settle()
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self._start(grad_scale, clip).wait()
-        except BaseException as error:
-            tell_failed_step(self, error)
-            raise
+        self._settle()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._start(grad_scale, clip).wait()
         return loss
 
-    @Optimizer.profile_hook_step
+    @hooked_step
     @torch.no_grad()
     def start_step(self, *, grad_scale: float | Tensor | None = None, clip: float | None = None) -> PendingUpdate:
         """As :meth:`step`, without waiting for the kernels on the host.
@@ -155,13 +155,9 @@ class HostOptimizer(Optimizer):
         Until ``wait()`` of what it returns, nothing may read the parameters or change the gradients. The optimizer
         itself waits before it does anything else.
         """
-        try:
-            self._settle()
-            self._opt_called = True  # learning rate schedulers ask for it, and see only calls of step()
-            self._running = self._start(grad_scale, clip)
-        except BaseException as error:
-            tell_failed_step(self, error)
-            raise
+        self._settle()
+        self._opt_called = True  # learning rate schedulers ask for it, and see only calls of step()
+        self._running = self._start(grad_scale, clip)
         return self._running
 
     def _settle(self) -> None:
@@ -204,11 +200,30 @@ class HostOptimizer(Optimizer):
             )
         if clip is None and (found_inf is not None or not self.skip_nonfinite):
             return 1.0 / scale
-        self.grad_norm = norm = _norm(layouts, grads) / scale
+        self.grad_norm = norm = self._norm(layouts, grads) / scale
         if self.skip_nonfinite and not math.isfinite(norm):
             return None
         ratio = clip / (norm + 1e-6) if clip is not None else 1.0
         return (1.0 if ratio > 1.0 else ratio) / scale  # a norm that is not a number stays one
+
+    def _norm(self, layouts: Sequence[GroupLayout], grads: Sequence[Gradients]) -> float:
+        """Norm of all gradients of all ranks, in one pass over this rank's and one scalar reduction."""
+        groups = frozenset[ProcessGroup]().union(*(layout.process_groups for layout in layouts))
+        if len(groups) > 1:
+            raise UnsupportedError(
+                f"parameters are split over {len(groups)} process groups, and their norm is one reduction over one",
+                "make an optimizer for each, or one with skip_nonfinite=False",
+            )
+        split, whole = (_squares(layouts, grads, split) for split in (True, False))
+        for group in groups:
+            where = next(t.device for layout in layouts for t, s in zip(layout.locals, layout.split, strict=True) if s)
+            # To the device over which its group communicates.
+            split, ranks = split.to(where), self.communicator()
+            if ranks is not None:
+                split = sum_over_ranks(ranks, split, f"update by {type(self).__name__}")
+            else:
+                dist.all_reduce(split, group=group)
+        return math.sqrt(float(split) + float(whole))
 
     def _update(self, layouts: Sequence[GroupLayout], grads: Sequence[Gradients], factor: float) -> PendingUpdate:
         # By identity: whoever replaced a parameter's dict has replaced tensors whose addresses kernels hold.
@@ -361,23 +376,6 @@ def unscaled(grads: list[Tensor], scale: Tensor | None) -> list[Tensor]:
 @functools.cache
 def _tell_target() -> None:
     log.info("optimizer kernels for %s on %d threads", _core.simd_target(), _core.pool_threads())
-
-
-def _norm(layouts: Sequence[GroupLayout], grads: Sequence[Gradients]) -> float:
-    """Norm of all gradients of all ranks, in one pass over this rank's and one scalar reduction."""
-    groups = frozenset[ProcessGroup]().union(*(layout.process_groups for layout in layouts))
-    if len(groups) > 1:
-        raise UnsupportedError(
-            f"parameters are split over {len(groups)} process groups, and their norm is one reduction over one",
-            "make an optimizer for each, or one with skip_nonfinite=False",
-        )
-    split, whole = (_squares(layouts, grads, split) for split in (True, False))
-    for group in groups:
-        where = next(t.device for layout in layouts for t, s in zip(layout.locals, layout.split, strict=True) if s)
-        # To the device over which its group communicates.
-        split = split.to(where)
-        dist.all_reduce(split, group=group)
-    return math.sqrt(float(split) + float(whole))
 
 
 def _squares(layouts: Sequence[GroupLayout], grads: Sequence[Gradients], split: bool) -> Tensor:

@@ -126,24 +126,28 @@ def bucket_parts(
     )
 
 
-def between_steps(plan: Plan, moments: int) -> Iterator[Holding]:
-    """What lies on each tier between steps, bucket by bucket; gradients come with the backward."""
+def between_steps(plan: Plan, kept: Mapping[str, int]) -> Iterator[Holding]:
+    """What lies on each tier between steps, bucket by bucket; gradients come with the backward.
+
+    ``kept`` are bytes of optimizer states by parameter (:func:`~zerograph.planner.rates.kept_states`).
+    """
     for bucket in plan.buckets:
-        shards, homes = Shards.of(bucket.params, plan.world_size, moments), bucket.homes
+        shards, homes = Shards.of(bucket.params, plan.world_size, 0), bucket.homes
         whole = sum(shard_bytes(p, plan.world_size) for p in bucket.params)
-        trained = sum(shard_bytes(p, plan.world_size) for p in bucket.params if p.trainable)
+        states = sum(kept.get(p.name, 0) for p in bucket.params)
+        away = sum(kept.get(p.name, 0) for p in bucket.params if p.sharded)
         found: list[tuple[str, Kind, Tier, int]]
         if homes.optimizer == "device":
-            found = [("shards", "param", "device", whole), ("states", "state", "device", trained * moments)]
+            found = [("shards", "param", "device", whole), ("states", "state", "device", states)]
         else:
             frozen = shards.frozen if homes.parameters != "device" else 0
             # `gradient` is as large as the trained shards, which left: both are in the master's dtype.
             stays = whole - shards.gradient - frozen
             found = [
                 ("shards", "param", "device", stays),
-                ("states", "state", "device", (trained - shards.gradient) * moments),
+                ("states", "state", "device", states - away),
                 ("shards in the compute dtype", "param", homes.parameters, shards.copy + frozen),
-                ("master copy and states", "state", homes.optimizer, shards.optimizer),
+                ("master copy and states", "state", homes.optimizer, shards.optimizer + away),
             ]
         for what, kind, tier, size in found:
             if size:

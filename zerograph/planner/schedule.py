@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from zerograph.core.machine import Tier
@@ -22,7 +22,7 @@ from zerograph.core.program import Compute, Register, Segment, Update
 from zerograph.core.simulate import Costs, Memory
 from zerograph.core.step import Kind, Param, Phase
 from zerograph.planner.placement import BucketPart, bucket_parts
-from zerograph.planner.rates import Rates, device_update
+from zerograph.planner.rates import Rates, device_update, kept_states
 from zerograph.planner.regions import Atom, Life, Profile
 
 
@@ -186,7 +186,9 @@ class Scheduler:
         key = ("update", frozenset(host))
         found: Update | None = self.made.get(key)
         if found is None:
-            found = self.made[key] = device_update(self.buckets, host, self.rates.world_size, self.moments)
+            world = self.rates.world_size
+            kept = kept_states(chain.from_iterable(self.buckets), world, self.moments)
+            found = self.made[key] = device_update(self.buckets, host, world, kept)
         return found
 
     def alive(self, phase: str, layer: str, levels: tuple[int, ...]) -> list[Life]:
