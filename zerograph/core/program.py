@@ -25,7 +25,10 @@ Moves = tuple[Tier, Tier]
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Run segment ``segment`` (an index into :attr:`Program.segments`) on ``args``."""
+    """Run segment ``segment`` (an index into :attr:`Program.segments`) on ``args``.
+
+    Of what is ``dead`` afterwards, the segment has freed ``early`` before it holds the most of its own.
+    """
 
     stream: ClassVar[Stream | None] = "compute"
     operation: ClassVar[Operation] = "compute"
@@ -36,6 +39,7 @@ class Compute:
     dead: tuple[int, ...] = ()
     module: str = ""
     source: str = ""
+    early: tuple[int, ...] = ()
 
     @property
     def reads(self) -> tuple[int, ...]:
