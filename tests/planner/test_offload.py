@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner.formulas import STAGING, checkpoint_bytes, layer_bytes, layout_of, model_states, needs, total
 from planner.steps import Layer, of_kinds, profile_of, step_of
 
 from zerograph.core.errors import ZeroGraphError
@@ -19,7 +20,6 @@ from zerograph.core.planfile import PlanFile
 from zerograph.core.simulate import Memory, measure
 from zerograph.core.step import Step
 from zerograph.core.timeline import Forecast
-from zerograph.planner.activations import checkpoint_bytes, layer_bytes
 from zerograph.planner.check_file import check_file
 from zerograph.planner.choice import Activations, Choice, placements
 from zerograph.planner.homes import HOMES
@@ -32,7 +32,6 @@ from zerograph.planner.schedule import Scheduler
 from zerograph.planner.search import Search, Wish
 from zerograph.planner.sizes import ModelSize
 from zerograph.planner.sketch import BUFFERS, sketch
-from zerograph.planner.states import STAGING, model_states, needs, total
 from zerograph.planner.training import Training
 
 GPU, CPU = machine_named("h100-80gb"), machine_named("cpu")
@@ -99,7 +98,7 @@ def test_model_states_are_those_of_the_formulas_to_the_byte(
     plan = ruled(step, stage, world)
     plan = placed(plan, Homes(choice.home("parameters"), choice.home("gradients"), choice.home("optimizer")))
     memory = file_of(step, plan, GPU).forecast.memory
-    formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), Training(dtype=dtype).layout, choice, world)
+    formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), layout_of(Training(dtype=dtype)), choice, world)
     for at in TIERS:
         level = memory[at][-1][1] if at in memory else 0
         assert level - 4 * (at == "device") == total(formula, at), at
@@ -109,7 +108,7 @@ def test_stage_1_holds_the_optimizer_as_the_formulas_do() -> None:
     """Formulas let stage 1 keep whole gradients, as the paper has it; ours are reduced as at stage 2."""
     step, choice = step_of([Layer(rows=MIB)] * 4), Choice(1, "optimizer", "nvme")
     memory = file_of(step, placed(ruled(step, stage=1), Homes(optimizer="nvme")), GPU).forecast.memory
-    formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), Training(dtype="float32").layout, choice, 4)
+    formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), layout_of(Training(dtype="float32")), choice, 4)
     assert memory["nvme"][-1][1] == total(formula, "nvme")
     assert memory["host"][-1][1] == 0
 

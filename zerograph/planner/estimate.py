@@ -1,26 +1,24 @@
 """Does it fit, and how fast is it: one row per ZeRO stage and offload choice, from sizes alone.
 
-Each row is the fastest that fits among the ways to treat activations and to tile; where none fits, the one that is
-least over. Every row counts the same items (:mod:`zerograph.planner.states`) and the same streams
-(:mod:`zerograph.planner.timing`).
+Each row is the fastest that fits among the ways to treat activations, each in the fewest tiles that fit; where none
+fits, the one that is least over. Every row is a plan that is simulated (:mod:`zerograph.planner.preset`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import Offload
 from zerograph.planner.choice import Activations, Choice, Stage, placements
+from zerograph.planner.preset import Outcome, Preset
 from zerograph.planner.sizes import ModelSize
-from zerograph.planner.states import Need, needs, total
-from zerograph.planner.timing import Timing, timing
 from zerograph.planner.training import Training
 
-TILES = (1, 4, 16, 64, 256)
+TILES = (1, 8, 64)
 RESERVE = 0.06
 """Share of every tier that is left alone: device context, workspaces and fragmentation; the system's own memory."""
 
@@ -61,31 +59,13 @@ class Question:
         """The tiers beside the device that exist: a CPU has no host memory of its own."""
         return tuple(tier for tier in TIERS[1:] if self.machine.capacity(tier, self.world_size))
 
-    def needs(self, choice: Choice) -> tuple[Need, ...]:
-        """What ``choice`` needs on every tier."""
-        staging: Tier = "device" if self.machine.device == "cpu" else "host"
-        return needs(self.size, self.training, choice, self.world_size, staging)
-
-    def fits(self, choice: Choice) -> bool:
-        """Whether ``choice`` fits every tier."""
-        found = self.needs(choice)
-        return all(total(found, tier) <= self.have(tier) for tier in TIERS)
-
-    def over(self, choice: Choice) -> float:
-        """By what share of its capacity the fullest tier is overrun; 0 or less when everything fits."""
-        found = self.needs(choice)
-        return max(total(found, tier) / max(1, self.have(tier)) - 1 for tier in TIERS)
-
     def groups(self) -> Iterator[tuple[Choice, ...]]:
-        """The choices of every row, least work first."""
+        """The choices of every row: ways to treat activations, least work first, in the fewest tiles."""
         for stage, offload, tier in placements(self.tiers):
             wanted = ((self.stage, stage), (self.offload, offload), (self.tier, tier))
             if all(fixed is None or fixed == value for fixed, value in wanted):
-                yield tuple(
-                    Choice(stage, offload, tier, activations, tiles)
-                    for tiles in ((self.tiles,) if self.tiles else TILES)
-                    for activations in self._activations()
-                )
+                tiles = self.tiles or TILES[0]
+                yield tuple(Choice(stage, offload, tier, how, tiles) for how in self._activations())
 
     def _activations(self) -> tuple[Activations, ...]:
         if self.activations:
@@ -102,14 +82,20 @@ class Row:
     choice: Choice
 
     @cached_property
-    def needs(self) -> tuple[Need, ...]:
-        """The items, with bytes and tier."""
-        return self.question.needs(self.choice)
+    def preset(self) -> Preset:
+        """Its plan."""
+        asked = self.question
+        return Preset(asked.size, asked.training, asked.machine, asked.world_size, self.choice)
+
+    @cached_property
+    def outcome(self) -> Outcome:
+        """Its step, simulated."""
+        return self.preset.outcome
 
     @cached_property
     def need(self) -> Mapping[Tier, int]:
         """Bytes per tier."""
-        return {tier: total(self.needs, tier) for tier in TIERS}
+        return self.outcome.peaks
 
     @cached_property
     def have(self) -> Mapping[Tier, int]:
@@ -119,19 +105,36 @@ class Row:
     @property
     def fits(self) -> bool:
         """Whether no tier is overrun."""
-        return all(self.need[tier] <= self.have[tier] for tier in TIERS)
+        return not self.hopeless and all(self.need[tier] <= self.have[tier] for tier in TIERS)
 
-    @cached_property
-    def timing(self) -> Timing:
-        """Seconds per stream, whether it fits or not."""
-        q = self.question
-        return timing(q.size, q.training, self.choice, q.world_size, q.machine)
+    @property
+    def over(self) -> float:
+        """By what share of its capacity the fullest tier is overrun; 0 or less when everything fits."""
+        return max(self.need[tier] / max(1, self.have[tier]) - 1 for tier in TIERS)
 
     @property
     def tokens_per_second(self) -> float:
         """Of all ranks together."""
         training = self.question.training
-        return training.tokens * training.accumulate * self.question.world_size / self.timing.seconds
+        return training.tokens * training.accumulate * self.question.world_size / self.outcome.seconds
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether what is held between steps alone overruns a tier."""
+        least = self.preset.least
+        return any(least[tier] > self.have[tier] for tier in TIERS)
+
+    def tiled(self) -> Row:
+        """The row in the fewest tiles that fit, or that help most where none do; in as many as were asked for."""
+        best = self
+        if self.question.tiles or self.hopeless or self.fits:
+            return self
+        for tiles in TILES[1:]:
+            row = replace(self, choice=replace(self.choice, tiles=tiles))
+            if row.fits or row.over >= best.over:
+                return row if row.fits else best
+            best = row
+        return best
 
 
 def rows(question: Question) -> tuple[Row, ...]:
@@ -140,7 +143,7 @@ def rows(question: Question) -> tuple[Row, ...]:
     Raises:
         ConfigError: it leaves none open, for example parameters offloaded at stage 2.
     """
-    found = tuple(_best([Row(question, choice) for choice in group]) for group in question.groups())
+    found = tuple(_best([Row(question, choice).tiled() for choice in group]) for group in question.groups())
     if not found:
         raise ConfigError(
             f"no row has stage {question.stage}, offload {question.offload} and tier {question.tier} on "
@@ -152,14 +155,14 @@ def rows(question: Question) -> tuple[Row, ...]:
 
 def fastest(found: tuple[Row, ...]) -> Row | None:
     """The row with the shortest step among those that fit; the first of equals, which is the lower stage."""
-    return min((row for row in found if row.fits), key=lambda row: row.timing.seconds, default=None)
+    return min((row for row in found if row.fits), key=lambda row: row.outcome.seconds, default=None)
 
 
 def any_fits(question: Question) -> bool:
-    """Whether any row fits; looks at no times."""
-    return any(question.fits(choice) for group in question.groups() for choice in group)
+    """Whether any row fits."""
+    choices = (choice for group in question.groups() for choice in group)
+    return any(Row(question, choice).tiled().fits for choice in choices)
 
 
 def _best(choices: list[Row]) -> Row:
-    fitting = fastest(tuple(choices))
-    return fitting or min(choices, key=lambda row: row.question.over(row.choice))
+    return fastest(tuple(choices)) or min(choices, key=lambda row: row.over)

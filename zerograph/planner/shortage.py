@@ -9,7 +9,7 @@ from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.units import format_bytes
 from zerograph.planner.choice import ACTIVATIONS, Choice, placements
 from zerograph.planner.estimate import TILES, Question, Row
-from zerograph.planner.states import Need
+from zerograph.planner.preset import Need
 
 _WORDS = {
     "keep": "keep activations",
@@ -61,9 +61,9 @@ def shortage(found: tuple[Row, ...]) -> Shortage | None:
     """What is missing in the row that is least over; None when a row fits."""
     if any(row.fits for row in found):
         return None
-    row = min(found, key=lambda row: row.question.over(row.choice))
+    row = min(found, key=lambda row: row.over)
     tier = max(TIERS, key=lambda t: row.need[t] / max(1, row.have[t]))
-    held = max((need for need in row.needs if need.tier == tier), key=lambda need: need.bytes)
+    held = max((need for need in row.preset.needs if need.tier == tier), key=lambda need: need.bytes)
     knobs = [knob for knob in (_turn(row, tier, *changed) for changed in _changes(row)) if knob.saves > 0 or knob.fits]
     knobs.sort(key=lambda knob: (not knob.fits, -knob.saves))
     return Shortage(row, tier, row.need[tier], row.have[tier], held, tuple(knobs))
