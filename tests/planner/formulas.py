@@ -119,6 +119,11 @@ def model_states(size: ModelSize, layout: Layout, choice: Choice, world_size: in
     )
 
 
+def largest_operator(size: ModelSize) -> int:
+    """Parameters of the largest single operator: the MLP's ``4*h*h`` (ZeRO-Infinity, section 3) or the head."""
+    return min(size.parameters, max(4 * size.hidden**2, size.vocab * size.hidden))
+
+
 def working(size: ModelSize, training: Training, choice: Choice) -> tuple[Need, ...]:
     """Device memory to use sharded states: gathered parameters (stage 3) and unreduced gradients (stages 2, 3).
 
@@ -127,7 +132,7 @@ def working(size: ModelSize, training: Training, choice: Choice) -> tuple[Need, 
     """
 
     def unit(per_parameter: int) -> int:
-        largest = -(-per_parameter * size.largest_operator // choice.tiles)
+        largest = -(-per_parameter * largest_operator(size) // choice.tiles)
         return min(per_parameter * size.parameters, max(training.bucket_size, largest))
 
     layout = layout_of(training)
@@ -163,7 +168,7 @@ def staging_bytes(size: ModelSize, layout: Layout, choice: Choice, world_size: i
     if choice.tier != "nvme" and choice.activations != "nvme":
         return 0
     per_parameter = layout.copy + layout.gradient + layout.optimizer
-    return 3 * max(STAGING, -(-per_parameter * size.largest_operator // (choice.tiles * world_size)))
+    return 3 * max(STAGING, -(-per_parameter * largest_operator(size) // (choice.tiles * world_size)))
 
 
 def _copy(layout: Layout, choice: Choice, world_size: int) -> int:

@@ -13,7 +13,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.machine import PRESETS, TIERS, Machine, Tier, machine_named
 from zerograph.core.plan import Offload
 from zerograph.planner.choice import ACTIVATIONS, Activations, Choice, Stage, placements
-from zerograph.planner.estimate import Question, Row, any_fits, fastest, rows
+from zerograph.planner.estimate import Question, Row, fastest, rows
 from zerograph.planner.largest import WHATS, largest
 from zerograph.planner.preset import DEEP, Outcome, Preset
 from zerograph.planner.shortage import shortage
@@ -27,6 +27,10 @@ ANY = ModelSize.of(layers=1, hidden=128)
 
 def asked(size: ModelSize = ANY, world: int = 1, training: Training = PAPER, **fixed: object) -> Question:
     return Question(size, training, V100, world, **fixed)  # type: ignore[arg-type]
+
+
+def any_fits(question: Question) -> bool:
+    return any(Row(question, choice).tiled().fits for group in question.groups() for choice in group)
 
 
 @pytest.mark.parametrize("batch", [1, 4, 8])

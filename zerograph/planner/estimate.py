@@ -158,11 +158,5 @@ def fastest(found: tuple[Row, ...]) -> Row | None:
     return min((row for row in found if row.fits), key=lambda row: row.outcome.seconds, default=None)
 
 
-def any_fits(question: Question) -> bool:
-    """Whether any row fits."""
-    choices = (choice for group in question.groups() for choice in group)
-    return any(Row(question, choice).tiled().fits for choice in choices)
-
-
 def _best(choices: list[Row]) -> Row:
     return fastest(tuple(choices)) or min(choices, key=lambda row: row.over)
