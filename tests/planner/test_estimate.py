@@ -92,7 +92,7 @@ def test_compute_is_six_operations_per_parameter_and_token_and_eight_recomputed(
     assert busy(fast) == pytest.approx(3 * forward, rel=0.001)
     assert busy(fast, activations="recompute") == pytest.approx(3 * forward + again, rel=0.001)
     assert busy(fast, accumulate=5) == pytest.approx(15 * forward, rel=0.001)
-    assert 1.05 < busy(V100) / (3 * forward) < 2  # what is not a product
+    assert 1.05 < busy(V100) / (3 * forward) < 1.4  # what is not a product
 
 
 def products_flops(size: ModelSize) -> int:
@@ -130,7 +130,7 @@ def test_stage_3_communicates_half_as_much_again() -> None:
     found = [Preset(size, PAPER, free, 16, Choice(stage)).outcome.passes for stage in (0, 1, 2, 3)]
     moved = [passes.get("gather", 0.0) + passes["reduce"] for passes in found]
     volume = 2 * size.parameters * 15 / 16 / free.intra.rate  # the paper's Psi, in 16 bit
-    assert moved == pytest.approx([2 * volume, 2 * volume, 2 * volume, 3 * volume], rel=0.02)
+    assert moved == pytest.approx([2 * volume, 2 * volume, 2 * volume, 3 * volume])
 
 
 def test_updates_of_states_on_nvme_are_bound_by_it() -> None:
