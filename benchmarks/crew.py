@@ -158,18 +158,16 @@ class Worker:
     def recorded(self, machine: str) -> dict[str, float]:
         """A recorded step of zerograph: its peak, and what forecasts of it say by the rates of `machine`."""
         from zerograph.core.machine import machine_from
-        from zerograph.planner.outlook import outlook
 
         backend, found = self.trainer.backend, machine_from(machine)
         with backend.record() as run:
             self.step(*self.next_batches(1), Clock(self.job.work.device))
-        programs = [backend.program["forward"], backend.program["backward"]]
         predicted = run.predicted(found)
         return {
             "peak": run.forecast.peaks["device"].bytes,
             "forecast_peak": predicted.forecast.peaks["device"].bytes,
             "forecast_growth": predicted.resident.bytes if predicted.resident is not None else 0,
-            "forecast": outlook(programs, backend.plan, found).forecast.seconds,
+            "forecast": run.by_rates(found).forecast.seconds,
             "retimed": predicted.forecast.seconds,
         }
 

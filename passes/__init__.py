@@ -53,9 +53,11 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("joint", recompute),
     # the partitioner splits it
     Pass("pair", order_saved),
+    # first of all, as an operator that moves into a layer reads that layer's parameters in its visit
     Pass("forward", hoist),
     Pass("graph", gather),
     Pass("graph", prefetch),
+    # behind the gathers, at whose cuts reductions start
     Pass("graph", reduce),
     Pass("graph", verify),
     Pass("backward", verify_reduced),

@@ -71,6 +71,7 @@ def _sum_of(reduced: set[fx.Node]) -> fx.Node | None:
                 merged = set(user.all_input_nodes)
             else:
                 continue
+            # Where somebody else reads a term too, the sum cannot stand for it.
             if all(len(n.users) == 1 for n in merged):
                 terms = terms - merged | {user}
                 changed = True
@@ -82,6 +83,7 @@ def _reduce_the_sum(graph: fx.Graph, group: list[Marker], total: fx.Node) -> Non
     with graph.inserting_before(last):
         grad = group[0].source
         for marker in group[1:]:
+            # Fake tensors: this finds the sum's dtype and strides, and computes nothing.
             value = grad.meta["val"] + marker.source.meta["val"]
             grad = call(graph, aten.add.Tensor, (grad, marker.source), value, last)
         merged = call(graph, REDUCE_GRAD, (grad, *last.args[1:]), last.meta["val"], last)

@@ -62,6 +62,7 @@ def _sink(graph: fx.Graph, node: fx.Node) -> None:
         _sink(graph, user)
         for consumer in list(user.users):
             with graph.inserting_before(consumer):
+                # A copy for each reader: one view shared by two visits would keep the first one's memory alive.
                 copy = graph.node_copy(user, lambda n: n)
             consumer.replace_input_with(user, copy)
         graph.erase_node(user)
@@ -108,6 +109,7 @@ def _insert(graph: fx.Graph, visits: list[_Visit], plan: Plan) -> None:
             for use in visit.uses:
                 _reroute(use, marker, tensor)
         frees.append((visit, full, transfer))
+    # Not in the loop above: a visit is freed where a later one begins, which must stand there by now.
     for i, (visit, full, transfer) in enumerate(frees):
         end = max(order[use] for use in visit.uses)
         later = next((k for k in range(i + 1, len(visits)) if order[starts[k]] > end), None)
@@ -120,6 +122,7 @@ def _starts(graph: fx.Graph, visits: list[_Visit]) -> list[fx.Node]:
     """Where each visit starts: with its layer, if nothing in that is used before, else right before its first use."""
     order = positions(graph)
     layers = layer_starts(graph)
+    # A use before the first, so that each has one before it.
     uses = [-1, *sorted(order[use] for visit in visits for use in visit.uses)]
     starts = []
     for visit in visits:

@@ -24,6 +24,7 @@ def order_saved(pair: Pair, plan: Plan | None = None) -> int:
     output = output_of(pair.forward.graph)
     returned = list(output.args[0])  # type: ignore[arg-type]
     saved = returned[pair.outputs :]
+    # Stable: tensors keep their order among themselves, which is that of the backward's inputs.
     ordered = sorted(saved, key=lambda n: _is_opaque(n) + 2 * _is_size(n))
     moved = sum(a is not b for a, b in zip(saved, ordered, strict=True))
     if moved:

@@ -25,6 +25,7 @@ def prefetch(gm: fx.GraphModule, plan: Plan) -> int:
     moved = 0
     for i, wait in enumerate(waits):
         start: fx.Node = wait.args[0]  # type: ignore[assignment]
+        # A shard that the graph computes, as a view of an input, is not there at the very start.
         ready = all(n.op == "placeholder" for n in start.all_input_nodes)
         place = head if starts[i] == 0 and ready else waits[starts[i]]
         if starts[i] < i or place is head is not start.next:

@@ -115,6 +115,7 @@ def _layers(forward: list[fx.Node]) -> dict[fx.Node, str]:
 def _may_be_repeated(node: fx.Node) -> bool:
     if node.target is operator.getitem and not is_view(node):
         return _is_recomputed(node.args[0])  # type: ignore[arg-type]
+    # A second call would give the symbol of a size another value.
     binds_a_size = "unbacked_bindings" in node.meta or isinstance(node.meta.get("val"), torch.SymInt)
     return node.target not in _ONCE and not binds_a_size
 

@@ -49,6 +49,7 @@ def _groups(graph: fx.Graph, plan: Plan) -> list[tuple[int, list[Marker]]]:
     for marker in markers(graph, REDUCE_GRAD):
         groups.setdefault(bucket_of[marker.name].index, []).append(marker)
     for group in groups.values():
+        # Ranks send a bucket as one message, so that its layout must be the same on all.
         group.sort(key=lambda m: rank[m.name])
     return sorted(groups.items(), key=lambda item: max(order[m.source] for m in item[1]))
 
@@ -58,6 +59,7 @@ def _places(graph: fx.Graph, groups: list[tuple[int, list[Marker]]]) -> list[fx.
     order = positions(graph)
     nodes = list(graph.nodes)
     first = order[max(graph.find_nodes(op="placeholder"), key=order.__getitem__, default=nodes[0])]
+    # A gradient may be an input of the graph; nothing can start between inputs.
     ready = [max(first, *(order[m.source] for m in group)) for _, group in groups]
     layers = set(layer_starts(graph))
     cuts = [i for i, n in enumerate(nodes) if n in layers or (_is_instruction(n) and not _is_instruction(n.prev))]
@@ -65,6 +67,8 @@ def _places(graph: fx.Graph, groups: list[tuple[int, list[Marker]]]) -> list[fx.
     end = order[output_of(graph)]
     places = []
     for i, at in enumerate(ready):
+        # No later than the next bucket's last gradient: waiting for a cut behind that would hold two buckets' full
+        # gradients.
         limit = ready[i + 1] if i + 1 < len(ready) else end
         cut = next((c for c in cuts if c > at), end)
         places.append(nodes[cut] if cut <= limit or cut == end == limit else nodes[at].next)

@@ -49,6 +49,7 @@ class BufferPool:
     def take(self, size: int) -> Tensor:
         """Uninitialized memory of ``size`` bytes."""
         free = [b for b in self._buffers if memory_is_unshared(b)]
+        # A quarter larger at most: a small bucket must not hold a large one's memory.
         fits = [b for b in free if size <= b.numel() <= size + size // 4]
         chosen = min(fits, key=Tensor.numel) if fits else torch.empty(size, dtype=torch.uint8)
         idle = [b for b in free if b is not chosen]

@@ -23,7 +23,7 @@ from torch import Tensor
 from zerograph.core.errors import ConfigError, RankError
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import Full, allocate_full, shard_shape, torch_dtype
-from zerograph.runtime.entry import ALONE, Entry, describe_difference, reason_of
+from zerograph.runtime.entry import ALONE, Entry, describe_difference, reason_of, sequence_of
 from zerograph.runtime.meeting import Meeting
 from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group
 
@@ -102,6 +102,18 @@ def together(comm: Communicator, entry: Entry) -> Iterator[None]:
         raise
 
 
+def sum_over_ranks(comm: Communicator, value: Tensor, program: str) -> Tensor:
+    """Sum of a number over the ranks, who all call this: a ``program`` of its own, so they hear of one that failed.
+
+    Every rank adds up all values in the order of ranks, in float64, so all have the same sum.
+    """
+    double = "float64"
+    param = Param(f"a number of the {program}", (comm.world_size,), double, double, double, False, True)
+    with together(comm, Entry(program, sequence_of([param.name]), comm.steps)):
+        (values,) = comm.finish_gather(comm.start_gather([param], [value.double().reshape(1)]))
+    return values.sum()
+
+
 @dataclass(slots=True, eq=False)
 class _Flight:
     """A collective under way; without its work once that has ended, or was given up.
@@ -156,6 +168,7 @@ class GroupCommunicator:
         self.reduce_group = group
         if backend_name(group, device) == "nccl" and group.size() > 1:
             ranks = dist.get_process_group_ranks(group)
+            # Only the mesh's ranks come here; by default every rank of the job would have to call this.
             self.reduce_group = dist.new_group(ranks, use_local_synchronization=True, group_desc="zerograph-reduce")
         self.name = f"torch.distributed ({backend_name(group, device)})"
         self.rank, self.world_size = group.rank(), group.size()
@@ -270,6 +283,7 @@ class GroupCommunicator:
         try:
             flight.work.wait(_SLICE)
         except RuntimeError as error:
+            # The slice of time is over. gloo raises for that as for a lost connection, but then the work has not ended.
             if not flight.work.is_completed():
                 return False
             assert self.meeting is not None
@@ -290,7 +304,9 @@ class GroupCommunicator:
             with coalescing(self.group, self.device) as manager:
                 for out, send in zip(full.padded, sends, strict=True):
                     _all_gather(out, send, group=self.group, async_op=True)
+            # What is sent must stay alive until the collective has ended.
             return _PendingGather(params, full, [self._fly(manager)], sent=sends)
+        # As bytes: the parameters of a bucket may have several dtypes, and travel in one message.
         flat = torch.cat([s.view(torch.uint8) for s in sends])
         received = flat.new_empty(self.world_size * flat.numel())
         flight = self._fly(_all_gather(received, flat, group=self.group, async_op=True))
@@ -320,6 +336,7 @@ class GroupCommunicator:
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _PendingReduce:
         """See :class:`Communicator`."""
         results: list[Tensor] = [None] * len(params)  # type: ignore[list-item]
+        # One message for each dtype and kind, in the order in which parameters stand: the same on all ranks.
         works, kept = [], []
         self._enqueued += 1
         for dtype, sharded in dict.fromkeys((p.reduce_dtype, p.sharded) for p in params):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zerograph.core.errors import CollectiveMismatch
@@ -25,6 +27,11 @@ class Entry:
         return f"the {self.program}, after {self.steps} optimizer steps"
 
 
+def sequence_of(names: Iterable[str]) -> int:
+    """The sequence of collectives on what is called ``names``, outside of compiled programs."""
+    return int(hashlib.sha256("|".join(names).encode()).hexdigest()[:15], 16)
+
+
 def describe_difference(mine: Entry, rank: int, theirs: Entry, me: int) -> CollectiveMismatch:
     """What to raise where two ranks enter with different entries."""
     if mine.steps != theirs.steps:
@@ -43,6 +50,7 @@ def describe_difference(mine: Entry, rank: int, theirs: Entry, me: int) -> Colle
 
 def reason_of(error: BaseException) -> str:
     """What other ranks are told of ``error``: one line."""
+    # Hints are for the rank that failed; the text goes through the store, so it is cut.
     return f"{type(error).__name__}: {str(error).partition(chr(10) + chr(10))[0]}"[:400]
 
 

@@ -65,13 +65,19 @@ class Executor:
         self.cache, self.hold, self.telemetry = runtime.cache, runtime.hold, runtime.telemetry
         self.synchronizes = runtime.device.type != "cpu"
         self.unread = _unread_inputs(program)
+        # 60 bits: it travels in a signed 64-bit integer. 0 stands for no collectives, where ranks need not meet.
         self.sequence = int(program.digest[:15], 16) if any(program.collectives()) else 0
         self.name = f"{program.kind} of {runtime.code}"
-        self.steps = [(step, getattr(self, _METHODS[type(step)]), step.dead) for step in program.instructions]
+        # Looked up once, not for every instruction of every step.
+        self.instructions = [
+            (instruction, getattr(self, _METHODS[type(instruction)]), instruction.dead)
+            for instruction in program.instructions
+        ]
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run the program once: on all ranks to its end, or on none (:mod:`zerograph.runtime.meeting`)."""
         program = self.program
+        # A new list: the caller's is cleared, so that inputs die where the program says.
         registers: list[Any] = args + [None] * (program.registers - program.inputs)
         args.clear()
         for register in self.unread:
@@ -81,12 +87,13 @@ class Executor:
             if self.sequence:
                 self.comm.enter(Entry(self.name, self.sequence, self.cache.steps))
             self.cache.enter(program.kind, self.comm.generation if self.sequence else 0)
-            for step, run, dead in self.marked if self.telemetry.recording else self.steps:
-                run(step, registers)
+            for instruction, run, dead in self.marked if self.telemetry.recording else self.instructions:
+                run(instruction, registers)
                 for register in dead:
                     registers[register] = None
             if self.sequence:
                 self.comm.leave()
+        # Ctrl-C too: the others wait for this rank, and a bucket that is half gathered must not count as whole.
         except BaseException as error:
             self.cache.clear()
             self.hold.state = held
@@ -98,64 +105,69 @@ class Executor:
 
     @cached_property
     def marked(self) -> list[tuple[Instruction, Callable[..., None], tuple[int, ...]]]:
-        """``steps`` for a recording, made when there is one."""
-        return [(step, self._marked(i, run), dead) for i, (step, run, dead) in enumerate(self.steps)]
+        """``instructions`` for a recording, made when there is one."""
+        return [
+            (instruction, self._marked(i, run), dead) for i, (instruction, run, dead) in enumerate(self.instructions)
+        ]
 
     def _marked(self, index: int, run: Callable[..., None]) -> Callable[..., None]:
         """``run`` as a span that torch's profiler sees; on an accelerator it then waits for what it started."""
         name = label(self.frame, self.program.kind, index)
 
-        def marked(step: Instruction, registers: list[Any]) -> None:
+        def marked(instruction: Instruction, registers: list[Any]) -> None:
             with record_function(name):
-                run(step, registers)
+                run(instruction, registers)
                 if self.synchronizes:
                     torch.accelerator.synchronize()
 
         return marked
 
-    def _compute(self, step: Compute, registers: list[Any]) -> None:
-        args = [registers[r] for r in step.args]
-        for register in step.dead:
+    def _compute(self, instruction: Compute, registers: list[Any]) -> None:
+        args = [registers[r] for r in instruction.args]
+        for register in instruction.dead:
             registers[register] = None  # the segment's list is the last to know them
-        for register, value in zip(step.outs, self.segments[step.segment](args), strict=True):
+        for register, value in zip(instruction.outs, self.segments[instruction.segment](args), strict=True):
             registers[register] = value
 
-    def _gather(self, step: Gather, registers: list[Any]) -> None:
-        shards = [registers[r] for r in step.shards]
-        cached = self.cache.lookup(step.bucket, step.params)
+    def _gather(self, instruction: Gather, registers: list[Any]) -> None:
+        shards = [registers[r] for r in instruction.shards]
+        cached = self.cache.lookup(instruction.bucket, instruction.params)
         if cached is None:
-            self.telemetry.gathering(self.frame, step.bucket)
-            cached = self.comm.start_gather(step.params, shards)
-            registers[step.out] = (step.params, cached)
+            self.telemetry.gathering(self.frame, instruction.bucket)
+            cached = self.comm.start_gather(instruction.params, shards)
+            registers[instruction.out] = (instruction.params, cached)
         else:
-            registers[step.out] = (None, cached)
+            registers[instruction.out] = (None, cached)
 
-    def _wait_gather(self, step: WaitGather, registers: list[Any]) -> None:
-        params, pending = registers[step.pending]
+    def _wait_gather(self, instruction: WaitGather, registers: list[Any]) -> None:
+        params, pending = registers[instruction.pending]
         full = pending
         if params is not None:
             full = self.comm.finish_gather(pending)
-            self.cache.store(step.bucket, params, full, self.program.kind)
-        for register, tensor in zip(step.outs, full, strict=True):
+            self.cache.store(instruction.bucket, params, full, self.program.kind)
+        for register, tensor in zip(instruction.outs, full, strict=True):
             registers[register] = tensor
 
-    def _free(self, step: Free, registers: list[Any]) -> None:
-        for register in step.params:
+    def _free(self, instruction: Free, registers: list[Any]) -> None:
+        for register in instruction.params:
             registers[register] = None
-        if not self.cache.release(step.bucket, self.program.kind):
-            self.telemetry.freed(self.frame, step.bucket)
+        if not self.cache.release(instruction.bucket, self.program.kind):
+            self.telemetry.freed(self.frame, instruction.bucket)
 
-    def _reduce(self, step: Reduce, registers: list[Any]) -> None:
-        grads: list[Tensor] = [registers[r] for r in step.grads]
+    def _reduce(self, instruction: Reduce, registers: list[Any]) -> None:
+        grads: list[Tensor] = [registers[r] for r in instruction.grads]
         if self.hold.active:
-            registers[step.out] = (False, self.hold.add(step.params, grads, self.comm))
+            registers[instruction.out] = (False, self.hold.add(instruction.params, grads, self.comm))
         else:
-            registers[step.out] = (True, self.comm.start_reduce(step.params, self.hold.take(step.params, grads)))
+            registers[instruction.out] = (
+                True,
+                self.comm.start_reduce(instruction.params, self.hold.take(instruction.params, grads)),
+            )
 
-    def _wait_reduce(self, step: WaitReduce, registers: list[Any]) -> None:
-        in_flight, pending = registers[step.pending]
+    def _wait_reduce(self, instruction: WaitReduce, registers: list[Any]) -> None:
+        in_flight, pending = registers[instruction.pending]
         results = self.comm.finish_reduce(pending) if in_flight else pending
-        for register, tensor in zip(step.outs, results, strict=True):
+        for register, tensor in zip(instruction.outs, results, strict=True):
             registers[register] = tensor
 
 
@@ -171,7 +183,7 @@ _METHODS: dict[type, str] = {
 
 def _unread_inputs(program: Program) -> list[int]:
     used = {r for r in program.outputs if r is not None}
-    for step in program.instructions:
-        used.update(step.dead)
-        used.update(step.reads)
+    for instruction in program.instructions:
+        used.update(instruction.dead)
+        used.update(instruction.reads)
     return [r for r in range(program.inputs) if r not in used]

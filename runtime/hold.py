@@ -6,7 +6,6 @@ zero, which adds like zero and tells, whatever zeroed it, that the user dropped 
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from zerograph.core.errors import ZeroGraphError
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import shard_shape, torch_dtype
 from zerograph.runtime.comm import Communicator, together
-from zerograph.runtime.entry import Entry
+from zerograph.runtime.entry import Entry, sequence_of
 from zerograph.runtime.torch_private import after_backward, current_backward, local_tensor
 
 
@@ -78,6 +77,7 @@ class GradientHold:
 
     def _with_held(self, param: Param, grad: Tensor) -> Tensor:
         held = self._pop(param.name)
+        # In the dtype of the reduction: micro-batches in 16 bit would round away small gradients.
         return grad if held is None else held.to(torch_dtype(param.reduce_dtype)) + grad
 
     def _pop(self, name: str) -> Tensor | None:
@@ -93,9 +93,10 @@ class GradientHold:
             ZeroGraphError: it was changed in another way, which the held part did not see.
         """
         grad = self._params[name].grad
-        if grad is not left or _is_zeroed(_local(grad)):
+        local = _local(grad)
+        if _is_zeroed(local) or (grad is not left and not _is_marked(local)):
             return True
-        if grad._version != version:
+        if grad is not left or grad._version != version:  # another tensor with the mark was computed from the gradient
             raise ZeroGraphError(
                 f"the gradient of {name} was changed while no_sync() held back a part of it",
                 "change gradients after a backward outside of no_sync(), which completes them",
@@ -108,6 +109,7 @@ class GradientHold:
         if param.__dict__.get("_zg_followed"):
             return
         param.__dict__["_zg_followed"] = True
+        # A hook lives as long as its parameter, and must not keep a backend that is gone, with its gradients.
         hold = weakref.ref(self)
 
         def accumulated(p: Tensor) -> None:
@@ -150,8 +152,7 @@ class GradientHold:
             return
         params = [param for param, _ in kept]
         comm = self._comm
-        names = "|".join(param.name for param in params)
-        sequence = int(hashlib.sha256(names.encode()).hexdigest()[:15], 16)
+        sequence = sequence_of(param.name for param in params)
         try:
             with together(comm, Entry("reduction of gradients that no_sync() held back", sequence, comm.steps)):
                 results = comm.finish_reduce(comm.start_reduce(params, [held for _, held in kept]))
@@ -192,3 +193,8 @@ def _is_zeroed(local: Tensor | None) -> bool:
     if local is None or not local.numel():
         return local is None
     return not local.any() and not bool(local.signbit().all())
+
+
+def _is_marked(local: Tensor) -> bool:
+    """Whether negative zeros are all there is."""
+    return bool(local.numel()) and not local.any() and bool(local.signbit().all())

@@ -90,6 +90,7 @@ class MailboxCommunicator:
         """See :class:`~zerograph.runtime.comm.Communicator`."""
         pieces = []
         for p, shard in zip(params, shards, strict=True):
+            # A copy need not outlive this call: the core has read everything when it returns.
             source, wire = shard.contiguous(), torch_dtype(p.compute_dtype)
             pieces.append((source.data_ptr(), source.numel(), _wire_of(source.dtype), _wire_of(wire)))
         with self._explained("gather", params):
@@ -98,6 +99,7 @@ class MailboxCommunicator:
     def finish_gather(self, pending: _Gathering) -> list[Tensor]:
         """See :class:`~zerograph.runtime.comm.Communicator`."""
         full: Full = allocate_full(pending.params, self.world_size, torch.device("cpu"), self.pool)
+        # Only now: until the peers' data is read, the bucket needs no memory of its own.
         outs = [(flat.data_ptr(), flat.numel() // self.world_size) for flat in full.padded]
         ticket = pending.ticket
         with self._explained("gather", pending.params, ticket):
@@ -110,6 +112,7 @@ class MailboxCommunicator:
         if self.mailbox.aborted():
             self.meeting.check(f"with the {entry.program}")
         self.entry, self.steps = entry, entry.steps
+        # An odd factor spreads the steps over 64 bits: a sum of small numbers could equal another program's.
         self._salt = (entry.sequence + entry.steps * _ODD) & _MASK
 
     def rejoin(self) -> None:
@@ -238,10 +241,12 @@ def open_mailbox(group: dist.ProcessGroup, meeting: Meeting | None = None) -> Ma
     """A mailbox between the ranks of ``group``, who all call this; None when they cannot share memory."""
     meeting = meeting or Meeting.open(group, torch.device("cpu"))
     rank, world = group.rank(), group.size()
+    # Another job's mailbox on this host must not be taken for one of ours.
     token = random.SystemRandom().getrandbits(63)
     mine = _core.Mailbox(rank, world, shared(group, token)[0])
     peers = shared(group, (_host(), mine.pid, mine.control_fd))
     reason = "ranks on several hosts" if len({host for host, *_ in peers}) > 1 else _connect(mine, peers)
+    # All decide together: a rank that cannot map its peers would leave them waiting in shared memory.
     reasons = [r for r in shared(group, reason) if r]
     if reasons:
         log.info("no shared memory between ranks, using gloo: %s", reasons[0])
@@ -259,5 +264,6 @@ def _connect(mailbox: _core.Mailbox, peers: list[tuple[str, int, int]]) -> str:
 
 
 def _host() -> str:
+    # Host names repeat, among containers for one; the kernel's boot id does not.
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{os.uname().nodename} {file.read().strip()}"

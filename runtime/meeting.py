@@ -9,11 +9,11 @@ this rank has taken; ``leave`` waits until all ranks have come to the program's 
 stands between the two. So when a program raises on one rank, no rank gets past it: it raises on all that run it, and
 what it had changed on each (held gradients) is put back. No rank has gradients that others lack, and none can step.
 
-*Failing.* A rank that raises inside a program, in the step of a native optimizer, or while it compiles a program, ends
-its generation: it writes why under the
-generation's key of the group's store, and the transport tells ranks that wait (a word in shared memory; or they look at
-that key twice a second). Who sees this raises :class:`RankError` with the first rank's name and error, and ends the
-generation as well. So all ranks end it, each at the latest when it next enters a program: there is no other way on.
+*Failing.* A rank that raises inside a program, in the step of an optimizer, or while it compiles a program, ends its
+generation: it writes why under the generation's key of the group's store, and the transport tells ranks that wait (a
+word in shared memory; or they look at that key twice a second). Who sees this raises :class:`RankError` with the first
+rank's name and error, and ends the generation as well. So all ranks end it, each at the latest when it next enters a
+program: there is no other way on.
 
 *Meeting.* The next ``enter`` of such a rank, or the next program it compiles, first says that it is here, and waits
 until all are. Then no rank works in the old generation any more, and none can begin to; each drops what it had in
@@ -159,8 +159,10 @@ class Meeting:
         Raises:
             RankError: a rank failed, left, or did not come in time.
         """
+        # Short pauses first, as ranks usually come within milliseconds of each other.
         missing, start, noticed, pause, look = list(keys), time.monotonic(), False, POLL / 32, 0.0
         while True:
+            # One rank at a time: each question is a message to the store's server, which serves all ranks.
             while missing and self._has(keys[missing[0]]):
                 missing.pop(0)
             if not missing:

@@ -90,6 +90,7 @@ class Arena:
             raise ValueError(f"stripe must be a multiple of {ALIGNMENT} bytes, got {stripe}")
         if size < 0:
             raise ValueError(f"size cannot be negative, got {size}")
+        # Whole stripes on every folder: all slabs have the same size.
         unit = ALIGNMENT if len(paths) == 1 else stripe * len(paths)
         self.stripe, self.size = stripe, -(-size // unit) * unit
         with _explained():
@@ -103,11 +104,13 @@ class Arena:
         self._files = [self._engine.attach(s.fd, s.path, s.memory_alignment, s.offset_alignment) for s in self._slabs]
         self._tell(direct)
         self._free = FreeList(self.size)
+        # Tickets hold the tensors that the engine reads and writes.
         self._live: dict[int, Ticket] = {}
         self._unseen: dict[int, Exception] = {}
         self._failures = 0  # of which _unseen has the first ones
         self._counting = threading.Lock()
         self._registered: dict[int, Tensor] = {}
+        # A mapping lives as long as a tensor that shows it.
         self._mappings: weakref.WeakValueDictionary[Extent, _core.FileMapping] = weakref.WeakValueDictionary()
         self._finalizer = weakref.finalize(self, _shut, os.getpid(), self._engine, self._slabs, self._live)
 
@@ -166,6 +169,7 @@ class Arena:
         Raises:
             ValueError: it is not of this arena, or a tensor still maps it.
         """
+        # The tensor would go on showing a place that somebody else's data is written to.
         if extent in self._mappings:
             raise ValueError(f"{extent} is mapped by a tensor\n\nhint: let go of the tensor first")
         self._free.give(extent)
@@ -191,12 +195,14 @@ class Arena:
         if size == 0:
             ticket.settled, ticket.tensor = True, None
             return ticket
+        # Behind the extent's end its last page is empty: there a short last block may be written as a whole one.
         padded = offset + size == extent.bytes
         address, segments = tensor.data_ptr(), []
         for slab, place, begin, length in self._parts(ticket.offset, size):
             last = begin + length == size
             segments.append((self._files[slab], place, address + begin, length, padded and last))
         if direction is Direction.read and not tensor.is_inference():
+            # The disk writes where autograd does not see it.
             torch.autograd.graph.increment_version(tensor)
         with _explained():
             self._prepare(ticket, self._mappings.get(extent), offset)
@@ -307,6 +313,7 @@ class Arena:
         """Let go of the memory of transfers that nobody waited for yet."""
         for number in self._engine.finished():
             ticket = self._live.get(number)
+            # Where the lock is taken, another thread waits for the transfer, and settles it.
             if ticket is not None and ticket.lock.acquire(blocking=False):
                 try:
                     self._settle(ticket, -1.0)

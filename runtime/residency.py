@@ -40,6 +40,7 @@ class StepCount:
             if live is not None:
                 live._stepped(optimizer)
 
+        # torch's hooks are global: without the weak reference every backend would live to the end of the process.
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
     def _stepped(self, optimizer: Optimizer) -> None:
@@ -68,6 +69,7 @@ class GatheredCache:
         Ranks that met after an error may have kept different buckets: those of an older ``generation`` go.
         """
         now = (self._steps.value, generation)
+        # Any optimizer counts, not only those of the backend: a step of a foreign one may write to the same tensors.
         if now != self._gathered_at or (kind != "backward" and not self._hold.open):
             self._full.clear()
             self._gathered_at = now
@@ -87,10 +89,12 @@ class GatheredCache:
         """Keep a bucket that a training program gathered, when its residency says so."""
         if kind != "inference" and self._residency[bucket] != "use":
             kept = {p.name: tensor for p, tensor in zip(params, full, strict=True)}
+            # A program gathers those parameters of a bucket that it reads; another one may have gathered the others.
             self._full[bucket] = {**self._full.get(bucket, {}), **kept}
 
     def release(self, bucket: int, kind: str) -> bool:
         """Called at the bucket's free; returns whether it stays whole."""
+        # Its last use of the step: a kept one is needed again only after the next forward has gathered it.
         if self._residency[bucket] == "backward" and kind == "backward":
             self._full.pop(bucket, None)
         return bucket in self._full

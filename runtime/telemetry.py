@@ -35,6 +35,7 @@ class Telemetry:
     def updating(self) -> None:
         """An optimizer begins its update."""
         if self.recording:
+            # One that raised is still open: torch calls no hook after a step that failed.
             self.updated()
             self._update = record_function(label(0, "update", 0))
             self._update.__enter__()

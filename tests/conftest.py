@@ -23,3 +23,9 @@ settings.load_profile("zerograph")
 COLLECT = (100_000, 20, 100)
 """When garbage is collected: by default a tenth of the suite's time goes into searching what compilers keep."""
 gc.set_threshold(*COLLECT)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of collections, and of adoption's search for modules and optimizers."""
+    gc.collect()
+    gc.freeze()

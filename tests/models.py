@@ -126,7 +126,7 @@ def llama() -> tuple[nn.Module, dict[str, Any]]:
     import transformers
 
     config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=64, use_cache=False,
     )  # fmt: skip
     tokens = ids()

@@ -57,5 +57,6 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    # From now on found as any name is, without this function.
     globals()[name] = value
     return value

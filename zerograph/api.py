@@ -16,7 +16,7 @@ from torch import fx, nn
 from zerograph.compiler.compilation import Compilation
 from zerograph.compiler.driver import compile_frame
 from zerograph.compiler.frame import Frame, traced_function
-from zerograph.compiler.frame_plan import Planner
+from zerograph.compiler.frame_plan import Planner, machine_of
 from zerograph.compiler.recording import Recording
 from zerograph.compiler.report import BucketReport, Report
 from zerograph.compiler.segments import SegmentCache
@@ -26,6 +26,7 @@ from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.optim.check import OptimizerCheck
+from zerograph.runtime.comm import Communicator
 from zerograph.runtime.executor import Runtime
 from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.residency import GatheredCache, StepCount
@@ -50,6 +51,7 @@ class Backend:
         self._adoption = Adoption(config, self._connect, self._remember)
         self._segments = SegmentCache(config.compute)
         self._telemetry = Telemetry()
+        # The same sets and dicts for all: adoption fills them when a model comes, and everyone sees it.
         self._steps = StepCount(self._adoption.known)
         self._hold = GradientHold(self._adoption.params)
         self._optimizers = OptimizerCheck(
@@ -58,7 +60,7 @@ class Backend:
             lambda: self._adoption.skipped(self),
             self._hold,
             self._telemetry,
-            self._abort_update,
+            self._communicator,
         )
         # A graph without parameters may come before the model that tells what to compile for: it needs no other rank.
         alone = replace(config, plan=None, memory=None, stage=config.sharding)
@@ -68,11 +70,10 @@ class Backend:
         self._breaks_before = graph_breaks()
         before_traces(_adopt_early)
 
-    def _abort_update(self, reason: str) -> None:
-        """The update failed on this rank: the others fail at their next program, and all meet there."""
+    def _communicator(self) -> Communicator | None:
+        """How the ranks communicate that the model is sharded over; None before, and where there is one rank."""
         ranks = self._adoption.ranks
-        if ranks is not None and ranks.communicator is not None:
-            ranks.communicator.abort(reason)
+        return ranks.communicator if ranks is not None else None
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Dynamo's entry: adopt the model on its first call, then compile the frame."""
@@ -150,7 +151,8 @@ class Backend:
             raise ZeroGraphError(
                 "there is nothing to record: on one process the model is not sharded", "use torch.profiler there"
             )
-        recording = Recording(self._frames, self._adoption.params, self._optimizers.stepped)
+        machine = machine_of(self.config, self._compilation.device)
+        recording = Recording(self._frames, self._adoption.params, self._optimizers.stepped, machine)
         try:
             recording.start()
             yield recording
@@ -183,6 +185,7 @@ class Backend:
         compiled = [f for f in self._frames if f.programs]
         if not compiled:
             raise ZeroGraphError("nothing was compiled yet", "call the compiled model once")
+        # A graph break may leave frames without parameters, of which nobody asks.
         training = [f for f in compiled if "forward" in f.programs and f.plan.buckets]
         return (training or compiled)[-1]
 

@@ -1,4 +1,7 @@
-"""`zerograph bench` with small sizes on this machine, and what it refuses."""
+"""`zerograph bench` with small sizes on this machine, and what it refuses.
+
+Tests ``measure/rank.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`zerograph diff`: what differs, folded, and the exit code."""
+"""`zerograph diff`: what differs, folded, and the exit code.
+
+Tests ``cli/view/differences.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`zerograph doctor` on the machine of the test, and its checks where something is missing."""
+"""`zerograph doctor` on the machine of the test, and its checks where something is missing.
+
+Tests ``cli/checks/devices.py``, ``cli/checks/memory.py``, ``cli/checks/software.py`` and ``cli/checks/storage.py``.
+"""
 
 from __future__ import annotations
 

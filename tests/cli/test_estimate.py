@@ -1,4 +1,7 @@
-"""The command: rows, exit codes, JSON, and where it writes."""
+"""The command: rows, exit codes, JSON, and where it writes.
+
+Tests ``cli/estimate_view.py``.
+"""
 
 from __future__ import annotations
 

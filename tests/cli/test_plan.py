@@ -1,4 +1,7 @@
-"""``zerograph plan``: real models on the meta device, plan files that can be read, and clear errors."""
+"""``zerograph plan``: real models on the meta device, plan files that can be read, and clear errors.
+
+Tests ``cli/model_source.py``, ``dryrun/forecast.py`` and ``dryrun/untraceable.py``.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +52,9 @@ class Net(nn.Module):
 def small():
     return Net()
 
+def shallow():
+    return Net(layers=1)
+
 def with_inputs():
     return nn.Linear(8, 8), (torch.empty(4, 8),)
 
@@ -65,7 +71,7 @@ def nothing():
     return 3
 
 def by_keyword():
-    return Net(), {"ids": torch.zeros(2, 16, dtype=torch.int64)}
+    return Net(layers=1), {"ids": torch.zeros(2, 16, dtype=torch.int64)}
 
 def needs(width):
     return Net(width)
@@ -161,11 +167,11 @@ def test_whole_traces_every_layer(model: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_largest_fills_the_memory(model: Path, tmp_path: Path) -> None:
     """The next batch is refused by the very planner that a backend with that memory asks."""
     out = tmp_path / "plan.json"
-    arguments = (f"{model}:small", "--world", "4", "--seq", "32", "--memory", "64MiB")
+    arguments = (f"{model}:shallow", "--world", "4", "--seq", "32", "--memory", "64MiB")
     result = run(*arguments, "--largest", "batch", "-o", str(out))
     assert result.exit_code == 0, result.stderr
-    found = re.match(
-        r"largest batch: (\d+); (\d+) needs [\d.]+ MiB of device memory per rank, of 60.2 MiB\n", result.stdout
+    found = re.match(  # of 60.2 MiB, less the 2% that programs hold beyond what the search counts
+        r"largest batch: (\d+); (\d+) needs [\d.]+ MiB of device memory per rank, of 58.8 MiB\n", result.stdout
     )
     assert found is not None and int(found[2]) == int(found[1]) + 1
     assert PlanFile.from_json(out.read_text()).tokens == 32 * int(found[1])
@@ -275,7 +281,7 @@ def test_memory_is_not_dropped_beside_offload() -> None:
 
 def test_largest_is_larger_where_more_may_leave_the_device(model: Path, tmp_path: Path) -> None:
     """Solved over all tiers: the plan at that size fits them, and none does at the next."""
-    arguments = (f"{model}:small", "--world", "4", "--seq", "32", "--memory", "16MiB", "--largest", "batch")
+    arguments = (f"{model}:shallow", "--world", "4", "--seq", "32", "--memory", "16MiB", "--largest", "batch")
     stays = re.match(r"largest batch: (\d+); ", run(*arguments).stdout)
     out = tmp_path / "plan.json"
     result = run(*arguments, "--offload", "auto", "-o", str(out))
@@ -287,7 +293,7 @@ def test_largest_is_larger_where_more_may_leave_the_device(model: Path, tmp_path
     file = PlanFile.from_json(out.read_text())
     assert file.tokens == 32 * int(found[1]) and file.unexecuted
     assert all(peak.bytes <= file.budget[tier] for tier, peak in file.forecast.peaks.items())
-    offload = (f"{model}:small", "--world", "4", "--seq", "32", "--memory", "16MiB", "--offload", "auto")
+    offload = (f"{model}:shallow", "--world", "4", "--seq", "32", "--memory", "16MiB", "--offload", "auto")
     assert run(*offload, "--batch", found[1]).exit_code == 0
     missing = run(*offload, "--batch", found[2])
     assert missing.exit_code == 1 and "error: the step needs" in missing.stderr

@@ -1,4 +1,8 @@
-"""`zerograph show`: summary, sparklines, folded tables, one moment, and JSON."""
+"""`zerograph show`: summary, sparklines, folded tables, one moment, and JSON.
+
+Tests ``cli/view/folding.py``, ``cli/view/groups.py``, ``cli/view/moment.py``, ``cli/view/summary.py`` and
+``cli/view/tables.py``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from plans import plan_file, run_of
 from zerograph.cli import main
 from zerograph.cli.show import EXPORTS
 from zerograph.cli.view.drawing import ASCII_BLOCKS, BLOCKS, bar, sparkline
-from zerograph.cli.view.folding import fold, folded_name, layer_of, short_source, skeleton
+from zerograph.cli.view.folding import fold_rows, folded_name, layer_or_name, short_source, skeleton
 from zerograph.cli.view.groups import grouped
 from zerograph.cli.view.moment import START, find_task, moment
 from zerograph.core.planfile import Holding, PlanFile, Reason
@@ -53,7 +57,7 @@ def test_the_screen(tmp_path: Path) -> None:
 model        model.py:make
 plan         stage 3, 2 ranks, 4 buckets, prefetch 1
 machine      cpu
-step         67 ms, 15,284 tokens/s, MFU 66.3%
+step         67 ms, 15,284 tokens/s, MFU 66.3% of 0.09 TFLOP/s measured
 exposed      7 ms of communication (10.4% of the step)
 bound by     60 ms of compute, 4 ms of reduce, 3 ms of gather
 why          stage 3: the user asked for it
@@ -334,7 +338,7 @@ def test_a_bar_is_never_longer_than_told(share: float, width: int) -> None:
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 20), st.integers(0, 2))))
 def test_folding_keeps_every_row_in_order(rows: list[tuple[str, int, int]]) -> None:
-    folds = fold(rows, lambda r: f"{r[0]}.{r[1]}", lambda x, y: x[2] == y[2])
+    folds = fold_rows(rows, lambda r: f"{r[0]}.{r[1]}", lambda x, y: x[2] == y[2])
     assert [row for group in folds for row in group.rows] == rows
     for group in folds:
         assert len({(name, value) for name, _, value in group.rows}) == 1
@@ -352,7 +356,7 @@ def test_folding_keeps_every_row_in_order(rows: list[tuple[str, int, int]]) -> N
     ],
 )
 def test_names_of_layers(name: str, layer: str, bare: str) -> None:
-    assert layer_of(name) == layer and skeleton(name) == bare
+    assert layer_or_name(name) == layer and skeleton(name) == bare
 
 
 def test_long_paths_are_cut_in_tables() -> None:

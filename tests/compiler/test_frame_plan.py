@@ -21,7 +21,7 @@ from zerograph.core.plan import Plan
 from zerograph.core.planfile import PlanFile
 from zerograph.core.program import Update
 from zerograph.dryrun.forecast import plan_file
-from zerograph.planner.rates import Rates, update_bytes
+from zerograph.planner.rates import Rates, shard_bytes, update_bytes
 
 
 def first_call(made: list[zerograph.Backend] | None = None, **options: Any) -> zerograph.Backend:
@@ -107,7 +107,7 @@ def test_updates_are_what_the_forecast_takes_time_for() -> None:
     trained = [p.name for p in step.params if p.trainable]
     assert [op.params[0] for op in step.updates] == trained and "up.bias" not in trained
     told = sum(machine.update.seconds(op.moved) for op in step.updates)
-    sizes = tuple(update_bytes(p, 2, 2) for p in step.params if p.trainable)
+    sizes = tuple(update_bytes(p, 2, 2 * shard_bytes(p, 2)) for p in step.params if p.trainable)
     assert told == pytest.approx(Rates(machine, 2, "float32").seconds(Update((), sizes), ()))
     file = _dry()
     spans = [span for span in file.forecast.spans if span.name == "optimizer update"]

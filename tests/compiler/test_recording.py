@@ -16,8 +16,10 @@ import zerograph
 from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.core.machine import machine_named
 from zerograph.core.planfile import PlanFile
-from zerograph.core.runfile import Run
+from zerograph.core.program import Update
+from zerograph.core.runfile import Measured, Run
 from zerograph.dryrun.forecast import plan_file
+from zerograph.planner.rates import Rates
 from zerograph.planner.retime import retimed, tasks_of
 
 
@@ -82,6 +84,45 @@ def test_the_recorded_peak_is_the_forecast_one(stage: int, tmp_path: Path) -> No
     read = Run.from_json(path.read_text())
     assert [span.name for span in read.forecast.spans] == ran[0][1]
     _check_retimed(planned(stage), read, ran[0][0])
+
+
+def _groups() -> None:
+    """Two optimizers with several groups: the update of the recorded step is theirs."""
+    model = Stack(layers=6)
+    model.layers[4].requires_grad_(False)
+    backend = zerograph.backend(stage=3, bucket_size="70kB")
+    model.compile(backend=backend)
+    plain = [*model.layers[1].parameters(), *model.layers[4].parameters()]
+    optimizers = [
+        torch.optim.SGD([{"params": model.layers[0].parameters(), "momentum": 0.9}, {"params": plain}], lr=0.1),
+        zerograph.optim.AdamW(model.layers[5].parameters(), moments=torch.bfloat16),
+        torch.optim.AdamW(nn.Linear(4, 4).parameters()),
+    ]
+
+    def step() -> None:
+        model(torch.randn(512, 128)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
+
+    step()
+    with backend.record() as recording:
+        step()
+    assert [span.name for span in recording.forecast.spans].count("optimizer update") == 2
+    weight, bias = 128 * 128 // 2, 128 // 2
+    states = {0: 4, 1: 0, 5: 2 * 2}  # bytes per element by layer; 2 and 3 are in no group, and 4 is not trained
+    recording.measured = Measured()
+    found = recording.predicted(machine_named("cpu"))
+    held = {h.name: h.bytes for h in found.holdings if h.kind == "state"}
+    assert held == {f"states of layers.{i}": (weight + bias) * size for i, size in states.items() if size}
+    sizes = tuple(count * (3 * 4 + 2 * size) for size in states.values() for count in (weight, bias))
+    update = found.forecast.spans[-1]
+    seconds = Rates(machine_named("cpu"), 2, "float32").seconds(Update((), sizes), ())
+    assert update.name == "optimizer update" and update.end - update.start == pytest.approx(seconds)
+
+
+def test_the_update_of_a_recorded_step_is_that_of_the_optimizers() -> None:
+    run(2, _groups)
 
 
 def planned(stage: int, batch: int = 512) -> PlanFile:

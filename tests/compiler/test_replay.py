@@ -1,4 +1,7 @@
-"""``zerograph.backend(plan=...)``: a plan file trains as the options that made it do, and no other model or run."""
+"""``zerograph.backend(plan=...)``: a plan file trains as the options that made it do, and no other model or run.
+
+Tests ``planner/replay.py``.
+"""
 
 from __future__ import annotations
 

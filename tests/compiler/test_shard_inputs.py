@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from toy import Toy
 
 import zerograph
-from zerograph.compiler.shard_inputs import take_rows
+from zerograph.compiler.shard_inputs import take_local_shards
 from zerograph.dryrun.compile_only import simulated_rank
 
 
@@ -34,7 +34,7 @@ def _traced(model: nn.Module) -> tuple[list[Any], list[Any], Callable[..., Any]]
     found: list[Any] = []
 
     def catch(gm: Any, inputs: Any) -> Any:
-        traced, exchanging = take_rows(gm, inputs)
+        traced, exchanging = take_local_shards(gm, inputs)
         found.extend((list(inputs), traced, exchanging(gm)))
         return gm
 

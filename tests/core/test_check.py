@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from planner.steps import Layer, step_of
 from planner.test_offload import GPU, MIB, Drawn, placed, plans, ruled, scheduler_of
 
-from zerograph.core.check import check, require
+from zerograph.core.check import check_programs, require_programs
 from zerograph.core.errors import InvariantError
 from zerograph.core.plan import Homes
 from zerograph.core.program import Compute, Fetch, Free, Gather, HostUpdate, Instruction, Program, Reduce, WaitGather
@@ -21,7 +21,7 @@ from zerograph.planner.sketch import sketch
 @given(plans())
 def test_nothing_is_wrong_with_the_sketch_a_plan(found: Drawn) -> None:
     step, plan, machine, moments = found
-    assert check(sketch(scheduler_of(step, plan, machine, moments), plan), plan) == []
+    assert check_programs(sketch(scheduler_of(step, plan, machine, moments), plan), plan) == []
 
 
 STEP = step_of([Layer(rows=MIB)] * 2)
@@ -55,13 +55,13 @@ def changed(old: Instruction, new: tuple[Instruction, ...]) -> list[Program]:
     ],
 )
 def test_what_is_missing_is_noticed(programs: list[Program], message: str) -> None:
-    found = [str(wrong) for wrong in check(programs, PLAN)]
+    found = [str(wrong) for wrong in check_programs(programs, PLAN)]
     assert any(message in text for text in found), found
 
 
 def test_what_is_read_lies_where_it_is_needed() -> None:
     contents = [replace(r, tier="host") if r.kind == "gathered" else r for r in SKETCH[0].contents]
-    found = [str(wrong) for wrong in check([replace(p, contents=contents) for p in SKETCH])]
+    found = [str(wrong) for wrong in check_programs([replace(p, contents=contents) for p in SKETCH])]
     assert any("on host, and needs it on device" in text for text in found)
 
 
@@ -70,18 +70,18 @@ def test_what_is_free_is_not_read() -> None:
     gather = next(step for step in first if isinstance(step, Gather))
     wait = next(step for step in first if isinstance(step, WaitGather))
     free = Free(gather.bucket, (gather.out,), (gather.out,), tile=gather.tile, tiles=gather.tiles)
-    found = [str(wrong) for wrong in check(changed(wait, (free, wait)), PLAN)]
+    found = [str(wrong) for wrong in check_programs(changed(wait, (free, wait)), PLAN)]
     assert any("which is free" in text for text in found), found
 
 
 def test_what_lives_on_the_device_is_updated_there_once() -> None:
     plan = placed(ruled(STEP), Homes())
     programs = sketch(scheduler_of(STEP, plan, GPU), plan)
-    assert check(programs, plan) == []
-    assert "updated on the device 0 times" in str(check(programs[:-1], plan)[0])
+    assert check_programs(programs, plan) == []
+    assert "updated on the device 0 times" in str(check_programs(programs[:-1], plan)[0])
 
 
 def test_programs_that_cannot_run_are_refused_with_the_first_reasons() -> None:
     with pytest.raises(InvariantError, match=r"and [0-9]+ more\n\nhint: report it") as caught:
-        require([replace(SKETCH[0], instructions=SKETCH[0].instructions[5:])], "report it")
+        require_programs([replace(SKETCH[0], instructions=SKETCH[0].instructions[5:])], "report it")
     assert str(caught.value).startswith("these programs cannot run:\n  forward instruction ")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.machine import PRESETS, Machine
+from zerograph.core.machine import PRESETS, Machine, preset_for, published_rates
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -27,6 +28,9 @@ def test_presets_are_read_back(name: str) -> None:
         ({"h2d": {"rate": 1e9, "latency": -1}}, "latency of h2d is -1"),
         ({"matmul": {"float32": 1e12}}, "matmul has not one rate for each of"),
         ({"device_bandwidth": None}, "device_bandwidth is None"),
+        ({"published": {"float32": 0}}, "published rate of float32 is 0"),
+        ({"published": "much"}, "published is 'much'"),
+        ({"disturbed": 2}, "disturbed is 2"),
     ],
     ids=str,
 )
@@ -34,3 +38,29 @@ def test_what_no_machine_is_like_is_refused(change: dict[str, Any], told: str) -
     data = json.loads(PRESETS["h100-80gb"].to_json()) | change
     with pytest.raises(ConfigError, match=told):
         Machine.from_json(json.dumps(data))
+
+
+def test_float32_products_are_tf32_only_where_torch_is_told_so() -> None:
+    a100 = PRESETS["a100-80gb"]
+    assert a100.published["float32"] == 19.5e12
+    high = a100.with_precision("high")
+    assert high.published["float32"] == 156e12
+    assert high.matmul["float32"] == a100.matmul["tf32"] == pytest.approx(8 * a100.matmul["float32"])
+    assert (high.matmul["bfloat16"], high.published["bfloat16"]) == (a100.matmul["bfloat16"], 312e12)
+    assert a100.with_precision("highest") is a100
+
+
+def test_a_device_without_tf32_computes_float32_the_same_way() -> None:
+    for name in ("v100-32gb-dgx2", "cpu"):
+        assert PRESETS[name].with_precision("high") is PRESETS[name]
+
+
+def test_what_the_vendor_publishes_goes_by_the_name_of_the_device() -> None:
+    assert published_rates("NVIDIA H100 80GB HBM3") == PRESETS["h100-80gb"].published
+    assert published_rates("Radeon") == {}  # its rates are nobody's guess, though a plan needs some machine
+    assert preset_for("cuda", "Radeon") == PRESETS["h100-80gb"]
+
+
+def test_a_disturbed_machine_says_so() -> None:
+    assert replace(PRESETS["cpu"], disturbed=0.38).title == "cpu (measured while others took 38% of it)"
+    assert PRESETS["cpu"].title == "cpu"

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from plans import plan_file
 
 from zerograph.core.errors import ConfigError
+from zerograph.core.machine import PRESETS
 from zerograph.core.planfile import Holding, PlanFile
 
 
@@ -85,3 +86,12 @@ def test_what_is_no_number_is_refused(change: Callable[[dict[str, Any]], object]
     change(data)
     with pytest.raises(ConfigError, match="the plan is incomplete"):
         PlanFile.from_json(json.dumps(data), verify=False)
+
+
+def test_utilization_is_relative_to_what_the_vendor_publishes() -> None:
+    file = replace(plan_file(), machine=PRESETS["a100-80gb"])
+    assert file.plan.compute_dtype == "float32"
+    assert file.peak_flops == 19.5e12
+    assert file.model_flops_utilization == pytest.approx(file.flops / 19.5e12 / file.forecast.seconds)
+    measured = replace(file.machine, published={})
+    assert replace(file, machine=measured).peak_flops == measured.matmul["float32"]

@@ -1,4 +1,7 @@
-"""Dry runs that trace a few of many layers, against dry runs that trace them all."""
+"""Dry runs that trace a few of many layers, against dry runs that trace them all.
+
+Tests ``compiler/fold.py``, ``compiler/unfold.py`` and ``dryrun/layer_loops.py``.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from zerograph.compiler.unfold import NotFoldable
 from zerograph.core.machine import machine_named
 from zerograph.dryrun.compile_only import Compiled, compile_only, on_meta
 from zerograph.dryrun.forecast import forecast_file
-from zerograph.dryrun.layer_loops import told_apart
+from zerograph.dryrun.layer_loops import position_dependence
 from zerograph.graph.repeated_layers import LEAST, repeated_layers
 
 DEPTH, WIDTH, VOCAB = LEAST, 64, 100
@@ -169,25 +172,6 @@ def test_a_folded_dry_run_finds_what_a_whole_one_does(
             traced, _ = compiled(make, True, **options)
         assert facts(traced) == wanted
         assert [word for word in said if any(word in m for m in messages)] == said and len(messages) == len(said)
-
-
-def test_layers_that_differ_are_no_stack() -> None:
-    every_second = [Layer(i, dropout=0.1 * (i % 2)) for i in range(DEPTH)]
-    assert repeated_layers(Model([*every_second])) is None
-    assert repeated_layers(Model([Layer(i, wide=2 + (i == 4)) for i in range(DEPTH)])) is None
-    one = Layer(0)
-    assert repeated_layers(Model([one] * DEPTH)) is None
-    shared = [Layer(i) for i in range(DEPTH)]
-    shared[3].up.weight = shared[5].up.weight
-    assert repeated_layers(Model([*shared])) is None
-    hooked = [Layer(i) for i in range(DEPTH)]
-    hooked[2].register_forward_hook(lambda *_: None)
-    assert repeated_layers(Model([*hooked])) is None
-    assert repeated_layers(Model([Layer(i) for i in range(LEAST - 1)])) is None
-    assert repeated_layers(Model([Layer(2 * i) for i in range(DEPTH)])) is None
-    found = repeated_layers(small())
-    assert found is not None and (found.path, len(found.layers)) == ("layers", DEPTH)
-    assert found.numbers == (("", "number"),)
 
 
 class Numbered(Layer):
@@ -387,17 +371,17 @@ def looping(loop: Callable[..., Tensor]) -> Positioned:
 def test_code_that_goes_by_position_is_seen(loop: Callable[..., Tensor]) -> None:
     model = looping(loop)
     stack = repeated_layers(model)
-    assert stack is not None and f" in {loop.__name__} may decide by position" in told_apart(model, stack)
+    assert stack is not None and f" in {loop.__name__} may decide by position" in position_dependence(model, stack)
 
 
 def test_code_that_runs_all_layers_alike_is_no_reason_to_trace_them() -> None:
     for made in (small(), tied(), looping(all_of_it), llama()[0]):
         stack = repeated_layers(made)
-        assert stack is not None and not told_apart(made, stack)
+        assert stack is not None and not position_dependence(made, stack)
     model = small()
     model.favourite = model.layers[6]  # another name, by which the forward may know it
     stack = repeated_layers(model)
-    assert stack is not None and told_apart(model, stack) == "one of them can be reached in another way"
+    assert stack is not None and position_dependence(model, stack) == "one of them can be reached in another way"
 
 
 def test_a_model_that_goes_by_position_is_traced_whole(caplog: pytest.LogCaptureFixture) -> None:

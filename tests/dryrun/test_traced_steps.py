@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from models import GPT, MLP, Halving, Padded, Rigid, Windows, ids, llama
+from models import GPT, MLP, Padded, Rigid, Windows, ids, llama
 
 from zerograph.core.errors import SizeError, UnsupportedError
 from zerograph.core.machine import machine_named
 from zerograph.core.step import Dimension, Step
 from zerograph.dryrun import traced_steps
 from zerograph.dryrun.compile_only import compile_only
-from zerograph.dryrun.largest_fit import Probe
 from zerograph.dryrun.traced_steps import Steps
+from zerograph.graph.repeated_layers import LEAST
 from zerograph.planner.search import Search, Wish
 
 WORLD = 4
@@ -50,6 +50,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 MODELS: dict[str, Make] = {
     "gpt": lambda: (GPT(positions=128, sliced=True), ids()),
+    "table": lambda: (GPT(depth=0, positions=128, sliced=True), ids()),
     "loss": lambda: (GPT(dropout=0.1, loss=True, positions=128), ids()),
     "llama": llama,
 }
@@ -121,7 +122,7 @@ def test_tables_limit_positions(traces: list[int]) -> None:
         steps.at(129)
 
 
-@pytest.mark.parametrize(("name", "first", "asked", "end"), [("gpt", 12, 5000, 128), ("windows", 16, 4399, 4392)])
+@pytest.mark.parametrize(("name", "first", "asked", "end"), [("table", 12, 5000, 128), ("windows", 16, 4399, 4392)])
 def test_where_the_model_ends_is_narrowed_down(name: str, first: int, asked: int, end: int, traces: list[int]) -> None:
     """At a size, or between two multiples."""
     make = MODELS[name] if name in MODELS else lambda: (Windows(), ids(2, first))
@@ -148,22 +149,6 @@ def test_a_model_of_too_many_ways_ends(monkeypatch: pytest.MonkeyPatch) -> None:
         steps.confirm(40)
 
 
-@pytest.mark.parametrize("what", ["batch", "seq"])
-def test_the_largest_fits_as_traced_and_the_next_does_not(what: Dimension) -> None:
-    """Of a model that goes two ways, and of one whose sizes are quotients."""
-    machine, budget = machine_named("h100-80gb"), 4 * 2**20
-    for model in (Padded, Halving):
-        make: Make = lambda model=model: (model(), ids(2, 16))  # noqa: E731
-        plans = Probe(Steps(make, what, world=WORLD, batch=1, seq=1), machine, Wish(3, WORLD))
-        found = plans.largest(budget)
-
-        def searched(size: int, make: Make = make, plans: Probe = plans) -> Search:
-            return Search(concrete(make, **{what: size}), plans.wish, machine, states=plans.steps.states)
-
-        assert searched(found.value).within(budget) is not None
-        assert searched(found.value + 1).within(budget) is None
-
-
 def test_a_plan_of_a_told_step_is_that_of_the_compiled_one() -> None:
     """Both as the search finds it, and as the backend does when it compiles at that size."""
     machine, budget = machine_named("h100-80gb"), 4 * 2**20
@@ -176,7 +161,7 @@ def test_a_plan_of_a_told_step_is_that_of_the_compiled_one() -> None:
 
 
 def test_a_few_layers_tell_all_of_them_at_every_size() -> None:
-    make: Make = lambda: (GPT(depth=10), ids())  # noqa: E731
+    make: Make = lambda: (GPT(depth=LEAST), ids())  # noqa: E731
     folded, whole = (Steps(make, "seq", world=WORLD, batch=1, seq=1, fold=fold) for fold in (True, False))
     for size in (24, 48):
         folded.confirm(size)

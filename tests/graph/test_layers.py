@@ -9,7 +9,7 @@ from graphs import Builder, plan, show
 from torch import fx
 
 from zerograph.graph import layers
-from zerograph.graph.layers import layer_of, layer_starts, module_of, name_model
+from zerograph.graph.layers import layer_of_node, layer_starts, module_of, name_model
 from zerograph.passes import gather
 
 aten = torch.ops.aten
@@ -107,7 +107,7 @@ def test_a_model_without_layers_is_not_cut() -> None:
 
 def test_the_outermost_number_names_the_layer() -> None:
     node = next(iter(_graph(("L['self'].h.3.experts.7.up", 1)).find_nodes(op="call_function", target=aten.sin.default)))
-    assert layer_of(node) == "h.3"
+    assert layer_of_node(node) == "h.3"
 
 
 def test_modules_of_the_compiled_model_have_the_names_of_its_parameters() -> None:

@@ -1,4 +1,7 @@
-"""Ranks that measure, and ranks that fail."""
+"""Ranks that measure, and ranks that fail.
+
+Tests ``measure/job.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What users do to weights, gradients and parameters between two calls is seen by the next one, or refused."""
+"""What users do to weights, gradients and parameters between two calls is seen by the next one, or refused.
+
+Tests ``optim/check.py``.
+"""
 
 from __future__ import annotations
 

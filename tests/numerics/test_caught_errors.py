@@ -19,7 +19,7 @@ from ranks import run
 from torch import Tensor, nn
 
 import zerograph
-from zerograph.core.errors import CollectiveMismatch, ConfigError, RankError
+from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.runtime import meeting as meetings
 from zerograph.runtime.comm import Communicator, GroupCommunicator
 from zerograph.runtime.meeting import Meeting, timeout_of
@@ -433,47 +433,108 @@ def test_ranks_wait_as_long_as_their_process_group() -> None:
     run(2, _timeouts)
 
 
-def _update_fails() -> None:
-    """On one rank the update fails: the other hears of it at its next program, not when somebody's patience ends."""
-    ours = Training(3)
-    ours.optimizer = zerograph.optim.AdamW(ours.net.parameters(), lr=0.1, skip_nonfinite=False)
-    ours.step(1)
+def _optimizer(kind: str, net: nn.Module) -> torch.optim.Optimizer:
+    params = net.parameters()
+    if kind == "torch":
+        return torch.optim.AdamW(params, lr=0.1)
+    return zerograph.optim.AdamW(params, lr=0.1, skip_nonfinite=kind == "with a norm")
+
+
+def _update_fails(kind: str, place: str, transport: str) -> None:
+    """On one rank the update fails, and then it runs no program: the other hears of it when it waits for this one."""
+    ours = Training(3, transport)
+    ours.optimizer = _optimizer(kind, ours.net)
+    if place != "first step":
+        ours.step(1)
+    with fault({0: ("forward 0", ValueError), 1: ("forward 0", ValueError)}):
+        ours.step(2)  # connections of a later generation are told as well
+    ours.optimizer.zero_grad()
     ours.model(ours.batch(2)).backward()
     if dist.get_rank() == 1:
-        with pytest.raises(ConfigError, match="grad_scale=0"):
-            ours.optimizer.step(grad_scale=0.0)
+        if place == "hook":
+            ours.optimizer.register_step_pre_hook(_raise)
+        if place == "state":
+            next(iter(ours.optimizer.state.values()))["exp_avg"] = None
+        with pytest.raises((ValueError, TypeError, AttributeError)) as own:
+            ours.optimizer.step(*([_raise] if place in ("closure", "first step") else []))
+        text = f"{type(own.value).__name__}: {str(own.value).splitlines()[0]}"
     else:
+        text = ""
         ours.optimizer.step()
+        start = time.monotonic()
         with pytest.raises(RankError) as caught:
             ours.model(ours.batch(3))
-        assert "rank 1 failed: in AdamW.step(): ConfigError: grad_scale=0" in str(caught.value)
-    with pytest.raises(CollectiveMismatch, match=r"has taken [12] optimizer steps"):
-        ours.model(ours.batch(3))
-
-
-def test_an_update_that_fails_on_one_rank_is_an_error_on_all() -> None:
-    run(2, _update_fails)
-
-
-def _update_of_torch_fails() -> None:
-    """torch tells nobody of a step that fails: the other rank hears when this one enters its next program."""
-    ours = Training(3)
-    ours.optimizer = torch.optim.AdamW(ours.net.parameters(), lr=0.1)
-    ours.step(1)
-    ours.model(ours.batch(2)).backward()
-    if dist.get_rank() == 1:
-        with pytest.raises(ValueError, match="boom"):
-            ours.optimizer.step(_raise)
-    else:
-        ours.optimizer.step()
+        assert time.monotonic() - start < 10
+    texts: list[str] = [text, text]
+    dist.all_gather_object(texts, text)
+    if dist.get_rank() == 0:
+        assert f"rank 1 failed: in AdamW.step(): {texts[1]}" in str(caught.value)
     for _ in range(2):
-        with pytest.raises(CollectiveMismatch, match=r"rank [01] has taken [12] optimizer steps"):
+        with pytest.raises(CollectiveMismatch, match=r"rank [01] has taken [012] optimizer steps"):
             ours.model(ours.batch(3))
 
 
-def _raise() -> None:
+def _raise(*_: Any) -> None:
     raise ValueError("boom")
 
 
-def test_an_update_of_torch_that_fails_on_one_rank_is_an_error_on_all() -> None:
-    run(2, _update_of_torch_fails)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("place", ["first step", "closure", "hook", "state"])
+def test_an_update_of_torch_that_fails_on_one_rank_is_an_error_on_all(place: str, transport: str) -> None:
+    run(2, _update_fails, "torch", place, transport)
+
+
+@pytest.mark.parametrize("place", ["closure", "hook"])
+def test_a_native_update_that_fails_on_one_rank_is_an_error_on_all(place: str) -> None:
+    run(2, _update_fails, "native", place, "auto")
+
+
+def _norm_waits(transport: str) -> None:
+    """A rank that waits for the norm of all gradients hears that another one failed before; nobody has stepped."""
+    ours, spared = Training(3, transport), Training(3, transport)
+    for training in (ours, spared):
+        training.optimizer = _optimizer("with a norm", training.net)
+        training.step(1)
+    ours.model(ours.batch(2)).backward()
+    failing = ours.optimizer.register_step_pre_hook(_raise)
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="boom"):
+            ours.optimizer.step()
+    else:
+        failing.remove()
+        start = time.monotonic()
+        with pytest.raises(RankError, match=r"rank 1 failed: in AdamW\.step\(\): ValueError: boom") as caught:
+            ours.optimizer.step()
+        assert time.monotonic() - start < 10
+        assert "the update by AdamW" in str(caught.value)
+    dist.barrier()  # torch's own group is as it was
+    failing.remove()
+    ours.optimizer.zero_grad()
+    for training in (ours, spared):
+        training.step(3)
+    assert ours.losses == spared.losses
+    assert_same(full_values(ours.net), full_values(spared.net))
+    assert ours.optimizer.grad_norm == spared.optimizer.grad_norm > 0
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_wait_for_a_norm_hear_of_one_that_failed(transport: str) -> None:
+    run(2, _norm_waits, transport)
+
+
+def _every_update_fails() -> None:
+    ours, spared = Training(3), Training(3)
+    for training in (ours, spared):
+        training.optimizer = _optimizer("torch", training.net)
+        training.step(1)
+    ours.model(ours.batch(2)).backward()
+    with pytest.raises(ValueError, match="boom"):
+        ours.optimizer.step(_raise)
+    ours.optimizer.zero_grad()
+    for training in (ours, spared):
+        training.step(3)
+    assert_same(full_values(ours.net), full_values(spared.net))
+
+
+def test_training_goes_on_after_updates_that_fail_on_all_ranks() -> None:
+    run(2, _every_update_fails)

@@ -1,4 +1,7 @@
-"""Every way to ask for ZeroGraph, and the wrappers it must refuse."""
+"""Every way to ask for ZeroGraph, and the wrappers it must refuse.
+
+Tests ``api.py`` and ``sharding/adoption.py``.
+"""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import zerograph
 from zerograph.core.config import Recompute
 from zerograph.core.machine import machine_named
+from zerograph.core.planfile import PlanFile
 from zerograph.dryrun.forecast import plan_file
 
 SETTINGS: tuple[Recompute, ...] = ("auto", "none", 0.5, "full")
@@ -150,13 +151,17 @@ SINGLE = {":scaled_dot_product_attention": 1152, ".up:addmm": 4096, ".qkv:addmm"
 """Activations inside of a layer, with their bytes at a batch of :data:`ROWS`."""
 
 
-def planned(path: Path, world: int, stage: int, layers: int, names: Sequence[str]) -> Path:
-    """A file with a plan that recomputes all layers but for ``names`` of each."""
+def recomputing(world: int, stage: int, layers: int) -> PlanFile:
+    """A plan that recomputes all layers."""
 
     def make() -> tuple[nn.Module, tuple[Tensor]]:
         return Model(layers=layers), (torch.empty(ROWS, LENGTH, 5),)
 
-    file = plan_file("tests", make, machine_named("cpu"), world=world, stage=stage, bucket_size="8KB", recompute="full")
+    return plan_file("tests", make, machine_named("cpu"), world=world, stage=stage, bucket_size="8KB", recompute="full")
+
+
+def written(path: Path, file: PlanFile, names: Sequence[str]) -> Path:
+    """The same, but for ``names`` of each layer."""
     save = tuple(f"{layer}{name}" for layer in file.plan.recompute for name in names)
     path.write_text(replace(file, plan=replace(file.plan, save=save)).to_json())
     return path
@@ -167,9 +172,9 @@ def test_single_activations_are_saved_and_change_no_bit(tmp_path: Path, world: i
     """Of eight layers four are traced, and the rest is made of these."""
     auto = run(world, train, "auto", stage, "eager", {"layers": layers})[0]
     ways: list[tuple[str, ...]] = [(), (".up:addmm",), tuple(SINGLE)]
-    saved = []
+    saved, file = [], recomputing(world, stage, layers)
     for names in ways:
-        path = planned(tmp_path / f"{len(names)}.json", world, stage, layers, names)
+        path = written(tmp_path / f"{len(names)}.json", file, names)
         found = run(world, train, path, stage, "eager", {"layers": layers})[0]
         assert found.losses == auto.losses
         assert_same(found.grads, auto.grads)

@@ -1,4 +1,7 @@
-"""What one step does beside the update: unscale, clip, skip, tell autograd, refuse."""
+"""What one step does beside the update: unscale, clip, skip, tell autograd, refuse.
+
+Tests ``optim/clip.py`` and ``optim/host.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The list of passes is the order in which they run; each has a file and a test of its name."""
+"""The list of passes is the order in which they run; each has a file and a test of its name.
+
+Tests ``compiler/driver.py``.
+"""
 
 from __future__ import annotations
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from zerograph.core.machine import Tier
 from zerograph.core.step import ITEM_SIZE
-from zerograph.planner.choice import Choice
 from zerograph.planner.preset import Need
 from zerograph.planner.sizes import ModelSize
+from zerograph.planner.strategy import Strategy
 from zerograph.planner.training import Training
 
 
@@ -84,7 +84,7 @@ def total(needs: tuple[Need, ...], tier: Tier) -> int:
 
 
 def needs(
-    size: ModelSize, training: Training, choice: Choice, world_size: int, staging: Tier = "host"
+    size: ModelSize, training: Training, strategy: Strategy, world_size: int, staging: Tier = "host"
 ) -> tuple[Need, ...]:
     """Everything that one of ``world_size`` ranks needs, the largest rank's share where it does not divide.
 
@@ -92,15 +92,15 @@ def needs(
         staging: where buffers for NVMe are; "device" where the device is the host's CPU.
     """
     found = (
-        *model_states(size, layout_of(training), choice, world_size),
-        *working(size, training, choice),
-        *activations(size, training, choice),
-        Need(staging, "staging buffers", staging_bytes(size, layout_of(training), choice, world_size)),
+        *model_states(size, layout_of(training), strategy, world_size),
+        *working(size, training, strategy),
+        *activations(size, training, strategy),
+        Need(staging, "staging buffers", staging_bytes(size, layout_of(training), strategy, world_size)),
     )
     return tuple(need for need in found if need.bytes)
 
 
-def model_states(size: ModelSize, layout: Layout, choice: Choice, world_size: int) -> tuple[Need, ...]:
+def model_states(size: ModelSize, layout: Layout, strategy: Strategy, world_size: int) -> tuple[Need, ...]:
     """Parameters, gradients and optimizer states between and within steps, without what is gathered for use.
 
     A stage divides by the number of ranks what it shards (ZeRO, section 5): (2 + 2 + 12)*P at stage 0,
@@ -109,13 +109,14 @@ def model_states(size: ModelSize, layout: Layout, choice: Choice, world_size: in
     """
 
     def held(per_parameter: int, from_stage: int) -> int:
-        parts = world_size if choice.stage >= from_stage else 1
+        parts = world_size if strategy.stage >= from_stage else 1
+        # Rounded up: the largest rank's share.
         return -(-per_parameter * size.parameters // parts)
 
     return (
-        Need(choice.home("parameters"), "parameters", held(_copy(layout, choice, world_size), 3)),
-        Need(choice.home("gradients"), "gradients", held(layout.gradient, 2)),
-        Need(choice.home("optimizer"), "optimizer states", held(layout.optimizer, 1)),
+        Need(strategy.home("parameters"), "parameters", held(_copy(layout, strategy, world_size), 3)),
+        Need(strategy.home("gradients"), "gradients", held(layout.gradient, 2)),
+        Need(strategy.home("optimizer"), "optimizer states", held(layout.optimizer, 1)),
     )
 
 
@@ -124,7 +125,7 @@ def largest_operator(size: ModelSize) -> int:
     return min(size.parameters, max(4 * size.hidden**2, size.vocab * size.hidden))
 
 
-def working(size: ModelSize, training: Training, choice: Choice) -> tuple[Need, ...]:
+def working(size: ModelSize, training: Training, strategy: Strategy) -> tuple[Need, ...]:
     """Device memory to use sharded states: gathered parameters (stage 3) and unreduced gradients (stages 2, 3).
 
     ZeRO-Infinity's model state working memory is that of the largest operator, ``(2 + 2) * h * 4h`` bytes. Prefetched
@@ -132,51 +133,51 @@ def working(size: ModelSize, training: Training, choice: Choice) -> tuple[Need, 
     """
 
     def unit(per_parameter: int) -> int:
-        largest = -(-per_parameter * largest_operator(size) // choice.tiles)
+        largest = -(-per_parameter * largest_operator(size) // strategy.tiles)
         return min(per_parameter * size.parameters, max(training.bucket_size, largest))
 
     layout = layout_of(training)
-    gathered = unit(layout.copy) * (1 + training.prefetch) if choice.stage == 3 else 0
+    gathered = unit(layout.copy) * (1 + training.prefetch) if strategy.stage == 3 else 0
     return (
         Need("device", "gathered parameters", min(gathered, layout.copy * size.parameters)),
-        Need("device", "unreduced gradients", unit(layout.gradient) if choice.stage >= 2 else 0),
+        Need("device", "unreduced gradients", unit(layout.gradient) if strategy.stage >= 2 else 0),
     )
 
 
-def activations(size: ModelSize, training: Training, choice: Choice) -> tuple[Need, ...]:
+def activations(size: ModelSize, training: Training, strategy: Strategy) -> tuple[Need, ...]:
     """Saved activations at their peak, and the working set of one layer or of the loss, whichever is larger.
 
     Without recomputation the peak is at the loss. With it, a layer is recomputed after the logits are gone. Offloaded
     checkpoints leave two on the device: one in use, one in flight.
     """
     layer, kept = layer_bytes(size, training), checkpoint_bytes(size, training)
-    logits = logits_bytes(size, training, choice.tiles)
-    if choice.activations == "keep":
+    logits = logits_bytes(size, training, strategy.tiles)
+    if strategy.activations == "keep":
         return Need("device", "activations", layer * size.layers), Need("device", "logits", logits)
     peak = Need("device", "logits", logits) if logits > layer else Need("device", "one layer's activations", layer)
-    if choice.activations == "recompute":
+    if strategy.activations == "recompute":
         return Need("device", "checkpoints", kept * size.layers), peak
     return (
         Need("device", "checkpoints", kept * min(2, size.layers)),
-        Need(choice.activations, "checkpoints", kept * size.layers),
+        Need(strategy.activations, "checkpoints", kept * size.layers),
         peak,
     )
 
 
-def staging_bytes(size: ModelSize, layout: Layout, choice: Choice, world_size: int) -> int:
+def staging_bytes(size: ModelSize, layout: Layout, strategy: Strategy, world_size: int) -> int:
     """Host memory that NVMe passes through: three buffers, each for this rank's share of the largest operator."""
-    if choice.tier != "nvme" and choice.activations != "nvme":
+    if strategy.tier != "nvme" and strategy.activations != "nvme":
         return 0
     per_parameter = layout.copy + layout.gradient + layout.optimizer
-    return 3 * max(STAGING, -(-per_parameter * largest_operator(size) // (choice.tiles * world_size)))
+    return 3 * max(STAGING, -(-per_parameter * largest_operator(size) // (strategy.tiles * world_size)))
 
 
-def _copy(layout: Layout, choice: Choice, world_size: int) -> int:
+def _copy(layout: Layout, strategy: Strategy, world_size: int) -> int:
     """Bytes per parameter of the copy that kernels read and that outlives its use.
 
     A rank that holds the whole master reads that, or saves a cast of it for the backward: there is nothing to gather.
     """
-    master_on_device = choice.home("optimizer") == "device"
-    if master_on_device and (choice.stage == 0 or world_size == 1):
+    master_on_device = strategy.home("optimizer") == "device"
+    if master_on_device and (strategy.stage == 0 or world_size == 1):
         return 0 if layout.copy == layout.master else layout.copy
-    return layout.copy if choice.stage < 3 or layout.resident or not master_on_device else 0
+    return layout.copy if strategy.stage < 3 or layout.resident or not master_on_device else 0

@@ -15,7 +15,7 @@ from planner.steps import Layer, step_of
 
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.plan import Bucket, Homes, Plan
-from zerograph.core.simulate import measure
+from zerograph.core.simulate import time_and_peaks
 from zerograph.core.step import Step
 from zerograph.planner import plan_step
 from zerograph.planner.rates import Rates, state_bytes
@@ -90,7 +90,7 @@ def judged(step: Step, plans: Iterator[Plan], machine: Machine) -> list[tuple[fl
     for plan in (first, *plans):
         assert not list(plan.mistakes())
         moved = scheduler.moved(plan)
-        found.append(measure(sketch(scheduler, plan), scheduler.costs, (*held, *moved))[:2])  # type: ignore[arg-type]
+        found.append(time_and_peaks(sketch(scheduler, plan), scheduler.costs, (*held, *moved))[:2])  # type: ignore[arg-type]
     return found
 
 

@@ -16,7 +16,7 @@ from zerograph.core.machine import machine_named
 from zerograph.core.plan import GivenPlan, Homes, Plan
 from zerograph.core.step import Step
 from zerograph.planner import plan_step, replay
-from zerograph.planner.check import CHECKS, Violation, check, require
+from zerograph.planner.check import CHECKS, Violation, check_plan, require_plan
 from zerograph.planner.search import Search, Wish
 
 WORLD = 2
@@ -42,9 +42,9 @@ def test_every_plan_by_rule_passes_and_so_does_its_replay(
 ) -> None:
     step = step_of([Layer(rows=n) for n in rows], training)
     plan = plan_step(step, stage=stage, world_size=WORLD, bucket_size=limit, prefetch=1, recompute="full")
-    assert check(step, plan) == []
+    assert check_plan(step, plan) == []
     read = GivenPlan("plan.json", Plan.from_json(plan.to_json()))
-    assert check(step, replay(read, step)) == []
+    assert check_plan(step, replay(read, step)) == []
 
 
 @settings(deadline=None, max_examples=30)
@@ -53,7 +53,7 @@ def test_every_searched_plan_passes(rows: list[int], share: float) -> None:
     step = step_of([Layer(rows=n) for n in rows])
     wish = Wish("auto", WORLD, offload="auto")
     search = Search(step, wish, machine_named("v100-32gb-dgx2"), work=300)
-    assert check(step, search.best[int(share * (len(search.best) - 1))].plan) == []
+    assert check_plan(step, search.best[int(share * (len(search.best) - 1))].plan) == []
 
 
 def bucket(place: int, **changes: object) -> Plan:
@@ -106,14 +106,14 @@ FIRST, SECOND = (b.params[0] for b in PLAN.buckets)
     ],
 )
 def test_what_is_broken_is_found(step: Step, plan: Plan, name: str, message: str) -> None:
-    assert check(STEP, PLAN) == []
-    assert any(message in violation.message for violation in check(step, plan) if violation.check == name)
+    assert check_plan(STEP, PLAN) == []
+    assert any(message in violation.message for violation in check_plan(step, plan) if violation.check == name)
     assert all(found[-1] for found in CHECKS[name][1](step, plan))
 
 
 def test_single_activations_that_the_step_has_are_no_mistake() -> None:
     plan = replace(PLAN, save=("blocks.0:up", "blocks.1:act"), offload=(("blocks.0:up", "host"),))
-    assert check(STEP, plan) == []
+    assert check_plan(STEP, plan) == []
     assert replay(GivenPlan("plan.json", plan), STEP) == plan
     with pytest.raises(ConfigError, match=r"blocks\.0:gone is saved in the plan, and not made here"):
         replay(GivenPlan("plan.json", replace(plan, save=("blocks.0:gone",))), STEP)
@@ -121,11 +121,11 @@ def test_single_activations_that_the_step_has_are_no_mistake() -> None:
 
 def test_an_error_names_the_operation_its_module_and_line() -> None:
     broken = operation("act0", reads=("d_out0",))
-    assert check(broken, PLAN) == [
+    assert check_plan(broken, PLAN) == [
         Violation("reads", 2, "blocks.0", "model.py:8", "act0 reads d_out0, before it is made")
     ]
     with pytest.raises(InvariantError) as caught:
-        require(broken, PLAN, "look at it")
+        require_plan(broken, PLAN, "look at it")
     text = str(caught.value)
     assert "reads: act0 reads d_out0, before it is made (at operation act0, blocks.0, model.py:8)" in text
     assert text.endswith("hint: look at it")
@@ -133,7 +133,7 @@ def test_an_error_names_the_operation_its_module_and_line() -> None:
 
 def test_an_error_is_short() -> None:
     with pytest.raises(InvariantError, match="and 5 more"):
-        require(STEP, replace(PLAN, recompute=tuple(f"gone.{i}" for i in range(10))), "")
+        require_plan(STEP, replace(PLAN, recompute=tuple(f"gone.{i}" for i in range(10))), "")
 
 
 def test_it_takes_milliseconds() -> None:
@@ -143,11 +143,11 @@ def test_it_takes_milliseconds() -> None:
     taken = []
     for _ in range(5):
         begin = time.perf_counter()
-        assert check(step, plan) == []
+        assert check_plan(step, plan) == []
         taken.append(time.perf_counter() - begin)
     assert min(taken) < 0.05  # 6 ms where nothing else runs
 
 
 def test_a_transformer_passes() -> None:
     step = transformer(4, 64, 32)
-    assert check(step, plan_step(step, stage=3, world_size=8, bucket_size=2**16, prefetch=2)) == []
+    assert check_plan(step, plan_step(step, stage=3, world_size=8, bucket_size=2**16, prefetch=2)) == []

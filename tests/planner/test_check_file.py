@@ -1,4 +1,7 @@
-"""What must be true of every plan: true of every simulated program, and found wherever it is broken."""
+"""What must be true of every plan: true of every simulated program, and found wherever it is broken.
+
+Tests ``planner/check_tasks.py``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What fits, how fast, and what is the largest that fits, against what ZeRO's papers report; then properties."""
+"""What fits, how fast, and what is the largest that fits, against what ZeRO's papers report; then properties.
+
+Tests ``planner/preset.py``, ``planner/synthetic.py``, ``planner/largest_estimate.py`` and ``planner/shortage.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ from planner.formulas import checkpoint_bytes, layer_bytes, layout_of, model_sta
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import PRESETS, TIERS, Machine, Tier, machine_named
 from zerograph.core.plan import Offload
-from zerograph.planner.choice import ACTIVATIONS, Activations, Choice, Stage, placements
-from zerograph.planner.estimate import Question, Row, fastest, rows
-from zerograph.planner.largest import WHATS, largest
+from zerograph.planner.estimate import Question, Row, estimate_rows, fastest
+from zerograph.planner.largest_estimate import WHATS, largest_estimate
 from zerograph.planner.preset import DEEP, Outcome, Preset
 from zerograph.planner.shortage import shortage
 from zerograph.planner.sizes import ModelSize
+from zerograph.planner.strategy import ACTIVATIONS, Activations, Stage, Strategy, placements
 from zerograph.planner.training import OPTIMIZERS, Attention, Optimizer, Training
 
 V100 = machine_named("v100-32gb-dgx2")
@@ -30,14 +33,16 @@ def asked(size: ModelSize = ANY, world: int = 1, training: Training = PAPER, **f
 
 
 def any_fits(question: Question) -> bool:
-    return any(Row(question, choice).tiled().fits for group in question.groups() for choice in group)
+    return any(Row(question, strategy).tiled().fits for group in question.groups() for strategy in group)
 
 
 @pytest.mark.parametrize("batch", [1, 4, 8])
 def test_data_parallelism_on_a_v100_stops_near_1_4_billion(batch: int) -> None:
-    found = largest(asked(training=replace(PAPER, batch=batch), world=16, stage=0), "params")
+    found = largest_estimate(asked(training=replace(PAPER, batch=batch), world=16, stage=0), "params")
     assert 1.4e9 < found.value < 2e9
-    kept = largest(asked(training=replace(PAPER, batch=batch), world=16, stage=0, activations="keep"), "params")
+    kept = largest_estimate(
+        asked(training=replace(PAPER, batch=batch), world=16, stage=0, activations="keep"), "params"
+    )
     assert 0.7e9 < kept.value <= found.value  # gradients come as activations go: formulas add both up
     assert asked().have("device") < 16 * 2.1e9  # with no activation at all it would end at 2 billion
 
@@ -48,31 +53,31 @@ def test_zero_offload_trains_13_billion_on_one_v100() -> None:
     for batch in (1, 4, 8):
         offload = asked(published, training=replace(PAPER, batch=batch), stage=2, offload="gradients")
         assert any_fits(offload)
-        assert 13e9 < largest(offload, "params").value < 16.5e9
+        assert 13e9 < largest_estimate(offload, "params").value < 16.5e9
     assert not any_fits(asked(published, stage=2, tier="device"))
     assert not any_fits(asked(ModelSize.of(layers=25, hidden=8192), stage=2))  # 20 B: 40 GB of 16-bit parameters
 
 
 def test_zero_infinity_fits_a_trillion_on_one_dgx2() -> None:
     published = ModelSize.of(layers=128, hidden=25 * 1024, heads=256)
-    found = rows(asked(published, world=16))
-    assert {(row.choice.stage, row.choice.tier) for row in found if row.fits} == {(3, "nvme")}
-    assert 1e12 < largest(asked(world=16), "params").value < 1.8e12
+    found = estimate_rows(asked(published, world=16))
+    assert {(row.strategy.stage, row.strategy.tier) for row in found if row.fits} == {(3, "nvme")}
+    assert 1e12 < largest_estimate(asked(world=16), "params").value < 1.8e12
 
 
 def test_zero_infinity_fits_over_30_trillion_on_512_v100() -> None:
     published = ModelSize.of(layers=240, hidden=105 * 1024, heads=1024)
     assert published.parameters > 32e12
-    best = fastest(rows(asked(published, world=512, training=replace(PAPER, batch=1))))
+    best = fastest(estimate_rows(asked(published, world=512, training=replace(PAPER, batch=1))))
     assert best is not None
-    assert best.choice.home("optimizer") == "nvme"
-    assert best.choice.tiles > 1  # one matrix of 4*h*h is 92 GB in 16 bit
+    assert best.strategy.home("optimizer") == "nvme"
+    assert best.strategy.tiles > 1  # one matrix of 4*h*h is 92 GB in 16 bit
     assert not any_fits(asked(published, world=512, training=replace(PAPER, batch=1), tiles=1))
-    assert 30e12 < largest(asked(world=512, training=replace(PAPER, batch=1)), "params").value < 60e12
+    assert 30e12 < largest_estimate(asked(world=512, training=replace(PAPER, batch=1)), "params").value < 60e12
 
 
 def test_tiers_order_the_largest_model_as_the_papers_do() -> None:
-    on_device, on_host, on_nvme = (largest(asked(world=16, tier=tier), "params").value for tier in TIERS)
+    on_device, on_host, on_nvme = (largest_estimate(asked(world=16, tier=tier), "params").value for tier in TIERS)
     assert 20e9 < on_device < 40e9  # 512 GB over 16 bytes is 32 B
     assert 70e9 < on_host < 150e9  # 1.5 TB over 12 bytes is 125 B
     assert on_nvme > 1e12
@@ -87,7 +92,7 @@ def test_compute_is_six_operations_per_parameter_and_token_and_eight_recomputed(
 
     def busy(machine: Machine, **how: object) -> float:
         training = replace(PAPER, accumulate=how.pop("accumulate", 1))  # type: ignore[arg-type]
-        return Preset(size, training, machine, 1, Choice(3, **how)).outcome.passes["compute"]  # type: ignore[arg-type]
+        return Preset(size, training, machine, 1, Strategy(3, **how)).outcome.passes["compute"]  # type: ignore[arg-type]
 
     assert busy(fast) == pytest.approx(3 * forward, rel=0.001)
     assert busy(fast, activations="recompute") == pytest.approx(3 * forward + again, rel=0.001)
@@ -108,26 +113,26 @@ def test_throughput_is_that_of_the_papers_within_a_factor() -> None:
     ):
         size = ModelSize.of(layers=layers, hidden=hidden, heads=heads)
         training = replace(PAPER, batch=8, accumulate=accumulate)
-        best = fastest(rows(asked(size, world, training, offload=offload)))
-        assert best is not None and best.choice.recomputes
+        best = fastest(estimate_rows(asked(size, world, training, offload=offload)))
+        assert best is not None and best.strategy.recomputes
         executed = 3 + 2 / 3  # the last product of each layer, a third of it, is not computed again
         found = executed * products_flops(size) * training.batch / PAPER.batch * accumulate / best.outcome.seconds
         assert 1 < found / published < 1.8
 
 
-def outcome(size: ModelSize, choice: Choice, world: int = 1, training: Training = PAPER) -> Outcome:
-    return Preset(size, training, V100, world, choice).outcome
+def outcome(size: ModelSize, strategy: Strategy, world: int = 1, training: Training = PAPER) -> Outcome:
+    return Preset(size, training, V100, world, strategy).outcome
 
 
 def test_adam_on_the_host_takes_the_time_of_zero_offload() -> None:
-    found = outcome(ModelSize.of(layers=50, hidden=4096), Choice(2, "gradients", "host"))
+    found = outcome(ModelSize.of(layers=50, hidden=4096), Strategy(2, "gradients", "host"))
     assert found.update["cpu_update"] == pytest.approx(2.57, rel=0.2)  # 10 B parameters, table 4
 
 
 def test_stage_3_communicates_half_as_much_again() -> None:
     size = ModelSize.of(layers=32, hidden=4096, vocab=1)
     free = replace(V100, intra=replace(V100.intra, latency=0.0))
-    found = [Preset(size, PAPER, free, 16, Choice(stage)).outcome.passes for stage in (0, 1, 2, 3)]
+    found = [Preset(size, PAPER, free, 16, Strategy(stage)).outcome.passes for stage in (0, 1, 2, 3)]
     moved = [passes.get("gather", 0.0) + passes["reduce"] for passes in found]
     volume = 2 * size.parameters * 15 / 16 / free.intra.rate  # the paper's Psi, in 16 bit
     assert moved == pytest.approx([2 * volume, 2 * volume, 2 * volume, 3 * volume])
@@ -135,7 +140,7 @@ def test_stage_3_communicates_half_as_much_again() -> None:
 
 def test_updates_of_states_on_nvme_are_bound_by_it() -> None:
     size = ModelSize.of(layers=128, hidden=25 * 1024)
-    found = outcome(size, Choice(3, "parameters", "nvme", "recompute"), 16)
+    found = outcome(size, Strategy(3, "parameters", "nvme", "recompute"), 16)
     written = size.parameters * (12 + 2) / V100.nvme_write.rate  # optimizer states and the new 16-bit parameters
     assert found.update["nvme_write"] == pytest.approx(written, rel=0.01)
     assert found.seconds == sum(found.lengths) and found.lengths[1] >= found.update["nvme_write"]
@@ -159,7 +164,7 @@ def test_states_of_planned_steps_are_those_of_the_zero_paper(
     size, found = ModelSize.of(int(parameters)), []
     for stage in (1, 2, 3):
         training = replace(PAPER, accumulate=2)
-        held = Preset(size, training, V100, world, Choice(stage)).least["device"]  # type: ignore[arg-type]
+        held = Preset(size, training, V100, world, Strategy(stage)).least["device"]  # type: ignore[arg-type]
         found.append((held + (2 * parameters if stage < 3 else 0)) / 1e9)
     assert found == pytest.approx(published, rel=0.03)
 
@@ -171,9 +176,9 @@ def test_what_lies_between_steps_is_what_the_formulas_say(
 ) -> None:
     """But for what is gathered whole (stages 0 to 2) and the gradients, which come and go with the backward."""
     size, training = ModelSize.of(layers=24, hidden=4096, vocab=4096), Training(optimizer=optimizer)
-    choice, layout = Choice(stage, offload, tier), layout_of(training)
-    found = Preset(size, training, V100, 8, choice).least
-    states = {need.item: need for need in model_states(size, layout, choice, 8)}
+    strategy, layout = Strategy(stage, offload, tier), layout_of(training)
+    found = Preset(size, training, V100, 8, strategy).least
+    states = {need.item: need for need in model_states(size, layout, strategy, 8)}
     for at in TIERS:
         formula = sum(n.bytes for item, n in states.items() if n.tier == at and item != "gradients")
         if at == "device" and stage < 3 and not (stage == 0 and layout.resident):
@@ -185,9 +190,9 @@ def test_what_lies_between_steps_is_what_the_formulas_say(
 def test_a_layer_saves_what_korthikanti_et_al_count(attention: Attention) -> None:
     training = replace(PAPER, attention=attention)
     sizes = [ModelSize.of(layers=n, hidden=2048, vocab=1) for n in (8, 16)]
-    few, many = (Preset(s, training, V100, 1, Choice(0)).outcome.peaks["device"] for s in sizes)
+    few, many = (Preset(s, training, V100, 1, Strategy(0)).outcome.peaks["device"] for s in sizes)
     kept, recomputed = (
-        [Preset(s, training, replace(V100), 1, Choice(2, "gradients", "host", how)) for s in sizes]  # type: ignore[arg-type]
+        [Preset(s, training, replace(V100), 1, Strategy(2, "gradients", "host", how)) for s in sizes]  # type: ignore[arg-type]
         for how in ("keep", "recompute")
     )
     grown = [b.outcome.peaks["device"] - a.outcome.peaks["device"] for a, b in (kept, recomputed)]
@@ -203,7 +208,7 @@ def test_a_deep_model_costs_what_its_depths_say(
     stage: Stage, offload: Offload, tier: Tier, activations: Activations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size, machine = ModelSize.of(layers=96, hidden=2048), machine_named("h100-80gb")
-    asked = Preset(size, Training(batch=4), machine, 8, Choice(stage, offload, tier, activations))
+    asked = Preset(size, Training(batch=4), machine, 8, Strategy(stage, offload, tier, activations))
     continued = asked.outcome
     assert size.layers > DEEP
     monkeypatch.setattr("zerograph.planner.preset.DEEP", size.layers)
@@ -215,7 +220,7 @@ def test_a_deep_model_costs_what_its_depths_say(
 def test_accumulation_spreads_the_update_over_more_tokens() -> None:
     size = ModelSize.of(layers=50, hidden=4096)
     speeds = [
-        Row(asked(size, training=replace(PAPER, accumulate=n)), Choice(2, "gradients", "host", "recompute"))
+        Row(asked(size, training=replace(PAPER, accumulate=n)), Strategy(2, "gradients", "host", "recompute"))
         for n in (1, 4, 64)
     ]
     assert speeds[0].tokens_per_second < speeds[1].tokens_per_second < speeds[2].tokens_per_second
@@ -223,34 +228,36 @@ def test_accumulation_spreads_the_update_over_more_tokens() -> None:
 
 
 def test_a_shortage_says_what_is_missing_and_what_would_help() -> None:
-    found = shortage(rows(asked(ModelSize.of(layers=65, hidden=4096), tier="device")))
+    found = shortage(estimate_rows(asked(ModelSize.of(layers=65, hidden=4096), tier="device")))
     assert found is not None
     assert found.tier == "device" and found.need > found.have == asked().have("device")
     assert found.largest.item == "optimizer states"
     assert "needs 19" in str(found) and "has 30.1 GiB" in str(found)
-    ways = {knob.change: knob for knob in found.knobs}
+    ways = {remedy.change: remedy for remedy in found.remedies}
     assert ways["stage 2, gradients on host"].fits
     assert ways["stage 2, gradients on host"].saves >= 14 * 13e9
     assert "batch 2 instead of 4" not in ways  # the peak is the update's, when no activation is left
-    assert [knob.fits for knob in found.knobs] == sorted((knob.fits for knob in found.knobs), reverse=True)
+    assert [remedy.fits for remedy in found.remedies] == sorted(
+        (remedy.fits for remedy in found.remedies), reverse=True
+    )
 
 
 def test_the_capacity_a_shortage_asks_for_is_enough() -> None:
     for size in (ModelSize.of(layers=65, hidden=4096), ModelSize.of(layers=200, hidden=30_000)):
-        found = shortage(rows(asked(size, world=3, tier="device")))
+        found = shortage(estimate_rows(asked(size, world=3, tier="device")))
         assert found is not None
-        assert [knob.fits for knob in found.knobs if "more on device" in knob.change] == [True]
+        assert [remedy.fits for remedy in found.remedies if "more on device" in remedy.change] == [True]
 
 
 def test_a_cpu_offloads_to_nvme_only() -> None:
-    found = rows(Question(ModelSize.of(layers=4, hidden=512), Training(dtype="float32"), PRESETS["cpu"], 2))
-    assert {row.choice.tier for row in found} == {"device", "nvme"}
+    found = estimate_rows(Question(ModelSize.of(layers=4, hidden=512), Training(dtype="float32"), PRESETS["cpu"], 2))
+    assert {row.strategy.tier for row in found} == {"device", "nvme"}
     assert all(row.need["host"] == 0 for row in found)
 
 
 def test_impossible_wishes_are_refused() -> None:
     with pytest.raises(ConfigError, match="no row"):
-        rows(asked(stage=1, offload="parameters"))
+        estimate_rows(asked(stage=1, offload="parameters"))
     with pytest.raises(ConfigError, match="world size"):
         asked(world=0)
     with pytest.raises(ConfigError, match="batch"):
@@ -288,20 +295,20 @@ def test_more_memory_never_makes_a_fitting_row_not_fit(question: Question, more:
         host_memory=machine.host_memory + more[1],
         nvme_capacity=machine.nvme_capacity + more[2],
     )
-    before, after = rows(question), rows(replace(question, machine=richer))
+    before, after = estimate_rows(question), estimate_rows(replace(question, machine=richer))
     assert {_place(row) for row in before if row.fits} <= {_place(row) for row in after if row.fits}
     best, richest = fastest(before), fastest(after)
     assert best is None or (richest is not None and richest.outcome.seconds <= best.outcome.seconds)
 
 
 def _place(row: Row) -> tuple[int, str, str]:
-    return row.choice.stage, row.choice.offload, row.choice.tier
+    return row.strategy.stage, row.strategy.offload, row.strategy.tier
 
 
 @given(question=QUESTIONS, what=st.sampled_from(WHATS))
 @settings(deadline=None, max_examples=5)
 def test_the_largest_fits_and_the_next_does_not(question: Question, what: str) -> None:
-    found = largest(question, what)  # type: ignore[arg-type]
+    found = largest_estimate(question, what)  # type: ignore[arg-type]
     assert not any_fits(found.beyond)
     if found.question is None:
         assert found.value == 0
@@ -318,8 +325,8 @@ def test_the_largest_fits_and_the_next_does_not(question: Question, what: str) -
 @given(question=QUESTIONS)
 @settings(deadline=None, max_examples=10)
 def test_a_row_is_the_fastest_of_its_choices_that_fit(question: Question) -> None:
-    for row, group in zip(rows(question), question.groups(), strict=True):
-        tried = [Row(question, choice).tiled() for choice in group]
+    for row, group in zip(estimate_rows(question), question.groups(), strict=True):
+        tried = [Row(question, strategy).tiled() for strategy in group]
         fitting = [one.outcome.seconds for one in tried if one.fits]
         assert row.fits == bool(fitting)
         assert not fitting or row.outcome.seconds == min(fitting)

@@ -1,4 +1,7 @@
-"""Knobs: every turn is a plan that makes sense, and half the way lies between two plans."""
+"""Knobs: every turn is a plan that makes sense, and half the way lies between two plans.
+
+Tests ``planner/space.py``.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from planner.steps import Layer, step_of
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Bucket, Plan, decided
 from zerograph.planner import knobs
-from zerograph.planner.check import check
-from zerograph.planner.knobs import Knob, by_reward, changes, halfway, split, spread
+from zerograph.planner.check import check_plan
+from zerograph.planner.knobs import Knob, by_reward, halfway, in_runs, neighbours, spread
 from zerograph.planner.search import Search, Wish, _all_knobs
 from zerograph.planner.space import Space
 
@@ -57,7 +60,7 @@ def turned(draw: st.DrawFn) -> Plan:
 @given(plan=turned())
 def test_whatever_is_turned_the_plan_makes_sense(plan: Plan) -> None:
     assert list(plan.mistakes()) == []
-    assert check(STEP, plan) == []
+    assert check_plan(STEP, plan) == []
     assert Plan.from_json(plan.to_json()) == plan
     found = SPACE.of(plan)
     assert found.seconds > 0 and found.peak > 0
@@ -68,7 +71,7 @@ def test_whatever_is_turned_the_plan_makes_sense(plan: Plan) -> None:
 @given(plan=turned(), groups=st.sampled_from([1, 2, 100]))
 def test_changes_turn_one_knob(plan: Plan, groups: int) -> None:
     for name, knob in KNOBS.items():
-        for changed in changes([knob], plan, groups):
+        for changed in neighbours([knob], plan, groups):
             others = [
                 other for other in KNOBS if other != name and KNOBS[other].read(plan) != KNOBS[other].read(changed)
             ]
@@ -115,8 +118,8 @@ def test_every_decision_is_turned_by_the_search() -> None:
 
 
 def test_orders() -> None:
-    assert [list(run) for run in split(range(5), 2)] == [[0, 1], [2, 3, 4]]
-    assert [list(run) for run in split((), 4)] == []
+    assert [list(run) for run in in_runs(range(5), 2)] == [[0, 1], [2, 3, 4]]
+    assert [list(run) for run in in_runs((), 4)] == []
     assert sorted(spread(range(9))) == list(range(9)) and spread(range(9))[0] == 8
     assert by_reward(["a", "b", "c"], {"a": 1.0, "b": 2.0, "c": 1.0}.__getitem__) == ["b", "c", "a"]
 

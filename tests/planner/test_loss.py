@@ -13,11 +13,11 @@ from zerograph.core.machine import TIERS, machine_named
 from zerograph.core.plan import Plan
 from zerograph.core.planfile import PlanFile
 from zerograph.core.step import Op, Param, Step, Value
-from zerograph.planner.check import check
+from zerograph.planner.check import check_plan
+from zerograph.planner.forecasts import forecast_sketch
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import MOST_LOSS_TILES, head_of, loss_tiles, tiled
 from zerograph.planner.optimizer import with_updates
-from zerograph.planner.outlook import scheduled
 from zerograph.planner.rules import plan_step
 from zerograph.planner.search import Search, Wish
 
@@ -124,9 +124,9 @@ def test_with_less_memory_than_logits_take_the_loss_is_tiled() -> None:
     assert whole.peak - parts.peak > 1.9 * LOGITS
     assert parts.plan.buckets[-1].tiles == 1  # each tile of tokens reads all of the head's weight
     assert parts.seconds - whole.seconds > WORK / GPU.matmul["float32"]  # logits are computed twice
-    forecast, holdings = scheduled(parts.space.scheduler, parts.plan)
+    forecast, holdings = forecast_sketch(parts.space.scheduler, parts.plan)
     assert "head and loss in 64 tiles" in PlanFile("any", parts.plan, GPU, {}, forecast, holdings).unexecuted
-    assert check(step, parts.plan) == []
+    assert check_plan(step, parts.plan) == []
     untiled = Search(step, Wish("auto", WORLD), GPU)
     assert {c.plan.loss_tiles for c in untiled.best} == {1}
     assert untiled.best[0].peak > LOGITS
@@ -135,7 +135,7 @@ def test_with_less_memory_than_logits_take_the_loss_is_tiled() -> None:
 def test_tiles_of_a_loss_that_is_not_there_are_found() -> None:
     step = step_of([Layer()] * 2)
     plan = replace(plan_step(step, stage=3, world_size=2, bucket_size=MIB, prefetch=1), loss_tiles=4)
-    assert [v.message for v in check(step, plan)] == [
+    assert [v.message for v in check_plan(step, plan)] == [
         "the loss is in 4 tiles, and the step has none behind logits of its own"
     ]
     assert list(Plan(3, 2, (), 1, loss_tiles=0).mistakes()) == ["0 tiles of the loss"]

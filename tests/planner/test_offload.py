@@ -1,4 +1,7 @@
-"""Steps that offload and tile: bytes as the formulas count them, invariants of every schedule, and what is refused."""
+"""Steps that offload and tile: bytes as the formulas count them, invariants of every schedule, and what is refused.
+
+Tests ``planner/placement.py`` and ``planner/plan_file.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,12 @@ from zerograph.core.errors import ZeroGraphError
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.plan import Bucket, Homes, Offload, Plan, tile_rows
 from zerograph.core.planfile import PlanFile
-from zerograph.core.simulate import Memory, measure
+from zerograph.core.simulate import Memory, time_and_peaks
 from zerograph.core.step import Step
 from zerograph.core.timeline import Forecast
 from zerograph.planner.check_file import check_file
-from zerograph.planner.choice import Activations, Choice, placements
+from zerograph.planner.forecasts import forecast_sketch
 from zerograph.planner.homes import HOMES
-from zerograph.planner.outlook import scheduled
 from zerograph.planner.placement import Shards
 from zerograph.planner.plan_file import file_from_sketch
 from zerograph.planner.rates import Rates, gathered_bytes, state_bytes
@@ -32,6 +34,7 @@ from zerograph.planner.schedule import Scheduler
 from zerograph.planner.search import Search, Wish
 from zerograph.planner.sizes import ModelSize
 from zerograph.planner.sketch import BUFFERS, sketch
+from zerograph.planner.strategy import Activations, Strategy, placements
 from zerograph.planner.training import Training
 
 GPU, CPU = machine_named("h100-80gb"), machine_named("cpu")
@@ -53,7 +56,7 @@ def placed(plan: Plan, homes: Homes, tiles: int = 1) -> Plan:
 
 
 def file_of(step: Step, plan: Plan, machine: Machine, moments: int = 2) -> PlanFile:
-    forecast, holdings = scheduled(scheduler_of(step, plan, machine, moments), plan)
+    forecast, holdings = forecast_sketch(scheduler_of(step, plan, machine, moments), plan)
     budget = {tier: peak.bytes for tier, peak in forecast.peaks.items()}
     return PlanFile("any", plan, machine, budget, forecast, holdings)
 
@@ -94,11 +97,11 @@ def test_model_states_are_those_of_the_formulas_to_the_byte(
     """At the end of a step there are parameters, gradients and optimizer states, and the loss (4 bytes)."""
     step = step_of([Layer(rows=MIB, inside=10**6)] * 4)
     step = half(step) if dtype == "bfloat16" else step
-    choice = Choice(stage, offload, tier)  # type: ignore[arg-type]
+    strategy = Strategy(stage, offload, tier)  # type: ignore[arg-type]
     plan = ruled(step, stage, world)
-    plan = placed(plan, Homes(choice.home("parameters"), choice.home("gradients"), choice.home("optimizer")))
+    plan = placed(plan, Homes(strategy.home("parameters"), strategy.home("gradients"), strategy.home("optimizer")))
     memory = file_of(step, plan, GPU).forecast.memory
-    formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), layout_of(Training(dtype=dtype)), choice, world)
+    formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), layout_of(Training(dtype=dtype)), strategy, world)
     for at in TIERS:
         level = memory[at][-1][1] if at in memory else 0
         assert level - 4 * (at == "device") == total(formula, at), at
@@ -106,9 +109,9 @@ def test_model_states_are_those_of_the_formulas_to_the_byte(
 
 def test_stage_1_holds_the_optimizer_as_the_formulas_do() -> None:
     """Formulas let stage 1 keep whole gradients, as the paper has it; ours are reduced as at stage 2."""
-    step, choice = step_of([Layer(rows=MIB)] * 4), Choice(1, "optimizer", "nvme")
+    step, strategy = step_of([Layer(rows=MIB)] * 4), Strategy(1, "optimizer", "nvme")
     memory = file_of(step, placed(ruled(step, stage=1), Homes(optimizer="nvme")), GPU).forecast.memory
-    formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), layout_of(Training(dtype="float32")), choice, 4)
+    formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), layout_of(Training(dtype="float32")), strategy, 4)
     assert memory["nvme"][-1][1] == total(formula, "nvme")
     assert memory["host"][-1][1] == 0
 
@@ -139,15 +142,15 @@ def test_peaks_of_a_gpt_like_step_are_near_the_formulas(
     # Each layer saves what is before and after its activation function, and its input.
     inside = (layer_bytes(size, training) - stream) // 2
     step = step_of([Layer(rows=elements, stream=stream, inside=inside, flops=10**12)] * layers)
-    choice = Choice(stage, offload, tier, activations)  # type: ignore[arg-type]
-    homes = Homes(choice.home("parameters"), choice.home("gradients"), choice.home("optimizer"))
+    strategy = Strategy(stage, offload, tier, activations)  # type: ignore[arg-type]
+    homes = Homes(strategy.home("parameters"), strategy.home("gradients"), strategy.home("optimizer"))
     names = tuple(f"blocks.{i}" for i in range(layers))
     plan = replace(
         placed(ruled(step, stage, world, bucket_size=4 * elements), homes),
-        recompute=names if choice.recomputes else (),
+        recompute=names if strategy.recomputes else (),
         offload=tuple((name, activations) for name in names) if activations in TIERS else (),
     )
-    forecast, formula = file_of(step, plan, GPU).forecast, needs(size, training, choice, world)
+    forecast, formula = file_of(step, plan, GPU).forecast, needs(size, training, strategy, world)
     tolerance = {"device": 0.35, "host": 0.1, "nvme": 0.1}
     for at in TIERS:
         staged = at == "host" and any(need.item == "staging buffers" for need in formula)
@@ -262,10 +265,10 @@ def test_whatever_is_taken_is_given_back_or_lives_on(found: Drawn) -> None:
 def test_peaks_of_the_search_are_those_of_the_forecast(found: Drawn) -> None:
     step, plan, machine, moments = found
     scheduler = scheduler_of(step, plan, machine, moments)
-    forecast, _ = scheduled(scheduler, plan)
+    forecast, _ = forecast_sketch(scheduler, plan)
     held: Memory = tuple(("device", size) for size in state_bytes(step.params, plan.world_size, moments))
     held += scheduler.moved(plan)
-    seconds, peaks, tasks = measure(sketch(scheduler, plan), scheduler.costs, held)
+    seconds, peaks, tasks = time_and_peaks(sketch(scheduler, plan), scheduler.costs, held)
     assert tasks == len(forecast.spans)
     assert (seconds, peaks) == (forecast.seconds, tuple(_peak(forecast, tier) for tier in TIERS))
 
@@ -287,7 +290,10 @@ def test_tiles_cover_every_shard_exactly_once(rows: int, world: int, tiles: int)
     slices = tile_rows(chunk, tiles)
     assert [row for begin, end in slices for row in range(begin, end)] == list(range(chunk))
     assert all(end > begin for begin, end in slices)
-    parts, (whole,) = scheduler_of(step, plan, GPU).transfers(0, tiles), scheduler_of(step, plan, GPU).transfers(0, 1)
+    parts, (whole,) = (
+        scheduler_of(step, plan, GPU).bucket_parts(0, tiles),
+        scheduler_of(step, plan, GPU).bucket_parts(0, 1),
+    )
     assert sum(p.whole for p in parts) == whole.whole and sum(p.gradients for p in parts) == whole.gradients
     assert [p.label for p in parts] == [
         f"{bucket.name} tile {i + 1}/{tiles}" if tiles > 1 else bucket.name for i in range(tiles)

@@ -12,7 +12,7 @@ from zerograph.core.config import Recompute
 from zerograph.core.plan import Plan
 from zerograph.core.step import Op, Param, Step
 from zerograph.planner import plan_step
-from zerograph.planner.rules import layer_of
+from zerograph.planner.rules import layer_of_param
 
 
 def param(name: str, rows: int, dtype: str = "float32") -> Param:
@@ -96,10 +96,10 @@ def test_no_parameters_no_buckets() -> None:
 
 
 def test_layers() -> None:
-    assert layer_of("model.layers.3.mlp.weight") == "model.layers.3"
-    assert layer_of("blocks.0.experts.7.up.weight") == "blocks.0"
-    assert layer_of("embed.weight") == ""
-    assert layer_of("weights.0") == ""  # an entry of a ParameterList is no layer
+    assert layer_of_param("model.layers.3.mlp.weight") == "model.layers.3"
+    assert layer_of_param("blocks.0.experts.7.up.weight") == "blocks.0"
+    assert layer_of_param("embed.weight") == ""
+    assert layer_of_param("weights.0") == ""  # an entry of a ParameterList is no layer
 
 
 def recomputed(recompute: Recompute, modules: list[str], training: bool = True) -> Plan:

@@ -1,4 +1,7 @@
-"""Schedules of plans, made before anything is partitioned or lowered, against forecasts of the programs that result."""
+"""Schedules of plans, made before anything is partitioned or lowered, against forecasts of the programs that result.
+
+Tests ``planner/regions.py`` and ``planner/sketch.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import pytest
 import torch
 from compiler.test_scale import GPT
 from planner.steps import profile_of
-from planner.test_outlook import Stack
+from planner.test_forecasts import Stack
 from torch import Tensor, nn
 
 import zerograph
@@ -21,9 +24,9 @@ from zerograph.core.simulate import simulate
 from zerograph.core.timeline import Forecast
 from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.forecast import forecast_file
+from zerograph.planner.forecasts import forecast_programs
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import head_of, tiled
-from zerograph.planner.outlook import outlook
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.sketch import sketch
@@ -94,7 +97,7 @@ def forecasts(make: Callable[[], Any], **options: Any) -> tuple[Forecast, Foreca
     """Of the programs and of the schedule; and the bytes that both hold from the start."""
     frame = compile_only(make, world_size=WORLD, batch=4, seq=128, **options).frame
     plan, machine = frame.plan, replace(machine_named("cpu"), device="cuda")
-    true = outlook([frame.programs["forward"], frame.programs["backward"]], plan, machine).forecast
+    true = forecast_programs([frame.programs["forward"], frame.programs["backward"]], plan, machine).forecast
     rates = Rates(machine, WORLD, plan.compute_dtype)
     scheduler = Scheduler(
         profile_of(frame.step, plan), [b.params for b in plan.buckets], [b.name for b in plan.buckets], rates

@@ -17,7 +17,7 @@ from zerograph.core.planfile import Holding
 from zerograph.core.simulate import simulate
 from zerograph.core.step import Step
 from zerograph.planner import knobs
-from zerograph.planner.outlook import scheduled
+from zerograph.planner.forecasts import forecast_sketch
 from zerograph.planner.search import Search, Wish, limits
 from zerograph.planner.sketch import sketch
 from zerograph.planner.space import Candidate, frontier
@@ -209,7 +209,7 @@ def test_more_of_any_tier_is_never_worse_and_peaks_fit(
             more = search.within({**budget, tier: budget[tier] * 2})
             assert found is None or (more is not None and more.seconds <= found.seconds)
         if found is not None:
-            forecast, _ = scheduled(found.space.scheduler, found.plan)
+            forecast, _ = forecast_sketch(found.space.scheduler, found.plan)
             assert all(level <= budget[t] for t, curve in forecast.memory.items() for _, level in curve)
             assert not list(found.plan.mistakes())
             assert Plan.from_json(found.plan.to_json()) == found.plan

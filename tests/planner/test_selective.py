@@ -1,4 +1,7 @@
-"""Which single activations of recomputed layers a search may save, and that it does where memory is short."""
+"""Which single activations of recomputed layers a search may save, and that it does where memory is short.
+
+Tests ``planner/liveness.py`` and ``planner/reasons.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from zerograph.planner.liveness import Graph, saved
 from zerograph.planner.rates import Rates
 from zerograph.planner.reasons import recomputed
 from zerograph.planner.regions import profile
-from zerograph.planner.replay import of_step
+from zerograph.planner.replay import restricted_to_step
 from zerograph.planner.rules import plan_step
 from zerograph.planner.search import WORK, Search, Wish
 from zerograph.planner.selective import STOPS, stops
@@ -178,8 +181,8 @@ def test_a_plan_of_another_program_saves_what_this_one_makes() -> None:
     step = step_of([Layer()] * 2)
     plan = replace(plan_step(step, stage=3, world_size=2, bucket_size=2**20, prefetch=1), recompute=("blocks.0",))
     here = replace(plan, save=("blocks.0:up",))
-    assert of_step(here, step) is here
-    assert of_step(replace(plan, save=("blocks.0:up", "blocks.0:dropped")), step) == here
+    assert restricted_to_step(here, step) is here
+    assert restricted_to_step(replace(plan, save=("blocks.0:up", "blocks.0:dropped")), step) == here
 
 
 def test_layers_are_told_in_runs() -> None:

@@ -1,4 +1,7 @@
-"""Bytes by formula, against published tables: ZeRO, ZeRO-Infinity, and Korthikanti et al. on activations."""
+"""Bytes by formula, against published tables: ZeRO, ZeRO-Infinity, and Korthikanti et al. on activations.
+
+Tests ``planner/strategy.py``, ``planner/sizes.py`` and ``planner/training.py``.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ from planner.formulas import (
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.plan import OFFLOADS
-from zerograph.planner.choice import STAGES, Choice, placements
 from zerograph.planner.preset import Need
 from zerograph.planner.sizes import ModelSize, format_count, parse_count
+from zerograph.planner.strategy import STAGES, Strategy, placements
 from zerograph.planner.training import OPTIMIZERS, Training
 
 GB, TB, GIB, TIB = 10**9, 10**12, 2**30, 2**40
@@ -44,7 +47,7 @@ def sized(parameters: float) -> ModelSize:
 
 
 def device_states(size: ModelSize, training: Training, stage: int, world: int) -> int:
-    return total(model_states(size, layout_of(training), Choice(stage), world), "device")
+    return total(model_states(size, layout_of(training), Strategy(stage), world), "device")
 
 
 @pytest.mark.parametrize(
@@ -90,9 +93,11 @@ def test_working_memory_is_that_of_zero_infinity(
 ) -> None:
     size = ModelSize.of(layers=layers, hidden=hidden, heads=heads, vocab=1)
     with_fp32_gradients = Layout(copy=2, gradient=2, master=4 + 4, moments=8, resident=True)
-    assert total(model_states(size, with_fp32_gradients, Choice(0), 1), "device") / TIB == pytest.approx(states, 0.002)
+    assert total(model_states(size, with_fp32_gradients, Strategy(0), 1), "device") / TIB == pytest.approx(
+        states, 0.002
+    )
     alone = replace(MIXED, prefetch=0, bucket_size=1)
-    assert total(working(size, alone, Choice(3)), "device") == 4 * hidden * 4 * hidden
+    assert total(working(size, alone, Strategy(3)), "device") == 4 * hidden * 4 * hidden
     assert round(4 * hidden * 4 * hidden / GIB, 2) == working_states
     theirs = 4 * 1024 * (16 * hidden + 2 * heads * 1024)  # section 3: b * s * ci * (16 * hd + 2 * heads * s)
     assert round(theirs / GIB, 2) == pytest.approx(working_activations)
@@ -130,7 +135,7 @@ def test_the_zerograph_layout_gathers_a_copy_and_keeps_a_master() -> None:
 def test_offload_moves_states_and_leaves_a_copy_to_gather() -> None:
     size, layout = sized(1e9), layout_of(Training())
     found = {
-        offload: {tier: total(model_states(size, layout, Choice(3, offload, "host"), 4), tier) for tier in _TIERS}
+        offload: {tier: total(model_states(size, layout, Strategy(3, offload, "host"), 4), tier) for tier in _TIERS}
         for offload in OFFLOADS[1:]
     }
     assert found["optimizer"] == {"device": (2 + 4) * GB // 4, "host": 12 * GB // 4}
@@ -142,7 +147,7 @@ _TIERS = ("device", "host")
 
 
 def test_zero_offload_leaves_two_bytes_per_parameter_on_the_device() -> None:
-    states = model_states(sized(13e9), layout_of(MIXED), Choice(2, "gradients", "host"), 1)
+    states = model_states(sized(13e9), layout_of(MIXED), Strategy(2, "gradients", "host"), 1)
     assert (total(states, "device"), total(states, "host")) == (2 * 13 * GB, 14 * 13 * GB)
 
 
@@ -150,18 +155,18 @@ def test_zero_offload_leaves_two_bytes_per_parameter_on_the_device() -> None:
 def test_tiles_divide_what_is_gathered_and_unreduced(stage: int) -> None:
     size = ModelSize.of(layers=8, hidden=16384, vocab=1000)
     training = replace(Training(), bucket_size=1)
-    one, four = (total(working(size, training, Choice(stage, tiles=tiles)), "device") for tiles in (1, 4))
+    one, four = (total(working(size, training, Strategy(stage, tiles=tiles)), "device") for tiles in (1, 4))
     assert one == four * 4
     assert (one > 0) == (stage >= 2)
 
 
 def test_nvme_is_reached_through_host_memory() -> None:
     size = ModelSize.of(layers=8, hidden=65536, vocab=1000)
-    through = needs(size, Training(), Choice(3, "parameters", "nvme"), 16)
+    through = needs(size, Training(), Strategy(3, "parameters", "nvme"), 16)
     assert Need("host", "staging buffers", 3 * 18 * 4 * 65536**2 // 16) in through
-    on_cpu = needs(size, Training(), Choice(3, "parameters", "nvme"), 16, staging="device")
+    on_cpu = needs(size, Training(), Strategy(3, "parameters", "nvme"), 16, staging="device")
     assert total(on_cpu, "host") == 0 < total(on_cpu, "device")
-    assert staging_bytes(size, layout_of(Training()), Choice(3, "parameters", "host"), 16) == 0
+    assert staging_bytes(size, layout_of(Training()), Strategy(3, "parameters", "host"), 16) == 0
 
 
 @pytest.mark.parametrize(
@@ -169,7 +174,7 @@ def test_nvme_is_reached_through_host_memory() -> None:
 )
 def test_a_choice_that_cannot_be_is_refused(bad: tuple[int, str, str]) -> None:
     with pytest.raises(ConfigError, match="offload"):
-        Choice(*bad)  # type: ignore[arg-type]
+        Strategy(*bad)  # type: ignore[arg-type]
 
 
 def test_sizes_that_are_missing_follow_from_the_others() -> None:
@@ -215,8 +220,8 @@ TRAININGS = st.builds(
     prefetch=st.integers(0, 3),
 )
 PLACEMENTS = st.sampled_from(placements(("host", "nvme")))
-CHOICES = st.builds(
-    lambda placement, activations, tiles: Choice(*placement, activations, tiles),
+STRATEGIES = st.builds(
+    lambda placement, activations, tiles: Strategy(*placement, activations, tiles),
     PLACEMENTS,
     st.sampled_from(["keep", "recompute", "host", "nvme"]),
     st.integers(1, 300),
@@ -228,26 +233,26 @@ WORLDS = st.integers(1, 2048)
 def test_a_higher_stage_never_needs_more_device_memory_for_states(size, training, placement, world) -> None:  # type: ignore[no-untyped-def]
     stage, offload, tier = placement
     found = [
-        total(model_states(size, layout_of(training), Choice(s, offload, tier), world), "device")
+        total(model_states(size, layout_of(training), Strategy(s, offload, tier), world), "device")
         for s in STAGES[stage:]
     ]
     assert found == sorted(found, reverse=True)
 
 
-@given(size=SIZES, training=TRAININGS, choice=CHOICES, worlds=st.tuples(WORLDS, WORLDS))
-def test_more_ranks_never_need_more_per_rank(size, training, choice, worlds) -> None:  # type: ignore[no-untyped-def]
+@given(size=SIZES, training=TRAININGS, strategy=STRATEGIES, worlds=st.tuples(WORLDS, WORLDS))
+def test_more_ranks_never_need_more_per_rank(size, training, strategy, worlds) -> None:  # type: ignore[no-untyped-def]
     few, many = sorted(worlds)
     for tier in ("device", "host", "nvme"):
-        assert total(needs(size, training, choice, many), tier) <= total(needs(size, training, choice, few), tier)
+        assert total(needs(size, training, strategy, many), tier) <= total(needs(size, training, strategy, few), tier)
 
 
-@given(size=SIZES, training=TRAININGS, choice=CHOICES, world=WORLDS)
-def test_needs_grow_with_batch_sequence_and_depth(size, training, choice, world) -> None:  # type: ignore[no-untyped-def]
-    base = needs(size, training, choice, world)
+@given(size=SIZES, training=TRAININGS, strategy=STRATEGIES, world=WORLDS)
+def test_needs_grow_with_batch_sequence_and_depth(size, training, strategy, world) -> None:  # type: ignore[no-untyped-def]
+    base = needs(size, training, strategy, world)
     for larger in (
-        needs(size, replace(training, batch=training.batch + 1), choice, world),
-        needs(size, replace(training, seq=training.seq + 1), choice, world),
-        needs(size.with_layers(size.layers + 1), training, choice, world),
+        needs(size, replace(training, batch=training.batch + 1), strategy, world),
+        needs(size, replace(training, seq=training.seq + 1), strategy, world),
+        needs(size.with_layers(size.layers + 1), training, strategy, world),
     ):
         assert all(total(base, tier) <= total(larger, tier) for tier in ("device", "host", "nvme"))
-        assert total(base, "device") < total(larger, "device") or choice.offload == "parameters"
+        assert total(base, "device") < total(larger, "device") or strategy.offload == "parameters"

@@ -33,7 +33,6 @@ from zerograph.runtime.residency import GatheredCache, StepCount
 from zerograph.runtime.telemetry import Telemetry
 
 W = Param("w", (4,), "float32", "float32", "float32", True, True)
-V = Param("v", (2,), "float32", "bfloat16", "float32", True, False)
 
 
 def test_what_a_plan_may_need_is_what_the_executor_has_methods_for() -> None:
@@ -160,27 +159,6 @@ def test_registers_die_as_early_as_they_can() -> None:
     run, _ = executor(program(*steps, inputs=2, registers=6, outputs=(2, 5)), first, second)
     assert run([tracked(0.0, "input"), tracked(0.0, "never read")])[0].item() == 1.0
     assert died == ["never read", "input", "result never read", "read next", "kept"]
-
-
-def test_the_text_is_one_line_per_instruction() -> None:
-    lines = str(FORWARD).splitlines()
-    assert [line.split()[1] for line in lines] == ["gather", "wait", "compute", "free"]
-    assert lines[0] == "   0  gather       bucket 0  1 parameters, 16 B"
-
-
-def test_collectives_name_what_all_ranks_must_agree_on() -> None:
-    both = program(Gather(0, (W, V), (0, 1), 2), Reduce(0, (W,), (2,), 3), inputs=2, registers=4, outputs=())
-    assert list(both.collectives()) == [
-        "gather bucket 0: w [4] float32",
-        "gather bucket 0: v [2] bfloat16 whole",
-        "reduce bucket 0: w [4] float32",
-    ]
-
-
-def test_the_digest_is_that_of_the_collectives_only() -> None:
-    other = program(*FORWARD.instructions[:2], inputs=1, registers=9, outputs=())
-    swapped = program(Gather(0, (V,), (0,), 2), inputs=1, registers=3, outputs=())
-    assert FORWARD.digest == other.digest != swapped.digest
 
 
 def test_a_failing_segment_raises_its_own_error() -> None:

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,7 @@ from zerograph import _core
 from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError
 from zerograph.runtime import nvme
-from zerograph.runtime.extents import ALIGNMENT, Extent, FreeList
+from zerograph.runtime.extents import Extent
 from zerograph.runtime.nvme import Arena, CancelledError, Priority, huge_tensor
 
 MIB = 2**20
@@ -115,26 +114,6 @@ def test_slices_at_any_place_leave_their_neighbours_alone(
                 part = torch.empty(end - begin, dtype=torch.uint8)
                 arena.wait(arena.read(extent, part, offset=begin))
                 assert torch.equal(part, memory)
-
-
-@given(st.lists(st.one_of(st.integers(0, 40_000), st.none()), max_size=60))
-def test_extents_are_aligned_disjoint_and_merge_when_freed(steps: list[int | None]) -> None:
-    space, taken = FreeList(64 * ALIGNMENT), []
-    for step in steps:
-        if step is None:
-            if taken:
-                space.give(taken.pop(len(taken) // 2))
-        elif (extent := space.take(step)) is not None:
-            assert extent.offset % ALIGNMENT == 0
-            taken.append(extent)
-        else:
-            assert space.largest < step
-        spans = sorted((e.offset, e.offset + e.room) for e in taken if e.room)
-        assert all(a[1] <= b[0] for a, b in pairwise(spans))
-        assert space.free == space.size - sum(e.room for e in taken)
-    for extent in taken:
-        space.give(extent)
-    assert space.largest == space.free == space.size
 
 
 def test_what_does_not_fit_is_refused(arena: Arena) -> None:

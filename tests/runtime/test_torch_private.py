@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,15 +12,6 @@ from torch.distributed.tensor import DTensor, Shard
 from zerograph.runtime import torch_private
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    store = dist.FileStore(str(tmp_path / "store"), 1)
-    dist.init_process_group("gloo", rank=0, world_size=1, store=store, timeout=timedelta(seconds=77))
-    assert dist.group.WORLD is not None
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_memory_is_shared_with_views() -> None:

@@ -1,4 +1,7 @@
-"""Models built on the meta device: initialized or loaded shard by shard."""
+"""Models built on the meta device: initialized or loaded shard by shard.
+
+Tests ``sharding/shard_files.py``.
+"""
 
 from __future__ import annotations
 

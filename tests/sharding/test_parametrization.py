@@ -1,4 +1,7 @@
-"""Sharded modules as Python objects: copies, pickles, and what may not be done to them."""
+"""Sharded modules as Python objects: copies, pickles, and what may not be done to them.
+
+Tests ``sharding/model_copies.py``.
+"""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def _sharded(mesh: DeviceMesh, rows: int = 4) -> nn.Parameter:
 
 def test_guards_on_rows_do_not_compare_them(mesh: DeviceMesh) -> None:
     def action(_: fx.GraphModule) -> int:
-        torch_private.match_rows_alone()
+        torch_private.ignore_shard_aliasing()
         guards = torch._guards.TracingContext.get().guards_context.dynamo_guards
         return sum(getattr(guard.create_fn, "func", None) is torch_private._match_alone for guard in guards)
 

@@ -18,17 +18,17 @@ from zerograph.cli.verbosity import model_code, verbose_option
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import PRESETS, TIERS, Tier, machine_from
 from zerograph.core.plan import OFFLOADS, Offload
-from zerograph.planner.choice import ACTIVATIONS, STAGES
-from zerograph.planner.estimate import RESERVE, Question, Row, fastest, rows
-from zerograph.planner.largest import WHATS, What, largest
+from zerograph.planner.estimate import RESERVE, Question, Row, estimate_rows, fastest
+from zerograph.planner.largest_estimate import WHATS, What, largest_estimate
 from zerograph.planner.shortage import Shortage, shortage
 from zerograph.planner.sizes import ModelSize, format_count
+from zerograph.planner.strategy import ACTIVATIONS, STAGES
 from zerograph.planner.training import ATTENTIONS, OPTIMIZERS, Training
 
 if TYPE_CHECKING:
-    from zerograph.planner.fill import Budget, Filled
+    from zerograph.planner.largest_size import Budget, LargestSize
 
-Solved: TypeAlias = "tuple[Filled, Budget]"
+Solved: TypeAlias = "tuple[LargestSize, Budget]"
 """What a traced step was solved to, and the bytes of the device, or of each tier, that it could use."""
 
 _SHARE = click.FloatRange(0, 1, max_open=True)
@@ -82,9 +82,9 @@ def estimate(
         question = _question(model, what, **options)
     value = None
     if what is not None:
-        found = largest(question, what, layers=options["layers"], hidden=options["hidden"])
+        found = largest_estimate(question, what, layers=options["layers"], hidden=options["hidden"])
         question, value = found.question or found.beyond, found.value
-    table = rows(question)
+    table = estimate_rows(question)
     missing = shortage(table)
     traced = None
     if capture and what in ("batch", "seq"):
@@ -188,13 +188,13 @@ def _show(
         number = format_count(value or 0) if what == "params" else str(value)
         click.echo(f"largest {what}: {number}{', from sizes alone' if traced else ''}")
     for stage, solved in (traced or {}).items():
-        from zerograph.dryrun.largest_fit import explained
+        from zerograph.dryrun.largest_fit import describe_answer
 
         offload, tier = _offloaded(question)
         where = "nothing offloaded" if offload == "none" else f"{offload} on {tier or 'host or nvme'}"
-        click.echo(f"traced step, stage {stage}, {where}: {explained(str(what), *solved)}")
+        click.echo(f"traced step, stage {stage}, {where}: {describe_answer(str(what), *solved)}")
     show_table(cells(table, best), NUMBERS, BELOW, BELOW)
     if missing:
         click.echo(f"nothing fits: {missing}\n", err=True)
-        for knob in missing.knobs[:6]:
-            click.echo(f"hint: {knob}", err=True)
+        for remedy in missing.remedies[:6]:
+            click.echo(f"hint: {remedy}", err=True)

@@ -14,7 +14,7 @@ from zerograph.planner.shortage import Shortage
 from zerograph.planner.sizes import format_count
 
 if TYPE_CHECKING:
-    from zerograph.planner.fill import Budget, Filled
+    from zerograph.planner.largest_size import Budget, LargestSize
 
 VERSION = 2
 
@@ -26,7 +26,7 @@ def cells(table: Iterable[Row], best: Row | None) -> list[list[Cell]]:
     return [header, *body]
 
 
-_HEADER = ("", "choice", "fits", "activations", "tiles", "device", "host", "nvme", "seconds", "tokens/s", "bound by")
+_HEADER = ("", "strategy", "fits", "activations", "tiles", "device", "host", "nvme", "seconds", "tokens/s", "bound by")
 NUMBERS = frozenset(range(5, 10))
 BELOW = frozenset({2, 3, 4, 5, 6, 7, 10})
 """Columns that stand below their rows on a terminal that is too narrow for all of them."""
@@ -40,10 +40,10 @@ def _texts(row: Row, best: bool) -> tuple[str, ...]:
     over = [tier for tier in TIERS if row.need[tier] > row.have[tier]]
     return (
         "*" if best else "",
-        row.choice.name,
+        row.strategy.name,
         "yes" if row.fits else f"no: {', '.join(over)}",
-        row.choice.activations,
-        str(row.choice.tiles),
+        row.strategy.activations,
+        str(row.strategy.tiles),
         *(f"{format_bytes(row.need[t])} of {format_bytes(row.have[t])}" if row.need[t] else "-" for t in TIERS),
         _digits(row.outcome.seconds),
         format_count(row.tokens_per_second),
@@ -57,7 +57,7 @@ def _digits(seconds: float) -> str:
 
 def as_data(
     model: str | None, question: Question, table: Iterable[Row], best: Row | None, missing: Shortage | None,
-    what: str | None, value: int | None, traced: Mapping[int, tuple[Filled, Budget]] | None = None,
+    what: str | None, value: int | None, traced: Mapping[int, tuple[LargestSize, Budget]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What ``--json`` prints; ``docs/estimates.md`` describes every field."""
     return {
@@ -75,7 +75,7 @@ def as_data(
     }
 
 
-def _solved(stage: int, found: Filled, budget: Budget) -> dict[str, Any]:
+def _solved(stage: int, found: LargestSize, budget: Budget) -> dict[str, Any]:
     have = budget if isinstance(budget, int) else budget[found.tier]
     need = {"largest": found.held, "next": found.need}
     told = {"stage": stage, "value": found.value, "tier": found.tier, "need": need, "have": have}
@@ -84,7 +84,7 @@ def _solved(stage: int, found: Filled, budget: Budget) -> dict[str, Any]:
 
 def _row(row: Row, best: bool) -> dict[str, Any]:
     return {
-        **asdict(row.choice),
+        **asdict(row.strategy),
         "fits": row.fits,
         "fastest": best,
         "need": dict(row.need),
@@ -99,10 +99,11 @@ def _row(row: Row, best: bool) -> dict[str, Any]:
 
 def _shortage(missing: Shortage) -> dict[str, Any]:
     return {
-        "choice": asdict(missing.row.choice),
+        # The name that version 1 of this output has for it.
+        "choice": asdict(missing.row.strategy),
         "tier": missing.tier,
         "need": missing.need,
         "have": missing.have,
         "largest": asdict(missing.largest),
-        "knobs": [asdict(knob) for knob in missing.knobs],
+        "knobs": [asdict(remedy) for remedy in missing.remedies],
     }

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.filekinds import refuse_other
+from zerograph.core.filekinds import refuse_other_kind
 
 NO_MODEL = "give the config.json of a Hugging Face model, or file.py:callable"
 
@@ -59,7 +59,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}", NO_MODEL) from None
     try:
-        refuse_other(data, "the config of a Hugging Face model", NO_MODEL)
+        refuse_other_kind(data, "the config of a Hugging Face model", NO_MODEL)
     except ConfigError as error:
         raise ConfigError(f"{path}: {str(error).partition(chr(10))[0]}", error.hint) from None
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):

@@ -77,6 +77,7 @@ def _refuse_arguments(text: str, made: Callable[..., Any]) -> None:
     except ValueError:  # a callable in C tells its signature to nobody
         return
     try:
+        # Before minutes of imports: the callable is called much later.
         signature.bind()
     except TypeError as error:
         message = f"{text} cannot be called without arguments: {error}"
@@ -104,6 +105,7 @@ def _taken(path: Path) -> bool:
 
 
 def _from_path(name: str) -> ModuleType:
+    # As python -m does: modules are looked for in the current folder first.
     sys.path.insert(0, "")
     with _of_the_user(name):
         try:

@@ -17,7 +17,7 @@ from zerograph.cli.view.screen import show_summary
 from zerograph.core.config import OFFLOAD, OFFLOAD_TIERS
 from zerograph.core.errors import ConfigError
 from zerograph.core.files import check_writable
-from zerograph.core.machine import DTYPES, machine_from
+from zerograph.core.machine import DTYPES, PRECISIONS, machine_from
 from zerograph.core.planfile import PlanFile
 from zerograph.core.step import Dimension
 from zerograph.core.units import format_bytes
@@ -51,6 +51,14 @@ STAGE = Parsed("0|1|2|3|auto", _stage)
 @click.option("--machine", default="h100-80gb", show_default=True, help="A preset, or a file from `zerograph bench`.")
 @click.option("--memory", type=SIZE, help="Device memory a rank may use: 70GiB.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Compute dtype.")
+@click.option(
+    "--matmul-precision",
+    "precision",
+    type=click.Choice(PRECISIONS),
+    default="highest",
+    show_default=True,
+    help="float32 products: torch's default, or high (TF32).",
+)
 @click.option("--bucket-size", help=f"Gathered bytes per collective.  [default: 32MiB; {_CHOSEN}]")
 @click.option(
     "--prefetch",
@@ -97,10 +105,11 @@ def plan(
     told = {name: options.pop(name) for name in SIZES}
     size = _size(model, **told)
     memory = options.pop("memory")
-    machine = machine_from(options.pop("machine"), memory)
+    machine = machine_from(options.pop("machine"), memory).with_precision(options.pop("precision"))
     if memory is not None and options["offload"] == "none" and what is None:
         options["memory"] = memory  # to search within, whatever the stage
     options["fold"] = not options.pop("whole")
+    # None leaves an option to its default; of a dtype it is a value, each parameter's own.
     options = {name: value for name, value in options.items() if value is not None or name == "dtype"}
     with progress() as say, model_code(verbose):
         say("importing torch and the model")
@@ -111,10 +120,10 @@ def plan(
 
             file, answer = plan_file(name, make, machine, reserve=RESERVE, **options), ""
         else:
-            from zerograph.dryrun.largest_fit import explained, largest_file
+            from zerograph.dryrun.largest_fit import describe_answer, largest_file
 
             found = largest_file(name, make, machine, what, reserve=RESERVE, **options)
-            file, answer = found.file, explained(what, found.found, found.budget)
+            file, answer = found.file, describe_answer(what, found.found, found.budget)
     if answer:
         click.echo(answer, err=json_)  # with --json, stdout is the plan file's
     if output is not None:

@@ -33,6 +33,7 @@ def shadows(folder: Path, error: BaseException) -> list[Shadow]:
     run = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
     run |= {file for module in list(sys.modules.values()) if isinstance(file := getattr(module, "__file__", None), str)}
     here = {path.relative_to(folder).parts[0] for f in run if (path := Path(f).resolve()).is_relative_to(folder)}
+    # Without the folder: what everyone else would have got under that name.
     others = [entry for entry in sys.path if Path(entry).resolve() != folder]
     found = []
     for top in sorted(here):

@@ -13,7 +13,7 @@ import click
 from zerograph.cli.options import F, as_json, plan_argument
 from zerograph.cli.terminal import show_lines, show_table
 from zerograph.cli.view import summary
-from zerograph.cli.view.groups import BYS, By, grouped, largest
+from zerograph.cli.view.groups import BYS, By, grouped, largest_rows
 from zerograph.cli.view.moment import Moment, find_task, moment
 from zerograph.cli.view.screen import show_summary
 from zerograph.cli.view.tables import Table, group_data, group_table, moment_data, moment_lines, moment_table
@@ -74,6 +74,7 @@ def show(
     """
     if at is not None and measured is not None:
         raise click.UsageError("--at shows what the plan holds, --measured what a run did: give one of them")
+    # click gives options as Python names.
     written = [name.replace("_", "-") for name, path in files.items() if path is not None]
     alone = [name for name in written if measured is not None and not EXPORTS[name][3]]
     if alone:
@@ -105,7 +106,7 @@ def _beside(file: PlanFile, run: Run) -> Beside:
 def to_data(file: PlanFile, beside: Beside | None, by: By, top: int | None, at: Moment | None) -> dict[str, Any]:
     """What ``--json`` writes; docs/cli.md has the schema."""
     folds = grouped(file, by, beside.measured if beside else None)
-    rows = group_data(folds if top is None else largest(folds, by, top))
+    rows = group_data(folds if top is None else largest_rows(folds, by, top))
     data = {"version": VERSION, **summary.as_data(file, beside), "by": by, "rows": rows}
     return data if at is None else {**data, "at": moment_data(file, at)}
 

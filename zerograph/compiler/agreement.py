@@ -42,6 +42,7 @@ class Agreement:
         Raises:
             CollectiveMismatch: ranks were given different plans to replay, or some of them none.
         """
+        # A fake group has no peers: waiting for their keys would never end.
         if backend_name(group, device) == "fake":
             return None
         mine = (plan.plan.digest if plan is not None else None, str(plan))
@@ -52,9 +53,12 @@ class Agreement:
     def compiling(self, code: str, communicator: Communicator) -> Iterator[None]:
         """Inside, this rank compiles the user's function ``code``; others, who may wait, hear if that fails."""
         try:
+            # After a failure on another rank this compilation belongs to the next generation of ranks
+            # (runtime/meeting.py).
             communicator.rejoin()
             self.meeting.report(f"compiles {code}")
             yield
+        # Ctrl-C too: the other ranks wait for what this one would have told them.
         except BaseException as error:
             communicator.abort(f"while compiling {code}: {reason_of(error)}")
             raise
@@ -66,6 +70,7 @@ class Agreement:
         Raises:
             CollectiveMismatch: on all ranks alike, naming the first rank and line that differ from rank 0's.
         """
+        # Digests first: the lines are as many as the model has parameters, and nearly always equal.
         digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         digests = shared(self._group, digest)
         if len(set(digests)) == 1:
@@ -73,6 +78,7 @@ class Agreement:
         given = shared(self._group, list(lines))
         rank = next(rank for rank, theirs in enumerate(digests) if theirs != digests[0])
         pairs = itertools.zip_longest(given[0], given[rank], fillvalue="nothing more")
+        # The digests differ, so some pair does: `next` cannot come to an end.
         first, other = next((a, b) for a, b in pairs if a != b)
         raise CollectiveMismatch(
             f"ranks shard different models, or in different ways: rank 0 has {first}, rank {rank} has {other}",
@@ -86,10 +92,12 @@ class Agreement:
             CollectiveMismatch: naming the first collective that differs, or the ranks that never got here.
         """
         sequence = list(program.collectives())
+        # A graph without collectives may be compiled by one rank alone, so waiting for the others here could hang.
         if not sequence:
             return
         frame = f"{code} {program.kind}"
         variants = self._first.setdefault(frame, {})
+        # Sorted: the same collectives in another order are a mismatch to report, not a variant to agree on anew.
         variant = "\n".join(sorted(sequence))
         if variant in variants:
             _compare(frame, "the first program of this frame", variants[variant], "this one", sequence)
@@ -148,6 +156,7 @@ def _replays(digest: str | None, text: str) -> str:
 def _compare(frame: str, who: str, theirs: list[str], me: str, mine: list[str]) -> None:
     if theirs == mine:
         return
+    # `ndiff` also gives lines that begin with "?", which only point at characters.
     differing = [line for line in difflib.ndiff(theirs, mine) if line[0] in "+-"]
     shown = [f"  {who if line[0] == '-' else me} only: {line[2:]}" for line in differing[:6]]
     raise CollectiveMismatch(

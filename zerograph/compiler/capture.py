@@ -51,7 +51,7 @@ def capture(graph: fx.Graph, setting: Setting) -> Step:
 
     Symbolic sizes are counted at the size that was traced.
     """
-    part, backward = _Part(graph), backward_nodes(graph)
+    part, backward = _StepNodes(graph), backward_nodes(graph)
     returned = part.behind(n for n in output_of(graph).all_input_nodes if n not in backward)
     step = Step(
         ops=tuple(_op(n, n in backward, part) for n in part.ops),
@@ -72,14 +72,14 @@ def _lookups(graph: fx.Graph) -> Iterator[Lookup]:
             yield Lookup(last, traced_size(table.shape[0]), source_line(node))
 
 
-class _Part:
-    """What of a graph is the step: data, and work on it.
+class _StepNodes:
+    """The nodes of a graph that make the step: tensors, and the operations on them.
 
-    Arithmetic on sizes is not, nor is what leaves all of a tensor as it is. Graphs of dynamic shapes hold both where
-    others hold neither; the step is the same.
+    Left out are arithmetic on sizes and operators that leave a whole tensor as it is. A graph of dynamic shapes has
+    both, the same graph with fixed shapes has neither, and both must become the same step.
 
     Attributes:
-        sizes: what is arithmetic on sizes.
+        sizes: the nodes that compute sizes.
         nodes: inputs and operations, in order.
         ops: the operations among them.
     """
@@ -90,6 +90,7 @@ class _Part:
         for node in graph.nodes:
             source = _left_as_it_is(node)
             if source is not None:
+                # Nodes are visited in order, so that a chain of such views already ends at its first source.
                 self._same[node] = self._same.get(source, source)
         self.nodes = [n for n in graph.nodes if n.op != "output" and n not in self.sizes and not self._is_left_out(n)]
         self.ops = [n for n in self.nodes if n.op == "call_function"]
@@ -98,6 +99,7 @@ class _Part:
         """Whether ``node`` leaves a tensor as it is, or only makes what is then written over."""
         if node in self._same or node.op != "call_function" or not node.users or self.behind(node.all_input_nodes):
             return node in self._same
+        # The base of a scatter that writes all of it: nobody reads what is in it.
         return all(user in self._same and user.args[0] is node and _is_scatter(user) for user in node.users)
 
     def behind(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -160,7 +162,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _op(node: fx.Node, backward: bool, part: _Part) -> Op:
+def _op(node: fx.Node, backward: bool, part: _StepNodes) -> Op:
     inputs = part.behind(node.all_input_nodes)
     return Op(
         name=node.name,
@@ -174,6 +176,7 @@ def _op(node: fx.Node, backward: bool, part: _Part) -> Op:
         flops=flops_of(node),
         moved=kernel_bytes(node, without=part.sizes),
         cheap=is_cheap_to_repeat(node, without=part.sizes),
+        # The user's own torch.utils.checkpoint regions carry these tags: their operators run again whatever is planned.
         again=node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE),
         activation=fact.name if isinstance(fact := node.meta.get("zg"), Activation) else "",
     )
@@ -181,6 +184,7 @@ def _op(node: fx.Node, backward: bool, part: _Part) -> Op:
 
 def _params_of(node: fx.Node) -> tuple[str, ...]:
     if node.target in (UNSHARD, REDUCE_GRAD):
+        # A marker names its parameter itself; any other operator reads parameters through the markers among its inputs.
         return (str(node.args[SPEC_AT[node.target]]),)
     return tuple(str(n.args[2]) for n in node.all_input_nodes if n.target is UNSHARD)
 
@@ -190,7 +194,9 @@ def source_line(node: fx.Node) -> str:
 
     Where a parameter is read, that is not the property that reads it.
     """
+    # The trace is text, as Dynamo keeps it, outermost frame first.
     found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    # Reading `self.weight` runs a property of sharding's: its own lines would stand for every parameter of the model.
     return next((f"{file}:{line}" for file, line in reversed(found) if file not in _READERS), "")
 
 
@@ -198,7 +204,7 @@ _SHARDING = Path(__file__).parents[1] / "sharding"
 _READERS = frozenset(str(_SHARDING / name) for name in ("module_classes.py", "forward.py"))
 
 
-def _value(node: fx.Node, part: _Part) -> Value:
+def _value(node: fx.Node, part: _StepNodes) -> Value:
     owner = part.owner(node)
     return Value(node.name, _bytes(node), _kind(node), "" if owner is node else owner.name)
 

@@ -27,7 +27,7 @@ from zerograph.compiler.lower import lower
 from zerograph.compiler.parameter_mutations import refuse_mutations
 from zerograph.compiler.rewrite import rewrite
 from zerograph.compiler.segments import Callee
-from zerograph.compiler.shard_inputs import take_rows
+from zerograph.compiler.shard_inputs import take_local_shards
 from zerograph.compiler.simplify import simplified
 from zerograph.compiler.torch_private import (
     as_when_called,
@@ -38,7 +38,7 @@ from zerograph.compiler.torch_private import (
     trace_and_split,
 )
 from zerograph.compiler.unfold import Joint, Repeat
-from zerograph.core.garbage import uncollected
+from zerograph.core.garbage import without_gc
 from zerograph.graph.layers import name_model
 from zerograph.graph.nodes import Pair
 from zerograph.graph.ops import REDUCE_GRAD
@@ -53,7 +53,7 @@ def compile_frame(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Ca
     """Compile one Dynamo graph, which reads sharded parameters through markers; returns what Dynamo calls."""
     made = frame.compilation
     rows, exchanging = _checked(frame, gm, inputs)
-    with uncollected(), made.segments.kernels_in_background(made.device), tracing_few(frame, gm, rows):
+    with without_gc(), made.segments.kernels_in_background(made.device), tracing_few(frame, gm, rows):
         compiled = trace_and_split(
             gm,
             rows,
@@ -88,6 +88,7 @@ def _planned(frame: Frame, kind: str, gm: fx.GraphModule) -> fx.GraphModule:
     """Plan the step that ``gm`` is; returns the graph to go on with."""
     _plan(frame, kind, gm)
     made = frame.compilation
+    # Not before the plan: the cache of gathered buckets follows its residencies.
     if made.runtime_for is not None:
         frame.runtime = made.runtime_for(frame.index, frame.code, frame.plan)
     gm = simplified(gm, frame.repeat)
@@ -105,6 +106,7 @@ def _plan(frame: Frame, kind: str, gm: fx.GraphModule) -> None:
 def to_program(frame: Frame, kind: Kind, gm: fx.GraphModule) -> tuple[Callee, ...]:
     """Make the frame's program of that kind; returns the callables of its segments."""
     start = time.perf_counter()
+    # Several passes follow, and each would otherwise write the graph's Python anew; nobody ever calls it.
     gm = lazily_coded(gm)
     rewrite(frame, kind, gm, kind, "graph")
     program, segments = lower(gm, kind, frame.compilation.segments, frame.plan)
@@ -129,7 +131,7 @@ def _executor(frame: Frame, kind: Kind, gm: fx.GraphModule, inputs: Sequence[Any
 def trace(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint | Repeat | None:
     """The joint graph of one Dynamo graph, where nobody will call it; None where it has no backward."""
     rows, _ = _checked(frame, gm, inputs)
-    with uncollected():
+    with without_gc():
         few = few_layers(gm, rows) if frame.compilation.folds else None
         return few if few is not None else joint_of(gm, rows)
 
@@ -137,7 +139,7 @@ def trace(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint | Re
 def compile_joint(frame: Frame, joint: Joint | Repeat) -> None:
     """Make the programs of a joint graph that :func:`trace` gave."""
     whole, frame.repeat = (joint.whole, joint) if isinstance(joint, Repeat) else (joint, None)
-    with uncollected(), as_when_called(whole.gm):
+    with without_gc(), as_when_called(whole.gm):
         graphs = split(frame, whole.gm, (), num_fwd_outputs=whole.outputs, static_lifetime_input_indices=whole.static)
         to_program(frame, "forward", graphs[0])
         to_program(frame, "backward", graphs[1])
@@ -147,7 +149,7 @@ def compile_joint(frame: Frame, joint: Joint | Repeat) -> None:
 def plan_joint(frame: Frame, joint: Joint | Repeat) -> None:
     """Plan the step of a joint graph that :func:`trace` gave, and make no programs of it."""
     gm = (joint.whole if isinstance(joint, Repeat) else joint).gm
-    with uncollected(), as_when_called(gm):
+    with without_gc(), as_when_called(gm):
         _plan(frame, "joint", gm)
 
 
@@ -158,4 +160,4 @@ def _checked(
     refuse_mutations(gm)
     name_model(gm)
     frame.plain = plain(value for value in inputs if isinstance(value, nn.Parameter))
-    return take_rows(gm, inputs)
+    return take_local_shards(gm, inputs)

@@ -66,6 +66,7 @@ class Folded:
         if joint.outputs != len(self.gm.graph.output_node().args[0]):  # type: ignore[arg-type]
             raise NotFoldable("it returns more than its outputs")
         found = Repeat.of(joint, self.path, self.traced, self.layers, self.traced, self.outputs)
+        # Unfolding repeats inputs layer by layer; the whole graph must have them in that very order.
         given = len(self.inputs)  # behind them are the gradients of the outputs, which no layer has for itself
         order = [self.input_of(i, copy) for i, copy in found.whole.inputs if i < given]
         if order != [*range(len(order))] or any(i < given for i, _ in found.whole.inputs[len(order) :]):
@@ -114,6 +115,7 @@ def joint_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint | None:
 
 def few_layers(gm: fx.GraphModule, inputs: Sequence[Any]) -> Repeat | None:
     """The joint graph of ``gm`` from that of four of its layers, where it trains and they are alike."""
+    # Only joint graphs are unfolded, and without gradients there is none.
     if not torch.is_grad_enabled():
         return None
     try:
@@ -160,13 +162,15 @@ class _Folding:
     def run(self) -> Folded:
         nodes = list(self.gm.graph.nodes)
         self._find_stack(nodes)
-        self._place(nodes)
+        self._assign_layers(nodes)
         last = len(self.numbers) - 1
         layers: list[dict[Place, fx.Node]] = [{} for _ in self.numbers]
         for where, node in self.at.items():
             layers[where.layer][where._replace(layer=0)] = node
+        # Each layer of the middle is compared with the one before; the first and the last may be of another kind.
         for layer in range(2, last):
             self._compare(layer, layers[layer], layers[layer - 1])
+        # Two layers of the middle stay: how they read from each other tells how the layers left out hang together.
         kept = (0, 1, last - 1, last)
         graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
         returned, outputs = self._outputs(nodes[-1].args[0])
@@ -174,6 +178,7 @@ class _Folding:
             place = self.places.get(node)
             if place is None or place.layer in kept:
                 new[node] = graph.node_copy(node, partial(self._new_source, new, place))
+                # AOTAutograd reads a placeholder's source from an attribute, which `node_copy` leaves behind.
                 new[node].__dict__.update({k: v for k, v in node.__dict__.items() if k == "_dynamo_source"})
         graph.output(tuple(new[v] if isinstance(v, fx.Node) else v for v in returned)).meta = dict(nodes[-1].meta)
         given = [n for n in nodes if n.op == "placeholder"]
@@ -182,6 +187,7 @@ class _Folding:
 
         def input_of(place: int, copy: int) -> int:
             node = given[inputs[place]]
+            # An input of no layer, or of a layer that stands in both graphs.
             if copy < 0:
                 return index[node]
             there = self.places.get(node)
@@ -234,6 +240,7 @@ class _Folding:
         deep = [path for path in found if path and len(numbers[path]) >= LEAST]
         if not deep:
             raise NotFoldable("it has no deep stack of layers")
+        # Of an encoder and a decoder one stack only is folded: that with the most nodes saves the most.
         self.path = max(deep, key=found.__getitem__)
         self.numbers = tuple(numbers[self.path])
 
@@ -245,7 +252,7 @@ class _Folding:
             return module_of(node) or ""
         return next((module_of(n) or "" for n in body.graph.nodes if n.op not in ("placeholder", "output")), "")
 
-    def _place(self, nodes: list[fx.Node]) -> None:
+    def _assign_layers(self, nodes: list[fx.Node]) -> None:
         """A layer reaches from its first node to the next one's; the last one to its last node."""
         computing = [n for n in nodes if n.op not in ("placeholder", "output")]
         stem = re.compile(rf"{re.escape(self.path)}\.(\d+)(?:\.|$)")
@@ -254,11 +261,13 @@ class _Folding:
         for i, node in enumerate(computing):
             match = stem.match(self._module(node))
             if match is not None:
+                # A node of an earlier layer after a later one began: no stretch of nodes is one layer.
                 if order[int(match[1])] < layer:
                     raise NotFoldable("its layers are mixed")
                 layer, ends = order[int(match[1])], i
             placed.append((node, layer))
         offsets: Counter[int] = Counter()
+        # What stands behind the last layer's own nodes (the final norm, the head) belongs to no layer.
         for node, layer in placed[: ends + 1]:
             if layer >= 0:
                 self._put(node, Place(layer, "forward", offsets[layer]))
@@ -267,6 +276,7 @@ class _Folding:
         for node in nodes:
             if node.op == "placeholder":
                 layers = {self.places[user].layer if user in self.places else -1 for user in node.users}
+                # An input that one layer alone reads is that layer's: its weight, or its entry of a cache.
                 if len(layers) == 1 and (layer := layers.pop()) >= 0:
                     self._put(node, Place(layer, "input", offsets[layer]))
                     offsets[layer] += 1
@@ -287,6 +297,8 @@ class _Folding:
                 return a is b
             if here.layer == layer - 1 and layer == 2:
                 return there.layer == 0  # which may be another kind of layer
+            # A layer may read itself and the layer before; reading from farther away could not be repeated by two
+            # samples.
             return here == there._replace(layer=there.layer + 1) and here.layer in (layer, layer - 1)
 
         for place, node in parts.items():
@@ -323,6 +335,7 @@ class _Folding:
 
 def _body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     """The graph that ``node`` names; None when it is another node, or names a tensor."""
+    # Checkpointed regions are attributes of the graph, as its constants are.
     found = getattr(gm, str(node.target), None) if node.op == "get_attr" else None
     return found if isinstance(found, fx.GraphModule) else None
 
@@ -355,6 +368,7 @@ def _spec(node: fx.Node, names: tuple[str, str]) -> Callable[[str, str], bool]:
 
 
 def _same(a: Any, b: Any, alike: Callable[[fx.Node, fx.Node], bool], texts: Callable[[str, str], bool]) -> bool:
+    # 1, 1.0 and True are equal, and trace to different graphs.
     if type(a) is not type(b):
         return False
     match a:

@@ -21,16 +21,16 @@ from zerograph.compiler.capture import dtype_name
 from zerograph.compiler.compilation import Plain
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, InfeasibleError
-from zerograph.core.machine import Machine, preset_for
+from zerograph.core.machine import Machine, Precision, preset_for
 from zerograph.core.plan import Plan
 from zerograph.core.step import Param, Step
 from zerograph.core.units import format_bytes, format_seconds
 from zerograph.planner import plan_step, refuse_world_size, replay
-from zerograph.planner.check import require
+from zerograph.planner.check import require_plan
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.infeasible import infeasible
 from zerograph.planner.rates import state_bytes
-from zerograph.planner.replay import of_step
+from zerograph.planner.replay import restricted_to_step
 from zerograph.planner.search import Search, Wish
 
 log = logging.getLogger(__name__)
@@ -68,6 +68,7 @@ class Planner:
             ConfigError: the plan to replay is for another number of ranks, or ``stage="auto"`` comes without ``memory``
                 on a CPU, of which other processes need their share.
         """
+        # Before the first frame: a plan for other ranks would be found wrong only after minutes of tracing.
         if config.plan is not None:
             refuse_world_size(config.plan, world_size)
         self._config, self._world_size, self._params = config, world_size, params
@@ -82,19 +83,20 @@ class Planner:
 
     def _look_at(self, device: torch.device) -> None:
         """Learn the budget and the machine."""
-        config, name = self._config, ""
+        config = self._config
         memory = config.memory
-        if device.type == "cuda":
-            found = torch.cuda.get_device_properties(device)
-            name, memory = found.name, memory if memory is not None else found.total_memory
+        # A GPU is this rank's alone; a CPU's memory is shared with other ranks, so that its part must be told.
+        if memory is None and device.type == "cuda":
+            memory = torch.cuda.get_device_properties(device).total_memory
         if memory is None:
             raise ConfigError(
                 f'stage="auto" on {device.type} needs to be told how much memory a rank may use',
                 'for example zerograph.backend(stage="auto", memory="8GiB")',
             )
         budgets = self._agreement.answers("budget", memory) if self._agreement is not None else [memory]
+        # The smallest: all ranks run one plan, which must fit each of them.
         self._budget = int(min(budgets) * (1 - RESERVE))
-        self._machine = config.machine if config.machine is not None else preset_for(device.type, name)
+        self._machine = machine_of(config, device)
 
     def plan(self, code: str, step: Step, plain: Sequence[Plain]) -> Plan:
         """The plan for ``step``; nothing of it has been carried out yet.
@@ -110,8 +112,8 @@ class Planner:
         """
         found = self._decided(code, step, plain)
         if self._config.plan is None:
-            found = of_step(found, step)
-        require(step, found, _REPLAYED if self._config.plan is not None else _REPORT)
+            found = restricted_to_step(found, step)
+        require_plan(step, found, _REPLAYED if self._config.plan is not None else _REPORT)
         return found
 
     def _decided(self, code: str, step: Step, plain: Sequence[Plain]) -> Plan:
@@ -119,6 +121,7 @@ class Planner:
             return replay(self._config.plan, step)
         if not self._config.searches or not step.training:
             return self._by_rule(step)
+        # Without the batch's shapes: a rank that compiles another shape alone must keep the collectives agreed on.
         key = (code, step.params)
         if key not in self._plans:
             self._plans[key] = self._agreed(code, step, self.states(step, plain))
@@ -135,6 +138,7 @@ class Planner:
             need, plan = self._search(step, states)
         except Exception as error:
             agreement.tell(question, {"failure": str(error).partition("\n\n")[0], "hint": getattr(error, "hint", "")})
+            # That nothing fits is an answer like others: all ranks hear all answers, and raise for the same rank.
             if not isinstance(error, InfeasibleError):
                 self._asked[code] += 1
                 raise
@@ -147,6 +151,7 @@ class Planner:
         for rank, answer in enumerate(found):
             if "failure" in answer:
                 raise InfeasibleError(f"on rank {rank} {answer['failure']}", answer["hint"])
+        # Of equal needs the lowest rank's, so that every rank takes the same plan.
         most = max(range(len(found)), key=lambda rank: (found[rank]["need"], -rank))
         return Plan.from_json(agreement.told(f"{question}: text", most))
 
@@ -193,6 +198,24 @@ class Planner:
         return sum(state_bytes(params, self._world_size, self._moments))
 
 
+def machine_of(config: Config, device: torch.device) -> Machine:
+    """The machine that forecasts go by: the user's, or the preset closest to ``device``, as torch computes float32
+    products now."""
+    machine = config.machine
+    if machine is None:
+        name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else ""
+        machine = preset_for(device.type, name)
+    return machine.with_precision(_precision())
+
+
+def _precision() -> Precision:
+    """Of torch's two ways to set it the newer one is asked, which knows of both."""
+    backends = torch.backends
+    told = backends.cuda.matmul.fp32_precision
+    everywhere: str = getattr(backends, "fp32_precision")  # noqa: B009  torch does not type it
+    return "high" if (told if told != "none" else everywhere) == "tf32" else "highest"
+
+
 def plain(params: Iterable[nn.Parameter]) -> tuple[Plain, ...]:
     """What a plan needs to know of parameters that nothing shards."""
     return tuple(Plain(p.numel() * p.element_size(), p.requires_grad) for p in params if not isinstance(p, DTensor))
@@ -201,5 +224,6 @@ def plain(params: Iterable[nn.Parameter]) -> tuple[Plain, ...]:
 def _param(name: str, param: nn.Parameter) -> Param:
     """A parameter that this frame does not read."""
     dtype = dtype_name(param.dtype)
+    # A parameter with fewer rows than ranks is a DTensor too, and replicated.
     sharded = hasattr(param, "placements") and param.placements[0].is_shard()
     return Param(name, tuple(param.shape), dtype, dtype, dtype, param.requires_grad, sharded)

@@ -16,7 +16,7 @@ from torch import fx
 from zerograph.compiler.capture import source_line
 from zerograph.compiler.segment_graph import Body, body_of
 from zerograph.compiler.segments import Callee, SegmentCache, interpret
-from zerograph.core.check import require
+from zerograph.core.check import require_programs
 from zerograph.core.plan import Plan
 from zerograph.core.program import (
     Compute,
@@ -34,7 +34,7 @@ from zerograph.core.program import (
 from zerograph.core.step import Kind
 from zerograph.graph import ops
 from zerograph.graph.costs import bytes_of, flops_of, memory_owner, moved_bytes, temporary_bytes
-from zerograph.graph.layers import layer_of, layer_starts
+from zerograph.graph.layers import layer_of_node, layer_starts
 from zerograph.graph.nodes import is_size  # arithmetic that every segment which needs it repeats
 from zerograph.graph.torch_private import LOOKUP_SEED, changes_inputs
 from zerograph.planner.rates import gathered_bytes, reduced_bytes
@@ -55,6 +55,7 @@ def _keep_together(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target is operator.getitem or node.target is LOOKUP_SEED:
             source = node.args[0]
+            # Not right after its own placeholder: placeholders stand together at the graph's beginning.
             anchor = last_input if source.op == "placeholder" else source
             anchor.append(node)
 
@@ -72,11 +73,15 @@ class _Lowering:
 
     def run(self) -> tuple[Program, tuple[Callee, ...]]:
         placeholders = list(self.gm.graph.find_nodes(op="placeholder"))
+        # First of all: inputs fill registers 0, 1, ... in the order in which they are given.
         for node in placeholders:
             self._register(node)
         pending: list[fx.Node] = []
+        # A cut where each layer begins: else what stands before the first one would make that layer's segment unlike
+        # others'.
         layers = set(layer_starts(self.gm.graph))
         for node in self.gm.graph.nodes:
+            # Constants belong to the segments that read them, what a wait unpacks to the wait's instruction.
             if node.op in ("placeholder", "get_attr") or _is_result(node):
                 continue
             cut = node.target in ops.INSTRUCTIONS or node.op == "output"
@@ -98,14 +103,18 @@ class _Lowering:
             contents=self._contents(),
             buckets=tuple(bucket.name for bucket in self.plan.buckets),
         )
-        require([program], "this is a bug of zerograph: report it with the model")
+        # Cheap beside compiling, and a wrong order of gathers and frees would only show as wrong losses.
+        require_programs([program], "this is a bug of zerograph: report it with the model")
         return program, tuple(self.callables)
 
     def _contents(self) -> tuple[Register, ...]:
-        whole = {step.out: step.bytes for step in self.instructions if isinstance(step, Gather)}
+        whole = {
+            instruction.out: instruction.bytes for instruction in self.instructions if isinstance(instruction, Gather)
+        }
         first: dict[Any, int] = {}
         found = []
         for key, index in self.registers.items():
+            # Registers of views refer to memory that another one holds: bytes are counted once, by storage.
             owner = memory_owner(key) if isinstance(key, fx.Node) else key
             storage = first.setdefault(owner, index)
             name = key.name if isinstance(key, fx.Node) else str(key[1])
@@ -136,27 +145,33 @@ class _Lowering:
         match node.target:
             case ops.GATHER:
                 size = gathered_bytes(info.params, self.plan.world_size)
-                step: Instruction = Gather(
+                instruction: Instruction = Gather(
                     info.bucket, info.params, self._regs(node.args[0]), self._register(node), bytes=size
                 )
             case ops.WAIT_GATHER:
-                step = WaitGather(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
+                instruction = WaitGather(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
             case ops.FREE:
+                # The graph frees every bucket after its last use; by residency the executor then keeps it for a later
+                # program.
                 kept = stays_whole(self.plan.buckets[info.bucket].residency, self.kind)
-                step = Free(info.bucket, self._regs(node.args[0]), kept=kept)
+                instruction = Free(info.bucket, self._regs(node.args[0]), kept=kept)
             case ops.REDUCE:
                 size = reduced_bytes(info.params)
-                step = Reduce(info.bucket, info.params, self._regs(node.args[0]), self._register(node), bytes=size)
+                instruction = Reduce(
+                    info.bucket, info.params, self._regs(node.args[0]), self._register(node), bytes=size
+                )
             case _:
-                step = WaitReduce(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
-        self.instructions.append(step)
+                instruction = WaitReduce(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
+        self.instructions.append(instruction)
 
     def _flush(self, nodes: list[fx.Node]) -> None:
         """Make a segment of the compute nodes between two cuts."""
+        # Sizes are computed inside of every segment that needs them, from its symbols: they cost no register.
         inside = {n for n in nodes if not is_size(n)}
         if not inside:
             return
         outs = [n for n in nodes if n in inside and _leaves(n, inside)]
+        # Nothing reads it, and it writes to nothing that outlives it.
         if not outs and not any(_mutates(n) for n in inside):
             return
         computing = [n for n in nodes if n in inside]
@@ -165,7 +180,7 @@ class _Lowering:
         callee = self.cache.get(body, digest)
         known = self.segments.get(digest)  # repeated layers cost the same
         segment = _segment(digest, computing, inputs, outs) if known is None else self.described[known]
-        module = next((layer for n in computing if (layer := layer_of(n))), "")
+        module = next((layer for n in computing if (layer := layer_of_node(n))), "")
         source = next((line for n in computing if (line := source_line(n))), "")
         self._append_compute(segment, callee, inputs, outs, module, source)
 
@@ -190,6 +205,7 @@ class _Lowering:
         module: str = "",
         source: str = "",
     ) -> None:
+        # Layers that are alike share a digest, and with it one callable.
         if segment.digest not in self.segments:
             self.segments[segment.digest] = len(self.callables)
             self.described.append(segment)
@@ -264,8 +280,9 @@ def _with_deaths(
     """Note on each instruction the registers that nothing reads after it."""
     alive = {r for r in outputs if r is not None}
     result: list[Instruction] = []
-    for step in reversed(instructions):
-        touched = dict.fromkeys(step.reads + step.writes)
-        result.append(dataclasses.replace(step, dead=tuple(r for r in touched if r not in alive)))
+    # From the end, so that a register's first meeting is its last use.
+    for instruction in reversed(instructions):
+        touched = dict.fromkeys(instruction.reads + instruction.writes)
+        result.append(dataclasses.replace(instruction, dead=tuple(r for r in touched if r not in alive)))
         alive |= set(touched)
     return tuple(reversed(result))

@@ -26,6 +26,7 @@ def refuse_mutations(gm: fx.GraphModule) -> None:
         UnsupportedError: naming the parameter and the operation.
     """
     full: dict[fx.Node, str] = {n: str(n.args[2]) for n in gm.graph.find_nodes(op="call_function", target=UNSHARD)}
+    # Views and in-place operators write to the same memory: they are followed from the markers on.
     for node in gm.graph.nodes if full else ():
         changed = node.kwargs.get("out") or (node.args[0] if node.args and _is_in_place(node) else None)
         if node.target in _EMBEDDINGS and _argument(node, 3, "max_norm") is not None:
@@ -46,6 +47,7 @@ def _argument(node: fx.Node, place: int, name: str) -> Any:
 
 def _is_in_place(node: fx.Node) -> bool:
     name = _name(node)
+    # torch's in-place operators end with one underscore; `__add__` and its like end with two.
     return node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 

@@ -6,7 +6,7 @@ saw them. What a run measured makes better forecasts: see :attr:`Recording.measu
 
 from __future__ import annotations
 
-from collections import Counter
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 from zerograph.compiler.frame import Frame
 from zerograph.compiler.report import RecordedStep
 from zerograph.core.errors import ZeroGraphError
-from zerograph.core.machine import Machine, machine_named
+from zerograph.core.machine import Machine
+from zerograph.core.plan import Plan
 from zerograph.core.program import (
     Compute,
     Free,
@@ -35,7 +36,8 @@ from zerograph.core.program import (
 )
 from zerograph.core.runfile import Measured, Run
 from zerograph.core.timeline import Forecast, Peak, Span, Stream
-from zerograph.planner.outlook import Outlook, outlook, update
+from zerograph.planner.forecasts import ProgramForecast, forecast_programs, update_program
+from zerograph.planner.rates import kept_states
 from zerograph.runtime.telemetry import LABEL
 from zerograph.runtime.torch_private import local_tensor
 
@@ -50,7 +52,7 @@ class _Ran:
     """One instruction of a program, in nanoseconds of the profiler's clock."""
 
     program: Program
-    step: Instruction
+    instruction: Instruction
     start: int
     end: int
 
@@ -75,14 +77,17 @@ class Recording:
         frames: Sequence[Frame],
         params: Mapping[str, nn.Parameter],
         optimizers: Callable[[], Sequence[Optimizer]],
+        machine: Machine,
     ) -> None:
         """
         Args:
             frames: of one backend, now and later; one has run.
             params: its sharded parameters.
             optimizers: finds those that have stepped on them.
+            machine: whose rates the step was planned by.
         """
-        self._frames, self._params, self._optimizers = frames, params, optimizers
+        self._frames, self._params, self._optimizers, self._machine = frames, params, optimizers, machine
+        # Frames of one backend share device, communicator and telemetry: any frame's will do.
         self._runtime = next(frame.runtime for frame in frames if frame.runtime is not None)
         activities = [ProfilerActivity.CPU]
         if self._runtime.device.type == "cuda":
@@ -94,6 +99,7 @@ class Recording:
         # The profiler does not see how what it has not seen allocated is freed: let go of it before.
         for frame in self._frames:
             if frame.runtime is not None:
+                # Lets go of buckets that a step before left whole.
                 frame.runtime.cache.enter("forward")
         if self._runtime.comm is not None:
             self._runtime.comm.trim()
@@ -115,28 +121,34 @@ class Recording:
             return
         events = list(self._profile.profiler.kineto_results.events())  # type: ignore[union-attr]
         del self._profile  # and with it every event
-        self._frame, ran = self._instructions(events)
+        self._frame, ran, updates = self._instructions(events)
+        self._kept = _kept(self._frame.plan, self._params, self._optimizers())
+        program = update_program(self._frame.plan, self._kept)
+        ran += [_Ran(program, program.instructions[0], *times) for times in updates]
         ran = _without_kept(ran)
         self.measured = _measured(ran)
         self.forecast = _forecast(ran, self._memory(events))
 
-    def predicted(self, machine: Machine) -> Outlook:
-        """The forecast of the same programs on ``machine``, with this run's seconds in place of its rates."""
-        return outlook(
-            [self._frame.programs["forward"], self._frame.programs["backward"]],
-            self._frame.plan,
-            machine,
-            moments=_moments(self._optimizers()),
-            measured=self.measured,
-        )
+    def predicted(self, machine: Machine) -> ProgramForecast:
+        """The forecast of the same programs with this run's seconds in place of the rates of ``machine``."""
+        return self._simulated(machine, self.measured)
+
+    def by_rates(self, machine: Machine) -> ProgramForecast:
+        """The forecast of the same programs by the rates of ``machine`` alone, as it was before the run."""
+        return self._simulated(machine, None)
+
+    def _simulated(self, machine: Machine, measured: Measured | None) -> ProgramForecast:
+        programs = [self._frame.programs["forward"], self._frame.programs["backward"]]
+        return forecast_programs(programs, self._frame.plan, machine, kept=self._kept, measured=measured)
 
     def beside_forecast(self) -> RecordedStep:
-        """This run, and the forecast of it that its own seconds give."""
-        # All seconds were measured: of the machine only its kind matters.
-        found = self.predicted(machine_named("cpu" if self._runtime.device.type == "cpu" else "h100-80gb"))
+        """This run, its forecast by the machine's rates, and the one that its own seconds give."""
+        found = self.predicted(self._machine)
         return RecordedStep(
             self.forecast.seconds,
+            self.by_rates(self._machine).forecast.seconds,
             found.forecast.seconds,
+            self._machine.title,
             self.forecast.peaks["device"].bytes,
             found.forecast.peaks["device"].bytes,
             found.resident,
@@ -147,7 +159,8 @@ class Recording:
         run = Run(self._frame.plan.digest, self._runtime.device.type, self.forecast, self.measured)
         Path(path).write_text(run.to_json())
 
-    def _instructions(self, events: Sequence[Any]) -> tuple[Frame, list[_Ran]]:
+    def _instructions(self, events: Sequence[Any]) -> tuple[Frame, list[_Ran], list[tuple[int, int]]]:
+        """The frame that ran, its instructions, and when optimizers updated its parameters."""
         found: dict[tuple[int, str], list[_Ran]] = {}
         updates = list[tuple[int, int]]()
         for event in events:
@@ -169,8 +182,7 @@ class Recording:
         frame = self._frames[trained[0]]
         if len(ran) != sum(len(program.instructions) for program in frame.programs.values()):
             raise ZeroGraphError("more than one step ran during the recording", "record one step")
-        program = update(frame.plan, _moments(self._optimizers()))
-        return frame, ran + [_Ran(program, program.instructions[0], *times) for times in sorted(updates)]
+        return frame, ran, sorted(updates)
 
     def _memory(self, events: Sequence[Any]) -> list[tuple[int, int]]:
         """Bytes on the device from each moment on."""
@@ -187,25 +199,36 @@ def _held(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -
     """Bytes of parameters, gradients and optimizer states that exist before the step."""
     tensors: list[Tensor] = list(params.values())
     tensors += [p.grad for p in params.values() if p.grad is not None]
-    tensors += [value for _, value in _states(optimizers)]
+    tensors += [value for optimizer in optimizers for state in optimizer.state.values() for value in _tensors(state)]
     storages = {}
     for tensor in tensors:
         storage = local_tensor(tensor).untyped_storage()
+        # By storage, not by tensor: reduced gradients of a bucket are views of one buffer.
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 
-def _states(optimizers: Sequence[Optimizer]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each tensor that an optimizer keeps, after its parameter."""
-    for optimizer in optimizers:
-        for param, state in optimizer.state.items():
-            yield from ((param, value) for value in state.values() if isinstance(value, Tensor))
+def _tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:
+    return (value for value in state.values() if isinstance(value, Tensor))
 
 
-def _moments(optimizers: Sequence[Optimizer]) -> int:
-    """Tensors of its shape that the optimizer keeps per parameter."""
-    kept = Counter(id(param) for param, value in _states(optimizers) if value.shape == param.shape and param.ndim)
-    return max(kept.values(), default=0)
+def _kept(plan: Plan, params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> dict[str, int]:
+    """Bytes that ``optimizers`` keep of the largest shard of each parameter in their groups, by name: of the tensors of
+    its shape, each in its own dtype. Without an optimizer all that train are updated by one that keeps nothing."""
+    trained = [p for bucket in plan.buckets for p in bucket.params if p.trainable]
+    if not optimizers:
+        return kept_states(trained, plan.world_size, 0)
+    groups = itertools.chain.from_iterable(optimizer.param_groups for optimizer in optimizers)
+    updated = {id(param) for group in groups for param in group["params"]}
+    kept = {}
+    for told in trained:
+        param = params[told.name]
+        if id(param) in updated:
+            # A step counter is a scalar: of a scalar parameter it would pass for a moment.
+            states = (value for optimizer in optimizers for value in _tensors(optimizer.state.get(param, {})))
+            sizes = (value.element_size() for value in states if value.shape == param.shape and param.ndim)
+            kept[told.name] = told.chunk_elements(plan.world_size) * sum(sizes)
+    return kept
 
 
 def _measured(ran: Sequence[_Ran]) -> Measured:
@@ -213,7 +236,7 @@ def _measured(ran: Sequence[_Ran]) -> Measured:
     gathers: dict[int, list[float]] = {}
     reduces: dict[int, list[float]] = {}
     for run in ran:
-        match run.step:
+        match run.instruction:
             case Compute(segment=segment):
                 segments.setdefault(run.program.segments[segment].digest, []).append(run.seconds)
             case Gather(bucket=bucket):
@@ -228,7 +251,7 @@ def _measured(ran: Sequence[_Ran]) -> Measured:
         segments={digest: _mean(seconds) for digest, seconds in segments.items()},
         gathers={bucket: _mean(seconds) for bucket, seconds in gathers.items()},
         reduces={bucket: _mean(seconds) for bucket, seconds in reduces.items()},
-        update=sum(run.seconds for run in ran if isinstance(run.step, Update)),
+        update=sum(run.seconds for run in ran if isinstance(run.instruction, Update)),
     )
 
 
@@ -237,14 +260,15 @@ def _without_kept(ran: Sequence[_Ran]) -> list[_Ran]:
     whole: set[int] = set()
     moved = []
     for run in ran:
-        step = run.step
-        if isinstance(step, (Gather, WaitGather)) and step.bucket in whole:
+        instruction = run.instruction
+        # It returned at once: as a sample of the collective's time it would halve the mean.
+        if isinstance(instruction, (Gather, WaitGather)) and instruction.bucket in whole:
             continue
         moved.append(run)
-        if isinstance(step, WaitGather):
-            whole.add(step.bucket)
-        elif isinstance(step, Free) and not step.kept:
-            whole.discard(step.bucket)
+        if isinstance(instruction, WaitGather):
+            whole.add(instruction.bucket)
+        elif isinstance(instruction, Free) and not instruction.kept:
+            whole.discard(instruction.bucket)
     return moved
 
 
@@ -257,25 +281,26 @@ def _forecast(ran: Sequence[_Ran], memory: Sequence[tuple[int, int]]) -> Forecas
     origin = ran[0].start
     spans: list[Span] = []
     for run in ran:
-        step, program = run.step, run.program
-        if isinstance(step, (Free, WaitFetch)):
+        instruction, program = run.instruction, run.program
+        # They occupy no stream.
+        if isinstance(instruction, (Free, WaitFetch)):
             continue
-        segment = program.segments[step.segment] if isinstance(step, Compute) else None
+        segment = program.segments[instruction.segment] if isinstance(instruction, Compute) else None
         spans.append(
             Span(
                 len(spans),
-                program.name(step),
-                step.stream or _WAITS[type(step)],
+                program.name(instruction),
+                instruction.stream or _WAITS[type(instruction)],
                 (run.start - origin) / 1e9,
                 (run.end - origin) / 1e9,
-                program.module(step),
-                step.source if isinstance(step, Compute) else "",
+                program.module(instruction),
+                instruction.source if isinstance(instruction, Compute) else "",
                 key=segment.digest if segment is not None else "",
                 flops=segment.flops if segment is not None else 0,
-                operation=step.operation,
+                operation=instruction.operation,
                 phase=program.kind,
-                bucket=-1 if isinstance(step, Compute | Update) else step.bucket,
-                label="" if segment is not None else program.label(step),
+                bucket=-1 if isinstance(instruction, Compute | Update) else instruction.bucket,
+                label="" if segment is not None else program.label(instruction),
             )
         )
     return Forecast(tuple(spans), *_curve(spans, memory, origin), not_counted=NOT_COUNTED)
@@ -297,5 +322,6 @@ def _curve(
     if not curve:
         return {}, {}
     time, most = max(curve, key=lambda point: point[1])
+    # Allocations before the first instruction (autograd's) fall to that one.
     during = next((s for s in reversed(spans) if s.start <= time), spans[0])
     return {"device": tuple(curve)}, {"device": Peak(most, during.task, during.name, during.module, during.source)}

@@ -22,23 +22,35 @@ class BucketReport:
 
 @dataclass(frozen=True, slots=True)
 class RecordedStep:
-    """A recorded step beside its forecast from the run's own segment and transfer times; peaks are bytes per rank.
+    """A recorded step beside its forecasts.
 
-    ``resident`` is the forecast of what a process on CPU grows by.
+    Attributes:
+        seconds: of the step.
+        forecast_seconds: by the rates of ``machine``, which plans go by.
+        retimed_seconds: by the run's own seconds per segment and transfer: what is left is how they overlap.
+        machine: name of the preset or of what was measured.
+        peak, forecast_peak: bytes of this rank.
+        resident: the forecast of what a process on CPU grows by.
     """
 
     seconds: float
     forecast_seconds: float
+    retimed_seconds: float
+    machine: str
     peak: int
     forecast_peak: int
     resident: Resident | None = None
 
     def __str__(self) -> str:
         return (
-            f"recorded step {self.seconds:.3f} s, forecast {self.forecast_seconds:.3f} s "
-            f"({self.forecast_seconds / self.seconds - 1:+.0%}); peak {format_bytes(self.peak)}, "
-            f"forecast {format_bytes(self.forecast_peak)} ({self.forecast_peak / self.peak - 1:+.0%})"
+            f"recorded step {self.seconds:.3f} s; forecast {self._against(self.forecast_seconds)} by the rates of "
+            f"{self.machine}, {self._against(self.retimed_seconds)} by its own seconds; "
+            f"peak {format_bytes(self.peak)}, forecast {format_bytes(self.forecast_peak)} "
+            f"({self.forecast_peak / self.peak - 1:+.0%})"
         )
+
+    def _against(self, forecast: float) -> str:
+        return f"{forecast:.3f} s ({forecast / self.seconds - 1:+.0%})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import logging
 from torch import fx
 
 from zerograph.compiler.frame import Frame
-from zerograph.core.planfile import PassRecord, changes
+from zerograph.core.planfile import PassRecord, graph_diff
 from zerograph.graph.nodes import Pair
 from zerograph.passes import PIPELINE, Stage
 
@@ -31,8 +31,9 @@ def rewrite(frame: Frame, kind: str, target: fx.GraphModule | Pair, *stages: Sta
 
     before = text()
     for step in (step for step in PIPELINE if step.stage in stages):
+        # Passes of the stage "traced" run before there is a plan: capture reads what they leave.
         edits = step.run(target, None if step.stage == "traced" else frame.plan)
         log.debug("%s of frame %d: pass %s: %d", kind, frame.index, step.name, edits)
         after = text()
-        frame.passes.append(PassRecord(kind, step.name, edits, changes(before, after)))
+        frame.passes.append(PassRecord(kind, step.name, edits, graph_diff(before, after)))
         before = after

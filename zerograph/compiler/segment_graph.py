@@ -1,7 +1,7 @@
-"""A segment before anyone builds a module of it: its nodes still are those of the whole graph.
+"""A segment as a list of nodes of the whole graph, before it becomes a module of its own.
 
-Most segments of a deep model are like one that is compiled already. Only their structure is hashed, which takes a
-fifth of the time of copying their nodes into a graph of their own.
+Most segments of a deep model are equal to one that is compiled already. Of those only the structure is hashed, which
+takes a fifth of the time of copying their nodes into a graph of their own.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ class Body:
         def place(node: fx.Node) -> str:
             return f"%{index[node]}"
 
+        # By position, never by name: names count up from layer to layer.
         text = [f"placeholder   {((), {})} {_layout(node.meta['val'])}" for node in self.inputs]
         for node in self.nodes:
+            # Constants are told apart by identity: those of two layers may hold different values.
             identity = id(attribute(self.gm, str(node.target))) if node.op == "get_attr" else ""
             args = fx.node.map_arg((node.args, node.kwargs), place)  # type: ignore[arg-type]
             text.append(f"{node.op} {node.target} {identity} {args} {_layout(node.meta.get('val'))}")
@@ -108,13 +110,16 @@ def _inputs_of(nodes: list[fx.Node], symbols: dict[Any, fx.Node]) -> list[fx.Nod
         needed |= symbols_in(node.meta.get("val"))
         for source in node.all_input_nodes:
             needed |= symbols_in(source.meta.get("val"))
+            # A constant becomes an attribute of the segment's own module.
             if source in inside or source in seen or source.op == "get_attr":
                 continue
             seen.add(source)
             if is_size(source) and source.op != "placeholder":
+                # A size that is computed: the segment computes it again, and needs what that starts from.
                 queue.append(source)
             else:
                 inputs[source] = None
+    # Inductor derives sizes from symbols, so each that occurs in a shape must come in, whether a node reads it or not.
     for symbol in sorted(needed & symbols.keys(), key=str):
         inputs[symbols[symbol]] = None
     return list(inputs)

@@ -38,6 +38,7 @@ class SegmentCache:
             found = compile_segment(gm) if self.compute == "inductor" else interpret(gm)
             self.seconds += time.perf_counter() - start
             self.callables[digest] = found
+            # A freed object's id may be given to another one, whose segment would then pass for this one.
             self.constants += body.known_by_identity()
         return found
 
@@ -55,11 +56,13 @@ class SegmentCache:
 
 def interpret(gm: fx.GraphModule) -> Callee:
     for node in gm.graph.nodes:
+        # Uncompiled, Inductor's random operators ignore their seeds.
         node.target = _SEEDED.get(node.target, node.target)
     gm.recompile()
 
     def run(args: list[Any]) -> Sequence[Any]:
         values = list(args)
+        # As Inductor's callables do: the caller holds no input longer than the segment needs it.
         args.clear()
         return gm(*values)
 

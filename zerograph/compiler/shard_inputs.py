@@ -1,4 +1,4 @@
-"""The compiler sees plain tensors: sharded parameters are exchanged for this rank's rows of them before each call.
+"""Gives the compiler plain tensors: each call exchanges sharded parameters for this rank's rows of them.
 
 AOTAutograd can take DTensors apart by itself, and then traces everything twice: once around the DTensors, once around
 what is in them. A graph as Dynamo records it asks a parameter for its rows and nothing else, so that is done outside.
@@ -18,7 +18,7 @@ from zerograph.compiler.torch_private import ShardOf, fake_mode_of
 from zerograph.runtime.torch_private import local_tensor
 
 
-def take_rows(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], Callable[..., Any]]:
+def take_local_shards(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[list[Any], Callable[..., Any]]:
     """Let ``gm`` read rows where it reads DTensors and asks them for their rows only.
 
     Returns:
@@ -49,6 +49,7 @@ def _reads(gm: fx.GraphModule, tensor: fx.Node) -> dict[fx.Node, None] | None:
             found[user] = None
             continue
         body = _region(gm, user)
+        # Any other use needs the DTensor itself, which AOTAutograd then takes apart.
         if body is None:
             return None
         inner = body.graph.find_nodes(op="placeholder")
@@ -77,6 +78,7 @@ def _region(gm: fx.GraphModule, user: fx.Node) -> fx.GraphModule | None:
 def _drop(read: fx.Node) -> None:
     source = read.args[0]
     assert isinstance(source, fx.Node)
+    # The placeholder now is what the read gave: folding and AOTAutograd look at its value.
     source.meta["example_value"] = read.meta.get("example_value")
     read.replace_all_uses_with(source)
     read.graph.erase_node(read)
@@ -97,6 +99,7 @@ def _exchanging(compiled: Callable[..., Any], places: Sequence[int]) -> Callable
 
     def call(*inputs: Any) -> Any:
         values = list(inputs)
+        # One node of autograd for all: hundreds of them would cost the host in every step.
         for place, rows in zip(places, _Rows.apply(*(inputs[place] for place in places)), strict=True):
             values[place] = rows
         return compiled(*values)
@@ -110,8 +113,10 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *shards: DTensor) -> tuple[Tensor, ...]:
         ctx.shards = [ShardOf(shard) for shard in shards]
+        # A parameter without a gradient must end with None, as in plain PyTorch; zeros would let AdamW decay it.
         ctx.set_materialize_grads(False)
         rows = tuple(local_tensor(shard).detach() for shard in shards)
+        # A frozen parameter's rows: autograd would ask for a gradient that nobody computes.
         ctx.mark_non_differentiable(*(r for r, shard in zip(rows, shards, strict=True) if not shard.requires_grad))
         return rows
 

@@ -31,6 +31,7 @@ def _simplified_once(repeat: Repeat) -> fx.GraphModule:
         NotFoldable: they did not do the same to every layer.
     """
     few = repeat.few.gm
+    # Our two passes that came before Inductor's on the whole graph, so that both graphs stay alike.
     passes.canonicalize(few)
     passes.name_activations(few)
     simplify_joint(few)

@@ -98,6 +98,7 @@ def trace_and_split(
         inference_compiler=inference,
         partition_fn=partition,
         decompositions=select_decomp_table,
+        # As Inductor has it: what a forward writes to buffers is written inside the graph.
         keep_inference_input_mutations=True,
     )
     with functorch_config.patch(unlift_effect_tokens=True, force_non_lazy_backward_lowering=True):
@@ -134,6 +135,7 @@ def trace_given(joint: fx.GraphModule, fits: Callable[[Sequence[Any]], bool]) ->
         tangents = list(fw_metadata.traced_tangents)
         if not _is_plain(fw_metadata) or not fits([*flat_args, *tangents]):
             return trace(flat_fn, flat_args, descs, config, fw_metadata=fw_metadata)
+        # AOTAutograd's own trace returns its arguments detached.
         detached = tuple([v.detach() if isinstance(v, Tensor) else v for v in given] for given in (flat_args, tangents))
         return joint, detached, (descs, fw_metadata.traced_tangents_descs), None
 
@@ -237,7 +239,9 @@ def kernels_in_background() -> Iterator[None]:
     """
     waiting = list[tuple[AsyncCompile, dict[str, Any]]]()
     wait = AsyncCompile.wait
+    # Kernels that are asked for inside only queue up; nothing calls one before the end.
     with patch.object(AsyncCompile, "wait", lambda compiler, scope: waiting.append((compiler, scope))):
         yield
+    # Not after an error: the segments that lack kernels are forgotten (SegmentCache.kernels_in_background).
     for compiler, scope in waiting:
         wait(compiler, scope)

@@ -95,6 +95,7 @@ class Repeat:
             NotFoldable: they did not do the same to every layer.
         """
         whole = unfold(self.few, self.path, self.traced, self.layers, self.labels, self.outputs)
+        # Callers were told the order of inputs after tracing; passes may not change it.
         if whole.inputs != self.whole.inputs:
             raise NotFoldable("its inputs are in another order")
         return whole.gm
@@ -167,12 +168,14 @@ class _Unfolding:
 
     def run(self) -> Joint:
         nodes = list(self.joint.gm.graph.nodes)
-        self._place(nodes)
+        self._assign_layers(nodes)
+        # Numbers of checkpointed regions rise through the graph: the difference of two layers tells how many each has.
         last = [max((n.meta.get("ac_graph_id", 0) for n in self._nodes_of(i)), default=0) for i in (-1, 0)]
         self.regions = last[1], last[1] - last[0]
         static: list[int] = []
         wanted = {n for i, n in enumerate(n for n in nodes if n.op == "placeholder") if i in set(self.joint.static)}
         taken: list[tuple[fx.Node, int]] = []  # which input each of the result's is
+        # The backward visits layers from the last to the first, so that copies of its stretch are made in that order.
         for stretch in _stretches(nodes, self.places, self.template):
             numbers = self._numbers(stretch)
             for number in numbers:
@@ -203,14 +206,15 @@ class _Unfolding:
             return (None,)
         return range(self.count) if place.part != "backward" else reversed(range(self.count))
 
-    def _place(self, nodes: list[fx.Node]) -> None:
+    def _assign_layers(self, nodes: list[fx.Node]) -> None:
         backward = backward_nodes(self.joint.gm.graph)
         computing = [n for n in nodes if n.op not in ("placeholder", "output")]
-        self._place_part("forward", [n for n in computing if n not in backward], range(len(self.traced)))
-        self._place_part("backward", [n for n in computing if n in backward], range(len(self.traced))[::-1])
+        self._assign_part("forward", [n for n in computing if n not in backward], range(len(self.traced)))
+        self._assign_part("backward", [n for n in computing if n in backward], range(len(self.traced))[::-1])
         counts: Counter[tuple[int, str]] = Counter()
         for node in nodes:
             if node.op == "placeholder":
+                # An input that several layers read (a mask, rotary tables) is repeated for none.
                 layers = {self.places[u].layer if u in self.places else None for u in node.users if u.op != "output"}
                 layer = layers.pop() if len(layers) == 1 else None
                 if layer is not None:
@@ -218,13 +222,16 @@ class _Unfolding:
                     self._put(node, Place(layer, part, counts[layer, part]))
                     counts[layer, part] += 1
         for name in ("input", "tangent", "forward", "backward"):
+            # The template and its neighbour must match node by node; the first and the last layer are copied as they
+            # are.
             sizes = [sum(p.part == name and p.layer == i for p in self.at) for i in (self.template - 1, self.template)]
             if sizes[0] != sizes[1]:
                 raise NotFoldable(f"two of its layers have {sizes[0]} and {sizes[1]} nodes in the {name}")
 
-    def _place_part(self, part: Literal["forward", "backward"], nodes: list[fx.Node], order: Sequence[int]) -> None:
+    def _assign_part(self, part: Literal["forward", "backward"], nodes: list[fx.Node], order: Sequence[int]) -> None:
         """A layer reaches from its first node to the next one's; the last one to its last node."""
         labels = [self._label(node) for node in nodes]
+        # Reversed, so that of several nodes the first one stays in the dict.
         firsts = {layer: i for i, layer in reversed(list(enumerate(labels))) if layer is not None}
         lasts = {layer: i for i, layer in enumerate(labels) if layer is not None}
         if sorted(firsts) != sorted(order):
@@ -232,6 +239,7 @@ class _Unfolding:
         begins = [firsts[layer] for layer in order]
         ends = [*begins[1:], lasts[order[-1]] + 1]
         for layer, begin, end in zip(order, begins, ends, strict=True):
+            # Nodes of this layer behind the next one's first: no cut separates the two.
             if lasts[layer] >= end or begin >= end:
                 raise NotFoldable(f"the layers are mixed in the {part}")
             for i in range(begin, end):
@@ -260,8 +268,10 @@ class _Unfolding:
                 return self.copies[there, self.count - 1]
             raise NotFoldable(f"{node.name} outside of the layers reads {old.name} of one in their middle")
 
+        # What reads the template now reads its first copy, or its last one.
         made = self.graph.node_copy(node, source)
         made.meta = dict(node.meta)
+        # Regions behind the template make room for those of its copies: torch tells regions apart by number.
         if node.meta.get("ac_graph_id", -1) > self.regions[0]:
             made.meta["ac_graph_id"] += (self.count - 1) * self.regions[1]
         if layer is not None:
@@ -278,12 +288,15 @@ class _Unfolding:
             node.op != "placeholder" and node.target != twin.target
         ):
             raise NotFoldable(f"{node.name} and {twin.name} of two layers are different operators")
+        # The one argument in which layers may differ: their parameter's name. `_relabel` sets it.
         spec = SPEC_AT.get(node.target, -1)  # type: ignore[call-overload]
         args = tuple(
             a if i == spec else self._argument(a, b, node, number)
             for i, (a, b) in enumerate(zip(node.args, twin.args, strict=True))
         )
         kwargs = {k: self._argument(a, twin.kwargs.get(k), node, number) for k, a in node.kwargs.items()}
+        # Named without its number: from a number on fx tries every name that earlier copies took (torch 2.11 and
+        # older).
         made = self.graph.create_node(node.op, node.target, args, kwargs, name=_stem(node.name))
         if node.op == "placeholder":
             made.target = made.name
@@ -314,12 +327,14 @@ class _Unfolding:
     def _beside(self, a: fx.Node, b: fx.Node, number: int) -> fx.Node | tuple[Place, int]:
         """What stands for ``a``, which the template reads where the layer before reads ``b``: a node, or a copy."""
         here, there = self.places.get(a), self.places.get(b)
+        # Both read the same node outside of layers.
         if a is b and here is None:
             return a
         shift = here.layer - self.template if here is not None else None
         if here is None or shift not in (-1, 0, 1) or (there is not None and there.layer != here.layer - 1):
             raise NotFoldable(f"two layers read {a.name} and {b.name}")
         if shift == -1:
+            # The first copy reads the layer that stands before the template, the others read the copy before.
             return (here._replace(layer=self.template), number - 1) if number else a
         if there is None:
             raise NotFoldable(f"two layers read {a.name} and {b.name}")
@@ -327,6 +342,8 @@ class _Unfolding:
             if here != there._replace(layer=here.layer):
                 raise NotFoldable(f"two layers read {a.name} and {b.name} of their own")
             return here, number
+        # In the backward a layer reads from the next one; for the last copy that is the traced layer behind the
+        # template.
         return (there, number + 1) if number < self.count - 1 else a
 
     def _output(self, node: fx.Node, taken: list[tuple[fx.Node, int]]) -> None:
@@ -342,6 +359,7 @@ class _Unfolding:
             if source in grad_of:
                 results.append(self._grad(grad_of, source, number))
         out = self.graph.output(tuple(results) if isinstance(values, tuple) else results)
+        # Both are lists with an entry for each output of the graph that was traced.
         out.meta = {k: v for k, v in node.meta.items() if k not in ("desc", "output_stack_traces")}
 
     def _result(self, value: Any, number: int) -> Any:
@@ -371,6 +389,7 @@ class _Unfolding:
         if [*map(_layout, _tensors(val))] != [*map(_layout, _tensors(other))]:
             raise NotFoldable(f"{node.name} has another shape than in the layer before")
         source = made.args[0] if made.args else None
+        # Not a new value: elements of a tuple that share memory must go on sharing it.
         if node.target is operator.getitem and isinstance(source, fx.Node):
             return source.meta["val"][made.args[1]]
         base = source.meta["val"] if isinstance(source, fx.Node) and is_view(node) else None
@@ -383,6 +402,7 @@ class _Unfolding:
         if not is_fake(val):
             return val
         shape, stride, offset = val.shape, val.stride(), val.storage_offset()
+        # `as_strided` keeps the dtype: a view with another one (`view.dtype`) counts as memory of its own.
         viewed = base if isinstance(base, torch.Tensor) and base.dtype == val.dtype else None
         element = self.elements.get(id(viewed))
         if (viewed is not None and element is None) or not all(type(n) is int for n in (*shape, *stride, offset)):
@@ -400,6 +420,7 @@ class _Unfolding:
 
     def _relabel(self, node: fx.Node, layer: int, number: int) -> None:
         """Let ``node`` belong to layer ``number`` of the stack, instead of to the one traced in place ``layer``."""
+        # Only whole parts of a path: layer 1 is no part of layer 11.
         replace = _replacer(
             rf"(^|\.){re.escape(self.path)}\.{self.labels[layer]}(?=\.|$)", rf"\g<1>{self.path}.{number}"
         )
@@ -441,6 +462,7 @@ def _stretches(nodes: list[fx.Node], places: dict[fx.Node, Place], template: int
         place = places.get(node)
         part = place.part if place is not None and place.layer == template else None
         if part != before or not found:
+            # Copies of a stretch follow one another, so that each part of the template must be one stretch.
             if part in seen:
                 raise NotFoldable(f"the {part} of a layer is not in one piece")
             seen |= {part} if part is not None else set()

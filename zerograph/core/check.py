@@ -50,7 +50,7 @@ class Wrong:
         return where + self.message
 
 
-def check(programs: Sequence[Program], plan: Plan | None = None) -> list[Wrong]:
+def check_programs(programs: Sequence[Program], plan: Plan | None = None) -> list[Wrong]:
     """Everything that is wrong with ``programs``, which run one after another; empty when nothing is.
 
     Args:
@@ -61,13 +61,13 @@ def check(programs: Sequence[Program], plan: Plan | None = None) -> list[Wrong]:
     return found + (list(checked.once(plan)) if plan is not None else [])
 
 
-def require(programs: Sequence[Program], hint: str, plan: Plan | None = None) -> None:
+def require_programs(programs: Sequence[Program], hint: str, plan: Plan | None = None) -> None:
     """Refuse programs with which anything is wrong.
 
     Raises:
         InvariantError: naming the first instructions; ends with ``hint``.
     """
-    wrong = check(programs, plan)
+    wrong = check_programs(programs, plan)
     if wrong:
         shown = [f"  {each}" for each in wrong[:_SHOWN]]
         shown += [f"  and {len(wrong) - _SHOWN} more"] * (len(wrong) > _SHOWN)
@@ -90,63 +90,67 @@ class _Check:
 
     def program(self, program: Program) -> Iterator[Wrong]:
         """What is wrong with one of them."""
+        # Lowered programs have registers of their own; a sketch's programs go on with those of the one before.
         if not program.carries:
             self.alive = dict.fromkeys(range(program.inputs), "input")
             self.dead = set()
-        for place, step in enumerate(program.instructions):
-            for message in self._instruction(program, step):
-                yield Wrong(program.kind, place, f"{program.name(step)} {message}")
+        for place, instruction in enumerate(program.instructions):
+            for message in self._instruction(program, instruction):
+                yield Wrong(program.kind, place, f"{program.name(instruction)} {message}")
 
-    def _instruction(self, program: Program, step: Instruction) -> Iterator[str]:
-        needs = _NEEDS.get(type(step))
-        for register in step.reads:
-            if isinstance(step, Wait) and register in self.dead:
+    def _instruction(self, program: Program, instruction: Instruction) -> Iterator[str]:
+        needs = _NEEDS.get(type(instruction))
+        for register in instruction.reads:
+            if isinstance(instruction, Wait) and register in self.dead:
                 continue  # for a transfer can be waited when what it brought has left again
             if register not in self.alive:
                 name = program.contents[register].name if program.contents else f"register {register}"
                 yield f"reads {name}, which is {'free' if register in self.dead else 'not there'}"
+            # What holds no bytes (a size, a constant) lives nowhere.
             elif program.contents and needs is not None and program.contents[register].bytes:
                 tier = program.contents[register].tier
                 if tier not in needs:
                     yield f"reads {program.contents[register].name} on {tier}, and needs it on {' or '.join(needs)}"
-        yield from self._bucket(program, step)
-        for register in step.writes:
-            if register in self.alive and register not in step.reads:
+        yield from self._bucket(program, instruction)
+        for register in instruction.writes:
+            # An instruction may write over what it reads: an update in its staging slot does.
+            if register in self.alive and register not in instruction.reads:
                 yield f"writes register {register}, which is not free"
-            self.alive[register] = step.operation
+            self.alive[register] = instruction.operation
             self.dead.discard(register)
-        for register in step.dead:
+        for register in instruction.dead:
             if register not in self.alive:
                 yield f"lets go of register {register}, which is not there"
             self.alive.pop(register, None)
             self.dead.add(register)
 
-    def _bucket(self, program: Program, step: Instruction) -> Iterator[str]:
-        match step:
+    def _bucket(self, program: Program, instruction: Instruction) -> Iterator[str]:
+        match instruction:
             case Gather():
-                part = step.bucket, step.tile
+                part = instruction.bucket, instruction.tile
+                # The executor skips the gather of a bucket that stays whole; its graph has it all the same.
                 if part in self.whole and part not in self.kept:
                     yield "begins while it is whole"
                 self.whole.add(part)
             case WaitGather():
-                part = step.bucket, step.tile
+                part = instruction.bucket, instruction.tile
                 if part not in self.whole:
                     yield "is waited for, and has not begun"
             case Free():
-                part = step.bucket, step.tile
+                part = instruction.bucket, instruction.tile
                 if part not in self.whole:
                     yield "is let go of, and is not whole"
-                if step.kept:
+                if instruction.kept:
                     self.kept.add(part)
                 else:
                     self.kept.discard(part)
                     self.whole.discard(part)
             case Reduce():
-                self.reduced[step.bucket, step.tile] += 1
+                self.reduced[instruction.bucket, instruction.tile] += 1
             case HostUpdate():
-                self.updated[step.bucket, step.tile] += 1
+                self.updated[instruction.bucket, instruction.tile] += 1
             case Update():
-                self.here.update(step.buckets)
+                self.here.update(instruction.buckets)
             case _:
                 pass
 
@@ -158,9 +162,12 @@ class _Check:
             for tile in range(bucket.tiles):
                 part = bucket.index, tile
                 times = self.reduced[part]
+                # On one rank gradients are whole: there is nothing to reduce.
                 if trained and times != 1 and plan.world_size > 1:
                     yield Wrong("", -1, f"gradients of {bucket.name}, tile {tile}, are reduced {times} times, not once")
                 times = self.updated[part]
+                # A parameter that every rank holds whole stays on the device, also in a bucket whose shards live
+                # elsewhere.
                 wanted = int(away and any(p.sharded for p in trained))
                 if times != wanted:
                     yield Wrong(

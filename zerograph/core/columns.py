@@ -13,12 +13,13 @@ def table(cls: Any, items: Iterable[Any]) -> dict[str, Any]:
     return {f.name: _packed([getattr(item, f.name) for item in found]) for f in fields(cls)}
 
 
-def rows(cls: Any, columns: dict[str, Any]) -> tuple[Any, ...]:
+def from_table(cls: Any, columns: dict[str, Any]) -> tuple[Any, ...]:
     """What :func:`table` was given; lists became tuples. A column may be missing where its field has a default.
 
     Raises:
         KeyError, IndexError, TypeError, ValueError: the columns are not those of ``cls``, or of different lengths.
     """
+    # A column without a default that is missing raises KeyError below, which callers tell as an incomplete file.
     known = [f.name for f in fields(cls) if f.name in columns or f.default is MISSING]
     values = ([tuple(v) if isinstance(v, list) else v for v in unpacked(columns[name])] for name in known)
     return tuple(cls(**dict(zip(known, row, strict=True))) for row in zip(*values, strict=True))
@@ -27,6 +28,7 @@ def rows(cls: Any, columns: dict[str, Any]) -> tuple[Any, ...]:
 def _packed(column: list[Any]) -> Any:
     """``column``, or its distinct texts and the place of each row's among them where most repeat: a deep model's
     modules and source lines are half of its file otherwise."""
+    # Numbers are shorter than an index into distinct ones.
     if not all(isinstance(value, str) for value in column):
         return column
     places = {text: place for place, text in enumerate(dict.fromkeys(column))}

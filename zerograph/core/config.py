@@ -100,12 +100,14 @@ class Config:
         if unknown:
             raise ConfigError(f"zerograph.backend has no argument {unknown[0]!r}", f"it takes {', '.join(known)}")
         chosen = {**_sizes(options), **_machine(options), **_replayed(options)}
+        # What was given stays as it is in a search, also where it equals the default.
         config = cls(**{**options, **chosen}, given=frozenset(options))
         config._validate()
         return config
 
     def _validate(self) -> None:
         _require(
+            # By type: True is an int, and would pass for stage 1.
             self.stage == "auto" or (type(self.stage) is int and self.stage in STAGES),
             f'stage must be 0, 1, 2, 3 or "auto", got {self.stage!r}',
             "3 shards parameters, gradients and optimizer states; 0 is data parallelism",
@@ -148,6 +150,7 @@ class Config:
             'say what goes there, for example offload="optimizer"',
         )
         if self.offload != "auto":
+            # First what no stage could do, then what no backend does yet: the second error would hide the first.
             level_at(self.sharding, self.offload)
         _require(
             self.offload == "none",
@@ -229,6 +232,7 @@ def _require(condition: bool, message: str, hint: str) -> None:
 def _require_dtype(argument: str, dtype: object) -> None:
     name = str(dtype).removeprefix("torch.")
     _require(
+        # By name: this floor must not import torch.
         dtype is None or (type(dtype).__name__ == "dtype" and name in DTYPES),
         f"{argument} must be a floating torch.dtype ({', '.join(DTYPES)}) or None, got {dtype!r}",
         f"for example {argument}=torch.bfloat16",
@@ -236,6 +240,7 @@ def _require_dtype(argument: str, dtype: object) -> None:
 
 
 def _require_mesh(mesh: object) -> None:
+    # By what it has: this floor must not import torch.
     ndim = getattr(mesh, "ndim", None)
     _require(ndim is not None, f"mesh must be a torch DeviceMesh, got {type(mesh).__name__}", "see init_device_mesh")
     _require(

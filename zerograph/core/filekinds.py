@@ -13,7 +13,7 @@ _KINDS = (
 """Name, the fields that only this kind has, and what reads it."""
 
 
-def refuse_other(data: object, wanted: str, hint: str) -> None:
+def refuse_other_kind(data: object, wanted: str, hint: str) -> None:
     """Nothing, unless ``data`` is of a kind that ZeroGraph knows, and not the one that was ``wanted``.
 
     Raises:

@@ -25,7 +25,7 @@ def read_plan(path: Path, *, verify: bool = True) -> PlanFile:
 
 
 def told_digest(path: Path) -> str:
-    """The digest that stands in the plan file ``path``, right or not."""
+    """The digest that stands in ``path``, right or not; :func:`read_plan` has read the file before."""
     return _read(path, lambda text: str(json.loads(text)["digest"]))
 
 
@@ -39,13 +39,14 @@ def read_run(path: Path) -> Run:
 
 
 def check_writable(path: Path) -> None:
-    """Before seconds are spent on what cannot be saved.
+    """Raise where ``path`` cannot be written, before seconds are spent on what is to be saved there.
 
     Raises:
         ConfigError: ``path`` is no file that can be written.
     """
     existed = path.exists()
     try:
+        # Trying is the only sure test; "a" leaves what an existing file holds.
         path.open("a").close()
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}", "-o FILE in a folder that exists") from None

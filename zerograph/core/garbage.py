@@ -1,4 +1,4 @@
-"""Work during which Python looks for no garbage."""
+"""Runs a block with Python's garbage collector off."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Let Python not search for cycles meanwhile, where much is made and stays alive.
+def without_gc() -> Iterator[None]:
+    """Inside, Python's garbage collector is off, for work that makes many objects which stay alive.
 
-    A search looks through all of it, again and again: a fifth of tracing a deep model, and a quarter of a search for a
-    plan.
+    The collector looks through all of them again and again. That took a fifth of tracing a deep model and a quarter of
+    a search for a plan.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        # A user who switched it off keeps it off.
         if collects:
             gc.enable()

@@ -17,6 +17,7 @@ def unified(before: Sequence[str], after: Sequence[str], context: int) -> Iterat
     """The lines of the diff from ``before`` to ``after``; none if they are equal."""
     if before == after:
         return  # lines that repeat match nothing, and would be told as changed
+    # difflib's grouping of changes, on top of matching blocks of our own.
     matcher = _Matcher(None, before, after, autojunk=False)
     header = ["--- before", "+++ after"]
     for group in matcher.get_grouped_opcodes(context):
@@ -41,6 +42,7 @@ class _Matcher(difflib.SequenceMatcher[str]):
         for i, j in _rising(_unique_pairs(self.a, self.b)):
             last = blocks[-1] if blocks else None
             if last is not None and (last.a + last.size, last.b + last.size) == (i, j):
+                # Neighbours merge: difflib expects maximal blocks.
                 blocks[-1] = difflib.Match(last.a, last.b, last.size + 1)
             else:
                 blocks.append(difflib.Match(i, j, 1))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.filekinds import refuse_other
+from zerograph.core.filekinds import refuse_other_kind
 from zerograph.core.units import is_number
 
 VERSION = 2
@@ -22,6 +22,9 @@ VERSION = 2
 Tier = Literal["device", "host", "nvme"]
 TIERS: tuple[Tier, ...] = ("device", "host", "nvme")
 DTYPES = ("float32", "bfloat16", "float16")
+Precision = Literal["highest", "high"]
+PRECISIONS: tuple[Precision, ...] = ("highest", "high")
+"""How float32 products are computed, in torch's words (``torch.set_float32_matmul_precision``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,8 @@ class Machine:
         device: "cuda" or "cpu".
         device_memory: bytes a rank may use on its device. On a CPU this is the host's memory over its ranks.
         device_bandwidth: bytes per second that element-wise kernels read and write.
-        matmul: floating-point operations per second of large matrix products, by dtype.
+        matmul: floating-point operations per second of large matrix products, by dtype. Where there is "tf32" too, it
+            is what "float32" products come to once torch may round them so (:meth:`with_precision`).
         vector: floating-point operations per second of element-wise code, by dtype. To know a machine by: no forecast
             goes by it. What element-wise code costs is counted as the bytes that it reads and writes once fused; its
             operations are not known before a compiler has fused and vectorized it, and on GPUs (12 per byte on an H100)
@@ -62,6 +66,10 @@ class Machine:
             its gradient and states are counted once each way, and seconds for each parameter, however small. It runs
             several kernels per parameter, or per group of them, and DTensors cost the host more than that.
         cpu_optimizer: bytes of states per second and node that an Adam update on the host reads and writes.
+        published: floating-point operations per second of dense products that the vendor publishes, by the same names
+            as ``matmul``; empty where nobody does. What is called MFU is relative to it.
+        disturbed: the share of the processors that other processes took while the rates were measured, if that was
+            enough to make them too low; else 0.
     """
 
     name: str
@@ -82,7 +90,21 @@ class Machine:
     inter: Link
     update: Link
     cpu_optimizer: float
+    published: Mapping[str, float] = field(default_factory=dict)
+    disturbed: float = 0.0
     notes: str = field(default="", compare=False)
+
+    @property
+    def title(self) -> str:
+        """The name, and a word where the rates are not to be trusted."""
+        return f"{self.name} (measured while others took {self.disturbed:.0%} of it)" if self.disturbed else self.name
+
+    def with_precision(self, precision: Precision) -> Machine:
+        """This machine where torch computes float32 products so: "high" is TF32 where the device has it."""
+        if precision == "highest" or "tf32" not in self.matmul:
+            return self
+        published = {**self.published, "float32": self.published["tf32"]} if "tf32" in self.published else {}
+        return replace(self, matmul={**self.matmul, "float32": self.matmul["tf32"]}, published=published)
 
     def collective(self, world_size: int) -> Link:
         """The link that bounds a collective over ``world_size`` ranks."""
@@ -98,6 +120,7 @@ class Machine:
             return self.device_memory
         ranks = min(world_size, self.ranks_per_node)
         if tier == "host":
+            # On a CPU the host's memory is the device's: offloading there frees nothing.
             return 0 if self.device == "cpu" else self.host_memory // ranks
         return self.nvme_capacity // ranks
 
@@ -114,7 +137,7 @@ class Machine:
         """
         try:
             data: dict[str, Any] = json.loads(text)
-            refuse_other(data, "a machine", _MADE)
+            refuse_other_kind(data, "a machine", _MADE)
             version = data.pop("version", None)
         except ConfigError:
             raise
@@ -131,7 +154,7 @@ class Machine:
             raise ConfigError(f"the machine is incomplete: {error}", "measure it again") from None
         wrong = next(machine._mistakes(), None)
         if wrong is not None:
-            raise ConfigError(f"the machine cannot be: {wrong}", "mend the file, or measure the machine again")
+            raise ConfigError(f"the machine is wrong: {wrong}", "mend the file, or measure the machine again")
         return machine
 
     def _mistakes(self) -> Iterator[str]:
@@ -149,8 +172,15 @@ class Machine:
                 yield f"{name} has not one rate for each of {', '.join(DTYPES)}"
             else:
                 rates |= {f"{name} of {dtype}": rate for dtype, rate in found.items()}
+        if isinstance(self.published, Mapping):
+            rates |= {f"published rate of {dtype}": rate for dtype, rate in self.published.items()}
+        else:
+            yield f"published is {self.published!r}, not rates by dtype"
+        if not (is_number(self.disturbed) and 0 <= self.disturbed <= 1):
+            yield f"disturbed is {self.disturbed!r}, not a share from 0 to 1"
         for name in _LINKS:
             link = getattr(self, name)
+            # A machine without NVMe says 0 for its rates.
             if self.nvme_capacity or not name.startswith("nvme"):
                 rates[f"rate of {name}"] = link.rate
             if not (is_number(link.latency) and link.latency >= 0):
@@ -179,17 +209,15 @@ def _gpu(
     pcie: float, host: int, ranks: int = 8, nvme: int = 28 * TB, nvme_rate: float = 25 * GB,
     tf32: float | None = None, bf16: bool = True, cpu_bandwidth: float = 150 * GB,
 ) -> Machine:  # fmt: skip
-    low = tflops_16 * 1e12 * _REACHED
+    # V100 has no units for bfloat16, which then runs at the rate of float32.
+    published = {"float32": tflops_32, "bfloat16": tflops_16 if bf16 else tflops_32, "float16": tflops_16}
+    published = {dtype: 1e12 * rate for dtype, rate in (published | ({"tf32": tf32} if tf32 else {})).items()}
     return Machine(
         name=name,
         device="cuda",
         device_memory=memory,
         device_bandwidth=0.8 * bandwidth,
-        matmul={
-            "float32": (tf32 or tflops_32) * 1e12 * _REACHED,
-            "bfloat16": low if bf16 else tflops_32 * 1e12 * _REACHED,
-            "float16": low,
-        },
+        matmul={dtype: rate * _REACHED for dtype, rate in published.items()},
         vector=dict.fromkeys(DTYPES, tflops_32 * 1e12 * 0.5),
         launch=5e-6,
         ranks_per_node=ranks,
@@ -203,6 +231,7 @@ def _gpu(
         inter=inter,
         update=Link(0.8 * bandwidth * _FOREACH, _PER_DTENSOR),
         cpu_optimizer=cpu_bandwidth,
+        published=published,
         notes="from published figures, times the share that training reaches",
     )
 
@@ -299,10 +328,18 @@ def preset_for(device: str, name: str = "") -> Machine:
 
     A GPU that no preset is for counts as an H100: the search then weighs compute against collectives as there.
     """
-    if device == "cpu":
-        return PRESETS["cpu"]
-    found = next((preset for word, preset in _GPUS if word in name.upper()), "h100-80gb")
-    return PRESETS[found]
+    return PRESETS["cpu"] if device == "cpu" else _preset_of(name) or PRESETS["h100-80gb"]
+
+
+def published_rates(name: str) -> Mapping[str, float]:
+    """What the vendor of a GPU that calls itself ``name`` publishes of its products, by dtype; empty if no preset is
+    for it."""
+    found = _preset_of(name)
+    return found.published if found is not None else {}
+
+
+def _preset_of(name: str) -> Machine | None:
+    return next((PRESETS[preset] for word, preset in _GPUS if word in name.upper()), None)
 
 
 _GPUS = (

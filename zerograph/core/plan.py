@@ -79,6 +79,7 @@ class Homes:
     @property
     def in_order(self) -> bool:
         """Whether no home is farther away than the next."""
+        # An update reads all three on its way to the optimizer's home, so that nothing may pass by that.
         near, middle, far = (TIERS.index(tier) for tier in (self.parameters, self.gradients, self.optimizer))
         return near <= middle <= far
 
@@ -292,6 +293,7 @@ def _require_types(kind: type[Plan] | type[Bucket], data: Mapping[str, Any]) -> 
     Raises:
         TypeError: naming the field.
     """
+    # Annotations are texts in this module (`from __future__ import annotations`), so that the check is by their text.
     types = {one.name: str(one.type) for one in fields(kind)}
     if data.keys() != types.keys():
         raise TypeError(f"it has {', '.join(sorted(data.keys() ^ types.keys()))}, or has not")
@@ -327,6 +329,7 @@ def _mistakes(bucket: Bucket, plan: Plan) -> Iterator[str]:
         yield f"has {homes}: none may live farther away than gradients, nor those farther than the optimizer"
     if bucket.ahead is not None and not 0 <= bucket.ahead <= plan.prefetch:
         yield f"is gathered {bucket.ahead} visits ahead, and prefetch is {plan.prefetch}"
+    # The rest is about tiles, which share one parameter's rows.
     if bucket.tiles == 1:
         return
     if len(bucket.params) != 1 or not (bucket.params[0].sharded and bucket.params[0].shape):

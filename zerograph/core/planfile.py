@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field
 from types import UnionType
 from typing import Any
 
-from zerograph.core.columns import rows, table, unpacked
+from zerograph.core.columns import from_table, table, unpacked
 from zerograph.core.errors import ConfigError
-from zerograph.core.filekinds import refuse_other
+from zerograph.core.filekinds import refuse_other_kind
 from zerograph.core.linediff import unified
 from zerograph.core.machine import Machine, Tier
 from zerograph.core.plan import Plan
@@ -110,15 +110,22 @@ class PlanFile:
         return self.tokens * self.plan.world_size / seconds if seconds else 0.0
 
     @property
+    def peak_flops(self) -> float:
+        """Floating-point operations per second that utilization is relative to: the published rate of the compute
+        dtype's dense products, or of a machine of which none is published, the measured one."""
+        rates = self.machine.published or self.machine.matmul
+        return rates.get(self.plan.compute_dtype, 0.0)
+
+    @property
     def model_flops_utilization(self) -> float:
-        """Share of the machine's matrix rate that the model's own products use."""
-        rate = self.machine.matmul.get(self.plan.compute_dtype, 0.0)
-        seconds = self.forecast.seconds
+        """Share of :attr:`peak_flops` that the model's own products use (MFU); what is recomputed counts once."""
+        rate, seconds = self.peak_flops, self.forecast.seconds
         return self.flops / rate / seconds if rate and seconds else 0.0
 
     @property
     def unexecuted(self) -> str:
-        """The instructions of the plan that nothing executes yet, for people; empty when it can be run."""
+        """What the plan needs that nothing executes yet, for people; empty when the plan can be run."""
+        # By what spans say of themselves: a plan file holds no instructions.
         runs = {(kind.stream, kind.operation) for kind in EXECUTED}
         found: dict[str, str] = {}  # the first of each kind
         for span in self.forecast.spans:
@@ -168,14 +175,16 @@ class PlanFile:
         """
         try:
             data: dict[str, Any] = json.loads(text)
-            refuse_other(data, "a plan", _MADE)
+            refuse_other_kind(data, "a plan", _MADE)
             version, digest = data["version"], data.pop("digest")
+        # Ours already says more than the catch-all below, and is a ValueError itself.
         except ConfigError:
             raise
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise ConfigError("the file holds no plan", _MADE) from None
         if version != VERSION:
             raise ConfigError(f"the plan has version {version}, this ZeroGraph reads {VERSION}", "make the plan again")
+        # Numbers changed by hand would be shown as a forecast.
         if verify and digest != _digest(data):
             raise ConfigError(f"the plan was changed: its digest is not {digest}", "make the plan again")
         try:
@@ -192,9 +201,9 @@ class PlanFile:
             machine=Machine.from_json(json.dumps(data["machine"])),
             budget=data["budget"],
             forecast=forecast_of(data),
-            holdings=rows(Holding, data["holdings"]),
-            reasons=rows(Reason, data["reasons"]),
-            passes=rows(PassRecord, data["passes"]),
+            holdings=from_table(Holding, data["holdings"]),
+            reasons=from_table(Reason, data["reasons"]),
+            passes=from_table(PassRecord, data["passes"]),
             tokens=data["tokens"],
             flops=data["flops"],
         )
@@ -230,7 +239,7 @@ def _require(what: str, values: Iterable[Any], kind: type | UnionType) -> None:
 _MOST_LINES = 400
 
 
-def changes(before: str, after: str) -> str:
+def graph_diff(before: str, after: str) -> str:
     """A unified diff, shortened where a deep model repeats itself."""
     lines = list(unified(before.splitlines(), after.splitlines(), context=1))
     if len(lines) > _MOST_LINES:
@@ -256,7 +265,7 @@ def forecast_of(data: dict[str, Any]) -> Forecast:
         KeyError, IndexError, TypeError, ValueError, AttributeError: there is none.
     """
     return Forecast(
-        spans=rows(Span, data["spans"]),
+        spans=from_table(Span, data["spans"]),
         memory={tier: tuple((t, b) for t, b in curve) for tier, curve in data["memory"].items()},
         peaks={tier: Peak(**peak) for tier, peak in data["peaks"].items()},
         critical_path=tuple(data.get("critical_path", ())),

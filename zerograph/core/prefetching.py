@@ -20,6 +20,7 @@ def visit_numbers(uses: Sequence[int], prefetch: int) -> list[int]:
     latest: dict[int, int] = {}  # bucket -> its last use
     count = 0
     for i, bucket in enumerate(uses):
+        # Within the prefetch distance keeping the bucket costs no more memory than gathering ahead would.
         if bucket in latest and not _more_than(prefetch, uses, latest[bucket] + 1, i):
             numbers.append(numbers[latest[bucket]])
         else:
@@ -56,6 +57,7 @@ def gather_starts(
     freed: dict[object, int] = {}  # where the last visit of a bucket ended: no bucket is gathered twice at a time
     settled, whole_before = 0, 0
     for i, (bucket, end) in enumerate(zip(buckets, ends, strict=True)):
+        # No later gather begins before this point, so that what is whole there never changes again.
         for at in range(settled, i - distance):
             whole_before += change[at]
         settled = max(settled, i - distance)
@@ -63,8 +65,10 @@ def gather_starts(
         start = max(start, i - ahead[i]) if ahead is not None else start
         for at in range(settled, i):
             whole += change[at]
+            # One more would make `distance + 2` whole: the gather begins behind this visit.
             if whole > distance:
                 start = max(start, at + 1)
+        # At its own visit at the latest: a gather that finds no room simply does not run ahead.
         start = min(start, i)
         change[start] += 1
         change[end] -= 1
@@ -102,11 +106,13 @@ def visits(uses: Sequence[tuple[int, ...]], begins: Sequence[int], prefetch: int
     starts = [_start(first, uses, begins) for _, first, _ in found]
     freed = []
     for i, (_, _, last) in enumerate(found):
+        # At the next visit's start, not at once: frees stand where the graph is cut anyway, and cost no cut of their
+        # own.
         freed.append(next((k for k in range(i + 1, len(found)) if starts[k] > last), len(found)))
     return tuple(Visit(bucket, starts[i], last, freed[i]) for i, (bucket, _, last) in enumerate(found))
 
 
-def gathers(found: Sequence[Visit], prefetch: int, ahead: Sequence[int]) -> dict[int, list[int]]:
+def gathers_by_start(found: Sequence[Visit], prefetch: int, ahead: Sequence[int]) -> dict[int, list[int]]:
     """Visit -> those whose gathers begin at its start.
 
     Args:

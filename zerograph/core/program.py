@@ -287,6 +287,7 @@ EXECUTED: tuple[type[Instruction], ...] = (Compute, Gather, WaitGather, Free, Re
 
 def stays_whole(residency: Residency, kind: str) -> bool:
     """Whether a bucket stays whole behind its last use in a program of that kind."""
+    # After an inference no backward follows, and weights may have changed before the next call.
     return kind != "inference" and (residency == "step" or (residency == "backward" and kind != "backward"))
 
 
@@ -357,78 +358,84 @@ class Program:
 
     def collectives(self) -> Iterator[str]:
         """Every collective in order, one line each: what has to be the same on all ranks."""
-        for step in self.instructions:
-            if isinstance(step, Collective):
-                for p in step.params:
+        for instruction in self.instructions:
+            if isinstance(instruction, Collective):
+                for p in instruction.params:
                     how = "" if p.sharded else " whole"
-                    dtype = p.compute_dtype if step.operation == "gather" else p.reduce_dtype
-                    yield f"{step.operation} bucket {step.bucket}: {p.name} {list(p.shape)} {dtype}{how}"
+                    dtype = p.compute_dtype if instruction.operation == "gather" else p.reduce_dtype
+                    # Names, and not sizes alone: different parameters of one size would be summed without an error.
+                    yield f"{instruction.operation} bucket {instruction.bucket}: {p.name} {list(p.shape)} {dtype}{how}"
 
     @property
     def digest(self) -> str:
         """Hash of the sequence of collectives."""
         return hashlib.sha256("\n".join((self.kind, *self.collectives())).encode()).hexdigest()[:16]
 
-    def label(self, step: Instruction) -> str:
+    def label(self, instruction: Instruction) -> str:
         """Whose instruction it is, for people: a bucket, a tile of it, a layer, an activation."""
-        match step:
+        match instruction:
             case Compute(module=module):
                 return layer_of(module) or "outside of layers"
             case Gather() | WaitGather() | Free() | Reduce() | WaitReduce():
-                name = self.buckets[step.bucket] if self.buckets else f"bucket {step.bucket}"
-                return name if step.tiles == 1 else f"{name} tile {step.tile + 1}/{step.tiles}"
+                name = self.buckets[instruction.bucket] if self.buckets else f"bucket {instruction.bucket}"
+                return name if instruction.tiles == 1 else f"{name} tile {instruction.tile + 1}/{instruction.tiles}"
             case Spill() | Fetch() | Write() | Read() | HostUpdate():
-                return step.label
+                return instruction.label
             case _:
                 return ""
 
-    def name(self, step: Instruction) -> str:
+    def name(self, instruction: Instruction) -> str:
         """What runs, for people; nothing reads it to know what it is."""
-        match step:
+        match instruction:
             case Compute():
-                return f"{self.kind} {self.label(step)}"
+                return f"{self.kind} {self.label(instruction)}"
             case Update():
                 return "optimizer update"
             case Spill() | Fetch() | Write() | Read():
-                return f"{step.operation} {step.what} of {step.label}"
+                return f"{instruction.operation} {instruction.what} of {instruction.label}"
             case _:
-                return f"{step.operation} {self.label(step)}"
+                return f"{instruction.operation} {self.label(instruction)}"
 
-    def module(self, step: Instruction) -> str:
+    def module(self, instruction: Instruction) -> str:
         """The module that it works for."""
-        match step:
+        match instruction:
             case Compute() | Spill() | Fetch() | Write() | Read() | HostUpdate():
-                return step.module
+                return instruction.module
             case Update():
                 return "optimizer"
             case WaitFetch():
                 return ""
             case _:
-                return self.buckets[step.bucket] if self.buckets else ""
+                return self.buckets[instruction.bucket] if self.buckets else ""
 
     def __str__(self) -> str:
         """The instructions, one line each, as a person reads them."""
-        return "\n".join(f"{i:4d}  {_describe(step)}" for i, step in enumerate(self.instructions))
+        return "\n".join(f"{i:4d}  {_describe(instruction)}" for i, instruction in enumerate(self.instructions))
 
 
-def _describe(step: Instruction) -> str:
-    match step:
+def _describe(instruction: Instruction) -> str:
+    match instruction:
         case Compute():
-            return f"compute      segment {step.segment}  ({len(step.args)} in, {len(step.outs)} out)"
+            return (
+                f"compute      segment {instruction.segment}  ({len(instruction.args)} in, {len(instruction.outs)} out)"
+            )
         case Gather():
-            size = sum(p.gathered_bytes for p in step.params)
-            return f"gather       bucket {step.bucket}  {len(step.params)} parameters, {format_bytes(size)}"
+            size = sum(p.gathered_bytes for p in instruction.params)
+            return (
+                f"gather       bucket {instruction.bucket}  {len(instruction.params)} parameters, {format_bytes(size)}"
+            )
         case Reduce():
-            return f"reduce       bucket {step.bucket}  {len(step.params)} gradients"
+            return f"reduce       bucket {instruction.bucket}  {len(instruction.params)} gradients"
         case WaitGather():
-            return f"wait gather  bucket {step.bucket}"
+            return f"wait gather  bucket {instruction.bucket}"
         case WaitReduce():
-            return f"wait reduce  bucket {step.bucket}"
+            return f"wait reduce  bucket {instruction.bucket}"
         case Free():
-            return f"free         bucket {step.bucket}"
+            return f"free         bucket {instruction.bucket}"
         case Update():
-            return f"update       {len(step.sizes)} parameters"
+            return f"update       {len(instruction.sizes)} parameters"
         case WaitFetch():
             return "wait fetch"
         case _:
-            return f"{step.operation:<12} {step.what} of {step.label}, {format_bytes(step.bytes)}"
+            moved = format_bytes(instruction.bytes)
+            return f"{instruction.operation:<12} {instruction.what} of {instruction.label}, {moved}"

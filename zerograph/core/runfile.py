@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.filekinds import refuse_other
+from zerograph.core.filekinds import refuse_other_kind
 from zerograph.core.planfile import canonical, forecast_data, forecast_of
 from zerograph.core.program import Compute, Gather, Reduce, Segment, Timed, Update
 from zerograph.core.timeline import Forecast, Span
@@ -29,15 +29,15 @@ class Measured:
     reduces: Mapping[int, float] = field(default_factory=dict)
     update: float | None = None
 
-    def of(self, step: Timed, segments: Sequence[Segment]) -> float | None:
+    def of(self, instruction: Timed, segments: Sequence[Segment]) -> float | None:
         """Seconds of an instruction in a program with these segments; None where it was not measured."""
-        match step:
+        match instruction:
             case Compute():
-                return self.segments.get(segments[step.segment].digest)
+                return self.segments.get(segments[instruction.segment].digest)
             case Gather():
-                return self.gathers.get(step.bucket)
+                return self.gathers.get(instruction.bucket)
             case Reduce():
-                return self.reduces.get(step.bucket)
+                return self.reduces.get(instruction.bucket)
             case Update():
                 return self.update
             case _:
@@ -84,7 +84,8 @@ class Run:
         hint = "give what `run.save(path)` wrote after `with backend.record() as run` (docs/recording.md)"
         try:
             data: dict[str, Any] = json.loads(text)
-            refuse_other(data, "a measured run", hint)
+            refuse_other_kind(data, "a measured run", hint)
+            # A plan file has a version, too: its number would say nothing here.
             version = data.get("version") if "segments" in data else None
         except ConfigError:
             raise
@@ -102,7 +103,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What is laid beside a plan's forecast.
+    """A run beside the forecast of the plan that it ran.
 
     Attributes:
         run: what happened.

@@ -51,20 +51,20 @@ def on(tier: Tier, size: int) -> Memory:
     return ((tier, size),) if size else ()
 
 
-class Rates(Protocol):
+class CostModel(Protocol):
     """What instructions cost on a machine."""
 
     @property
     def overlaps(self) -> bool:
         """Whether collectives run beside compute."""
 
-    def seconds(self, step: Timed, segments: Sequence[Segment]) -> float:
+    def seconds(self, instruction: Timed, segments: Sequence[Segment]) -> float:
         """Of one instruction, of a program with these segments."""
 
 
 def simulate(
     programs: Sequence[Program],
-    rates: Rates,
+    rates: CostModel,
     *,
     measured: Measured | None = None,
     held: tuple[Holding, ...] = (),
@@ -93,7 +93,7 @@ def again(before: Forecast, seconds: Sequence[float], holdings: Iterable[Holding
     Raises:
         ValueError: a task waits for itself or a later one.
     """
-    run, spans = Run(), []
+    run, spans = Tasks(), []
     for span, length in zip(before.spans, seconds, strict=True):
         if any(earlier >= span.task for earlier in span.after):
             raise ValueError(f"task {span.task} ({span.name}) waits for a later one: {span.after}")
@@ -102,7 +102,7 @@ def again(before: Forecast, seconds: Sequence[float], holdings: Iterable[Holding
     return _forecast(tuple(spans), run, holdings, before.not_counted)
 
 
-def measure(programs: Sequence[Program], costs: Costs, held: Memory = ()) -> tuple[float, Peaks, int]:
+def time_and_peaks(programs: Sequence[Program], costs: Costs, held: Memory = ()) -> tuple[float, Peaks, int]:
     """Seconds and peak bytes of every tier that :func:`simulate` finds for a sketch, and how many tasks it has.
 
     The registers of a sketch have memory of their own each, so that an instruction takes and gives the same in every
@@ -123,52 +123,54 @@ def measure(programs: Sequence[Program], costs: Costs, held: Memory = ()) -> tup
 class Costs:
     """What instructions cost in seconds and memory; those that were met before are known."""
 
-    def __init__(self, rates: Rates, measured: Measured | None = None) -> None:
+    def __init__(self, rates: CostModel, measured: Measured | None = None) -> None:
         self.rates, self.measured = rates, measured
         self.overlaps = rates.overlaps
         self.known: dict[int, _Fact] = {}  # by identity; the fact keeps its instruction alive
 
-    def learn(self, step: Instruction, program: Program) -> _Fact:
-        """All about ``step``, from now on known."""
-        contents, reads, writes = program.contents, step.reads, step.writes
+    def learn(self, instruction: Instruction, program: Program) -> _Fact:
+        """All about ``instruction``, from now on known."""
+        contents, reads, writes = program.contents, instruction.reads, instruction.writes
         takes: dict[Tier, int] = defaultdict(int)
         gives: dict[Tier, int] = defaultdict(int)
         for register in writes if contents else ():
+            # What an instruction writes over, it takes no memory for.
             if register not in reads:
                 takes[contents[register].tier] += contents[register].bytes
-        for register in step.dead if contents else ():
+        for register in instruction.dead if contents else ():
             gives[contents[register].tier] += contents[register].bytes
         role, seconds, key = _FREE, 0.0, (-1, 0)
-        if isinstance(step, Compute):
-            temporary = program.segments[step.segment].temporary
+        if isinstance(instruction, Compute):
+            temporary = program.segments[instruction.segment].temporary
             takes["device"] += temporary
             gives["device"] += temporary
-        if isinstance(step, (Compute, Update)):
+        if isinstance(instruction, (Compute, Update)):
             role = _COMPUTE
-        elif isinstance(step, Collective):
-            role = _GATHER if isinstance(step, Gather) else _REDUCE
-        elif isinstance(step, Move):
+        elif isinstance(instruction, Collective):
+            role = _GATHER if isinstance(instruction, Gather) else _REDUCE
+        elif isinstance(instruction, Move):
             role = _MOVE
-        elif isinstance(step, Wait):
+        elif isinstance(instruction, Wait):
             role = _WAIT
-        if isinstance(step, Timed):
-            seconds = self._seconds(step, program.segments)
-        if isinstance(step, (Gather, Free)):
-            key = (step.bucket, step.tile)
-        place = step.slot if isinstance(step, Move) else None
+        if isinstance(instruction, Timed):
+            seconds = self._seconds(instruction, program.segments)
+        if isinstance(instruction, (Gather, Free)):
+            key = (instruction.bucket, instruction.tile)
+        place = instruction.slot if isinstance(instruction, Move) else None
         fact = _Fact(
-            step, role, step.stream or "compute", seconds, reads, writes,
+            instruction, role, instruction.stream or "compute", seconds, reads, writes,
             tuple(item for item in takes.items() if item[1]), tuple(item for item in gives.items() if item[1]),
-            key, place, isinstance(step, Free) and step.kept,
+            key, place, isinstance(instruction, Free) and instruction.kept,
         )  # fmt: skip
-        self.known[id(step)] = fact
+        self.known[id(instruction)] = fact
         return fact
 
-    def _seconds(self, step: Timed, segments: Sequence[Segment]) -> float:
-        known = self.measured.of(step, segments) if self.measured is not None else None
-        return self.rates.seconds(step, segments) if known is None else known
+    def _seconds(self, instruction: Timed, segments: Sequence[Segment]) -> float:
+        known = self.measured.of(instruction, segments) if self.measured is not None else None
+        return self.rates.seconds(instruction, segments) if known is None else known
 
 
+# Numbers and not classes: `walk` is where a search spends its time, on the same instructions over and over.
 _COMPUTE, _GATHER, _REDUCE, _MOVE, _WAIT, _FREE = range(6)
 
 
@@ -187,7 +189,7 @@ class _Fact(NamedTuple):
     ``takes`` and ``gives`` hold where every register it names has memory of its own.
     """
 
-    step: Instruction
+    instruction: Instruction
     role: int
     stream: Stream
     seconds: float
@@ -201,19 +203,19 @@ class _Fact(NamedTuple):
 
 
 @dataclass(slots=True)
-class Run:
+class Tasks:
     """What instructions did that occupy a stream, in program order: the tasks.
 
     Attributes:
-        steps, after: instructions with their programs, and the tasks that each waited for besides the one before it on
-            its stream; empty unless asked for.
+        instructions, after: with their programs, and the tasks that each waited for besides the one before it on its
+            stream; empty unless asked for.
         free: by stream, when its last task ends.
         streams: of each task.
         programs: the first task of each program.
         events: by tier, what is taken and given back when.
     """
 
-    steps: list[tuple[Timed, Program]] = field(default_factory=list)
+    instructions: list[tuple[Timed, Program]] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     free: dict[Stream, float] = field(default_factory=dict)
@@ -245,36 +247,36 @@ class Run:
 
     def described(self) -> Iterator[Span]:
         """Each of them, for people."""
-        for index, (step, program) in enumerate(self.steps):
-            segment = program.segments[step.segment] if isinstance(step, Compute) else None
+        for index, (instruction, program) in enumerate(self.instructions):
+            segment = program.segments[instruction.segment] if isinstance(instruction, Compute) else None
             yield Span(
                 task=index,
-                name=program.name(step),
-                stream=step.stream or "compute",
+                name=program.name(instruction),
+                stream=instruction.stream or "compute",
                 start=self.starts[index],
                 end=self.ends[index],
-                module=program.module(step),
-                source=step.source if isinstance(step, Compute) else "",
+                module=program.module(instruction),
+                source=instruction.source if isinstance(instruction, Compute) else "",
                 after=self.after[index],
                 key=segment.digest if segment is not None else "",
                 flops=segment.flops // segment.slices if segment is not None else 0,
-                operation=step.operation,
+                operation=instruction.operation,
                 phase=program.kind,
-                bucket=-1 if isinstance(step, Compute | Update) else step.bucket,
-                tile=0 if isinstance(step, Compute | Update) else step.tile,
-                what=step.what if isinstance(step, Move) else "",
-                label="" if segment is not None else program.label(step),
+                bucket=-1 if isinstance(instruction, Compute | Update) else instruction.bucket,
+                tile=0 if isinstance(instruction, Compute | Update) else instruction.tile,
+                what=instruction.what if isinstance(instruction, Move) else "",
+                label="" if segment is not None else program.label(instruction),
             )
 
 
-def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None) -> Run:
+def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None) -> Tasks:
     """Run ``programs``.
 
     Args:
         cells: told what is alive, where registers may share memory; else each has its own, and nobody asks what waited
             for what.
     """
-    run = Run()
+    run = Tasks()
     starts, ends, events = run.starts, run.ends, run.events
     known, overlaps = costs.known, costs.overlaps
     whole: dict[tuple[int, int], int] = {}  # bucket and tile -> the task that gathered it
@@ -291,7 +293,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
             cells.enter(program, run)
         for each in program.instructions:
             fact = known.get(id(each)) or costs.learn(each, program)
-            step, role, stream, seconds, reads, writes, takes, gives, part, slot, kept = fact
+            instruction, role, stream, seconds, reads, writes, takes, gives, part, slot, kept = fact
             if role == _WAIT:
                 task = ready[reads[0]]
                 waits.append(task)
@@ -301,7 +303,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
                 # Where nothing overlaps, the wait is what reads them: they are there until then.
                 read = task if overlaps or last < task else last
                 if cells is not None:
-                    cells.waited(step, task, begun, read)
+                    cells.waited(instruction, task, begun, read)
                     continue
                 for tier, size in takes:
                     run.take(tier, size, task)
@@ -312,6 +314,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
             if role == _FREE:
                 if not kept and whole.pop(part, None) is not None:
                     if cells is not None:
+                        # Where nothing has computed yet, the first task stands in.
                         cells.freed(part, max(last, 0))
                         continue
                     for tier, size in gives:
@@ -319,11 +322,13 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
                 continue
             task = len(starts)
             if role == _COMPUTE:
+                # Only what computes waits here: transfers that stand behind a wait go on by themselves.
                 after, waits = waits, []
                 last = task
             else:
                 if role == _GATHER:
                     if part in whole:
+                        # It stayed whole: whoever waits for it waits for the gather of before, and nothing is taken.
                         ready[writes[0]] = whole[part]
                         continue
                     whole[part] = task
@@ -335,6 +340,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
                 place = program.contents[slot].storage
                 held, before, now = slots.get(place, (-1, [], []))
                 if held != slot:
+                    # A new register in this place of the ring: all that worked for the one before must have ended.
                     before, now = now, []
                     slots[place] = slot, before, now
                 after += before
@@ -346,12 +352,14 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
                 collectives[task] = fact
                 if not overlaps:
                     waits.append(task)
+                # What it reads stays until somebody waits for it, and is given back there.
                 gives = ()
             if cells is not None:
-                run.steps.append((step, program))  # type: ignore[arg-type]  # the others were dealt with
+                run.instructions.append((instruction, program))  # type: ignore[arg-type]  # the others were dealt with
                 run.after.append(tuple(sorted(set(after))))
-                cells.ran(step, program, task)
+                cells.ran(instruction, program, task)
                 continue
+            # What takes no time takes and gives at one moment: in that order, so that its memory counts in the peak.
             order = LATE if end != start else 2 * task
             for tier, size in takes:
                 events[tier].append((start, order, task, size))
@@ -391,11 +399,17 @@ class _Cells:
         self._parts = parts
         self._at: dict[int, _Cell] = {}  # storage -> its memory
         self._saved: dict[str, _Cell] = {}  # by name: what a forward returned
+        self._returned: set[str] = set()  # names of all that a forward returned, the user's own tensors too
+        self._given: list[_Cell] = []  # to a backward: gradients of outputs
         self._whole: dict[tuple[int, int], _Cell] = {}  # buckets and tiles
         self._program: Program | None = None
 
-    def enter(self, program: Program, run: Run) -> None:
-        """``program`` begins: what it is given was saved by the one before, or is nobody's business."""
+    def enter(self, program: Program, run: Tasks) -> None:
+        """``program`` begins: what it is given was saved by the one before, or is the user's own.
+
+        A backward is given the gradients of outputs too. Autograd makes one of zeros where the loss does not depend on
+        an output, as on the logits beside a loss, and holds them until the backward has ended.
+        """
         self._leave()
         self._run, self._program = run, program
         if program.carries:
@@ -405,39 +419,44 @@ class _Cells:
             content = program.contents[register]
             if content.name in self._saved:
                 self._at[content.storage] = self._saved.pop(content.name)
+            elif program.kind == "backward" and content.kind == "input" and content.name not in self._returned:
+                begins = len(run.instructions)
+                self._given.append(_Cell(content.name, "gradient", "device", content.bytes, begins, "", "", -1))
             if content.storage in self._at:
                 self._at[content.storage].readers += 1
 
-    def ran(self, step: Instruction, program: Program, task: int) -> None:
-        """``step`` takes what it writes at its start, and gives what is dead at its end."""
-        module, source = program.module(step), step.source if isinstance(step, Compute) else ""
-        if isinstance(step, Compute):
-            size = program.segments[step.segment].temporary
+    def ran(self, instruction: Instruction, program: Program, task: int) -> None:
+        """``instruction`` takes what it writes at its start, and gives what is dead at its end."""
+        module, source = program.module(instruction), instruction.source if isinstance(instruction, Compute) else ""
+        if isinstance(instruction, Compute):
+            size = program.segments[instruction.segment].temporary
             if size:
-                work = _Cell(f"work of {program.name(step)}", "temporary", "device", size, task, module, source, -1)
+                work = _Cell(
+                    f"work of {program.name(instruction)}", "temporary", "device", size, task, module, source, -1
+                )
                 self._give(work, task)
-        for register in step.writes:
-            if register not in step.reads:
+        for register in instruction.writes:
+            if register not in instruction.reads:
                 self._write(register, task, module, source)
-        if isinstance(step, Gather):
-            cell = self._at.get(self._storage(step.out))
+        if isinstance(instruction, Gather):
+            cell = self._at.get(self._storage(instruction.out))
             if cell is not None:
                 cell.gathered = True
-                self._whole[step.bucket, step.tile] = cell
-        if not isinstance(step, Collective):
-            for register in step.dead:
+                self._whole[instruction.bucket, instruction.tile] = cell
+        if not isinstance(instruction, Collective):
+            for register in instruction.dead:
                 self._die(register, task)
 
-    def waited(self, step: Instruction, task: int, begun: _Fact | None, read: int) -> None:
-        """``task`` was waited for, and has filled what ``step`` writes."""
-        starter, of = self._run.steps[task]
+    def waited(self, instruction: Instruction, task: int, begun: _Fact | None, read: int) -> None:
+        """``task`` was waited for, and has filled what ``instruction`` writes."""
+        starter, of = self._run.instructions[task]
         module = of.module(starter)
-        whole = self._whole.get((step.bucket, step.tile)) if step.operation == "gather" else None  # type: ignore[union-attr]
-        for register in step.writes:
+        whole = self._whole.get((instruction.bucket, instruction.tile)) if instruction.operation == "gather" else None  # type: ignore[union-attr]
+        for register in instruction.writes:
             if whole is not None:
                 self._at[self._storage(register)] = whole
             self._write(register, task, module, "")
-        for register in (*(begun.step.dead if begun is not None else ()), *step.dead):
+        for register in (*(begun.instruction.dead if begun is not None else ()), *instruction.dead):
             self._die(register, read)
 
     def freed(self, part: tuple[int, int], task: int) -> None:
@@ -456,20 +475,27 @@ class _Cells:
     def _leave(self) -> None:
         """What a program returns lives on: saved for the backward, or gradients until the update."""
         program = self._program
+        # A sketch's next program finds the same registers, so nothing leaves.
         if program is None or program.carries:
             return
         names: dict[int, list[str]] = {}
         for register in program.outputs if program.contents else ():
             if register is not None:
                 names.setdefault(self._storage(register), []).append(program.contents[register].name)
+                self._returned.add(program.contents[register].name)
+        for given in self._given:
+            self._give(given, len(self._run.instructions) - 1)
+        self._given = []
         for storage, cell in self._at.items():
+            # A bucket that stays whole is no output; it is known as whole.
             if cell.gathered or cell.gone:
                 continue
             cell.readers = 0
             if storage not in names:
-                self._give(cell, len(self._run.steps) - 1)
+                self._give(cell, len(self._run.instructions) - 1)
             elif program.kind == "backward":
                 cell.kind = "gradient"
+                # Under a name that no input has: the next program must not take it for something saved.
                 self._saved[f"gradient {cell.name}"] = cell
             else:
                 cell.kind = "activation"
@@ -513,7 +539,9 @@ class _Cells:
             self.holdings += (holding,) if parts is None else parts(holding)
 
 
-def _forecast(spans: tuple[Span, ...], run: Run, holdings: Iterable[Holding], not_counted: tuple[str, ...]) -> Forecast:
+def _forecast(
+    spans: tuple[Span, ...], run: Tasks, holdings: Iterable[Holding], not_counted: tuple[str, ...]
+) -> Forecast:
     levels: dict[Tier, int] = defaultdict(int)
     for holding in holdings:
         if holding.first == -1:
@@ -556,5 +584,6 @@ def _critical_path(spans: Sequence[Span]) -> tuple[int, ...]:
         path.append(ending.task)
         before = (spans[task] for task in (*ending.after, *previous[ending.task]))
         start = ending.start
+        # Equal to the last bit: a start is one of these ends, copied and never computed.
         ending = next((span for span in before if span.end == start), None)
     return tuple(reversed(path))

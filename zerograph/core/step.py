@@ -127,6 +127,7 @@ class Op:
     activation: str = ""
 
 
+# Up to the first part that is a number: of experts in a layer (`blocks.3.experts.5`) the layer is what repeats.
 _LAYER = re.compile(r"(?:[^.]+\.)*?\d+(?=\.|$)")
 
 

@@ -105,6 +105,7 @@ class Forecast:
     @property
     def exposed_communication(self) -> float:
         """Seconds in which collectives run and nothing computes."""
+        # Copies and updates count as work: while they run, the step does not wait for the network alone.
         working = _union((s.start, s.end) for s in self.spans if s.stream not in COMMUNICATION)
         talking = _union((s.start, s.end) for s in self.spans if s.stream in COMMUNICATION)
         return sum(end - start for start, end in talking) - _overlap(talking, working)

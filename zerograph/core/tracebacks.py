@@ -26,6 +26,7 @@ def line_of(error: BaseException) -> FrameSummary | None:
 
 
 def _users(file: Path) -> bool:
+    # Generated code is called <string> or <eval_with_key>: no file that anyone could mend.
     if file.name.startswith("<") or any(file.is_relative_to(folder) for folder in _not_the_users()):
         return False
     installed = {"site-packages", "dist-packages"} & set(file.parts)  # which may lie in the standard library's folder

@@ -28,6 +28,7 @@ def parse_bytes(text: str | int) -> int:
             raise ValueError(
                 f"{text!r} is not a size such as '32MiB' or '1.5GB'; units are {', '.join(_UNITS).replace('IB', 'iB')}"
             )
+        # Exact: as a float, "9007199254740993B" would be another number.
         size = int(Fraction(match[1]) * _UNITS[match[2].upper()])
     if size < 0:
         raise ValueError(f"a size cannot be negative, got {text!r}")
@@ -48,6 +49,7 @@ def format_bytes(size: float) -> str:
 def format_seconds(seconds: float) -> str:
     """``seconds`` with three significant digits: ``"1.52 s"``, ``"15 ms"``, ``"20 us"``."""
     for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        # From here on three digits round up to 1 of this unit.
         if abs(seconds) >= scale * 0.9995:
             return f"{_digits(seconds / scale)} {unit}"
     return f"{_digits(seconds * 1e6)} us" if seconds else "0 s"

@@ -26,12 +26,12 @@ from zerograph.compiler.segments import SegmentCache
 from zerograph.compiler.unfold import Joint, NotFoldable, Repeat, signature, unfold
 from zerograph.core.config import Config
 from zerograph.core.errors import UnsupportedError, ZeroGraphError
-from zerograph.core.garbage import uncollected
+from zerograph.core.garbage import without_gc
 from zerograph.core.step import Dimension
 from zerograph.dryrun.inputs import Arguments, arguments
-from zerograph.dryrun.layer_loops import told_apart
+from zerograph.dryrun.layer_loops import position_dependence
 from zerograph.dryrun.torch_private import BackendFailed, FakeTensorMode, simulate_group
-from zerograph.dryrun.untraceable import ModelRaises, explained
+from zerograph.dryrun.untraceable import ModelRaises, explain_failure
 from zerograph.graph.costs import traced_size
 from zerograph.graph.nodes import output_of
 from zerograph.graph.repeated_layers import Stack, repeated_layers
@@ -94,8 +94,9 @@ def compile_only(
         ConfigError: the model's own code raises.
         RuntimeError: a process group exists already: this process trains.
     """
+    # Kernels are never needed: the programs are all that is asked for.
     config = Config.of(**{"compute": "eager", **options})
-    with uncollected(), _Call.of(make, config, world_size, batch, seq, sizes, moments, fold) as call:
+    with without_gc(), _Call.of(make, config, world_size, batch, seq, sizes, moments, fold) as call:
         found = _traced_few(call, call.stack, verify) if call.stack is not None else None
         frame, joint = found if found is not None else call.trace(folds=fold)
         (compile_joint if programs else plan_joint)(frame, joint)
@@ -153,6 +154,7 @@ class _Call:
             raise RuntimeError("a dry run simulates its ranks and cannot share a process with a process group")
         with simulated_rank(0, world_size):
             model, given = on_meta(make)
+            # Constants of the model's code are real tensors.
             params, mode = plain(model.parameters()), FakeTensorMode(allow_non_fake_inputs=True)
             stack = _foldable(model) if fold else None
             adopt.refuse_wrapped(model.modules())
@@ -192,14 +194,17 @@ class _Call:
         found: list[tuple[Frame, Joint | Repeat | None]] = []
 
         def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            # Taken first: AOTAutograd changes the graph, and Dynamo wants what the graph gave before.
             answer = _answer(gm, self.mode)
             with errors_reach_users():
                 self.adoption.covers(gm, None)
                 frame = Frame(replace(self.compilation, folds=folds), 0, traced_function())
                 found.append((frame, trace(frame, gm, inputs)))
+            # Dynamo goes on with the call, whose values nobody looks at.
             return lambda *_: answer
 
         torch.compiler.reset()
+        # Anew for each trace: a fake tensor belongs to one mode, and the meta device has too few kernels to trace on.
         self.adoption.replace(_fake(self.model, self.mode))
         try:
             with self.mode:
@@ -207,7 +212,7 @@ class _Call:
         except (ZeroGraphError, BackendFailed):
             raise
         except Exception as error:
-            told = explained(error, self.uncompiled)
+            told = explain_failure(error, self.uncompiled)
             if told is None:
                 raise
             raise told from told.__cause__
@@ -247,6 +252,7 @@ def _traced_few(call: _Call, stack: Stack, verify: bool) -> tuple[Frame, Repeat]
         except ModelRaises:
             raise  # all layers would
         except Exception as error:
+            # Of any kind: what a few layers cannot do, all of them may.
             _warn(stack, f"with {len(chosen)} layers it fails: {str(error).strip().partition(chr(10))[0]}")
             return None
         assert isinstance(joint, Joint)
@@ -266,7 +272,7 @@ def _traced_few(call: _Call, stack: Stack, verify: bool) -> tuple[Frame, Repeat]
 def _foldable(model: nn.Module) -> Stack | None:
     """The layers of ``model`` of which a few may speak for all."""
     stack = repeated_layers(model)
-    reason = told_apart(model, stack) if stack is not None else ""
+    reason = position_dependence(model, stack) if stack is not None else ""
     if stack is not None and reason:
         _warn(stack, reason)
         return None

@@ -14,10 +14,10 @@ from zerograph.core.planfile import PlanFile, Reason
 from zerograph.core.step import Dimension, Step
 from zerograph.dryrun.compile_only import Compiled, compile_only
 from zerograph.planner.estimate import RESERVE
+from zerograph.planner.forecasts import forecast_programs
 from zerograph.planner.homes import open_homes, open_tiers
-from zerograph.planner.outlook import outlook
 from zerograph.planner.plan_file import file_from_sketch
-from zerograph.planner.reasons import gathered, recomputed, under_way, updated
+from zerograph.planner.reasons import describe_bucket, recomputed, under_way, updated
 from zerograph.planner.search import Wish
 
 ATTEMPTS = 8
@@ -66,7 +66,7 @@ def plan_file(
         InfeasibleError: no plan that is searched for fits.
         UnsupportedError: the model cannot be traced whole, or does not train.
     """
-    compute = compute_dtype(dtype, world, offload)
+    compute = torch_compute_dtype(dtype, world, offload)
     refuse_offload(offload, tier, machine, world, options.get("stage", 3))
     if offload != "none" and memory is not None:
         raise ConfigError("memory cannot be given with offload", "give a machine with that memory")
@@ -108,13 +108,14 @@ def within(planned_file: Callable[..., tuple[PlanFile, int]]) -> PlanFile:
         if file.forecast.peaks["device"].bytes <= file.budget["device"]:
             break
         try:
+            # One byte less than the search counted for this plan, so that it must give another one.
             file, searched = planned_file(memory=int((searched - 1) / (1 - RESERVE)))
         except InfeasibleError:
             break  # by the search nothing holds less; what was found is shown with what it overruns
     return file
 
 
-def compute_dtype(dtype: str | None, world: int, offload: Offload | Literal["auto"]) -> Any:
+def torch_compute_dtype(dtype: str | None, world: int, offload: Offload | Literal["auto"]) -> Any:
     """The torch dtype of that name.
 
     One rank alone keeps its parameters as they are unless they compute in a dtype, and could move none of them.
@@ -153,7 +154,9 @@ def forecast_file(
 ) -> PlanFile:
     """The plan file of a model that was compiled already: what :func:`plan_file` does after tracing."""
     frame = compiled.frame
-    found = outlook([frame.programs["forward"], frame.programs["backward"]], frame.plan, machine, moments=moments)
+    found = forecast_programs(
+        [frame.programs["forward"], frame.programs["backward"]], frame.plan, machine, moments=moments
+    )
     return PlanFile(
         model=name,
         plan=frame.plan,
@@ -186,4 +189,4 @@ def _reasons(plan: Plan, config: Config) -> Iterator[Reason]:
         "step": "below stage 3 parameters stay whole from forward to backward",
     }
     for bucket in plan.buckets:
-        yield Reason(bucket.name, gathered(bucket), why[bucket.residency])
+        yield Reason(bucket.name, describe_bucket(bucket), why[bucket.residency])

@@ -8,18 +8,18 @@ from typing import Any, Literal
 
 from zerograph.core.config import Config
 from zerograph.core.errors import InfeasibleError, UnsupportedError
-from zerograph.core.garbage import uncollected
+from zerograph.core.garbage import without_gc
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import Offload
 from zerograph.core.planfile import PlanFile
 from zerograph.core.step import Dimension, Step
 from zerograph.core.units import format_bytes
 from zerograph.dryrun.compile_only import Compiled, compile_only
-from zerograph.dryrun.forecast import compute_dtype, forecast_file, movable, refuse_offload
+from zerograph.dryrun.forecast import forecast_file, movable, refuse_offload, torch_compute_dtype
 from zerograph.dryrun.traced_steps import Steps
 from zerograph.planner.estimate import RESERVE
-from zerograph.planner.fill import MOST, Budget, Filled, fill, fullest
 from zerograph.planner.infeasible import infeasible
+from zerograph.planner.largest_size import MOST, Budget, LargestSize, fullest, largest_size
 from zerograph.planner.plan_file import file_from_sketch
 from zerograph.planner.search import Search, Wish
 from zerograph.planner.space import Candidate
@@ -29,7 +29,7 @@ ATTEMPTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Largest:
+class LargestPlan:
     """The plan file at the largest size that fits, and what keeps it from being larger.
 
     Attributes:
@@ -39,7 +39,7 @@ class Largest:
     """
 
     file: PlanFile
-    found: Filled
+    found: LargestSize
     budget: Budget
 
 
@@ -72,22 +72,22 @@ class Probe:
             known = self._known[size] = step, search
         return known[1]
 
-    def fill(self, budget: Budget) -> Filled:
+    def solve(self, budget: Budget) -> LargestSize:
         """The largest size within ``budget``, by what :attr:`steps` tell."""
         size = self.steps.start
-        with uncollected():
+        with without_gc():
             if len(self.steps.tokens) == 1:
                 self.steps.confirm(_guess(self.search(size), budget, size))
-            return fill(self.search, budget, list(self.steps.tokens)[-1])
+            return largest_size(self.search, budget, list(self.steps.tokens)[-1])
 
-    def largest(self, budget: Budget) -> Filled:
+    def largest(self, budget: Budget) -> LargestSize:
         """The same, of which both it and the next size were traced."""
         while True:
-            found = self.fill(budget)
+            found = self.solve(budget)
             if all(self.steps.confirm(size) for size in (found.value, found.next) if size):
                 return found
 
-    def infeasible(self, found: Filled, budget: Budget) -> Exception:
+    def infeasible(self, found: LargestSize, budget: Budget) -> Exception:
         """The error where no size fits."""
         return infeasible(found.search, self.step(found.next), self._machine, budget)
 
@@ -117,7 +117,7 @@ def probe(
 ) -> Probe:
     """The plans of a model by batch or sequence; see :func:`largest_file`."""
     wish = Wish.of(Config.of(**options), world, offload=offload, tier=tier)
-    compute = compute_dtype(dtype, world, offload)
+    compute = torch_compute_dtype(dtype, world, offload)
     steps = Steps(
         make, what, world=world, batch=batch, seq=seq, dtype=compute, stage=wish.sharding, moments=moments, fold=fold
     )
@@ -132,7 +132,7 @@ def largest_by_stage(
     *,
     reserve: float = RESERVE,
     **options: Any,
-) -> dict[int, tuple[Filled, Budget]]:
+) -> dict[int, tuple[LargestSize, Budget]]:
     """The largest size by stage, and the bytes of the device, or of each tier, that it may use.
 
     Args:
@@ -167,7 +167,7 @@ def largest_file(
     offload: Offload | Literal["auto"] = "none",
     tier: Tier | None = None,
     **options: Any,
-) -> Largest:
+) -> LargestPlan:
     """Plan the largest step that fits: solve for it on a few traces, then compile its programs.
 
     If these hold more than the machine has, it is solved again with that much less memory. Plans that offload have no
@@ -195,11 +195,11 @@ def largest_file(
             name, plans.step(found.value), plans.wish, machine, moments=moments, reserve=reserve,
             tokens=plans.steps.tokens[found.value],
         )  # fmt: skip
-        return Largest(file, found, budget)
+        return LargestPlan(file, found, budget)
 
     def compiled(size: int, memory: int) -> Compiled:
         return compile_only(
-            make, world_size=world, sizes={what: size}, dtype=compute_dtype(dtype, world, offload), verify=False,
+            make, world_size=world, sizes={what: size}, dtype=torch_compute_dtype(dtype, world, offload), verify=False,
             memory=memory, machine=machine, **model, **options,
         )  # fmt: skip
 
@@ -208,7 +208,7 @@ def largest_file(
 
 def _compiled(
     plans: Probe, compiled: Callable[[int, int], Compiled], name: str, machine: Machine, reserve: float
-) -> Largest:
+) -> LargestPlan:
     """The largest size whose programs fit too.
 
     Args:
@@ -231,16 +231,18 @@ def _compiled(
         need = file.forecast.peaks["device"].bytes
         if need <= have:
             confirmed = plans.largest(budget)
+            # Learning the programs' step may have moved what the traces tell: the answer must hold with it.
             if confirmed.value == found.value:
-                return Largest(file, confirmed, budget)
+                return LargestPlan(file, confirmed, budget)
         else:
             excess = (need - plan.peak) / found.value
+            # Less by what the programs overran; one byte less at least, so that it ends.
             memory = memory * have // need - 1
         if attempts == ATTEMPTS:
-            return Largest(file, found, budget)
+            return LargestPlan(file, found, budget)
 
 
-def _solved(plans: Probe, memory: int, have: int, excess: float) -> tuple[Filled, Candidate, int]:
+def _solved(plans: Probe, memory: int, have: int, excess: float) -> tuple[LargestSize, Candidate, int]:
     """The largest size for a backend of at most ``memory`` bytes whose programs may be taken to fit into ``have``; its
     plan, and the memory that it is the plan for.
 
@@ -249,7 +251,7 @@ def _solved(plans: Probe, memory: int, have: int, excess: float) -> tuple[Filled
     """
     while True:
         budget = _of_backend(memory)
-        found = plans.fill(budget)
+        found = plans.solve(budget)
         plan = found.search.within(budget)
         if plan is None:
             raise plans.infeasible(found, budget)
@@ -264,7 +266,7 @@ def _of_backend(memory: int) -> int:
     return int(memory * (1 - RESERVE))
 
 
-def explained(what: str, found: Filled, budget: Budget) -> str:
+def describe_answer(what: str, found: LargestSize, budget: Budget) -> str:
     """The answer in words, with what keeps it from being larger."""
     if found.need is None:
         return f"largest {what}: {found.value}; {found.limit}"

@@ -22,8 +22,8 @@ from zerograph.graph.repeated_layers import Stack
 _COUNTS = frozenset({"enumerate", "range", "len", "zip", "iter", "next", "count", "islice"})
 
 
-def told_apart(model: nn.Module, stack: Stack) -> str:
-    """Why the code outside of ``stack``'s layers may know which of them runs; empty where it cannot."""
+def position_dependence(model: nn.Module, stack: Stack) -> str:
+    """Why what the code around ``stack`` does may depend on a layer's position; empty where it cannot."""
     inside = {m for layer in stack.layers for m in layer.modules()}
     outer = [m for m in model.modules() if m not in inside]
     if any(child in inside for m in outer if m is not stack.container for child in m.children()):
@@ -70,6 +70,7 @@ def _functions(value: Any) -> list[FunctionType]:
         if isinstance(function, FunctionType) and function not in found:
             found.append(function)
             queue += [getattr(function, "__wrapped__", None)]
+            # Decorators without functools.wraps keep the function in a closure only.
             queue += [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
     return found
 
@@ -106,6 +107,7 @@ def _counted(function: FunctionType, name: str, owner: nn.Module, layers: int) -
             return f"{ast.unparse(parents[node]).partition(chr(10))[0][:60]!r}"
         if isinstance(node, ast.AugAssign | ast.Assign) and _steps_on(node):
             return f"{ast.unparse(node)!r}"
+        # `getattr(self, "layers")` reaches the stack, too.
         if isinstance(node, ast.Constant) and node.value == name:
             return f"{name!r} as text"
     return ""

@@ -39,5 +39,6 @@ def _heads(model: nn.Module) -> Iterator[int]:
         for owner in (module, getattr(module, "config", None)):
             for name in HEADS:
                 value = getattr(owner, name, None)
+                # By type: some configs hold flags or lists under these names.
                 if type(value) is int and value > 0:
                     yield value

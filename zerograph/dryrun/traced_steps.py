@@ -76,7 +76,7 @@ class Steps:
         return step
 
     def confirm(self, size: int) -> bool:
-        """Trace at ``size``, unless that was done; returns whether :meth:`at` told the truth. From now on it does.
+        """Trace at ``size``, unless that was done; returns whether :meth:`at` was right there. From now on it is.
 
         Raises:
             UnsupportedError: the model runs at one size only, or depends on it in too many ways.
@@ -121,6 +121,7 @@ class Steps:
             )
         low, unit = max(n for n in self._known if n < high), self.start
         while high - low > 1:
+            # A multiple of the unit, and one at least above what runs.
             middle = max((low + high) // 2 // unit * unit, (low // unit + 1) * unit)
             if middle >= high:
                 unit //= min(n for n in range(2, unit + 1) if unit % n == 0)

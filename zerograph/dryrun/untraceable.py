@@ -17,7 +17,7 @@ class ModelRaises(UnsupportedError):
     """The model's forward raises, compiled or not."""
 
 
-def explained(error: Exception, call: Callable[[], object]) -> ZeroGraphError | None:
+def explain_failure(error: Exception, call: Callable[[], object]) -> ZeroGraphError | None:
     """What to tell of ``error``, which tracing a model raised; None where that is not about the model.
 
     Args:
@@ -45,7 +45,7 @@ def _model_raises(error: Exception) -> ModelRaises:
     hint = "the function of the model may return (model, inputs), for a forward that takes something else"
     if line is not None:
         hint = f"mend {line.filename}:{line.lineno}; -v shows the traceback"
-    found = ModelRaises(f"the model raises {type(error).__name__}: {' '.join(str(error).split())}{_place(line)}", hint)
+    found = ModelRaises(f"the model raises {type(error).__name__}: {' '.join(str(error).split())}{_at(line)}", hint)
     found.__cause__ = error
     return found
 
@@ -55,7 +55,7 @@ def _untraced(error: Untraced) -> UnsupportedError:
     explanation = _starting(lines, "Explanation: ")
     hints = [hint for hint in _starting(lines, "Hint: ") if not hint.startswith(_ALL_TOO_GENERAL)]
     found = UnsupportedError(
-        f"the model does not trace into one graph on the meta device: {lines[0]}{_place(users_line(error.real_stack))}"
+        f"the model does not trace into one graph on the meta device: {lines[0]}{_at(users_line(error.real_stack))}"
         + "".join(f"\n  {text}" for text in explanation),
         (hints or ["give a model whose forward neither needs values nor breaks the graph"])[0],
     )
@@ -67,5 +67,5 @@ def _starting(lines: Iterable[str], word: str) -> list[str]:
     return [line.removeprefix(word) for line in lines if line.startswith(word)]
 
 
-def _place(frame: FrameSummary | None) -> str:
+def _at(frame: FrameSummary | None) -> str:
     return "" if frame is None else f"\n  at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line}"

@@ -65,9 +65,9 @@ _OF_CPU: dict[Any, Callable[..., Any]] = {
 
 
 def describing_sizes(graph: fx.Graph) -> set[fx.Node]:
-    """What is no work on data, but arithmetic on sizes: asked of a tensor, or of an input; also as a tensor's scalar.
+    """The nodes that do arithmetic on sizes, which come from a tensor's shape or from an input.
 
-    A graph of static shapes has constants in its place.
+    0-d tensors that are made of such sizes count too. A graph of static shapes has constants in their place.
     """
     found: set[fx.Node] = set()
     constants: set[fx.Node] = set()

@@ -1,4 +1,4 @@
-"""Where repeated layers begin in a graph: the places at which it is cut for free.
+"""Where repeated layers begin in a graph: there a cut costs nothing.
 
 A cut where a layer begins costs no fusion worth having, as little more than the residual stream crosses it, and it
 makes the segments of a layer the same in every layer, so that a deep model compiles in the time of one.
@@ -63,11 +63,12 @@ def module_of(node: fx.Node) -> str | None:
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return None
+    # The innermost module comes last.
     path, _ = list(stack.values())[-1]
     return path.removeprefix(_MODEL).removeprefix(".")  # type: ignore[no-any-return]
 
 
-def layer_of(node: fx.Node) -> str | None:
+def layer_of_node(node: fx.Node) -> str | None:
     """The repeated layer that ``node`` computes, or whose gradient (``blocks.3``).
 
     An empty string outside of repeated layers; None when tracing left no word of the module.
@@ -82,12 +83,13 @@ def layer_starts(graph: fx.Graph) -> list[fx.Node]:
     Several layers that are short begin where the first of them does.
     """
     nodes = [n for n in graph.nodes if _computes(n)]
-    layers = [layer_of(n) for n in nodes]
+    layers = [layer_of_node(n) for n in nodes]
     last = max((i for i, layer in enumerate(layers) if layer), default=len(layers))
     begun: set[str] = set()
     starts: list[fx.Node] = []
     length = 0  # of the layer so far
     for i, (node, layer) in enumerate(zip(nodes, layers, strict=True)):
+        # An operation outside of layers begins something behind the last one only; before that it belongs to the layer.
         if layer is not None and layer not in begun and (layer or i > last):
             begun.add(layer)
             if length >= _LEAST or not starts:

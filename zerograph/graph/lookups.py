@@ -24,6 +24,7 @@ def last_of_range(index: Any) -> int | None:
     while isinstance(index, fx.Node):
         if index.target is torch.ops.prims.iota.default:
             length, start, step = index.args[0], index.kwargs["start"], index.kwargs["step"]
+            # A range that falls, or whose step is a symbol, has its largest index elsewhere.
             if not isinstance(step, int) or step <= 0:
                 return None
             return shift + _size(start) + step * (_size(length) - 1)

@@ -76,6 +76,7 @@ def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
     """What is tagged so, and whatever depends on it."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
+        # What passes insert has no tag of its own.
         if node.meta.get("partitioner_tag") == "is_backward" or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found

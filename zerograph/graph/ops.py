@@ -30,6 +30,7 @@ def world_size(group: str) -> int:
     return resolve_group(group).size() if group else 1
 
 
+# At a graph break Dynamo would compile it as a frame of its own.
 skip_frame(world_size)
 
 
@@ -42,6 +43,7 @@ def _unshard(
     world = world_size(group)
     rows = -(-shape[0] // world)
     send = shard.new_empty((rows, *shape[1:]), dtype=dtype)
+    # The last shards may be short. Equal pieces are gathered, and the surplus rows cut off.
     send[: shard.shape[0]] = shard
     functional = torch.ops._c10d_functional
     return functional.wait_tensor(functional.all_gather_into_tensor(send, world, group))[: shape[0]]
@@ -66,6 +68,7 @@ def _reduce_grad(
             summed = functional.wait_tensor(functional.all_reduce(summed, "sum", group))
         return (summed / world).to(shard_dtype)
     rows = -(-grad.shape[0] // world)
+    # Zeros: the rows that pad the last shards add nothing.
     send = grad.new_zeros((rows * world, *grad.shape[1:]), dtype=reduce_dtype)
     send[: grad.shape[0]] = grad
     summed = functional.wait_tensor(functional.reduce_scatter_tensor(send, "sum", world, group))

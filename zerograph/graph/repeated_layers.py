@@ -89,6 +89,7 @@ def repeated_layers(model: nn.Module) -> Stack | None:
         layers = tuple(m for m in module._modules.values() if m is not None)
         if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(layers) < max(LEAST, _length(found) + 1):
             continue
+        # A layer that stands in a stack twice is one layer that runs twice.
         if path and len(set(map(id, layers))) == len(layers) and _own(layers, owners):
             numbers = _numbers(layers)
             if numbers is not None:
@@ -129,6 +130,7 @@ def _differing(a: nn.Module | None, b: nn.Module | None) -> list[str] | None:
         if list(tensors) != list(others) or not all(map(_same_tensor, tensors.values(), others.values())):
             return None
     different = [k for k in a.__dict__ if k not in _MODULE_STATE and not _same(a.__dict__[k], b.__dict__[k])]
+    # By type: a flag that differs is no number of a layer, though True is an int.
     return different if all(type(a.__dict__[k]) is type(b.__dict__[k]) is int for k in different) else None
 
 

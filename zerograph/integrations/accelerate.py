@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import zerograph
 from zerograph.api import Backend
 from zerograph.core.errors import ConfigError, UnsupportedError
-from zerograph.integrations.models import compile_call, held_back, refuse_other
+from zerograph.integrations.models import compile_call, held_back, refuse_other_backends
 
 
 class Accelerator(accelerate.Accelerator):
@@ -55,7 +55,7 @@ class Accelerator(accelerate.Accelerator):
         return plain
 
     def _shard_with(self, backend: Backend, state_dict_type: str) -> None:
-        refuse_other(backend)
+        refuse_other_backends(backend)
         _refuse_others(self)
         self._next_backend = backend
         self.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=state_dict_type)
@@ -72,6 +72,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As Accelerate prepares for DDP: it would want FSDP2's model and optimizer in one call."""
         places: tuple[bool | None, ...] = tuple(device_placement or ()) or (None,) * len(args)
+        # Twice, as Accelerate does: schedulers need the prepared optimizers.
         for first_pass in (True, False):
             args = tuple(
                 self._prepare_one(obj, first_pass=first_pass, device_placement=place)
@@ -93,6 +94,7 @@ class Accelerator(accelerate.Accelerator):
             zerograph.shard(model, backend)
             compile_call(model, backend)
             generate_in_step(model)
+        # As for evaluation: for training Accelerate would wrap the model in DDP.
         return super().prepare_model(model, device_placement=False, evaluation_mode=True)
 
     @contextmanager

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 import zerograph
 from zerograph.api import Backend
 from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
-from zerograph.integrations.models import compile_call, held_back, refuse_other
+from zerograph.integrations.models import compile_call, held_back, refuse_other_backends
 from zerograph.sharding.module_classes import plain_class
 
 State = dict[str, Any]
@@ -56,11 +56,12 @@ class _DataParallel(_Mixed):
     """
 
     def __init__(self, backend: Backend, save_distributed_checkpoint: bool = True, **options: Any) -> None:
-        refuse_other(backend)
+        refuse_other_backends(backend)
         self.zerograph_backend = backend
         super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **options)
 
     def setup_environment(self) -> None:
+        # The strategy asks for both before it makes its mesh; here every process is data-parallel.
         self._data_parallel_size, self._tensor_parallel_size = self.num_nodes * self.num_processes, 1  # type: ignore[attr-defined]
         super().setup_environment()  # type: ignore[misc]
 

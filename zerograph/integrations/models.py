@@ -11,7 +11,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.sharding.torch_private import compile_any_call
 
 
-def refuse_other(backend: object) -> None:
+def refuse_other_backends(backend: object) -> None:
     """Raises:
     ConfigError: ``backend`` is none of ours.
     """

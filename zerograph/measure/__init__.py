@@ -13,7 +13,7 @@ from statistics import median
 from typing import Literal
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.machine import PRESETS, Link, Machine
+from zerograph.core.machine import PRESETS, Link, Machine, published_rates
 from zerograph.measure.crew import run_ranks
 from zerograph.measure.disk import Disk, measure_disk
 from zerograph.measure.host import Others, cores, host_memory, may_have_gpu
@@ -49,7 +49,9 @@ def measure(
     device, count = _devices()
     world = world_size or (count if device == "cuda" else min(2, cores()))
     if device == "cuda" and world > count:
-        raise ConfigError(f"{world} ranks on {count} GPUs", f"--world {count}, one rank per GPU")
+        raise ConfigError(
+            f"{world} ranks were asked for, and there are {count} GPUs", f"--world {count}: one rank per GPU"
+        )
     tell("measuring the disk")
     disk = measure_disk(path, effort.disk, effort.disk_seconds)
     others = Others()
@@ -76,6 +78,7 @@ def _devices() -> tuple[Literal["cuda", "cpu"], int]:
 def _machine(device: Literal["cuda", "cpu"], answers: Sequence[Answer], disk: Disk, others: float) -> Machine:
     world = len(answers)
     like = PRESETS["cpu" if device == "cpu" else "a100-80gb"]
+    # Nothing between ranks can be measured on one: the preset's figure stands in, and the notes say so.
     intra = _intra(answers) or like.intra
     memory = host_memory()
     return Machine(
@@ -97,6 +100,8 @@ def _machine(device: Literal["cuda", "cpu"], answers: Sequence[Answer], disk: Di
         inter=Link(min(like.inter.rate, intra.rate), max(like.inter.latency, intra.latency)),
         update=Link(min(a.update.rate for a in answers), max(a.update.latency for a in answers)),
         cpu_optimizer=sum(a.optimizer for a in answers),
+        published=published_rates(answers[0].gpu),
+        disturbed=round(others, 2) if others > DISTURBED else 0.0,
         notes=_notes(answers, disk, others),
     )
 
@@ -118,6 +123,7 @@ def _intra(answers: Sequence[Answer]) -> Link | None:
     samples = []
     for of_ranks in zip(*(a.gathers for a in answers), strict=True):  # one size
         size = of_ranks[0][0]
+        # Of each repetition the slowest rank's time: a collective ends when all have ended.
         seconds = median(max(of_one) for of_one in zip(*(seconds for _, seconds in of_ranks), strict=True))
         samples.append((size * (world - 1) // world, seconds))
     return fit_link(samples)

@@ -29,6 +29,7 @@ def run_ranks(job: Job, tell: Callable[[str], None]) -> list[Answer]:
         RankError: a rank failed, ended, or said nothing for :data:`LIMIT` seconds.
     """
     tell(f"starting {job.world_size} rank{'s' * (job.world_size > 1)}")
+    # Not forked: OpenMP and CUDA do not survive a fork.
     context = get_context("spawn")
     processes: list[BaseProcess] = []
     pipes: list[Connection] = []
@@ -39,6 +40,7 @@ def run_ranks(job: Job, tell: Callable[[str], None]) -> list[Answer]:
                 process = context.Process(target=serve, args=(job, rank, str(Path(folder, "store")), theirs))
                 process.daemon = True
                 process.start()
+                # Else this process holds the other end too, and never hears that the rank has ended.
                 theirs.close()
                 processes.append(process)
                 pipes.append(ours)

@@ -45,6 +45,7 @@ def measure_disk(folder: Path, size: int, limit: float) -> Disk:
     Raises:
         ConfigError: the folder cannot be written, or is full.
     """
+    # Whole blocks, as O_DIRECT wants, and one for each thread at least.
     size = max(THREADS * BLOCK, size // BLOCK * BLOCK)
     try:
         room = os.statvfs(folder)
@@ -99,14 +100,14 @@ def _scratch(folder: Path) -> Iterator[tuple[int, bool]]:
         os.close(fd)
 
 
-Transfer = Callable[[memoryview, int], int]
+BlockTransfer = Callable[[memoryview, int], int]
 
 
-def _write(fd: int) -> Transfer:
+def _write(fd: int) -> BlockTransfer:
     return lambda block, offset: os.pwrite(fd, block, offset)
 
 
-def _read(fd: int) -> Transfer:
+def _read(fd: int) -> BlockTransfer:
     return lambda block, offset: os.preadv(fd, [block], offset)
 
 
@@ -117,7 +118,7 @@ def _allocate(fd: int, size: int, limit: float) -> int:
     return _rate(_write(fd), size, limit, lambda: os.fsync(fd))[1]
 
 
-def _rate(transfer: Transfer, size: int, limit: float, finish: Callable[[], None]) -> tuple[float, int]:
+def _rate(transfer: BlockTransfer, size: int, limit: float, finish: Callable[[], None]) -> tuple[float, int]:
     """Bytes per second over blocks 0 .. ``size``, or as many as start within ``limit`` seconds, and their bytes."""
     offsets = iter(range(0, size, BLOCK))
 
@@ -151,14 +152,14 @@ def _blocks(count: int, size: int) -> Iterator[list[memoryview]]:
                 block.release()
 
 
-def _whole(transfer: Transfer, block: memoryview, offset: int) -> int:
+def _whole(transfer: BlockTransfer, block: memoryview, offset: int) -> int:
     moved = transfer(block, offset)
     if moved != len(block):
         raise OSError(errno.EIO, f"moved {moved} of {len(block)} bytes at {offset}")
     return moved
 
 
-def _latency(transfer: Transfer, size: int) -> float:
+def _latency(transfer: BlockTransfer, size: int) -> float:
     """Median seconds that one page takes, at places spread over the file."""
     seconds = []
     with _blocks(1, _PAGE) as [block]:

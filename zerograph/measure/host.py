@@ -56,6 +56,7 @@ def busy_seconds() -> float:
     import psutil
 
     times = psutil.cpu_times()
+    # Guests are counted in user time already.
     return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
 
 

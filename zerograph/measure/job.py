@@ -56,7 +56,8 @@ class Answer:
     """What one rank measured: bytes, seconds and rates as in :class:`~zerograph.core.machine.Machine`.
 
     ``gathers`` holds, for every size of the full tensor, the seconds of every repetition; ``optimizer`` is this rank's
-    part of the node's rate; ``transport`` is what carried the collectives.
+    part of the node's rate; ``transport`` is what carried the collectives; ``gpu`` is the device's name,
+    empty on a CPU.
     """
 
     torch: str
@@ -71,3 +72,4 @@ class Answer:
     gathers: tuple[tuple[int, tuple[float, ...]], ...]
     update: Link
     optimizer: float
+    gpu: str

@@ -73,6 +73,7 @@ class Lab:
             gathers=gathers,
             update=self.update(),
             optimizer=self.optimizer(),
+            gpu=torch.cuda.get_device_name(self.device) if self.on_gpu else "",
         )
 
     @property
@@ -85,6 +86,7 @@ class Lab:
         self.begin(f"matrix products in {dtype}")
         rows = self.effort.matmul * (_GPU_MATMUL if self.on_gpu else 1)
         seconds = self.product(rows // 4, dtype, self.effort.seconds / 4)
+        # A product of four times the rows takes 4**3 times as long.
         if 64 * seconds > self.effort.seconds:
             return 2 * (rows // 4) ** 3 / seconds
         return 2 * rows**3 / self.product(rows, dtype, self.effort.seconds)
@@ -154,6 +156,7 @@ class Lab:
         )  # fmt: skip
         count = min(32, max(1, _PIECE // size))
         samples = []
+        # Two to warm up, nine to take the median of.
         for _ in range(2 + 9):
             dist.barrier()
             begin = time.perf_counter()
@@ -178,6 +181,7 @@ class Lab:
         for _ in range(count):
             rows = [DTensor.from_local(torch.ones(elements, device=self.device), mesh, [Shard(0)]) for _ in range(2)]
             params.append(torch.nn.Parameter(rows[0]))
+            # DTensors, as in training: they cost the host more than plain tensors.
             params[-1].grad = rows[1]
         return seconds_of(torch.optim.AdamW(params).step, self.finish, self.effort.seconds / 2)
 

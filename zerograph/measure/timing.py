@@ -42,6 +42,7 @@ def fit_link(samples: Sequence[tuple[int, float]]) -> Link:
     aa, ab, bb = (sum(p[i] * p[j] for p in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
     a, b = sum(p[0] for p in rows), sum(p[1] for p in rows)
     determinant = aa * bb - ab * ab
+    # Samples of one size cannot tell a latency from a rate.
     if determinant > 1e-12 * aa * bb:
         latency, slope = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
         if latency >= 0 and slope > 0:

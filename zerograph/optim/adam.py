@@ -34,8 +34,8 @@ class _AdamUpdate(HostOptimizer):
     ) -> None:
         if amsgrad and moments == torch.bfloat16:
             raise ConfigError(
-                "amsgrad=True with moments=torch.bfloat16",
-                "a maximum of rounded moments never comes down again: keep them in float32",
+                "amsgrad=True with moments=torch.bfloat16: a maximum of rounded moments never comes down again",
+                "leave moments out, which keeps them in float32, or amsgrad",
             )
         super().__init__(
             params,

@@ -1,10 +1,11 @@
 """Watch the steps of optimizers: refuse those that would compute something else on shards than on whole parameters, or
-on too few of them; mark them for a recording; and tell the other ranks of one that fails."""
+on too few of them; mark them for a recording; tell native ones how ranks communicate, and the other ranks of any that
+fails."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -13,7 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerograph.core.errors import ShardingError, UnsupportedError
-from zerograph.optim.failures import register_failed_step_hook
+from zerograph.optim.clip import is_split
+from zerograph.optim.host import HostOptimizer
+from zerograph.optim.torch_private import register_failed_step_hook
+from zerograph.runtime.comm import Communicator
 from zerograph.runtime.entry import reason_of
 from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.telemetry import Telemetry
@@ -39,15 +43,16 @@ class OptimizerCheck:
         skipped: Callable[[], Iterable[Tensor]],
         hold: GradientHold,
         telemetry: Telemetry,
-        abort: Callable[[str], None],
+        communicator: Callable[[], Communicator | None],
     ) -> None:
         """``params`` are the ids of the backend's own, ``replaced`` what was in their places before, ``skipped`` finds
-        those that should be its own and are not, ``abort`` tells the other ranks why this one fails.
+        those that should be its own and are not, ``communicator`` how the ranks communicate that hold them.
         """
-        self._telemetry, self._abort = telemetry, abort
+        self._telemetry, self._communicator = telemetry, communicator
         self._params, self._replaced, self._skipped, self._hold = params, replaced, skipped, hold
         self._memory: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._passed: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        # torch's step hooks are global: they must not keep a backend that is gone.
         check = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -70,14 +75,27 @@ class OptimizerCheck:
         weakref.finalize(self, register_failed_step_hook(failed_step).remove)
 
     def _begins(self, optimizer: Optimizer) -> None:
-        self.look_at(optimizer)  # every rank refuses the same: to abort here could cut off a backward on another
-        self._telemetry.updating()
+        self.look_at(optimizer)
+        ranks = self._communicator()
+        if ranks is not None and isinstance(optimizer, HostOptimizer) and any(map(is_split, self._own(optimizer))):
+            optimizer.communicator = weakref.ref(ranks)
+        if self._holds_own(optimizer):
+            self._telemetry.updating()
 
     def _failed(self, optimizer: Optimizer, error: BaseException) -> None:
-        """The update is a program of all ranks, and ends on this one."""
+        """The update is a program of all ranks: those that wait for this one hear of its error at once, the others at
+        their next program."""
         self._telemetry.updated()
-        if any(id(p) in self._params for p in _params_of(optimizer)):
-            self._abort(f"in {type(optimizer).__name__}.step(): {reason_of(error)}")
+        ranks = self._communicator()
+        if ranks is not None and self._holds_own(optimizer):
+            ranks.abort(f"in {type(optimizer).__name__}.step(): {reason_of(error)}")
+
+    def _own(self, optimizer: Optimizer) -> Iterator[Tensor]:
+        """The parameters of the backend that ``optimizer`` updates."""
+        return (p for p in _params_of(optimizer) if id(p) in self._params)
+
+    def _holds_own(self, optimizer: Optimizer) -> bool:
+        return any(True for _ in self._own(optimizer))
 
     def look_at(self, optimizer: Optimizer) -> None:
         """Raises:
@@ -89,7 +107,7 @@ class OptimizerCheck:
         if all(group.get("lr") == 0 for group in optimizer.param_groups):
             return  # DCP steps once without moving anything, to make the state
         self._refuse_assigned(optimizer)
-        if self._hold.names and any(id(p) in self._params for p in _params_of(optimizer)):
+        if self._hold.names and self._holds_own(optimizer):
             self._hold.refuse_step()
         foreign = {id(p) for p in _params_of(optimizer) if id(p) not in self._params and p.grad is not None}
         looked_at = len(self._params), len(foreign)
@@ -102,7 +120,7 @@ class OptimizerCheck:
 
     def stepped(self) -> list[Optimizer]:
         """The optimizers that have stepped on parameters of the backend."""
-        return [o for o in self._passed if any(id(p) in self._params for p in _params_of(o))]
+        return [o for o in self._passed if self._holds_own(o)]
 
     def remember(self, params: Iterable[Tensor]) -> None:
         """Know by which memory the DTensors among ``params`` are called, to see that of another assigned to one."""
@@ -112,12 +130,13 @@ class OptimizerCheck:
 
     def _refuse_assigned(self, optimizer: Optimizer) -> None:
         """``param.data = tensor`` gives a DTensor the memory of ``tensor``, where nobody looks, and keeps its rows."""
-        for param in _params_of(optimizer):
-            if not isinstance(param, DTensor) or id(param) not in self._params:
+        for param in self._own(optimizer):
+            if not isinstance(param, DTensor):
                 continue
             known, storage, rows = self._memory.get(id(param), (None, 0, 0))
             if known is not None and known() is param and storage == _memory(param)[0]:
                 continue
+            # Remembered before the error, which is then raised once: a caller that catches it can go on.
             self.remember([param])
             if known is not None and known() is param and rows == _memory(param)[1]:
                 raise ShardingError(
@@ -132,7 +151,7 @@ class OptimizerCheck:
         reason = next((_NOT_ELEMENTWISE[n] for n in names if n in _NOT_ELEMENTWISE), "")
         if _NOT_FUSED & set(names) and any(group.get("fused") for group in optimizer.param_groups):
             reason = "torch has no fused kernel of it for DTensors; fused=False has the others"
-        if reason and any(isinstance(p, DTensor) and id(p) in self._params for p in _params_of(optimizer)):
+        if reason and any(isinstance(p, DTensor) for p in self._own(optimizer)):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} cannot update parameters that are split over ranks: {reason}",
                 "use an elementwise optimizer (AdamW, Adam, SGD, Adagrad, Lion, ...), or stage=0",

@@ -51,6 +51,7 @@ def clip_grad_norm_(
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped"
         )
+    # 1e-6, as in torch's: factors are the same to the bit.
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     local = mine + whole
     for places in _by_kind(local):
@@ -64,7 +65,10 @@ def refuse_norm(p: float) -> None:
     ConfigError: there is no norm of order ``p``.
     """
     if not p > 0:
-        raise ConfigError(f"norm_type={p}", "it is the p of a norm: a positive number, or math.inf")
+        raise ConfigError(
+            f"norm_type={p}: the order of a norm must be positive",
+            "2 is the Euclidean norm, math.inf the largest absolute value",
+        )
 
 
 def is_split(grad: Tensor) -> bool:
@@ -94,6 +98,7 @@ def _norm_over_ranks(split: list[Tensor], whole: list[Tensor], p: float, group: 
     Returns:
         A 0-d tensor, of float64 where the native kernels took the norm.
     """
+    # Powers, not norms, add up over ranks.
     power = power_sum(split, p)
     if split:
         op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM

@@ -24,10 +24,11 @@ from torch.optim import Optimizer
 from zerograph import _core
 from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.optim.clip import power_sum
-from zerograph.optim.failures import tell_failed_step
-from zerograph.optim.parts import Member, Part, Plan, parts_of
-from zerograph.optim.tensors import TAGS, Gradients, Layout, uses_kernels
-from zerograph.optim.update import Update
+from zerograph.optim.parts import GroupParts, Member, Part, parts_of
+from zerograph.optim.tensors import TAGS, Gradients, GroupLayout, uses_kernels
+from zerograph.optim.torch_private import hooked_step
+from zerograph.optim.update import PendingUpdate
+from zerograph.runtime.comm import Communicator, sum_over_ranks
 from zerograph.runtime.torch_private import local_tensor
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,10 @@ class HostOptimizer(Optimizer):
         skipped: how many steps were skipped because a gradient was not finite.
         grad_norm: norm of all gradients, unscaled and before clipping, in the last step that took it (one with ``clip``
             or with ``skip_nonfinite``); the same on every rank.
+        communicator: of the backend whose sharded parameters these are, which sets it before each step.
     """
+
+    communicator: Callable[[], Communicator | None] = staticmethod(lambda: None)
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then sets grad_scale and found_inf on the optimizer
 
@@ -60,14 +64,20 @@ class HostOptimizer(Optimizer):
             UnsupportedError: ``differentiable=True``.
         """
         if master not in (None, torch.float32):
-            raise ConfigError(f"master={master}", "masters are torch.float32, or None for parameters without masters")
+            raise ConfigError(
+                f"master={master}: masters are kept in torch.float32 only",
+                "give master=torch.float32, or leave it out for parameters without masters",
+            )
         if moments not in (None, torch.float32, torch.bfloat16):
-            raise ConfigError(f"moments={moments}", "moments are kept in torch.float32 or torch.bfloat16")
+            raise ConfigError(
+                f"moments={moments}: moments are kept in torch.float32 or torch.bfloat16 only",
+                "leave moments out for torch.float32; moments=torch.bfloat16 takes half the memory",
+            )
         self.master, self.moments, self.skip_nonfinite = master, moments, skip_nonfinite
         self.skipped, self.grad_norm = 0, math.nan
-        self._layouts: dict[int, Layout] = {}
-        self._plans: dict[int, Plan] = {}
-        self._running: Update | None = None
+        self._layouts: dict[int, GroupLayout] = {}
+        self._plans: dict[int, GroupParts] = {}
+        self._running: PendingUpdate | None = None
         super().__init__(params, **torchs)
         self._refuse_differentiable()
 
@@ -129,33 +139,25 @@ class HostOptimizer(Optimizer):
             UnsupportedError: a parameter or gradient that cannot be updated; nothing has changed then.
             ConfigError: ``clip`` is not positive, or ``grad_scale`` is zero.
         """
-        try:
-            self._settle()
-            loss = None
-            if closure is not None:
-                with torch.enable_grad():
-                    loss = closure()
-            self._start(grad_scale, clip).wait()
-        except BaseException as error:
-            tell_failed_step(self, error)
-            raise
+        self._settle()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._start(grad_scale, clip).wait()
         return loss
 
-    @Optimizer.profile_hook_step
+    @hooked_step
     @torch.no_grad()
-    def start_step(self, *, grad_scale: float | Tensor | None = None, clip: float | None = None) -> Update:
+    def start_step(self, *, grad_scale: float | Tensor | None = None, clip: float | None = None) -> PendingUpdate:
         """As :meth:`step`, without waiting for the kernels on the host.
 
         Until ``wait()`` of what it returns, nothing may read the parameters or change the gradients. The optimizer
         itself waits before it does anything else.
         """
-        try:
-            self._settle()
-            self._opt_called = True  # learning rate schedulers ask for it, and see only calls of step()
-            self._running = self._start(grad_scale, clip)
-        except BaseException as error:
-            tell_failed_step(self, error)
-            raise
+        self._settle()
+        self._opt_called = True  # learning rate schedulers ask for it, and see only calls of step()
+        self._running = self._start(grad_scale, clip)
         return self._running
 
     def _settle(self) -> None:
@@ -163,24 +165,24 @@ class HostOptimizer(Optimizer):
             self._running.wait()
             self._running = None
 
-    def _start(self, grad_scale: float | Tensor | None, clip: float | None) -> Update:
+    def _start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
         layouts = [self._layout(i, group) for i, group in enumerate(self.param_groups)]
         grads = [layout.gradients() for layout in layouts]
         factor = self._factor(layouts, grads, grad_scale, clip)
         if factor is None:
             self.skipped += 1
-            return Update(None, ())
+            return PendingUpdate(None, ())
         return self._update(layouts, grads, factor)
 
-    def _layout(self, index: int, group: Mapping[str, Any]) -> Layout:
+    def _layout(self, index: int, group: Mapping[str, Any]) -> GroupLayout:
         layout = self._layouts.get(index)
         if layout is None or not layout.describes(group["params"]):
-            layout = self._layouts[index] = Layout(group)
+            layout = self._layouts[index] = GroupLayout(group)
         return layout
 
     def _factor(
         self,
-        layouts: Sequence[Layout],
+        layouts: Sequence[GroupLayout],
         grads: Sequence[Gradients],
         grad_scale: float | Tensor | None,
         clip: float | None,
@@ -191,18 +193,40 @@ class HostOptimizer(Optimizer):
             return None
         scale = math.prod(float(s) for s in (self.__dict__.get("grad_scale"), grad_scale) if s is not None)
         if not scale:
-            raise ConfigError("grad_scale=0", "it is what the loss was multiplied by")
+            raise ConfigError("grad_scale=0: gradients cannot be divided by it", "give what the loss was multiplied by")
         if clip is not None and not clip > 0:
-            raise ConfigError(f"clip={clip}", "it is the largest norm allowed: a positive number")
+            raise ConfigError(
+                f"clip={clip}: the largest norm allowed must be positive", "clip=1.0, or leave it out to scale nothing"
+            )
         if clip is None and (found_inf is not None or not self.skip_nonfinite):
             return 1.0 / scale
-        self.grad_norm = norm = _norm(layouts, grads) / scale
+        self.grad_norm = norm = self._norm(layouts, grads) / scale
         if self.skip_nonfinite and not math.isfinite(norm):
             return None
         ratio = clip / (norm + 1e-6) if clip is not None else 1.0
         return (1.0 if ratio > 1.0 else ratio) / scale  # a norm that is not a number stays one
 
-    def _update(self, layouts: Sequence[Layout], grads: Sequence[Gradients], factor: float) -> Update:
+    def _norm(self, layouts: Sequence[GroupLayout], grads: Sequence[Gradients]) -> float:
+        """Norm of all gradients of all ranks, in one pass over this rank's and one scalar reduction."""
+        groups = frozenset[ProcessGroup]().union(*(layout.process_groups for layout in layouts))
+        if len(groups) > 1:
+            raise UnsupportedError(
+                f"parameters are split over {len(groups)} process groups, and their norm is one reduction over one",
+                "make an optimizer for each, or one with skip_nonfinite=False",
+            )
+        split, whole = (_squares(layouts, grads, split) for split in (True, False))
+        for group in groups:
+            where = next(t.device for layout in layouts for t, s in zip(layout.locals, layout.split, strict=True) if s)
+            # To the device over which its group communicates.
+            split, ranks = split.to(where), self.communicator()
+            if ranks is not None:
+                split = sum_over_ranks(ranks, split, f"update by {type(self).__name__}")
+            else:
+                dist.all_reduce(split, group=group)
+        return math.sqrt(float(split) + float(whole))
+
+    def _update(self, layouts: Sequence[GroupLayout], grads: Sequence[Gradients], factor: float) -> PendingUpdate:
+        # By identity: whoever replaced a parameter's dict has replaced tensors whose addresses kernels hold.
         states = set(map(id, self.state.values()))
         plans = [self._plan(i, layout, own, states) for i, (layout, own) in enumerate(zip(layouts, grads, strict=True))]
         calls, touched = [], []
@@ -218,13 +242,14 @@ class HostOptimizer(Optimizer):
                     calls.append((self._rule(group), part.tensors, own.addresses, tag, part.fresh))
         if calls:
             _tell_target()
-        return Update(_core.update(calls, factor) if calls else None, touched)
+        return PendingUpdate(_core.update(calls, factor) if calls else None, touched)
 
     def _on_device(self, group: Mapping[str, Any], part: Part, grads: Gradients, factor: float) -> None:
         pairs = [(m, g) for m, g in zip(part.members, grads.tensors, strict=True) if g is not None]
         if not pairs:
             return
         members, present = [m for m, _ in pairs], [g.to(m.target.dtype) for m, g in pairs]
+        # torch's kernels divide by a scale, ours multiply by a factor.
         scale = torch.tensor(1.0 / factor if factor else math.inf, device=present[0].device) if factor != 1.0 else None
         self._update_on_device(group, part, present, members, scale)
         if part.mastered:
@@ -232,18 +257,19 @@ class HostOptimizer(Optimizer):
 
     # State.
 
-    def _plan(self, index: int, layout: Layout, grads: Gradients, states: set[int]) -> Plan:
+    def _plan(self, index: int, layout: GroupLayout, grads: Gradients, states: set[int]) -> GroupParts:
         group, plan = self.param_groups[index], self._plans.get(index)
         slots = self._slots(group)
         if plan is None or not plan.holds(layout, slots, grads, states):
             known = plan.members_of(layout, self.state) if plan is not None else ()
             parts = parts_of(layout, grads, known, lambda i: self._member(group, layout, i, slots))
-            plan = self._plans[index] = Plan(layout, slots, parts, self.state)
+            plan = self._plans[index] = GroupParts(layout, slots, parts, self.state)
         return plan
 
-    def _member(self, group: Mapping[str, Any], layout: Layout, index: int, slots: Sequence[str]) -> Member:
+    def _member(self, group: Mapping[str, Any], layout: GroupLayout, index: int, slots: Sequence[str]) -> Member:
         """The parameter's state, made where it is missing and brought into the form that the kernels take."""
         param, local, name = layout.params[index], layout.locals[index], layout.name(index)
+        # An empty dict in `state` would count as a state: SGD without momentum has none, in torch, too.
         if not (self._counts or slots or self._keeps_master(param)):
             return Member(index, local, local, [], None, fresh=False)
         state = self.state[param]
@@ -318,11 +344,13 @@ class HostOptimizer(Optimizer):
         self._layouts, self._plans, self._running = {}, {}, None
         super().__setstate__(state)
         self._refuse_differentiable()
+        # torch calls this at the end of load_state_dict, when it has rounded the states, and for copies and pickles.
         loading = self.__dict__.get("_loading")
         if loading is not None:
             self._restore_precision(loading)
 
     def _restore_precision(self, loaded: dict[str, Any]) -> None:
+        # A state dict numbers parameters in the order of its groups.
         ids = itertools.chain.from_iterable(g["params"] for g in loaded["param_groups"])
         params = itertools.chain.from_iterable(g["params"] for g in self.param_groups)
         for key, param in zip(ids, params, strict=True):
@@ -350,23 +378,7 @@ def _tell_target() -> None:
     log.info("optimizer kernels for %s on %d threads", _core.simd_target(), _core.pool_threads())
 
 
-def _norm(layouts: Sequence[Layout], grads: Sequence[Gradients]) -> float:
-    """Norm of all gradients of all ranks, in one pass over this rank's and one scalar reduction."""
-    groups = frozenset[ProcessGroup]().union(*(layout.process_groups for layout in layouts))
-    if len(groups) > 1:
-        raise UnsupportedError(
-            f"parameters are split over {len(groups)} process groups, and their norm is one reduction over one",
-            "make an optimizer for each, or one with skip_nonfinite=False",
-        )
-    split, whole = (_squares(layouts, grads, split) for split in (True, False))
-    for group in groups:
-        where = next(t.device for layout in layouts for t, s in zip(layout.locals, layout.split, strict=True) if s)
-        split = split.to(where)
-        dist.all_reduce(split, group=group)
-    return math.sqrt(float(split) + float(whole))
-
-
-def _squares(layouts: Sequence[Layout], grads: Sequence[Gradients], split: bool) -> Tensor:
+def _squares(layouts: Sequence[GroupLayout], grads: Sequence[Gradients], split: bool) -> Tensor:
     """Sum of squares of this rank's gradients, those that are split or those that are whole."""
     pairs = list(zip(layouts, grads, strict=True))
     pieces = [piece for layout, own in pairs for piece in layout.pieces(own, split)]

@@ -80,6 +80,7 @@ class Lion(HostOptimizer):
             grads = list(torch._foreach_neg(grads))
         if group["weight_decay"]:
             torch._foreach_mul_(targets, 1 - lr * group["weight_decay"])
+        # Not in place: the moment itself moves afterwards, by another beta.
         update = torch._foreach_lerp(moments, grads, 1 - beta1)
         torch._foreach_sign_(update)
         torch._foreach_add_(targets, update, alpha=-lr)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zerograph import _core
-from zerograph.optim.tensors import NOTHING, TAGS, Gradients, Layout, uses_kernels
+from zerograph.optim.tensors import NOTHING, TAGS, Gradients, GroupLayout, uses_kernels
 
 
 @dataclass(slots=True)
@@ -67,6 +67,7 @@ class Part:
         if not self.mastered or [t._version for t in self.watched] == self._versions:
             return
         for m in self.members:
+            # Only where they differ: a master has more digits than its parameter, which an untouched element must keep.
             changed = m.target.to(m.local.dtype) != m.local
             if changed.any():
                 m.target.copy_(torch.where(changed, m.local.to(m.target.dtype), m.target))
@@ -84,10 +85,12 @@ class Part:
             self._versions = [t._version for t in self.watched]
 
 
-class Plan:
+class GroupParts:
     """All parts of one group, and what tells whether they still hold."""
 
-    def __init__(self, layout: Layout, slots: tuple[str, ...], parts: list[Part], state: Mapping[Tensor, Any]) -> None:
+    def __init__(
+        self, layout: GroupLayout, slots: tuple[str, ...], parts: list[Part], state: Mapping[Tensor, Any]
+    ) -> None:
         self.layout, self.slots, self.parts = layout, slots, parts
         self._changes = layout.changes
         self._members = {m.index for part in parts for m in part.members}
@@ -97,9 +100,10 @@ class Plan:
         self._locals = [t for part in parts for m in part.members for t in _of(m)]
         self._addresses = _addresses(self._locals)
 
-    def holds(self, layout: Layout, slots: tuple[str, ...], grads: Gradients, states: set[int]) -> bool:
+    def holds(self, layout: GroupLayout, slots: tuple[str, ...], grads: Gradients, states: set[int]) -> bool:
         """Whether the same tensors are to be updated, at the same addresses; ``states`` are the ids of the dicts that
         the optimizer holds now."""
+        # Identities and addresses only: this is asked in every step, of hundreds of parameters.
         return (
             self.layout is layout
             and self.slots == slots
@@ -110,7 +114,7 @@ class Plan:
             and _addresses(self._locals) == self._addresses
         )
 
-    def members_of(self, layout: Layout, state: Mapping[Tensor, Any]) -> set[int]:
+    def members_of(self, layout: GroupLayout, state: Mapping[Tensor, Any]) -> set[int]:
         """Those who may stay while they have no gradient: who has one may change from step to step."""
         stateful = bool(self._dicts)
         return {i for i in self._members if self.layout is layout and (not stateful or layout.params[i] in state)}
@@ -139,7 +143,9 @@ def _of(member: Member) -> list[Tensor]:
     return [*member.states, *mastered, *counted]
 
 
-def parts_of(layout: Layout, grads: Gradients, known: Container[int], member: Callable[[int], Member]) -> list[Part]:
+def parts_of(
+    layout: GroupLayout, grads: Gradients, known: Container[int], member: Callable[[int], Member]
+) -> list[Part]:
     """The parts of a group of the parameters with gradients and the ``known`` ones; ``member`` gives one's state."""
     kinds: dict[Hashable, list[tuple[Member, torch.dtype]]] = {}
     for index, grad in enumerate(grads.tensors):
@@ -160,7 +166,7 @@ def parts_of(layout: Layout, grads: Gradients, known: Container[int], member: Ca
     return found
 
 
-def _watched(layout: Layout, members: Sequence[Member]) -> list[Tensor]:
+def _watched(layout: GroupLayout, members: Sequence[Member]) -> list[Tensor]:
     """As many per member, as :meth:`Part.updated` expects: parameters of one group are all sharded, or none is."""
     pairs = [(layout.params[m.index], m.local) for m in members]
     return [t for pair in pairs for t in pair] if any(p is not t for p, t in pairs) else [p for p, _ in pairs]

@@ -70,6 +70,7 @@ class SGD(HostOptimizer, torch.optim.SGD):
         scale: Tensor | None,
     ) -> None:
         first = {id(m) for m, fresh in zip(part.members, part.fresh, strict=False) if fresh}
+        # The fused kernel takes all tensors of a call as first ones, or none.
         for is_first in (True, False):
             chosen = [(m, g) for m, g in zip(members, grads, strict=True) if (id(m) in first) is is_first]
             if chosen:

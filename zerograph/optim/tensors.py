@@ -77,7 +77,7 @@ class Gradients:
         )
 
 
-class Layout:
+class GroupLayout:
     """The parameters of one group as they were last seen; :meth:`describes` tells whether they still are.
 
     Attributes:
@@ -168,6 +168,7 @@ class Layout:
         if not self._as_before(found):
             found = [g if g is None else self._examined(i, g) for i, g in enumerate(found)]
         addresses = [0 if g is None else g.data_ptr() for g in found]
+        # An empty tensor lies at address 0, which stands for no gradient.
         if 0 in addresses:
             addresses = [a or (0 if g is None else NOTHING) for a, g in zip(addresses, found, strict=True)]
         return Gradients(found, addresses, complete)

@@ -9,7 +9,7 @@ from zerograph.optim.parts import Part
 from zerograph.optim.tensors import Gradients
 
 
-class Update:
+class PendingUpdate:
     """What :meth:`HostOptimizer.start_step` returns. It keeps all tensors alive that kernels are working on."""
 
     def __init__(self, ticket: _core.Ticket | None, touched: Sequence[tuple[Part, Gradients]]) -> None:

@@ -48,18 +48,18 @@ Found = tuple[int, str, str, str]
 """A violation without the name of its check."""
 
 
-def check(step: Step, plan: Plan) -> list[Violation]:
+def check_plan(step: Step, plan: Plan) -> list[Violation]:
     """Everything that is wrong with ``plan`` as one for ``step``; empty when nothing is."""
     return [Violation(name, *found) for name, (_, finder) in CHECKS.items() for found in finder(step, plan)]
 
 
-def require(step: Step, plan: Plan, hint: str) -> None:
-    """Refuse a plan that is none for ``step``.
+def require_plan(step: Step, plan: Plan, hint: str) -> None:
+    """Refuse a plan that does not fit ``step``.
 
     Raises:
         InvariantError: naming the operation, the parameter or module and the user's source line; ends with ``hint``.
     """
-    wrong = check(step, plan)
+    wrong = check_plan(step, plan)
     if not wrong:
         return
     lines = [f"  {violation.check}: {violation.message}{_where(step, violation)}" for violation in wrong[:_SHOWN]]

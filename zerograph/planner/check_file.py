@@ -15,7 +15,7 @@ from zerograph.core.plan import Plan
 from zerograph.core.planfile import PlanFile
 from zerograph.core.timeline import Span, Stream
 from zerograph.core.units import format_bytes
-from zerograph.planner import moves
+from zerograph.planner import check_tasks
 from zerograph.planner.check import BEFORE, PLAN_CHECKS, Found, Violation
 
 _NOISE = 1e-9
@@ -63,6 +63,7 @@ def _budget(file: PlanFile) -> Iterator[Violation]:
         over = next(((time, level) for time, level in curve if level > budget), None)
         peak = file.forecast.peaks.get(tier)
         before = sum(h.bytes for h in file.holdings if h.tier == tier and h.first == BEFORE)
+        # First the plain case: nothing of the step has run, and no task is to blame.
         if before > budget:
             yield _at("budget", None, _too_much(tier, before, budget, "before the step"))
         elif over is not None:
@@ -163,7 +164,7 @@ def _cause(file: PlanFile, tier: Tier, time: float) -> Span | None:
 Finder = Callable[[PlanFile], Iterator[Violation]]
 
 
-def _of(name: str, finder: Callable[[PlanFile], Iterator[moves.Found]]) -> Finder:
+def _of(name: str, finder: Callable[[PlanFile], Iterator[check_tasks.Found]]) -> Finder:
     """The violations of a check that only says where and what."""
 
     def found(file: PlanFile) -> Iterator[Violation]:
@@ -187,13 +188,19 @@ CHECKS: Mapping[str, tuple[str, Finder]] = {
     "streams": ("tasks of one stream follow one another", _streams),
     "holdings": ("what is held is held by tasks of the step", _holdings),
     **{name: (text, _of_plan(name, finder)) for name, (text, finder) in PLAN_CHECKS.items()},
-    "reductions": ("gradients of every bucket are reduced once, tile by tile", _of("reductions", moves.reductions)),
-    "updates": ("every shard is updated once, where its states live", _of("updates", moves.updates)),
-    "arrivals": ("what is read has come from the tier where it lives", _of("arrivals", moves.arrivals)),
-    "returns": ("saved activations are back before they are read", _of("returns", moves.returns)),
-    "layers": ("layers that are recomputed or offloaded exist", _of("layers", moves.layers)),
-    "use": ("sharded parameters are gathered, and something that computes waits for it", _of("use", moves.use)),
-    "gathers": ("nothing is gathered while it is whole, and few tiles are at a time", _of("gathers", moves.gathers)),
+    "reductions": (
+        "gradients of every bucket are reduced once, tile by tile",
+        _of("reductions", check_tasks.reductions),
+    ),
+    "updates": ("every shard is updated once, where its states live", _of("updates", check_tasks.updates)),
+    "arrivals": ("what is read has come from the tier where it lives", _of("arrivals", check_tasks.arrivals)),
+    "returns": ("saved activations are back before they are read", _of("returns", check_tasks.returns)),
+    "layers": ("layers that are recomputed or offloaded exist", _of("layers", check_tasks.layers)),
+    "use": ("sharded parameters are gathered, and something that computes waits for it", _of("use", check_tasks.use)),
+    "gathers": (
+        "nothing is gathered while it is whole, and few tiles are at a time",
+        _of("gathers", check_tasks.gathers),
+    ),
     "critical path": ("the critical path is a chain from the step's start to its end", _critical_path),
 }
 """Name of a check, what it makes sure of, and what finds the violations."""

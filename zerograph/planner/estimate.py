@@ -13,9 +13,9 @@ from functools import cached_property
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import Offload
-from zerograph.planner.choice import Activations, Choice, Stage, placements
 from zerograph.planner.preset import Outcome, Preset
 from zerograph.planner.sizes import ModelSize
+from zerograph.planner.strategy import Activations, Stage, Strategy, placements
 from zerograph.planner.training import Training
 
 TILES = (1, 8, 64)
@@ -59,13 +59,13 @@ class Question:
         """The tiers beside the device that exist: a CPU has no host memory of its own."""
         return tuple(tier for tier in TIERS[1:] if self.machine.capacity(tier, self.world_size))
 
-    def groups(self) -> Iterator[tuple[Choice, ...]]:
-        """The choices of every row: ways to treat activations, least work first, in the fewest tiles."""
+    def groups(self) -> Iterator[tuple[Strategy, ...]]:
+        """The strategies of every row: ways to treat activations, least work first, in the fewest tiles."""
         for stage, offload, tier in placements(self.tiers):
             wanted = ((self.stage, stage), (self.offload, offload), (self.tier, tier))
             if all(fixed is None or fixed == value for fixed, value in wanted):
                 tiles = self.tiles or TILES[0]
-                yield tuple(Choice(stage, offload, tier, how, tiles) for how in self._activations())
+                yield tuple(Strategy(stage, offload, tier, how, tiles) for how in self._activations())
 
     def _activations(self) -> tuple[Activations, ...]:
         if self.activations:
@@ -76,16 +76,16 @@ class Question:
 
 @dataclass(frozen=True)
 class Row:
-    """One choice: what it needs and has on every tier, and how long a step takes if it fits."""
+    """One strategy: what it needs and has on every tier, and how long a step takes if it fits."""
 
     question: Question
-    choice: Choice
+    strategy: Strategy
 
     @cached_property
     def preset(self) -> Preset:
         """Its plan."""
         asked = self.question
-        return Preset(asked.size, asked.training, asked.machine, asked.world_size, self.choice)
+        return Preset(asked.size, asked.training, asked.machine, asked.world_size, self.strategy)
 
     @cached_property
     def outcome(self) -> Outcome:
@@ -110,6 +110,7 @@ class Row:
     @property
     def over(self) -> float:
         """By what share of its capacity the fullest tier is overrun; 0 or less when everything fits."""
+        # Where there is no such tier, any byte overruns it.
         return max(self.need[tier] / max(1, self.have[tier]) - 1 for tier in TIERS)
 
     @property
@@ -130,20 +131,20 @@ class Row:
         if self.question.tiles or self.hopeless or self.fits:
             return self
         for tiles in TILES[1:]:
-            row = replace(self, choice=replace(self.choice, tiles=tiles))
+            row = replace(self, strategy=replace(self.strategy, tiles=tiles))
             if row.fits or row.over >= best.over:
                 return row if row.fits else best
             best = row
         return best
 
 
-def rows(question: Question) -> tuple[Row, ...]:
+def estimate_rows(question: Question) -> tuple[Row, ...]:
     """A row per stage and offload choice that ``question`` leaves open.
 
     Raises:
         ConfigError: it leaves none open, for example parameters offloaded at stage 2.
     """
-    found = tuple(_best([Row(question, choice).tiled() for choice in group]) for group in question.groups())
+    found = tuple(_best([Row(question, strategy).tiled() for strategy in group]) for group in question.groups())
     if not found:
         raise ConfigError(
             f"no row has stage {question.stage}, offload {question.offload} and tier {question.tier} on "
@@ -158,5 +159,5 @@ def fastest(found: tuple[Row, ...]) -> Row | None:
     return min((row for row in found if row.fits), key=lambda row: row.outcome.seconds, default=None)
 
 
-def _best(choices: list[Row]) -> Row:
-    return fastest(tuple(choices)) or min(choices, key=lambda row: row.over)
+def _best(strategies: list[Row]) -> Row:
+    return fastest(tuple(strategies)) or min(strategies, key=lambda row: row.over)

@@ -1,7 +1,7 @@
-"""Why no plan of a step fits: which tier is short, when, what is held then, and which knob would help how much.
+"""Why no plan of a step fits: which tier is short, when, what is held then, and which change would help how much.
 
-The plan that is told about is the one that overruns its tiers by the smallest share. Of every change only those plans
-are simulated that need the least, which the search for it would look at too: what "then it fits" says is so.
+The error describes the plan that overruns its tiers by the smallest share. Of every change only those plans are
+simulated that need the least. A search for the change looks at these too, so "then it fits" is true.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from zerograph.core.planfile import Holding
 from zerograph.core.step import Step, layer_of
 from zerograph.core.timeline import Forecast, Peak, Span
 from zerograph.core.units import format_bytes
-from zerograph.planner.outlook import scheduled
+from zerograph.planner.forecasts import forecast_sketch
 from zerograph.planner.rates import state_bytes
 from zerograph.planner.regions import Life, Profile, Work
 from zerograph.planner.search import BUCKET_SIZES, Search, Way, Wish, limits, over, smallest
-from zerograph.planner.shortage import Knob
+from zerograph.planner.shortage import Remedy
 from zerograph.planner.space import Candidate
 
 _PLANNED = " (can be planned, not run yet)"
@@ -58,8 +58,9 @@ def infeasible(search: Search, step: Step, machine: Machine, budget: Budget) -> 
     found = [
         _turn(change, search, machine, closest.peaks[short], short) for change in changes(search, step, machine, budget)
     ]
-    knobs = sorted(found, key=lambda knob: (not knob.fits, -knob.saves))
-    lines = [str(knob) for knob in knobs if knob.saves > 0 or knob.fits]
+    # First what alone makes the step fit, then what saves the most.
+    remedies = sorted(found, key=lambda remedy: (not remedy.fits, -remedy.saves))
+    lines = [str(remedy) for remedy in remedies if remedy.saves > 0 or remedy.fits]
     tiers = [short, *(i for i, peak in enumerate(closest.peaks) if peak > most[i] and i != short)]
     lines.append(" and ".join(_more(TIERS[i], closest.peaks[i] - most[i]) for i in tiers))
     needs = ", and ".join(_need(search, closest, i, most[i]) for i in tiers)
@@ -80,7 +81,7 @@ def _more(tier: Tier, size: int) -> str:
 
 
 def _moment(search: Search, found: Candidate, tier: Tier) -> str:
-    forecast, holdings = scheduled(found.space.scheduler, found.plan)
+    forecast, holdings = forecast_sketch(found.space.scheduler, found.plan)
     peak = forecast.peaks[tier]
     if tier != "device":
         return _elsewhere(forecast, holdings, peak, tier)
@@ -136,17 +137,18 @@ def _largest(found: Candidate, span: Span) -> Life | None:
     return max(alive, key=lambda life: life.bytes, default=None)
 
 
-def _turn(change: Change, search: Search, machine: Machine, need: int, short: int) -> Knob:
+def _turn(change: Change, search: Search, machine: Machine, need: int, short: int) -> Remedy:
     """What ``change`` takes off the ``need`` of the tier ``short``."""
     found, most = change.smallest(machine, search.moments), limits(change.budget)
     after = min(found, key=lambda c: (over(c, change.budget), c.rank))
-    return Knob(change.text, need - after.peaks[short], any(c.fits(most) for c in found))
+    return Remedy(change.text, need - after.peaks[short], any(c.fits(most) for c in found))
 
 
 def changes(search: Search, step: Step, machine: Machine, budget: Budget) -> Iterator[Change]:
     """Every single change of what the user fixed, of the batch, and of the world."""
     wish, states = search.wish, search.states
     for text, changed in (*_fixed(wish), *((text + _PLANNED, w) for text, w in _placements(wish, machine))):
+        # Ways hold what is saved and tiled; where a change touches neither, counting them again would give the same.
         same = changed.recompute == wish.recompute and changed.tiles == wish.tiles
         yield Change(text, step, changed, budget, states, search.ways if same else ())
     if wish.stage == 0 and wish.world_size > 1:
@@ -188,6 +190,7 @@ def _wider(search: Search, step: Step, machine: Machine, budget: Budget) -> Chan
         rest //= 2  # all of it is of parameters that other graphs read, most of which are sharded
     states = rest + sum(state_bytes(step.params, new, search.moments))
     if not isinstance(budget, int):
+        # More ranks on one host have less of its memory and NVMe each.
         budget = {t: b * machine.capacity(t, new) // max(1, machine.capacity(t, old)) for t, b in budget.items()}
     return Change(f"world size {new}", step, replace(search.wish, world_size=new), budget, states, search.ways)
 

@@ -39,6 +39,7 @@ def interpolated(known: Mapping[int, Step], size: int) -> Step:
         zip(*(getattr(step, part) for step in steps), strict=True) for part in ("ops", "values", "lookups")
     )
     ops = (
+        # Most operations cost nothing at any size, and are shared in place of copied.
         op[0] if not op[0].flops and not op[0].moved else replace(
             op[0], flops=at(tuple(o.flops for o in op)), moved=at(tuple(o.moved for o in op))
         )
@@ -54,6 +55,7 @@ def _polynomial(sizes: tuple[int, ...], size: int) -> Callable[[tuple[int, ...]]
 
     Deep models repeat layers: few numbers differ, and those are computed.
     """
+    # Fractions: a float would round bytes of large steps, and these numbers are exact by construction.
     shares = [prod((Fraction(size - b, a - b) for b in sizes if b != a), start=Fraction(1)) for a in sizes]
     scale = lcm(*(share.denominator for share in shares))
     weights = [int(share * scale) for share in shares]

@@ -33,9 +33,9 @@ class Knob:
             seconds.
         read: the value of every item under a plan.
         turn: a plan with other values for some items.
-        alike: by item, what those have in common that are interchangeable.
+        alike: a key for each item; items with equal keys are interchangeable.
         gain: seconds per byte of an item's step from one choice to the next.
-        frugal: values for all items together, of which one needs the least of some tier.
+        frugal: values for all items together; for each tier one of these needs the least.
         fine: whether it only says when something begins, which matters little before the rest is decided.
     """
 
@@ -57,11 +57,13 @@ class Knob:
         now = self.read(plan)
         for target in self._targets():
             found: dict[object, Values] = {}
-            for group in split(tuple(self.choices), groups):
+            for group in in_runs(tuple(self.choices), groups):
                 turned, more = self._turned(group, now, target)
                 if turned:
                     alike = self.alike if len(group) > 1 and self.alike else {}
                     key = tuple((alike.get(item, item), now[item]) for item in group)
+                    # Towards more, the first of those that are alike, the most rewarding; back, the last, which is
+                    # missed least.
                     if key not in found or not more:
                         found[key] = turned
             for turned in found.values():
@@ -78,7 +80,7 @@ class Knob:
         for item in group:
             choices = self.choices[item]
             if self.ordered:
-                at = _place(choices, now[item])
+                at = _index(choices, now[item])
                 last = len(choices) - 1
                 to = {
                     "last": last, "more": (at + last + 1) // 2, "next": at + 1,
@@ -89,7 +91,7 @@ class Knob:
                 value = target if target in choices else now[item]
             if value != now[item]:
                 turned[item] = value
-                more = _place(choices, value) > _place(choices, now[item])
+                more = _index(choices, value) > _index(choices, now[item])
         return turned, more
 
     def steps(self, a: Plan, b: Plan) -> Iterator[tuple[float, Item, Any]]:
@@ -100,7 +102,7 @@ class Knob:
             if old == new or new is None:
                 continue
             gain = self.gain or (lambda item, value: 0.0)
-            here, there = (_place(choices, value) for value in (old, new))
+            here, there = (_index(choices, value) for value in (old, new))
             between = choices[here + 1 : there] if self.ordered else ()
             yield from ((gain(item, value), item, value) for value in (*between, new))
 
@@ -133,6 +135,7 @@ def prefetch(choices: Sequence[int]) -> Knob:
 
     def turn(plan: Plan, values: Values) -> Plan:
         most = values.get("", plan.prefetch)
+        # Their own starts would no longer be earlier than the new limit: they follow the plan's again.
         late = {b.index: None for b in plan.buckets if b.ahead is not None and b.ahead >= most}
         return replace(_with_buckets(plan, "ahead", late), prefetch=most)
 
@@ -188,12 +191,13 @@ def tiles(space: Space) -> Knob:
 
 def homes(space: Space, open_homes: Sequence[Homes]) -> Knob:
     """Where the shards of each bucket live; what has nothing to move to a home stays on the device."""
-    shards = {b.index: space.scheduler.transfers(b.index, 1)[0].shards for b in space.plan.buckets}
+    shards = {b.index: space.scheduler.bucket_parts(b.index, 1)[0].shards for b in space.plan.buckets}
     sizes = {index: shard.optimizer + shard.frozen for index, shard in shards.items()}
     choices: dict[Item, Sequence[Homes]] = {}
     for index in by_reward([index for index, size in sizes.items() if size], sizes.__getitem__):
         trained = any(p.sharded and p.trainable for p in space.plan.buckets[index].params)
         choices[index] = tuple(
+            # A bucket that trains nothing has no gradients and states: homes of these alone would move nothing.
             dict.fromkeys(home if trained or home.parameters != "device" else DEVICE for home in open_homes)
         )
     frugal = [home for home in open_homes if home.on_one_tier] or open_homes
@@ -335,14 +339,14 @@ def _with_buckets(plan: Plan, field: str, values: Mapping[Any, Any]) -> Plan:
 
 def _parts(space: Space) -> dict[Item, object]:
     """By bucket what makes two interchangeable: bytes of everything that is moved of them."""
-    parts = (space.scheduler.transfers(b.index, 1)[0] for b in space.plan.buckets)
+    parts = (space.scheduler.bucket_parts(b.index, 1)[0] for b in space.plan.buckets)
     return {index: (part.whole, part.shards) for index, part in enumerate(parts)}
 
 
 # Orders ---------------------------------------------------------------------------------------------------------------
 
 
-def split(items: Sequence[T], groups: int) -> Iterator[Sequence[T]]:
+def in_runs(items: Sequence[T], groups: int) -> Iterator[Sequence[T]]:
     """``items`` in at most ``groups`` runs of about the same length."""
     count = min(groups, len(items))
     return (items[i * len(items) // count : (i + 1) * len(items) // count] for i in range(count))
@@ -368,12 +372,13 @@ def _reversed_bits(number: int, count: int) -> int:
     return int(f"{number:0{width}b}"[::-1], 2)
 
 
-def _place(choices: Sequence[Any], value: Any) -> int:
+def _index(choices: Sequence[Any], value: Any) -> int:
     """Where ``value`` is among ``choices``, or the last before it: tiles may be of any number."""
     if value in choices:
         return choices.index(value)
     if value is None:  # activations of one layer that wait on several tiers
         return -1
+    # Tiles fall from many to one; other choices rise.
     falling = len(choices) > 1 and choices[0] > choices[-1]
     return sum(bool(one > value) if falling else bool(one < value) for one in choices) - 1
 
@@ -388,7 +393,7 @@ def every(knobs: Sequence[Knob], plan: Plan) -> Iterator[Plan]:
         yield from every(rest, knob.turn(plan, dict(zip(knob.choices, values, strict=True))))
 
 
-def changes(knobs: Iterable[Knob], plan: Plan, groups: int) -> Iterator[Plan]:
+def neighbours(knobs: Iterable[Knob], plan: Plan, groups: int) -> Iterator[Plan]:
     """``plan`` with one knob turned, for one of so many groups of its items."""
     for knob in knobs:
         yield from knob.changes(plan, groups)

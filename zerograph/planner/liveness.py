@@ -1,4 +1,4 @@
-"""What a backward finds saved and what it computes again: the partitioner's choice, told before it makes it.
+"""What a backward finds saved and what it computes again: what the partitioner will decide, predicted from a step.
 
 The min-cut partitioner of AOTAutograd is modelled plainly: what the backward reads is saved, unless it is cheap to
 compute from what is saved already and fuses into its reader (what a product reads does not). Layers that are
@@ -101,9 +101,11 @@ def saved(graph: Graph, mode: Mode, spared: Set[str] = frozenset()) -> Saved:
     forced = [_is_forced(graph, i, mode, spared) for i in range(graph.backward)]
     for i in reversed(range(graph.backward)):
         value = graph.writes[i]
+        # From the last on: what a forced operation reads is needed where that is, and may be forced itself.
         if forced[i] and value in first:
             _need(graph.reads[i], first, last, first[value], last[value])
     kept = _kept(graph, mode, forced, first)
+    # The readers anew: above they were spread through forced operations only.
     return _resolve(graph, kept, *_readers(graph))
 
 
@@ -163,6 +165,7 @@ def _read_by_products(graph: Graph) -> set[int]:
 
 def _is_repeated_freely(graph: Graph, i: int, mode: Mode) -> bool:
     value = graph.writes[i]
+    # A view costs nothing in any mode.
     if mode == "auto" or graph.owner[value] != value:
         return graph.ops[i].cheap
     return mode == "full" and graph.ops[i].cheap and not graph.layer[i]  # what leaves a layer is saved

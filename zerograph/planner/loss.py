@@ -3,7 +3,7 @@
 The largest value of many steps belongs to no layer: logits, their logarithms and their gradient, of tokens by
 vocabulary each. Run for some tokens at a time, the head and the loss hold a tile of each. None of it waits for the
 backward, which computes every tile again. (Liger and Megatron do so by kernels of their own; here it is a step with
-other numbers, so that schedules, forecasts and books know nothing of it.)
+other numbers, so that schedules, forecasts and checks need not know of it.)
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ def head_of(graph: Graph) -> Head | None:
     products = [i for i in behind if graph.ops[i].flops and "convolution" not in graph.ops[i].target]
     if last < 0 or not products or not graph.step.training:
         return None
+    # The vocabulary is the widest: a projection in front of the head makes less.
     product = max(products, key=lambda i: graph.size[graph.writes[i]])
     if not graph.params_read[product]:
         return None
@@ -58,6 +59,7 @@ def head_of(graph: Graph) -> Head | None:
         if reads and graph.ops[i].flops:
             added = 0 if _weights(graph, i) else 2 * graph.values[graph.writes[i]].bytes  # a sum over tokens
             weights[graph.ops[i].name] = _weights(graph, i) + added
+        # Half: beside logits in 32 bit their gradient may be in 16.
         elif reads and graph.values[graph.writes[i]].bytes >= size // 2:
             large.add(graph.writes[i])
     if any(graph.owner[value] in graph.outputs or graph.values[value].kind == "gradient" for value in large):

@@ -29,6 +29,7 @@ def with_updates(step: Step, world_size: int, moments: int) -> Step:
     for op in step.ops:
         kind = kinds[op.writes[0]].kind
         if kind == "gathered" and op.reads:
+            # The marker may read a view of the shard; the update writes the shard itself.
             shards[op.params[0]] = kinds[op.reads[0]].alias_of or op.reads[0]
         elif kind == "gradient":
             gradients.setdefault(op.params[0], []).append(op.writes[0])
@@ -36,11 +37,12 @@ def with_updates(step: Step, world_size: int, moments: int) -> Step:
     ops, made = [], [values.get(value.name, value) for value in step.values]
     for param in (p for p in step.params if p.trainable):
         size, shard = shard_bytes(param, world_size), shards.get(param.name, "")
-        states, written = list(_states(param, size * moments)), [Value(f"updated {param.name}", size, "param", shard)]
+        kept = size * moments
+        states, written = list(_states(param, kept)), [Value(f"updated {param.name}", size, "param", shard)]
         written += [Value(f"updated {s.name}", s.bytes, "state", s.name) for s in states]
         reads = (*([shard] if shard else []), *gradients.get(param.name, ()), *(s.name for s in states))
         made += [*states, *written]
-        ops.append(_update(param, reads, tuple(v.name for v in written), update_bytes(param, world_size, moments)))
+        ops.append(_update(param, reads, tuple(v.name for v in written), update_bytes(param, world_size, kept)))
     return replace(step, ops=(*step.ops, *ops), values=tuple(made))
 
 

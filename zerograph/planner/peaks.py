@@ -1,9 +1,9 @@
-"""Less memory on the device where a plan has its peak, and nowhere else: gathers that wait, operators in more tiles.
+"""Lower the peak of a plan on the device, and change the plan nowhere else: gathers begin later, operators get tiles.
 
-A plan is run with an eye on what could be whole later, or in smaller parts. Where it holds more than a target, gathers
-whose bucket nobody reads yet begin later; if that is not enough, what is read is cut into as few tiles as make room.
-That is repeated until the target is met, or nothing is left to change. Targets lie between a plan's own peak and the
-least that these two ways reach, so no budget enters, and more of it cannot make the answer worse.
+The sketch of a plan is simulated, and every stretch in which a bucket is whole is noted. Where the device holds more
+than a target, gathers whose bucket nobody reads yet begin later; if that is not enough, what is read is cut into as few
+tiles as make room. That is repeated until the target is met, or nothing is left to change. Targets lie between a plan's
+own peak and the least that these two ways reach, so no budget enters, and more of it cannot make the answer worse.
 """
 
 from __future__ import annotations
@@ -57,26 +57,26 @@ class _Watch:
         gradients: dict[int, int] = {}  # bucket -> the task that makes its first gradient
         waits: list[int] = []  # gathers that the next compute waits for
         task, last = -1, -1
-        for step in (step for program in programs for step in program.instructions):
-            task += step.stream is not None
-            match step:
+        for instruction in (instruction for program in programs for instruction in program.instructions):
+            task += instruction.stream is not None
+            match instruction:
                 case Compute():
                     last = task
                     self.used.update(dict.fromkeys(waits, task))
                     waits.clear()
-                    for bucket in dict.fromkeys(bucket_of[register] for register in step.args):
+                    for bucket in dict.fromkeys(bucket_of[register] for register in instruction.args):
                         self.held.append(_Held(bucket, task, task, early=False))
-                    for register in step.outs:
+                    for register in instruction.outs:
                         if register in bucket_of:
                             gradients.setdefault(bucket_of[register], task)
                 case Read(what="shard") | Fetch(what="shard"):
-                    begun.setdefault((step.bucket, step.tile), task)
+                    begun.setdefault((instruction.bucket, instruction.tile), task)
                 case Gather():
-                    part = step.bucket, step.tile
-                    brought[task] = step.bucket, begun.pop(part, task)
+                    part = instruction.bucket, instruction.tile
+                    brought[task] = instruction.bucket, begun.pop(part, task)
                     gathers[part] = task
                 case WaitGather():
-                    waits.append(gathers[step.bucket, step.tile])
+                    waits.append(gathers[instruction.bucket, instruction.tile])
                 case Free(bucket=bucket, tiles=1):
                     # What is kept cannot be tiled.
                     if bucket in tilable and plan.buckets[bucket].residency == "use":
@@ -135,6 +135,7 @@ def _targets(plan: Candidate, tilable: frozenset[int]) -> Iterator[tuple[int, Ca
     if tilable and any(bucket.tiles > 1 for bucket in plan.plan.buckets):
         whole = plan.space.of(_with(plan.plan, [1] * len(plan.plan.buckets), plan.plan.ahead()))
         yield plan.peak, whole
+        # Other targets are reached from whole operators, so that tiling happens where the peak is and nowhere else.
         plan = whole
     smallest = least(plan, tile=bool(tilable))
     room = plan.peak - smallest.peak
@@ -157,10 +158,12 @@ def _reach(plan: Candidate, target: int, tilable: frozenset[int]) -> Iterator[Ca
         tiles, ahead = [bucket.tiles for bucket in plan.plan.buckets], list(plan.plan.ahead())
         for bucket, short in wanted.items():
             if short.gather is not None:
+                # At least one visit later than now: else the next round would want the same again.
                 ahead[bucket] = min(short.gather, ahead[bucket] - 1)
             if short.size:
                 tiles[bucket] = _fewest(space, bucket, tiles[bucket], ahead[bucket], short.size)
         changed = space.of(_with(plan.plan, tiles, ahead))
+        # The space hands out one candidate per plan: nothing was left to change.
         if changed is plan:
             return
         plan = changed
@@ -169,7 +172,7 @@ def _reach(plan: Candidate, target: int, tilable: frozenset[int]) -> Iterator[Ca
 
 def _fewest(space: Space, bucket: int, tiles: int, ahead: int, size: int) -> int:
     """The fewest tiles that hold ``size`` bytes less than ``tiles`` do; all there may be where none do."""
-    (part,) = space.scheduler.transfers(bucket, 1)
+    (part,) = space.scheduler.bucket_parts(bucket, 1)
 
     def held(count: int) -> int:
         whole = part.whole * min(count, ahead + 1) // count
@@ -186,13 +189,15 @@ def _wanted(space: Space, plan: Candidate, watch: _Watch, target: int) -> dict[i
     buckets, ahead = plan.plan.buckets, plan.plan.ahead()
     found: dict[int, _Short] = {}
     for excess, time, held in _above(space, plan, watch, starts, ends, target):
+        # A gather that begins at its own visit cannot begin later.
         early = [h for h in held if h.early and ahead[h.bucket] > 0]
         for h in early:
             short = found.setdefault(h.bucket, _Short())
             left = bisect_left(reads, starts[h.last]) - bisect_left(reads, time)
             left = 0 if buckets[h.bucket].tiles > 1 else max(0, left)
             short.gather = left if short.gather is None else min(short.gather, left)
-            excess -= space.scheduler.transfers(h.bucket, 1)[0].whole
+            # What a later gather frees need not be tiled away.
+            excess -= space.scheduler.bucket_parts(h.bucket, 1)[0].whole
         for bucket in {h.bucket for h in held if not h.early and h.bucket in watch.tilable} if excess > 0 else ():
             if buckets[bucket].residency != "backward" and buckets[bucket].tiles < space.most_tiles[bucket]:
                 short = found.setdefault(bucket, _Short())

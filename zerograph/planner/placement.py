@@ -1,9 +1,9 @@
 """Bytes of one bucket, or of one tile of it: what lies on which tier between steps, and what a step moves.
 
-As in ZeRO-Offload, the master copy lives with the optimizer. On the device it is
-the shard that is gathered; off it, parameters are a copy in the compute dtype beside it. Scalars and parameters of
-fewer rows than ranks are not sharded, so they stay on the device wherever their bucket goes, and so do shards that are
-not trained unless the parameters leave.
+As in ZeRO-Offload, the master copy lives with the optimizer. On the device it is the shard that is gathered; off it,
+parameters are a copy in the compute dtype beside it. Scalars and parameters of fewer rows than ranks are not sharded,
+so they stay on the device wherever their bucket goes, and so do shards that are not trained unless the parameters
+leave.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Shards:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class BucketPart:
     """A bucket, or a tile of its one parameter: tile *i* is the *i*-th slice of the rows of every rank's shard.
 
     Attributes:
@@ -94,9 +94,9 @@ class Transfer:
     shards: Shards
 
 
-def transfers(
+def bucket_parts(
     name: str, params: Sequence[Param], tiles: int, whole: Mapping[str, int], world: int, moments: int
-) -> tuple[Transfer, ...]:
+) -> tuple[BucketPart, ...]:
     """The bucket of ``params`` in ``tiles`` parts; ``whole`` are bytes of full gradients by parameter."""
     trainable = [p for p in params if p.trainable]
     gathered, reduced = gathered_bytes(params, world), reduced_bytes(trainable)
@@ -109,10 +109,11 @@ def transfers(
     def part(size: int, tile: int) -> int:
         """Bytes of ``size`` in the rows of a tile; parts of what is not padded add up all the same."""
         begin, end = slices[tile]
+        # As a difference of two shares, so that tiles add up to the whole to the byte.
         return size * end // rows - size * begin // rows
 
     return tuple(
-        Transfer(
+        BucketPart(
             name=name,
             label=name if tiles == 1 else f"{name} tile {tile + 1}/{tiles}",
             whole=part(gathered, tile),
@@ -125,23 +126,28 @@ def transfers(
     )
 
 
-def between_steps(plan: Plan, moments: int) -> Iterator[Holding]:
-    """What lies on each tier between steps, bucket by bucket; gradients come with the backward."""
+def between_steps(plan: Plan, kept: Mapping[str, int]) -> Iterator[Holding]:
+    """What lies on each tier between steps, bucket by bucket; gradients come with the backward.
+
+    ``kept`` are bytes of optimizer states by parameter (:func:`~zerograph.planner.rates.kept_states`).
+    """
     for bucket in plan.buckets:
-        shards, homes = Shards.of(bucket.params, plan.world_size, moments), bucket.homes
+        shards, homes = Shards.of(bucket.params, plan.world_size, 0), bucket.homes
         whole = sum(shard_bytes(p, plan.world_size) for p in bucket.params)
-        trained = sum(shard_bytes(p, plan.world_size) for p in bucket.params if p.trainable)
+        states = sum(kept.get(p.name, 0) for p in bucket.params)
+        away = sum(kept.get(p.name, 0) for p in bucket.params if p.sharded)
         found: list[tuple[str, Kind, Tier, int]]
         if homes.optimizer == "device":
-            found = [("shards", "param", "device", whole), ("states", "state", "device", trained * moments)]
+            found = [("shards", "param", "device", whole), ("states", "state", "device", states)]
         else:
             frozen = shards.frozen if homes.parameters != "device" else 0
+            # `gradient` is as large as the trained shards, which left: both are in the master's dtype.
             stays = whole - shards.gradient - frozen
             found = [
                 ("shards", "param", "device", stays),
-                ("states", "state", "device", (trained - shards.gradient) * moments),
+                ("states", "state", "device", states - away),
                 ("shards in the compute dtype", "param", homes.parameters, shards.copy + frozen),
-                ("master copy and states", "state", homes.optimizer, shards.optimizer),
+                ("master copy and states", "state", homes.optimizer, shards.optimizer + away),
             ]
         for what, kind, tier, size in found:
             if size:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zerograph.core.check import require as require_programs
+from zerograph.core.check import require_programs
 from zerograph.core.errors import InvariantError
 from zerograph.core.machine import TIERS, Machine
 from zerograph.core.planfile import PlanFile
 from zerograph.core.step import Step
 from zerograph.core.timeline import NOT_COUNTED
-from zerograph.planner.check import require
+from zerograph.planner.check import require_plan
 from zerograph.planner.check_file import check_file
+from zerograph.planner.forecasts import forecast_sketch
 from zerograph.planner.infeasible import infeasible
-from zerograph.planner.outlook import scheduled
 from zerograph.planner.reasons import reasons
 from zerograph.planner.search import Search, Wish
 from zerograph.planner.sketch import sketch
@@ -53,8 +53,8 @@ def file_from_sketch(
     if found is None:
         raise infeasible(search, step, machine, budget)
     plan, scheduler = found.plan, found.space.scheduler
-    require(step, plan, _REPORT)
-    forecast, holdings = scheduled(scheduler, plan, UNPROGRAMMED + ALONE * (plan.world_size == 1))
+    require_plan(step, plan, _REPORT)
+    forecast, holdings = forecast_sketch(scheduler, plan, UNPROGRAMMED + ALONE * (plan.world_size == 1))
     made = PlanFile(
         model=name,
         plan=plan,
@@ -73,6 +73,7 @@ def file_from_sketch(
 def _verify(file: PlanFile, found: Candidate) -> None:
     """What is handed out is what was found, and passes ``zerograph check``."""
     peaks = tuple(file.forecast.peaks[tier].bytes if tier in file.forecast.peaks else 0 for tier in TIERS)
+    # Two roads to one number: the search measures, the forecast simulates with everything named.
     if peaks != found.peaks:
         raise InvariantError(f"the planner found peaks of {found.peaks} bytes and forecasts {peaks}", _REPORT)
     require_programs(sketch(found.space.scheduler, found.plan), _REPORT, found.plan)

@@ -16,22 +16,22 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from zerograph.core.garbage import uncollected
+from zerograph.core.garbage import without_gc
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import Bucket, Homes, Plan
 from zerograph.core.program import Collective, Program, Register, WaitGather, WaitReduce
-from zerograph.core.simulate import Costs, Run, walk
+from zerograph.core.simulate import Costs, Tasks, walk
 from zerograph.core.step import ITEM_SIZE, Kind, Step
-from zerograph.planner.choice import Choice
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import head_of, tiled
 from zerograph.planner.placement import between_steps
-from zerograph.planner.rates import Rates, shard_bytes
+from zerograph.planner.rates import Rates, kept_states, shard_bytes
 from zerograph.planner.regions import Profile, profile
 from zerograph.planner.rules import plan_step
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.sizes import ModelSize
 from zerograph.planner.sketch import BUFFERS, sketch
+from zerograph.planner.strategy import Strategy
 from zerograph.planner.synthetic import gpt
 from zerograph.planner.training import Training
 
@@ -94,7 +94,7 @@ class Preset:
     training: Training
     machine: Machine
     world_size: int
-    choice: Choice
+    strategy: Strategy
 
     @property
     def least(self) -> Mapping[Tier, int]:
@@ -127,7 +127,7 @@ class Preset:
     def _continued(self, of: Callable[[_Part], Numbers]) -> Numbers:
         """Numbers of the step; those of a deep model continue what two depths have."""
         layers = self.size.layers
-        with uncollected():
+        with without_gc():
             if layers <= DEEP:
                 return of(self._part(layers))
             one, two = of(self._part(DEEP // 2)), of(self._part(DEEP))
@@ -137,7 +137,7 @@ class Preset:
     def _part(self, layers: int) -> _Part:
         told = self.size.parameters != self.size.formula
         size = self.size if told else self.size.with_layers(layers)  # so that all depths are of one model
-        return _Part(size, self.training, self.machine.to_json(), self.world_size, self.choice, layers)
+        return _Part(size, self.training, self.machine.to_json(), self.world_size, self.strategy, layers)
 
 
 class _Part(NamedTuple):
@@ -147,7 +147,7 @@ class _Part(NamedTuple):
     training: Training
     machine: str
     world_size: int
-    choice: Choice
+    strategy: Strategy
     layers: int
 
 
@@ -160,25 +160,26 @@ class _Step:
     """The first layers of a preset, planned."""
 
     def __init__(self, part: _Part) -> None:
-        size, training, machine, world, choice, layers = part
-        self.accumulates, self.stage = training.accumulate, choice.stage
-        sharded = choice.stage > 0 and (world > 1 or choice.tier != "device")
-        moments = training.moments(sharded and (choice.stage < 3 or choice.tier != "device"))
-        self.homes = Homes(choice.home("parameters"), choice.home("gradients"), choice.home("optimizer"))
+        size, training, machine, world, strategy, layers = part
+        self.accumulates, self.stage = training.accumulate, strategy.stage
+        sharded = strategy.stage > 0 and (world > 1 or strategy.tier != "device")
+        moments = training.moments(sharded and (strategy.stage < 3 or strategy.tier != "device"))
+        self.homes = Homes(strategy.home("parameters"), strategy.home("gradients"), strategy.home("optimizer"))
         self.scheduler, plan = _scheduler(
-            size, training, world, layers, sharded, choice.tiles, choice.stage, machine, moments
+            size, training, world, layers, sharded, strategy.tiles, strategy.stage, machine, moments
         )
         names = tuple(f"layers.{i}" for i in range(layers))
-        tier = choice.activations if choice.activations in TIERS else None
+        tier = strategy.activations if strategy.activations in TIERS else None
         self.plan = replace(
             plan,
             buckets=tuple(replace(bucket, homes=self.homes, tiles=_tiles(bucket, part)) for bucket in plan.buckets),
-            recompute=names if choice.recomputes else (),
+            recompute=names if strategy.recomputes else (),
             offload=tuple((name, tier) for name in names) if tier else (),
-            loss_tiles=choice.tiles,
+            loss_tiles=strategy.tiles,
         )
         self.held: Counter[tuple[Tier, Kind]] = Counter()
-        for holding in between_steps(self.plan, moments):
+        params = (param for bucket in self.plan.buckets for param in bucket.params)
+        for holding in between_steps(self.plan, kept_states(params, world, moments)):
             self.held[holding.tier, holding.kind] += holding.bytes
         self.earlier = self.accumulates > 1
         if self.earlier:
@@ -192,7 +193,7 @@ class _Step:
         """Bytes that ``tier`` holds between steps."""
         return sum(size for (at, _), size in self.held.items() if at == tier)
 
-    def run(self, programs: Sequence[Program], kind: Kind | None = None) -> Run:
+    def run(self, programs: Sequence[Program], kind: Kind | None = None) -> Tasks:
         """Simulate ``programs``; of their memory that of one ``kind``."""
         scheduler = self.scheduler
         if kind is None and not self.earlier:
@@ -214,11 +215,11 @@ class _Step:
 
 
 def _tiles(bucket: Bucket, part: _Part) -> int:
-    """As many as the choice has, where so many are needed to make the parameter fit the size of buckets."""
-    if part.choice.stage < 3 or len(bucket.params) > 1 or not bucket.params[0].sharded:
+    """As many as the strategy has, where so many are needed to make the parameter fit the size of buckets."""
+    if part.strategy.stage < 3 or len(bucket.params) > 1 or not bucket.params[0].sharded:
         return 1
     most = bucket.params[0].chunk_rows(part.world_size)
-    return min(part.choice.tiles, -(-bucket.gathered_bytes // part.training.bucket_size), most)
+    return min(part.strategy.tiles, -(-bucket.gathered_bytes // part.training.bucket_size), most)
 
 
 @lru_cache(maxsize=16)
@@ -267,7 +268,7 @@ def _measured(part: _Part) -> Numbers:
     return found
 
 
-def _add_busy(found: dict[tuple[str, ...], float], part: str, run: Run, tasks: Iterable[int], times: int) -> None:
+def _add_busy(found: dict[tuple[str, ...], float], part: str, run: Tasks, tasks: Iterable[int], times: int) -> None:
     for task in tasks:
         key = ("busy", part, run.streams[task])
         found[key] = found.get(key, 0.0) + times * (run.ends[task] - run.starts[task])
@@ -279,7 +280,7 @@ def _without_collectives(program: Program) -> Program:
     return replace(program, instructions=kept)
 
 
-def _peaks(step: _Step, run: Run) -> dict[tuple[str, Tier], tuple[int, tuple[float, int, int]]]:
+def _peaks(step: _Step, run: Tasks) -> dict[tuple[str, Tier], tuple[int, tuple[float, int, int]]]:
     """The most bytes of each part and tier, and the event that they are reached with."""
     found: dict[tuple[str, Tier], tuple[int, tuple[float, int, int]]] = {}
     forward, backward, update = run.programs

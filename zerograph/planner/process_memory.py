@@ -1,4 +1,4 @@
-"""What the process of a CPU rank grows by while it trains: the forecast's peak, and what is beside it. No torch here.
+"""How much the process of a CPU rank grows while it trains: the forecast's peak, and what no forecast counts. No torch.
 
 On an accelerator the growth of the process says nothing about the step: tensors are elsewhere.
 """
@@ -64,10 +64,10 @@ def resident(programs: Sequence[Program], peak: int, world_size: int) -> Residen
     """The growth of a process of one of ``world_size`` ranks that runs ``programs``, whose accounted bytes are at most
     ``peak``."""
     operators = sum(
-        program.segments[step.segment].operators
+        program.segments[instruction.segment].operators
         for program in programs
-        for step in program.instructions
-        if isinstance(step, Compute)
+        for instruction in program.instructions
+        if isinstance(instruction, Compute)
     )
     return Resident(
         peak, transport_bytes(programs, world_size), COMPILERS + PER_OPERATOR * operators, int(FRAGMENTATION * peak)
@@ -85,6 +85,7 @@ def transport_bytes(programs: Sequence[Program], world_size: int) -> int:
         return 0
     blocks = _Blocks()
     for _ in range(2):  # blocks stay, and the second step finds others free
+        # Between steps nothing stays whole, so each begins with no bucket.
         whole: set[int] = set()
         for program in programs:
             _exchange(program, world_size, blocks, whole)
@@ -93,8 +94,8 @@ def transport_bytes(programs: Sequence[Program], world_size: int) -> int:
 
 def _exchange(program: Program, world_size: int, blocks: _Blocks, whole: set[int]) -> None:
     """The messages of ``program``; buckets that are ``whole`` already are not gathered."""
-    for step in program.instructions:
-        match step:
+    for instruction in program.instructions:
+        match instruction:
             case Gather(bucket=bucket, params=params, out=out):
                 if bucket not in whole:
                     blocks.take(out, _gathered(params, world_size))
@@ -108,6 +109,7 @@ def _exchange(program: Program, world_size: int, blocks: _Blocks, whole: set[int
             case WaitGather(pending=pending) | WaitReduce(pending=pending):
                 blocks.read(pending)
             case Compute():
+                # Peers are taken to be a segment behind at most.
                 blocks.reclaim()
 
 
@@ -121,6 +123,7 @@ class _Blocks:
         self._read: list[int] = []
 
     def take(self, pending: int, size: int) -> None:
+        # As csrc/mailbox.cc does: the smallest block that fits, and none that is far too large.
         fits = [i for i in self._free if size <= self.sizes[i] <= 8 * size + 2**20]
         if fits:
             chosen = min(fits, key=self.sizes.__getitem__)

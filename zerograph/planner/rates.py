@@ -5,7 +5,7 @@ Forecasts of real programs and the search over plans count by these same rules.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from zerograph.core.machine import Machine, Tier
@@ -42,30 +42,31 @@ class Rates:
         """Whether collectives run beside compute; CPU ranks carry them with the cores that compute."""
         return self.machine.device != "cpu"
 
-    def seconds(self, step: Timed, segments: Sequence[Segment]) -> float:
+    def seconds(self, instruction: Timed, segments: Sequence[Segment]) -> float:
         """One instruction of a program with these segments."""
-        match step:
+        match instruction:
             case Compute():
-                segment = segments[step.segment]
+                segment = segments[instruction.segment]
                 seconds = self.compute(segment.flops, segment.moved)
                 if segment.slices == 1:
                     return seconds
+                # Each slice is launched by itself; the products and bytes are shared.
                 launch = self.machine.launch
                 return max(0.0, seconds - launch) / segment.slices + launch
             case Gather() | Reduce():
-                return self.collective(step.bytes)
+                return self.collective(instruction.bytes)
             case Update(sizes=sizes):
                 return sum(map(self.machine.update.seconds, sizes))
             case HostUpdate():
-                return self.host_update(step.bytes)
+                return self.host_update(instruction.bytes)
             case Spill():
-                return self.transfer("d2h", step.bytes)
+                return self.transfer("d2h", instruction.bytes)
             case Fetch():
-                return self.transfer("h2d", step.bytes)
+                return self.transfer("h2d", instruction.bytes)
             case Read():
-                return self.transfer("nvme_read", step.bytes)
+                return self.transfer("nvme_read", instruction.bytes)
             case Write():
-                return self.transfer("nvme_write", step.bytes)
+                return self.transfer("nvme_write", instruction.bytes)
 
     def compute(self, flops: float, moved: float) -> float:
         """A compute task: its products, and the bytes that it reads and writes."""
@@ -76,6 +77,7 @@ class Rates:
     def collective(self, size: float) -> float:
         """An all-gather or a reduction of ``size`` bytes."""
         world = self.world_size
+        # A rank's own part does not travel.
         return self.machine.collective(world).seconds(size * (world - 1) / world)
 
     @property
@@ -105,24 +107,33 @@ def shard_bytes(param: Param, world_size: int) -> int:
     return param.chunk_elements(world_size) * ITEM_SIZE[param.dtype]
 
 
-def update_bytes(param: Param, world_size: int, moments: int) -> int:
+def kept_states(params: Iterable[Param], world_size: int, moments: int) -> dict[str, int]:
+    """Bytes that an optimizer keeps of the largest shard of each parameter that it updates, by name, where it is not
+    known: ``moments`` tensors of every one that trains."""
+    return {p.name: shard_bytes(p, world_size) * moments for p in params if p.trainable}
+
+
+def update_bytes(param: Param, world_size: int, states: int) -> int:
     """Bytes that an update of the largest shard of ``param`` on the device reads and writes.
 
-    The shard, its gradient and ``moments`` tensors are read, and all but the gradient written.
+    The shard, its gradient and the ``states`` (bytes) are read, and all but the gradient written.
     """
-    return shard_bytes(param, world_size) * (3 + 2 * moments)
+    return 3 * shard_bytes(param, world_size) + 2 * states
 
 
-def device_update(buckets: Sequence[Sequence[Param]], host: Collection[int], world_size: int, moments: int) -> Update:
-    """The update of what trains on the device: all ``buckets``, of those in ``host`` what is not sharded.
+def device_update(
+    buckets: Sequence[Sequence[Param]], host: Collection[int], world_size: int, kept: Mapping[str, int]
+) -> Update:
+    """The update on the device of the parameters in ``kept`` (:func:`kept_states`): those of all ``buckets``, of the
+    buckets in ``host`` what is not sharded.
 
     It is one pass over parameters, gradients and states; the gradients go afterwards (``zero_grad``).
     """
     here: dict[int, list[int]] = {}
     for index, params in enumerate(buckets):
         for param in params:
-            if param.trainable and not (param.sharded and index in host):
-                here.setdefault(index, []).append(update_bytes(param, world_size, moments))
+            if param.name in kept and not (param.sharded and index in host):
+                here.setdefault(index, []).append(update_bytes(param, world_size, kept[param.name]))
     return Update(tuple(here), tuple(size for sizes in here.values() for size in sizes))
 
 
@@ -153,9 +164,5 @@ def reduced_bytes(params: Iterable[Param]) -> int:
 
 def state_bytes(params: Iterable[Param], world_size: int, moments: int) -> tuple[int, int]:
     """What lies on the device between steps: bytes of the shards, and of the optimizer's moments."""
-    shards = states = 0
-    for param in params:
-        size = shard_bytes(param, world_size)
-        shards += size
-        states += size * moments if param.trainable else 0
-    return shards, states
+    params = tuple(params)
+    return sum(shard_bytes(p, world_size) for p in params), sum(kept_states(params, world_size, moments).values())

@@ -91,7 +91,7 @@ def _runs(layers: Sequence[str]) -> Iterator[str]:
 _SHOWN = 4
 
 
-def gathered(bucket: Bucket) -> str:
+def describe_bucket(bucket: Bucket) -> str:
     """What is gathered together, when, and how long it stays, for people."""
     count = f"{len(bucket.params)} parameter" + ("" if len(bucket.params) == 1 else "s")
     tied = "".join(f", {p.name} is also {' and '.join(p.tied_to)}" for p in bucket.params if p.tied_to)
@@ -101,14 +101,14 @@ def gathered(bucket: Bucket) -> str:
 
 def _decided(bucket: Bucket) -> str:
     tiles = f", in {bucket.tiles} tiles" if bucket.tiles > 1 else ""
-    return f"{gathered(bucket)}{tiles}, {bucket.homes}"
+    return f"{describe_bucket(bucket)}{tiles}, {bucket.homes}"
 
 
 def _why(bucket: Bucket, scheduler: Scheduler) -> str:
     """What it costs to live off the device, and what that frees."""
     if bucket.homes == DEVICE:
         return ""
-    shards, rates = scheduler.transfers(bucket.index, 1)[0].shards, scheduler.rates
+    shards, rates = scheduler.bucket_parts(bucket.index, 1)[0].shards, scheduler.rates
     freed = -sum(size for tier, size in shards.moved(bucket.homes) if tier == "device")
     freed += shards.gradient if bucket.homes.gradients != "device" else 0
     update = rates.host_update(shards.traffic)

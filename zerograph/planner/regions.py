@@ -1,4 +1,4 @@
-"""A step in pieces that the search can move about: what each layer computes in each phase, and what lives between.
+"""Divides a step into regions: what each layer computes in each phase, and which values live from one to another.
 
 Operations of one layer that follow each other are a *region*. Its work is divided where it first reads a parameter, as
 that is where a plan may cut it. Regions with equal operations cost the same, so that deep models are counted in the
@@ -139,6 +139,7 @@ def profile(
     told = {layer: list(own) for layer, own in (spared or {}).items()}
     between = max(map(len, told.values()), default=0)
     sets = {layer: (*own, *(own[-1:] or [frozenset()]) * (between - len(own))) for layer, own in told.items()}
+    # One analysis of the step per level, for all layers at once: names of activations say their layer.
     names = [frozenset(name for own in sets.values() for name in own[k]) for k in range(between)]
     found = (saved(graph, "full"), *(saved(graph, "full", own) for own in names), saved(graph, base))
     spans = _spans(graph)
@@ -179,6 +180,7 @@ def _crossing(graph: Graph, region_of: Sequence[int]) -> _Crossing:
         for value in reads:
             owner = graph.owner[value]
             maker = graph.maker[owner]
+            # Inputs are held anyway, gathered parameters by their bucket.
             if maker < 0 or graph.params[owner]:
                 continue
             if reduces:
@@ -202,6 +204,7 @@ def _lives(graph: Graph, region_of: Sequence[int], found: Sequence[Saved], cross
         if kept or returned or value in crossing.until:
             read = None if returned else crossing.until.get(value, region_of[i])
             activation = graph.activation[i] if kept and graph.layer[i] else ""
+            # Values with the same life are one: a layer saves hundreds, and the search moves each life about.
             alike.setdefault((region_of[i], activation, read, kept), []).append(i)
     lives = []
     for (start, activation, read, kept), members in alike.items():
@@ -210,7 +213,17 @@ def _lives(graph: Graph, region_of: Sequence[int], found: Sequence[Saved], cross
         saved = {level: until for level, _, until in kept}
         needed = {level: since for level, since, _ in kept}
         lives.append(Life(largest.name, largest.source, activation, sum(sizes), start, read, saved, needed))
-    return tuple(lives)
+    return (*lives, *_gradients_of_outputs(graph, region_of))
+
+
+def _gradients_of_outputs(graph: Graph, region_of: Sequence[int]) -> Iterator[Life]:
+    """What the backward is given besides what the forward saved; autograd holds it until the backward has ended."""
+    given = {r for reads in graph.reads[graph.backward :] for r in reads if graph.maker[r] < 0}
+    given -= {r for reads in graph.reads[: graph.backward] for r in reads}
+    size = sum(graph.size[value] for value in given)
+    if size:
+        begins, ends = region_of[graph.backward], region_of[-1]
+        yield Life("gradients of outputs", "", "", size, begins, ends, {}, {})
 
 
 def _is_memory(graph: Graph, value: int) -> bool:
@@ -231,6 +244,7 @@ def _sequence(graph: Graph, begin: int, end: int, kept: Saved) -> list[int]:
     """What runs in a region: its operations, each after what it needs again of the forward."""
     if begin < graph.backward:
         return list(range(begin, end))
+    # Right before its first reader, where torch's partitioner puts it (`reordering_to_mimic_autograd_engine`).
     return [k for i in range(begin, end) for k in (*kept.repeats.get(i, ()), i)]
 
 
@@ -238,6 +252,7 @@ def _work(graph: Graph, sequence: Sequence[int], kept: Saved, crossing: _Crossin
     made = {graph.writes[i] for i in sequence}
     backward = sequence[-1] >= graph.backward
     stays = {v for v in made if _stays(graph, v, backward, kept, crossing)}
+    # What fuses has no traffic of its own: together it reads what comes from outside and writes what stays.
     fused = [i for i in sequence if not graph.ops[i].moved and graph.size[graph.writes[i]]]
     inputs = {graph.owner[r] for i in fused for r in graph.reads[i]} - made
     written = {graph.writes[i] for i in fused} & stays

@@ -31,11 +31,11 @@ def replay(given: GivenPlan, step: Step) -> Plan:
     return given.plan
 
 
-def of_step(plan: Plan, step: Step) -> Plan:
-    """``plan``, which another program of the frame or another rank may have been given, less what is not made here.
+def restricted_to_step(plan: Plan, step: Step) -> Plan:
+    """``plan`` without the saved activations that ``step`` does not make.
 
-    What a dropout makes is no activation in evaluation, say. Which activations of a layer are saved decides no
-    collective, so ranks may differ in that.
+    The plan may be that of another program of the frame, or of another rank; in evaluation a dropout makes nothing, for
+    one. Which activations of a layer are saved decides no collective, so ranks may differ in that.
     """
     made = {op.activation for op in step.ops} if plan.save else set()
     save = tuple(name for name in plan.save if name in made)
@@ -64,6 +64,7 @@ def _for_evaluation(given: GivenPlan, step: Step) -> Plan:
     parts = [tuple(read[p.name] for p in bucket.params if p.name in read) for bucket in given.plan.buckets]
     kept = [replace(bucket, params=part) for bucket, part in zip(given.plan.buckets, parts, strict=True) if part]
     first = {p.name: at for at, p in enumerate(step.params)}
+    # Buckets stand in order of first use, which evaluation may change.
     kept.sort(key=lambda bucket: min(first[p.name] for p in bucket.params))
     buckets: list[Bucket] = [replace(bucket, index=index) for index, bucket in enumerate(kept)]
     return replace(given.plan, buckets=tuple(buckets), recompute=(), save=())

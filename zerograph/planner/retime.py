@@ -25,6 +25,7 @@ def retimed(file: PlanFile, run: Run) -> Forecast:
     _refuse(file, run)
     before = file.forecast
     planned = [span.end - span.start for span in before.spans]
+    # The plan's own seconds must give the plan's own peaks: else its holdings leave memory out.
     if again(before, planned, file.holdings).peaks != before.peaks:
         raise ConfigError("the plan does not say what all of its memory is for", "make the plan again")
     seconds = dict(_seconds(file, run))
@@ -56,7 +57,7 @@ def tasks_of(file: PlanFile, run: Run) -> dict[int, list[Span]]:
 
 
 def _identity(span: Span) -> tuple[object, ...]:
-    """What tells a task from others: of those that are told apart by nothing, order does."""
+    """The fields by which a task of the plan is found in a run; tasks with equal fields are matched in order."""
     if span.operation == "compute":
         return span.phase, span.module
     return span.operation, span.bucket, span.tile

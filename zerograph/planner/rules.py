@@ -12,8 +12,7 @@ from itertools import groupby
 
 from zerograph.core.config import Recompute
 from zerograph.core.plan import Bucket, Plan, Residency
-from zerograph.core.step import Param, Step
-from zerograph.core.step import layer_of as layer_of_module
+from zerograph.core.step import Param, Step, layer_of
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +46,9 @@ def plan_step(
     )
 
 
-def layer_of(name: str) -> str:
+def layer_of_param(name: str) -> str:
     """The repeated layer a parameter belongs to (``model.layers.3``), or the empty string."""
-    return layer_of_module(name.rpartition(".")[0])
+    return layer_of(name.rpartition(".")[0])
 
 
 def _recomputed(step: Step, recompute: Recompute) -> tuple[str, ...]:
@@ -57,7 +56,7 @@ def _recomputed(step: Step, recompute: Recompute) -> tuple[str, ...]:
     share = _SHARES[recompute] if isinstance(recompute, str) else recompute
     if not share or not step.training:
         return ()
-    layers = list(dict.fromkeys(layer for op in step.passes if (layer := layer_of_module(op.module))))
+    layers = list(dict.fromkeys(layer for op in step.passes if (layer := layer_of(op.module))))
     if not layers:
         log.warning(
             "recompute=%r: this graph has no repeated layers (modules in nn.ModuleList or nn.Sequential), so nothing "
@@ -65,6 +64,7 @@ def _recomputed(step: Step, recompute: Recompute) -> tuple[str, ...]:
             recompute,
         )
     count = int(share * len(layers) + 0.5)
+    # As evenly as whole numbers allow: layers at which the running share passes the next whole number.
     return tuple(layer for i, layer in enumerate(layers) if (i + 1) * count // len(layers) > i * count // len(layers))
 
 
@@ -73,8 +73,9 @@ _SHARES = {"auto": 0.0, "none": 0.0, "full": 1.0}
 
 def _group(params: Iterable[Param], limit: int) -> list[tuple[Param, ...]]:
     groups: list[tuple[Param, ...]] = []
-    for _, members in groupby(params, key=lambda p: layer_of(p.name)):
+    for _, members in groupby(params, key=lambda p: layer_of_param(p.name)):
         for part in _split(tuple(members), limit):
+            # Only small ones: a block that shares a bucket with half of the next would no longer repeat.
             if groups and _bytes(groups[-1]) + _bytes(part) <= limit // _SMALL:
                 groups[-1] += part
             else:
@@ -100,5 +101,5 @@ def _bytes(params: tuple[Param, ...]) -> int:
 
 
 def _name(params: tuple[Param, ...]) -> str:
-    layers = list(dict.fromkeys(layer_of(p.name) or p.name.rpartition(".")[0] or p.name for p in params))
+    layers = list(dict.fromkeys(layer_of_param(p.name) or p.name.rpartition(".")[0] or p.name for p in params))
     return layers[0] if len(layers) == 1 else f"{layers[0]} .. {layers[-1]}"

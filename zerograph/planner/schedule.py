@@ -1,4 +1,4 @@
-"""A step divided into pieces of work and visits of buckets, before anything is partitioned or lowered.
+"""Divides a step into pieces of work and visits of buckets, before anything is partitioned or lowered.
 
 It follows what the passes and the lowering will do, at the grain of one piece per layer and visit of a bucket. Coarser
 than programs that run: what is saved follows :mod:`~zerograph.planner.liveness`, memory of a layer that a plan cuts in
@@ -12,17 +12,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
-from zerograph.core.prefetching import Visit, gathers, visits
+from zerograph.core.prefetching import Visit, gathers_by_start, visits
 from zerograph.core.program import Compute, Register, Segment, Update
 from zerograph.core.simulate import Costs, Memory
 from zerograph.core.step import Kind, Param, Phase
-from zerograph.planner.placement import Transfer, transfers
-from zerograph.planner.rates import Rates, device_update
+from zerograph.planner.placement import BucketPart, bucket_parts
+from zerograph.planner.rates import Rates, device_update, kept_states
 from zerograph.planner.regions import Atom, Life, Profile
 
 
@@ -128,13 +128,13 @@ class Scheduler:
         work = [region.work[0] for region in profile.regions]  # gradients are the same at all levels
         self._whole = {name: size for w in work for atom in w.atoms for name, size in atom.gradients}
         self._segments: dict[tuple[int, int, int, int], int] = {}
-        self._transfers: dict[tuple[int, int], tuple[Transfer, ...]] = {}
-        self._all: dict[tuple[int, ...], tuple[tuple[Transfer, ...], ...]] = {}
-        self._parts: dict[tuple[int, int], list[_Part]] = {}
+        self._bucket_parts: dict[tuple[int, int], tuple[BucketPart, ...]] = {}
+        self._all: dict[tuple[int, ...], tuple[tuple[BucketPart, ...], ...]] = {}
+        self._parts: dict[tuple[int, int], list[_RegionPart]] = {}
         self._levels: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[int, ...]] = {}
         self._phases: dict[tuple[tuple[int, ...], int, tuple[int, ...]], tuple[PhaseWork, ...]] = {}
         self._later: dict[tuple[object, ...], tuple[PhaseWork, ...]] = {}  # the same, with gathers that wait
-        self._saved: dict[tuple[object, ...], Saved] = {}
+        self._saved: dict[tuple[object, ...], SavedRegisters] = {}
 
     def levels(self, plan: Plan) -> tuple[int, ...]:
         """The level of every layer of the profile under ``plan``."""
@@ -145,6 +145,7 @@ class Scheduler:
 
     def phases(self, plan: Plan) -> tuple[PhaseWork, ...]:
         """Forward and backward, divided as ``plan`` cuts them."""
+        # Everything that a division depends on: homes and residencies change what is moved, not where work is cut.
         key = (tuple(bucket.tiles for bucket in plan.buckets), plan.prefetch, self.levels(plan))
         if key not in self._phases:
             self._phases[key] = tuple(_phases(self, *key))
@@ -153,30 +154,30 @@ class Scheduler:
             return found
         if (*key, ahead) not in self._later:  # only what begins when differs
             self._later[*key, ahead] = tuple(
-                replace(phase, gathers=gathers(phase.visits, plan.prefetch, ahead)) for phase in found
+                replace(phase, gathers=gathers_by_start(phase.visits, plan.prefetch, ahead)) for phase in found
             )
         return self._later[*key, ahead]
 
-    def transfers(self, bucket: int, tiles: int) -> tuple[Transfer, ...]:
+    def bucket_parts(self, bucket: int, tiles: int) -> tuple[BucketPart, ...]:
         """The parts of a bucket; one if it is not tiled."""
         key = (bucket, tiles)
-        if key not in self._transfers:
-            self._transfers[key] = transfers(
+        if key not in self._bucket_parts:
+            self._bucket_parts[key] = bucket_parts(
                 self.names[bucket], self.buckets[bucket], tiles, self._whole, self.rates.world_size, self.moments
             )
-        return self._transfers[key]
+        return self._bucket_parts[key]
 
-    def all_transfers(self, tiles: tuple[int, ...]) -> tuple[tuple[Transfer, ...], ...]:
+    def all_bucket_parts(self, tiles: tuple[int, ...]) -> tuple[tuple[BucketPart, ...], ...]:
         """The parts of every bucket."""
         if tiles not in self._all:
-            self._all[tiles] = tuple(self.transfers(bucket, count) for bucket, count in enumerate(tiles))
+            self._all[tiles] = tuple(self.bucket_parts(bucket, count) for bucket, count in enumerate(tiles))
         return self._all[tiles]
 
     def moved(self, plan: Plan) -> Memory:
         """What homes of buckets off the device change of the memory that is held between steps, by tier."""
         found: dict[Tier, int] = {}
         for bucket in plan.buckets:
-            for tier, size in self.transfers(bucket.index, 1)[0].shards.moved(bucket.homes):
+            for tier, size in self.bucket_parts(bucket.index, 1)[0].shards.moved(bucket.homes):
                 found[tier] = found.get(tier, 0) + size
         return tuple(found.items())
 
@@ -185,7 +186,9 @@ class Scheduler:
         key = ("update", frozenset(host))
         found: Update | None = self.made.get(key)
         if found is None:
-            found = self.made[key] = device_update(self.buckets, host, self.rates.world_size, self.moments)
+            world = self.rates.world_size
+            kept = kept_states(chain.from_iterable(self.buckets), world, self.moments)
+            found = self.made[key] = device_update(self.buckets, host, world, kept)
         return found
 
     def alive(self, phase: str, layer: str, levels: tuple[int, ...]) -> list[Life]:
@@ -224,14 +227,14 @@ class Scheduler:
             found = self.made[key] = Compute(work, args, outs, dead, module, source)
         return found
 
-    def saved(self, levels: tuple[int, ...], offload: tuple[tuple[str, Tier], ...]) -> Saved:
+    def saved(self, levels: tuple[int, ...], offload: tuple[tuple[str, Tier], ...]) -> SavedRegisters:
         """The registers of what lives from region to region."""
         if (levels, offload) not in self._saved:
             at = levels_of(self.profile, levels)
-            self._saved[levels, offload] = Saved(self.profile, at, dict(offload), self.registers)
+            self._saved[levels, offload] = SavedRegisters(self.profile, at, dict(offload), self.registers)
         return self._saved[levels, offload]
 
-    def parts(self, region: int, level: int) -> list[_Part]:
+    def parts(self, region: int, level: int) -> list[_RegionPart]:
         """The work of a region, divided where buckets are first read."""
         key = (region, level)
         if key not in self._parts:
@@ -257,14 +260,14 @@ def levels_of(profile: Profile, levels: Sequence[int]) -> list[int]:
     return [of_layer.get(region.layer, profile.all_saved) for region in profile.regions]
 
 
-class Saved:
-    """The registers of what lives from one region to another: one for all that begin, move and end with the same.
+class SavedRegisters:
+    """The registers of values that live from one region to another; those that begin, move and end alike share one.
 
     Attributes:
         begins, ends: region -> registers.
-        leaves: region of the forward -> what the plan calls that which it is the last to read -> region of the backward
-            that is the first to need it again -> registers.
-        comes: region of the backward -> what it is the first to need again -> registers.
+        leaves: what is offloaded, by the region of the forward that reads it last, by the plan's name for it, and by
+            the region of the backward that needs it first.
+        comes: the same by the region of the backward that needs it first, and by the plan's name for it.
         lives: by register, what it stands for.
     """
 
@@ -274,6 +277,7 @@ class Saved:
         for life in profile.lives:
             end, what, need = end_of(life, levels), None, None
             region = profile.regions[life.start]
+            # Only what layers save may leave; what the model returns (`read` is None) the user gets on the device.
             if tier_of and region.layer and region.phase == "forward" and life.read is not None:
                 what = next((name for name in (life.activation, region.layer) if name in tier_of), None)
                 need = need_of(life, levels) if what is not None else None
@@ -291,6 +295,7 @@ class Saved:
         for key, size in groups.items():
             start, end, what, read, need = key
             name = max(members[key], key=lambda life: life.bytes).name
+            # With the size: at another level the same regions save something else.
             register = registers.get(("saved", *key, size), name, size, "activation")
             self.lives[register] = members[key]
             self.begins[start] = (*self.begins.get(start, ()), register)
@@ -330,9 +335,9 @@ def _phase(
     levels: Sequence[int],
     tiles: tuple[int, ...],
     prefetch: int,
-    saved: Saved,
+    saved: SavedRegisters,
 ) -> PhaseWork:
-    parts: list[tuple[int, _Part]] = []
+    parts: list[tuple[int, _RegionPart]] = []
     begins: list[int] = []
     for k in regions:
         found = scheduler.parts(k, levels[k])
@@ -340,12 +345,14 @@ def _phase(
         parts += [(k, part) for part in found]
     found_visits = visits([part.buckets for _, part in parts], begins, prefetch)
     tiled = frozenset(bucket for bucket, count in enumerate(tiles) if count > 1)
+    # Work on tiles runs in slices, so that it is cut off from what stands before it and behind it.
     alone = [i for i, (_, part) in enumerate(parts) if tiled and not tiled.isdisjoint((*part.buckets, *part.gradients))]
     cuts = sorted({*begins, *(v.start for v in found_visits), *alone, *(i + 1 for i in alone if i + 1 < len(parts))})
     starts: dict[int, list[int]] = {}
     for number, visit in enumerate(found_visits):
         starts.setdefault(visit.start, []).append(number)
     ready: dict[int, list[int]] = {}
+    # Of several parts that make gradients of a bucket, the dict keeps the last: then the bucket can be reduced.
     for bucket, at in {bucket: i for i, (_, part) in enumerate(parts) for bucket in part.gradients}.items():
         if bucket not in tiled:
             ready.setdefault(at, []).append(bucket)
@@ -370,6 +377,7 @@ def _phase(
         makes = tuple(bucket for bucket in sizes if bucket in tiled)
         slices = max((tiles[bucket] for bucket in (*reads, *makes)), default=1)
         flops, moved = sum(p.flops for p in inside), sum(p.moved for p in inside)
+        # In slices the temporaries live from the first to the last: the sketch has a register for them.
         work = scheduler.segment(flops, moved, temporary if slices == 1 else 0, slices)
         outs = (*(saved.begins.get(k, ()) if first else ()), *made)
         dead = saved.ends.get(k, ()) if last else ()
@@ -377,13 +385,13 @@ def _phase(
         done = tuple(bucket for at in range(begin, end) for bucket in ready.get(at, ()))
         visited = tuple(starts.get(begin, ()))
         pieces.append(Piece(compute, k, first, last, visited, done, slices, reads, makes, tuple(made), work, temporary))
-    gathered = gathers(found_visits, prefetch, ())
+    gathered = gathers_by_start(found_visits, prefetch, ())
     frees = _frees(found_visits)
     return PhaseWork(name, tuple(regions), tuple(pieces), found_visits, gathered, frees, gradients)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _RegionPart:
     """Consecutive atoms that read the same buckets; ``gradients`` are bytes by bucket."""
 
     buckets: tuple[int, ...]
@@ -392,20 +400,21 @@ class _Part:
     gradients: dict[int, int]
 
 
-def _parts(atoms: Sequence[Atom], bucket_of: dict[str, int]) -> list[_Part]:
-    parts: list[_Part] = []
+def _parts(atoms: Sequence[Atom], bucket_of: dict[str, int]) -> list[_RegionPart]:
+    parts: list[_RegionPart] = []
     for atom in atoms:
         buckets = tuple(dict.fromkeys(bucket_of[name] for name in atom.params))
         gradients: dict[int, int] = {}
         for name, size in atom.gradients:
             gradients[bucket_of[name]] = gradients.get(bucket_of[name], 0) + size
+        # It reads nothing that the part before has not made whole, so no visit can begin here.
         if parts and set(buckets) <= set(parts[-1].buckets):
             old = parts.pop()
             for bucket, size in old.gradients.items():
                 gradients[bucket] = gradients.get(bucket, 0) + size
-            parts.append(_Part(old.buckets, old.flops + atom.flops, old.moved + atom.moved, gradients))
+            parts.append(_RegionPart(old.buckets, old.flops + atom.flops, old.moved + atom.moved, gradients))
         else:
-            parts.append(_Part(buckets, atom.flops, atom.moved, gradients))
+            parts.append(_RegionPart(buckets, atom.flops, atom.moved, gradients))
     return parts
 
 

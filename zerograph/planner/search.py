@@ -4,9 +4,8 @@ One local search over all that is free (Pareto local search; Paquete et al. 2004
 rules make, and with those that need the least of each tier, in buckets of each size. From plans that no other beats in
 both time and the memory of every tier it turns one knob at a time (:mod:`~zerograph.planner.knobs`): for all items,
 then, between two neighbours, for half of what tells them apart, those first that save the most seconds per byte, then
-for fewer items. Small steps are looked at completely, but for
-what only says when something begins. Where a plan has its peak, gathers wait and
-operators are tiled (:mod:`~zerograph.planner.peaks`). Every plan is simulated.
+for fewer items. Of small steps it looks at every plan, but for those that differ only in when something begins. Where a
+plan has its peak, gathers wait and operators are tiled (:mod:`~zerograph.planner.peaks`). Every plan is simulated.
 
 No budget enters, so more of one never finds a slower plan. What stays on the device is searched as where nothing can
 leave it, and then the rest from there: another tier never makes a plan slower either. All ranks that are given the same
@@ -24,14 +23,14 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 from zerograph.core.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Recompute
-from zerograph.core.garbage import uncollected
+from zerograph.core.garbage import without_gc
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import DEVICE, Homes, Offload, Plan, compute_dtype
 from zerograph.core.simulate import on
 from zerograph.core.step import Step
 from zerograph.planner import knobs
 from zerograph.planner.homes import open_homes, open_tiers
-from zerograph.planner.knobs import Knob, changes, every, halfway, spread
+from zerograph.planner.knobs import Knob, every, halfway, neighbours, spread
 from zerograph.planner.liveness import Graph, Mode
 from zerograph.planner.loss import head_of, loss_tiles, tiled
 from zerograph.planner.peaks import with_lower_peaks
@@ -140,11 +139,12 @@ class Search:
                 first plans and :data:`COARSE` others are looked at in any case.
         """
         self.wish, self.moments = wish, moments
-        with uncollected():
+        with without_gc():
             self.ways = _ways(Graph(step), wish, machine)
             self.states = sum(state_bytes(step.params, wish.world_size, moments)) if states is None else states
             self.tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
             self.homes = open_homes(wish.offload, self.tiers, wish.sharding)
+            # The first way has the loss whole: the plans without offload and tiles are of that one.
             self.spaces, *parts = [list(_spaces(step, wish, machine, self.states, moments, way)) for way in self.ways]
             found = _Local()
             if DEVICE in self.homes:
@@ -202,10 +202,12 @@ class _Local:
             ways.add(space.plan.loss_tiles)
         few = all(len(space.plan.buckets) <= FEW for space in knobs_of)
         coarse = {space: [knob for knob in own if not knob.fine] for space, own in knobs_of.items()}
+        # Knobs are independent: the plans of a space are the product of all choices.
         complete = sum(prod(len(c) for k in own for c in k.choices.values()) for own in coarse.values()) <= COMPLETE
         for space, own in coarse.items() if complete else ():
             for plan in every(own, space.plan):
                 self._add(space.of(plan))
+        # Four ways of looking share the work: all items at once, halves of what differs, groups of items, lower peaks.
         self._turn(knobs_of, 1, work // 4)
         self._halve(knobs_of, work // 4)
         if few or groups:
@@ -219,6 +221,7 @@ class _Local:
         return sorted(self.best, key=lambda c: c.peaks)
 
     def _add(self, candidate: Candidate) -> None:
+        # Candidates compare by identity, and a space makes one for each plan.
         if candidate in self._seen:
             return
         self._seen.add(candidate)
@@ -228,6 +231,7 @@ class _Local:
         else:
             best, self.best = self.best, [candidate]
             for other in best:
+                # Kept all the same: a plan that is beaten may lead to one that is not.
                 (self._beaten if candidate.beats(other) else self.best).append(other)
 
     def _turn(self, knobs_of: Mapping[Space, Sequence[Knob]], groups: int, work: int, *, beaten: bool = False) -> None:
@@ -245,7 +249,7 @@ class _Local:
                 done.add(candidate)
                 if not beaten and candidate not in self.best:
                     continue  # something better was found meanwhile
-                for plan in changes(knobs_of.get(candidate.space, ()), candidate.plan, groups):
+                for plan in neighbours(knobs_of.get(candidate.space, ()), candidate.plan, groups):
                     self._add(candidate.space.of(plan))
                     if _work(knobs_of) >= end and len(self._seen) >= enough:
                         return
@@ -305,6 +309,7 @@ def _first(space: Space, own: Sequence[Knob], *, least: bool) -> Iterator[Plan]:
     start = space.plan
     for knob in own:
         now = knob.read(start)
+        # Where a rule decided what is no choice here (the user fixed it otherwise), the first choice stands in.
         start = knob.turn(start, {item: open_[0] for item, open_ in knob.choices.items() if now[item] not in open_})
     yield start
     for values in product(*(knob.frugal or ({},) for knob in own)) if least else ():
@@ -322,10 +327,11 @@ def smallest(
     Args:
         known: the step's ways, where there are some already.
     """
+    # The smallest buckets need the least: fewer bytes are whole at a time.
     wish = replace(wish, bucket_size=BUCKET_SIZES[0] if wish.bucket_size is None else wish.bucket_size)
     tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
     homes = open_homes(wish.offload, tiers, wish.sharding)
-    with uncollected():
+    with without_gc():
         return [
             space.of(plan)
             for way in known or _ways(Graph(step), wish, machine)
@@ -378,6 +384,7 @@ def _spaces(step: Step, wish: Wish, machine: Machine, states: int, moments: int,
             recompute=wish.recompute,
         )
         plan = replace(plan, loss_tiles=way.loss_tiles)
+        # A model smaller than a bucket gets the same buckets for several sizes.
         if plan not in seen:
             seen.add(plan)
             rates = Rates(machine, wish.world_size, plan.compute_dtype)

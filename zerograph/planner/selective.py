@@ -94,6 +94,7 @@ class _Layer:
         while spared:
             left = [self._stop(spared - {name}) for name in self.sizes if name in spared]
             now = self._stop(spared)
+            # Bytes differ for sure: only activations that hold some are in `sizes`.
             best = min(left, key=lambda stop: (stop.seconds - now.seconds) / (now.bytes - stop.bytes))
             spared = best.spared
             yield best
@@ -120,11 +121,13 @@ def _efficient(way: Iterable[Stop], *, mixed: bool) -> list[Stop]:
     """The stops that no other beats in bytes and seconds, and with ``mixed`` no mixture of two others, by bytes."""
     best: list[Stop] = []
     for stop in sorted(way, key=lambda stop: (stop.bytes, stop.seconds)):
+        # It saves more bytes, and no time beside the one before.
         if best and stop.seconds >= best[-1].seconds:
             continue
         while mixed and len(best) > 1 and _gain(best[-2], best[-1]) <= _gain(best[-1], stop):
             best.pop()
         best.append(stop)
+    # `way` begins with all that can be saved, so `best` is never empty.
     total = best[-1].bytes
     return [stop for stop in best[:-1] if LEAST * total <= stop.bytes <= (1 - LEAST) * total]
 

@@ -44,6 +44,7 @@ def size_of_shapes(shapes: Shapes, *, heads: int | None = None, **told: int | No
 
 def _layers(shapes: Shapes) -> set[str]:
     """Layers of modules (blocks of a transformer); where there are none, layers that are modules of one operation."""
+    # A module of one operation has its parameters itself: an entry of nn.Sequential, no block.
     composed = {n: s for n, s in shapes.items() if _module(n) != layer_of(_module(n))}
     return _large(composed) or _large(shapes)
 

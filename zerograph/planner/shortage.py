@@ -1,4 +1,4 @@
-"""Why nothing fits: what is needed, what there is, on which tier, and which knob would help how much."""
+"""Why nothing fits: what is needed, what there is, on which tier, and which change would help how much."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.units import format_bytes
-from zerograph.planner.choice import ACTIVATIONS, Choice, placements
 from zerograph.planner.estimate import TILES, Question, Row
 from zerograph.planner.preset import Need
+from zerograph.planner.strategy import ACTIVATIONS, Strategy, placements
 
 _WORDS = {
     "keep": "keep activations",
@@ -20,7 +20,7 @@ _WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Knob:
+class Remedy:
     """One change, the bytes that it takes off the short tier, and whether everything fits then."""
 
     change: str
@@ -39,7 +39,7 @@ class Shortage:
     Attributes:
         row: as it was tried.
         largest: what takes most of that tier.
-        knobs: single changes that take bytes off it, those that make it fit first, then by bytes saved.
+        remedies: single changes that take bytes off it, those that make it fit first, then by bytes saved.
     """
 
     row: Row
@@ -47,14 +47,13 @@ class Shortage:
     need: int
     have: int
     largest: Need
-    knobs: tuple[Knob, ...]
+    remedies: tuple[Remedy, ...]
 
     def __str__(self) -> str:
         item = f"{self.largest.item} take {format_bytes(self.largest.bytes)} of it"
         place = f"{self.tier} memory per rank" if self.tier != "nvme" else "NVMe per rank"
-        return (
-            f"{self.row.choice.name} needs {format_bytes(self.need)} of {place}, has {format_bytes(self.have)}; {item}"
-        )
+        need, have = format_bytes(self.need), format_bytes(self.have)
+        return f"{self.row.strategy.name} needs {need} of {place}, has {have}; {item}"
 
 
 def shortage(found: tuple[Row, ...]) -> Shortage | None:
@@ -64,44 +63,49 @@ def shortage(found: tuple[Row, ...]) -> Shortage | None:
     row = min(found, key=lambda row: row.over)
     tier = max(TIERS, key=lambda t: row.need[t] / max(1, row.have[t]))
     held = max((need for need in row.preset.needs if need.tier == tier), key=lambda need: need.bytes)
-    knobs = [knob for knob in (_turn(row, tier, *changed) for changed in _changes(row)) if knob.saves > 0 or knob.fits]
-    knobs.sort(key=lambda knob: (not knob.fits, -knob.saves))
-    return Shortage(row, tier, row.need[tier], row.have[tier], held, tuple(knobs))
+    remedies = [
+        remedy
+        for remedy in (_turn(row, tier, *changed) for changed in _changes(row))
+        if remedy.saves > 0 or remedy.fits
+    ]
+    remedies.sort(key=lambda remedy: (not remedy.fits, -remedy.saves))
+    return Shortage(row, tier, row.need[tier], row.have[tier], held, tuple(remedies))
 
 
-def _turn(row: Row, tier: Tier, change: str, question: Question, choice: Choice) -> Knob:
-    after = Row(question, choice)
-    return Knob(change, row.need[tier] - after.need[tier], after.fits)
+def _turn(row: Row, tier: Tier, change: str, question: Question, strategy: Strategy) -> Remedy:
+    after = Row(question, strategy)
+    return Remedy(change, row.need[tier] - after.need[tier], after.fits)
 
 
-def _changes(row: Row) -> Iterator[tuple[str, Question, Choice]]:
-    """Every single change to the question or to the choice."""
-    question, choice, training = row.question, row.choice, row.question.training
+def _changes(row: Row) -> Iterator[tuple[str, Question, Strategy]]:
+    """Every single change to the question or to the strategy."""
+    question, strategy, training = row.question, row.strategy, row.question.training
     for name, value in (("batch", training.batch), ("seq", training.seq)):
         if value > 1:
             less = replace(training, **{name: value // 2})  # type: ignore[arg-type]  # both are ints
-            yield f"{name} {value // 2} instead of {value}", replace(question, training=less), choice
-    yield f"{2 * question.world_size} ranks", replace(question, world_size=2 * question.world_size), choice
+            yield f"{name} {value // 2} instead of {value}", replace(question, training=less), strategy
+    yield f"{2 * question.world_size} ranks", replace(question, world_size=2 * question.world_size), strategy
     if training.attention == "whole":
-        yield "fused attention", replace(question, training=replace(training, attention="fused")), choice
-    for other in _other_choices(question, choice):
-        yield _difference(choice, other), question, other
+        yield "fused attention", replace(question, training=replace(training, attention="fused")), strategy
+    for other in _other_strategies(question, strategy):
+        yield _difference(strategy, other), question, other
     for tier in TIERS:
+        # Two bytes more: what is left free is rounded once here and once in `have`.
         more = int((row.need[tier] - row.have[tier]) / (1 - question.reserve)) + 2
         if row.need[tier] > row.have[tier]:
-            yield f"{format_bytes(more)} more on {tier} per rank", _grown(question, tier, more), choice
+            yield f"{format_bytes(more)} more on {tier} per rank", _grown(question, tier, more), strategy
 
 
-def _other_choices(question: Question, choice: Choice) -> Iterator[Choice]:
+def _other_strategies(question: Question, strategy: Strategy) -> Iterator[Strategy]:
     for activations in ACTIVATIONS[1:]:
         if activations == "recompute" or activations in question.tiers:
-            yield replace(choice, activations=activations)
-    yield from (replace(choice, tiles=tiles) for tiles in TILES if tiles > choice.tiles)
+            yield replace(strategy, activations=activations)
+    yield from (replace(strategy, tiles=tiles) for tiles in TILES if tiles > strategy.tiles)
     for stage, offload, tier in placements(question.tiers):
-        yield replace(choice, stage=stage, offload=offload, tier=tier)
+        yield replace(strategy, stage=stage, offload=offload, tier=tier)
 
 
-def _difference(old: Choice, new: Choice) -> str:
+def _difference(old: Strategy, new: Strategy) -> str:
     if new.activations != old.activations:
         return _WORDS[new.activations]
     return f"{new.tiles} tiles" if new.tiles != old.tiles else new.name

@@ -126,6 +126,7 @@ def _balanced_hidden(parameters: int, vocab: int) -> int:
     def size(rung: int) -> int:
         return _count(rung, _ASPECT * rung, vocab)
 
+    # Sizes grow with the rung, so the two next to the count are found by bisection.
     above = 1 + bisect_left(range(1, 1 << 16), parameters, key=size)
     below = max(1, above - 1)
     return _ASPECT * (above if size(above) - parameters < parameters - size(below) else below)

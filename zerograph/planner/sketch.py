@@ -41,7 +41,7 @@ from zerograph.core.program import (
     stays_whole,
 )
 from zerograph.core.step import Kind, layer_of_activation
-from zerograph.planner.schedule import PhaseWork, Piece, Saved, Scheduler
+from zerograph.planner.schedule import PhaseWork, Piece, SavedRegisters, Scheduler
 
 T = TypeVar("T")
 BUFFERS = 3
@@ -64,11 +64,11 @@ class _Sketch:
         self.buckets = plan.buckets
         self.made, self.registers = scheduler.made, scheduler.registers
         self.programs: list[Program] = []
-        self.steps: list[Instruction] = []
+        self.instructions: list[Instruction] = []
         self.kind = "forward"
-        self.parts = scheduler.all_transfers(tuple(bucket.tiles for bucket in plan.buckets))
+        self.parts = scheduler.all_bucket_parts(tuple(bucket.tiles for bucket in plan.buckets))
         self.ahead = plan.ahead()
-        self.saved: Saved | None = None  # registers of activations, where some are offloaded
+        self.saved: SavedRegisters | None = None  # registers of activations, where some are offloaded
         if plan.offload:
             self.saved = scheduler.saved(scheduler.levels(plan), plan.offload)
         self.tier_of = dict(plan.offload)  # layer or activation -> tier of what is saved of it
@@ -82,11 +82,11 @@ class _Sketch:
         self.spills = 0  # through staging buffers, so far
         self.norm = -1  # the register that is ready when all gradients are
         for phase in scheduler.phases(plan):
-            self.kind, self.steps = phase.name, []
+            self.kind, self.instructions = phase.name, []
             self._phase(phase)
             self._end()
         if scheduler.profile.training:
-            self.kind, self.steps = "update", []
+            self.kind, self.instructions = "update", []
             self._update()
             self._end()
 
@@ -94,8 +94,8 @@ class _Sketch:
         scheduler = self.scheduler
         self.programs.append(
             Program(
-                self.kind, 0, len(self.registers.contents), self.steps, (), scheduler.segments, self.registers.contents,
-                scheduler.names, carries=True,
+                self.kind, 0, len(self.registers.contents), self.instructions, (), scheduler.segments,
+                self.registers.contents, scheduler.names, carries=True,
             )
         )  # fmt: skip
 
@@ -107,7 +107,7 @@ class _Sketch:
         return found
 
     def _phase(self, phase: PhaseWork) -> None:
-        steps = self.steps
+        instructions = self.instructions
         backward = phase.name == "backward"
         for visit in phase.gathers.get(0, ()):
             self._gather(phase.visits[visit].bucket)
@@ -117,25 +117,28 @@ class _Sketch:
         place = 0
         for piece in phase.pieces:
             if piece.first and self.saved is not None:
-                steps += self.arriving.pop(piece.region, ())
+                # Here the compute waits for activations that it needs, and no earlier.
+                instructions += self.arriving.pop(piece.region, ())
                 place += 1
                 if backward:
                     self._fetch_saved(phase, place)
             for visit in piece.visits:
                 self._free(phase, visit)
+                # Those of the first visit began above, before anything computes.
                 for other in phase.gathers.get(visit, ()) if visit else ():
                     self._gather(phase.visits[other].bucket)
                 bucket = phase.visits[visit].bucket
-                steps.append(self._once(_wait_gather, bucket, 0, self.buckets[bucket].tiles, self._own(bucket)))
+                instructions.append(self._once(_wait_gather, bucket, 0, self.buckets[bucket].tiles, self._own(bucket)))
+            # Behind the frees and gathers of visits that begin here: the pass `reduce` uses the next cut, too.
             for bucket in ready:
                 self._reduce(bucket, 0, phase.gradients[bucket])
             ready = piece.ready
             if piece.slices > 1:
                 self._tiled(piece)
             elif self.saved is not None and (piece.first or piece.last):
-                steps.append(self._offloading(piece))
+                instructions.append(self._offloading(piece))
             else:
-                steps.append(piece.compute)
+                instructions.append(piece.compute)
             if piece.last and not backward and self.saved is not None:
                 self._offload_saved(piece.region)
         for bucket in ready:
@@ -158,8 +161,9 @@ class _Sketch:
 
     def _tiled(self, piece: Piece) -> None:
         """Slices of a piece: the tiles that each works on come before it, and are free and reduced after it."""
-        steps, slices = self.steps, piece.slices
+        instructions, slices = self.instructions, piece.slices
         whole = self._offloading(piece) if self.saved is not None else piece.compute
+        # The first tile may be there: the visit's gather, which began ahead, is of that one.
         brought = {bucket: int(bucket in self.whole) for bucket in piece.reads}
         self.whole.difference_update(piece.reads)
         for i in range(slices):
@@ -169,6 +173,7 @@ class _Sketch:
             ends: list[tuple[int, int]] = []
             for bucket in (*piece.reads, *(b for b in piece.makes if b not in piece.reads)):
                 tiles = self.buckets[bucket].tiles
+                # A piece runs in as many slices as its finest bucket has tiles: others keep a tile for several slices.
                 tile = i * tiles // slices
                 begins = i == 0 or tile != (i - 1) * tiles // slices
                 ended = i == slices - 1 or tile != (i + 1) * tiles // slices
@@ -176,15 +181,15 @@ class _Sketch:
                     for ahead in range(brought[bucket], min(tiles, tile + self.ahead[bucket] + 1) if begins else 0):
                         self._bring(bucket, ahead)
                         brought[bucket] += 1
-                    steps.append(self._once(_wait_gather, bucket, tile, tiles, False))
+                    instructions.append(self._once(_wait_gather, bucket, tile, tiles, False))
                     read.append(self._once(_whole, bucket, tile, tiles, False))
                     free += [(bucket, tile)] if ended else []
                 if bucket in piece.makes:
                     makes += [self._once(_full, bucket, tile, tiles)] if begins else []
                     ends += [(bucket, tile)] if ended else []
-            steps.append(self._once(_slice, piece, whole, i, tuple(read), tuple(makes)))
+            instructions.append(self._once(_slice, piece, whole, i, tuple(read), tuple(makes)))
             for bucket, tile in free:
-                steps.append(self._once(_free, bucket, tile, self.buckets[bucket].tiles))
+                instructions.append(self._once(_free, bucket, tile, self.buckets[bucket].tiles))
             for bucket, tile in ends:
                 self._reduce(bucket, tile, (self._once(_full, bucket, tile, self.buckets[bucket].tiles),))
 
@@ -196,7 +201,7 @@ class _Sketch:
     def _bring(self, bucket: int, tile: int) -> None:
         """Gather a bucket or a tile of it, after fetching its shards."""
         homes, tiles = self.buckets[bucket].homes, self.buckets[bucket].tiles
-        self.steps += self._once(_bring, bucket, tile, tiles, homes.parameters, self._own(bucket))
+        self.instructions += self._once(_bring, bucket, tile, tiles, homes.parameters, self._own(bucket))
 
     def _own(self, bucket: int) -> bool:
         """Whether this rank's slice of the whole is the copy of its shards that the device holds anyway."""
@@ -209,7 +214,7 @@ class _Sketch:
                 continue  # tiles are freed one by one
             if not stays_whole(self.buckets[bucket].residency, phase.name):
                 self.whole.remove(bucket)
-                self.steps.append(self._once(_free, bucket, 0, 1))
+                self.instructions.append(self._once(_free, bucket, 0, 1))
 
     def _reduce(self, bucket: int, tile: int, grads: tuple[int, ...]) -> None:
         """Start a reduction, for which the compute waits when a later one starts; then the gradient goes home."""
@@ -218,10 +223,11 @@ class _Sketch:
         if len(self.under_way) == self.plan.reductions:
             self._wait_reduce()
         part = self.parts[bucket][tile]
+        # A bucket whose gradients are whole on every rank has none that could leave.
         leaves = homes.gradients != "device" and part.shards.gradient > 0
         reduce = self._once(_reduce, bucket, tile, tiles, leaves, grads)
         self.under_way.append((reduce, leaves))
-        self.steps.append(reduce)
+        self.instructions.append(reduce)
         if leaves:
             key = ("away", bucket, tile, tiles, homes.gradients)
             away = self.registers.get(
@@ -233,7 +239,7 @@ class _Sketch:
     def _wait_reduce(self, last: bool = False) -> None:
         """The next compute waits for the oldest reduction; with the ``last`` one all gradients are there."""
         reduce, leaves = self.under_way.pop(0)
-        self.steps.append(self._once(_wait_reduce, reduce, leaves, last))
+        self.instructions.append(self._once(_wait_reduce, reduce, leaves, last))
         if last:
             self.norm = _norm(self.scheduler)
 
@@ -258,7 +264,7 @@ class _Sketch:
             for what, back in self.saved.comes.get(region, {}).items() if region not in self.arriving else ():
                 there = tuple(register for registers in self.waiting[what].values() for register in registers)
                 own = tuple(self.waiting[what].pop(region))
-                self.steps += self._once(_up, what, there, own, tuple(back), self.tier_of[what])
+                self.instructions += self._once(_up, what, there, own, tuple(back), self.tier_of[what])
                 self.arriving.setdefault(region, []).append(self._once(_wait_fetch, back[0]))
 
     def _down(
@@ -269,10 +275,10 @@ class _Sketch:
         if tier == "nvme" and self.rates.staging == "host":
             slot = _slot(self.scheduler, "spill", self.spills)
             self.spills += 1
-        self.steps += self._once(_down, what, label, bucket, tile, here, away, tier, slot)
+        self.instructions += self._once(_down, what, label, bucket, tile, here, away, tier, slot)
         self.leaving.append(away[0])
         if len(self.leaving) > self.most_leaving:
-            self.steps.append(self._once(_wait_fetch, self.leaving.popleft()))
+            self.instructions.append(self._once(_wait_fetch, self.leaving.popleft()))
 
     def _update(self) -> None:
         """The optimizer, when all gradients are there: what lives on the device beside the rest."""
@@ -286,13 +292,13 @@ class _Sketch:
                     gradient = self.spilled.get((bucket, tile), -1)
                     if gradient < 0 and bucket in self.reduced:
                         gradient = _reduced(scheduler, bucket, tile, tiles, False)
-                    self.steps += self._once(
+                    self.instructions += self._once(
                         _host_update, bucket, tile, tiles, buckets[bucket].homes, updates, gradient, self.norm
                     )
                     updates += 1
         update = scheduler.update(host)
         if update.sizes or not host:
-            self.steps.append(update)
+            self.instructions.append(update)
 
     def _by_readiness(self) -> list[int]:
         """All buckets, those whose gradients were reduced first before the others."""
@@ -304,21 +310,21 @@ class _Sketch:
 
 def _whole(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: bool) -> int:
     """The register of a gathered bucket or tile; of an ``own`` one this rank's slice is its copy, held anyway."""
-    part = scheduler.transfers(bucket, tiles)[tile]
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
     size = part.whole - part.shards.copy * own
     return scheduler.registers.get(("whole", bucket, tile, tiles, own), part.label, size, "gathered", bucket=bucket)
 
 
 def _full(scheduler: Scheduler, bucket: int, tile: int, tiles: int) -> int:
     """The register of the full gradient of a tile."""
-    part = scheduler.transfers(bucket, tiles)[tile]
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
     name = f"full gradient of {part.label}"
     return scheduler.registers.get(("tile", bucket, tile, tiles), name, part.gradients, "gradient", bucket=bucket)
 
 
 def _reduced(scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: bool) -> int:
     """The register of this rank's shards of reduced gradients; of some that ``leaves``, those that leave the device."""
-    part = scheduler.transfers(bucket, tiles)[tile]
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
     size = part.shards.gradient if leaves else part.reduced
     key = ("reduced", bucket, tile, tiles, leaves)
     return scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient")
@@ -362,14 +368,14 @@ def _slice(
 
 def _bring(scheduler: Scheduler, bucket: int, tile: int, tiles: int, home: Tier, own: bool) -> tuple[Instruction, ...]:
     """Fetch the shards of a bucket or tile from their home into its slice of the whole, and gather it."""
-    part, name = scheduler.transfers(bucket, tiles)[tile], scheduler.names[bucket]
+    part, name = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
     whole = _whole(scheduler, bucket, tile, tiles, own)
     size = part.shards.fetched if home != "device" else 0
-    steps: list[Instruction] = []
+    instructions: list[Instruction] = []
     if size:
-        steps += _fetched(scheduler, "shard", part.label, name, size, (), (), (whole,), home, bucket, tile)
+        instructions += _fetched(scheduler, "shard", part.label, name, size, (), (), (whole,), home, bucket, tile)
     shards = (whole,) if size else ()
-    return *steps, Gather(bucket, (), shards, whole, (), part.whole, tile, tiles)
+    return *instructions, Gather(bucket, (), shards, whole, (), part.whole, tile, tiles)
 
 
 def _up(
@@ -419,7 +425,7 @@ def _down(
 
 
 def _reduce(scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: bool, grads: tuple[int, ...]) -> Reduce:
-    part = scheduler.transfers(bucket, tiles)[tile]
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
     out = _reduced(scheduler, bucket, tile, tiles, leaves)
     return Reduce(bucket, (), grads, out, grads, part.summed, tile, tiles)
 
@@ -427,8 +433,9 @@ def _reduce(scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: bo
 def _wait_reduce(scheduler: Scheduler, reduce: Reduce, leaves: bool, last: bool) -> WaitReduce:
     outs: tuple[int, ...] = (_norm(scheduler),) if last else ()
     if leaves:
-        part = scheduler.transfers(reduce.bucket, reduce.tiles)[reduce.tile]
+        part = scheduler.bucket_parts(reduce.bucket, reduce.tiles)[reduce.tile]
         key = ("stays", reduce.bucket, reduce.tile, reduce.tiles)
+        # What is not sharded stays on the device.
         size = part.reduced - part.shards.gradient
         outs += (scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient"),)
     return WaitReduce(reduce.bucket, reduce.out, outs, (), reduce.tile, reduce.tiles)
@@ -444,10 +451,11 @@ def _host_update(
         gradient: the register of its gradient, wherever that is; -1 where it has none.
         norm: the register that is ready when all gradients are; -1 where there are none.
     """
-    part, module, rates = scheduler.transfers(bucket, tiles)[tile], scheduler.names[bucket], scheduler.rates
+    part, module, rates = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket], scheduler.rates
     shards, staging, slot = part.shards, rates.staging, _slot(scheduler, "update", number)
     start = (norm,) if norm >= 0 else ()
     arrived = (gradient,) if gradient >= 0 else ()
+    # An update on the host reads gradients from the host's memory: others come into a staging buffer first.
     copies = homes.gradients == "nvme" or (homes.gradients == "device" and staging == "host")
 
     def staged(what: str, size: int, kind: Kind) -> tuple[int, ...]:
@@ -455,21 +463,24 @@ def _host_update(
         name = f"staged {what} of {part.label}"
         return (scheduler.registers.get(key, name, size, kind, staging),) if size else ()
 
-    steps: list[Instruction] = []
+    instructions: list[Instruction] = []
     gradients = staged("gradient", shards.gradient, "gradient") if copies else ()
     states = staged("states", shards.optimizer, "state") if homes.optimizer == "nvme" else ()
     if homes.gradients == "device" and copies:
         reads = (*start, *arrived)
-        steps.append(Spill("gradient", part.label, module, shards.gradient, reads, gradients, (), bucket, tile, slot))
+        instructions.append(
+            Spill("gradient", part.label, module, shards.gradient, reads, gradients, (), bucket, tile, slot)
+        )
     read = states + (gradients if homes.gradients == "nvme" else ())
     if read:
         size = shards.optimizer * bool(states) + shards.gradient * (homes.gradients == "nvme")
         reads = (*start, *(() if homes.gradients == "device" else arrived))
-        steps.append(Read("states", part.label, module, size, reads, read, (), bucket, tile, slot))
+        instructions.append(Read("states", part.label, module, size, reads, read, (), bucket, tile, slot))
+    # New parameters that live on the host are written straight there; for another tier they pass a buffer.
     lands = homes.parameters != "host" and not (staging == "device" and homes.parameters == "device")
     copy = staged("copy", shards.copy, "param") if lands else ()
     inputs = (*start, *(() if copies else arrived), *gradients, *states)
-    steps.append(
+    instructions.append(
         HostUpdate(
             "states", part.label, module, shards.traffic, inputs, (*states, *copy), gradients, bucket, tile, slot
         )
@@ -477,7 +488,7 @@ def _host_update(
     if states:
         writes = states + (copy if homes.parameters == "nvme" else ())
         size = shards.optimizer + shards.copy * (homes.parameters == "nvme")
-        steps.append(Write("states", part.label, module, size, writes, (), writes, bucket, tile, slot))
+        instructions.append(Write("states", part.label, module, size, writes, (), writes, bucket, tile, slot))
     if homes.parameters == "device" and copy:
-        steps.append(Fetch("parameters", part.label, module, shards.copy, copy, (), copy, bucket, tile, slot))
-    return steps
+        instructions.append(Fetch("parameters", part.label, module, shards.copy, copy, (), copy, bucket, tile, slot))
+    return instructions

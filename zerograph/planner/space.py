@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter, le
 
 from zerograph.core.plan import Bucket, Plan, decided
-from zerograph.core.simulate import Memory, Peaks, measure
+from zerograph.core.simulate import Memory, Peaks, time_and_peaks
 from zerograph.planner.rates import Rates
 from zerograph.planner.regions import Profile
 from zerograph.planner.schedule import Scheduler
@@ -87,6 +87,7 @@ class Space:
 
     def of(self, plan: Plan) -> Candidate:
         """``plan``, simulated; its buckets hold what those of this space do."""
+        # Without offloaded activations nothing is fetched: plans that do the same are simulated once.
         if plan.fetch_ahead > 1 and not plan.offload:
             plan = replace(plan, fetch_ahead=1)
         decided = (*_of_plan(plan), tuple(map(_of_bucket, plan.buckets)))
@@ -94,7 +95,7 @@ class Space:
         if found is None:
             scheduler = self.scheduler
             held = self.held + scheduler.moved(plan)
-            seconds, peaks, tasks = measure(sketch(scheduler, plan), scheduler.costs, held)
+            seconds, peaks, tasks = time_and_peaks(sketch(scheduler, plan), scheduler.costs, held)
             self.work += tasks
             found = self._known[decided] = Candidate(seconds, peaks, plan, self)
         return found

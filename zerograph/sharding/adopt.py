@@ -121,19 +121,19 @@ _COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 def one_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The first mesh equal to ``mesh`` that was seen, by process group.
+    """The first mesh equal to ``mesh`` that was seen, of the same process group.
 
     DTensor's caches take equal meshes for the same, AOTAutograd tells them apart by identity: a graph that holds both
     cannot be lowered. Copies and pickles of a DTensor bring a mesh of their own.
     """
-    name = mesh.get_group().group_name
-    first = _MESHES.setdefault(name, mesh)
+    key = mesh.get_group().group_name, hash(mesh)
+    first = _MESHES.setdefault(key, mesh)
     if first.get_group() is not mesh.get_group():  # of a group that was destroyed; names are used again
-        first = _MESHES[name] = mesh
+        first = _MESHES[key] = mesh
     return first if first == mesh else mesh
 
 
-_MESHES: weakref.WeakValueDictionary[str, DeviceMesh] = weakref.WeakValueDictionary()
+_MESHES: weakref.WeakValueDictionary[tuple[str, int], DeviceMesh] = weakref.WeakValueDictionary()
 
 
 def move_to_one_mesh(param: Tensor | None) -> None:

@@ -21,7 +21,7 @@ from zerograph.sharding.model_copies import await_updates, take_over
 from zerograph.sharding.optimizer_states import early_states
 from zerograph.sharding.parametrization import other_names, shard_parameters
 from zerograph.sharding.ranks import Ranks, expected
-from zerograph.sharding.torch_private import Retrace, errors_reach_users, match_rows_alone
+from zerograph.sharding.torch_private import Retrace, errors_reach_users, ignore_shard_aliasing
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Adoption:
                 self._traced_in_vain = True
                 raise Retrace
             self._refuse_foreign(foreign)
-        match_rows_alone()
+        ignore_shard_aliasing()
         if self._traced_in_vain:
             gc.collect()  # the abandoned trace holds the full parameters in reference cycles
             self._traced_in_vain = False
@@ -105,6 +105,7 @@ class Adoption:
         objects = adopt.live(nn.Module, Optimizer)
         if ranks.agreement is not None and any(id(p) not in self.known for p in before):
             ranks.agreement.require_same(_given(self._config, roots, objects))
+        # First what is sharded already: the rest then gets names beside those.
         new = take_over(roots, self._config, ranks.mesh, self.params)
         new |= shard_parameters(roots, self._config, ranks.mesh, objects, {**self.params, **new})
         await_updates(roots, objects)
@@ -112,6 +113,7 @@ class Adoption:
         self.tied |= other_names(roots, new)
         self.known.update(id(p) for p in new.values())
         self._adopted(new.values())
+        # Held weakly: an optimizer that still has one of these refuses to step, and nobody else asks.
         self.replaced.update((p, None) for p in before if id(p) not in self.known)
         if new:
             log.info("stage %s: sharded %d parameters over %d ranks", self._config.stage, len(new), ranks.size)

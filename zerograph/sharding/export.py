@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zerograph.core.errors import CheckpointError
 from zerograph.runtime.meeting import noticed
-from zerograph.sharding.shards import gather_to_first, group_of, is_first, together
+from zerograph.sharding.shards import gather_to_first, group_of, is_first, on_first_rank
 
 log = logging.getLogger(__name__)
 
@@ -62,13 +62,13 @@ def export(model: nn.Module, path: str | os.PathLike[str]) -> None:
     tensors, aliases = unique_tensors(model)
     group, file = group_of(model), _File(Path(path))
     try:
-        together(group, partial(file.open, tensors, aliases), CheckpointError)
+        on_first_rank(group, partial(file.open, tensors, aliases), CheckpointError)
         for name in _file_order(tensors):
             with noticed(group, f"to gather {name} in zerograph.export()"):
                 pieces = gather_to_first(tensors[name])
-            together(group, partial(file.write, pieces), CheckpointError)
+            on_first_rank(group, partial(file.write, pieces), CheckpointError)
             pieces.clear()
-        together(group, file.commit, CheckpointError)
+        on_first_rank(group, file.commit, CheckpointError)
     finally:
         if is_first(group):
             file.discard()
@@ -118,6 +118,7 @@ def _header(tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> tuple[
         end += tensor.numel() * tensor.dtype.itemsize
         entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
+    # So that the data begins at a multiple of 8 bytes, and tensors can be mapped.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, end
 
@@ -127,6 +128,7 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        # In the same folder: only within a file system does a rename replace a file at once.
         self._partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         self._stream: IO[bytes] | None = None
 
@@ -157,6 +159,7 @@ class _File:
         assert self._stream is not None
         with self._named():
             self._stream.flush()
+            # Before the rename: after a crash of the machine the name could else stand for an empty file.
             os.fsync(self._stream.fileno())
             self._stream.close()
             self._partial.replace(self.path)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zerograph.core.errors import ShardingError
 from zerograph.runtime.meeting import noticed
 from zerograph.sharding.module_classes import plain_class
-from zerograph.sharding.shards import full_value, group_of, is_sharded, local_of, send_from_first, together
+from zerograph.sharding.shards import full_value, group_of, is_sharded, local_of, on_first_rank, send_from_first
 from zerograph.sharding.torch_private import original
 
 
@@ -54,6 +54,7 @@ def gathered(module: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
     module = original(module)
     with noticed(group_of(module), "to gather parameters in zerograph.gathered()"):
         opened = _open(module, writeback)
+    # Of a parameter that an enclosing context has opened this one is not the owner, and does not close it.
     mine = [o for o in opened if _OPEN.setdefault(id(o.outward), o) is o]
     try:
         with contextlib.ExitStack() as stack:
@@ -61,6 +62,7 @@ def gathered(module: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
             for part in module.modules():
                 stack.enter_context(shown(part, owners.get(part, {})))
             yield module
+            # Looked up while the module still shows them: the user may have put other parameters in their places.
             values = [_values(o) for o in opened] if writeback else []
     finally:
         for o in mine:
@@ -73,6 +75,7 @@ def gathered(module: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
 def shown(module: nn.Module, params: Mapping[str, nn.Parameter]) -> Iterator[None]:
     """``module`` as an instance of its own class that owns ``params``; afterwards as it was."""
     before = {name: module._parameters[name] for name in params}
+    # Without the specs it is copied and pickled as the plain module that it looks like.
     cls, specs, flat = type(module), module.__dict__.pop("_zg_specs", None), module.__dict__.get("_flat_weights")
     module.__class__ = plain_class(module)
     module._parameters.update(params)
@@ -149,7 +152,7 @@ def _values(o: _Opened) -> list[Tensor | None]:
 def _write(module: nn.Module, opened: list[_Opened], values: list[list[Tensor | None]]) -> None:
     """Rank 0's ``values`` into the shards of all ranks."""
     group = group_of(module)
-    together(group, lambda: _check_all(opened, values), ShardingError)
+    on_first_rank(group, lambda: _check_all(opened, values), ShardingError)
     for o, value in zip(opened, values, strict=True):
         rows = o.outward.shape[0] if o.outward.ndim else 1
         send_from_first(value[0], local_of(o.outward), rows, group, is_sharded(o.outward))

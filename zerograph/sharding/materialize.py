@@ -22,7 +22,7 @@ from zerograph.sharding.export import plain_name
 from zerograph.sharding.forward import FORWARDS
 from zerograph.sharding.gathered import shown
 from zerograph.sharding.shard_files import read_files
-from zerograph.sharding.shards import group_of, is_sharded, local_of, send_from_first, together
+from zerograph.sharding.shards import group_of, is_sharded, local_of, on_first_rank, send_from_first
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ def fill(model: nn.Module, adoption: Adoption | None, init: Init, files: Sequenc
 
 def _empty_slots(model: nn.Module) -> list[Slot]:
     slots: dict[int, Slot] = {}
+    # Duplicates too: a file may know a tied parameter by any of its names.
     for prefix, module in model.named_modules(remove_duplicate=False):
         for tensors in (module._parameters, module._buffers):
             for attribute, tensor in tensors.items():
@@ -96,7 +97,7 @@ def _initialize(
             continue
         full: dict[int, Tensor] = {}
         label = f"module {names[unit[-1]] or 'at the root'} ({type(unit[-1]).__name__})"
-        together(group, lambda: full.update(_fill(unit, places, init, device, label)), ShardingError)  # noqa: B023
+        on_first_rank(group, lambda: full.update(_fill(unit, places, init, device, label)), ShardingError)  # noqa: B023
         for slot in {id(s): s for s in places.values() if s.local is None}.values():
             slot.local = shards.pop(id(slot))
             send_from_first(full.pop(id(slot), None), slot.local, slot.rows, group, is_sharded(slot.tensor))
@@ -144,6 +145,7 @@ def _fill(
             stack.enter_context(_shown_blank(module, own))
         for module in unit:
             _reset(module, init, label)
+        # Reversed, so that of tied places the first one's value stays in the dict.
         values = {id(slot): _current(m, a) for (m, a), slot in reversed(places.items())}
     for slot in {id(s): s for s in places.values()}.values():
         _check_filled(values[id(slot)], slot, init, label)
@@ -227,6 +229,7 @@ def _install(slots: Sequence[Slot]) -> dict[int, nn.Parameter]:
         for module, attribute in slot.at:
             module._parameters[attribute] = param
         new[id(slot.tensor)] = (slot.tensor, param)
+    # States that exist are laid out like the shards, whose layout stays.
     replace_everywhere(new, lambda value, _: value, live(Optimizer))
     log.info("materialized %d parameters", len(new))
     return {old: param for old, (_, param) in new.items()}

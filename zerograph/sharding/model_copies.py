@@ -53,6 +53,7 @@ def _specs_of(roots: Sequence[nn.Module]) -> Iterator[tuple[dict[str, ShardSpec]
 
 
 def _check(spec: ShardSpec, param: nn.Parameter, config: Config, mesh: DeviceMesh | None) -> None:
+    # `spec_of` refuses DTensors: asked of a plain stand-in, it says what this backend would do.
     plain = torch.empty(param.shape, dtype=param.dtype, device="meta")
     wanted = spec_of(plain, spec.name, config, mesh)
     if wanted != spec:
@@ -70,9 +71,9 @@ def _settings(spec: ShardSpec, fields: list[str]) -> str:
 
 
 def await_updates(roots: Sequence[nn.Module], objects: Iterable[Any]) -> None:
-    """Let the averages among ``objects`` that were made of ``roots`` while these were plain follow them when updated.
+    """Mark the averages among ``objects`` that may have been made of ``roots`` while these were plain.
 
-    Only then is it certain which model an average belongs to.
+    Such an average is sharded when it is first updated: only then is it certain which model it belongs to.
     """
     averages = [o for o in objects if isinstance(o, AveragedModel) and not isinstance(o, _Waiting)]
     sharded = {_shapes(module) for root in roots for module in root.modules()} if averages else set()

@@ -97,10 +97,12 @@ class ShardedModule:
         """
         params: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
         order = list(params)
+        # Out of torch's sight meanwhile: it would replace these parameters, or refuse to.
         outward = {name: params.pop(name) for name in self._zg_specs}
         try:
             super()._apply(fn, recurse)  # type: ignore[misc]
         finally:
+            # Also when `fn` fails, and in the old order, which state dicts and optimizers go by.
             everything = params | outward
             params.clear()
             params.update({name: everything[name] for name in order})
@@ -119,11 +121,13 @@ class ShardedModule:
             if not isinstance(param, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
                 continue
             if value.shape == param.shape:
+                # Into the dict itself: torch's loading, with its hooks and strictness, then goes on as ever.
                 state_dict[key] = as_shard(value.to(param.device), param)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deep-copy by base class: generated classes cannot be imported."""
+        # Protocol 2 names the class as the first argument of `__newobj__`, where it can be exchanged.
         _, (_, *args), *rest = super().__reduce_ex__(2)  # type: ignore[misc, str-unpack]
         return (_rebuild, (self._zg_base, frozenset(self._zg_specs), *args), *rest)
 
@@ -156,6 +160,7 @@ def _set_values(param: nn.Parameter, values: Tensor, spec: ShardSpec) -> None:
         if _memory(values) != _memory(param):
             param.detach().copy_(values)
         return
+    # torch checks a gradient's dtype against its parameter's, so it must be away while that changes.
     grad, param.grad = param.grad, None
     param.data = values
     if isinstance(param, DTensor):
@@ -178,6 +183,7 @@ def _getter(name: str) -> Any:
 
     def read(self: Any) -> Tensor | None:
         param = self._parameters[name]
+        # Dynamo takes this for a constant: its graph has the marker, and no branch.
         if is_compiling():
             return unshard(param, self._zg_specs[name])
         return _unshard_eagerly(param, self._zg_specs[name]) if inside() else param

@@ -58,10 +58,12 @@ def shard_parameters(
     """
     refuse_modules(roots, several_ranks=mesh is not None and mesh.size() > 1)
     named, places = _owned(roots, taken)
+    # Everything that may be refused comes before the first change: a model is sharded wholly or not at all.
     _make_classes(roots, places)
     specs = {name: spec_of(param, name, config, mesh) for name, param in named.items()}
     _warn_of_few_rows(named, specs, mesh)
     new = {name: _new_parameter(param, specs[name], mesh, config.sharding) for name, param in named.items()}
+    # Before optimizers get the new parameters: then their states are split like these, which must be rank 0's by now.
     share_states(early_states(named, objects), mesh)
     for module in modules_holding(named.values(), objects):
         for attribute, param in module._parameters.items():
@@ -131,6 +133,7 @@ def _make_classes(roots: Sequence[nn.Module], places: Mapping[int, Places]) -> N
 
 
 def unique(name: str, *used: Container[str]) -> str:
+    # Two models of one backend may have parameters of one name.
     candidates = itertools.chain([name], (f"{name}#{i}" for i in itertools.count(2)))
     return next(c for c in candidates if not any(c in names for names in used))
 
@@ -139,6 +142,7 @@ def _new_parameter(param: nn.Parameter, spec: ShardSpec, mesh: DeviceMesh | None
     new = nn.Parameter(distribute(param, spec, mesh, stage), requires_grad=param.requires_grad)
     if param.grad is not None:
         new.grad = _convert_grad(param.grad, new, mesh)
+    # What libraries hang on parameters, such as marks for weight decay.
     new.__dict__.update(param.__dict__)
     share_hooks(param, new)
     return new
@@ -207,6 +211,7 @@ def distribute(value: Tensor, spec: ShardSpec, mesh: DeviceMesh | None, stage: i
         return value
     placement = Shard(0) if spec.sharded else Replicate()
     if stage == 0:
+        # Distributed all the same: it brings rank 0's values to all ranks.
         return value if value.is_meta else distribute_tensor(value, mesh, [placement]).to_local()
     return local_rows(value, mesh, placement) if value.is_meta else distribute_tensor(value, mesh, [placement])
 

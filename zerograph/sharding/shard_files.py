@@ -116,6 +116,7 @@ def _read_all(slots: Sequence[Wanted], found: dict[int, tuple[Any, str]], device
 def _read(slot: Wanted, file: Any, name: str, device: torch.device) -> None:
     local = torch.empty_like(local_of(slot.tensor), device=device)
     if slot.tensor.ndim == 0:
+        # safetensors cuts slices of at least one dimension.
         local.copy_(file.get_tensor(name))
     elif is_sharded(slot.tensor):
         mesh = slot.tensor.device_mesh  # type: ignore[attr-defined]

@@ -63,6 +63,7 @@ def local_rows(value: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor
     if isinstance(placement, Shard):
         rows = -(-len(value) // mesh.size())
         local = value[mesh.get_local_rank() * rows :][:rows]
+    # A clone of the rows: a view would keep the full tensor alive.
     local = local.contiguous() if local is value else local.clone(memory_format=torch.contiguous_format)
     return DTensor.from_local(
         local, mesh, [placement], run_check=False, shape=value.shape, stride=value.contiguous().stride()
@@ -82,6 +83,7 @@ def gather_to_first(param: Tensor) -> list[Tensor]:
     assert isinstance(param, DTensor)
     group = param.device_mesh.get_group()
     world, rows = group.size(), param.shape[0]
+    # `gather` wants pieces of one size: short shards are padded.
     send = local.new_zeros((-(-rows // world), *param.shape[1:]))
     send[: local.shape[0]] = local
     received = [torch.empty_like(send) for _ in range(world)] if is_first(group) else None
@@ -137,7 +139,7 @@ def _given(full: Tensor | None) -> Tensor:
     return full
 
 
-def together(group: dist.ProcessGroup | None, action: Callable[[], Any], error: type[ZeroGraphError]) -> None:
+def on_first_rank(group: dist.ProcessGroup | None, action: Callable[[], Any], error: type[ZeroGraphError]) -> None:
     """Run ``action`` on rank 0; when it fails there, every rank raises ``error``. Collective."""
     caught: Exception | None = None
     if is_first(group):

@@ -212,7 +212,7 @@ def _follow(step: Any, value: Any, scopes: Mapping[type, Any]) -> Any:
     return None
 
 
-def match_rows_alone() -> None:
+def ignore_shard_aliasing() -> None:
     """Let Dynamo's guards on the rows of sharded parameters not ask whether two of them are one tensor.
 
     Rows of different parameters never are. Where inputs are, Dynamo says so when it compiles again, and looks all that

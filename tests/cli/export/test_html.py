@@ -1,4 +1,7 @@
-"""The page, in a real browser: it renders, mouse and keyboard both work, and no name in a plan can do harm."""
+"""The page, in a real browser: it renders, mouse and keyboard both work, and no name in a plan can do harm.
+
+Tests ``cli/export/page_data.py``.
+"""
 
 from __future__ import annotations
 

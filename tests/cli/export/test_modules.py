@@ -1,4 +1,7 @@
-"""The tree of modules: repeated layers are one row, and nothing is lost."""
+"""The tree of modules: repeated layers are one row, and nothing is lost.
+
+Tests ``cli/export/labels.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import replace
 import pytest
 from plans import plan_file
 
-from zerograph.cli.export.labels import format_seconds
+from zerograph.cli.export.labels import picture_seconds
 from zerograph.cli.export.modules import module_tree, most_held
 from zerograph.core.planfile import Holding
 
@@ -52,4 +55,4 @@ def test_most_held() -> None:
     ],
 )
 def test_seconds(seconds: float, text: str) -> None:
-    assert format_seconds(seconds) == text
+    assert picture_seconds(seconds) == text

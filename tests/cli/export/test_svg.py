@@ -1,4 +1,7 @@
-"""The picture: well-formed, 900 pixels wide, and no label over another."""
+"""The picture: well-formed, 900 pixels wide, and no label over another.
+
+Tests ``cli/export/picture.py``.
+"""
 
 from __future__ import annotations
 

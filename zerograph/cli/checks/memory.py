@@ -43,6 +43,7 @@ def memlock() -> Finding:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY:
         return Finding("memlock limit", "ok", "unlimited")
+    # The limit does not hold for a process with this capability, as for root.
     if _capabilities() >> _CAP_IPC_LOCK & 1:
         return Finding("memlock limit", "ok", f"{format_bytes(soft)}, and this process may pass it (CAP_IPC_LOCK)")
     if soft >= _LOCK_ENOUGH:
@@ -103,6 +104,7 @@ def _huge_bytes() -> int:
         before = _anonymous_huge()
         area.madvise(mmap.MADV_HUGEPAGE)
         for offset in range(0, len(area), mmap.PAGESIZE):
+            # Pages come when they are touched.
             area[offset] = 1
         return max(0, _anonymous_huge() - before)
 

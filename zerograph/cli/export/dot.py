@@ -12,7 +12,7 @@ from typing import Any
 
 import networkx as nx
 
-from zerograph.cli.export.labels import STREAM_COLOURS, format_seconds
+from zerograph.cli.export.labels import STREAM_COLOURS, picture_seconds
 from zerograph.core.planfile import PlanFile
 from zerograph.core.runfile import Beside
 from zerograph.core.timeline import Forecast, Stream
@@ -71,9 +71,9 @@ def task_graph(forecast: Forecast, beside: Beside | None = None) -> nx.DiGraph:
 
 def _node_style(data: Mapping[str, Any]) -> dict[str, str]:
     colour = STREAM_COLOURS[data["stream"]].light
-    measured = f" ({format_seconds(data['measured'])} measured)" if "measured" in data else ""
+    measured = f" ({picture_seconds(data['measured'])} measured)" if "measured" in data else ""
     style = {
-        "label": f"{data['name']}\n{format_seconds(data['seconds'])}{measured}",
+        "label": f"{data['name']}\n{picture_seconds(data['seconds'])}{measured}",
         "tooltip": f"{data['stream']} {data['module']} {data['source']}".strip(),
         "group": data["stream"],
         "fillcolor": colour,

@@ -15,9 +15,10 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from zerograph.cli.export.labels import STREAM_COLOURS, TIER_COLOURS, TIER_NAMES, format_seconds, tiers_used
+from zerograph.cli.export.labels import STREAM_COLOURS, TIER_COLOURS, TIER_NAMES, picture_seconds, tiers_used
 from zerograph.cli.export.page_data import MEASURED, page_data
 from zerograph.cli.export.picture import peak_bytes
+from zerograph.cli.view.summary import of_peak
 from zerograph.core.planfile import PlanFile
 from zerograph.core.runfile import Beside
 from zerograph.core.units import format_bytes
@@ -88,19 +89,19 @@ def _facts(file: PlanFile) -> str:
     plan = file.plan
     ranks = f"{plan.world_size} rank" + ("s" if plan.world_size != 1 else "")
     buckets = f"{len(plan.buckets)} bucket" + ("s" if len(plan.buckets) != 1 else "")
-    return f"stage {plan.stage} · {ranks} · {file.machine.name} · {buckets} · plan {file.digest}"
+    return f"stage {plan.stage} · {ranks} · {file.machine.title} · {buckets} · plan {file.digest}"
 
 
 def _tiles(file: PlanFile) -> list[str]:
     forecast = file.forecast
     exposed = forecast.exposed_communication
     share = f"{exposed / forecast.seconds:.0%} of the step" if forecast.seconds else ""
-    tiles = [_tile("Step time", format_seconds(forecast.seconds), f"{len(forecast.spans)} instructions")]
+    tiles = [_tile("Step time", picture_seconds(forecast.seconds), f"{len(forecast.spans)} instructions")]
     if file.tokens:
         tiles.append(_tile("Tokens per second", f"{file.tokens_per_second:,.0f}", "all ranks"))
     if file.flops:
-        tiles.append(_tile("Model FLOPs utilization", f"{file.model_flops_utilization:.1%}", file.machine.name))
-    tiles.append(_tile("Exposed communication", format_seconds(exposed), share))
+        tiles.append(_tile("Model FLOPs utilization", f"{file.model_flops_utilization:.1%}", f"of {of_peak(file)}"))
+    tiles.append(_tile("Exposed communication", picture_seconds(exposed), share))
     for tier in tiers_used(forecast):
         peak, budget = peak_bytes(forecast, tier), file.budget.get(tier, 0)
         of = f"{peak / budget:.0%} of {format_bytes(budget)}" if budget else "no budget"
@@ -115,8 +116,8 @@ def _measured_tiles(file: PlanFile, beside: Beside | None) -> list[str]:
     measured, again = beside.measured, beside.retimed
     ratio = f"{measured.seconds / file.forecast.seconds:.2f} times the forecast" if file.forecast.seconds else ""
     tiles = [
-        _tile("Measured step", format_seconds(measured.seconds), ratio),
-        _tile("Re-timed forecast", format_seconds(again.seconds), "by the run's own times"),
+        _tile("Measured step", picture_seconds(measured.seconds), ratio),
+        _tile("Re-timed forecast", picture_seconds(again.seconds), "by the run's own times"),
     ]
     for tier in tiers_used(measured):
         peak, told = peak_bytes(measured, tier), peak_bytes(file.forecast, tier)

@@ -57,7 +57,7 @@ def tiers_used(forecast: Forecast) -> tuple[Tier, ...]:
     return tuple(tier for tier in TIERS if forecast.memory.get(tier))
 
 
-def format_seconds(seconds: float) -> str:
+def picture_seconds(seconds: float) -> str:
     """``seconds`` with three significant digits and a unit: ``"4 ms"``, ``"1.52 s"``."""
     if seconds == 0:
         return "0 s"

@@ -59,6 +59,7 @@ def place(holdings: Sequence[Holding], spans: Sequence[Span]) -> list[Placed]:
     for holding in ordered:
         begin = _begin(holding, spans)
         end = None if holding.last == -1 else spans[holding.last].end
+        # What begins at the moment at which another ends may have its place, unless that lasts for the moment only.
         live = [p for p in live if p.end is None or begin is None or p.end > begin or p.begin == begin]
         new = Placed(holding, _gap(live, holding.bytes), begin, end)
         placed.append(new)

@@ -80,6 +80,7 @@ def most_held(holdings: Iterable[Holding], tasks: int) -> int:
     change: dict[int, int] = defaultdict(int)
     for holding in holdings:
         change[max(holding.first, 0)] += holding.bytes
+        # Both tasks are included, so it is gone from the next one on.
         change[tasks if holding.last == -1 else holding.last + 1] -= holding.bytes
     level = most = 0
     for task in sorted(change):

@@ -15,7 +15,7 @@ from zerograph.cli.export.labels import (
     STREAM_NAMES,
     TIER_COLOURS,
     TIER_NAMES,
-    format_seconds,
+    picture_seconds,
     streams_used,
     tiers_used,
 )
@@ -98,12 +98,12 @@ def _panel(heading: str, file: PlanFile, top: int, seconds: float) -> tuple[list
 def _summary(file: PlanFile, beside: Beside | None) -> str:
     forecast, plan = file.forecast, file.plan
     ranks = f"{plan.world_size} rank" + ("s" if plan.world_size != 1 else "")
-    facts = [f"stage {plan.stage}", ranks, file.machine.name, f"step {format_seconds(forecast.seconds)}"]
+    facts = [f"stage {plan.stage}", ranks, file.machine.name, f"step {picture_seconds(forecast.seconds)}"]
     if beside is not None:
-        facts.append(f"re-timed {format_seconds(beside.retimed.seconds)}")
-        facts.append(f"measured {format_seconds(beside.measured.seconds)}")
+        facts.append(f"re-timed {picture_seconds(beside.retimed.seconds)}")
+        facts.append(f"measured {picture_seconds(beside.measured.seconds)}")
     if forecast.exposed_communication:
-        facts.append(f"exposed communication {format_seconds(forecast.exposed_communication)}")
+        facts.append(f"exposed communication {picture_seconds(forecast.exposed_communication)}")
     return " · ".join(facts)
 
 
@@ -134,7 +134,7 @@ def _axis(seconds: float, bottom: int) -> Iterator[str]:
     for tick in time_ticks(seconds, 8):
         x = _x(tick, seconds)
         yield f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{HEAD + AXIS - 4}" y2="{bottom}"/>'
-        yield f'<text class="quiet middle" x="{x:.1f}" y="{HEAD + AXIS - 9}">{format_seconds(tick)}</text>'
+        yield f'<text class="quiet middle" x="{x:.1f}" y="{HEAD + AXIS - 9}">{picture_seconds(tick)}</text>'
 
 
 def _lane(forecast: Forecast, stream: Stream, top: int, seconds: float) -> Iterator[str]:
@@ -156,7 +156,7 @@ def _lane(forecast: Forecast, stream: Stream, top: int, seconds: float) -> Itera
 
 def _told(bar: Bar) -> str:
     what = bar.spans[0].name if len(bar.spans) == 1 else f"{len(bar.spans)} instructions"
-    return f"{what}, {format_seconds(bar.end - bar.start)} from {format_seconds(bar.start)}"
+    return f"{what}, {picture_seconds(bar.end - bar.start)} from {picture_seconds(bar.start)}"
 
 
 def _label(name: str, module: str, width: float) -> str:

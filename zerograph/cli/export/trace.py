@@ -62,6 +62,7 @@ def _names(name: str, threads: dict[Stream, int]) -> Iterator[Event]:
 def _slice(span: Span, thread: int, critical: bool) -> Event:
     args = {"task": span.task, "module": span.module, "source": span.source, "critical": critical}
     where = {"tid": thread, "ts": _microseconds(span.start)}
+    # Of the rounded moments: a slice that ends a digit later than the next begins would be drawn inside of that.
     length = _microseconds(span.end) - _microseconds(span.start)
     return {"ph": "X", "name": span.name, "cat": span.stream, **where, "dur": round(length, 3), "args": args}
 

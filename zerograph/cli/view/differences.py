@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set, Sized
 from dataclasses import dataclass, fields, replace
 from math import isclose
 
-from zerograph.cli.view.folding import fold, folded_name, skeleton
+from zerograph.cli.view.folding import fold_rows, folded_name, skeleton
 from zerograph.core.machine import TIERS, Machine
 from zerograph.core.plan import Bucket, Plan, decided
 from zerograph.core.planfile import PlanFile
@@ -66,7 +66,7 @@ def _same(d: Difference) -> bool:
 
 def _folded(told: Iterable[Difference]) -> Iterator[Difference]:
     """Buckets of consecutive layers that differ in the same way are one difference."""
-    for rows in fold(told, lambda d: d.name, _alike):
+    for rows in fold_rows(told, lambda d: d.name, _alike):
         yield replace(rows.first, count=len(rows.rows), last=rows.rows[-1].name)
 
 

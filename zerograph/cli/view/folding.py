@@ -31,13 +31,13 @@ def skeleton(name: str) -> str:
     return _NUMBER.sub("#", name)
 
 
-def layer_of(name: str) -> str:
+def layer_or_name(name: str) -> str:
     """The layer a module or parameter belongs to: ``blocks.3`` of ``blocks.3.mlp.0``; itself where no number is."""
     match = _LAYER.match(name)
     return match[1] if match else name
 
 
-def fold(rows: Iterable[T], name: Callable[[T], str], alike: Callable[[T, T], bool]) -> list[Fold[T]]:
+def fold_rows(rows: Iterable[T], name: Callable[[T], str], alike: Callable[[T, T], bool]) -> list[Fold[T]]:
     """Rows in their order, those folded that follow one another, differ in numbers only and are ``alike``."""
     groups: list[list[T]] = []
     for row in rows:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from zerograph.cli.view.folding import Fold, fold, interleaved, layer_of, skeleton
+from zerograph.cli.view.folding import Fold, fold_rows, interleaved, layer_or_name, skeleton
 from zerograph.cli.view.moment import START, Moment, moment
 from zerograph.core.machine import TIERS, Tier
 from zerograph.core.planfile import Holding, PlanFile
@@ -57,16 +57,17 @@ class Group:
 
 def grouped(file: PlanFile, by: By, measured: Forecast | None = None) -> list[Fold[Group]]:
     """The folded rows of ``file``, in the order of the step."""
+    # Functions, so that only the rows that are asked for are made.
     makers: Mapping[By, Callable[[], list[Group]]] = {
         "layer": lambda: _by_layer(file, measured),
         "kind": lambda: _by_kind(file),
         "tier": lambda: _by_tier(file),
         "op": lambda: _by_op(file, measured),
     }
-    return fold(makers[by](), lambda g: g.name, _alike)
+    return fold_rows(makers[by](), lambda g: g.name, _alike)
 
 
-def largest(folds: Iterable[Fold[Group]], by: By, top: int) -> list[Fold[Group]]:
+def largest_rows(folds: Iterable[Fold[Group]], by: By, top: int) -> list[Fold[Group]]:
     """The ``top`` rows with the most memory (ops: the most time), largest first."""
     return sorted(folds, key=_time if by == "op" else _memory, reverse=True)[:top]
 
@@ -94,7 +95,7 @@ def _by_layer(file: PlanFile, measured: Forecast | None) -> list[Group]:
 
 def _layer(span: Span) -> str:
     """The layer that a task works for; of one outside of layers what it is called."""
-    return layer_of(span.module) if span.module else span.name
+    return layer_or_name(span.module) if span.module else span.name
 
 
 def _home(file: PlanFile, holding: Holding) -> str:
@@ -102,7 +103,7 @@ def _home(file: PlanFile, holding: Holding) -> str:
     if not holding.module and holding.first != START:
         made = file.forecast.spans[holding.first]
         return _layer(made)
-    return layer_of(holding.module or holding.name)
+    return layer_or_name(holding.module or holding.name)
 
 
 def _by_kind(file: PlanFile) -> list[Group]:
@@ -135,7 +136,7 @@ def _by_op(file: PlanFile, measured: Forecast | None) -> list[Group]:
     for span in file.forecast.spans:
         group = groups.setdefault(
             span.name,
-            Group(span.name, stream=span.stream, source=span.source, why=reasons.get(layer_of(span.module), "")),
+            Group(span.name, stream=span.stream, source=span.source, why=reasons.get(layer_or_name(span.module), "")),
         )
         group.run(span)
         for holding in takes[span.task]:
@@ -164,8 +165,8 @@ def _reasons(file: PlanFile) -> dict[str, str]:
     decisions: dict[str, list[str]] = defaultdict(list)
     for reason in file.reasons:
         text = f"{reason.decision}: {reason.why}"
-        if text not in decisions[layer_of(reason.subject)]:
-            decisions[layer_of(reason.subject)].append(text)
+        if text not in decisions[layer_or_name(reason.subject)]:
+            decisions[layer_or_name(reason.subject)].append(text)
     return {
         layer: texts[0] + (f" (and {len(texts) - 1} more)" if len(texts) > 1 else "")
         for layer, texts in decisions.items()

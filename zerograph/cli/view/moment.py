@@ -46,11 +46,13 @@ def moment(file: PlanFile, task: int) -> Moment:
 def _held(file: PlanFile, holding: Holding, task: int, time: float) -> bool:
     if task == START:
         return holding.first == START
+    # Its own tasks count also where they take no time.
     return task in (holding.first, holding.last) or holding.held_at(time, file.forecast.spans)
 
 
 def _level(file: PlanFile, tier: Tier, task: int, time: float) -> int:
     peak = file.forecast.peaks.get(tier)
+    # Several tasks may start at one moment, of which the curve keeps the last level: the peak itself is exact.
     if peak is not None and peak.task == task:
         return peak.bytes
     if task == START:

@@ -34,6 +34,7 @@ def as_data(file: PlanFile, beside: Beside | None) -> dict[str, Any]:
         **_outcome(forecast),
         "tokens_per_second": file.tokens_per_second,
         "model_flops_utilization": file.model_flops_utilization,
+        "peak_flops": file.peak_flops,
         "budget": dict(file.budget),
         "critical_path": list(forecast.critical_path),
         "reasons": [asdict(reason) for reason in file.reasons],
@@ -61,7 +62,7 @@ def headline(file: PlanFile, beside: Beside | None) -> list[Sequence[Cell]]:
     rows: list[Sequence[Cell]] = [
         ["model", (file.model, "bold")],
         ["plan", f"{decided}, prefetch {plan.prefetch}"],
-        ["machine", file.machine.name],
+        ["machine", file.machine.title],
         ["step", ", ".join(_speed(file, measured))],
     ]
     if beside is not None:
@@ -100,7 +101,13 @@ def _speed(file: PlanFile, measured: Forecast | None) -> Iterator[str]:
     if file.tokens:
         yield f"{_three_digits(file.tokens_per_second)} tokens/s"
     if file.flops:
-        yield f"MFU {100 * file.model_flops_utilization:.1f}%"
+        yield f"MFU {100 * file.model_flops_utilization:.1f}% of {of_peak(file)}"
+
+
+def of_peak(file: PlanFile) -> str:
+    """What utilization is relative to."""
+    source = "published" if file.machine.published else "measured"
+    return f"{file.peak_flops / 1e12:.3g} TFLOP/s {source}"
 
 
 def memory(file: PlanFile, measured: Forecast | None, width: int, *, unicode: bool) -> list[Sequence[Cell]]:

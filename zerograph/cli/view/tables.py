@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from zerograph.cli.terminal import Cell
-from zerograph.cli.view.folding import Fold, fold, folded_name, interleaved, short_source
-from zerograph.cli.view.groups import By, Group, largest
+from zerograph.cli.view.folding import Fold, fold_rows, folded_name, interleaved, short_source
+from zerograph.cli.view.groups import By, Group, largest_rows
 from zerograph.cli.view.moment import START, Moment
 from zerograph.core.machine import TIERS, Tier
 from zerograph.core.planfile import Holding, PlanFile
@@ -38,7 +38,7 @@ def group_data(folds: Sequence[Fold[Group]]) -> list[dict[str, Any]]:
 
 def group_table(all_folds: Sequence[Fold[Group]], by: By, top: int | None = None) -> Table:
     """Folded rows, only the ``top`` largest when given; columns that are empty throughout are left out."""
-    folds = all_folds if top is None else largest(all_folds, by, top)
+    folds = all_folds if top is None else largest_rows(all_folds, by, top)
     firsts = [rows.first for rows in folds]
     columns: list[tuple[str, Literal["name", "number", "note"], list[str]]] = [
         (by, "name", [_name(rows) for rows in folds]),
@@ -91,7 +91,7 @@ def _level(file: PlanFile, at: Moment, tier: Tier) -> str:
 
 def moment_table(file: PlanFile, at: Moment, top: int | None = None) -> Table:
     """What is held, alike layers folded, each tier's largest first; only the ``top`` largest of all when given."""
-    folds = fold(interleaved(at.holdings, _identity), _identity, _alike)
+    folds = fold_rows(interleaved(at.holdings, _identity), _identity, _alike)
     folds.sort(key=_size, reverse=True)
     shown = sorted(folds[:top], key=lambda rows: TIERS.index(rows.first.tier))
     header: list[Cell] = [(title, "bold") for title in ("tier", "bytes", "kind", "what", "held", "source")]

@@ -9,7 +9,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.machine import Tier
 from zerograph.core.plan import OFFLOADS, Offload, level_at
 
-__all__ = ["ACTIVATIONS", "STAGES", "Activations", "Choice", "Stage", "placements"]
+__all__ = ["ACTIVATIONS", "STAGES", "Activations", "Stage", "Strategy", "placements"]
 
 Stage = Literal[0, 1, 2, 3]
 Activations = Literal["keep", "recompute", "host", "nvme"]
@@ -18,7 +18,7 @@ ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute", "host", "nvme")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Strategy:
     """What a row of the estimate stands for.
 
     Attributes:
@@ -39,7 +39,10 @@ class Choice:
 
     def __post_init__(self) -> None:
         if (level_at(self.stage, self.offload) == 0) != (self.tier == "device"):
-            raise ConfigError(f"offload {self.offload} to {self.tier}", "offload to host or nvme, or offload none")
+            raise ConfigError(
+                f"offload {self.offload} and tier {self.tier} do not go together",
+                "offload something to host or nvme, or offload none and leave the tier on the device",
+            )
         if self.tiles < 1:
             raise ConfigError(f"tiles must be at least 1, got {self.tiles}")
 

@@ -10,11 +10,12 @@ from graphs import fake_world
 from torch import Tensor, nn
 
 import zerograph
-from zerograph.core.check import check
+from zerograph.core.check import check_programs
 from zerograph.core.machine import machine_named
 from zerograph.core.program import Reduce
 from zerograph.core.runfile import Measured
-from zerograph.planner.outlook import Outlook, outlook, update
+from zerograph.planner.forecasts import ProgramForecast, forecast_programs, update_program
+from zerograph.planner.rates import kept_states
 
 WIDTH, LAYERS, WORLD = 64, 6, 4
 WEIGHT = 2 * (WIDTH * WIDTH + WIDTH) * 4  # bytes of one block
@@ -42,7 +43,7 @@ class Stack(nn.Module):
 
 def seen(
     stage: int, *, rows: int = 8, measured: Measured | None = None, machine: str = "cpu"
-) -> tuple[Outlook, zerograph.Backend]:
+) -> tuple[ProgramForecast, zerograph.Backend]:
     torch._dynamo.reset()
     with fake_world(rank=0, world_size=WORLD):
         model = Stack()
@@ -50,7 +51,7 @@ def seen(
         model.compile(backend=backend)
         model(torch.randn(rows, WIDTH)).sum().backward()
         programs = [backend.program["forward"], backend.program["backward"]]
-        return outlook(programs, backend.plan, machine_named(machine), measured=measured), backend
+        return forecast_programs(programs, backend.plan, machine_named(machine), measured=measured), backend
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -73,6 +74,16 @@ def test_holdings_add_up_to_the_curve() -> None:
     for time, level in found.forecast.memory["device"]:
         assert sum(h.bytes for h in found.holdings if h.held_at(time, spans)) == level
     assert max(level for _, level in found.forecast.memory["device"]) == peak.bytes
+
+
+def test_the_gradient_of_an_output_is_held_for_the_whole_backward() -> None:
+    rows = 512
+    found, _ = seen(3, rows=rows)
+    spans = found.forecast.spans
+    begins = next(s.task for s in spans if s.phase == "backward")
+    ends = max(s.task for s in spans if s.phase == "backward")
+    given = [h for h in found.holdings if (h.first, h.last) == (begins, ends)]
+    assert [(h.kind, h.bytes) for h in given] == [("gradient", rows * WIDTH * 4)]
 
 
 def test_only_on_a_cpu_is_the_growth_of_the_process_told() -> None:
@@ -106,7 +117,7 @@ def test_every_product_is_counted() -> None:
 def test_modules_and_lines_are_known() -> None:
     found, _ = seen(3)
     named = [s for s in found.forecast.spans if s.module == "blocks.3" and s.stream == "compute"]
-    assert named and all("test_outlook.py:" in s.source for s in named)
+    assert named and all("test_forecasts.py:" in s.source for s in named)
 
 
 def test_measured_seconds_replace_rates() -> None:
@@ -132,8 +143,10 @@ def test_compute_waits_where_the_program_does() -> None:
 def test_nothing_is_wrong_with_the_programs(stage: int) -> None:
     _, backend = seen(stage)
     programs = [backend.program["forward"], backend.program["backward"]]
-    assert check([*programs, update(backend.plan, 2)], backend.plan) == []
+    params = [p for bucket in backend.plan.buckets for p in bucket.params]
+    assert check_programs([*programs, update_program(backend.plan, kept_states(params, WORLD, 2))], backend.plan) == []
     again = [replace(p, instructions=[s for s in p.instructions if not isinstance(s, Reduce)]) for p in programs]
     assert any(
-        "which is not there" in str(wrong) or "reduced 0 times" in str(wrong) for wrong in check(again, backend.plan)
+        "which is not there" in str(wrong) or "reduced 0 times" in str(wrong)
+        for wrong in check_programs(again, backend.plan)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -15,14 +15,14 @@ from zerograph.core.simulate import simulate
 from zerograph.core.timeline import NOT_COUNTED, Forecast
 from zerograph.planner.placement import between_steps
 from zerograph.planner.process_memory import Resident, resident
-from zerograph.planner.rates import Rates, device_update
+from zerograph.planner.rates import Rates, device_update, kept_states
 from zerograph.planner.regions import Life, Profile
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.sketch import sketch
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class ProgramForecast:
     """A forecast, what its memory is used for, and, on a CPU, what the process grows by."""
 
     forecast: Forecast
@@ -30,36 +30,40 @@ class Outlook:
     resident: Resident | None = None
 
 
-def outlook(
+def forecast_programs(
     programs: Sequence[Program],
     plan: Plan,
     machine: Machine,
     *,
     moments: int = 2,
+    kept: Mapping[str, int] | None = None,
     measured: Measured | None = None,
-) -> Outlook:
+) -> ProgramForecast:
     """Simulate ``programs`` (forward and backward of one frame, or one inference) on one rank of ``machine``.
 
     Args:
-        moments: float tensors that the optimizer keeps per parameter: 2 for Adam, 0 for plain SGD.
+        moments: float tensors that the optimizer keeps per parameter that trains: 2 for Adam, 0 for plain SGD.
+        kept: where the optimizer is known, bytes that it keeps of each parameter that it updates, by name.
         measured: seconds that replace those that follow from the machine's rates.
     """
     rates = Rates(machine, plan.world_size, plan.compute_dtype)
-    states = tuple(between_steps(plan, moments))
+    kept = _kept(plan, moments) if kept is None else kept
+    states = tuple(between_steps(plan, kept))
     trains = any(program.kind == "backward" for program in programs)
-    step = [*programs, update(plan, moments)] if trains else programs
+    step = [*programs, update_program(plan, kept)] if trains else programs
     forecast, holdings = simulate(step, rates, measured=measured, held=states, not_counted=NOT_COUNTED)
     peak = forecast.peaks.get("device")
     grows = resident(programs, peak.bytes, plan.world_size) if peak is not None and machine.device == "cpu" else None
-    return Outlook(forecast, holdings, grows)
+    return ProgramForecast(forecast, holdings, grows)
 
 
-def scheduled(
+def forecast_sketch(
     scheduler: Scheduler, plan: Plan, not_counted: tuple[str, ...] = ()
 ) -> tuple[Forecast, tuple[Holding, ...]]:
     """The forecast of ``plan`` from its sketch, and what its memory is used for; they agree at every moment."""
-    states = tuple(between_steps(plan, scheduler.moments))
+    states = tuple(between_steps(plan, _kept(plan, scheduler.moments)))
     lives = scheduler.saved(scheduler.levels(plan), plan.offload).lives
+    # A sketch has one register for all values with the same life; people want to see each.
     parts = {register: partial(_one_by_one, scheduler.profile, own) for register, own in lives.items()}
     return simulate(sketch(scheduler, plan), scheduler.rates, held=states, not_counted=not_counted, parts=parts)
 
@@ -71,7 +75,12 @@ def _one_by_one(profile: Profile, lives: Sequence[Life], together: Holding) -> I
         yield replace(together, name=life.name, bytes=life.bytes, module=region.module, source=life.source)
 
 
-def update(plan: Plan, moments: int) -> Program:
-    """The optimizer's update of a plan whose shards and states live on the device."""
-    whole = device_update([bucket.params for bucket in plan.buckets], (), plan.world_size, moments)
+def _kept(plan: Plan, moments: int) -> dict[str, int]:
+    return kept_states((param for bucket in plan.buckets for param in bucket.params), plan.world_size, moments)
+
+
+def update_program(plan: Plan, kept: Mapping[str, int]) -> Program:
+    """The optimizer's update of the parameters in ``kept`` (:func:`~zerograph.planner.rates.kept_states`); shards and
+    states live on the device."""
+    whole = device_update([bucket.params for bucket in plan.buckets], (), plan.world_size, kept)
     return Program("update", 0, 0, (whole,), (), (), buckets=[bucket.name for bucket in plan.buckets])

@@ -12,7 +12,7 @@ from planner.steps import Layer, step_of
 from zerograph.core.errors import SizeError
 from zerograph.core.machine import Tier, machine_named
 from zerograph.core.step import Step
-from zerograph.planner.fill import fill
+from zerograph.planner.largest_size import largest_size
 from zerograph.planner.search import Search, Wish
 
 MACHINE = machine_named("h100-80gb")
@@ -46,7 +46,7 @@ class Asked:
 )
 def test_the_largest_fits_and_the_next_does_not(budget: int, start: int, squared: int) -> None:
     asked = Asked(squared)
-    found = fill(asked, budget, start)
+    found = largest_size(asked, budget, start)
     needs = Asked(squared)
     if found.value:
         assert needs(found.value).within(budget) is not None
@@ -59,23 +59,23 @@ def test_the_largest_fits_and_the_next_does_not(budget: int, start: int, squared
 
 def test_needs_on_a_line_are_found_in_a_few_steps() -> None:
     asked = Asked()
-    fill(asked, 200 * 10**6, 8)
+    largest_size(asked, 200 * 10**6, 8)
     assert len(asked.sizes) <= 5
 
 
 def test_a_model_may_end_before_the_memory_does() -> None:
-    found = fill(Asked(most=1000), 10**12, 8)
+    found = largest_size(Asked(most=1000), 10**12, 8)
     assert (found.value, found.need, found.limit) == (1000, None, "no more than 1000")
 
 
 def test_nothing_fits() -> None:
-    found = fill(Asked(), 1000, 8)
+    found = largest_size(Asked(), 1000, 8)
     assert found.value == 0 and found.search.smallest.peak == found.need
 
 
 def test_without_any_step_there_is_no_answer() -> None:
     with pytest.raises(SizeError, match="no more than 0"):
-        fill(Asked(most=0), 10**9, 4)
+        largest_size(Asked(most=0), 10**9, 4)
 
 
 @settings(max_examples=3, deadline=None)
@@ -85,7 +85,7 @@ def test_over_several_tiers_the_largest_fits_and_the_next_does_not(device: int, 
         return Search(sized(size), Wish(3, 8, 4096, 1, offload="auto", tier="host"), MACHINE, work=300)
 
     budget: dict[Tier, int] = {"device": device, "host": host}
-    found = fill(search, budget, start)
+    found = largest_size(search, budget, start)
     if found.value:
         assert search(found.value).within(budget) is not None
         assert found.held <= budget[found.tier]

@@ -15,7 +15,7 @@ _MOST = 2**40
 
 
 @dataclass(frozen=True, slots=True)
-class Largest:
+class LargestEstimate:
     """The answer: ``value`` of ``what``, the question with it put in, and the next one, which does not fit.
 
     ``question`` is None where not even the smallest fits; ``beyond`` is then that smallest one.
@@ -27,7 +27,9 @@ class Largest:
     beyond: Question
 
 
-def largest(question: Question, what: What, *, layers: int | None = None, hidden: int | None = None) -> Largest:
+def largest_estimate(
+    question: Question, what: What, *, layers: int | None = None, hidden: int | None = None
+) -> LargestEstimate:
     """The largest ``what`` at which any row of ``question`` fits; everything else stays as asked.
 
     For "params" the model's shape is free unless ``layers`` or ``hidden`` fixes one of them: it grows in depth and
@@ -43,6 +45,7 @@ def largest(question: Question, what: What, *, layers: int | None = None, hidden
         return replace(question, size=size)
 
     if layers is not None:
+        # In steps of 128: widths that kernels like, and that heads divide.
         wide = _bisect(what, lambda n: sized(ModelSize.of(layers=layers, hidden=128 * n, vocab=vocab)))
         return _in_parameters(wide)
     if hidden is None:
@@ -54,21 +57,21 @@ def largest(question: Question, what: What, *, layers: int | None = None, hidden
     return _in_parameters(_bisect(what, lambda n: sized(start.with_layers(n))))
 
 
-def _in_parameters(found: Largest) -> Largest:
+def _in_parameters(found: LargestEstimate) -> LargestEstimate:
     return replace(found, value=found.question.size.parameters if found.question else 0)
 
 
-def _bisect(what: What, at: Callable[[int], Question]) -> Largest:
-    """The largest n with a row that fits: of each choice, those that leave the least on the device first, whether one
+def _bisect(what: What, at: Callable[[int], Question]) -> LargestEstimate:
+    """The largest n with a row that fits: of each strategy, those that leave the least on the device first, whether one
     more than the best so far does; then doubled until it does not, and divided between."""
     best = 0
     for group in reversed(tuple(at(1).groups())):
-        for choice in reversed(group):
-            while best < _MOST and (row := Row(at(best + 1), choice).tiled()).fits:
+        for strategy in reversed(group):
+            while best < _MOST and (row := Row(at(best + 1), strategy).tiled()).fits:
                 best = _furthest(best + 1, lambda n, row=row: _over(replace(row, question=at(n))))  # type: ignore[misc]
             if row.need["device"] > row.have["device"]:
                 break  # what is left keeps more on the device
-    return Largest(what, best, at(best) if best else None, at(best + 1))
+    return LargestEstimate(what, best, at(best) if best else None, at(best + 1))
 
 
 def _over(row: Row) -> float:

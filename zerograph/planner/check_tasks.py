@@ -71,6 +71,7 @@ def arrivals(file: PlanFile) -> Iterator[Found]:
         homes = plan.buckets[span.bucket].homes
         wanted: list[tuple[str, str]] = []  # operations, and what they move
         match span.operation, span.what:
+            # A CPU has no host tier of its own: NVMe is read straight to where it is used.
             case "gather", _ if homes.parameters != "device":
                 wanted = [("fetch" if staged else "read", "shard")]
             case "update", _ if homes.optimizer != "device":

@@ -20,7 +20,7 @@ MOST = 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
+class LargestSize:
     """The answer.
 
     Attributes:
@@ -59,7 +59,7 @@ Budget = int | Mapping[Tier, int]
 """Bytes per tier, none where one is missing; a number is the device's, and leaves the others unlimited."""
 
 
-def fill(search_at: Callable[[int], Search], budget: Budget, start: int) -> Filled:
+def largest_size(search_at: Callable[[int], Search], budget: Budget, start: int) -> LargestSize:
     """The largest size within ``budget``.
 
     Args:
@@ -90,20 +90,21 @@ def _crossing(tried: Mapping[int, _Tried], low: int, high: int) -> int:
         (near, over), (far, other) = ((n, tried[n].over) for n in ends)
         if other > over:
             return min(max(near - int(over * (far - near) / (other - over)), low + 1), high - 1)
+    # Nothing was too large yet: double.
     return min(2 * low, high - 1) if high > MOST else (low + high) // 2
 
 
-def _answer(tried: Mapping[int, _Tried], low: int, budget: Budget) -> Filled:
+def _answer(tried: Mapping[int, _Tried], low: int, budget: Budget) -> LargestSize:
     found = tried[low].search if low else None
     beyond = low + 1 if low else min((n for n in tried if tried[n].search), default=1)
     after = tried.get(beyond, _Tried(limit=f"sizes above {MOST} were not tried"))
     if after.search is None:
         if found is None:
             raise SizeError(after.limit)
-        return Filled(low, found, None, after.limit, held=_least(found, budget, "device"))
+        return LargestSize(low, found, None, after.limit, held=_least(found, budget, "device"))
     _, need, tier = fullest(after.search, budget)
     found = found or after.search
-    return Filled(low, found, need, "", beyond, tier, _least(found, budget, tier))
+    return LargestSize(low, found, need, "", beyond, tier, _least(found, budget, tier))
 
 
 def _least(search: Search, budget: Budget, tier: Tier) -> int:

@@ -1,0 +1,146 @@
+"""Instructions say what they read, write and move; a program says what ranks must agree on, and reads well."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from zerograph.core.plan import Residency
+from zerograph.core.program import (
+    Collective,
+    Compute,
+    Fetch,
+    Free,
+    Gather,
+    HostUpdate,
+    Instruction,
+    Move,
+    Program,
+    Read,
+    Reduce,
+    Segment,
+    Spill,
+    Timed,
+    Update,
+    WaitFetch,
+    WaitGather,
+    WaitReduce,
+    Write,
+    stays_whole,
+)
+from zerograph.core.step import Param
+from zerograph.core.timeline import STREAMS
+
+W = Param("w", (4,), "float32", "float32", "float32", True, True)
+V = Param("v", (2,), "float32", "bfloat16", "float32", True, False)
+
+
+def moving(kind: type, what: str = "shard") -> Instruction:
+    return kind(what, "blocks.0 tile 1/2", "blocks.0", 2**20, (1,), (2,))
+
+
+FORWARD = (
+    Gather(0, (W,), (0,), 2, dead=(0,)),
+    WaitGather(0, 2, (3,), dead=(2,)),
+    Compute(0, (1, 3), (4,), dead=(1,), module="blocks.0.mlp"),
+    Free(0, (3,), dead=(3,)),
+)
+EACH: tuple[Instruction, ...] = (
+    *FORWARD, Reduce(0, (W, V), (1, 2), 3), WaitReduce(0, 3, (4, 5)), Update((0,), (64,), reads=(4, 5)),
+    *(moving(kind) for kind in get_args(Move)), WaitFetch(2),
+)  # fmt: skip
+
+
+def program(*instructions: Instruction, kind: str = "forward", buckets: tuple[str, ...] = ()) -> Program:
+    return Program(kind, 2, 6, instructions, (4, None), (Segment("0" * 16, 1),), buckets=buckets)
+
+
+def test_there_is_one_of_each_kind_here() -> None:
+    assert {type(step) for step in EACH} == set(get_args(Instruction))
+
+
+@pytest.mark.parametrize("step", EACH, ids=lambda step: type(step).__name__)
+def test_an_instruction_describes_itself(step: Instruction) -> None:
+    """What the simulation, the check and the viewers ask of every one; a wait has no stream, all that takes time do."""
+    assert isinstance(step.reads, tuple) and isinstance(step.writes, tuple) and step.dead == tuple(step.dead)
+    assert (step.stream in STREAMS) is isinstance(step, Timed)
+    assert isinstance(step, Timed) or step.stream is None
+    made = program(step, buckets=("blocks.0",))
+    assert made.name(step) and isinstance(made.label(step), str) and isinstance(made.module(step), str)
+    assert len(str(made).splitlines()) == 1
+
+
+def test_moves_are_between_two_neighbouring_tiers() -> None:
+    assert {kind.__name__: kind.moves for kind in (Spill, Fetch, Write, Read)} == {
+        "Spill": ("device", "host"),
+        "Fetch": ("host", "device"),
+        "Write": ("host", "nvme"),
+        "Read": ("nvme", "host"),
+    }
+    assert [type(step) for step in EACH if step.moves is None and isinstance(step, Move)] == [HostUpdate]
+
+
+def test_what_is_read_and_written() -> None:
+    gather, wait, compute, free, reduce, wait_reduce, update = EACH[:7]
+    assert [(step.reads, step.writes) for step in (gather, wait, compute, free)] == [
+        ((0,), (2,)),
+        ((2,), (3,)),
+        ((1, 3), (4,)),
+        ((3,), ()),
+    ]
+    assert [(step.reads, step.writes) for step in (reduce, wait_reduce, update)] == [
+        ((1, 2), (3,)),
+        ((3,), (4, 5)),
+        ((4, 5), ()),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("residency", "whole"),
+    [("use", ()), ("backward", ("forward",)), ("step", ("forward", "backward"))],
+)
+def test_a_bucket_stays_whole_for_training_only(residency: Residency, whole: tuple[str, ...]) -> None:
+    assert tuple(k for k in ("forward", "backward", "inference") if stays_whole(residency, k)) == whole
+
+
+def test_the_text_is_one_line_per_instruction() -> None:
+    lines = str(program(*FORWARD)).splitlines()
+    assert [line.split()[1] for line in lines] == ["gather", "wait", "compute", "free"]
+    assert lines[0] == "   0  gather       bucket 0  1 parameters, 16 B"
+    assert str(program(moving(Spill, "gradient"))) == "   0  spill        gradient of blocks.0 tile 1/2, 1 MiB"
+
+
+def test_collectives_name_what_all_ranks_must_agree_on() -> None:
+    both = program(Gather(0, (W, V), (0, 1), 2), Reduce(0, (W, V), (2, 3), 4))
+    assert list(both.collectives()) == [
+        "gather bucket 0: w [4] float32",
+        "gather bucket 0: v [2] bfloat16 whole",
+        "reduce bucket 0: w [4] float32",
+        "reduce bucket 0: v [2] float32 whole",
+    ]
+    assert [step for step in EACH if isinstance(step, Collective)] == [EACH[0], EACH[4]]
+
+
+def test_the_digest_is_that_of_the_collectives_only() -> None:
+    whole = program(*FORWARD)
+    assert whole.digest == replace(whole, instructions=FORWARD[:2], registers=9, outputs=()).digest
+    assert whole.digest != program(Gather(0, (V,), (0,), 2)).digest
+    assert whole.digest != program(*FORWARD, kind="backward").digest
+    both = Gather(0, (W,), (0,), 2), Reduce(0, (W,), (2,), 3)
+    assert program(*both).digest != program(*reversed(both)).digest
+
+
+def test_people_read_the_names_of_buckets_layers_and_tiles() -> None:
+    tile = Gather(1, (W,), (0,), 2, tile=1, tiles=4)
+    named, bare = program(tile, buckets=("embed", "head")), program(tile)
+    assert (named.name(tile), named.module(tile)) == ("gather head tile 2/4", "head")
+    assert (bare.name(tile), bare.module(tile)) == ("gather bucket 1 tile 2/4", "")
+    compute, outside = FORWARD[2], Compute(0, (1,), (2,))
+    assert named.name(compute) == "forward blocks.0" and named.module(compute) == "blocks.0.mlp"
+    assert named.name(outside) == "forward outside of layers"
+    fetch = moving(Fetch)
+    assert (named.name(fetch), named.label(fetch)) == ("fetch shard of blocks.0 tile 1/2", "blocks.0 tile 1/2")
+    assert named.name(Update((0,), (8,))) == "optimizer update"
+    assert named.label(WaitFetch(2)) == named.module(WaitFetch(2)) == ""

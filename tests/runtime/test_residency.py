@@ -1,0 +1,153 @@
+"""Gathered buckets that stay whole: how long, by residency, and what makes them stale."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
+
+from zerograph.core.plan import Bucket, Plan, Residency
+from zerograph.core.step import Param
+from zerograph.runtime.comm import GroupCommunicator
+from zerograph.runtime.hold import GradientHold
+from zerograph.runtime.residency import GatheredCache, StepCount
+
+W = Param("w", (4,), "float32", "float32", "float32", True, True)
+V = Param("v", (2,), "float32", "bfloat16", "float32", True, True)
+FULL = [torch.ones(4), torch.ones(2, dtype=torch.bfloat16)]
+
+
+Made = tuple[GatheredCache, StepCount, GradientHold, GroupCommunicator]
+Making = Callable[[Residency], Made]
+
+
+@pytest.fixture
+def cache_of(group: dist.ProcessGroup) -> Making:
+    def make(residency: Residency) -> Made:
+        steps, hold = StepCount(), GradientHold({"w": torch.zeros(4, requires_grad=True)})
+        plan = Plan(3, 1, (Bucket(0, "b", (W, V), residency),), 1)
+        return GatheredCache(plan, steps, hold), steps, hold, GroupCommunicator(group, torch.device("cpu"))
+
+    return make
+
+
+def gather(cache: GatheredCache, kind: str) -> bool:
+    """A program that reads the bucket: whether it had to be gathered."""
+    cache.enter(kind)
+    found = cache.lookup(0, (W, V))
+    if found is None:
+        cache.store(0, (W, V), FULL, kind)
+    cache.release(0, kind)
+    return found is None
+
+
+@contextmanager
+def holding(hold: GradientHold, comm: GroupCommunicator) -> Iterator[None]:
+    """As between the backwards of two micro-batches, of which the first one is in ``no_sync``."""
+    hold.add((W,), [torch.ones(4)], comm)
+    yield
+    hold.take((W,), [torch.ones(4)])
+
+
+KINDS = ["forward", "backward", "forward", "backward", "inference", "forward"]
+
+
+@pytest.mark.parametrize(
+    ("residency", "apart", "under_no_sync"),
+    [
+        ("use", [True] * 6, [True] * 6),
+        ("backward", [True, False, True, False, True, True], [True, False, True, False, True, True]),
+        ("step", [True, False, True, False, True, True], [True, False, False, False, False, False]),
+    ],
+)
+def test_how_long_a_bucket_stays_whole(
+    cache_of: Making, residency: Residency, apart: list[bool], under_no_sync: list[bool]
+) -> None:
+    cache, _, hold, comm = cache_of(residency)
+    assert [gather(cache, kind) for kind in KINDS] == apart
+    cache.clear()
+    with holding(hold, comm):
+        assert [gather(cache, kind) for kind in KINDS] == under_no_sync
+
+
+def test_a_step_a_failure_and_ranks_that_met_again_make_it_stale(cache_of: Making) -> None:
+    cache, steps, hold, comm = cache_of("step")
+    with holding(hold, comm):
+        assert gather(cache, "forward") and not gather(cache, "forward")
+        steps.value += 1
+        assert gather(cache, "forward") and not gather(cache, "forward")
+        cache.clear()
+        assert gather(cache, "forward") and not gather(cache, "forward")
+        cache.enter("forward", generation=1)
+        assert cache.lookup(0, (W, V)) is None
+
+
+def test_an_inference_keeps_nothing_and_reads_what_is_kept(cache_of: Making) -> None:
+    cache, _, hold, comm = cache_of("step")
+    assert gather(cache, "inference")
+    assert cache.bytes == 0
+    with holding(hold, comm):
+        assert gather(cache, "forward") and not gather(cache, "inference")
+
+
+def test_a_part_of_a_bucket_is_kept_as_that(cache_of: Making) -> None:
+    """A backward may read fewer parameters than the forward gathered, or more."""
+    cache, *_ = cache_of("step")
+    cache.enter("forward")
+    cache.store(0, (W,), FULL[:1], "forward")
+    assert cache.release(0, "forward") and cache.bytes == 16
+    assert cache.lookup(0, (W, V)) is None and cache.lookup(0, (W,)) == [FULL[0]]
+    cache.store(0, (V,), FULL[1:], "forward")
+    assert cache.bytes == 16 + 4
+    found = cache.lookup(0, (V, W))
+    assert found is not None and found[0] is FULL[1] and found[1] is FULL[0]
+
+
+def test_release_says_whether_the_bucket_stays(cache_of: Making) -> None:
+    for residency, kind, stays in (
+        ("use", "forward", False),
+        ("backward", "forward", True),
+        ("step", "backward", True),
+    ):
+        cache, *_ = cache_of(residency)  # type: ignore[arg-type]
+        cache.enter(kind)
+        cache.store(0, (W, V), FULL, kind)
+        assert cache.release(0, kind) is stays
+    cache, *_ = cache_of("backward")
+    cache.enter("backward")
+    cache.store(0, (W, V), FULL, "backward")
+    assert not cache.release(0, "backward") and cache.bytes == 0
+
+
+def test_steps_of_own_optimizers_are_counted_apart() -> None:
+    """With a learning rate of 0 DCP makes states on ranks that have none, which is no step that ranks must share."""
+    ours, theirs = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    count = StepCount({id(ours)})
+
+    def step(*params: nn.Parameter, **options: float) -> tuple[int, int]:
+        for p in params:
+            p.grad = torch.ones(2)
+        torch.optim.SGD(params, **options).step()
+        return count.value, count.own
+
+    assert step(theirs) == (1, 0)
+    assert step(ours, theirs) == (2, 1)
+    assert step(ours, lr=0.0) == (3, 1)
+
+
+def test_a_count_that_is_gone_is_not_told() -> None:
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([param])
+    before = len(hooks)
+    count = StepCount({id(param)})
+    assert len(hooks) == before + 1
+    del count
+    gc.collect()
+    assert len(hooks) == before
+    optimizer.step()

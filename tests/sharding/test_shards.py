@@ -1,0 +1,106 @@
+"""One parameter between its shards and its full tensor, and errors of rank 0 that all ranks raise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from ranks import run
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from zerograph.core.errors import CheckpointError, ConfigError
+from zerograph.sharding import shards
+
+
+@given(rows=st.integers(0, 20), world=st.integers(1, 6))
+def test_rows_are_split_as_torch_chunks(rows: int, world: int) -> None:
+    full = torch.arange(rows)
+    pieces = [full[shards.shard_rows(rows, rank, world)] for rank in range(world)]
+    assert torch.equal(torch.cat(pieces), full)
+    assert [len(p) for p in pieces if len(p)] == [len(c) for c in full.chunk(world) if len(c)]
+
+
+SHAPES = [(4, 3), (5, 2), (1, 3), (3,), (0, 2)]
+
+
+def _there_and_back() -> None:
+    """Of rows that divide, that do not, that are fewer than ranks, and of none."""
+    world, group = dist.get_world_size(), dist.group.WORLD
+    mesh = init_device_mesh("cpu", (world,))
+    for shape in SHAPES:
+        full = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        sharded = distribute_tensor(full, mesh, [Shard(0)])
+        mine = shards.as_shard(full, sharded)
+        assert shards.is_sharded(mine) and mine.shape == full.shape
+        assert torch.equal(mine.to_local(), sharded.to_local())
+        assert mine.to_local().is_contiguous() and mine.to_local().untyped_storage().nbytes() == mine.to_local().nbytes
+        assert torch.equal(shards.full_value(sharded), full)
+        pieces = shards.gather_to_first(sharded)
+        assert torch.equal(torch.cat(pieces), full) if dist.get_rank() == 0 else pieces == []
+        for split, local in (
+            (True, torch.zeros_like(sharded.to_local())),
+            (False, torch.zeros(shape).t().contiguous().t()),
+        ):
+            shards.send_from_first(full if dist.get_rank() == 0 else None, local, shape[0], group, split)
+            assert torch.equal(local, sharded.to_local() if split else full)
+    whole = distribute_tensor(torch.arange(3.0), mesh, [Replicate()])
+    assert not shards.is_sharded(whole)
+    assert torch.equal(shards.full_value(whole), torch.arange(3.0))
+    assert torch.equal(shards.as_shard(torch.ones(3), whole).to_local(), torch.ones(3))
+    transposed = shards.as_shard(
+        torch.arange(6.0).view(2, 3).t(), distribute_tensor(torch.zeros(3, 2), mesh, [Shard(0)])
+    )
+    assert torch.equal(transposed.full_tensor(), torch.arange(6.0).view(2, 3).t())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_there_and_back(world: int) -> None:
+    run(world, _there_and_back)
+
+
+def test_a_plain_parameter_is_its_own_shard() -> None:
+    param = nn.Parameter(torch.arange(3.0))
+    assert not shards.is_sharded(param)
+    assert shards.local_of(param).data_ptr() == param.data_ptr()
+    value = shards.full_value(param)
+    assert torch.equal(value, param) and value.data_ptr() != param.data_ptr() and not value.requires_grad
+    assert torch.equal(shards.gather_to_first(param)[0], param)
+    local = torch.zeros(3)
+    shards.send_from_first(torch.ones(3), local, 3, None, split=True)
+    assert torch.equal(local, torch.ones(3))
+    assert shards.group_of(nn.Linear(2, 2)) is None and shards.is_first(None)
+
+
+def _together(fails: bool) -> str:
+    def action() -> None:
+        assert dist.get_rank() == 0, "one rank works for all"
+        if fails:
+            raise ConfigError("no room", "buy a disk")
+
+    try:
+        shards.on_first_rank(dist.group.WORLD, action, CheckpointError)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_what_fails_on_rank_0_is_an_error_on_all() -> None:
+    assert run(2, _together, False) == ["", ""]
+    assert run(2, _together, True) == ["no room\n\nhint: buy a disk", "on rank 0: no room\n\nhint: buy a disk"]
+
+
+def test_errors_in_one_sentence() -> None:
+    assert shards.describe(ConfigError("no room", "buy a disk")) == "no room"
+    assert shards.describe(KeyError("w")) == "KeyError: 'w'"
+
+
+def test_an_interrupt_of_rank_0_is_no_error_of_its_work() -> None:
+    def action() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        shards.on_first_rank(None, action, CheckpointError)
