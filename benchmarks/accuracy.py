@@ -2,6 +2,7 @@
 
     python benchmarks/accuracy.py                     # models and stages, 2 gloo ranks; about twenty minutes
     python benchmarks/accuracy.py --cases 0,4 --machine machine.json
+    python benchmarks/accuracy.py --cases 14,15,16,17,18,19,20,21 # transformers' models, with large vocabularies
 
 Prediction. The forecast of the peak is within 5% of what torch's allocator hands out, within 10% of the growth of the
 process where the model has more than 1 GB of states, and the forecast of the step's time within 20%.
@@ -49,6 +50,14 @@ CASES = [
     (LARGE, "zg3:recompute=full"),
     (Workload(16, 896, 14), "zg3"),
     (Workload(8, 1280, 20), "zg3"),
+    (Workload(6, 512, 8, vocab=8000, seq=256, model="llama"), "zg3"),
+    (Workload(6, 512, 8, vocab=8000, seq=256, model="llama"), "zg2"),
+    (Workload(4, 256, 4, vocab=30000, batch=2, model="qwen"), "zg3"),
+    (Workload(4, 256, 4, vocab=16000, batch=2, model="mixtral"), "zg3"),
+    (Workload(4, 256, 8, vocab=16000, model="t5"), "zg3"),
+    (Workload(4, 256, 4, vocab=16000, model="bert"), "zg3"),
+    (Workload(6, 256, 8, vocab=1000, batch=16, seq=64, model="vit"), "zg3"),
+    (Workload(16, 0, 0, vocab=1000, batch=8, seq=96, model="resnet"), "zg3"),
 ]
 TELLING = 2**30
 """Bytes of states from which the growth of a process tells something: below, code and compilers are most of it."""
@@ -81,7 +90,7 @@ def main() -> int:
             found = measure(work, spec, machine, args.timeout)
         results.append({"workload": asdict(work), "spec": spec, "measured": Path(machine).read_text(), **asdict(found)})
         table.add_row(
-            f"{work.layers} x {work.dim}", title(spec),
+            f"{work.model} {work.layers} x {work.dim}", title(spec),
             f"{found.peak / 1e6:.1f}", ratio(found.forecast_peak, found.peak),
             ratio(found.forecast_growth, found.growth) if 16 * work.parameters > TELLING else "-",
             f"{found.step:.3f}", ratio(found.forecast, found.step), ratio(found.retimed, found.step),

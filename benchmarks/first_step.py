@@ -27,7 +27,7 @@ from pathlib import Path
 
 from crew import Crew, CrewFailed, runnable
 from facts import Load, append_json, describe, machine_facts
-from model import Workload
+from model import TRANSFORMERS, Workload
 from rich.console import Console
 from rich.table import Table
 from variants import parse, title
@@ -87,7 +87,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--layers", type=integers, default=[12, 24, 48])
-    add("--model", choices=["gpt", "llama"], default="gpt")
+    add("--model", choices=["gpt", *TRANSFORMERS], default="gpt")
     add("--warm", action="store_true", help="also measure a restart, with the cache that the first start left")
     add("--worlds", type=integers, default=[1, 2], help="process counts")
     add("--dim", type=int, default=128)

@@ -1,9 +1,9 @@
-"""The models that the benchmarks here train, and the data they are trained on: a GPT, and where asked for a Llama.
+"""The models that the benchmarks here train, and the data they are trained on: a GPT, or one of transformers' models.
 
 The GPT is GPT-2's block (LayerNorm and Linear with bias, fused qkv, gelu MLP of four times the width) with learned
 positions and an untied vocabulary head. The loss is part of `forward`, in fp32, so that every variant does the same
-work inside and outside of what it compiles. The Llama is that of transformers, called as users call it: with labels,
-and with its cache at the default, so that it returns the keys and values of every layer.
+work inside and outside of what it compiles. Those of transformers are called as users call them: with labels, and with
+their cache at the default, so that a Llama returns the keys and values of every layer. Their weights are random.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Workload:
     seq: int = 128
     dtype: str = "fp32"  # "fp32" | "bf16": bf16 compute over fp32 master parameters
     device: str = "cpu"
-    model: str = "gpt"  # "gpt" | "llama"
+    model: str = "gpt"  # or a name in TRANSFORMERS; a vision model takes images of seq x seq and has vocab classes
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -37,7 +37,10 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        """Elements in the model, without building it."""
+        """Elements in the model; of a GPT without building it."""
+        if self.model != "gpt":
+            with torch.device("meta"):
+                return sum(p.numel() for p in TRANSFORMERS[self.model](self).parameters())
         block = 12 * self.dim**2 + 13 * self.dim
         return self.layers * block + (2 * self.vocab + self.seq + 2) * self.dim
 
@@ -106,39 +109,96 @@ def build_model(work: Workload, seed: int = 0) -> Any:
     """The same weights for every variant and rank; its repeated layers are called `blocks`."""
     torch.manual_seed(seed)
     with torch.device(work.device):
-        return llama(work) if work.model == "llama" else GPT(work)
+        return GPT(work) if work.model == "gpt" else TRANSFORMERS[work.model](work)
+
+
+def blocks_of(model: nn.Module) -> nn.ModuleList:
+    """The repeated layers that users of `fully_shard` wrap and compile one by one."""
+    return model.blocks if isinstance(model, GPT) else model.model.layers
 
 
 def llama(work: Workload) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    class Llama(LlamaForCausalLM):
-        @property
-        def blocks(self) -> nn.ModuleList:
-            return self.model.layers
+    sizes = {"vocab_size": work.vocab, "hidden_size": work.dim, "intermediate_size": 8 * work.dim // 3}
+    config = LlamaConfig(**sizes, num_hidden_layers=work.layers, num_attention_heads=work.heads)
+    return LlamaForCausalLM(config)  # not a class of its own: its name tells transformers which loss to take
 
-    return Llama(
-        LlamaConfig(
-            vocab_size=work.vocab,
-            hidden_size=work.dim,
-            intermediate_size=8 * work.dim // 3,
-            num_hidden_layers=work.layers,
-            num_attention_heads=work.heads,
-            max_position_embeddings=work.seq,
-        )
+
+def qwen(work: Workload) -> nn.Module:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    sizes = {"vocab_size": work.vocab, "hidden_size": work.dim, "intermediate_size": 11 * work.dim // 4}
+    heads = {"num_attention_heads": work.heads, "num_key_value_heads": max(1, work.heads // 4)}
+    return Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, num_hidden_layers=work.layers, tie_word_embeddings=True))
+
+
+def mixtral(work: Workload) -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": work.vocab, "hidden_size": work.dim, "intermediate_size": 2 * work.dim}
+    heads = {"num_attention_heads": work.heads, "num_key_value_heads": max(1, work.heads // 4)}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_hidden_layers=work.layers, num_local_experts=4))
+
+
+def t5(work: Workload) -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes = {"vocab_size": work.vocab, "d_model": work.dim, "d_kv": work.dim // work.heads, "d_ff": 4 * work.dim}
+    tokens = {"decoder_start_token_id": 0, "pad_token_id": 0}
+    return T5ForConditionalGeneration(
+        T5Config(**sizes, **tokens, num_layers=work.layers, num_heads=work.heads, dropout_rate=0.0)
     )
 
 
+def bert(work: Workload) -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {"vocab_size": work.vocab, "hidden_size": work.dim, "intermediate_size": 4 * work.dim}
+    dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return BertForMaskedLM(
+        BertConfig(**sizes, **dropout, num_hidden_layers=work.layers, num_attention_heads=work.heads)
+    )
+
+
+def vit(work: Workload) -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes = {"image_size": work.seq, "patch_size": 8, "hidden_size": work.dim, "intermediate_size": 4 * work.dim}
+    return ViTForImageClassification(
+        ViTConfig(**sizes, num_hidden_layers=work.layers, num_attention_heads=work.heads, num_labels=work.vocab)
+    )
+
+
+def resnet(work: Workload) -> nn.Module:
+    """ResNet-50; its layers and widths are its own."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    return ResNetForImageClassification(ResNetConfig(num_labels=work.vocab))
+
+
+TRANSFORMERS: dict[str, Callable[[Workload], nn.Module]] = {
+    make.__name__: make for make in (llama, qwen, mixtral, t5, bert, vit, resnet)
+}
+VISION = ("vit", "resnet")
+
+
 def called(work: Workload, forward: Callable[..., Any]) -> Callable[[Tensor, Tensor], Tensor]:
-    """`forward`, of one of these models or of what wraps it, as a function of tokens and targets that gives a loss."""
+    """`forward`, of one of these models or of what wraps it, as a function of inputs and targets that gives a loss."""
     if work.model == "gpt":
         return forward
-    return lambda tokens, _: forward(input_ids=tokens, labels=tokens).loss  # it shifts labels itself
+    if work.model in VISION:
+        return lambda images, labels: forward(pixel_values=images, labels=labels).loss
+    return lambda tokens, _: forward(input_ids=tokens, labels=tokens).loss  # causal models shift labels themselves
 
 
 def batches(work: Workload, rank: int, count: int = 4) -> list[tuple[Tensor, Tensor]]:
-    """`count` fixed batches of random tokens, different on each rank, the same for every variant."""
+    """`count` fixed batches of random tokens or images, different on each rank, the same for every variant."""
     generator = torch.Generator().manual_seed(1000 + rank)
+    if work.model in VISION:
+        images = torch.randn((count, work.batch, 3, work.seq, work.seq), generator=generator).to(work.device)
+        labels = torch.randint(work.vocab, (count, work.batch), generator=generator).to(work.device)
+        return list(zip(images, labels, strict=True))
     shape = (count, work.batch, work.seq + 1)
     text = torch.randint(work.vocab, shape, generator=generator).to(work.device)
     return [(part[:, :-1].contiguous(), part[:, 1:].contiguous()) for part in text]

@@ -63,8 +63,12 @@ bound by     60 ms of compute, 4 ms of reduce, 3 ms of gather
 why          stage 3: the user asked for it
 not counted  allocator fragmentation
 
-device  ▅▅▇▇▇▇▇█████████████████████████████████████████▆▆▆▆▆▆▆▆▆▄▄▄  120 MiB of 8 GiB (1.5%)
-        peak at gather blocks.3 (blocks.3 model.py:40)
+device  ▅▅▇▇▇▇▇█████████████████████████████████████████▆▆▆▆▆▆▆▆▆▄▄▄   120 MiB of 8 GiB (1.5%)
+        peak at gather blocks.3 during forward blocks.3 (model.py:40)
+          48 MiB param shards
+          24 MiB gathered blocks.3.weight (blocks.3 model.py:40)
+          24 MiB gathered blocks.3.weight (blocks.3 model.py:40)
+          others: 24 MiB activation
 
 compute  ██████████████████░░  89.6%  60 ms
 gather   ███████░░░░░░░░░░░░░  35.8%  24 ms

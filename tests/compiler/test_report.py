@@ -44,8 +44,13 @@ def test_of_a_graph_break_the_first_line_is_shown() -> None:
     assert str(broken).splitlines()[-1] == "  graph break x2 in this process: print() was called"
 
 
-def test_a_recorded_step_stands_beside_its_forecast() -> None:
-    recorded = RecordedStep(seconds=0.2, forecast_seconds=0.15, peak=2 * 2**20, forecast_peak=3 * 2**20)
-    line = "recorded step 0.200 s, forecast 0.150 s (-25%); peak 2 MiB, forecast 3 MiB (+50%)"
+def test_a_recorded_step_stands_beside_its_forecasts() -> None:
+    recorded = RecordedStep(
+        seconds=0.2, forecast_seconds=0.3, retimed_seconds=0.15, machine="cpu", peak=2 * 2**20, forecast_peak=3 * 2**20
+    )
+    line = (
+        "recorded step 0.200 s; forecast 0.300 s (+50%) by the rates of cpu, 0.150 s (-25%) by its own seconds; "
+        "peak 2 MiB, forecast 3 MiB (+50%)"
+    )
     assert str(recorded) == line
     assert f"  {line}" in str(replace(REPORT, recorded=recorded)).splitlines()

@@ -146,7 +146,8 @@ def test_more_reductions_are_under_way_where_one_is_longer_than_a_layer() -> Non
     """A layer with much to reduce and little to compute, between layers of the other kind: its reduction has time."""
     few, many = Layer(rows=10**6, inside=10**6, flops=10**12), Layer(rows=10**8, inside=10**6, flops=10**10)
     step = step_of([few, few, many, many, few, few, few, few])
-    search = Search(step, Wish("auto", 8, bucket_size=2**20, prefetch=4), machine_named("h100-80gb"))
+    machine = machine_named("h100-80gb").with_precision("high")
+    search = Search(step, Wish("auto", 8, bucket_size=2**20, prefetch=4), machine)
     chosen = [c for c in search.best if c.plan.reductions > 1]
     assert chosen
     for candidate in chosen:

@@ -22,6 +22,7 @@ from zerograph.core.planfile import PlanFile
 from zerograph.core.step import Dimension
 from zerograph.core.units import format_bytes
 from zerograph.planner.estimate import RESERVE
+from zerograph.planner.reasons import runs
 from zerograph.planner.sizes import ModelSize, format_count
 
 
@@ -133,7 +134,7 @@ def plan(
         click.echo(file.to_json())
     else:
         show_summary(file)
-        show_lines(_reasons(file) if explain else ())
+        show_lines(explanation(file) if explain else ())
     return _report_overruns(file)
 
 
@@ -168,10 +169,14 @@ def _model(model: str | None, size: ModelSize | None, batch: int, seq: int) -> t
     return name, lambda: transformer(size, batch, seq)
 
 
-def _reasons(file: PlanFile) -> Iterator[str]:
-    yield ""
+def explanation(file: PlanFile) -> Iterator[str]:
+    """What was decided and why; what holds of many layers in one line."""
+    subjects: dict[tuple[str, str], list[str]] = {}
     for reason in file.reasons:
-        yield f"{reason.subject}: {reason.decision}, because {reason.why}"
+        subjects.setdefault((reason.decision, reason.why), []).append(reason.subject)
+    yield ""
+    for (decision, why), of in subjects.items():
+        yield f"{', '.join(runs(of))}: {decision}, because {why}"
 
 
 def _report_overruns(file: PlanFile) -> int:

@@ -34,7 +34,7 @@ from zerograph.core.program import (
 from zerograph.core.step import Kind
 from zerograph.graph import ops
 from zerograph.graph.costs import bytes_of, flops_of, memory_owner, moved_bytes, temporary_bytes
-from zerograph.graph.layers import layer_of_node, layer_starts
+from zerograph.graph.layers import layer_of_node, layer_starts, module_of
 from zerograph.graph.nodes import is_size  # arithmetic that every segment which needs it repeats
 from zerograph.graph.torch_private import LOOKUP_SEED, changes_inputs
 from zerograph.planner.rates import gathered_bytes, reduced_bytes
@@ -180,9 +180,7 @@ class _Lowering:
         callee = self.cache.get(body, digest)
         known = self.segments.get(digest)  # repeated layers cost the same
         segment = _segment(digest, computing, inputs, outs) if known is None else self.described[known]
-        module = next((layer for n in computing if (layer := layer_of_node(n))), "")
-        source = next((line for n in computing if (line := source_line(n))), "")
-        self._append_compute(segment, callee, inputs, outs, module, source)
+        self._append_compute(segment, callee, inputs, outs, *_place(computing))
 
     def _compute_sizes(self, sizes: list[fx.Node]) -> None:
         """Symbolic sizes that the graph returns: plain integer arithmetic, not worth a compiler."""
@@ -212,6 +210,21 @@ class _Lowering:
             self.callables.append(callee)
         args, results = self._regs(inputs), tuple(self._register(n) for n in outs)
         self.instructions.append(Compute(self.segments[segment.digest], args, results, module=module, source=source))
+
+
+def _place(nodes: list[fx.Node]) -> tuple[str, str]:
+    """The module that a segment computes, and a line of the user's code.
+
+    Of a repeated layer its name and first line. Outside of layers a segment may hold a norm, the head and the loss: it
+    has the module of its largest product, and the line that makes its largest tensor, where memory has its peak.
+    """
+    layer = next((layer for n in nodes if (layer := layer_of_node(n))), "")
+    lines = [(n, line) for n in nodes if (line := source_line(n))]
+    if layer:
+        return layer, next((line for _, line in lines), "")
+    product = max(nodes, key=flops_of)
+    largest = max(lines, key=lambda found: bytes_of(found[0].meta.get("val")), default=(None, ""))
+    return module_of(product) or "", largest[1]
 
 
 def _segment(digest: str, nodes: list[fx.Node], inputs: list[fx.Node], outs: list[fx.Node]) -> Segment:

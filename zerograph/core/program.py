@@ -375,7 +375,7 @@ class Program:
         """Whose instruction it is, for people: a bucket, a tile of it, a layer, an activation."""
         match instruction:
             case Compute(module=module):
-                return layer_of(module) or "outside of layers"
+                return layer_of(module) or module or "outside of layers"
             case Gather() | WaitGather() | Free() | Reduce() | WaitReduce():
                 name = self.buckets[instruction.bucket] if self.buckets else f"bucket {instruction.bucket}"
                 return name if instruction.tiles == 1 else f"{name} tile {instruction.tile + 1}/{instruction.tiles}"

@@ -70,9 +70,12 @@ class Rates:
 
     def compute(self, flops: float, moved: float) -> float:
         """A compute task: its products, and the bytes that it reads and writes."""
-        machine = self.machine
-        matmul = machine.matmul.get(self.dtype, machine.matmul["float32"])
-        return flops / matmul + moved / machine.device_bandwidth + machine.launch
+        return self.products(flops) + moved / self.machine.device_bandwidth + self.machine.launch
+
+    def products(self, flops: float) -> float:
+        """The products of a compute task."""
+        matmul = self.machine.matmul
+        return flops / matmul.get(self.dtype, matmul["float32"])
 
     def collective(self, size: float) -> float:
         """An all-gather or a reduction of ``size`` bytes."""

@@ -66,26 +66,26 @@ def updated(step: Step, plan: Plan) -> Iterator[Reason]:
 def recomputed(plan: Plan) -> str:
     """What is computed again, for people."""
     layers = "layer" if len(plan.recompute) == 1 else "layers"
-    text = f"{len(plan.recompute)} {layers} recomputed in the backward: {', '.join(_runs(plan.recompute))}"
+    text = f"{len(plan.recompute)} {layers} recomputed in the backward: {', '.join(runs(plan.recompute))}"
     if not plan.save:
         return text
     kinds = Counter(name.removeprefix(layer_of_activation(name)).lstrip(".") for name in plan.save)
     return f"{text}, but for {', '.join(f'{kind} of {count}' for kind, count in kinds.items())}"
 
 
-def _runs(layers: Sequence[str]) -> Iterator[str]:
+def runs(layers: Sequence[str]) -> Iterator[str]:
     """``a.0 to a.3`` for layers that follow one another, others by themselves; of many the first ones."""
-    runs: list[list[str]] = []
+    found: list[list[str]] = []
     for layer in layers:
         stack, _, number = layer.rpartition(".")
         before = f"{stack}.{int(number) - 1}" if number.isdigit() else ""
-        if runs and runs[-1][-1] == before:
-            runs[-1].append(layer)
+        if found and found[-1][-1] == before:
+            found[-1].append(layer)
         else:
-            runs.append([layer])
-    yield from (run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs[:_SHOWN])
-    if len(runs) > _SHOWN:
-        yield f"and {sum(map(len, runs[_SHOWN:]))} more"
+            found.append([layer])
+    yield from (run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in found[:_SHOWN])
+    if len(found) > _SHOWN:
+        yield f"and {sum(map(len, found[_SHOWN:]))} more"
 
 
 _SHOWN = 4

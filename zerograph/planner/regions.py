@@ -235,9 +235,10 @@ def _region(graph: Graph, span: tuple[int, int], found: Sequence[Saved], crossin
     begin, end = span
     first = graph.ops[begin]
     layer = graph.layer[begin]
-    source = next((op.source for op in graph.ops[begin:end] if op.source), "")
+    ops = graph.ops[begin:end]
+    source = next((op.source for op in ops if op.source), "")
     work = tuple(_work(graph, _sequence(graph, begin, end, s), s, crossing) for s in found)
-    return Region(first.phase, layer, layer or first.module, source, work)
+    return Region(first.phase, layer, layer or max(ops, key=lambda op: op.flops).module, source, work)
 
 
 def _sequence(graph: Graph, begin: int, end: int, kept: Saved) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 from zerograph.cli.terminal import Cell
 from zerograph.cli.view.drawing import ASCII_BAR, ASCII_BLOCKS, BAR, BLOCKS, bar, sparkline
 from zerograph.cli.view.folding import short_source
-from zerograph.cli.view.moment import START
+from zerograph.cli.view.moment import START, moment
 from zerograph.core.machine import TIERS, Tier
 from zerograph.core.planfile import PlanFile
 from zerograph.core.runfile import Beside
-from zerograph.core.timeline import STREAMS, Forecast, Peak
+from zerograph.core.timeline import STREAMS, Forecast, Peak, Span
 from zerograph.core.units import format_bytes, format_seconds
 
 BAR_WIDTH = 20
@@ -119,7 +120,7 @@ def memory(file: PlanFile, measured: Forecast | None, width: int, *, unicode: bo
         line = sparkline(forecast.memory.get(tier, ()), forecast.seconds, width, blocks)
         over = peak.bytes > budget
         rows.append([tier, (line, "red" if over else "cyan"), (_used(peak.bytes, budget), "bold red" if over else "")])
-        rows.append(["", _where(file, tier, peak), ""])
+        rows += [["", text, ""] for text in (_where(file, tier, peak), *_largest(file, tier, peak))]
         if measured is not None and tier in measured.peaks:
             line = sparkline(measured.memory.get(tier, ()), measured.seconds, width, blocks)
             actual = measured.peaks[tier].bytes
@@ -152,10 +153,40 @@ def _used(size: int, budget: int) -> str:
 
 
 def _where(file: PlanFile, tier: Tier, peak: Peak) -> str:
-    """The task of the peak; where it has no source line, as a gather, that of what it takes."""
-    sources = (peak.source, *(h.source for h in file.holdings if h.first == peak.task != START and h.tier == tier))
-    place = " ".join(text for text in (peak.module, short_source(next(filter(None, sources), ""))) if text)
-    return f"peak at {peak.name}" + (f" ({place})" if place else "")
+    """What reaches the peak, and what computes then: it may be a gather of a few KiB beside the loss's backward."""
+    during = _computing(file, peak) or peak
+    sources = (during.source, *(h.source for h in file.holdings if h.first == peak.task != START and h.tier == tier))
+    place = _place(short_source(next(filter(None, sources), "")))
+    return f"peak at {peak.name}{f' during {during.name}' if during is not peak else ''}{place}"
+
+
+def _computing(file: PlanFile, peak: Peak) -> Span | None:
+    """The task that computes when another one reaches the peak."""
+    if peak.task == START or file.forecast.spans[peak.task].stream == "compute":
+        return None
+    time = file.forecast.spans[peak.task].start
+    return next((s for s in file.forecast.spans if s.stream == "compute" and s.start <= time < s.end), None)
+
+
+def _largest(file: PlanFile, tier: Tier, peak: Peak) -> Iterator[str]:
+    """The largest tensors held at the peak, one by one, and how many bytes the others of each kind have."""
+    held = [h for h in moment(file, peak.task).holdings if h.tier == tier]
+    for holding in held[:_LARGEST]:
+        place = _place(holding.module, short_source(holding.source))
+        yield f"  {format_bytes(holding.bytes)} {holding.kind} {holding.name}{place}"
+    kinds: Counter[str] = Counter()
+    for holding in held[_LARGEST:]:
+        kinds[holding.kind] += holding.bytes
+    if kinds:
+        yield "  others: " + ", ".join(f"{format_bytes(size)} {kind}" for kind, size in kinds.most_common(_LARGEST))
+
+
+_LARGEST = 3
+
+
+def _place(*parts: str) -> str:
+    text = " ".join(filter(None, parts))
+    return f" ({text})" if text else ""
 
 
 def _against(forecast: float, measured: float | None) -> str:
