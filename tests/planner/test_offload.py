@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner.formulas import STAGING, checkpoint_bytes, layer_bytes, layout_of, model_states, needs, total
 from planner.steps import Layer, of_kinds, profile_of, step_of
 
 from zerograph.core.errors import ZeroGraphError
@@ -22,7 +23,6 @@ from zerograph.core.planfile import PlanFile
 from zerograph.core.simulate import Memory, time_and_peaks
 from zerograph.core.step import Step
 from zerograph.core.timeline import Forecast
-from zerograph.planner.activations import checkpoint_bytes, layer_bytes
 from zerograph.planner.check_file import check_file
 from zerograph.planner.forecasts import forecast_sketch
 from zerograph.planner.homes import HOMES
@@ -34,7 +34,6 @@ from zerograph.planner.schedule import Scheduler
 from zerograph.planner.search import Search, Wish
 from zerograph.planner.sizes import ModelSize
 from zerograph.planner.sketch import BUFFERS, sketch
-from zerograph.planner.states import STAGING, model_states, needs, total
 from zerograph.planner.strategy import Activations, Strategy, placements
 from zerograph.planner.training import Training
 
@@ -102,7 +101,7 @@ def test_model_states_are_those_of_the_formulas_to_the_byte(
     plan = ruled(step, stage, world)
     plan = placed(plan, Homes(strategy.home("parameters"), strategy.home("gradients"), strategy.home("optimizer")))
     memory = file_of(step, plan, GPU).forecast.memory
-    formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), Training(dtype=dtype).layout, strategy, world)
+    formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), layout_of(Training(dtype=dtype)), strategy, world)
     for at in TIERS:
         level = memory[at][-1][1] if at in memory else 0
         assert level - 4 * (at == "device") == total(formula, at), at
@@ -112,7 +111,7 @@ def test_stage_1_holds_the_optimizer_as_the_formulas_do() -> None:
     """Formulas let stage 1 keep whole gradients, as the paper has it; ours are reduced as at stage 2."""
     step, strategy = step_of([Layer(rows=MIB)] * 4), Strategy(1, "optimizer", "nvme")
     memory = file_of(step, placed(ruled(step, stage=1), Homes(optimizer="nvme")), GPU).forecast.memory
-    formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), Training(dtype="float32").layout, strategy, 4)
+    formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), layout_of(Training(dtype="float32")), strategy, 4)
     assert memory["nvme"][-1][1] == total(formula, "nvme")
     assert memory["host"][-1][1] == 0
 

@@ -10,14 +10,24 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planner.formulas import (
+    Layout,
+    checkpoint_bytes,
+    layer_bytes,
+    layout_of,
+    model_states,
+    needs,
+    staging_bytes,
+    total,
+    working,
+)
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.plan import OFFLOADS
-from zerograph.planner.activations import checkpoint_bytes, layer_bytes
+from zerograph.planner.preset import Need
 from zerograph.planner.sizes import ModelSize, format_count, parse_count
-from zerograph.planner.states import Need, model_states, needs, staging_bytes, total, working
 from zerograph.planner.strategy import STAGES, Strategy, placements
-from zerograph.planner.training import OPTIMIZERS, StateLayout, Training
+from zerograph.planner.training import OPTIMIZERS, Training
 
 GB, TB, GIB, TIB = 10**9, 10**12, 2**30, 2**40
 MIXED = Training(dtype="float16", optimizer="mixed", attention="whole")
@@ -37,7 +47,7 @@ def sized(parameters: float) -> ModelSize:
 
 
 def device_states(size: ModelSize, training: Training, stage: int, world: int) -> int:
-    return total(model_states(size, training.layout, Strategy(stage), world), "device")
+    return total(model_states(size, layout_of(training), Strategy(stage), world), "device")
 
 
 @pytest.mark.parametrize(
@@ -82,7 +92,7 @@ def test_working_memory_is_that_of_zero_infinity(
     layers: int, hidden: int, heads: int, states: float, working_states: float, working_activations: float
 ) -> None:
     size = ModelSize.of(layers=layers, hidden=hidden, heads=heads, vocab=1)
-    with_fp32_gradients = StateLayout(copy=2, gradient=2, master=4 + 4, moments=8, resident=True)
+    with_fp32_gradients = Layout(copy=2, gradient=2, master=4 + 4, moments=8, resident=True)
     assert total(model_states(size, with_fp32_gradients, Strategy(0), 1), "device") / TIB == pytest.approx(
         states, 0.002
     )
@@ -123,7 +133,7 @@ def test_the_zerograph_layout_gathers_a_copy_and_keeps_a_master() -> None:
 
 
 def test_offload_moves_states_and_leaves_a_copy_to_gather() -> None:
-    size, layout = sized(1e9), Training().layout
+    size, layout = sized(1e9), layout_of(Training())
     found = {
         offload: {tier: total(model_states(size, layout, Strategy(3, offload, "host"), 4), tier) for tier in _TIERS}
         for offload in OFFLOADS[1:]
@@ -137,7 +147,7 @@ _TIERS = ("device", "host")
 
 
 def test_zero_offload_leaves_two_bytes_per_parameter_on_the_device() -> None:
-    states = model_states(sized(13e9), MIXED.layout, Strategy(2, "gradients", "host"), 1)
+    states = model_states(sized(13e9), layout_of(MIXED), Strategy(2, "gradients", "host"), 1)
     assert (total(states, "device"), total(states, "host")) == (2 * 13 * GB, 14 * 13 * GB)
 
 
@@ -156,7 +166,7 @@ def test_nvme_is_reached_through_host_memory() -> None:
     assert Need("host", "staging buffers", 3 * 18 * 4 * 65536**2 // 16) in through
     on_cpu = needs(size, Training(), Strategy(3, "parameters", "nvme"), 16, staging="device")
     assert total(on_cpu, "host") == 0 < total(on_cpu, "device")
-    assert staging_bytes(size, Training().layout, Strategy(3, "parameters", "host"), 16) == 0
+    assert staging_bytes(size, layout_of(Training()), Strategy(3, "parameters", "host"), 16) == 0
 
 
 @pytest.mark.parametrize(
@@ -223,7 +233,8 @@ WORLDS = st.integers(1, 2048)
 def test_a_higher_stage_never_needs_more_device_memory_for_states(size, training, placement, world) -> None:  # type: ignore[no-untyped-def]
     stage, offload, tier = placement
     found = [
-        total(model_states(size, training.layout, Strategy(s, offload, tier), world), "device") for s in STAGES[stage:]
+        total(model_states(size, layout_of(training), Strategy(s, offload, tier), world), "device")
+        for s in STAGES[stage:]
     ]
     assert found == sorted(found, reverse=True)
 

@@ -73,7 +73,7 @@ def estimate(
     the config.json of a Hugging Face causal language model. It is built on the meta device: weights are neither
     allocated nor downloaded. --layers, --hidden, --heads and --vocab then replace what was read.
 
-    --largest solves with the formulas, over all rows. --capture traces a step of MODEL at a few sizes and solves on
+    --largest solves over all rows. --capture traces a step of MODEL at a few sizes and solves on
     that as well, a line per stage: without offload, or with --offload and --tier over all tiers.
     """
     if capture and (model is None or what not in ("batch", "seq")):
@@ -186,7 +186,7 @@ def _show(
         return
     if what is not None:
         number = format_count(value or 0) if what == "params" else str(value)
-        click.echo(f"largest {what}: {number}{', by the formulas' if traced else ''}")
+        click.echo(f"largest {what}: {number}{', from sizes alone' if traced else ''}")
     for stage, solved in (traced or {}).items():
         from zerograph.dryrun.largest_fit import describe_answer
 

@@ -16,7 +16,7 @@ from zerograph.planner.sizes import format_count
 if TYPE_CHECKING:
     from zerograph.planner.largest_size import Budget, LargestSize
 
-VERSION = 1
+VERSION = 2
 
 
 def cells(table: Iterable[Row], best: Row | None) -> list[list[Cell]]:
@@ -45,9 +45,9 @@ def _texts(row: Row, best: bool) -> tuple[str, ...]:
         row.strategy.activations,
         str(row.strategy.tiles),
         *(f"{format_bytes(row.need[t])} of {format_bytes(row.have[t])}" if row.need[t] else "-" for t in TIERS),
-        _digits(row.timing.seconds),
+        _digits(row.outcome.seconds),
         format_count(row.tokens_per_second),
-        row.timing.bound,
+        row.outcome.bound,
     )
 
 
@@ -89,11 +89,11 @@ def _row(row: Row, best: bool) -> dict[str, Any]:
         "fastest": best,
         "need": dict(row.need),
         "have": dict(row.have),
-        "items": [asdict(need) for need in row.needs],
-        "seconds": row.timing.seconds,
+        "items": [asdict(need) for need in row.preset.needs],
+        "seconds": row.outcome.seconds,
         "tokens_per_second": row.tokens_per_second,
-        "passes": dict(row.timing.passes),
-        "update": dict(row.timing.update),
+        "passes": dict(row.outcome.passes),
+        "update": dict(row.outcome.update),
     }
 
 

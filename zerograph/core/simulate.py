@@ -210,6 +210,8 @@ class Tasks:
         instructions, after: with their programs, and the tasks that each waited for besides the one before it on its
             stream; empty unless asked for.
         free: by stream, when its last task ends.
+        streams: of each task.
+        programs: the first task of each program.
         events: by tier, what is taken and given back when.
     """
 
@@ -217,6 +219,8 @@ class Tasks:
     starts: list[float] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     free: dict[Stream, float] = field(default_factory=dict)
+    streams: list[Stream] = field(default_factory=list)
+    programs: list[int] = field(default_factory=list)
     after: list[tuple[int, ...]] = field(default_factory=list)
     events: dict[Tier, list[Event]] = field(default_factory=lambda: {tier: [] for tier in TIERS})
 
@@ -228,6 +232,7 @@ class Tasks:
                 start = ends[task]
         end = self.free[stream] = start + seconds
         self.starts.append(start)
+        self.streams.append(stream)
         ends.append(end)
         return start, end
 
@@ -281,6 +286,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
     waits: list[int] = []  # what the next compute waits for
     last = -1  # the task that computed last
     for program in programs:
+        run.programs.append(len(starts))
         if not program.carries:
             ready = {}
         if cells is not None:

@@ -1,26 +1,24 @@
 """Does it fit, and how fast is it: one row per ZeRO stage and offload choice, from sizes alone.
 
-Each row is the fastest that fits among the ways to treat activations and to tile; where none fits, the one that is
-least over. Every row counts the same items (:mod:`zerograph.planner.states`) and the same streams
-(:mod:`zerograph.planner.timing`).
+Each row is the fastest that fits among the ways to treat activations, each in the fewest tiles that fit; where none
+fits, the one that is least over. Every row is a plan that is simulated (:mod:`zerograph.planner.preset`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import Offload
+from zerograph.planner.preset import Outcome, Preset
 from zerograph.planner.sizes import ModelSize
-from zerograph.planner.states import Need, needs, total
 from zerograph.planner.strategy import Activations, Stage, Strategy, placements
-from zerograph.planner.timing import Timing, timing
 from zerograph.planner.training import Training
 
-TILES = (1, 4, 16, 64, 256)
+TILES = (1, 8, 64)
 RESERVE = 0.06
 """Share of every tier that is left alone: device context, workspaces and fragmentation; the system's own memory."""
 
@@ -61,32 +59,13 @@ class Question:
         """The tiers beside the device that exist: a CPU has no host memory of its own."""
         return tuple(tier for tier in TIERS[1:] if self.machine.capacity(tier, self.world_size))
 
-    def needs(self, strategy: Strategy) -> tuple[Need, ...]:
-        """What ``strategy`` needs on every tier."""
-        staging: Tier = "device" if self.machine.device == "cpu" else "host"
-        return needs(self.size, self.training, strategy, self.world_size, staging)
-
-    def fits(self, strategy: Strategy) -> bool:
-        """Whether ``strategy`` fits every tier."""
-        found = self.needs(strategy)
-        return all(total(found, tier) <= self.have(tier) for tier in TIERS)
-
-    def over(self, strategy: Strategy) -> float:
-        """By what share of its capacity the fullest tier is overrun; 0 or less when everything fits."""
-        found = self.needs(strategy)
-        # Where there is no such tier, any byte overruns it.
-        return max(total(found, tier) / max(1, self.have(tier)) - 1 for tier in TIERS)
-
     def groups(self) -> Iterator[tuple[Strategy, ...]]:
-        """The strategies of every row, least work first."""
+        """The strategies of every row: ways to treat activations, least work first, in the fewest tiles."""
         for stage, offload, tier in placements(self.tiers):
             wanted = ((self.stage, stage), (self.offload, offload), (self.tier, tier))
             if all(fixed is None or fixed == value for fixed, value in wanted):
-                yield tuple(
-                    Strategy(stage, offload, tier, activations, tiles)
-                    for tiles in ((self.tiles,) if self.tiles else TILES)
-                    for activations in self._activations()
-                )
+                tiles = self.tiles or TILES[0]
+                yield tuple(Strategy(stage, offload, tier, how, tiles) for how in self._activations())
 
     def _activations(self) -> tuple[Activations, ...]:
         if self.activations:
@@ -103,14 +82,20 @@ class Row:
     strategy: Strategy
 
     @cached_property
-    def needs(self) -> tuple[Need, ...]:
-        """The items, with bytes and tier."""
-        return self.question.needs(self.strategy)
+    def preset(self) -> Preset:
+        """Its plan."""
+        asked = self.question
+        return Preset(asked.size, asked.training, asked.machine, asked.world_size, self.strategy)
+
+    @cached_property
+    def outcome(self) -> Outcome:
+        """Its step, simulated."""
+        return self.preset.outcome
 
     @cached_property
     def need(self) -> Mapping[Tier, int]:
         """Bytes per tier."""
-        return {tier: total(self.needs, tier) for tier in TIERS}
+        return self.outcome.peaks
 
     @cached_property
     def have(self) -> Mapping[Tier, int]:
@@ -120,19 +105,37 @@ class Row:
     @property
     def fits(self) -> bool:
         """Whether no tier is overrun."""
-        return all(self.need[tier] <= self.have[tier] for tier in TIERS)
+        return not self.hopeless and all(self.need[tier] <= self.have[tier] for tier in TIERS)
 
-    @cached_property
-    def timing(self) -> Timing:
-        """Seconds per stream, whether it fits or not."""
-        q = self.question
-        return timing(q.size, q.training, self.strategy, q.world_size, q.machine)
+    @property
+    def over(self) -> float:
+        """By what share of its capacity the fullest tier is overrun; 0 or less when everything fits."""
+        # Where there is no such tier, any byte overruns it.
+        return max(self.need[tier] / max(1, self.have[tier]) - 1 for tier in TIERS)
 
     @property
     def tokens_per_second(self) -> float:
         """Of all ranks together."""
         training = self.question.training
-        return training.tokens * training.accumulate * self.question.world_size / self.timing.seconds
+        return training.tokens * training.accumulate * self.question.world_size / self.outcome.seconds
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether what is held between steps alone overruns a tier."""
+        least = self.preset.least
+        return any(least[tier] > self.have[tier] for tier in TIERS)
+
+    def tiled(self) -> Row:
+        """The row in the fewest tiles that fit, or that help most where none do; in as many as were asked for."""
+        best = self
+        if self.question.tiles or self.hopeless or self.fits:
+            return self
+        for tiles in TILES[1:]:
+            row = replace(self, strategy=replace(self.strategy, tiles=tiles))
+            if row.fits or row.over >= best.over:
+                return row if row.fits else best
+            best = row
+        return best
 
 
 def estimate_rows(question: Question) -> tuple[Row, ...]:
@@ -141,7 +144,7 @@ def estimate_rows(question: Question) -> tuple[Row, ...]:
     Raises:
         ConfigError: it leaves none open, for example parameters offloaded at stage 2.
     """
-    found = tuple(_best([Row(question, strategy) for strategy in group]) for group in question.groups())
+    found = tuple(_best([Row(question, strategy).tiled() for strategy in group]) for group in question.groups())
     if not found:
         raise ConfigError(
             f"no row has stage {question.stage}, offload {question.offload} and tier {question.tier} on "
@@ -153,14 +156,8 @@ def estimate_rows(question: Question) -> tuple[Row, ...]:
 
 def fastest(found: tuple[Row, ...]) -> Row | None:
     """The row with the shortest step among those that fit; the first of equals, which is the lower stage."""
-    return min((row for row in found if row.fits), key=lambda row: row.timing.seconds, default=None)
-
-
-def any_fits(question: Question) -> bool:
-    """Whether any row fits; looks at no times."""
-    return any(question.fits(strategy) for group in question.groups() for strategy in group)
+    return min((row for row in found if row.fits), key=lambda row: row.outcome.seconds, default=None)
 
 
 def _best(strategies: list[Row]) -> Row:
-    fitting = fastest(tuple(strategies))
-    return fitting or min(strategies, key=lambda row: row.question.over(row.strategy))
+    return fastest(tuple(strategies)) or min(strategies, key=lambda row: row.over)

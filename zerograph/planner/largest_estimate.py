@@ -1,4 +1,4 @@
-"""The largest batch, sequence or model that fits, by bisection: needs only grow with each of them."""
+"""The largest batch, sequence or model that fits, by bisection over its rows: needs grow with each of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from zerograph.planner.estimate import Question, any_fits
+from zerograph.planner.estimate import Question, Row
 from zerograph.planner.sizes import ModelSize
 
 What = Literal["batch", "seq", "params"]
@@ -62,13 +62,35 @@ def _in_parameters(found: LargestEstimate) -> LargestEstimate:
 
 
 def _bisect(what: What, at: Callable[[int], Question]) -> LargestEstimate:
-    """The largest n with a row that fits: doubled until none does, then halved between."""
-    if not any_fits(at(1)):
-        return LargestEstimate(what, 0, None, at(1))
-    low, high = 1, 2
-    while high < _MOST and any_fits(at(high)):
-        low, high = high, 2 * high
+    """The largest n with a row that fits: of each strategy, those that leave the least on the device first, whether one
+    more than the best so far does; then doubled until it does not, and divided between."""
+    best = 0
+    for group in reversed(tuple(at(1).groups())):
+        for strategy in reversed(group):
+            while best < _MOST and (row := Row(at(best + 1), strategy).tiled()).fits:
+                best = _furthest(best + 1, lambda n, row=row: _over(replace(row, question=at(n))))  # type: ignore[misc]
+            if row.need["device"] > row.have["device"]:
+                break  # what is left keeps more on the device
+    return LargestEstimate(what, best, at(best) if best else None, at(best + 1))
+
+
+def _over(row: Row) -> float:
+    """By how much the row is over, above 0 where it does not fit."""
+    return 1.0 if row.hopeless else row.over
+
+
+def _furthest(low: int, over: Callable[[int], float]) -> int:
+    """The largest n that is not over, where ``low`` is not. Needs are nearly straight in n: every other look is where
+    the line between what fits and what does not says, the others halve what lies between."""
+    below, high, line = over(low), 2 * low, True
+    while (above := over(high)) <= 0 and high < _MOST:
+        low, below, high = high, above, 2 * high
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if any_fits(at(middle)) else (low, middle)
-    return LargestEstimate(what, low, at(low), at(high))
+        share = -below / (above - below) if line else 0.5
+        middle, line = min(max(low + int(share * (high - low)), low + 1), high - 1), not line
+        now = over(middle)
+        if now <= 0:
+            low, below = middle, now
+        else:
+            high, above = middle, now
+    return low

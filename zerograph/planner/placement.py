@@ -1,9 +1,9 @@
 """Bytes of one bucket, or of one tile of it: what lies on which tier between steps, and what a step moves.
 
-The same accounting as :mod:`zerograph.planner.states`: the master copy lives with the optimizer. On the device it is
-the shard that is gathered; off it, parameters are a copy in the compute dtype beside it. Scalars and parameters of
-fewer rows than ranks are not sharded, so they stay on the device wherever their bucket goes, and so do shards that are
-not trained unless the parameters leave.
+As in ZeRO-Offload, the master copy lives with the optimizer. On the device it is the shard that is gathered; off it,
+parameters are a copy in the compute dtype beside it. Scalars and parameters of fewer rows than ranks are not sharded,
+so they stay on the device wherever their bucket goes, and so do shards that are not trained unless the parameters
+leave.
 """
 
 from __future__ import annotations

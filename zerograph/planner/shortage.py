@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.units import format_bytes
 from zerograph.planner.estimate import TILES, Question, Row
-from zerograph.planner.states import Need
+from zerograph.planner.preset import Need
 from zerograph.planner.strategy import ACTIVATIONS, Strategy, placements
 
 _WORDS = {
@@ -60,9 +60,9 @@ def shortage(found: tuple[Row, ...]) -> Shortage | None:
     """What is missing in the row that is least over; None when a row fits."""
     if any(row.fits for row in found):
         return None
-    row = min(found, key=lambda row: row.question.over(row.strategy))
+    row = min(found, key=lambda row: row.over)
     tier = max(TIERS, key=lambda t: row.need[t] / max(1, row.have[t]))
-    held = max((need for need in row.needs if need.tier == tier), key=lambda need: need.bytes)
+    held = max((need for need in row.preset.needs if need.tier == tier), key=lambda need: need.bytes)
     remedies = [
         remedy
         for remedy in (_turn(row, tier, *changed) for changed in _changes(row))

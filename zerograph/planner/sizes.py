@@ -105,11 +105,6 @@ class ModelSize:
         """Parameters by ``12*L*h*h + V*h``; differs from :attr:`parameters` where those were told."""
         return _count(self.layers, self.hidden, self.vocab)
 
-    @property
-    def largest_operator(self) -> int:
-        """Parameters of the largest single operator: the MLP's ``4*h*h`` (ZeRO-Infinity, section 3) or the head."""
-        return min(self.parameters, max(4 * self.hidden**2, self.vocab * self.hidden))
-
 
 def _positive(**values: int | None) -> None:
     for name, value in values.items():

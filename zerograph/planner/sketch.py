@@ -16,6 +16,8 @@ The search makes sketches by the thousand: instructions are made once for a
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -46,14 +48,19 @@ BUFFERS = 3
 """Staging buffers on the host, each for one bucket or tile: one being read, one in use, one being written."""
 
 
-def sketch(scheduler: Scheduler, plan: Plan) -> tuple[Program, ...]:
-    """The programs of a step under ``plan``; each carries the registers of the one before it."""
-    return tuple(_Sketch(scheduler, plan).programs)
+def sketch(scheduler: Scheduler, plan: Plan, leaving: int = sys.maxsize) -> tuple[Program, ...]:
+    """The programs of a step under ``plan``; each carries the registers of the one before it.
+
+    Args:
+        leaving: moves off the device that may be under way at a time; the compute waits for the one so many before.
+    """
+    return tuple(_Sketch(scheduler, plan, leaving).programs)
 
 
 class _Sketch:
-    def __init__(self, scheduler: Scheduler, plan: Plan) -> None:
+    def __init__(self, scheduler: Scheduler, plan: Plan, leaving: int) -> None:
         self.scheduler, self.plan, self.rates = scheduler, plan, scheduler.rates
+        self.most_leaving, self.leaving = leaving, deque[int]()  # registers that moves off the device fill
         self.buckets = plan.buckets
         self.made, self.registers = scheduler.made, scheduler.registers
         self.programs: list[Program] = []
@@ -269,6 +276,9 @@ class _Sketch:
             slot = _slot(self.scheduler, "spill", self.spills)
             self.spills += 1
         self.instructions += self._once(_down, what, label, bucket, tile, here, away, tier, slot)
+        self.leaving.append(away[0])
+        if len(self.leaving) > self.most_leaving:
+            self.instructions.append(self._once(_wait_fetch, self.leaving.popleft()))
 
     def _update(self) -> None:
         """The optimizer, when all gradients are there: what lives on the device beside the rest."""

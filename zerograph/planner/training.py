@@ -16,35 +16,6 @@ ATTENTIONS: tuple[Attention, ...] = ("fused", "whole")
 
 
 @dataclass(frozen=True, slots=True)
-class StateLayout:
-    """Bytes per parameter of the model states.
-
-    Attributes:
-        copy: of what kernels read.
-        gradient: of its gradient.
-        master: of a separate copy that the optimizer updates; 0 where it updates ``copy`` itself.
-        moments: of Adam's two averages.
-        resident: whether stage 3 keeps a shard of ``copy``. ZeroGraph keeps the master alone and casts as it gathers.
-    """
-
-    copy: int
-    gradient: int
-    master: int
-    moments: int
-    resident: bool
-
-    @property
-    def optimizer(self) -> int:
-        """Bytes per parameter that live with the optimizer: 12 in mixed-precision Adam (K in the ZeRO paper)."""
-        return self.master + self.moments
-
-    @property
-    def update_traffic(self) -> int:
-        """Bytes per parameter that an update reads and writes: gradient, optimizer states twice, and the copy."""
-        return self.gradient + 2 * self.optimizer + self.copy * (1 if self.master else 2)
-
-
-@dataclass(frozen=True, slots=True)
 class Training:
     """One step of one rank.
 
@@ -88,11 +59,18 @@ class Training:
         return self.batch * self.seq
 
     @property
-    def layout(self) -> StateLayout:
-        """Bytes per parameter; 16 in "mixed" (16-bit dtype) and "fp32"."""
-        item = ITEM_SIZE[self.dtype]
+    def dtypes(self) -> tuple[str, str, str]:
+        """Of a shard, of the parameter that is gathered, and of its gradient."""
         if self.optimizer == "mixed":
-            return StateLayout(copy=item, gradient=item, master=4, moments=8, resident=True)
-        if self.optimizer == "fp32":
-            return StateLayout(copy=4, gradient=4, master=0, moments=8, resident=True)
-        return StateLayout(copy=item, gradient=4, master=4, moments=8, resident=False)
+            return self.dtype, self.dtype, self.dtype
+        return "float32", "float32" if self.optimizer == "fp32" else self.dtype, "float32"
+
+    def moments(self, copies: bool) -> int:
+        """Tensors like a shard that the optimizer keeps beside it.
+
+        Mixed-precision Adam has a float32 master and two averages: six times the bytes of a 16-bit shard. Where the
+        device holds another copy of the shard, for kernels to read, the shard itself (``copies``) is one of these: a
+        16-bit or float32 parameter is then not held twice.
+        """
+        kept = 12 // ITEM_SIZE[self.dtype] if self.optimizer == "mixed" else 2
+        return kept - (copies and self.optimizer != "zerograph")

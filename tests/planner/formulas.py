@@ -1,7 +1,8 @@
-"""Bytes that one rank needs on every tier, by formula: model states, activations, working memory.
+"""What papers say a step needs, by formula: the oracle of tests. The package counts by planning and simulating.
 
 Sources: ZeRO (Rajbhandari et al. 2019) for model states by stage, ZeRO-Offload (Ren et al. 2021) and ZeRO-Infinity
-(Rajbhandari et al. 2021) for what leaves the device, working memory and tiling. ``docs/estimates.md`` lists them all.
+(Rajbhandari et al. 2021) for what leaves the device, working memory and tiling; Korthikanti et al. ("Reducing
+Activation Recomputation in Large Transformer Models", 2022) for activations.
 """
 
 from __future__ import annotations
@@ -9,22 +10,72 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zerograph.core.machine import Tier
-from zerograph.planner.activations import checkpoint_bytes, layer_bytes, logits_bytes
+from zerograph.core.step import ITEM_SIZE
+from zerograph.planner.preset import Need
 from zerograph.planner.sizes import ModelSize
 from zerograph.planner.strategy import Strategy
-from zerograph.planner.training import StateLayout, Training
-
-STAGING = 64 * 2**20
-"""Bytes of one staging buffer for NVMe, at least; there are three: being read, in use, being written."""
+from zerograph.planner.training import Training
 
 
 @dataclass(frozen=True, slots=True)
-class Need:
-    """``bytes`` that one rank needs on ``tier`` for ``item``."""
+class Layout:
+    """Bytes per parameter of the model states.
 
-    tier: Tier
-    item: str
-    bytes: int
+    Attributes:
+        copy: of what kernels read.
+        gradient: of its gradient.
+        master: of a separate copy that the optimizer updates; 0 where it updates ``copy`` itself.
+        moments: of Adam's two averages.
+        resident: whether stage 3 keeps a shard of ``copy``. ZeroGraph keeps the master alone and casts as it gathers.
+    """
+
+    copy: int
+    gradient: int
+    master: int
+    moments: int
+    resident: bool
+
+    @property
+    def optimizer(self) -> int:
+        """Bytes per parameter that live with the optimizer: 12 in mixed-precision Adam (K in the ZeRO paper)."""
+        return self.master + self.moments
+
+
+def layout_of(training: Training) -> Layout:
+    """Bytes per parameter; 16 in "mixed" (16-bit dtype) and "fp32"."""
+    item = ITEM_SIZE[training.dtype]
+    if training.optimizer == "mixed":
+        return Layout(copy=item, gradient=item, master=4, moments=8, resident=True)
+    if training.optimizer == "fp32":
+        return Layout(copy=4, gradient=4, master=0, moments=8, resident=True)
+    return Layout(copy=item, gradient=4, master=4, moments=8, resident=False)
+
+
+def layer_bytes(size: ModelSize, training: Training) -> int:
+    """What one layer saves for its backward: ``s*b*h*(34 + 5*a*s/h)`` in 16 bit; fused attention saves no scores."""
+    item = ITEM_SIZE[training.dtype]
+    per_token = size.hidden * (16 * item + 2)
+    if training.attention == "whole":
+        per_token += size.heads * training.seq * (2 * item + 1)
+    return training.tokens * per_token
+
+
+def checkpoint_bytes(size: ModelSize, training: Training) -> int:
+    """What one layer keeps when it is recomputed: its input, ``2*s*b*h`` in 16 bit."""
+    return training.tokens * size.hidden * ITEM_SIZE[training.dtype]
+
+
+def logits_bytes(size: ModelSize, training: Training, tiles: int = 1) -> int:
+    """Logits in the compute dtype, their float32 log-probabilities and the float32 gradient, at the loss.
+
+    Megatron counts the float32 logits alone (``4*s*b*V``). ``tiles`` splits head and loss over tokens.
+    """
+    tokens = -(-training.tokens // tiles)
+    return tokens * size.vocab * (ITEM_SIZE[training.dtype] + 4 + 4)
+
+
+STAGING = 64 * 2**20
+"""Bytes of one staging buffer for NVMe, at least; there are three: being read, in use, being written."""
 
 
 def total(needs: tuple[Need, ...], tier: Tier) -> int:
@@ -41,15 +92,15 @@ def needs(
         staging: where buffers for NVMe are; "device" where the device is the host's CPU.
     """
     found = (
-        *model_states(size, training.layout, strategy, world_size),
+        *model_states(size, layout_of(training), strategy, world_size),
         *working(size, training, strategy),
         *activations(size, training, strategy),
-        Need(staging, "staging buffers", staging_bytes(size, training.layout, strategy, world_size)),
+        Need(staging, "staging buffers", staging_bytes(size, layout_of(training), strategy, world_size)),
     )
     return tuple(need for need in found if need.bytes)
 
 
-def model_states(size: ModelSize, layout: StateLayout, strategy: Strategy, world_size: int) -> tuple[Need, ...]:
+def model_states(size: ModelSize, layout: Layout, strategy: Strategy, world_size: int) -> tuple[Need, ...]:
     """Parameters, gradients and optimizer states between and within steps, without what is gathered for use.
 
     A stage divides by the number of ranks what it shards (ZeRO, section 5): (2 + 2 + 12)*P at stage 0,
@@ -69,6 +120,11 @@ def model_states(size: ModelSize, layout: StateLayout, strategy: Strategy, world
     )
 
 
+def largest_operator(size: ModelSize) -> int:
+    """Parameters of the largest single operator: the MLP's ``4*h*h`` (ZeRO-Infinity, section 3) or the head."""
+    return min(size.parameters, max(4 * size.hidden**2, size.vocab * size.hidden))
+
+
 def working(size: ModelSize, training: Training, strategy: Strategy) -> tuple[Need, ...]:
     """Device memory to use sharded states: gathered parameters (stage 3) and unreduced gradients (stages 2, 3).
 
@@ -77,10 +133,10 @@ def working(size: ModelSize, training: Training, strategy: Strategy) -> tuple[Ne
     """
 
     def unit(per_parameter: int) -> int:
-        largest = -(-per_parameter * size.largest_operator // strategy.tiles)
+        largest = -(-per_parameter * largest_operator(size) // strategy.tiles)
         return min(per_parameter * size.parameters, max(training.bucket_size, largest))
 
-    layout = training.layout
+    layout = layout_of(training)
     gathered = unit(layout.copy) * (1 + training.prefetch) if strategy.stage == 3 else 0
     return (
         Need("device", "gathered parameters", min(gathered, layout.copy * size.parameters)),
@@ -108,15 +164,15 @@ def activations(size: ModelSize, training: Training, strategy: Strategy) -> tupl
     )
 
 
-def staging_bytes(size: ModelSize, layout: StateLayout, strategy: Strategy, world_size: int) -> int:
+def staging_bytes(size: ModelSize, layout: Layout, strategy: Strategy, world_size: int) -> int:
     """Host memory that NVMe passes through: three buffers, each for this rank's share of the largest operator."""
     if strategy.tier != "nvme" and strategy.activations != "nvme":
         return 0
     per_parameter = layout.copy + layout.gradient + layout.optimizer
-    return 3 * max(STAGING, -(-per_parameter * size.largest_operator // (strategy.tiles * world_size)))
+    return 3 * max(STAGING, -(-per_parameter * largest_operator(size) // (strategy.tiles * world_size)))
 
 
-def _copy(layout: StateLayout, strategy: Strategy, world_size: int) -> int:
+def _copy(layout: Layout, strategy: Strategy, world_size: int) -> int:
     """Bytes per parameter of the copy that kernels read and that outlives its use.
 
     A rank that holds the whole master reads that, or saves a cast of it for the backward: there is nothing to gather.
