@@ -9,7 +9,6 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-LONGEST_SOURCE = 32
 _NUMBER = re.compile(r"(?<![\w])\d+(?![\w])")
 _LAYER = re.compile(r"(.*?(?:^|\.)\d+)(?:\.|$)")
 
@@ -65,5 +64,5 @@ def folded_name(first: str, last: str, count: int) -> str:
 
 
 def short_source(source: str) -> str:
-    """``file:line`` for a table: of a long path the file and its folder; ``--json`` has all of it."""
-    return source if len(source) <= LONGEST_SOURCE else "/".join(source.split("/")[-2:])
+    """``file:line`` for a table: of a path the file and its folder; ``--json`` has all of it."""
+    return "/".join(source.split("/")[-2:])
