@@ -102,25 +102,6 @@ def test_a_segment_holds_products_until_their_last_reader() -> None:
     assert costs.temporary_bytes([], []) == 0
 
 
-def test_an_input_gives_its_memory_to_what_is_made_after_its_last_kernel() -> None:
-    """The backward of a loss and of the head: logits are read by the kernel that writes their gradient, before the
-    head's gradient is made."""
-    b = Builder()
-    logits, grad, x = b.input("logits", 64, 1000), b.input("grad", 64, 1000), b.input("x", 64, 1000)
-    exp = b.call(aten.exp.default, logits)
-    gradient = b.call(aten.add.Tensor, exp, grad)  # one kernel with exp
-    weight = b.mm(b.call(aten.permute.default, gradient, [1, 0]), x)
-    nodes = [exp, gradient, weight.args[0], weight]
-    # The peak is where the weight's gradient is made, 15 times as large: logits are gone by then.
-    assert costs.freed_early(nodes, [gradient, weight], {logits, grad}) == {logits, grad}
-    small = b.mm(b.call(aten.permute.default, gradient, [1, 0]), b.input("narrow", 64, 64))
-    nodes = [exp, gradient, small.args[0], small]
-    # The gradient and the weight's are as large: of two inputs that die before the second is made one is its memory.
-    assert len(costs.freed_early(nodes, [gradient, small], {logits, grad})) == 1
-    assert costs.freed_early(nodes, [gradient, small], {logits}) == {logits}
-    assert costs.freed_early(nodes, [gradient, small], set()) == set()
-
-
 def test_what_is_cheap_to_compute_again() -> None:
     _, _, product, act, double, _ = chain()
     assert costs.is_cheap_to_repeat(act) and costs.is_cheap_to_repeat(double)

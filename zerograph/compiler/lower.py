@@ -33,7 +33,7 @@ from zerograph.core.program import (
 )
 from zerograph.core.step import Kind
 from zerograph.graph import ops
-from zerograph.graph.costs import bytes_of, flops_of, freed_early, memory_owner, moved_bytes, temporary_bytes
+from zerograph.graph.costs import bytes_of, flops_of, memory_owner, moved_bytes, temporary_bytes
 from zerograph.graph.layers import layer_of_node, layer_starts, module_of
 from zerograph.graph.nodes import is_size  # arithmetic that every segment which needs it repeats
 from zerograph.graph.torch_private import LOOKUP_SEED, changes_inputs
@@ -70,7 +70,6 @@ class _Lowering:
         self.callables: list[Callee] = []
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.symbols = _symbol_inputs(gm.graph)
-        self.nodes: dict[int, tuple[list[fx.Node], list[fx.Node]]] = {}  # of segments: inside, and outputs
 
     def run(self) -> tuple[Program, tuple[Callee, ...]]:
         placeholders = list(self.gm.graph.find_nodes(op="placeholder"))
@@ -98,7 +97,7 @@ class _Lowering:
             kind=self.kind,
             inputs=len(placeholders),
             registers=len(self.registers),
-            instructions=self._with_early_deaths(_with_deaths(self.instructions, len(placeholders), outputs)),
+            instructions=_with_deaths(self.instructions, len(placeholders), outputs),
             outputs=outputs,
             segments=tuple(self.described),
             contents=self._contents(),
@@ -107,25 +106,6 @@ class _Lowering:
         # Cheap beside compiling, and a wrong order of gathers and frees would only show as wrong losses.
         require_programs([program], "this is a bug of zerograph: report it with the model")
         return program, tuple(self.callables)
-
-    def _with_early_deaths(self, instructions: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
-        """Note on each segment the inputs that it frees before it holds the most of its own."""
-        node_of = {register: key for key, register in self.registers.items() if isinstance(key, fx.Node)}
-        users: dict[fx.Node, set[int]] = {}  # of memory: the registers that refer to it
-        for register, node in node_of.items():
-            users.setdefault(memory_owner(node), set()).add(register)
-        gone: set[int] = set()
-        found = list(instructions)
-        for i, instruction in enumerate(instructions):
-            gone.update(instruction.dead)
-            if i in self.nodes and isinstance(instruction, Compute):
-                computing, outs = self.nodes[i]
-                alone = {owner for owner, registers in users.items() if registers <= gone}
-                owners = {memory_owner(node_of[r]) for r in instruction.dead if r in node_of} & alone
-                early = freed_early(computing, outs, owners)
-                registers = tuple(r for r in instruction.dead if r in node_of and memory_owner(node_of[r]) in early)
-                found[i] = dataclasses.replace(instruction, early=registers)
-        return tuple(found)
 
     def _contents(self) -> tuple[Register, ...]:
         whole = {
@@ -200,7 +180,6 @@ class _Lowering:
         callee = self.cache.get(body, digest)
         known = self.segments.get(digest)  # repeated layers cost the same
         segment = _segment(digest, computing, inputs, outs) if known is None else self.described[known]
-        self.nodes[len(self.instructions)] = (computing, outs)
         self._append_compute(segment, callee, inputs, outs, *_place(computing))
 
     def _compute_sizes(self, sizes: list[fx.Node]) -> None:

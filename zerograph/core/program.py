@@ -25,10 +25,7 @@ Moves = tuple[Tier, Tier]
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Run segment ``segment`` (an index into :attr:`Program.segments`) on ``args``.
-
-    Of what is ``dead`` afterwards, the segment has freed ``early`` before it holds the most of its own.
-    """
+    """Run segment ``segment`` (an index into :attr:`Program.segments`) on ``args``."""
 
     stream: ClassVar[Stream | None] = "compute"
     operation: ClassVar[Operation] = "compute"
@@ -39,7 +36,6 @@ class Compute:
     dead: tuple[int, ...] = ()
     module: str = ""
     source: str = ""
-    early: tuple[int, ...] = ()
 
     @property
     def reads(self) -> tuple[int, ...]:

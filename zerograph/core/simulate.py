@@ -403,7 +403,6 @@ class _Cells:
         self._given: list[_Cell] = []  # to a backward: gradients of outputs
         self._whole: dict[tuple[int, int], _Cell] = {}  # buckets and tiles
         self._program: Program | None = None
-        self._computed = 0  # the task that computed last
 
     def enter(self, program: Program, run: Tasks) -> None:
         """``program`` begins: what it is given was saved by the one before, or is the user's own.
@@ -431,9 +430,6 @@ class _Cells:
         module, source = program.module(instruction), instruction.source if isinstance(instruction, Compute) else ""
         if isinstance(instruction, Compute):
             size = program.segments[instruction.segment].temporary
-            for register in instruction.early:
-                self._die(register, self._computed)  # its memory is another's by the time of the segment's own peak
-            self._computed = task
             if size:
                 work = _Cell(
                     f"work of {program.name(instruction)}", "temporary", "device", size, task, module, source, -1
@@ -448,10 +444,8 @@ class _Cells:
                 cell.gathered = True
                 self._whole[instruction.bucket, instruction.tile] = cell
         if not isinstance(instruction, Collective):
-            early = instruction.early if isinstance(instruction, Compute) else ()
             for register in instruction.dead:
-                if register not in early:
-                    self._die(register, task)
+                self._die(register, task)
 
     def waited(self, instruction: Instruction, task: int, begun: _Fact | None, read: int) -> None:
         """``task`` was waited for, and has filled what ``instruction`` writes."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -154,47 +154,6 @@ def temporary_bytes(nodes: Sequence[fx.Node], outs: Sequence[fx.Node]) -> int:
         most = max(most, live)
         live -= dying.pop(i, 0)
     return most
-
-
-def freed_early(nodes: Sequence[fx.Node], outs: Sequence[fx.Node], dying: Collection[fx.Node]) -> set[fx.Node]:
-    """Inputs whose memory a segment gives to what it makes: they need not be counted beside it.
-
-    What a segment reads and what it writes never exist all at once: logits are free by the time that a loss's backward
-    has become a gradient of the head. The largest inputs are chosen that together are no more than what the segment
-    holds less, at its own peak, than everything it reads, writes and holds in between.
-
-    Args:
-        dying: inputs that nobody else holds.
-    """
-    kept = {memory_owner(n) for n in outs}
-    made = {n for n in nodes if n in kept or _materializes(n)}
-    order = {node: i for i, node in enumerate(nodes)}
-    last: dict[fx.Node, int] = {}
-    for node in reversed(nodes):
-        # A fused operator reads its inputs in the kernel that writes what it is fused into.
-        until = order[node] if node in made else last.get(memory_owner(node), order[node])
-        for source in node.all_input_nodes:
-            last[memory_owner(source)] = max(last.get(memory_owner(source), 0), until)
-    given: dict[int, int] = {}
-    for owner, until in last.items():
-        if owner in dying or (owner in made and owner not in kept):
-            given[until] = given.get(until, 0) + bytes_of(owner.meta.get("val"))
-    live = most = 0
-    for i, node in enumerate(nodes):
-        live += bytes_of(node.meta.get("val")) if node in made else 0
-        most = max(most, live)
-        live -= given.pop(i, 0)
-    counted = sum(bytes_of(n.meta.get("val")) for n in made & kept) + temporary_bytes(nodes, outs)
-    spare, early = _ABOUT * (counted - most), set[fx.Node]()
-    for node in sorted(dying, key=lambda n: -bytes_of(n.meta.get("val"))):
-        if bytes_of(node.meta.get("val")) <= spare:
-            spare -= bytes_of(node.meta.get("val"))
-            early.add(node)
-    return early
-
-
-_ABOUT = 1.01
-"""Statistics of a row beside logits shall not make these one too many."""
 
 
 def _materializes(node: fx.Node) -> bool:
