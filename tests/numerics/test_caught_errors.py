@@ -19,7 +19,7 @@ from ranks import run
 from torch import Tensor, nn
 
 import zerograph
-from zerograph.core.errors import CollectiveMismatch, RankError
+from zerograph.core.errors import CollectiveMismatch, RankError, ShardingError
 from zerograph.runtime import meeting as meetings
 from zerograph.runtime.comm import Communicator, GroupCommunicator
 from zerograph.runtime.meeting import Meeting, timeout_of
@@ -538,3 +538,25 @@ def _every_update_fails() -> None:
 
 def test_training_goes_on_after_updates_that_fail_on_all_ranks() -> None:
     run(2, _every_update_fails)
+
+
+def _refused_on_one_rank() -> None:
+    ours, spared = Training(3), Training(3)
+    for training in (ours, spared):
+        training.optimizer = _optimizer("torch", training.net)
+        training.step(1)
+        training.model(training.batch(2)).backward()
+    if dist.get_rank() == 0:
+        weight = next(iter(ours.net.parameters()))
+        weight.data = weight.data.clone()
+        with pytest.raises(ShardingError, match="data"):
+            ours.optimizer.step()
+    for training in (ours, spared):
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.step(3)
+    assert_same(full_values(ours.net), full_values(spared.net))
+
+
+def test_a_step_that_is_refused_on_one_rank_and_repeated_is_no_error_of_the_others() -> None:
+    run(2, _refused_on_one_rank)

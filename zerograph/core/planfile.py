@@ -113,8 +113,8 @@ class PlanFile:
     def peak_flops(self) -> float:
         """Floating-point operations per second that utilization is relative to: the published rate of the compute
         dtype's dense products, or of a machine of which none is published, the measured one."""
-        rates = self.machine.published or self.machine.matmul
-        return rates.get(self.plan.compute_dtype, 0.0)
+        machine, dtype = self.machine, self.plan.compute_dtype
+        return machine.published.get(dtype, machine.matmul.get(dtype, 0.0))
 
     @property
     def model_flops_utilization(self) -> float:

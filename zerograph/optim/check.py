@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zerograph.core.errors import ShardingError, UnsupportedError
+from zerograph.core.errors import ShardingError, UnsupportedError, ZeroGraphError
 from zerograph.optim.clip import is_split
 from zerograph.optim.host import HostOptimizer
 from zerograph.optim.torch_private import register_failed_step_hook
@@ -52,6 +52,7 @@ class OptimizerCheck:
         self._params, self._replaced, self._skipped, self._hold = params, replaced, skipped, hold
         self._memory: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._passed: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._refused: ZeroGraphError | None = None  # on its way to the caller
         # torch's step hooks are global: they must not keep a backend that is gone.
         check = weakref.ref(self)
 
@@ -62,7 +63,7 @@ class OptimizerCheck:
 
         def after_step(optimizer: Optimizer, *_: Any) -> None:
             live = check()
-            if live is not None:
+            if live is not None and live._holds_own(optimizer):
                 live._telemetry.updated()
 
         def failed_step(optimizer: Optimizer, error: BaseException) -> None:
@@ -75,7 +76,11 @@ class OptimizerCheck:
         weakref.finalize(self, register_failed_step_hook(failed_step).remove)
 
     def _begins(self, optimizer: Optimizer) -> None:
-        self.look_at(optimizer)
+        try:
+            self.look_at(optimizer)
+        except ZeroGraphError as error:
+            self._refused = error
+            raise
         ranks = self._communicator()
         if ranks is not None and isinstance(optimizer, HostOptimizer) and any(map(is_split, self._own(optimizer))):
             optimizer.communicator = weakref.ref(ranks)
@@ -84,10 +89,14 @@ class OptimizerCheck:
 
     def _failed(self, optimizer: Optimizer, error: BaseException) -> None:
         """The update is a program of all ranks: those that wait for this one hear of its error at once, the others at
-        their next program."""
+        their next program. A step that is refused has not begun, and a caller that catches that can mend and repeat it.
+        """
+        refused, self._refused = self._refused, None
+        if error is refused or not self._holds_own(optimizer):
+            return
         self._telemetry.updated()
         ranks = self._communicator()
-        if ranks is not None and self._holds_own(optimizer):
+        if ranks is not None:
             ranks.abort(f"in {type(optimizer).__name__}.step(): {reason_of(error)}")
 
     def _own(self, optimizer: Optimizer) -> Iterator[Tensor]:

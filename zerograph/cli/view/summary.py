@@ -107,7 +107,7 @@ def _speed(file: PlanFile, measured: Forecast | None) -> Iterator[str]:
 
 def of_peak(file: PlanFile) -> str:
     """What utilization is relative to."""
-    source = "published" if file.machine.published else "measured"
+    source = "published" if file.plan.compute_dtype in file.machine.published else "measured"
     return f"{file.peak_flops / 1e12:.3g} TFLOP/s {source}"
 
 
