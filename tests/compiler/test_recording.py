@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from toy import Toy, adamw, compiled
 
 import zerograph
+from zerograph.compiler.recording import Recording
 from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.core.machine import machine_named
 from zerograph.core.planfile import PlanFile
@@ -36,14 +38,13 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def _record(stage: int, path: str) -> tuple[dict[str, float], list[str], str]:
-    model = Stack()
-    backend = zerograph.backend(stage=stage, bucket_size="70kB")
-    model.compile(backend=backend)
-    optimizer = torch.optim.AdamW(model.parameters())
+def recorded_step(
+    backend: zerograph.Backend, optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]
+) -> Recording:
+    """The third step of a loop."""
 
     def step() -> None:
-        model(torch.randn(512, 128)).backward()
+        loss().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -51,6 +52,15 @@ def _record(stage: int, path: str) -> tuple[dict[str, float], list[str], str]:
         step()
     with backend.record() as recording:
         step()
+    return recording
+
+
+def _record(stage: int, path: str) -> tuple[dict[str, float], list[str], str]:
+    model = Stack()
+    backend = zerograph.backend(stage=stage, bucket_size="70kB")
+    model.compile(backend=backend)
+    optimizer = torch.optim.AdamW(model.parameters())
+    recording = recorded_step(backend, optimizer, lambda: model(torch.randn(512, 128)))
     found = recording.predicted(machine_named("cpu"))
     if dist.get_rank() == 0:
         recording.save(path)
@@ -203,16 +213,7 @@ def _record_with_logits(kind: str) -> tuple[int, int]:
     model.compile(backend=backend)
     optimizer = torch.optim.AdamW(model.parameters())
     tokens = torch.randint(8000, (8, 64))  # so that the gradient of the head, which is counted beside them, is small
-
-    def step() -> None:
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for _ in range(2):
-        step()
-    with backend.record() as recording:
-        step()
+    recording = recorded_step(backend, optimizer, lambda: model(input_ids=tokens, labels=tokens).loss)
     forecast = recording.predicted(machine_named("cpu")).forecast
     return recording.forecast.peaks["device"].bytes, forecast.peaks["device"].bytes
 

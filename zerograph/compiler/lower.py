@@ -180,7 +180,7 @@ class _Lowering:
         callee = self.cache.get(body, digest)
         known = self.segments.get(digest)  # repeated layers cost the same
         segment = _segment(digest, computing, inputs, outs) if known is None else self.described[known]
-        self._append_compute(segment, callee, inputs, outs, *_place(computing))
+        self._append_compute(segment, callee, inputs, outs, *_module_and_line(computing))
 
     def _compute_sizes(self, sizes: list[fx.Node]) -> None:
         """Symbolic sizes that the graph returns: plain integer arithmetic, not worth a compiler."""
@@ -212,19 +212,19 @@ class _Lowering:
         self.instructions.append(Compute(self.segments[segment.digest], args, results, module=module, source=source))
 
 
-def _place(nodes: list[fx.Node]) -> tuple[str, str]:
+def _module_and_line(nodes: list[fx.Node]) -> tuple[str, str]:
     """The module that a segment computes, and a line of the user's code.
 
     Of a repeated layer its name and first line. Outside of layers a segment may hold a norm, the head and the loss: it
     has the module of its largest product, and the line that makes its largest tensor, where memory has its peak.
     """
     layer = next((layer for n in nodes if (layer := layer_of_node(n))), "")
-    lines = [(n, line) for n in nodes if (line := source_line(n))]
-    if layer:
-        return layer, next((line for _, line in lines), "")
-    product = max(nodes, key=flops_of)
-    largest = max(lines, key=lambda found: bytes_of(found[0].meta.get("val")), default=(None, ""))
-    return module_of(product) or "", largest[1]
+    module, ordered = layer, nodes
+    if not layer:
+        module = module_of(max(nodes, key=flops_of)) or ""
+        ordered = sorted(nodes, key=lambda n: -bytes_of(n.meta.get("val")))
+    # One after another: to find a line, a stack trace is searched.
+    return module, next((line for n in ordered if (line := source_line(n))), "")
 
 
 def _segment(digest: str, nodes: list[fx.Node], inputs: list[fx.Node], outs: list[fx.Node]) -> Segment:

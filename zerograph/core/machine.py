@@ -76,8 +76,8 @@ class Machine:
     device: Literal["cuda", "cpu"]
     device_memory: int
     device_bandwidth: float
-    matmul: Mapping[str, float]
-    vector: Mapping[str, float]
+    matmul: Mapping[str, float] = field(hash=False)
+    vector: Mapping[str, float] = field(hash=False)
     launch: float
     ranks_per_node: int
     host_memory: int
@@ -90,7 +90,7 @@ class Machine:
     inter: Link
     update: Link
     cpu_optimizer: float
-    published: Mapping[str, float] = field(default_factory=dict)
+    published: Mapping[str, float] = field(default_factory=dict, hash=False)
     disturbed: float = 0.0
     notes: str = field(default="", compare=False)
 

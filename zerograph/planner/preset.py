@@ -137,15 +137,15 @@ class Preset:
     def _part(self, layers: int) -> _Part:
         told = self.size.parameters != self.size.formula
         size = self.size if told else self.size.with_layers(layers)  # so that all depths are of one model
-        return _Part(size, self.training, self.machine.to_json(), self.world_size, self.strategy, layers)
+        return _Part(size, self.training, self.machine, self.world_size, self.strategy, layers)
 
 
 class _Part(NamedTuple):
-    """The first ``layers`` of a preset; the machine is its JSON."""
+    """The first ``layers`` of a preset."""
 
     size: ModelSize
     training: Training
-    machine: str
+    machine: Machine
     world_size: int
     strategy: Strategy
     layers: int
@@ -234,13 +234,13 @@ def _profile(
 @lru_cache(maxsize=32)
 def _scheduler(
     size: ModelSize, training: Training, world_size: int, layers: int, sharded: bool, tiles: int, stage: int,
-    machine: str, moments: int,
+    machine: Machine, moments: int,
 ) -> tuple[Scheduler, Plan]:  # fmt: skip
-    """What plans that differ in homes and activations only have in common; ``machine`` is its JSON."""
+    """What plans that differ in homes and activations only have in common."""
     step, profiled = _profile(size, training, world_size, layers, sharded, tiles)
     size_, ahead = training.bucket_size, training.prefetch
     plan = plan_step(step, stage=stage, world_size=world_size, bucket_size=size_, prefetch=ahead, recompute="none")
-    rates = Rates(Machine.from_json(machine), world_size, training.dtype)
+    rates = Rates(machine, world_size, training.dtype)
     return Scheduler(profiled, [b.params for b in plan.buckets], [b.name for b in plan.buckets], rates, moments), plan
 
 

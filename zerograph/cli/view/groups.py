@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from zerograph.cli.view.folding import Fold, fold_rows, interleaved, layer_or_name, skeleton
-from zerograph.cli.view.moment import START, Moment, moment
+from zerograph.cli.view.moment import START, Moment, by_kind, moment
 from zerograph.core.machine import TIERS, Tier
 from zerograph.core.planfile import Holding, PlanFile
 from zerograph.core.timeline import Forecast, Span
@@ -116,11 +116,8 @@ def _by_kind(file: PlanFile) -> list[Group]:
 def _by_tier(file: PlanFile) -> list[Group]:
     groups = []
     for tier, at in peak_moments(file).items():
-        kinds: dict[str, int] = defaultdict(int)
-        for holding in at.holdings:
-            if holding.tier == tier:
-                kinds[holding.kind] += holding.bytes
-        parts = [f"{kind} {format_bytes(size)}" for kind, size in sorted(kinds.items(), key=lambda item: -item[1])]
+        kinds = by_kind(h for h in at.holdings if h.tier == tier)
+        parts = [f"{kind} {format_bytes(size)}" for kind, size in kinds]
         if at.unnamed(tier):
             parts.append(f"not told apart {format_bytes(at.unnamed(tier))}")
         groups.append(Group(tier, {tier: file.forecast.peaks[tier].bytes}, why=", ".join(parts)))

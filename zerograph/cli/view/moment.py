@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from zerograph.core.errors import ConfigError
@@ -41,6 +42,14 @@ def moment(file: PlanFile, task: int) -> Moment:
     held.sort(key=lambda h: (TIERS.index(h.tier), -h.bytes))
     levels = {tier: _level(file, tier, task, time) for tier in TIERS if tier in file.forecast.memory}
     return Moment(task, time, levels, tuple(held))
+
+
+def by_kind(holdings: Iterable[Holding]) -> list[tuple[str, int]]:
+    """Each kind of memory with its bytes, the most first."""
+    kinds: Counter[str] = Counter()
+    for holding in holdings:
+        kinds[holding.kind] += holding.bytes
+    return kinds.most_common()
 
 
 def _held(file: PlanFile, holding: Holding, task: int, time: float) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 from zerograph.cli.terminal import Cell
 from zerograph.cli.view.drawing import ASCII_BAR, ASCII_BLOCKS, BAR, BLOCKS, bar, sparkline
 from zerograph.cli.view.folding import short_source
-from zerograph.cli.view.moment import START, moment
+from zerograph.cli.view.groups import peak_moments
+from zerograph.cli.view.moment import START, Moment, by_kind
 from zerograph.core.machine import TIERS, Tier
 from zerograph.core.planfile import PlanFile
 from zerograph.core.runfile import Beside
@@ -115,12 +115,13 @@ def memory(file: PlanFile, measured: Forecast | None, width: int, *, unicode: bo
     """Rows: a sparkline per tier that holds anything, its peak against its budget, and where the peak is."""
     forecast, blocks = file.forecast, BLOCKS if unicode else ASCII_BLOCKS
     rows: list[Sequence[Cell]] = []
+    moments = peak_moments(file)
     for tier in (t for t in TIERS if t in forecast.peaks):
         peak, budget = forecast.peaks[tier], file.budget.get(tier, 0)
         line = sparkline(forecast.memory.get(tier, ()), forecast.seconds, width, blocks)
         over = peak.bytes > budget
         rows.append([tier, (line, "red" if over else "cyan"), (_used(peak.bytes, budget), "bold red" if over else "")])
-        rows += [["", text, ""] for text in (_where(file, tier, peak), *_largest(file, tier, peak))]
+        rows += [["", text, ""] for text in (_where(file, tier, peak), *_largest(moments[tier], tier))]
         if measured is not None and tier in measured.peaks:
             line = sparkline(measured.memory.get(tier, ()), measured.seconds, width, blocks)
             actual = measured.peaks[tier].bytes
@@ -156,7 +157,7 @@ def _where(file: PlanFile, tier: Tier, peak: Peak) -> str:
     """What reaches the peak, and what computes then: it may be a gather of a few KiB beside the loss's backward."""
     during = _computing(file, peak) or peak
     sources = (during.source, *(h.source for h in file.holdings if h.first == peak.task != START and h.tier == tier))
-    place = _place(short_source(next(filter(None, sources), "")))
+    place = _in_parentheses(short_source(next(filter(None, sources), "")))
     return f"peak at {peak.name}{f' during {during.name}' if during is not peak else ''}{place}"
 
 
@@ -168,23 +169,21 @@ def _computing(file: PlanFile, peak: Peak) -> Span | None:
     return next((s for s in file.forecast.spans if s.stream == "compute" and s.start <= time < s.end), None)
 
 
-def _largest(file: PlanFile, tier: Tier, peak: Peak) -> Iterator[str]:
+def _largest(at: Moment, tier: Tier) -> Iterator[str]:
     """The largest tensors held at the peak, one by one, and how many bytes the others of each kind have."""
-    held = [h for h in moment(file, peak.task).holdings if h.tier == tier]
+    held = [h for h in at.holdings if h.tier == tier]
     for holding in held[:_LARGEST]:
-        place = _place(holding.module, short_source(holding.source))
+        place = _in_parentheses(holding.module, short_source(holding.source))
         yield f"  {format_bytes(holding.bytes)} {holding.kind} {holding.name}{place}"
-    kinds: Counter[str] = Counter()
-    for holding in held[_LARGEST:]:
-        kinds[holding.kind] += holding.bytes
-    if kinds:
-        yield "  others: " + ", ".join(f"{format_bytes(size)} {kind}" for kind, size in kinds.most_common(_LARGEST))
+    others = by_kind(held[_LARGEST:])[:_LARGEST]
+    if others:
+        yield "  others: " + ", ".join(f"{format_bytes(size)} {kind}" for kind, size in others)
 
 
 _LARGEST = 3
 
 
-def _place(*parts: str) -> str:
+def _in_parentheses(*parts: str) -> str:
     text = " ".join(filter(None, parts))
     return f" ({text})" if text else ""
 
