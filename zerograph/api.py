@@ -16,7 +16,7 @@ from torch import fx, nn
 from zerograph.compiler.compilation import Compilation
 from zerograph.compiler.driver import compile_frame
 from zerograph.compiler.frame import Frame, traced_function
-from zerograph.compiler.frame_plan import Planner, machine_of
+from zerograph.compiler.frame_plan import MOMENTS, Planner, machine_of
 from zerograph.compiler.recording import Recording
 from zerograph.compiler.report import BucketReport, Report
 from zerograph.compiler.segments import SegmentCache
@@ -29,7 +29,9 @@ from zerograph.optim.check import OptimizerCheck
 from zerograph.runtime.comm import Communicator
 from zerograph.runtime.executor import Runtime
 from zerograph.runtime.hold import GradientHold
+from zerograph.runtime.nvme import Arena
 from zerograph.runtime.residency import GatheredCache, StepCount
+from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.telemetry import Telemetry
 from zerograph.sharding import adopt
 from zerograph.sharding.adoption import Adoption
@@ -54,6 +56,7 @@ class Backend:
         # The same sets and dicts for all: adoption fills them when a model comes, and everyone sees it.
         self._steps = StepCount(self._adoption.known)
         self._hold = GradientHold(self._adoption.params)
+        self._store = ShardStore(self._adoption.params, self._open_arena)
         self._optimizers = OptimizerCheck(
             self._adoption.known,
             self._adoption.replaced,
@@ -61,6 +64,7 @@ class Backend:
             self._hold,
             self._telemetry,
             self._communicator,
+            self._store,
         )
         # A graph without parameters may come before the model that tells what to compile for: it needs no other rank.
         alone = replace(config, plan=None, memory=None, stage=config.sharding)
@@ -100,6 +104,7 @@ class Backend:
         steps, hold, telemetry = self._steps, self._hold, self._telemetry
 
         def runtime_for(index: int, code: str, plan: Plan) -> Runtime:
+            self._store.settle(plan, MOMENTS)
             cache = GatheredCache(plan, steps, hold)
             return Runtime(index, ranks.communicator, cache, hold, telemetry, ranks.device, code)
 
@@ -112,6 +117,9 @@ class Backend:
             agreement=ranks.agreement,
             tied=self._adoption.tied,
         )
+
+    def _open_arena(self, size: int) -> Arena:
+        return Arena(self.config.path, max(size, self.config.nvme or 0))
 
     def _remember(self, new: Iterable[nn.Parameter]) -> None:
         self._optimizers.remember(new)

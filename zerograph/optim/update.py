@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from zerograph import _core
 from zerograph.optim.parts import Part
@@ -12,19 +12,34 @@ from zerograph.optim.tensors import Gradients
 class PendingUpdate:
     """What :meth:`HostOptimizer.start_step` returns. It keeps all tensors alive that kernels are working on."""
 
-    def __init__(self, ticket: _core.Ticket | None, touched: Sequence[tuple[Part, Gradients]]) -> None:
-        self._ticket, self._touched = ticket, touched
+    def __init__(
+        self,
+        ticket: _core.Ticket | None,
+        touched: Sequence[tuple[Part, Gradients]],
+        stream: Callable[[], None] | None = None,
+    ) -> None:
+        """``stream`` updates what is on NVMe, in the thread that waits."""
+        self._ticket, self._touched, self._stream = ticket, touched, stream
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
-        return self._ticket is None or self._ticket.done()
+        return self._stream is None and (self._ticket is None or self._ticket.done())
 
     def wait(self) -> None:
-        """Return once everything is updated. A second call does nothing."""
+        """Return once everything is updated. A second call does nothing.
+
+        Raises:
+            StorageError: a transfer failed, and a part of the states on NVMe is updated.
+        """
         ticket, self._ticket = self._ticket, None
         touched, self._touched = self._touched, ()
-        if ticket is not None:
-            ticket.wait()
+        stream, self._stream = self._stream, None
+        try:
+            if stream is not None:
+                stream()
+        finally:
+            if ticket is not None:
+                ticket.wait()
         for part, grads in touched:
             part.updated(grads)
 
