@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,18 +19,22 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerograph.core.errors import StorageError
-from zerograph.core.plan import Bucket, Plan
+from zerograph.core.plan import Param, Plan
 from zerograph.core.units import format_bytes
+from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.extents import ALIGNMENT, Extent
 from zerograph.runtime.nvme import Arena, huge_tensor
 from zerograph.runtime.store import mapped_tensor
-from zerograph.runtime.torch_private import local_tensor
+from zerograph.runtime.torch_private import local_tensor, set_local
 
 log = logging.getLogger(__name__)
 
 UNIT = ALIGNMENT // 2
 """Elements: transfers of extents begin and end at multiples, whole blocks of the disk in any dtype of two bytes or
 more."""
+
+PARAMETER = "parameter"
+"""What :meth:`ShardStore.extent` calls the parameters themselves, which no optimizer has for a state's name."""
 
 _APART = 64
 """Elements: each shard begins at a multiple, where vector loads are aligned."""
@@ -59,6 +63,20 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True)
+class _Copy:
+    """What is gathered in place of a parameter that left the device.
+
+    Attributes:
+        tensor: its values in the compute dtype, on the device.
+        seen: the parameter's versions when it had these values; None once something has stepped on it that versions do
+            not show.
+    """
+
+    tensor: Tensor
+    seen: tuple[int, int] | None
+
+
+@dataclass(slots=True)
 class _Kind:
     """One state of all parameters of a bucket that one optimizer keeps; ``given`` are the places it was asked for."""
 
@@ -81,11 +99,16 @@ class ShardStore:
         self._kinds: weakref.WeakKeyDictionary[Optimizer, dict[tuple[Block, str, torch.dtype], _Kind]]
         self._kinds = weakref.WeakKeyDictionary()
         self._extents: set[Extent] = set()
+        self._masters: dict[tuple[Block, torch.dtype], Extent] = {}
+        self._copies: dict[str, _Copy] = {}  # by parameter
         self._ring: list[Tensor] = []
         self.arena: Arena | None = None
 
-    def settle(self, plan: Plan, moments: int) -> None:
-        """Give homes to the parameters of ``plan`` that have none yet.
+    def settle(self, plan: Plan, moments: int) -> list[Tensor]:
+        """Give homes to the parameters of ``plan`` that have none yet; returns those that have left the device.
+
+        A parameter that computes in a lower dtype is a master, which leaves with the optimizer's states; programs then
+        gather its copy. One that computes in its own dtype stays: a copy would take the same room.
 
         Args:
             moments: tensors of float32 that an optimizer keeps of each parameter, for which room is reserved.
@@ -93,26 +116,91 @@ class ShardStore:
         Raises:
             StorageError: there is no room.
         """
-        away = [b for b in plan.buckets if b.homes.optimizer == "nvme"]
-        new = [block for bucket in away if (block := self._block(bucket)).begins]
-        if not new:
-            return
-        if self.arena is None:
-            # For all of the model: other frames read the rest of it.
-            sizes = [local_tensor(p).numel() for p in self._params.values() if p.requires_grad]
-            padded = sum(-(-size // UNIT) * UNIT for size in sizes)
-            self.arena = self._open(padded * moments * torch.float32.itemsize)
-        for block in new:
+        left = []
+        for bucket in plan.buckets:
+            # One process gathers nothing: its graphs read the parameters themselves.
+            params = [p for p in bucket.params if p.trainable and (p.sharded or plan.world_size == 1)]
+            params = [p for p in params if p.name not in self._blocks] if bucket.homes.optimizer == "nvme" else []
+            if not params:
+                continue
+            if self.arena is None:
+                self.arena = self._open(self._needed(moments))
+                log.info("room for optimizer states on NVMe: %s", format_bytes(self.arena.size))
+            block = self._block(bucket.name, params)
             self._blocks.update(dict.fromkeys(block.begins, block))
-        log.info("optimizer states of %d buckets on NVMe (%s)", len(new), format_bytes(self.arena.size))
+            for p in params:
+                if p.sharded and p.compute_dtype != p.dtype:
+                    self._leave(p, block)
+                    left.append(self._params[p.name])
+        return left
 
-    def _block(self, bucket: Bucket) -> Block:
+    def _needed(self, moments: int) -> int:
+        """Bytes for masters and states of all of the model: other frames read the rest of it."""
+        trained = [local_tensor(p) for p in self._params.values() if p.requires_grad]
+        padded = [-(-p.numel() // UNIT) * UNIT for p in trained]
+        masters = sum(size * p.itemsize for size, p in zip(padded, trained, strict=True))
+        return masters + sum(padded) * moments * torch.float32.itemsize
+
+    def _block(self, name: str, params: Sequence[Param]) -> Block:
         begins, end = {}, 0
-        for param in bucket.params:
-            if param.trainable and param.sharded and param.name not in self._blocks:
-                begins[param.name] = end
-                end += -(-local_tensor(self._params[param.name]).numel() // _APART) * _APART
-        return Block(bucket.name, begins, -(-end // UNIT) * UNIT)
+        for param in params:
+            begins[param.name] = end
+            end += -(-local_tensor(self._params[param.name]).numel() // _APART) * _APART
+        return Block(name, begins, -(-end // UNIT) * UNIT)
+
+    def _leave(self, described: Param, block: Block) -> None:
+        """Move a parameter to its bucket's extent, and keep a copy of it that computes."""
+        assert self.arena is not None
+        param = self._params[described.name]
+        local, key = local_tensor(param), (block, param.dtype)
+        if key not in self._masters:
+            self._masters[key] = self.arena.allocate(block.elements * param.dtype.itemsize)
+        extent, offset = self._masters[key], block.begins[described.name] * param.dtype.itemsize
+        copy = local.detach().to(torch_dtype(described.compute_dtype))
+        flat = local.detach().as_strided((local.numel(),), (1,))  # dense, in whatever order
+        self.arena.wait(self.arena.write(extent, flat, offset=offset))
+        home = mapped_tensor(self.arena, extent, param.dtype, (local.numel(),), offset)
+        set_local(param, home.as_strided(local.shape, local.stride()))
+        self._copies[described.name] = _Copy(copy, _versions(param))
+
+    def gathered(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Sequence[Tensor]:
+        """What programs gather of ``params``, whose outward ``shards`` are given."""
+        if not self._copies:
+            return shards
+        return [self._fresh(p.name, shard) for p, shard in zip(params, shards, strict=True)]
+
+    def _fresh(self, name: str, shard: Tensor) -> Tensor:
+        copy = self._copies.get(name)
+        if copy is None:
+            return shard
+        param = self._params[name]
+        now = _versions(param)
+        if copy.seen != now:
+            copy.tensor.copy_(local_tensor(param).detach())
+            copy.seen = now
+        return copy.tensor
+
+    def copy_of(self, param: Tensor) -> Tensor | None:
+        """The copy that is gathered in place of ``param``, which an update writes too; None where it has none."""
+        copy = self._copies.get(self._names().get(id(param), ""))
+        return copy.tensor if copy is not None else None
+
+    def updated(self, params: Iterable[Tensor]) -> None:
+        """The copies of ``params`` have been written together with them."""
+        names = self._names() if self._copies else {}
+        for param in params:
+            if (copy := self._copies.get(names.get(id(param), ""))) is not None:
+                copy.seen = _versions(param)
+
+    def touched(self, params: Iterable[Tensor]) -> None:
+        """Something has written to ``params`` that versions may not show: their copies are stale."""
+        names = self._names() if self._copies else {}
+        for param in params:
+            if (copy := self._copies.get(names.get(id(param), ""))) is not None:
+                copy.seen = None
+
+    def _names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self._params.items()}
 
     def places(self) -> dict[int, Place]:
         """Where the states of parameters are that have left the device, by ``id`` of the parameter."""
@@ -149,7 +237,9 @@ class ShardStore:
         return value.data_ptr() == self.arena.map(kind.extent).address + place.begin * value.dtype.itemsize
 
     def extent(self, owner: Optimizer, block: Block, name: str, dtype: torch.dtype) -> Extent:
-        """Where :meth:`state` has put the states of a bucket."""
+        """Where :meth:`state` has put the states of a bucket, or :data:`PARAMETER` the parameters themselves."""
+        if name == PARAMETER:
+            return self._masters[block, dtype]
         return self._kinds[owner][block, name, dtype].extent
 
     def _made(self, block: Block, name: str, dtype: torch.dtype, fill: float) -> Extent:
@@ -196,7 +286,15 @@ class ShardStore:
 
     def bytes(self) -> int:
         """On NVMe."""
-        return sum(kind.extent.bytes for kinds in self._kinds.values() for kind in kinds.values())
+        states = [kind.extent for kinds in self._kinds.values() for kind in kinds.values()]
+        return sum(extent.bytes for extent in (*states, *self._masters.values()))
+
+
+
+
+def _versions(param: Tensor) -> tuple[int, int]:
+    # An operation on a DTensor counts in one of the two, whichever it writes to.
+    return param._version, local_tensor(param)._version
 
 
 SLOTS = 3

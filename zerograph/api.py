@@ -88,7 +88,11 @@ class Backend:
             frame = Frame(self._compilation, len(self._frames), traced_function())
             self._frames.append(frame)
             with self._together(frame.code):
-                return compile_frame(frame, gm, example_inputs)
+                compiled = compile_frame(frame, gm, example_inputs)
+                if "backward" in frame.programs:
+                    # Not while anything is traced. Their memory is another one then, and nobody has assigned it.
+                    self._optimizers.remember(self._store.settle(frame.plan, MOMENTS))
+                return compiled
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are fresh backends with the same arguments: programs belong to one model."""
@@ -104,9 +108,8 @@ class Backend:
         steps, hold, telemetry = self._steps, self._hold, self._telemetry
 
         def runtime_for(index: int, code: str, plan: Plan) -> Runtime:
-            self._store.settle(plan, MOMENTS)
             cache = GatheredCache(plan, steps, hold)
-            return Runtime(index, ranks.communicator, cache, hold, telemetry, ranks.device, code)
+            return Runtime(index, ranks.communicator, cache, hold, telemetry, self._store, ranks.device, code)
 
         return Compilation(
             world_size=ranks.size,

@@ -69,6 +69,8 @@ class OptimizerCheck:
             live = check()
             if live is not None and live._holds_own(optimizer):
                 live._telemetry.updated()
+                if not isinstance(optimizer, HostOptimizer):
+                    live._store.touched(_params_of(optimizer))
 
         def failed_step(optimizer: Optimizer, error: BaseException) -> None:
             live = check()

@@ -250,14 +250,15 @@ class HostOptimizer(Optimizer):
         if calls or stored:
             _tell_target()
         ticket = _core.update(calls, factor) if calls else None
-        return PendingUpdate(ticket, touched, self._streamed(stored, apart, factor) if stored else None)
+        store = self.store()
+        if not stored or store is None:
+            return PendingUpdate(ticket, touched)
+        return PendingUpdate(ticket, touched, self._streamed(store, stored, apart, factor), store.updated)
 
     def _streamed(
-        self, stored: list[Stored], apart: list[tuple[_core.Rule, Gradients]], factor: float
+        self, store: ShardStore, stored: list[Stored], apart: list[tuple[_core.Rule, Gradients]], factor: float
     ) -> Callable[[], None]:
         """What updates parts whose states are on NVMe."""
-        store = self.store()
-        assert store is not None  # it gave them their places
         parts = [s.part for s in stored]
         if self._stream is None or list(map(id, self._stream.parts)) != list(map(id, parts)):
             self._stream = Stream(self, store, stored)
@@ -298,10 +299,12 @@ class HostOptimizer(Optimizer):
         """The parameter's state, made where it is missing and brought home, in the form that the kernels take."""
         param, local, name = layout.params[index], layout.locals[index], layout.name(index)
         # Without states there is nothing to stream; what has no kernels is updated where it is.
-        place = places.get(id(param)) if slots or self._keeps_master(param) else None
+        place, copy = places.get(id(param)), self._copy_of(param)
+        if not (slots or copy is not None or self._keeps_master(param)):
+            place = None
         # An empty dict in `state` would count as a state: SGD without momentum has none, in torch, too.
         if not (self._counts or slots or self._keeps_master(param)):
-            return Member(index, local, local, [], None, fresh=False)
+            return Member(index, local, local, [], None, fresh=False, place=place, copy=copy)
         state = self.state[param]
         if self._counts:
             at = local.device if self._counts_on_device else torch.device("cpu")
@@ -326,7 +329,12 @@ class HostOptimizer(Optimizer):
                 state["master"] = _fitted(master, param, torch.float32, f"master of {name}")
             target = local_tensor(state["master"])
         states = [local_tensor(state[s]) for s in slots]
-        return Member(index, local, target, states, state.get("step"), fresh, place)
+        return Member(index, local, target, states, state.get("step"), fresh, place, copy)
+
+    def _copy_of(self, param: Tensor) -> Tensor | None:
+        """What is gathered in place of ``param``, where that is on NVMe."""
+        store = self.store()
+        return store.copy_of(param) if store is not None else None
 
     def _stored(
         self, place: Place, name: str, value: Tensor | None, param: Tensor, dtype: torch.dtype, fill: float

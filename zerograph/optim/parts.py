@@ -28,6 +28,7 @@ class Member:
         step: how many updates it has had, one float32; None where the algorithm does not count.
         fresh: its momentum starts from this gradient.
         place: where its states are on NVMe; None where they are not.
+        copy: what is gathered in its place, and is written when it is updated; None where it is gathered itself.
     """
 
     index: int
@@ -37,6 +38,7 @@ class Member:
     step: Tensor | None
     fresh: bool
     place: Place | None = None
+    copy: Tensor | None = None
 
 
 @dataclass(slots=True)
@@ -161,7 +163,7 @@ def parts_of(
         if dtype is None or (grad is None and index not in known):
             continue
         m = member(index)
-        kind = (m.local.device, m.local.dtype, m.target.dtype, dtype, m.place is None)
+        kind = (m.local.device, m.local.dtype, m.target.dtype, dtype, m.place is None, m.copy is None)
         kinds.setdefault(kind, []).append((m, dtype))
     found = []
     for alike in kinds.values():

@@ -21,7 +21,7 @@ from zerograph.optim.parts import Member, Part
 from zerograph.optim.tensors import TAGS, Gradients
 from zerograph.runtime.extents import Extent
 from zerograph.runtime.nvme import Priority, Ticket
-from zerograph.runtime.shards import SLOTS, UNIT, Block, Place, ShardStore
+from zerograph.runtime.shards import PARAMETER, SLOTS, UNIT, Block, Place, ShardStore
 
 
 class Stored(NamedTuple):
@@ -119,23 +119,25 @@ class Stream:
             if not pieces:
                 continue
             members = [part.members[piece.member] for piece in pieces]
-            names = [(name, t.dtype) for name, t in _kept(members[0], part, slots)]
-            places = [_place(m).begin + piece.first - begin for m, piece in zip(members, pieces, strict=True)]
-            here = [[slot.data_ptr() + kinds[n].at + at * n[1].itemsize for at in places] for n in names]
-            local = [
-                m.local.data_ptr() + piece.first * m.local.itemsize for m, piece in zip(members, pieces, strict=True)
-            ]
-            targets = here.pop() if part.mastered else local
-            tag, dtype = TAGS[members[0].target.dtype], members[0].local.dtype
+            first, pairs = members[0], list(zip(members, pieces, strict=True))
+            places = [_place(m).begin + piece.first - begin for m, piece in pairs]
+            here = {
+                name: [slot.data_ptr() + kinds[name, t.dtype].at + at * t.itemsize for at in places]
+                for name, t in _kept(first, part, slots)
+            }
+            # What is updated, a master or the parameter, passes through the slot where it is on NVMe; what follows it
+            # is written behind it.
+            follows = [m.local if part.mastered else m.copy for m in members if part.mastered or m.copy is not None]
+            targets = here.get("master") or here.get(PARAMETER) or [_at(m.local, p.first) for m, p in pairs]
             yield _Work(
                 index,
                 _core.TensorSet(
-                    [(at, tag, piece.count) for at, piece in zip(targets, pieces, strict=True)],
-                    here,
-                    TAGS[members[0].states[0].dtype] if members[0].states else _core.DType.float32,
-                    local if part.mastered else [],
-                    TAGS[dtype],
-                    [self._count(m, piece) for m, piece in zip(members, pieces, strict=True) if m.step is not None],
+                    [(at, TAGS[first.target.dtype], piece.count) for at, piece in zip(targets, pieces, strict=True)],
+                    [here[slot] for slot in slots],
+                    TAGS[first.states[0].dtype] if first.states else _core.DType.float32,
+                    [_at(t, p.first) for t, p in zip(follows, pieces, strict=True) if t is not None] if follows else [],
+                    TAGS[follows[0].dtype if follows and follows[0] is not None else first.local.dtype],
+                    [self._count(m, piece) for m, piece in pairs if m.step is not None],
                 ),
                 pieces,
             )
@@ -240,7 +242,14 @@ def _pieces(members: Sequence[Member], block: Block, begin: int, end: int) -> It
 
 
 def _kept(member: Member, part: Part, slots: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a member that are on NVMe, a master last."""
+    """The tensors of a member that are on NVMe."""
     yield from zip(slots, member.states, strict=True)
     if part.mastered:
         yield "master", member.target
+    elif member.copy is not None:
+        yield PARAMETER, member.local
+
+
+def _at(tensor: Tensor, element: int) -> int:
+    """The address of an element of ``tensor``, counted in memory."""
+    return tensor.data_ptr() + element * tensor.itemsize

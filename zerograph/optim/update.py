@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import Tensor
 
 from zerograph import _core
 from zerograph.optim.parts import Part
@@ -17,9 +19,10 @@ class PendingUpdate:
         ticket: _core.Ticket | None,
         touched: Sequence[tuple[Part, Gradients]],
         stream: Callable[[], None] | None = None,
+        updated: Callable[[Iterable[Tensor]], None] = lambda _: None,
     ) -> None:
-        """``stream`` updates what is on NVMe, in the thread that waits."""
-        self._ticket, self._touched, self._stream = ticket, touched, stream
+        """``stream`` updates what is on NVMe, in the thread that waits; ``updated`` hears of all that was."""
+        self._ticket, self._touched, self._stream, self._updated = ticket, touched, stream, updated
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
@@ -42,6 +45,8 @@ class PendingUpdate:
                 ticket.wait()
         for part, grads in touched:
             part.updated(grads)
+            if part.stored:
+                self._updated(part.watched)
 
     def __del__(self) -> None:
         ticket = getattr(self, "_ticket", None)
