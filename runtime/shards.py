@@ -108,7 +108,8 @@ class ShardStore:
         """Give homes to the parameters of ``plan`` that have none yet; returns those that have left the device.
 
         A parameter that computes in a lower dtype is a master, which leaves with the optimizer's states; programs then
-        gather its copy. One that computes in its own dtype stays: a copy would take the same room.
+        gather its copy. One that computes in its own dtype stays: a copy would take the same room. So do all in a lone
+        process, whose graphs read parameters and gather none.
 
         Args:
             moments: tensors of float32 that an optimizer keeps of each parameter, for which room is reserved.
@@ -118,28 +119,27 @@ class ShardStore:
         """
         left = []
         for bucket in plan.buckets:
-            # One process gathers nothing: its graphs read the parameters themselves.
             params = [p for p in bucket.params if p.trainable and (p.sharded or plan.world_size == 1)]
             params = [p for p in params if p.name not in self._blocks] if bucket.homes.optimizer == "nvme" else []
             if not params:
                 continue
             if self.arena is None:
-                self.arena = self._open(self._needed(moments))
+                self.arena = self._open(self._needed(plan, moments))
                 log.info("room for optimizer states on NVMe: %s", format_bytes(self.arena.size))
             block = self._block(bucket.name, params)
             self._blocks.update(dict.fromkeys(block.begins, block))
             for p in params:
-                if p.sharded and p.compute_dtype != p.dtype:
+                if _leaves(p):
                     self._leave(p, block)
                     left.append(self._params[p.name])
         return left
 
-    def _needed(self, moments: int) -> int:
+    def _needed(self, plan: Plan, moments: int) -> int:
         """Bytes for masters and states of all of the model: other frames read the rest of it."""
         trained = [local_tensor(p) for p in self._params.values() if p.requires_grad]
-        padded = [-(-p.numel() // UNIT) * UNIT for p in trained]
-        masters = sum(size * p.itemsize for size, p in zip(padded, trained, strict=True))
-        return masters + sum(padded) * moments * torch.float32.itemsize
+        leave = any(_leaves(p) for bucket in plan.buckets for p in bucket.params)
+        each = moments * torch.float32.itemsize
+        return sum(-(-p.numel() // UNIT) * UNIT * (each + p.itemsize * leave) for p in trained)
 
     def _block(self, name: str, params: Sequence[Param]) -> Block:
         begins, end = {}, 0
@@ -290,6 +290,11 @@ class ShardStore:
         return sum(extent.bytes for extent in (*states, *self._masters.values()))
 
 
+
+
+def _leaves(param: Param) -> bool:
+    """Whether a parameter goes where its states go: another dtype computes, of a copy that is gathered."""
+    return param.sharded and param.trainable and param.compute_dtype != param.dtype
 
 
 def _versions(param: Tensor) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from zerograph import _core
 from zerograph.core.errors import StorageError
 from zerograph.optim.parts import Member, Part
 from zerograph.optim.tensors import TAGS, Gradients
+from zerograph.runtime.entry import reason_of
 from zerograph.runtime.extents import Extent
 from zerograph.runtime.nvme import Priority, Ticket
 from zerograph.runtime.shards import PARAMETER, SLOTS, UNIT, Block, Place, ShardStore
@@ -72,11 +73,16 @@ class _Chunk:
 
 
 class Stream:
-    """The update of some parts, again and again."""
+    """The update of some parts, again and again.
+
+    Attributes:
+        failed: why the last one ended half done; empty when it did not.
+    """
 
     def __init__(self, owner: Optimizer, store: ShardStore, stored: Sequence[Stored]) -> None:
         assert store.arena is not None
         self._arena, self.parts = store.arena, [s.part for s in stored]
+        self.failed = ""
         # Of members in several chunks: their counts, and copies that all chunks but the last increment.
         self._counts: list[tuple[Tensor, Tensor]] = []
         self._chunks: list[_Chunk] = []
@@ -165,7 +171,8 @@ class Stream:
             copy.copy_(count)
         try:
             self._run(lambda chunk: _core.update(self._calls(chunk, rules, grads), factor))
-        except BaseException:
+        except BaseException as error:
+            self.failed = reason_of(error)
             self._abandon()
             raise
 
