@@ -290,8 +290,6 @@ class ShardStore:
         return sum(extent.bytes for extent in (*states, *self._masters.values()))
 
 
-
-
 def _leaves(param: Param) -> bool:
     """Whether a parameter goes where its states go: another dtype computes, of a copy that is gathered."""
     return param.sharded and param.trainable and param.compute_dtype != param.dtype

@@ -20,9 +20,7 @@ from zerograph.runtime.extents import Extent
 from zerograph.runtime.nvme import Arena
 
 
-def mapped_tensor(
-    arena: Arena, extent: Extent, dtype: torch.dtype, shape: Sequence[int], offset: int = 0
-) -> Tensor:
+def mapped_tensor(arena: Arena, extent: Extent, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> Tensor:
     """A tensor of ``shape`` over the bytes of ``extent`` from ``offset`` on; tensors of one extent share them.
 
     While one lives, ``extent`` cannot be freed.

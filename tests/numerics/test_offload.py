@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 import zerograph
 from zerograph import _core
-from zerograph.core.errors import ConfigError, StorageError, UnsupportedError
+from zerograph.core.errors import ConfigError, StorageError, UnsupportedError, ZeroGraphError
 from zerograph.runtime import shards
 from zerograph.runtime.torch_private import local_tensor
 
@@ -102,7 +102,9 @@ Trained = tuple[list[float], dict[str, Tensor], dict[int, dict[str, Any]]]
 class Run:
     """One training that can be looked at in between."""
 
-    def __init__(self, make: Callable[[nn.Module], Optimizer], whole: torch.dtype | None = None, **options: Any) -> None:
+    def __init__(
+        self, make: Callable[[nn.Module], Optimizer], whole: torch.dtype | None = None, **options: Any
+    ) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         self.model = Net().to(whole) if whole is not None else Net()
@@ -332,10 +334,14 @@ def _fails(folder: str) -> str:
         arena = training.backend._store.arena
         arena._engine.inject([(_core.FaultPoint.write, 1, 1, _core.FaultEffect.error, errno.EIO)])
     training.backward()
-    with pytest.raises(Exception) as caught:
+
+    def goes_on() -> None:
         training.optimizer.step()
         training.optimizer.zero_grad()
         training.backward()
+
+    with pytest.raises(ZeroGraphError) as caught:
+        goes_on()
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
