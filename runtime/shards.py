@@ -8,6 +8,7 @@ optimizer, sees ordinary tensors: mappings of them (:func:`~zerograph.runtime.st
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,11 +68,13 @@ class _Copy:
     """What is gathered in place of a parameter that left the device.
 
     Attributes:
+        home: address of the parameter's mapping; where its memory is another one, it has come back.
         tensor: its values in the compute dtype, on the device.
         seen: the parameter's versions when it had these values; None once something has stepped on it that versions do
             not show.
     """
 
+    home: int
     tensor: Tensor
     seen: tuple[int, int] | None
 
@@ -161,7 +164,7 @@ class ShardStore:
         self.arena.wait(self.arena.write(extent, flat, offset=offset))
         home = mapped_tensor(self.arena, extent, param.dtype, (local.numel(),), offset)
         set_local(param, home.as_strided(local.shape, local.stride()))
-        self._copies[described.name] = _Copy(copy, _versions(param))
+        self._copies[described.name] = _Copy(home.data_ptr(), copy, _versions(param))
 
     def gathered(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Sequence[Tensor]:
         """What programs gather of ``params``, whose outward ``shards`` are given."""
@@ -170,7 +173,7 @@ class ShardStore:
         return [self._fresh(p.name, shard) for p, shard in zip(params, shards, strict=True)]
 
     def _fresh(self, name: str, shard: Tensor) -> Tensor:
-        copy = self._copies.get(name)
+        copy = self._copy(name)
         if copy is None:
             return shard
         param = self._params[name]
@@ -180,9 +183,16 @@ class ShardStore:
             copy.seen = now
         return copy.tensor
 
+    def _copy(self, name: str) -> _Copy | None:
+        copy = self._copies.get(name)
+        if copy is not None and local_tensor(self._params[name]).data_ptr() != copy.home:
+            del self._copies[name]  # model.to(dtype) has given it other memory
+            return None
+        return copy
+
     def copy_of(self, param: Tensor) -> Tensor | None:
         """The copy that is gathered in place of ``param``, which an update writes too; None where it has none."""
-        copy = self._copies.get(self._names().get(id(param), ""))
+        copy = self._copy(self._names().get(id(param), ""))
         return copy.tensor if copy is not None else None
 
     def updated(self, params: Iterable[Tensor]) -> None:
@@ -232,9 +242,10 @@ class ShardStore:
     def is_home(self, owner: Optimizer, place: Place, name: str, value: Tensor) -> bool:
         """Whether ``value`` is the tensor that :meth:`state` gave."""
         kind = self._kinds.get(owner, {}).get((place.block, name, value.dtype))
-        if kind is None or self.arena is None or not self.arena.is_mapped(kind.extent):
-            return not value.numel()
-        return value.data_ptr() == self.arena.map(kind.extent).address + place.begin * value.dtype.itemsize
+        if kind is None or self.arena is None or not value.numel():
+            return kind is not None  # what is empty lies nowhere
+        address = self.arena.map(kind.extent).address if self.arena.is_mapped(kind.extent) else 0
+        return value.data_ptr() == address + place.begin * value.dtype.itemsize
 
     def extent(self, owner: Optimizer, block: Block, name: str, dtype: torch.dtype) -> Extent:
         """Where :meth:`state` has put the states of a bucket, or :data:`PARAMETER` the parameters themselves."""
@@ -266,6 +277,7 @@ class ShardStore:
     def _reclaim(self) -> None:
         """Free what belonged to optimizers that are gone."""
         assert self.arena is not None
+        gc.collect()  # optimizers are in reference cycles
         held = {kind.extent for kinds in self._kinds.values() for kind in kinds.values()}
         for extent in self._extents - held:
             if not self.arena.is_mapped(extent):
@@ -276,7 +288,7 @@ class ShardStore:
     def ring(self) -> list[Tensor]:
         """The slots that states pass through, made when they are first needed."""
         if not self._ring:
-            largest = max((block.elements for block in self._blocks.values()), default=0)
+            largest = max(UNIT, *(block.elements for block in self._blocks.values()))
             size = min(SLOT, MOST_KINDS * largest * torch.float32.itemsize)
             self._ring = [huge_tensor(size) for _ in range(SLOTS)]
             assert self.arena is not None
@@ -304,7 +316,7 @@ SLOTS = 3
 """One being read, one in use, one being written."""
 
 SLOT = 64 * 2**20
-"""Bytes of one slot."""
+"""Bytes of one slot; no less than a unit of each kind takes."""
 
 MOST_KINDS = 4
 """That an update reads of each parameter at a time: master, and at most three moments."""

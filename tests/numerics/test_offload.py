@@ -263,6 +263,21 @@ def test_what_is_changed_outside_of_the_optimizer_is_gathered(tmp_path: Path) ->
     run(2, _changed_outside, str(tmp_path))
 
 
+def _becomes_bfloat16(folder: str) -> None:
+    results = []
+    for more in ({}, {**OFF, "path": folder}):
+        training = Run(adamw, stage=3, dtype=torch.bfloat16, **more)
+        training.steps(2)
+        training.model.to(torch.bfloat16)
+        training.steps(2)
+        results.append(training.result())
+    _same(*results)
+
+
+def test_a_model_that_changes_its_dtype_comes_back(tmp_path: Path) -> None:
+    run(2, _becomes_bfloat16, str(tmp_path))
+
+
 def _saved(optimizer: Optimizer) -> dict[str, Any]:
     """Its state dict, of tensors that no step changes any more."""
     saved = optimizer.state_dict()
@@ -410,9 +425,10 @@ def test_a_folder_that_does_not_exist_is_said_at_the_first_call(tmp_path: Path) 
     [
         ({"offload": "optimizer"}, "any tier"),
         ({"offload": "optimizer", "tier": "host"}, "on host is planned"),
-        ({"offload": "optimizer", "tier": "nvme"}, "needs a folder"),
+        ({"offload": "optimizer", "tier": "nvme"}, "need a folder"),
         ({"offload": "parameters", "tier": "nvme", "path": "/tmp"}, "no backend runs it yet"),
-        ({"path": "/tmp"}, "path given, and offload is none"),
+        ({"path": "/tmp"}, "path given, and nothing is offloaded"),
+        ({**OFF, "path": "/tmp", "memory": "1GiB"}, "together with memory"),
         ({"offload": "optimizer", "tier": "nvme", "path": 3}, "a folder or a list of folders"),
         ({"offload": "optimizer", "tier": "nvme", "path": "/tmp", "stage": 0}, "stage 0 cannot offload optimizer"),
         ({"offload": "optimizer", "tier": "nvme", "path": "/tmp", "nvme": "much"}, "nvme: "),

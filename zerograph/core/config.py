@@ -86,6 +86,12 @@ class Config:
         return 3 if self.stage == "auto" else self.stage
 
     @property
+    def offloads(self) -> bool:
+        """Whether something lives off the device between its uses."""
+        replayed = self.plan is not None and any(bucket.homes.away for bucket in self.plan.plan.buckets)
+        return self.offload != "none" or replayed
+
+    @property
     def searches(self) -> bool:
         """Whether plans are searched under a budget, not made by rule."""
         return self.stage == "auto" or self.memory is not None
@@ -167,14 +173,19 @@ class Config:
             'tier="nvme" with path="/folder/on/a/disk" runs',
         )
         _require(
-            self.offload == "none" or bool(self.path),
-            "tier='nvme' needs a folder to keep optimizer states in",
+            self.offload == "none" or not self.searches,
+            "offload together with memory= or stage='auto' is planned, but no backend runs it yet",
+            "give a stage from 1 to 3 without memory=, or the file of a plan that can be run with plan=",
+        )
+        _require(
+            not self.offloads or bool(self.path),
+            "states on NVMe need a folder to be kept in",
             'path="/folder/on/a/disk", or several in a list, over which they are striped',
         )
         given = [name for name in ("path", "nvme") if getattr(self, name)]
         _require(
-            self.offload != "none" or not given or self.plan is not None,
-            f"{' and '.join(given)} given, and offload is none",
+            self.offloads or not given,
+            f"{' and '.join(given)} given, and nothing is offloaded",
             'say what goes there: offload="optimizer", tier="nvme"',
         )
 
@@ -243,7 +254,7 @@ def _replayed(options: dict[str, Any]) -> dict[str, Any]:
     _require(
         not unexecuted,
         f"the plan {os.fspath(path)} has {unexecuted}, which no backend runs yet",
-        "make one that can be run: `zerograph plan MODEL` without --offload",
+        "make one that can be run: `zerograph plan MODEL` without --offload, or with --offload optimizer --tier nvme",
     )
     return {"plan": GivenPlan(os.fspath(path), plan), "stage": plan.stage, "prefetch": plan.prefetch}
 
