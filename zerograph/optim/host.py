@@ -303,10 +303,9 @@ class HostOptimizer(Optimizer):
     ) -> Member:
         """The parameter's state, made where it is missing and brought home, in the form that the kernels take."""
         param, local, name = layout.params[index], layout.locals[index], layout.name(index)
-        # Without states there is nothing to stream; what has no kernels is updated where it is.
         place, copy = places.get(id(param)), self._copy_of(param)
-        if not (slots or copy is not None or self._keeps_master(param)):
-            place = None
+        if not local.numel() or not (slots or copy is not None or self._keeps_master(param)):
+            place = None  # nothing to stream
         # An empty dict in `state` would count as a state: SGD without momentum has none, in torch, too.
         if not (self._counts or slots or self._keeps_master(param)):
             return Member(index, local, local, [], None, fresh=False, place=place, copy=copy)
