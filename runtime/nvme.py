@@ -178,6 +178,11 @@ class Arena:
         """Whether a tensor maps ``extent``, so that it cannot be freed."""
         return extent in self._mappings
 
+    def maps(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` shows an extent of this arena."""
+        address = tensor.data_ptr()
+        return any(m.address <= address < m.address + extent.bytes for extent, m in self._mappings.items())
+
     # ---- transfers
 
     def write(self, extent: Extent, tensor: Tensor, priority: Priority = Priority.later, *, offset: int = 0) -> Ticket:

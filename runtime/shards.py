@@ -296,6 +296,18 @@ class ShardStore:
                 self.arena.register(slot)
         return self._ring
 
+    def on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
+        """Those of local ``tensors`` that are not on NVMe, and the copies of those that are."""
+        arena = self.arena
+        if arena is None:
+            return list(tensors)
+        return [t for t in tensors if not arena.maps(t)] + [copy.tensor for copy in self._copies.values()]
+
+    @property
+    def slots(self) -> int:
+        """Bytes of the slots that states pass through."""
+        return sum(slot.nbytes for slot in self._ring)
+
     def bytes(self) -> int:
         """On NVMe."""
         states = [kind.extent for kinds in self._kinds.values() for kind in kinds.values()]

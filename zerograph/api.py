@@ -220,6 +220,8 @@ class Backend:
             graph_breaks=dict(breaks),
             runs=dict(self._telemetry.runs),
             peak_whole_buckets=self._telemetry.peak_whole,
+            on_nvme=self._store.bytes(),
+            slots=self._store.slots,
             recorded=self._recording.beside_forecast() if self._recording is not None else None,
         )
 
@@ -248,10 +250,13 @@ def backend(**options: Any) -> Backend:
             every repeated layer only the inputs are saved, as with ``torch.utils.checkpoint`` around each), or a number
             from 0 to 1: that share of the layers fully. Layers are modules with a number in their name. Regions of the
             user's own ``torch.utils.checkpoint`` stay as they are.
-        offload: "none", "optimizer" (its states leave the device), "gradients" (those too), "parameters" (all of it) or
-            "auto". It is planned and forecast by ``zerograph plan --offload``, and cannot be run yet: anything but
-            "none" is refused.
-        tier: where that goes, "host" or "nvme"; default: whatever the planner finds faster.
+        offload: "none" or "optimizer": its states, and masters of parameters that compute in another dtype, leave the
+            device (docs/offload.md). "gradients" (those too), "parameters" (all of it) and "auto" are planned and
+            forecast by ``zerograph plan --offload``, and refused here; so is "optimizer" beside ``memory``.
+        tier: where that goes. "nvme" can be run, "host" is planned only.
+        path: folder on NVMe to keep it in, or a list of folders, over which it is striped.
+        nvme: bytes that a rank reserves there, ``"500GiB"`` or a number; default: a master and two moments of each of
+            its parameters.
         compute: "inductor", or "eager" to run the same program with uncompiled segments, for debugging.
         plan: path of a file that ``zerograph plan -o`` wrote. Its decisions (stage, buckets and their residency,
             prefetch, recomputation) are used as they are, so those arguments have no place beside it. A training step

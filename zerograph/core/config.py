@@ -50,7 +50,7 @@ class Config:
             from 0 to 1: that share of the layers fully, evenly spread, the others as in "auto".
         offload: what leaves the device between its uses, each with those before it: nothing ("none"), optimizer states,
             gradients, parameters; "auto" chooses per bucket. "optimizer" can be run on NVMe; the others are planned by
-            ``zerograph plan`` and refused.
+            ``zerograph plan``, and refused.
         tier: where it goes, "host" or "nvme"; None leaves that to the planner.
         path: folders on NVMe, over which what goes there is striped.
         nvme: bytes that a rank reserves there; None is what the plan needs.

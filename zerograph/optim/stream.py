@@ -45,7 +45,7 @@ class _Piece(NamedTuple):
 
     member: int
     first: int
-    count: int
+    size: int
 
 
 @dataclass(slots=True)
@@ -138,7 +138,7 @@ class Stream:
             yield _Work(
                 index,
                 _core.TensorSet(
-                    [(at, TAGS[first.target.dtype], piece.count) for at, piece in zip(targets, pieces, strict=True)],
+                    [(at, TAGS[first.target.dtype], piece.size) for at, piece in zip(targets, pieces, strict=True)],
                     [here[slot] for slot in slots],
                     TAGS[first.states[0].dtype] if first.states else _core.DType.float32,
                     [_at(t, p.first) for t, p in zip(follows, pieces, strict=True) if t is not None] if follows else [],
@@ -151,7 +151,7 @@ class Stream:
     def _count(self, member: Member, piece: _Piece) -> int:
         """Where the kernel counts the updates of a piece: once for each, so that every piece needs a count."""
         assert member.step is not None
-        if piece.first + piece.count == member.local.numel():
+        if piece.first + piece.size == member.local.numel():
             return member.step.data_ptr()
         copy = member.step.clone()
         self._counts.append((copy, member.step))
@@ -243,9 +243,9 @@ def _pieces(members: Sequence[Member], block: Block, begin: int, end: int) -> It
         place = _place(member)
         if place.block is block:
             first = max(begin, place.begin)
-            count = min(end, place.begin + member.local.numel()) - first
-            if count > 0:
-                yield _Piece(index, first - place.begin, count)
+            size = min(end, place.begin + member.local.numel()) - first
+            if size > 0:
+                yield _Piece(index, first - place.begin, size)
 
 
 def _kept(member: Member, part: Part, slots: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
