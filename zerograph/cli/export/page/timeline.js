@@ -3,6 +3,7 @@ const AXIS = 24, LANE = 30, BAR = 22, TIER_HEAD = 38, MEMORY = 150, RIGHT = 24, 
 const LEFT = Math.min(118, 14 + CHARACTER * Math.max(8, ...plan.streams.map((stream) => stream.name.length)));
 const TITLE = 54, SHORT = 10; // characters of a memory title without the name in it; of a name that says something
 const FLAG = 6, BAND = 14; // pixels: beside the text of a flag, and from which height on a band bears its name
+const FINEST = 0.5; // pixels between two moments of a curve
 const SHORTEST = 1.5, LONGEST = 24; // pixels; shorter neighbours are drawn as one bar, which gets no longer than that
 const timeline = document.getElementById("timeline");
 let width = 0;
@@ -148,14 +149,29 @@ function byteTicks(top) {
   return Array.from({ length: Math.floor(top / step) + 1 }, (_, i) => i * step);
 }
 
-/** Levels in sight, as corners of their steps. */
-function corners(times, levels, toY) {
-  const first = Math.max(0, times.findLastIndex((time) => time <= shown.from));
-  const found = [[LEFT, toY(levels[first])]];
-  for (let i = first + 1; i < times.length && times[i] <= shown.to; i++) {
-    found.push([toX(times[i]), found.at(-1)[1]], [toX(times[i]), toY(levels[i])]);
+/** Places of a tier's moments in sight; of those in one half of a pixel the one that holds most. */
+function momentsInSight({ times, bytes }) {
+  const found = [Math.max(0, times.findLastIndex((time) => time <= shown.from))];
+  let begin = -1;
+  for (let i = found[0] + 1; i < times.length && times[i] <= shown.to; i++) {
+    const x = toX(times[i]);
+    if (x - begin >= FINEST) {
+      begin = x;
+      found.push(i);
+    } else if (bytes[i] > bytes[found.at(-1)]) found[found.length - 1] = i;
   }
-  return [...found, [LEFT + plotWidth(), found.at(-1)[1]]];
+  return found;
+}
+
+/** Levels at these moments, as corners of their steps. */
+function corners(times, levels, toY, [first, ...moments]) {
+  let y = toY(levels[first]);
+  const found = [[LEFT, y]];
+  for (const i of moments) {
+    const x = toX(times[i]);
+    found.push([x, y], [x, (y = toY(levels[i]))]);
+  }
+  return [...found, [LEFT + plotWidth(), y]];
 }
 
 const line = (points) => points.map(([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`).join("L");
@@ -174,9 +190,11 @@ function stacked(tier) {
 /** The name of a band, where it stays high enough for so long as the name is, or nothing; the highest place wins. */
 function bandLabel(name, under, over) {
   const half = (name.length * CHARACTER) / 2 + 4;
-  const at = (points, x) => points.findLast(([left]) => left <= x)[1];
   const every = 6, heights = [];
-  for (let x = LEFT; x <= LEFT + plotWidth(); x += every) heights.push([at(over, x), at(under, x)]);
+  for (let x = LEFT, i = 0; x <= LEFT + plotWidth(); x += every) {
+    while (i + 1 < over.length && over[i + 1][0] <= x) i++;
+    heights.push([over[i][1], under[i][1]]); // both have their corners at the same places
+  }
   const around = Math.ceil(half / every);
   let best = { room: BAND };
   for (let i = around; i + around < heights.length; i++) {
@@ -187,8 +205,8 @@ function bandLabel(name, under, over) {
   return best;
 }
 
-function bandNodes({ kind, under, over }, tier, toY) {
-  const low = corners(tier.times, under, toY), high = corners(tier.times, over, toY);
+function bandNodes({ kind, under, over }, tier, toY, moments) {
+  const low = corners(tier.times, under, toY, moments), high = corners(tier.times, over, toY, moments);
   const name = plan.kindNames[kind.key];
   const band = drawn("path", { class: "kind", d: `M${line(high)}L${line(low.toReversed())}Z`, style: `fill:var(--kind-${kind.key})` });
   band.append(drawn("title", {}, `${name}: ${formatBytes(kind.peak)} at the peak`));
@@ -202,7 +220,8 @@ function memory(tier, row) {
   const { bands, sum } = stacked(tier);
   const most = isWhole(tier) ? tier.top : Math.max(...sum) * 1.15 || 1;
   const toY = (size) => bottom - (size / most) * (bottom - top);
-  const points = corners(tier.times, sum, toY);
+  const moments = momentsInSight(tier);
+  const points = corners(tier.times, sum, toY, moments);
   const right = LEFT + plotWidth();
   const group = drawn("g", { role: "img", "aria-label": memoryInWords(tier) }, ...memoryTitle(tier, top));
   for (const tick of byteTicks(most)) {
@@ -211,7 +230,7 @@ function memory(tier, row) {
     group.append(drawn("text", { class: "quiet end", x: LEFT - 10, y: y + 4 }, formatBytes(tick)));
   }
   const colour = `var(--tier-${tier.key})`;
-  for (const band of bands) group.append(...bandNodes(band, tier, toY));
+  for (const band of bands) group.append(...bandNodes(band, tier, toY, moments));
   if (tier.kinds.length === 0) {
     group.append(drawn("path", { class: "area", d: `M${LEFT} ${bottom}L${line(points)}V${bottom}Z`, style: `fill:${colour}` }));
   }
