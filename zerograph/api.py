@@ -100,6 +100,7 @@ class Backend:
 
     def _connect(self, device: torch.device) -> Ranks:
         """Connect to the other ranks: with them there is all that frames are compiled for."""
+        self._segments.prepare(device)
         ranks = Ranks.connect(self.config, device)
         self._compilation = self._compilation_on(ranks, self.config)
         return ranks

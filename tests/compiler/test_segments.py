@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 
 import pytest
 import torch
 from graphs import Builder
 from torch import fx
 
+from zerograph.compiler import segments
 from zerograph.compiler.segment_graph import Body, body_of
-from zerograph.compiler.segments import SegmentCache, interpret
+from zerograph.compiler.segments import Callee, SegmentCache, interpret
 
 aten, prims = torch.ops.aten, torch.ops.prims
 CPU = torch.device("cpu")
@@ -26,7 +28,7 @@ def body(*ops: torch._ops.OpOverload) -> Body:
     return body_of(gm, nodes, nodes[-1:], {})
 
 
-def get(cache: SegmentCache, *ops: torch._ops.OpOverload) -> object:
+def get(cache: SegmentCache, *ops: torch._ops.OpOverload) -> Callee:
     found = body(*ops)
     return cache.get(found, found.digest())
 
@@ -61,6 +63,33 @@ def test_what_was_compiled_in_a_block_that_failed_is_forgotten() -> None:
     with cache.kernels_in_background(CPU):
         get(cache, aten.cos.default)
     assert len(cache.callables) == 2
+
+
+@pytest.mark.parametrize(
+    ("compute", "device", "prepares"), [("eager", "cpu", 0), ("inductor", "cuda", 0), ("inductor", "cpu", 1)]
+)
+def test_only_kernels_of_a_cpu_are_prepared_for(
+    monkeypatch: pytest.MonkeyPatch, compute: str, device: str, prepares: int
+) -> None:
+    calls: list[Future[None]] = []
+    monkeypatch.setattr(segments, "prepare_kernels", lambda: calls.append(Future()))
+    SegmentCache(compute).prepare(torch.device(device))
+    assert len(calls) == prepares
+
+
+def test_what_could_not_be_prepared_is_for_the_first_kernel_to_say(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed: Future[None] = Future()
+    failed.set_exception(OSError("no compiler"))
+    monkeypatch.setattr(segments, "prepare_kernels", lambda: failed)
+    cache = SegmentCache("inductor")
+    cache.prepare(CPU)
+    with caplog.at_level("DEBUG", "zerograph"):
+        run = get(cache, aten.sin.default)
+        get(cache, aten.cos.default)
+    assert run([torch.zeros(4)])[0].tolist() == [0, 0, 0, 0]
+    assert caplog.text.count("could not prepare") == caplog.text.count("OSError: no compiler") == 1
 
 
 def drawn(target: torch._ops.OpOverload, before: Sequence[object], after: Sequence[object]) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,8 +13,9 @@ import torch
 from torch import fx
 
 from zerograph.compiler.segment_graph import Body
-from zerograph.compiler.torch_private import compile_segment, kernels_in_background
+from zerograph.compiler.torch_private import compile_segment, kernels_in_background, prepare_kernels
 
+log = logging.getLogger(__name__)
 Callee = Callable[[list[Any]], Sequence[Any]]
 """A compiled segment: takes a list of inputs, which it may clear, and returns its outputs."""
 
@@ -27,6 +29,13 @@ class SegmentCache:
     constants: list[Any] = field(default_factory=list)  # kept alive: digests know them by identity
     requested: int = 0
     seconds: float = 0.0
+    preparing: bool = False
+
+    def prepare(self, device: torch.device) -> None:
+        """Begin what the first kernel for a CPU needs, in a thread, so that tracing does not wait for it."""
+        self.preparing = self.compute == "inductor" and device.type == "cpu"
+        if self.preparing:
+            prepare_kernels()
 
     def get(self, body: Body, digest: str) -> Callee:
         """The callable for ``body``; compiled unless one of the same structure was."""
@@ -35,12 +44,20 @@ class SegmentCache:
         if found is None:
             start = time.perf_counter()
             gm = body.module()
+            if self.preparing:
+                self._await_preparation()
             found = compile_segment(gm) if self.compute == "inductor" else interpret(gm)
             self.seconds += time.perf_counter() - start
             self.callables[digest] = found
             # A freed object's id may be given to another one, whose segment would then pass for this one.
             self.constants += body.known_by_identity()
         return found
+
+    def _await_preparation(self) -> None:
+        failed = prepare_kernels().exception()  # not of a future that a forked process has from its parent
+        if failed is not None:  # the first kernel does it again, and raises the error where there still is one
+            log.debug("could not prepare for kernels", exc_info=failed)
+        self.preparing = False
 
     @contextmanager
     def kernels_in_background(self, device: torch.device) -> Iterator[None]:

@@ -7,7 +7,12 @@ public name does, and where it was seen: 2.11 in torch's sources, 2.13 by the te
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from types import CodeType
 from typing import Any
@@ -21,7 +26,9 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.constant_folding import add_dont_constant_fold
 from torch._inductor.decomposition import select_decomp_table
@@ -245,3 +252,56 @@ def kernels_in_background() -> Iterator[None]:
     # Not after an error: the segments that lack kernels are forgotten (SegmentCache.kernels_in_background).
     for compiler, scope in waiting:
         wait(compiler, scope)
+
+
+def prepare_kernels() -> Future[None]:
+    """Check the CPU's instruction sets and precompile the header of kernels, in a thread, once in a process.
+
+    Inductor does both when it meets the first kernel, and everything waits for the C++ compiler: here it is asked for a
+    kernel that is never built. Other processes of the host wait for Inductor's file locks and find the files. What
+    fails here fails again with the first kernel, which does all that is missing. Seen in 2.13 and in older sources.
+    """
+    return _prepared(os.getpid())
+
+
+@functools.cache
+def _prepared(process: int) -> Future[None]:
+    """By process: a fork has no threads."""
+
+    def prepare() -> None:
+        _check_when_read()
+        CppPythonBindingsCodeCache.load_pybinding_async([], 'extern "C" void kernel() {}', submit_fn=lambda _: None)
+
+    thread = ThreadPoolExecutor(1, "zerograph-headers")
+    try:
+        return thread.submit(prepare)
+    finally:
+        thread.shutdown(wait=False)
+
+
+def _check_when_read() -> None:
+    """Patch Inductor to check only those instruction sets of an x86 CPU that it asks for; idempotent.
+
+    Each check compiles and loads a program, for 1.5 to 3 seconds of CPU. Inductor checks all that the CPU has, and then
+    takes the first. It has no setting for it but one that checks none. Seen in 2.13 and in older sources.
+    """
+    sets = cpu_vec_isa.x86_isa_checker()
+    if sys.platform == "linux" and sets:
+        known = [isa for isa in cpu_vec_isa.supported_vec_isa_list if set(str(isa).split()) <= set(sets)]
+        cpu_vec_isa.valid_vec_isa_list = lambda: _Valid(known)  # type: ignore[assignment]
+
+
+class _Valid:
+    """Those of ``sets`` that pass their check, which torch caches, in order: as much of a list as Inductor uses."""
+
+    def __init__(self, sets: Sequence[Any]) -> None:
+        self._sets = sets
+
+    def __iter__(self) -> Iterator[Any]:
+        return filter(None, self._sets)
+
+    def __bool__(self) -> bool:
+        return any(self)
+
+    def __getitem__(self, index: int) -> Any:
+        return next(itertools.islice(self, index, None))
