@@ -1,13 +1,13 @@
 """Forecasts against training runs that others published: tokens per second and memory of Llamas on GPUs.
 
-    python benchmarks/published.py                # eleven runs; three minutes on one core, no GPU
+    python benchmarks/published.py                # ten runs; three minutes on one core, no GPU
     python benchmarks/published.py --rows 0,3
 
 Prediction. Tokens per second are within 20% of the published ones, and memory within 10%.
 
-Method. Each run is planned as its authors describe it: transformers' Llama with the model's sizes, one block per bucket,
-the next one gathered ahead, bf16 compute over fp32 parameters, gradients summed in fp32, and their recomputation:
-"full" and every other layer ("layer") by `recompute`, "op" (attention and every second product saved) by
+Method. Each run is planned as its authors describe it: transformers' Llama with the model's sizes, one block per
+bucket, the next one gathered ahead, bf16 compute over fp32 parameters, gradients summed in fp32, and their
+recomputation: "full" and every other layer ("layer") by `recompute`, "op" (attention and every second product saved) by
 `torch.utils.checkpoint` with their rule. Nothing is fitted: machines are presets with what the authors say of theirs.
 
 Its loss was not compiled: it runs beside the forecast's programs, between forward and backward, and holds three copies
