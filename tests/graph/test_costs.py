@@ -78,14 +78,45 @@ def chain() -> tuple[fx.Node, ...]:
 
 
 def test_a_segment_moves_what_its_kernels_do_and_fused_inputs_once() -> None:
-    x, w, product, act, double, total = chain()
+    _, w, product, act, double, total = chain()
     given, weight, made = 8 * 4 * 4, 4 * 16 * 4, 8 * 16 * 4
     assert costs.kernel_bytes(product) == given + weight + made
     assert costs.kernel_bytes(product, without=(w,)) == given + made
     assert costs.kernel_bytes(act) == 0
-    assert costs.moved_bytes([act, double], [product], [double]) == 2 * made
-    assert costs.moved_bytes([product, act], [x, w], [act]) == given + weight + 2 * made
-    assert costs.moved_bytes([act, double, total], [product], [total]) == made + (made + 4), "a sum is a kernel"
+    assert costs.moved_bytes([act, double], [double]) == 2 * made
+    assert costs.moved_bytes([product, act], [act]) == given + weight + 3 * made, "written, read, written"
+    assert costs.moved_bytes([act, double, total], [total]) == made + (made + 4), "a sum is a kernel"
+
+
+def test_what_a_product_reads_is_written_before() -> None:
+    b = Builder()
+    x, w = b.input("x", 8, 8), b.input("w", 8, 8)
+    act = b.call(aten.relu.default, x)
+    product = b.mm(b.call(aten.t.default, act), w)
+    assert costs.moved_bytes([act, product], [product]) == 2 * 256 + 3 * 256
+    both = b.call(aten.var_mean.correction, act)
+    mean = b.call(operator.getitem, both, 1)
+    low = b.call(aten.sub.Tensor, act, mean)
+    reduced = costs.kernel_bytes(both)
+    assert costs.moved_bytes([act, both, mean, low], [low, mean]) == reduced + 256 + 4 + 256, "sums fuse"
+
+
+def test_experts_are_products_of_each_row_with_one_weight() -> None:
+    pytest.importorskip("transformers.integrations.moe")  # registers the operators
+    b = Builder()
+    rows, weights = b.input("rows", 64, 8), b.input("weights", 4, 8, 16)
+    found = b.call(
+        torch.ops.transformers.grouped_mm_fallback.default, rows, weights, b.input("ends", 4, dtype=torch.int32)
+    )
+    assert costs.flops_of(found) == 2 * 64 * 8 * 16
+    assert costs.kernel_bytes(found) == 4 * (64 * 8 + 4 * 8 * 16 + 4 + 64 * 16), "nothing fuses into it"
+
+
+def test_a_convolution_lays_out_what_it_touches() -> None:
+    b = Builder()
+    image, kernel = b.input("image", 2, 3, 8, 8), b.input("kernel", 6, 3, 3, 3)
+    convolution = b.call(aten.convolution.default, image, kernel, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    assert costs.kernel_bytes(convolution) == 3 * 4 * (2 * 3 * 64 + 6 * 27 + 2 * 6 * 36)
 
 
 def test_a_segment_holds_products_until_their_last_reader() -> None:

@@ -179,7 +179,7 @@ class _Lowering:
         inputs, digest = body.inputs, body.digest()
         callee = self.cache.get(body, digest)
         known = self.segments.get(digest)  # repeated layers cost the same
-        segment = _segment(digest, computing, inputs, outs) if known is None else self.described[known]
+        segment = _segment(digest, computing, outs) if known is None else self.described[known]
         self._append_compute(segment, callee, inputs, outs, *_module_and_line(computing))
 
     def _compute_sizes(self, sizes: list[fx.Node]) -> None:
@@ -227,12 +227,12 @@ def _module_and_line(nodes: list[fx.Node]) -> tuple[str, str]:
     return module, next((line for n in ordered if (line := source_line(n))), "")
 
 
-def _segment(digest: str, nodes: list[fx.Node], inputs: list[fx.Node], outs: list[fx.Node]) -> Segment:
+def _segment(digest: str, nodes: list[fx.Node], outs: list[fx.Node]) -> Segment:
     return Segment(
         digest,
         len(nodes),
         flops=sum(map(flops_of, nodes)),
-        moved=moved_bytes(nodes, inputs, outs),
+        moved=moved_bytes(nodes, outs),
         temporary=temporary_bytes(nodes, outs),
     )
 

@@ -245,19 +245,19 @@ PRESETS: Mapping[str, Machine] = {
             pcie=12.8 * GB, host=int(1.5 * TB), ranks=16, bf16=False, cpu_bandwidth=100 * GB,
         ),
         _gpu(
-            "a100-40gb", 40 * GIB, 1555 * GB, 312, 19.5, link=Link(230 * GB, 2e-5), inter=Link(20 * GB, 4e-5),
+            "a100-40gb", 40 * GIB, 1555 * GB, 312, 19.5, link=Link(230 * GB, 2e-5), inter=Link(160 * GB, 4e-5),
             pcie=32 * GB, host=TB, tf32=156,
         ),
         _gpu(
-            "a100-80gb", 80 * GIB, 2039 * GB, 312, 19.5, link=Link(230 * GB, 2e-5), inter=Link(20 * GB, 4e-5),
+            "a100-80gb", 80 * GIB, 2039 * GB, 312, 19.5, link=Link(230 * GB, 2e-5), inter=Link(160 * GB, 4e-5),
             pcie=32 * GB, host=2 * TB, tf32=156,
         ),
         _gpu(
-            "h100-80gb", 80 * GIB, 3350 * GB, 989, 67, link=Link(360 * GB, 2e-5), inter=Link(40 * GB, 4e-5),
+            "h100-80gb", 80 * GIB, 3350 * GB, 989, 67, link=Link(360 * GB, 2e-5), inter=Link(320 * GB, 4e-5),
             pcie=64 * GB, host=2 * TB, tf32=495, cpu_bandwidth=300 * GB,
         ),
         _gpu(
-            "h200-141gb", 141 * GB, 4800 * GB, 989, 67, link=Link(360 * GB, 2e-5), inter=Link(40 * GB, 4e-5),
+            "h200-141gb", 141 * GB, 4800 * GB, 989, 67, link=Link(360 * GB, 2e-5), inter=Link(320 * GB, 4e-5),
             pcie=64 * GB, host=2 * TB, tf32=495, cpu_bandwidth=300 * GB,
         ),
         # One GPU and 480 GB of LPDDR5 behind NVLink-C2C: 450 GB/s each way.

@@ -31,13 +31,28 @@ def bytes_of(val: Any) -> int:
 def flops_of(node: fx.Node) -> int:
     """Floating-point operations of a product, convolution or attention; 0 for anything else."""
     target, given = behind_generator(node.target, node.args)
-    operation = getattr(target, "overloadpacket", None)
-    formula = _OF_CPU.get(operation) or flop_registry.get(operation)
+    formula = _formula_of(target)
     if formula is None:
         return 0
     args, kwargs = fx.node.map_arg((given, node.kwargs), lambda n: n.meta.get("val"))  # type: ignore[arg-type]
     found = formula(*args, **kwargs, out_val=node.meta.get("val"))
     return int(found) if isinstance(found, (int, float)) else traced_size(found)
+
+
+def _formula_of(target: Any) -> Callable[..., Any] | None:
+    if not isinstance(target, OpOverload):
+        return None
+    operation = target.overloadpacket
+    return _OF_CPU.get(operation) or _GROUPED.get(target.name()) or flop_registry.get(operation)
+
+
+def _grouped(rows: torch.Tensor, weights: torch.Tensor, *_: Any, **__: Any) -> Any:
+    """A product of each row with the weight of its group (expert)."""
+    return 2 * rows.shape[-2] * rows.shape[-1] * weights.shape[-1]
+
+
+def _grouped_backward(rows: torch.Tensor, weights: torch.Tensor, *_: Any, **__: Any) -> Any:
+    return 2 * _grouped(rows, weights)
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -61,6 +76,14 @@ def _pairs(query: torch.Tensor, key: torch.Tensor) -> Any:
 _OF_CPU: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+
+
+# torch counts nothing for these either. By name: transformers registers its operators when a model needs them.
+_GROUPED: dict[str, Callable[..., Any]] = {
+    "aten::_grouped_mm": _grouped,
+    "transformers::grouped_mm_fallback": _grouped,
+    "transformers::grouped_mm_fallback_backward": _grouped_backward,
 }
 
 
@@ -94,16 +117,18 @@ def memory_owner(node: fx.Node) -> fx.Node:
     return node
 
 
-def moved_bytes(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outs: Sequence[fx.Node]) -> int:
+def moved_bytes(nodes: Sequence[fx.Node], outs: Sequence[fx.Node]) -> int:
     """Bytes that a compiled segment reads and writes: what never fuses, each by itself; of the rest inputs and outputs.
 
-    What the fused rest reads counts once, however many of its operators read it.
+    Inputs of the fused rest are those of the segment and results of kernels inside of it; outputs are what leaves the
+    segment and what a product inside of it reads. What it reads counts once, however many of its operators read it.
     """
-    outer = set(map(memory_owner, inputs))
-    fused = [n for n in nodes if not _materializes(n) and not is_view(n)]
-    read = {memory_owner(source) for n in fused for source in n.all_input_nodes} & outer
-    written = {owner for owner in map(memory_owner, outs) if not _materializes(owner)} - outer
-    return sum(bytes_of(n.meta.get("val")) for n in read | written) + sum(map(kernel_bytes, nodes))
+    fused = {n for n in nodes if not _is_written_whole(n) and not is_view(n)}
+    read = {memory_owner(source) for n in fused for source in n.all_input_nodes}
+    given = {memory_owner(source) for n in nodes if flops_of(n) for source in n.all_input_nodes}
+    written = (set(map(memory_owner, outs)) | given) & fused
+    sizes = (bytes_of(n.meta.get("val")) for found in (read - fused, written) for n in found)
+    return sum(sizes) + sum(map(kernel_bytes, nodes))
 
 
 def kernel_bytes(node: fx.Node, without: Container[fx.Node] = ()) -> int:
@@ -115,7 +140,14 @@ def kernel_bytes(node: fx.Node, without: Container[fx.Node] = ()) -> int:
     if not _materializes(node):
         return 0
     inputs = sum(bytes_of(n.meta.get("val")) for n in node.all_input_nodes if n not in without)
-    return inputs + bytes_of(node.meta.get("val"))
+    times = _LAID_OUT if getattr(node.target, "overloadpacket", None) in _CONVOLUTIONS else 1
+    return times * (inputs + bytes_of(node.meta.get("val")))
+
+
+_CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
+_LAID_OUT = 3
+"""Times that a convolution touches each byte: libraries lay images and weights out in blocks of channels first (oneDNN
+on CPUs, NHWC in cuDNN), so that each is read and written once more than by the convolution itself."""
 
 
 def is_cheap_to_repeat(node: fx.Node, without: Container[fx.Node] = ()) -> bool:
@@ -160,8 +192,20 @@ def _materializes(node: fx.Node) -> bool:
     if node.op != "call_function" or is_view(node) or is_size(node) or node.target is operator.getitem:
         return False
     target = node.target
-    reduces = isinstance(target, OpOverload) and torch.Tag.reduction in getattr(target, "tags", ())
-    return reduces or flop_registry.get(getattr(target, "overloadpacket", None)) is not None
+    if not isinstance(target, OpOverload):
+        return False
+    fuses = target.namespace in _KNOWN and torch.Tag.reduction not in target.tags
+    return not fuses or flop_registry.get(target.overloadpacket) is not None
+
+
+_KNOWN = ("aten", "prims", "zg")
+"""Operators that Inductor may fuse, and ours, which are instructions; of others it knows nothing but the call."""
+
+
+def _is_written_whole(node: fx.Node) -> bool:
+    """Whether a kernel of its own writes ``node``, alone or as one of several results."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(source, fx.Node) and _materializes(source)
 
 
 def _makes_parts(node: fx.Node) -> bool:

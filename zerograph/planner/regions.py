@@ -253,12 +253,22 @@ def _work(graph: Graph, sequence: Sequence[int], kept: Saved, crossing: _Crossin
     made = {graph.writes[i] for i in sequence}
     backward = sequence[-1] >= graph.backward
     stays = {v for v in made if _stays(graph, v, backward, kept, crossing)}
-    # What fuses has no traffic of its own: together it reads what comes from outside and writes what stays.
-    fused = [i for i in sequence if not graph.ops[i].moved and graph.size[graph.writes[i]]]
-    inputs = {graph.owner[r] for i in fused for r in graph.reads[i]} - made
-    written = {graph.writes[i] for i in fused} & stays
-    moved = sum(graph.size[v] for v in inputs | written)
+    # What fuses has no traffic of its own: together it reads what comes from outside or from kernels, and writes what
+    # stays and what products read (graph.costs.moved_bytes).
+    fused = {graph.writes[i] for i in sequence if _fuses(graph, i)}
+    inputs = {graph.owner[r] for i in sequence if graph.writes[i] in fused for r in graph.reads[i]} - fused
+    given = {graph.owner[r] for i in sequence if graph.ops[i].flops for r in graph.reads[i]}
+    moved = sum(graph.size[v] for found in (inputs, fused & (stays | given)) for v in found)
     return Work(tuple(_atoms(graph, sequence, moved, crossing)), _temporary(graph, sequence, stays))
+
+
+def _fuses(graph: Graph, i: int) -> bool:
+    """Whether an operation computes, and is no kernel of its own, nor takes one's results apart."""
+    value = graph.writes[i]
+    if not graph.size[value] or not _is_memory(graph, value):
+        return False
+    tuples = (graph.maker[r] for r in graph.reads[i] if not graph.values[r].bytes and graph.maker[r] >= 0)
+    return not any(graph.ops[k].moved for k in (i, *tuples))
 
 
 def _stays(graph: Graph, value: int, backward: bool, kept: Saved, crossing: _Crossing) -> bool:
