@@ -494,6 +494,29 @@ def test_transformers(name: str) -> None:
     run(2, _transformers, name)
 
 
+def _checkpointing_layers() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=64))
+    model.gradient_checkpointing_enable()
+    calls = []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    tokens = torch.arange(12).reshape(2, 6)
+    backend = zerograph.backend(stage=3, compute="eager")
+    zerograph.shard(model, backend)
+    model.train()(input_ids=tokens, labels=tokens).loss.backward()
+    assert len(calls) == 4  # each layer runs again in the backward
+    for layer in model.model.layers:
+        layer.mlp._forward_pre_hooks.clear()
+    torch.compile(model, backend=backend)(input_ids=tokens, labels=tokens).loss.backward()
+    assert any(op.again for frame in backend.frames for op in frame.step.ops)
+
+
+def test_layers_of_transformers_checkpoint_when_asked_to() -> None:
+    run(2, _checkpointing_layers)
+
+
 def _saved_plain() -> None:
     model = sharded(Attends())
     with zerograph.gathered(model):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import inspect
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -235,7 +236,19 @@ def sharded_class(base: type[nn.Module], names: frozenset[str]) -> type[nn.Modul
             "allow subclasses of it, or let a module outside of the model do its work",
         ) from error
     skip_getters(cls)
+    _let_layers_checkpoint(cls)
     return cls
+
+
+def _let_layers_checkpoint(cls: type[nn.Module]) -> None:
+    """Let ``gradient_checkpointing_enable()`` of transformers find the layers.
+
+    Since 5.23 a hook of theirs for subclasses wraps ``forward``, and only the wrapper of the layer's own class
+    checkpoints. Hooks in general are not called (:meth:`ShardedModule.__init_subclass__`).
+    """
+    layers = getattr(sys.modules.get("transformers.modeling_layers"), "GradientCheckpointingLayer", None)
+    if layers is not None and issubclass(cls, layers) and "__init_subclass__" in vars(layers):
+        vars(layers)["__init_subclass__"].__func__(cls)
 
 
 def _has_forward(base: type[nn.Module]) -> bool:
