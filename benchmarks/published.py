@@ -10,12 +10,12 @@ bucket, the next one gathered ahead, bf16 compute over fp32 parameters, gradient
 recomputation: "full" and every other layer ("layer") by `recompute`, "op" (attention and every second product saved) by
 `torch.utils.checkpoint` with their rule. Nothing is fitted: machines are presets with what the authors say of theirs.
 
-Assumed, as the reports do not say it: the loss was not compiled. It runs beside the forecast's programs, between forward
-and backward, and holds three copies of the logits in fp32 (their logarithms, and the gradients of these and of the
-logits) where it needs most, beside the parameters that FSDP2 leaves whole from forward to backward: the last block and
-what is in none. And torchtitan prints what the allocator reserved, which holds fragments too. So the forecast of memory is the peak over
-one minus the share that plans leave free for them (`RESERVE`). Its runs on A100 were not compiled at all, which the
-forecast takes them to be, and say nothing of memory.
+Assumed, as the reports do not say it: the loss was not compiled. It runs beside the forecast's programs, between
+forward and backward, and holds three copies of the logits in fp32 (their logarithms, and the gradients of these and of
+the logits) where it needs most, beside the parameters that FSDP2 leaves whole from forward to backward: the last block
+and what is in none. And torchtitan prints what the allocator reserved, which holds fragments too. So the forecast of
+memory is the peak over one minus the share that plans leave free for them (`RESERVE`). Its runs on A100 were not
+compiled at all, which the forecast takes them to be, and say nothing of memory.
 
 Sources. H100: torchtitan, benchmarks/llama3_h100_202412_torchtitan.md (tables 1 and 3; arXiv 2410.06511 has the same
 method). A100: torchtitan, docs/performance.md of June 2024.
