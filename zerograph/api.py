@@ -84,7 +84,7 @@ class Backend:
             frame = Frame(self._compilation, len(self._frames), traced_function())
             self._frames.append(frame)
             with self._together(frame.code):
-                return compile_frame(frame, gm, example_inputs)
+                return compile_frame(frame, gm, example_inputs, self._planner)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are fresh backends with the same arguments: programs belong to one model."""
@@ -103,10 +103,11 @@ class Backend:
             cache = GatheredCache(plan, steps, hold)
             return Runtime(index, ranks.communicator, cache, hold, telemetry, ranks.device, code)
 
+        self._planner = Planner(config, ranks.size, self._adoption.params, ranks.device, ranks.agreement)
         return Compilation(
             world_size=ranks.size,
             segments=self._segments,
-            plan_for=Planner(config, ranks.size, self._adoption.params, ranks.device, ranks.agreement).plan,
+            plan_for=self._planner.plan,
             device=ranks.device,
             runtime_for=runtime_for,
             agreement=ranks.agreement,
