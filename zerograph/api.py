@@ -64,7 +64,7 @@ class Backend:
         )
         # A graph without parameters may come before the model that tells what to compile for: it needs no other rank.
         alone = replace(config, plan=None, memory=None, stage=config.sharding)
-        self._compilation = self._compilation_on(Ranks(torch.device("cpu")), alone)
+        self._compile_for(Ranks(torch.device("cpu")), alone)
         self._recording: Recording | None = None
         self._given: object = self  # what torch.compile has for the backend: this one, or the function that made it
         self._breaks_before = graph_breaks()
@@ -93,10 +93,10 @@ class Backend:
     def _connect(self, device: torch.device) -> Ranks:
         """Connect to the other ranks: with them there is all that frames are compiled for."""
         ranks = Ranks.connect(self.config, device)
-        self._compilation = self._compilation_on(ranks, self.config)
+        self._compile_for(ranks, self.config)
         return ranks
 
-    def _compilation_on(self, ranks: Ranks, config: Config) -> Compilation:
+    def _compile_for(self, ranks: Ranks, config: Config) -> None:
         steps, hold, telemetry = self._steps, self._hold, self._telemetry
 
         def runtime_for(index: int, code: str, plan: Plan) -> Runtime:
@@ -104,7 +104,7 @@ class Backend:
             return Runtime(index, ranks.communicator, cache, hold, telemetry, ranks.device, code)
 
         self._planner = Planner(config, ranks.size, self._adoption.params, ranks.device, ranks.agreement)
-        return Compilation(
+        self._compilation = Compilation(
             world_size=ranks.size,
             segments=self._segments,
             plan_for=self._planner.plan,

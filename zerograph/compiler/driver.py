@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -51,24 +52,24 @@ log = logging.getLogger(__name__)
 never_fold(REDUCE_GRAD)  # a gradient that is the same everywhere is reduced like any other
 
 
-def compile_frame(
-    frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], planner: Planner
-) -> Callable[..., Any]:
+def compile_frame(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], planner: Planner) -> Callable[..., Any]:
     """Compile one Dynamo graph, which reads sharded parameters through markers; returns what Dynamo calls.
 
     What an earlier process stored of the same graph is loaded instead.
     """
     made = frame.compilation
     rows, exchanging = _checked(frame, gm, inputs)
-    entry = Entry.of(planner, frame, gm, rows)
-    with without_gc(), made.segments.kernels_in_background(made.device), noting_wrappers() as wrappers:
-        loaded = entry.load(frame) if entry is not None else None
-        compiled = loaded or _compile(frame, gm, rows)
-    if made.agreement is not None:  # not before every kernel exists: a rank that fails has promised nothing
-        for program in frame.programs.values():
-            made.agreement.check(frame.code, program)
-    if entry is not None and loaded is None:
-        entry.store(frame, wrappers)
+    with without_gc():
+        entry = Entry.of(planner, frame, gm, rows)
+        noting = noting_wrappers() if entry is not None else nullcontext([])
+        with made.segments.kernels_in_background(made.device), noting as wrappers:
+            loaded = entry.load(frame) if entry is not None else None
+            compiled = loaded or _compile(frame, gm, rows)
+        if made.agreement is not None:  # not before every kernel exists: a rank that fails has promised nothing
+            for program in frame.programs.values():
+                made.agreement.check(frame.code, program)
+        if entry is not None and loaded is None:
+            entry.store(frame, wrappers)
     return exchanging(compiled)
 
 

@@ -219,7 +219,14 @@ def graph_key(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
         Uncacheable: AOTAutograd would not keep it.
     """
     try:
-        key, _ = aot.autograd_cache_key(gm, inputs, False, None, None, keep_inference_input_mutations=True)
+        key, _ = aot.autograd_cache_key(
+            gm,
+            inputs,
+            ignore_shape_env=False,
+            decompositions=None,
+            compiler_config_extra=None,  # type: ignore[arg-type]  # as for graphs that Inductor does not get whole
+            keep_inference_input_mutations=True,
+        )
     except Exception as error:  # of any kind, as AOTAutograd takes them
         raise Uncacheable(str(error)) from error
     return str(key)
@@ -337,7 +344,7 @@ def with_wrappers(wrappers: bytes, programs: Mapping[str, Callable[..., Any]]) -
     return torch._dynamo.disable(lambda *inputs: whole([*inputs]), reason="compiled already")  # type: ignore[no-any-return]
 
 
-def stored_segment(callee: Callable[..., Any]) -> Any:
+def stored_segment(callee: object) -> Any:
     """What :func:`compile_segment` returned, fit for pickle. Seen in 2.13.
 
     Raises:

@@ -1,0 +1,287 @@
+"""A frame that is loaded is the one that was compiled; whatever else would be compiled gets another name.
+
+Processes are those of a first start and of a second one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import GPT
+from ranks import run
+from torch import Tensor, fx, nn
+from torch._functorch import config as functorch_config
+from torch._inductor import config as inductor_config
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import zerograph
+from zerograph import api
+from zerograph.compiler import driver, frame_cache, segments
+from zerograph.compiler.frame import Frame
+from zerograph.compiler.frame_cache import Entry
+from zerograph.compiler.frame_plan import Planner
+from zerograph.core.private_folder import PrivateFolder
+
+IDS = torch.arange(32).view(2, 16)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What three steps came to, how many frames and segments were compiled for them, and what the backend says."""
+
+    losses: list[float]
+    state: dict[str, Tensor]
+    frames: int
+    segments: int
+    backend: zerograph.Backend
+
+    @property
+    def result(self) -> list[object]:
+        return [self.losses, *(value.tolist() for value in self.state.values())]
+
+
+def train(
+    folder: Path, make: Callable[[], nn.Module], *, ids: Tensor = IDS, evaluates: bool = False, **options: Any
+) -> Trained:
+    """Train for three steps as a process does that has just started, with its frames in ``folder``."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make()
+    backend = zerograph.backend(**options)
+    model.compile(backend=backend)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), list[float]()
+    with (
+        patch.object(frame_cache, "frame_folder", lambda: folder),
+        patch.object(driver, "_compile", side_effect=driver._compile) as frames,
+        patch.object(segments, "compile_segment", side_effect=segments.compile_segment) as compiled,
+    ):
+        for _ in range(3):
+            loss = model(ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if evaluates:
+                with torch.no_grad():
+                    losses.append(model(ids).item())
+    state = {n: v.full_tensor() if isinstance(v, DTensor) else v.clone() for n, v in model.state_dict().items()}
+    return Trained(losses, state, frames.call_count, compiled.call_count, backend)
+
+
+def small() -> nn.Module:
+    return GPT(loss=True)
+
+
+def with_dropout() -> nn.Module:
+    return GPT(loss=True, dropout=0.5)
+
+
+class Counting(nn.Module):
+    """Writes to buffers; computes again in a checkpointed region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.head = nn.Embedding(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 64)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.calls += 1
+        x = self.norm(self.embed(ids.flatten()))
+        x = checkpoint(lambda x: self.head(x.sin()), x, use_reentrant=False)
+        return F.cross_entropy(x, ids.flatten())
+
+
+@pytest.mark.parametrize("make", [small, with_dropout, Counting])
+def test_what_is_loaded_is_what_was_compiled(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    first, second = (train(tmp_path, make, evaluates=True) for _ in range(2))
+    assert (first.frames, second.frames, second.segments) == (2, 0, 0)
+    assert second.result == first.result
+    for fresh, loaded in zip(first.backend.frames, second.backend.frames, strict=True):
+        assert (loaded.programs, loaded.plan, loaded.step) == (fresh.programs, fresh.plan, fresh.step)
+        assert loaded.passes == fresh.passes
+    fresh, loaded = first.backend.report(), second.backend.report()
+    assert (loaded.programs, loaded.segments, loaded.runs) == (fresh.programs, fresh.segments, fresh.runs)
+
+
+def test_gradients_twice_over_one_graph(tmp_path: Path) -> None:
+    """AOTAutograd refuses ``retain_graph`` where a backward may write into what the forward saved."""
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = small()
+        with patch.object(frame_cache, "frame_folder", lambda: tmp_path):
+            model.compile(backend=zerograph.backend())
+            loss = model(IDS)
+        loss.backward(retain_graph=True)
+        once = model.head.weight.grad.clone()
+        loss.backward()
+        assert torch.equal(model.head.weight.grad, 2 * once)
+
+
+# Names
+
+
+def name(
+    make: Callable[[], nn.Module] = small, ids: Tensor = IDS, within: Sequence[Any] = (), **options: Any
+) -> str | None:
+    """Under which name the frame of a model is stored; None where it is not."""
+    found = list[Entry | None]()
+
+    def named(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], planner: Planner) -> Callable[..., Any]:
+        found.append(Entry.of(planner, frame, gm, inputs))
+        return gm
+
+    torch._dynamo.reset()
+    model = make()
+    model.compile(backend=zerograph.backend(**options))
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(frame_cache, "frame_folder", lambda: Path("unused")))
+        stack.enter_context(patch.object(api, "compile_frame", named))
+        for context in within:
+            stack.enter_context(context)
+        model(ids)
+    assert len(found) == 1
+    return found[0].name if found[0] is not None else None
+
+
+def renamed() -> nn.Module:
+    model = small()
+    model.layers = model.blocks
+    del model.blocks
+    model.blocks = model.layers  # the same operators, in a module of another name
+    del model._modules["layers"]
+    return nn.Sequential(model)
+
+
+def frozen() -> nn.Module:
+    model = small()
+    model.head.weight.requires_grad_(False)
+    return model
+
+
+class Activated(nn.Module):
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.embed, self.activation = nn.Embedding(64, 8), activation
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.activation(self.embed(ids)).sum()
+
+
+def _threads() -> Any:
+    return patch.object(torch, "get_num_threads", lambda: 64)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "a dtype": {"dtype": torch.bfloat16},
+    "a bucket size": {"bucket_size": 1000},
+    "a prefetch distance": {"prefetch": 2},
+    "recomputation": {"recompute": "full"},
+    "a budget": {"memory": "1GiB"},
+    "another budget": {"memory": "2GiB"},
+    "a budget and what is given": {"memory": "1GiB", "prefetch": 1},
+    "another machine": {"memory": "1GiB", "machine": "cpu-server"},
+    "more tokens": {"ids": torch.arange(34).view(2, 17)},
+    "other strides": {"ids": torch.arange(32).view(16, 2).t()},
+    "another offset": {"ids": torch.arange(33)[1:].view(2, 16)},
+    "another width": {"make": lambda: GPT(width=64, loss=True)},
+    "a frozen parameter": {"make": frozen},
+    "modules of other names": {"make": renamed},
+    "no gradients": {"within": [torch.no_grad()]},
+    "autocast": {"within": [torch.autocast("cpu", torch.bfloat16)]},
+    "threads": {"within": [_threads()]},
+    "settings of Inductor": {"within": [inductor_config.patch({"epilogue_fusion": False})]},
+    "settings of AOTAutograd": {"within": [functorch_config.patch({"ban_recompute_used_far_apart": False})]},
+    "versions": {"within": [patch.object(frame_cache, "_versions", lambda: ("another",))]},
+}
+
+
+def test_what_is_alike_has_one_name() -> None:
+    assert name() == name() is not None
+    assert name(within=[nullcontext()]) == name(ids=IDS + 1)
+
+
+def test_what_would_be_compiled_to_something_else_has_another_name() -> None:
+    names = {"nothing": name()} | {what: name(**changes) for what, changes in OTHERS.items()}
+    assert None not in names.values()
+    assert len(set(names.values())) == len(names), names
+
+
+def test_operators_make_names() -> None:
+    functions = [torch.sin, torch.cos, lambda x: x * 2, lambda x: x * 2.0, lambda x: x * 3]
+    assert len({name(lambda f=f: Activated(f)) for f in functions}) == len(functions)
+
+
+def test_names_hold_the_source() -> None:
+    """A pass that is changed makes other graphs of the same one."""
+    assert frame_cache._versions() == frame_cache._versions.__wrapped__()
+    read = Path.read_bytes
+
+    def changed(path: Path) -> bytes:
+        return read(path) + b" " * (path.name == "hoist.py")
+
+    with patch.object(Path, "read_bytes", changed):
+        assert frame_cache._versions() != frame_cache._versions.__wrapped__()
+
+
+@torch.library.custom_op("warm_start::double", mutates_args=())
+def double(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+double.register_fake(torch.empty_like)
+double.register_autograd(lambda _, grad: 2 * grad)
+
+
+class ByNumber(nn.Module):
+    """Multiplies by what it is given, so that a changing number becomes a dynamic one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        torch._dynamo.mark_dynamic(ids, 1)
+        return self.embed(ids).sum()
+
+
+@pytest.mark.parametrize("how", ["eager", "operators", "dynamic"])
+def test_what_names_cannot_tell_is_not_stored(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "zerograph")
+    if how == "eager":
+        assert name(compute="eager") is None
+    elif how == "operators":
+        assert name(lambda: Activated(double)) is None
+        assert "operators of warm_start may change unseen" in caplog.text
+    else:
+        ids = IDS.clone()
+        torch._dynamo.mark_dynamic(ids, 1)
+        assert name(lambda: Activated(torch.sin), ids) is None
+        assert "dynamic" in caplog.text
+
+
+# Files
+
+
+def test_what_cannot_be_loaded_is_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = train(tmp_path, small)
+    (path,) = tmp_path.iterdir()
+    PrivateFolder(tmp_path).write(path.name, b"neither a pickle")
+    spoiled = train(tmp_path, small)
+    assert (spoiled.frames, spoiled.result) == (1, first.result)
+    assert [r.getMessage().partition(" cannot be loaded")[0] for r in caplog.records] == ["frame 0 is compiled, as it"]
+    path.write_bytes(b"nor whole")
+    damaged = train(tmp_path, small)
+    assert (damaged.frames, damaged.result) == (1, first.result)
+    assert len(caplog.records) == 2 and "is damaged" in caplog.text
+    assert train(tmp_path, small).frames == 0
