@@ -6,7 +6,8 @@ Processes are those of a first start and of a second one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from models import GPT
 from ranks import run
@@ -44,6 +46,7 @@ class Trained:
     frames: int
     segments: int
     backend: zerograph.Backend
+    step: Callable[[], float]
 
     @property
     def result(self) -> list[object]:
@@ -60,22 +63,26 @@ def train(
     backend = zerograph.backend(**options)
     model.compile(backend=backend)
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), list[float]()
+
+    def step() -> float:
+        loss = model(ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
     with (
         patch.object(frame_cache, "frame_folder", lambda: folder),
         patch.object(driver, "_compile", side_effect=driver._compile) as frames,
         patch.object(segments, "compile_segment", side_effect=segments.compile_segment) as compiled,
     ):
         for _ in range(3):
-            loss = model(ids)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(step())
             if evaluates:
                 with torch.no_grad():
                     losses.append(model(ids).item())
     state = {n: v.full_tensor() if isinstance(v, DTensor) else v.clone() for n, v in model.state_dict().items()}
-    return Trained(losses, state, frames.call_count, compiled.call_count, backend)
+    return Trained(losses, state, frames.call_count, compiled.call_count, backend, step)
 
 
 def small() -> nn.Module:
@@ -154,13 +161,15 @@ def name(
     return found[0].name if found[0] is not None else None
 
 
-def renamed() -> nn.Module:
-    model = small()
-    model.layers = model.blocks
-    del model.blocks
-    model.blocks = model.layers  # the same operators, in a module of another name
-    del model._modules["layers"]
-    return nn.Sequential(model)
+class Outer(nn.Module):
+    """The same operators in modules of other names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.inner(ids)
 
 
 def frozen() -> nn.Module:
@@ -190,13 +199,13 @@ OTHERS: dict[str, dict[str, Any]] = {
     "a budget": {"memory": "1GiB"},
     "another budget": {"memory": "2GiB"},
     "a budget and what is given": {"memory": "1GiB", "prefetch": 1},
-    "another machine": {"memory": "1GiB", "machine": "cpu-server"},
+    "another machine": {"memory": "1GiB", "machine": "h100-80gb"},
     "more tokens": {"ids": torch.arange(34).view(2, 17)},
     "other strides": {"ids": torch.arange(32).view(16, 2).t()},
     "another offset": {"ids": torch.arange(33)[1:].view(2, 16)},
     "another width": {"make": lambda: GPT(width=64, loss=True)},
     "a frozen parameter": {"make": frozen},
-    "modules of other names": {"make": renamed},
+    "modules of other names": {"make": Outer},
     "no gradients": {"within": [torch.no_grad()]},
     "autocast": {"within": [torch.autocast("cpu", torch.bfloat16)]},
     "threads": {"within": [_threads()]},
@@ -214,7 +223,8 @@ def test_what_is_alike_has_one_name() -> None:
 def test_what_would_be_compiled_to_something_else_has_another_name() -> None:
     names = {"nothing": name()} | {what: name(**changes) for what, changes in OTHERS.items()}
     assert None not in names.values()
-    assert len(set(names.values())) == len(names), names
+    same = {what: [other for other in names if names[other] == names[what]] for what in names}
+    assert same == {what: [what] for what in names}
 
 
 def test_operators_make_names() -> None:
@@ -243,18 +253,6 @@ double.register_fake(torch.empty_like)
 double.register_autograd(lambda _, grad: 2 * grad)
 
 
-class ByNumber(nn.Module):
-    """Multiplies by what it is given, so that a changing number becomes a dynamic one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, 8)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        torch._dynamo.mark_dynamic(ids, 1)
-        return self.embed(ids).sum()
-
-
 @pytest.mark.parametrize("how", ["eager", "operators", "dynamic"])
 def test_what_names_cannot_tell_is_not_stored(how: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "zerograph")
@@ -267,21 +265,83 @@ def test_what_names_cannot_tell_is_not_stored(how: str, caplog: pytest.LogCaptur
         ids = IDS.clone()
         torch._dynamo.mark_dynamic(ids, 1)
         assert name(lambda: Activated(torch.sin), ids) is None
-        assert "dynamic" in caplog.text
+        assert "is not stored: an input is a SymInt" in caplog.text
 
 
 # Files
 
 
 def test_what_cannot_be_loaded_is_compiled(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def warnings() -> list[str]:
+        return [r.getMessage() for r in caplog.records if r.name.startswith("zerograph") and r.levelno > logging.INFO]
+
     first = train(tmp_path, small)
     (path,) = tmp_path.iterdir()
-    PrivateFolder(tmp_path).write(path.name, b"neither a pickle")
+    PrivateFolder(tmp_path).write(path.name, b"no pickle")
     spoiled = train(tmp_path, small)
     assert (spoiled.frames, spoiled.result) == (1, first.result)
-    assert [r.getMessage().partition(" cannot be loaded")[0] for r in caplog.records] == ["frame 0 is compiled, as it"]
-    path.write_bytes(b"nor whole")
+    (warning,) = warnings()
+    assert warning.startswith(f"frame 0 is compiled, as it cannot be loaded from {path}: ")
+    path.write_bytes(b"not whole")
     damaged = train(tmp_path, small)
     assert (damaged.frames, damaged.result) == (1, first.result)
-    assert len(caplog.records) == 2 and "is damaged" in caplog.text
+    assert warnings() == [warning, f"not read: {path} is damaged"]
     assert train(tmp_path, small).frames == 0
+
+
+# Ranks
+
+
+def _start(folder: str, apart: bool, tokens: list[int], options: dict[str, Any]) -> tuple[int, int, list[object], str]:
+    """Frames and segments that this rank compiles in training, what it trains to, and the digest of its plan.
+
+    Args:
+        apart: each rank has a folder of its own.
+        tokens: of each rank's batch.
+    """
+    rank = dist.get_rank()
+    ids = torch.arange(rank, rank + tokens[rank]).view(2, -1) % 64
+    trained = train(Path(folder) / str(rank * apart), small, ids=ids, **options)
+    with trained.backend.record():
+        trained.step()
+    assert "recorded step" in str(trained.backend.report())
+    return trained.frames, trained.segments, trained.result, trained.backend.plan.digest
+
+
+def start(
+    folder: Path, *, apart: bool = True, tokens: Sequence[int] = (32, 32), fresh: bool = False, **options: Any
+) -> tuple[list[int], list[int], list[object], list[str]]:
+    """The same by rank, and in ``fresh`` processes."""
+    found = run(2, _start, str(folder), apart, [*tokens], options, fresh=fresh)
+    frames, compiled, results, plans = ([*values] for values in zip(*found, strict=True))
+    return frames, compiled, results, plans
+
+
+@pytest.mark.parametrize("options", [{}, {"stage": "auto", "memory": "1GiB"}], ids=["rules", "search"])
+def test_ranks_load_and_disagree(options: dict[str, Any], tmp_path: Path) -> None:
+    first = start(tmp_path, **options)
+    assert first[0] == [1, 1]
+    second = start(tmp_path, fresh=True, **options)
+    assert second[:2] == ([0, 0], [0, 0])
+    assert second[2:] == first[2:]
+    shutil.rmtree(tmp_path / "1")
+    third = start(tmp_path, **options)
+    assert third[0] == [0, 1]
+    assert third[2:] == first[2:]
+
+
+def test_ranks_share_what_one_of_them_stored(tmp_path: Path) -> None:
+    start(tmp_path, apart=False)
+    assert len([*(tmp_path / "0").iterdir()]) == 1
+    assert start(tmp_path, apart=False)[0] == [0, 0]
+
+
+def test_a_plan_that_ranks_do_not_take_again_is_not_loaded(tmp_path: Path) -> None:
+    """The plan is that of the rank that needs the most: another batch there is another plan here."""
+    options = {"stage": "auto", "memory": "2.9MiB"}
+    before = start(tmp_path, **options)
+    expected = start(tmp_path / "other", tokens=(32, 1024), **options)
+    assert expected[3] != before[3]
+    found = start(tmp_path, tokens=(32, 1024), **options)
+    assert found[0] == [1, 1]
+    assert found[2:] == expected[2:]
