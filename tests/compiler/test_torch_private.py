@@ -191,7 +191,8 @@ def _wrapped_again(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., A
     def split(joint: fx.GraphModule, given: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         return torch_private.split_by_minimum_cut(joint, given, num_fwd_outputs, [])
 
-    with torch_private.noting_wrappers() as noted:
+    noted: list[Any] = []
+    with torch_private.noting_wrappers(noted):
         torch_private.trace_and_split(
             gm, inputs, forward=compiles("forward"), backward=compiles("backward"), inference=compiles("inference"),
             partition=split,

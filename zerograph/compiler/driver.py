@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,7 +35,6 @@ from zerograph.compiler.torch_private import (
     keep_saved_tensors,
     lazily_coded,
     never_fold,
-    noting_wrappers,
     split_by_minimum_cut,
     trace_and_split,
 )
@@ -61,15 +59,15 @@ def compile_frame(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], plann
     rows, exchanging = _checked(frame, gm, inputs)
     with without_gc():
         entry = Entry.of(planner, frame, gm, rows)
-        noting = noting_wrappers() if entry is not None else nullcontext([])
-        with made.segments.kernels_in_background(made.device), noting as wrappers:
-            loaded = entry.load(frame) if entry is not None else None
-            compiled = loaded or _compile(frame, gm, rows)
+        with made.segments.kernels_in_background(made.device):
+            compiled = entry.load(frame)
+            if compiled is None:
+                with entry.noting():
+                    compiled = _compile(frame, gm, rows)
         if made.agreement is not None:  # not before every kernel exists: a rank that fails has promised nothing
             for program in frame.programs.values():
                 made.agreement.check(frame.code, program)
-        if entry is not None and loaded is None:
-            entry.store(frame, wrappers)
+        entry.store(frame)
     return exchanging(compiled)
 
 

@@ -16,11 +16,13 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from zerograph import passes, runtime
@@ -32,6 +34,7 @@ from zerograph.compiler.torch_private import (
     frame_folder,
     graph_key,
     namespace_of,
+    noting_wrappers,
     vector_instructions,
     with_wrappers,
 )
@@ -71,29 +74,34 @@ class _Compiled:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where one frame is stored; nowhere without a ``name``."""
+    """Where one frame is stored; nowhere without a ``name``.
+
+    Attributes:
+        noted: what AOTAutograd has around the programs, once they are compiled.
+    """
 
     planner: Planner
     folder: PrivateFolder
     name: str
+    noted: list[bytes | Uncacheable] = field(default_factory=list)
 
     @classmethod
-    def of(cls, planner: Planner, frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Entry | None:
-        """The entry of a graph that Dynamo handed over; None where it cannot be stored."""
-        folder = frame_folder() if frame.compilation.segments.compute == "inductor" else None
-        if folder is None:
-            return None
-        try:
-            facts = [*_versions(), planner.facts, *_facts(frame), *_inputs(inputs), *_nodes(gm), graph_key(gm, inputs)]
-        except Uncacheable as reason:
-            log.debug("frame %d is not stored: %s", frame.index, reason)
-            return None
-        return cls(planner, PrivateFolder(folder), hashlib.sha256("\n".join(facts).encode()).hexdigest())
+    def of(cls, planner: Planner, frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Entry:
+        """The entry of a graph that Dynamo handed over."""
+        folder, name = frame_folder(), ""
+        if folder is not None and frame.compilation.segments.compute == "inductor":
+            try:
+                facts = [*_versions(), planner.facts, *_facts(frame), *_inputs(inputs), *_nodes(gm)]
+                facts.append(graph_key(gm, inputs))
+                name = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+            except Uncacheable as reason:
+                log.debug("frame %d is not stored: %s", frame.index, reason)
+        return cls(planner, PrivateFolder(folder or Path()), name)
 
     def load(self, frame: Frame) -> Callable[..., Any] | None:
         """Fill in ``frame``, and return what Dynamo calls; None where that is not stored."""
         start, made = time.perf_counter(), frame.compilation
-        data = self.folder.read(self.name)
+        data = self.folder.read(self.name) if self.name else None
         if data is None:
             return None
         try:
@@ -107,11 +115,11 @@ class Entry:
             return None
         assert made.runtime_for is not None
         frame.step, frame.plan, frame.passes, frame.programs = stored.step, stored.plan, stored.passes, stored.programs
-        runtime = frame.runtime = made.runtime_for(frame.index, frame.code, frame.plan)
+        shared = frame.runtime = made.runtime_for(frame.index, frame.code, frame.plan)
         compiled = with_wrappers(
             stored.wrappers,
             {
-                kind: Executor(program, [segments[segment.digest] for segment in program.segments], runtime)
+                kind: Executor(program, [segments[segment.digest] for segment in program.segments], shared)
                 for kind, program in stored.programs.items()
             },
         )
@@ -121,8 +129,14 @@ class Entry:
         log.info("frame %d was loaded from %s", frame.index, self.path)
         return compiled
 
-    def store(self, frame: Frame, noted: Sequence[bytes | Uncacheable]) -> None:
-        """Write what ``frame`` became, and what was ``noted`` of AOTAutograd meanwhile."""
+    def noting(self) -> AbstractContextManager[None]:
+        """Inside, the frame is compiled, to be stored."""
+        return noting_wrappers(self.noted) if self.name else nullcontext()
+
+    def store(self, frame: Frame) -> None:
+        """Write what ``frame`` became, if it was compiled here."""
+        if not self.noted:
+            return
         try:
             digests = {segment.digest for program in frame.programs.values() for segment in program.segments}
             stored = _Compiled(
@@ -132,7 +146,7 @@ class Entry:
                 frame.passes,
                 frame.programs,
                 frame.compilation.segments.stored(digests),
-                _only(noted),
+                self._wrappers(),
             )
             data = pickle.dumps(stored)
         except Exception as error:  # of any kind: pickle says in many ways that it cannot
@@ -140,33 +154,42 @@ class Entry:
             return
         self.folder.write(self.name, data)
 
+    def _wrappers(self) -> bytes:
+        (wrappers,) = self.noted
+        if isinstance(wrappers, Uncacheable):
+            raise wrappers
+        return wrappers
+
     @property
     def path(self) -> Path:
+        """Its file."""
         return self.folder.path / self.name
-
-
-def _only(noted: Sequence[bytes | Uncacheable]) -> bytes:
-    if len(noted) != 1:
-        raise Uncacheable(f"AOTAutograd compiled {len(noted)} graphs of it")
-    wrappers = noted[0]
-    if isinstance(wrappers, Uncacheable):
-        raise wrappers
-    return wrappers
 
 
 @cache
 def _versions() -> tuple[str, ...]:
-    """Python's version, the instruction set, and a digest of ZeroGraph's own source. Torch's version is in its key."""
+    """Python's version, the processor's instructions, and a digest of ZeroGraph's own source. Torch's version is in its
+    key."""
     source = hashlib.sha256()
     rooms = [Path(__file__).parents[1], *map(Path, (*passes.__path__, *runtime.__path__))]
     for path in sorted({path for room in rooms for path in room.rglob("*.py")}):
         source.update(path.read_bytes())
-    return sys.version, vector_instructions(), source.hexdigest()
+    return sys.version, torch.backends.cpu.get_cpu_capability(), source.hexdigest()
 
 
 def _facts(frame: Frame) -> Iterator[str]:
     made = frame.compilation
+    yield vector_instructions() if made.device.type == "cpu" else ""  # to find them takes a C++ compiler
+    yield _settings()
     yield repr((made.world_size, str(made.device), made.moments, made.folds, sorted(made.tied.items()), frame.plain))
+
+
+def _settings() -> str:
+    """Torch's, as far as a trace depends on them and torch's key does not hold them."""
+    cuda, einsum = torch.backends.cuda, torch.backends.opt_einsum
+    attention = [cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()]
+    attention.append(cuda.cudnn_sdp_enabled())
+    return repr((attention, einsum.enabled, einsum.strategy, torch.backends.mkldnn.enabled, torch.get_default_device()))
 
 
 def _inputs(inputs: Sequence[Any]) -> Iterator[str]:

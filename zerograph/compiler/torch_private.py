@@ -261,13 +261,12 @@ def vector_instructions() -> str:
 
 
 @contextmanager
-def noting_wrappers() -> Iterator[list[bytes | Uncacheable]]:
+def noting_wrappers(noted: list[bytes | Uncacheable]) -> Iterator[None]:
     """Patch AOTAutograd to note what it has around the programs that are compiled inside: as bytes for
     :func:`with_wrappers`, or why that would not be all.
 
     AOTAutograd hands it to its own cache, which takes nothing that Inductor has not compiled. Seen in 2.13.
     """
-    noted = list[bytes | Uncacheable]()
 
     def noting(name: str) -> Any:
         keep = getattr(graph_compile, name)
@@ -284,7 +283,7 @@ def noting_wrappers() -> Iterator[list[bytes | Uncacheable]]:
         return patch.object(graph_compile, name, note)
 
     with noting("_cache_autograd_info"), noting("_cache_inference_info"):
-        yield noted
+        yield
 
 
 def _wrappers(told: Mapping[str, Any]) -> bytes:
@@ -334,7 +333,7 @@ class _Loaded:
 
 
 def with_wrappers(wrappers: bytes, programs: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """What :func:`trace_and_split` returned when it told of ``wrappers``, around these programs by kind.
+    """What :func:`trace_and_split` returned when ``wrappers`` were noted, around these programs by kind.
     Seen in 2.13."""
     result = pickle.loads(wrappers)
     result.compiled_fw = _Loaded(programs.get("forward") or programs["inference"])
