@@ -208,7 +208,6 @@ OTHERS: dict[str, dict[str, Any]] = {
     "no gradients": {"within": [torch.no_grad()]},
     "autocast": {"within": [torch.autocast("cpu", torch.bfloat16)]},
     "attention": {"within": [sdpa_kernel(SDPBackend.MATH)]},
-    "the order of products": {"within": [patch.object(torch.backends.opt_einsum, "enabled", False)]},
     "threads": {"within": [_threads()]},
     "settings of Inductor": {"within": [inductor_config.patch({"epilogue_fusion": False})]},
     "settings of AOTAutograd": {"within": [functorch_config.patch({"ban_recompute_used_far_apart": False})]},
