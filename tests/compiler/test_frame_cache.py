@@ -268,6 +268,19 @@ def test_what_names_cannot_tell_is_not_stored(how: str, caplog: pytest.LogCaptur
         assert "is not stored: an input is a SymInt" in caplog.text
 
 
+class Weighted(Activated):
+    def __init__(self) -> None:
+        super().__init__(lambda x: (x * torch.tensor([0.5, 1.5, 2.5, 3.5, 4.5, 5.5, 6.5, 7.5])).square())
+
+
+def test_constants_are_told_apart_in_one_process_only(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "zerograph")
+    first, second = (train(tmp_path, Weighted) for _ in range(2))
+    assert (first.frames, second.frames) == (1, 1)
+    assert first.result == second.result
+    assert "frame 0 is not stored: a segment has constants or dynamic sizes" in caplog.text
+
+
 # Files
 
 
