@@ -8,6 +8,7 @@ of whatever the variant wraps the model in (`DistributedDataParallel`, `fully_sh
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -123,6 +124,20 @@ def zerograph_stage(stage: int) -> Callable[[GPT, Workload, Options], Trainer]:
     return build
 
 
+def zerograph_nvme(stage: int) -> Callable[[GPT, Workload, Options], Trainer]:
+    """Optimizer states in files of a folder (`path`), and the optimizer that streams them."""
+
+    def build(model: GPT, work: Workload, options: Options) -> Trainer:
+        import zerograph
+
+        there = {"path": tempfile.gettempdir(), **options, "offload": "optimizer", "tier": "nvme"}
+        trainer = zerograph_stage(stage)(model, work, there)
+        trainer.optimizer = zerograph.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        return trainer
+
+    return build
+
+
 def deepspeed_stage(stage: int) -> Callable[[GPT, Workload, Options], Trainer]:
     def build(model: GPT, work: Workload, options: Options) -> Trainer:
         import deepspeed
@@ -154,6 +169,10 @@ VARIANTS: dict[str, Variant] = {
     "fsdp": Variant("fully_shard", sharded),
     "fsdp-compiled": Variant("fully_shard, compiled blocks", compiled_sharded),
     **{f"zg{n}": Variant(f"zerograph stage {n}", zerograph_stage(n), False, "zerograph") for n in range(4)},
+    **{
+        f"zg{n}-nvme": Variant(f"zerograph stage {n}, states on NVMe", zerograph_nvme(n), False, "zerograph")
+        for n in (1, 2, 3)
+    },
     **{f"ds{n}": Variant(f"DeepSpeed ZeRO-{n}", deepspeed_stage(n), True, "deepspeed") for n in (1, 2, 3)},
 }
 

@@ -25,6 +25,7 @@ from zerograph.runtime.comm import Communicator
 from zerograph.runtime.entry import Entry, reason_of
 from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.residency import GatheredCache
+from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.telemetry import Telemetry, label
 
 Callee = Callable[[list[Any]], Sequence[Any]]
@@ -39,6 +40,7 @@ class Runtime:
         comm: the transport; None at world size 1, where programs hold no collectives.
         cache: buckets that stay whole between programs.
         hold: gradients kept back by ``no_sync``, shared by all frames of the backend.
+        store: where shards live, of all frames of the backend.
         device: where segments run.
         code: the user's function that was compiled, for messages.
     """
@@ -48,6 +50,7 @@ class Runtime:
     cache: GatheredCache
     hold: GradientHold
     telemetry: Telemetry
+    store: ShardStore
     device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
     code: str = "the model"
 
@@ -63,6 +66,7 @@ class Executor:
         self.runtime, self.frame = runtime, runtime.frame
         self.comm: Communicator = runtime.comm  # type: ignore[assignment]  # None where programs have no collectives
         self.cache, self.hold, self.telemetry = runtime.cache, runtime.hold, runtime.telemetry
+        self.store = runtime.store
         self.synchronizes = runtime.device.type != "cpu"
         self.unread = _unread_inputs(program)
         # 60 bits: it travels in a signed 64-bit integer. 0 stands for no collectives, where ranks need not meet.
@@ -134,7 +138,7 @@ class Executor:
         cached = self.cache.lookup(instruction.bucket, instruction.params)
         if cached is None:
             self.telemetry.gathering(self.frame, instruction.bucket)
-            cached = self.comm.start_gather(instruction.params, shards)
+            cached = self.comm.start_gather(instruction.params, self.store.gathered(instruction.params, shards))
             registers[instruction.out] = (instruction.params, cached)
         else:
             registers[instruction.out] = (None, cached)

@@ -174,6 +174,15 @@ class Arena:
             raise ValueError(f"{extent} is mapped by a tensor\n\nhint: let go of the tensor first")
         self._free.give(extent)
 
+    def is_mapped(self, extent: Extent) -> bool:
+        """Whether a tensor maps ``extent``, so that it cannot be freed."""
+        return extent in self._mappings
+
+    def maps(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` shows an extent of this arena."""
+        address = tensor.data_ptr()
+        return any(m.address <= address < m.address + extent.bytes for extent, m in self._mappings.items())
+
     # ---- transfers
 
     def write(self, extent: Extent, tensor: Tensor, priority: Priority = Priority.later, *, offset: int = 0) -> Ticket:

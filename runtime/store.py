@@ -20,8 +20,8 @@ from zerograph.runtime.extents import Extent
 from zerograph.runtime.nvme import Arena
 
 
-def mapped_tensor(arena: Arena, extent: Extent, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-    """A tensor of ``shape`` over the bytes of ``extent``; tensors of one extent share them.
+def mapped_tensor(arena: Arena, extent: Extent, dtype: torch.dtype, shape: Sequence[int], offset: int = 0) -> Tensor:
+    """A tensor of ``shape`` over the bytes of ``extent`` from ``offset`` on; tensors of one extent share them.
 
     While one lives, ``extent`` cannot be freed.
 
@@ -30,9 +30,11 @@ def mapped_tensor(arena: Arena, extent: Extent, dtype: torch.dtype, shape: Seque
         StorageError: it cannot be mapped; with errno.
     """
     size = math.prod(shape) * dtype.itemsize
-    if size > extent.bytes:
-        raise ValueError(f"{tuple(shape)} of {dtype} takes {size} bytes, the extent has {extent.bytes}")
+    if offset < 0 or offset + size > extent.bytes:
+        where = f" from byte {offset} on" if offset else ""
+        raise ValueError(f"{tuple(shape)} of {dtype} takes {size} bytes{where}, the extent has {extent.bytes}")
     if size == 0:
         return torch.empty(tuple(shape), dtype=dtype)
-    flat = torch.frombuffer(arena.map(extent), dtype=torch.uint8, count=size)
+    # A storage of its own, that begins here: whoever saves the tensor would save the whole of a shared one.
+    flat = torch.frombuffer(arena.map(extent), dtype=torch.uint8, count=size, offset=offset)
     return flat.view(dtype).view(tuple(shape))

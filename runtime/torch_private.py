@@ -23,6 +23,15 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # type: ignore[attr-defined]
 
 
+def set_local(tensor: Tensor, local: Tensor) -> None:
+    """Let ``tensor`` have ``local``, of the same shape and strides, as this rank's part: ``.data`` of a DTensor takes
+    another tensor and ignores its memory. Seen in 2.13."""
+    if isinstance(tensor, DTensor):
+        tensor._local_tensor = local  # type: ignore[attr-defined]
+    else:
+        tensor.data = local
+
+
 def memory_is_unshared(tensor: Tensor) -> bool:
     """Whether ``tensor`` alone refers to its memory: no view of it is alive. Python counts references to tensors, and
     nothing public those to memory. Seen in 2.11, 2.13."""

@@ -16,7 +16,7 @@ from torch import fx, nn
 from zerograph.compiler.compilation import Compilation
 from zerograph.compiler.driver import compile_frame
 from zerograph.compiler.frame import Frame, traced_function
-from zerograph.compiler.frame_plan import Planner, machine_of
+from zerograph.compiler.frame_plan import MOMENTS, Planner, machine_of
 from zerograph.compiler.recording import Recording
 from zerograph.compiler.report import BucketReport, Report
 from zerograph.compiler.segments import SegmentCache
@@ -29,7 +29,9 @@ from zerograph.optim.check import OptimizerCheck
 from zerograph.runtime.comm import Communicator
 from zerograph.runtime.executor import Runtime
 from zerograph.runtime.hold import GradientHold
+from zerograph.runtime.nvme import Arena
 from zerograph.runtime.residency import GatheredCache, StepCount
+from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.telemetry import Telemetry
 from zerograph.sharding import adopt
 from zerograph.sharding.adoption import Adoption
@@ -54,6 +56,7 @@ class Backend:
         # The same sets and dicts for all: adoption fills them when a model comes, and everyone sees it.
         self._steps = StepCount(self._adoption.known)
         self._hold = GradientHold(self._adoption.params)
+        self._store = ShardStore(self._adoption.params, self._open_arena)
         self._optimizers = OptimizerCheck(
             self._adoption.known,
             self._adoption.replaced,
@@ -61,6 +64,7 @@ class Backend:
             self._hold,
             self._telemetry,
             self._communicator,
+            self._store,
         )
         # A graph without parameters may come before the model that tells what to compile for: it needs no other rank.
         alone = replace(config, plan=None, memory=None, stage=config.sharding)
@@ -84,7 +88,11 @@ class Backend:
             frame = Frame(self._compilation, len(self._frames), traced_function())
             self._frames.append(frame)
             with self._together(frame.code):
-                return compile_frame(frame, gm, example_inputs, self._planner)
+                compiled = compile_frame(frame, gm, example_inputs, self._planner)
+                if "backward" in frame.programs:
+                    # Not while anything is traced. Their memory is another one then, and nobody has assigned it.
+                    self._optimizers.remember(self._store.settle(frame.plan, MOMENTS))
+                return compiled
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are fresh backends with the same arguments: programs belong to one model."""
@@ -101,7 +109,7 @@ class Backend:
 
         def runtime_for(index: int, code: str, plan: Plan) -> Runtime:
             cache = GatheredCache(plan, steps, hold)
-            return Runtime(index, ranks.communicator, cache, hold, telemetry, ranks.device, code)
+            return Runtime(index, ranks.communicator, cache, hold, telemetry, self._store, ranks.device, code)
 
         self._planner = Planner(config, ranks.size, self._adoption.params, ranks.device, ranks.agreement)
         self._compilation = Compilation(
@@ -113,6 +121,9 @@ class Backend:
             agreement=ranks.agreement,
             tied=self._adoption.tied,
         )
+
+    def _open_arena(self, size: int) -> Arena:
+        return Arena(self.config.path, max(size, self.config.nvme or 0))
 
     def _remember(self, new: Iterable[nn.Parameter]) -> None:
         self._optimizers.remember(new)
@@ -210,6 +221,8 @@ class Backend:
             graph_breaks=dict(breaks),
             runs=dict(self._telemetry.runs),
             peak_whole_buckets=self._telemetry.peak_whole,
+            on_nvme=self._store.bytes(),
+            slots=self._store.slots,
             recorded=self._recording.beside_forecast() if self._recording is not None else None,
         )
 
@@ -238,10 +251,13 @@ def backend(**options: Any) -> Backend:
             every repeated layer only the inputs are saved, as with ``torch.utils.checkpoint`` around each), or a number
             from 0 to 1: that share of the layers fully. Layers are modules with a number in their name. Regions of the
             user's own ``torch.utils.checkpoint`` stay as they are.
-        offload: "none", "optimizer" (its states leave the device), "gradients" (those too), "parameters" (all of it) or
-            "auto". It is planned and forecast by ``zerograph plan --offload``, and cannot be run yet: anything but
-            "none" is refused.
-        tier: where that goes, "host" or "nvme"; default: whatever the planner finds faster.
+        offload: "none" or "optimizer": its states, and masters of parameters that compute in another dtype, leave the
+            device (docs/offload.md). "gradients" (those too), "parameters" (all of it) and "auto" are planned and
+            forecast by ``zerograph plan --offload``, and refused here; so is "optimizer" beside ``memory``.
+        tier: where that goes. "nvme" can be run, "host" is planned only.
+        path: folder on NVMe to keep it in, or a list of folders, over which it is striped.
+        nvme: bytes that a rank reserves there, ``"500GiB"`` or a number; default: a master and two moments of each of
+            its parameters.
         compute: "inductor", or "eager" to run the same program with uncompiled segments, for debugging.
         plan: path of a file that ``zerograph plan -o`` wrote. Its decisions (stage, buckets and their residency,
             prefetch, recomputation) are used as they are, so those arguments have no place beside it. A training step

@@ -14,6 +14,7 @@ from zerograph.core.errors import RankError
 from zerograph.measure import QUICK
 from zerograph.measure.crew import run_ranks
 from zerograph.measure.job import Job
+from zerograph.measure.timing import ROUNDS
 
 
 def test_a_rank_that_fails_names_itself_and_why() -> None:
@@ -21,6 +22,14 @@ def test_a_rank_that_fails_names_itself_and_why() -> None:
     with pytest.raises(RankError, match=r"rank \d failed: RuntimeError: .*(negative dimension|non-negative)"):
         run_ranks(Job("cpu", 2, replace(QUICK, elements=-1)), lambda text: None)
     assert dict(os.environ) == before
+
+
+def test_every_all_gather_of_all_rounds_is_told() -> None:
+    answers = run_ranks(Job("cpu", 2, QUICK), lambda text: None)
+    for answer in answers:
+        assert [size for size, _ in answer.gathers] == list(QUICK.gathers)
+        assert all(len(rounds) == ROUNDS for _, rounds in answer.gathers)
+        assert all(min(seconds) > 0 for _, rounds in answer.gathers for seconds in rounds)
 
 
 def test_threads_of_a_rank() -> None:

@@ -50,6 +50,14 @@ def test_a_slow_disk_is_given_up_in_time_and_reads_only_what_was_written(
     assert max(places) < disk.THREADS * BLOCK  # every thread wrote one block before it looked at the clock
 
 
+def test_a_round_that_others_disturb_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = iter([(5e8, SIZE), (4e8, SIZE), (9e8, SIZE), (1e6, SIZE), (2e6, SIZE), (5e8, SIZE), (8e8, SIZE)])
+    monkeypatch.setattr(disk, "_rate", lambda *args: next(rates))
+    found = measure_disk(tmp_path, SIZE, 1.0)
+    # The first is for making the file; then one to write and one to read, three times.
+    assert (found.write.rate, found.read.rate) == (4e8, 8e8)
+
+
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file or directory") as caught:
         measure_disk(tmp_path / "none", SIZE, 1.0)

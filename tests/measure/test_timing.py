@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerograph.core.machine import Link
-from zerograph.measure.timing import fit_link, seconds_of
+from zerograph.measure.timing import fit_link, median_of, seconds_of
 
 SIZES = (2**16, 2**20, 2**22, 2**25)
 
@@ -36,6 +36,13 @@ def test_noise_of_a_fifth_moves_a_forecast_by_less_than_that() -> None:
 
 def test_one_size_gives_a_rate() -> None:
     assert fit_link([(2**20, 1e-3)]) == Link(2**20 / 1e-3)
+
+
+def test_the_median_of_rounds_is_that_of_each_number() -> None:
+    rounds = [{"link": Link(rate, latency), "name": "a", "rate": {"x": x}} for rate, latency, x in
+              ((1e9, 3e-5, 8.0), (9e9, 1e-5, 2.0), (2e9, 2e-5, 4.0))]  # fmt: skip
+    assert median_of(rounds) == {"link": Link(2e9, 2e-5), "name": "a", "rate": {"x": 4.0}}
+    assert median_of([3, 1, 2]) == 2
 
 
 def test_seconds_of_a_call() -> None:

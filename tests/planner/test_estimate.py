@@ -297,8 +297,15 @@ def test_more_memory_never_makes_a_fitting_row_not_fit(question: Question, more:
     )
     before, after = estimate_rows(question), estimate_rows(replace(question, machine=richer))
     assert {_place(row) for row in before if row.fits} <= {_place(row) for row in after if row.fits}
-    best, richest = fastest(before), fastest(after)
-    assert best is None or (richest is not None and richest.outcome.seconds <= best.outcome.seconds)
+    best = fastest(before)
+    if best is None:
+        return
+    if question.tiles is None:
+        # Rows take the fewest tiles that fit. Where collectives take nearly all of a step, more tiles are faster, as
+        # they overlap: that row is then still there for who asks for it.
+        after = estimate_rows(replace(question, machine=richer, tiles=best.strategy.tiles))
+    richest = fastest(after)
+    assert richest is not None and richest.outcome.seconds <= best.outcome.seconds
 
 
 def _place(row: Row) -> tuple[int, str, str]:

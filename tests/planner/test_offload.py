@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import NamedTuple
 
 import pytest
@@ -252,7 +252,8 @@ def test_whatever_is_taken_is_given_back_or_lives_on(found: Drawn) -> None:
     # the compute dtype is a part of the whole: all of it on one rank.
     world, gathered = plan.world_size, 0
     for b in plan.buckets:
-        own = Shards.of(b.params, world, moments).copy if b.homes.optimizer != "device" else 0
+        staging = "device" if machine.device == "cpu" else "host"
+        own = Shards.of(b.params, world, moments, staging).copy if b.homes.optimizer != "device" else 0
         gathered += b.residency == "step" and gathered_bytes(b.params, world) > own
     assert (left["gathered"], left["activation"]) == (gathered, 1)
     assert set(left) <= {"gathered", "activation", "gradient"}
@@ -302,7 +303,7 @@ def test_tiles_cover_every_shard_exactly_once(rows: int, world: int, tiles: int)
 
 
 def _sum(parts: Sequence[Shards]) -> Shards:
-    return Shards(*(sum(getattr(p, name) for p in parts) for name in ("copy", "frozen", "gradient", "optimizer")))
+    return Shards(*(sum(sizes) for sizes in zip(*map(astuple, parts), strict=True)))
 
 
 @settings(max_examples=60, deadline=None)

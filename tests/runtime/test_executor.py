@@ -29,7 +29,9 @@ from zerograph.core.program import (
 from zerograph.core.step import Param
 from zerograph.runtime.executor import _METHODS, Executor, Runtime
 from zerograph.runtime.hold import GradientHold
+from zerograph.runtime.nvme import Arena
 from zerograph.runtime.residency import GatheredCache, StepCount
+from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.telemetry import Telemetry
 
 W = Param("w", (4,), "float32", "float32", "float32", True, True)
@@ -72,11 +74,15 @@ class Recorder:
         return lambda *_, **__: None
 
 
+def _nowhere(size: int) -> Arena:
+    raise AssertionError(f"nothing leaves the device, and {size} bytes were asked for")
+
+
 def executor(program: Program, *segments: Any, residency: Residency = "use") -> tuple[Executor, Recorder]:
     comm = Recorder()
     hold = GradientHold({"w": comm.param})
     plan = Plan(3, 2, (Bucket(0, "w", (W,), residency),), 1)
-    runtime = Runtime(0, comm, GatheredCache(plan, StepCount(), hold), hold, Telemetry())  # type: ignore[arg-type]
+    runtime = Runtime(0, comm, GatheredCache(plan, StepCount(), hold), hold, Telemetry(), ShardStore({}, _nowhere))  # type: ignore[arg-type]
     return Executor(program, segments, runtime), comm
 
 

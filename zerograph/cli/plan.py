@@ -36,7 +36,9 @@ def _stage(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
-_OFFLOADED = "What may leave the device; each includes those before it. Such plans cannot be run yet."
+_OFFLOADED = (
+    "What may leave the device; each includes those before it. Of such plans those with optimizer states on NVMe run."
+)
 _CHOSEN = "chosen at stage auto and with --offload"
 RECOMPUTE = Parsed("auto|none|full|0..1", _recompute)
 STAGE = Parsed("0|1|2|3|auto", _stage)

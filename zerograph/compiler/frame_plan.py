@@ -23,7 +23,7 @@ from zerograph.compiler.compilation import Plain
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.machine import Machine, Precision, preset_for
-from zerograph.core.plan import Plan
+from zerograph.core.plan import DEVICE, Homes, Plan
 from zerograph.core.step import Param, Step
 from zerograph.core.units import format_bytes, format_seconds
 from zerograph.planner import plan_step, refuse_world_size, replay
@@ -202,6 +202,7 @@ class Planner:
             bucket_size=config.bucket_size,
             prefetch=config.prefetch,
             recompute=config.recompute,
+            homes=Homes(optimizer=config.tier) if config.tier is not None and step.training else DEVICE,
         )
 
     def _search(self, step: Step, states: int) -> Found:

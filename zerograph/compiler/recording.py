@@ -38,6 +38,7 @@ from zerograph.core.runfile import Measured, Run
 from zerograph.core.timeline import Forecast, Peak, Span, Stream
 from zerograph.planner.forecasts import ProgramForecast, forecast_programs, update_program
 from zerograph.planner.rates import kept_states
+from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.telemetry import LABEL
 from zerograph.runtime.torch_private import local_tensor
 
@@ -103,7 +104,7 @@ class Recording:
                 frame.runtime.cache.enter("forward")
         if self._runtime.comm is not None:
             self._runtime.comm.trim()
-        self._held = _held(self._params, self._optimizers())
+        self._held = _held(self._params, self._optimizers(), self._runtime.store)
         self._profile.start()
         self._runtime.telemetry.recording = True
 
@@ -195,14 +196,14 @@ class Recording:
         return curve
 
 
-def _held(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]) -> int:
-    """Bytes of parameters, gradients and optimizer states that exist before the step."""
+def _held(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], store: ShardStore) -> int:
+    """Bytes of parameters, gradients and optimizer states that are on the device before the step."""
     tensors: list[Tensor] = list(params.values())
     tensors += [p.grad for p in params.values() if p.grad is not None]
     tensors += [value for optimizer in optimizers for state in optimizer.state.values() for value in _tensors(state)]
     storages = {}
-    for tensor in tensors:
-        storage = local_tensor(tensor).untyped_storage()
+    for tensor in store.on_device(map(local_tensor, tensors)):
+        storage = tensor.untyped_storage()
         # By storage, not by tensor: reduced gradients of a bucket are views of one buffer.
         storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())

@@ -64,6 +64,8 @@ class Report:
             backends compiled too: Dynamo does not tell them apart.
         runs: executions per kind of program.
         peak_whole_buckets: most buckets that were whole at one time.
+        on_nvme: bytes of masters and optimizer states on NVMe, of this rank.
+        slots: bytes of memory that these pass through.
         recorded: the last step that ``backend.record()`` recorded.
     """
 
@@ -78,6 +80,8 @@ class Report:
     graph_breaks: dict[str, int]
     runs: dict[str, int]
     peak_whole_buckets: int
+    on_nvme: int = 0
+    slots: int = 0
     recorded: RecordedStep | None = None
 
     def __str__(self) -> str:
@@ -88,6 +92,11 @@ class Report:
             f"  runs: {', '.join(f'{n} {kind}' for kind, n in self.runs.items()) or 'none yet'}; "
             f"at most {self.peak_whole_buckets} buckets whole at a time",
         ]
+        if self.on_nvme:
+            lines.append(
+                f"  {format_bytes(self.on_nvme)} of optimizer states on NVMe, which pass through "
+                f"{format_bytes(self.slots)} of memory"
+            )
         if self.recorded is not None:
             lines.append(f"  {self.recorded}")
             if self.recorded.resident is not None:

@@ -49,9 +49,11 @@ class Config:
             user's own ``torch.utils.checkpoint`` regions; "full": all of every repeated layer but its inputs; a number
             from 0 to 1: that share of the layers fully, evenly spread, the others as in "auto".
         offload: what leaves the device between its uses, each with those before it: nothing ("none"), optimizer states,
-            gradients, parameters; "auto" chooses per bucket. Planned by ``zerograph plan`` and not run yet, so that
-            anything but "none" is refused.
+            gradients, parameters; "auto" chooses per bucket. "optimizer" can be run on NVMe; the others are planned by
+            ``zerograph plan``, and refused.
         tier: where it goes, "host" or "nvme"; None leaves that to the planner.
+        path: folders on NVMe, over which what goes there is striped.
+        nvme: bytes that a rank reserves there; None is what the plan needs.
         compute: "inductor" compiles the segments between collectives; "eager" runs the same program uncompiled.
         plan: what a plan file decided, in place of rules; ``stage`` and ``prefetch`` are then the plan's.
         memory: bytes of device memory that a rank may use. What was left free is then searched for the fastest step
@@ -70,6 +72,8 @@ class Config:
     recompute: Recompute = "auto"
     offload: Offload | Literal["auto"] = "none"
     tier: Literal["host", "nvme"] | None = None
+    path: tuple[str, ...] = ()
+    nvme: int | None = None
     compute: Literal["inductor", "eager"] = "inductor"
     plan: GivenPlan | None = None
     memory: int | None = None
@@ -80,6 +84,12 @@ class Config:
     def sharding(self) -> Literal[0, 1, 2, 3]:
         """The stage that says how parameters are held between steps: "auto" holds them as stage 3 does."""
         return 3 if self.stage == "auto" else self.stage
+
+    @property
+    def offloads(self) -> bool:
+        """Whether something lives off the device between its uses."""
+        replayed = self.plan is not None and any(bucket.homes.away for bucket in self.plan.plan.buckets)
+        return self.offload != "none" or replayed
 
     @property
     def searches(self) -> bool:
@@ -99,7 +109,7 @@ class Config:
         unknown = sorted(set(options) - set(known))
         if unknown:
             raise ConfigError(f"zerograph.backend has no argument {unknown[0]!r}", f"it takes {', '.join(known)}")
-        chosen = {**_sizes(options), **_machine(options), **_replayed(options)}
+        chosen = {**_sizes(options), **_machine(options), **_folders(options), **_replayed(options)}
         # What was given stays as it is in a search, also where it equals the default.
         config = cls(**{**options, **chosen}, given=frozenset(options))
         config._validate()
@@ -153,18 +163,49 @@ class Config:
             # First what no stage could do, then what no backend does yet: the second error would hide the first.
             level_at(self.sharding, self.offload)
         _require(
-            self.offload == "none",
+            self.offload in ("none", "optimizer"),
             f"offload={self.offload!r} is planned and forecast, but no backend runs it yet",
-            f"see what it would do with `zerograph plan MODEL --offload {self.offload}`; train without offload",
+            f"see what it would do with `zerograph plan MODEL --offload {self.offload}`; offload='optimizer' runs",
+        )
+        _require(
+            self.offload == "none" or self.tier == "nvme",
+            f"offload={self.offload!r} on {self.tier or 'any tier'} is planned, but no backend runs it yet",
+            'tier="nvme" with path="/folder/on/a/disk" runs',
+        )
+        _require(
+            self.offload == "none" or not self.searches,
+            "offload together with memory= or stage='auto' is planned, but no backend runs it yet",
+            "give a stage from 1 to 3 without memory=, or the file of a plan that can be run with plan=",
+        )
+        _require(
+            not self.offloads or bool(self.path),
+            "states on NVMe need a folder to be kept in",
+            'path="/folder/on/a/disk", or several in a list, over which they are striped',
+        )
+        given = [name for name in ("path", "nvme") if getattr(self, name)]
+        _require(
+            self.offloads or not given,
+            f"{' and '.join(given)} given, and nothing is offloaded",
+            'say what goes there: offload="optimizer", tier="nvme"',
         )
 
 
 def _sizes(options: dict[str, Any]) -> dict[str, int]:
     return {
         name: _size(name, options[name], example)
-        for name, example in (("bucket_size", "32MiB"), ("memory", "70GiB"))
-        if name in options and (name, options[name]) != ("memory", None)
+        for name, example in (("bucket_size", "32MiB"), ("memory", "70GiB"), ("nvme", "500GiB"))
+        if name in options and (name == "bucket_size" or options[name] is not None)
     }
+
+
+def _folders(options: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    path = options.get("path")
+    if path is None:
+        return {"path": ()} if "path" in options else {}
+    folders = [path] if isinstance(path, str | os.PathLike) else path
+    if not isinstance(folders, list | tuple) or not all(isinstance(f, str | os.PathLike) for f in folders):
+        raise ConfigError(f"path must be a folder or a list of folders, got {path!r}", 'path="/mnt/nvme"')
+    return {"path": tuple(os.fspath(folder) for folder in folders)}
 
 
 def _size(name: str, size: object, example: str) -> int:
@@ -213,7 +254,7 @@ def _replayed(options: dict[str, Any]) -> dict[str, Any]:
     _require(
         not unexecuted,
         f"the plan {os.fspath(path)} has {unexecuted}, which no backend runs yet",
-        "make one that can be run: `zerograph plan MODEL` without --offload",
+        "make one that can be run: `zerograph plan MODEL` without --offload, or with --offload optimizer --tier nvme",
     )
     return {"plan": GivenPlan(os.fspath(path), plan), "stage": plan.stage, "prefetch": plan.prefetch}
 

@@ -17,7 +17,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.filekinds import refuse_other_kind
 from zerograph.core.linediff import unified
 from zerograph.core.machine import Machine, Tier
-from zerograph.core.plan import Plan
+from zerograph.core.plan import Homes, Plan
 from zerograph.core.program import EXECUTED
 from zerograph.core.step import Kind
 from zerograph.core.timeline import Forecast, Peak, Span
@@ -127,10 +127,14 @@ class PlanFile:
         """What the plan needs that nothing executes yet, for people; empty when the plan can be run."""
         # By what spans say of themselves: a plan file holds no instructions.
         runs = {(kind.stream, kind.operation) for kind in EXECUTED}
+        # An optimizer carries out the update of states on NVMe, what it reads and writes for that included.
+        streamed = Homes(optimizer="nvme")
         found: dict[str, str] = {}  # the first of each kind
         for span in self.forecast.spans:
             bucket = self.plan.buckets[span.bucket] if span.bucket >= 0 else None
             if (span.stream, span.operation) not in runs:
+                if bucket is not None and bucket.homes == streamed and span.what == "states":
+                    continue
                 if bucket is not None:
                     found.setdefault("homes", f"{bucket.homes} (bucket {bucket.name})")
                 else:

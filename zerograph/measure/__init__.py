@@ -122,9 +122,10 @@ def _intra(answers: Sequence[Answer]) -> Link | None:
         return None
     samples = []
     for of_ranks in zip(*(a.gathers for a in answers), strict=True):  # one size
-        size = of_ranks[0][0]
-        # Of each repetition the slowest rank's time: a collective ends when all have ended.
-        seconds = median(max(of_one) for of_one in zip(*(seconds for _, seconds in of_ranks), strict=True))
+        size, rounds = of_ranks[0][0], zip(*(rounds for _, rounds in of_ranks), strict=True)
+        # Of a repetition the slowest rank's time, since a collective ends when all have ended; of a round the fastest
+        # repetition, since all ranks wait for one that is disturbed.
+        seconds = median(min(map(max, zip(*of_round, strict=True))) for of_round in rounds)
         samples.append((size * (world - 1) // world, seconds))
     return fit_link(samples)
 

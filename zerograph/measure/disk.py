@@ -17,6 +17,7 @@ from pathlib import Path
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import Link
 from zerograph.core.units import format_bytes
+from zerograph.measure.timing import ROUNDS, median_of
 
 BLOCK = 4 * 2**20
 THREADS = 4
@@ -40,7 +41,7 @@ class Disk:
 
 
 def measure_disk(folder: Path, size: int, limit: float) -> Disk:
-    """Read and write a temporary file of ``size`` bytes in ``folder``, each for ``limit`` seconds at most.
+    """Read and write a temporary file of ``size`` bytes in ``folder``, each for ``limit`` seconds at most in all.
 
     Raises:
         ConfigError: the folder cannot be written, or is full.
@@ -51,15 +52,20 @@ def measure_disk(folder: Path, size: int, limit: float) -> Disk:
         room = os.statvfs(folder)
         with _scratch(folder) as (fd, direct):
             size = _allocate(fd, size, limit)
-            write = Link(_rate(_write(fd), size, limit, lambda: os.fsync(fd))[0], _latency(_write(fd), size))
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # for reads that go through the page cache
-            read = Link(_rate(_read(fd), size, limit, lambda: None)[0], _latency(_read(fd), size))
+            rounds = []
+            for _ in range(ROUNDS):
+                share = limit / ROUNDS
+                write = Link(_rate(_write(fd), size, share, lambda: os.fsync(fd))[0], _latency(_write(fd), size))
+                os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # for reads that go through the page cache
+                read = Link(_rate(_read(fd), size, share, lambda: None)[0], _latency(_read(fd), size))
+                rounds.append({"read": read, "write": write})
+            links = median_of(rounds)
     except OSError as error:
         hint = f"--path DIR with {format_bytes(size)} of free space that can be written"
         raise ConfigError(f"cannot measure the disk of {folder}: {error.strerror}", hint) from None
     kind = file_system(folder)
-    return Disk(read, write, 0 if kind in _IN_MEMORY else room.f_bavail * room.f_frsize, direct, kind)
+    return Disk(links["read"], links["write"], 0 if kind in _IN_MEMORY else room.f_bavail * room.f_frsize, direct, kind)
 
 
 def open_scratch(folder: Path, *, direct: bool) -> int:

@@ -17,12 +17,12 @@ class Effort:
     """How long and how large.
 
     Attributes:
-        seconds: per measurement.
+        seconds: per measurement, in all rounds together.
         elements: of a large tensor on a CPU; sixteen times that on a GPU.
         matmul: rows and columns of a large matrix on a CPU; eight times that on a GPU.
         gathers: bytes of the gathered tensor, for each size that is tried.
         disk: bytes of the temporary file.
-        disk_seconds: for each pass over it, at most.
+        disk_seconds: for reading it, and for writing it, at most.
     """
 
     seconds: float = 0.25
@@ -51,12 +51,16 @@ class Job:
         return 1 if self.device == "cpu" else max(1, cores() // self.world_size)
 
 
+Gathers = tuple[tuple[int, tuple[tuple[float, ...], ...]], ...]
+"""Bytes, and round by round the seconds of each repetition."""
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What one rank measured: bytes, seconds and rates as in :class:`~zerograph.core.machine.Machine`.
 
-    ``gathers`` holds, for every size of the full tensor, the seconds of every repetition; ``optimizer`` is this rank's
-    part of the node's rate; ``transport`` is what carried the collectives; ``gpu`` is the device's name,
+    ``gathers`` holds, for every size of the full tensor, the seconds of the repetitions of each round; ``optimizer`` is
+    this rank's part of the node's rate; ``transport`` is what carried the collectives; ``gpu`` is the device's name,
     empty on a CPU.
     """
 
@@ -69,7 +73,7 @@ class Answer:
     launch: float
     h2d: Link
     d2h: Link
-    gathers: tuple[tuple[int, tuple[float, ...]], ...]
+    gathers: Gathers
     update: Link
     optimizer: float
     gpu: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zerograph.core.machine import DTYPES, Link
 from zerograph.core.step import Param
-from zerograph.measure.job import Answer, Effort, Job
-from zerograph.measure.timing import seconds_of
+from zerograph.measure.job import Answer, Effort, Gathers, Job
+from zerograph.measure.timing import ROUNDS, median_of, seconds_of
 from zerograph.runtime.comm import Communicator, connect
 
 ADAM_BYTES = 28
@@ -24,6 +24,7 @@ _GPU_ELEMENTS, _GPU_MATMUL = 16, 8  # a GPU needs larger tensors to be busy
 _CACHED = 2**15  # elements; four tensors of them fit a core's second-level cache
 _PARAMETERS = 20  # that share what one step costs beside them
 _PIECE = 4 * 2**20  # bytes of collectives per sample
+_GATHERS = 5  # samples per round
 
 
 def work(job: Job, rank: int, store: str, tell: Callable[[str], None]) -> Answer:
@@ -35,7 +36,9 @@ def work(job: Job, rank: int, store: str, tell: Callable[[str], None]) -> Answer
     backend = "nccl" if device.type == "cuda" and job.world_size > 1 else "gloo"
     dist.init_process_group(backend, store=dist.FileStore(store, job.world_size), rank=rank, world_size=job.world_size)
     try:
-        return Lab(device, job, tell).answer()
+        assert dist.group.WORLD is not None
+        communicator = connect(dist.group.WORLD, device) if job.world_size > 1 else None
+        return Lab(device, job, tell, communicator).answer()
     finally:
         dist.destroy_process_group()
 
@@ -47,6 +50,7 @@ class Lab:
     device: torch.device
     job: Job
     tell: Callable[[str], None]
+    communicator: Communicator | None
 
     @property
     def effort(self) -> Effort:
@@ -54,15 +58,28 @@ class Lab:
         return self.job.effort
 
     def answer(self) -> Answer:
-        """Everything, in order."""
+        """The median of all rounds, and every all-gather of them."""
+        rounds = []
+        for number in range(1, ROUNDS + 1):
+            self.tell(f"round {number} of {ROUNDS}")
+            rounds.append(self.round())
+        of_sizes = zip(*(each.gathers for each in rounds), strict=True)
+        gathers = tuple((same[0][0], tuple(each for _, (each,) in same)) for same in of_sizes)
+        return replace(median_of(rounds), gathers=gathers)
+
+    def seconds(self, call: Callable[[], object], share: float = 1.0) -> float:
+        """Median seconds of ``call`` in this round, tried for that share of the seconds of a measurement."""
+        return seconds_of(call, self.finish, share * self.effort.seconds / ROUNDS)
+
+    def round(self) -> Answer:
+        """Everything once, in order."""
         free = torch.cuda.mem_get_info(self.device)[0] if self.on_gpu else 0
         matmul = {dtype: self.matmul(dtype) for dtype in DTYPES}
         vector = {dtype: self.vector(dtype, matmul) for dtype in DTYPES}
         h2d, d2h = self.copies()
-        transport, gathers = self.gathers()
         return Answer(
             torch=torch.__version__,
-            transport=transport,
+            transport=self.communicator.name if self.communicator is not None else "no collectives",
             device_memory=free,
             bandwidth=self.bandwidth(),
             matmul=matmul,
@@ -70,7 +87,7 @@ class Lab:
             launch=self.launch(),
             h2d=h2d,
             d2h=d2h,
-            gathers=gathers,
+            gathers=self.gathers(),
             update=self.update(),
             optimizer=self.optimizer(),
             gpu=torch.cuda.get_device_name(self.device) if self.on_gpu else "",
@@ -85,17 +102,17 @@ class Lab:
         """Operations per second of a large product; of a smaller one where ``dtype`` is emulated, and slow."""
         self.begin(f"matrix products in {dtype}")
         rows = self.effort.matmul * (_GPU_MATMUL if self.on_gpu else 1)
-        seconds = self.product(rows // 4, dtype, self.effort.seconds / 4)
+        seconds = self.seconds(self.product(rows // 4, dtype), 1 / 4)
         # A product of four times the rows takes 4**3 times as long.
         if 64 * seconds > self.effort.seconds:
             return 2 * (rows // 4) ** 3 / seconds
-        return 2 * rows**3 / self.product(rows, dtype, self.effort.seconds)
+        return 2 * rows**3 / self.seconds(self.product(rows, dtype))
 
-    def product(self, rows: int, dtype: str, budget: float) -> float:
-        """Seconds of one product of square matrices."""
+    def product(self, rows: int, dtype: str) -> Callable[[], object]:
+        """Computes a product of square matrices."""
         a, b = (torch.rand(rows, rows, device=self.device).to(_dtype(dtype)) for _ in range(2))
         out = torch.empty_like(a)
-        return seconds_of(lambda: torch.mm(a, b, out=out), self.finish, budget)
+        return lambda: torch.mm(a, b, out=out)
 
     def vector(self, dtype: str, matmul: dict[str, float]) -> float:
         """Operations per second of element-wise code whose operands are near: two for every element of x + y * z.
@@ -107,20 +124,19 @@ class Lab:
             return matmul["float32"] / 2
         self.begin(f"element-wise arithmetic in {dtype}")
         x, y, z, out = (torch.ones(_CACHED, dtype=_dtype(dtype)) for _ in range(4))
-        call = lambda: torch.addcmul(x, y, z, out=out)  # noqa: E731
-        return 2 * _CACHED / seconds_of(call, self.finish, self.effort.seconds / 2)
+        return 2 * _CACHED / self.seconds(lambda: torch.addcmul(x, y, z, out=out), 1 / 2)
 
     def bandwidth(self) -> float:
         """Bytes per second that adding two large tensors reads and writes."""
         self.begin("memory bandwidth")
         a, b, out = (self.large() for _ in range(3))
-        return 3 * a.nbytes / seconds_of(lambda: torch.add(a, b, out=out), self.finish, self.effort.seconds)
+        return 3 * a.nbytes / self.seconds(lambda: torch.add(a, b, out=out))
 
     def launch(self) -> float:
         """Seconds of the smallest operation."""
         self.begin("operations that do nothing")
         x = torch.zeros(1, device=self.device)
-        return seconds_of(lambda: x.add_(1.0), self.finish, self.effort.seconds / 4)
+        return self.seconds(lambda: x.add_(1.0), 1 / 4)
 
     def copies(self) -> tuple[Link, Link]:
         """To the device and back, from pinned memory; on a CPU twice a plain copy."""
@@ -133,38 +149,50 @@ class Lab:
     def copy(self, to: torch.Tensor, source: torch.Tensor) -> Link:
         """The rate of a large copy and the time of a tiny one."""
         tiny, tiny_source = to[:16], source[:16]
-        seconds = seconds_of(lambda: to.copy_(source, non_blocking=True), self.finish, self.effort.seconds / 2)
-        least = seconds_of(lambda: tiny.copy_(tiny_source, non_blocking=True), self.finish, self.effort.seconds / 8)
+        seconds = self.seconds(lambda: to.copy_(source, non_blocking=True), 1 / 2)
+        least = self.seconds(lambda: tiny.copy_(tiny_source, non_blocking=True), 1 / 8)
         return Link(to.nbytes / seconds, least)
 
-    def gathers(self) -> tuple[str, tuple[tuple[int, tuple[float, ...]], ...]]:
-        """What carries collectives, and per size of the full tensor the seconds of each repetition."""
-        if self.job.world_size == 1:
-            return "no collectives", ()
+    def gathers(self) -> Gathers:
+        """Of this round."""
+        if self.communicator is None:
+            return ()
         self.begin("all-gathers")
-        assert dist.group.WORLD is not None
-        communicator = connect(dist.group.WORLD, self.device)
-        return communicator.name, tuple(self.gather(communicator, size) for size in self.effort.gathers)
+        return tuple(self.gather(self.communicator, size) for size in self.effort.gathers)
 
-    def gather(self, communicator: Communicator, size: int) -> tuple[int, tuple[float, ...]]:
-        """Bytes of the full tensor, and seconds per all-gather of it; the first ones are not counted."""
+    def gather(self, communicator: Communicator, size: int) -> tuple[int, tuple[tuple[float, ...]]]:
+        """Bytes of the full tensor, and this round's seconds of all-gathers of it; the first ones are not counted.
+
+        On a CPU each follows a product, as in training, whose operands are then in the caches. In a loop of nothing
+        else 1 MiB takes 0.40 and 4 MiB 0.53 of the CPU time.
+        """
+        call, size = self.gathering(communicator, size)
+        ready, _ = self.gathering(communicator, 4 * self.job.world_size)
+        before = self.product(self.effort.matmul, "float32") if not self.on_gpu else lambda: None
+        count = min(32, max(1, _PIECE // size)) if self.on_gpu else 1
+        samples = []
+        for _ in range(2 + _GATHERS):  # two to warm up
+            before()
+            dist.barrier()
+            ready()  # ranks leave a barrier one after another, and this together
+            self.finish()
+            begin = time.perf_counter()
+            for _ in range(count):
+                call()
+            self.finish()
+            samples.append((time.perf_counter() - begin) / count)
+        return size, (tuple(samples[2:]),)
+
+    def gathering(self, communicator: Communicator, size: int) -> tuple[Callable[[], object], int]:
+        """Gathers a tensor of about ``size`` bytes, and how many they are."""
         world = self.job.world_size
         shard = torch.ones(size // 4 // world, device=self.device)
         param = Param(
             name="measured", shape=(shard.numel() * world,), dtype="float32", compute_dtype="float32",
             reduce_dtype="float32", trainable=False, sharded=True,
         )  # fmt: skip
-        count = min(32, max(1, _PIECE // size))
-        samples = []
-        # Two to warm up, nine to take the median of.
-        for _ in range(2 + 9):
-            dist.barrier()
-            begin = time.perf_counter()
-            for _ in range(count):
-                communicator.finish_gather(communicator.start_gather([param], [shard]))
-            self.finish()
-            samples.append((time.perf_counter() - begin) / count)
-        return shard.nbytes * world, tuple(samples[2:])
+        call = lambda: communicator.finish_gather(communicator.start_gather([param], [shard]))  # noqa: E731
+        return call, shard.nbytes * world
 
     def update(self) -> Link:
         """AdamW as it comes, over shards: what a tiny parameter costs, and the rate of large ones beyond that."""
@@ -183,7 +211,7 @@ class Lab:
             params.append(torch.nn.Parameter(rows[0]))
             # DTensors, as in training: they cost the host more than plain tensors.
             params[-1].grad = rows[1]
-        return seconds_of(torch.optim.AdamW(params).step, self.finish, self.effort.seconds / 2)
+        return self.seconds(torch.optim.AdamW(params).step, 1 / 2)
 
     def optimizer(self) -> float:
         """Bytes per second that torch's fused AdamW reads and writes on the host, with this rank's threads."""
@@ -191,7 +219,7 @@ class Lab:
         param = torch.nn.Parameter(torch.zeros(self.effort.elements))
         param.grad = torch.ones_like(param)
         step = torch.optim.AdamW([param], fused=True).step
-        return ADAM_BYTES * param.numel() / seconds_of(step, lambda: None, self.effort.seconds)
+        return ADAM_BYTES * param.numel() / self.seconds(step)
 
     def large(self) -> torch.Tensor:
         """A float32 tensor that no cache holds."""

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, TypeVar
 
 from zerograph.core.machine import Link
 
+ROUNDS = 3
+"""How often everything is measured, one after another: what disturbs one round does not move the median."""
+T = TypeVar("T")
 _BATCH = 2e-3
 """Seconds that one sample takes at least: well above the clock's and the synchronization's own."""
 
@@ -29,6 +34,19 @@ def _batch(call: Callable[[], object], finish: Callable[[], None], count: int) -
         call()
     finish()
     return max(time.perf_counter() - begin, 1e-9)
+
+
+def median_of(rounds: Sequence[T]) -> T:
+    """The median of numbers; of mappings and dataclasses (links) that of each part; what are no numbers is the same."""
+    first: Any = rounds[0]
+    if isinstance(first, int | float):
+        return statistics.median(rounds)  # type: ignore[type-var, return-value]
+    if isinstance(first, Mapping):
+        return {key: median_of([each[key] for each in rounds]) for key in first}  # type: ignore[return-value, index]
+    if hasattr(first, "__dataclass_fields__"):
+        parts = {f.name: median_of([getattr(each, f.name) for each in rounds]) for f in fields(first)}
+        return type(first)(**parts)  # type: ignore[no-any-return]
+    return first  # type: ignore[no-any-return]
 
 
 def fit_link(samples: Sequence[tuple[int, float]]) -> Link:

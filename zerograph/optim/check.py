@@ -16,10 +16,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zerograph.core.errors import ShardingError, UnsupportedError, ZeroGraphError
 from zerograph.optim.clip import is_split
 from zerograph.optim.host import HostOptimizer
+from zerograph.optim.stock import make_states
 from zerograph.optim.torch_private import register_failed_step_hook
 from zerograph.runtime.comm import Communicator
 from zerograph.runtime.entry import reason_of
 from zerograph.runtime.hold import GradientHold
+from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.telemetry import Telemetry
 
 _NOT_ELEMENTWISE = {
@@ -44,11 +46,13 @@ class OptimizerCheck:
         hold: GradientHold,
         telemetry: Telemetry,
         communicator: Callable[[], Communicator | None],
+        store: ShardStore,
     ) -> None:
         """``params`` are the ids of the backend's own, ``replaced`` what was in their places before, ``skipped`` finds
-        those that should be its own and are not, ``communicator`` how the ranks communicate that hold them.
+        those that should be its own and are not, ``communicator`` how the ranks communicate that hold them, ``store``
+        knows where their states live.
         """
-        self._telemetry, self._communicator = telemetry, communicator
+        self._telemetry, self._communicator, self._store = telemetry, communicator, store
         self._params, self._replaced, self._skipped, self._hold = params, replaced, skipped, hold
         self._memory: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._passed: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
@@ -65,6 +69,8 @@ class OptimizerCheck:
             live = check()
             if live is not None and live._holds_own(optimizer):
                 live._telemetry.updated()
+                if not isinstance(optimizer, HostOptimizer):
+                    live._store.touched(_params_of(optimizer))
 
         def failed_step(optimizer: Optimizer, error: BaseException) -> None:
             live = check()
@@ -84,6 +90,11 @@ class OptimizerCheck:
         ranks = self._communicator()
         if ranks is not None and isinstance(optimizer, HostOptimizer) and any(map(is_split, self._own(optimizer))):
             optimizer.communicator = weakref.ref(ranks)
+        if self._store.arena is not None and self._holds_own(optimizer):
+            if isinstance(optimizer, HostOptimizer):
+                optimizer.store = weakref.ref(self._store)
+            else:
+                make_states(optimizer, self._store)
         if self._holds_own(optimizer):
             self._telemetry.updating()
 

@@ -22,13 +22,15 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerograph import _core
-from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
+from zerograph.core.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from zerograph.optim.clip import power_sum
 from zerograph.optim.parts import GroupParts, Member, Part, parts_of
+from zerograph.optim.stream import Stored, Stream
 from zerograph.optim.tensors import TAGS, Gradients, GroupLayout, uses_kernels
 from zerograph.optim.torch_private import hooked_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.comm import Communicator, sum_over_ranks
+from zerograph.runtime.shards import Place, ShardStore
 from zerograph.runtime.torch_private import local_tensor
 
 log = logging.getLogger(__name__)
@@ -41,10 +43,11 @@ class HostOptimizer(Optimizer):
         skipped: how many steps were skipped because a gradient was not finite.
         grad_norm: norm of all gradients, unscaled and before clipping, in the last step that took it (one with ``clip``
             or with ``skip_nonfinite``); the same on every rank.
-        communicator: of the backend whose sharded parameters these are, which sets it before each step.
+        communicator, store: of the backend whose sharded parameters these are, which sets them before each step.
     """
 
     communicator: Callable[[], Communicator | None] = staticmethod(lambda: None)
+    store: Callable[[], ShardStore | None] = staticmethod(lambda: None)
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then sets grad_scale and found_inf on the optimizer
 
@@ -77,6 +80,7 @@ class HostOptimizer(Optimizer):
         self.skipped, self.grad_norm = 0, math.nan
         self._layouts: dict[int, GroupLayout] = {}
         self._plans: dict[int, GroupParts] = {}
+        self._stream: Stream | None = None
         self._running: PendingUpdate | None = None
         super().__init__(params, **torchs)
         self._refuse_differentiable()
@@ -166,6 +170,11 @@ class HostOptimizer(Optimizer):
             self._running = None
 
     def _start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
+        if self._stream is not None and self._stream.failed:
+            raise StorageError(
+                f"the last update ended half done ({self._stream.failed}): some states on NVMe are those after it",
+                "load a checkpoint of the model and this optimizer",
+            )
         layouts = [self._layout(i, group) for i, group in enumerate(self.param_groups)]
         grads = [layout.gradients() for layout in layouts]
         factor = self._factor(layouts, grads, grad_scale, clip)
@@ -229,20 +238,36 @@ class HostOptimizer(Optimizer):
         # By identity: whoever replaced a parameter's dict has replaced tensors whose addresses kernels hold.
         states = set(map(id, self.state.values()))
         plans = [self._plan(i, layout, own, states) for i, (layout, own) in enumerate(zip(layouts, grads, strict=True))]
-        calls, touched = [], []
+        calls, touched, stored, apart = [], [], [], []
         for plan, group, present in zip(plans, self.param_groups, grads, strict=True):
             for part in plan.parts:
                 own = present.of(part.indices)
                 part.follow_copies()
                 touched.append((part, own))
-                if part.tensors is None:
+                if part.stored:
+                    stored.append(Stored(part, plan.slots))
+                    apart.append((self._rule(group), own))
+                elif part.tensors is None:
                     self._on_device(group, part, own, factor)
                 else:
                     tag = TAGS[part.grad_dtype]
                     calls.append((self._rule(group), part.tensors, own.addresses, tag, part.fresh))
-        if calls:
+        if calls or stored:
             _tell_target()
-        return PendingUpdate(_core.update(calls, factor) if calls else None, touched)
+        ticket = _core.update(calls, factor) if calls else None
+        store = self.store()
+        if not stored or store is None:
+            return PendingUpdate(ticket, touched)
+        return PendingUpdate(ticket, touched, self._streamed(store, stored, apart, factor), store.updated)
+
+    def _streamed(
+        self, store: ShardStore, stored: list[Stored], apart: list[tuple[_core.Rule, Gradients]], factor: float
+    ) -> Callable[[], None]:
+        """What updates parts whose states are on NVMe."""
+        parts = [s.part for s in stored]
+        if self._stream is None or list(map(id, self._stream.parts)) != list(map(id, parts)):
+            self._stream = Stream(self, store, stored)
+        return functools.partial(self._stream.run, [rule for rule, _ in apart], [own for _, own in apart], factor)
 
     def _on_device(self, group: Mapping[str, Any], part: Part, grads: Gradients, factor: float) -> None:
         pairs = [(m, g) for m, g in zip(part.members, grads.tensors, strict=True) if g is not None]
@@ -262,16 +287,28 @@ class HostOptimizer(Optimizer):
         slots = self._slots(group)
         if plan is None or not plan.holds(layout, slots, grads, states):
             known = plan.members_of(layout, self.state) if plan is not None else ()
-            parts = parts_of(layout, grads, known, lambda i: self._member(group, layout, i, slots))
+            store = self.store()
+            places = store.places() if store is not None else {}
+            parts = parts_of(layout, grads, known, lambda i: self._member(group, layout, i, slots, places))
             plan = self._plans[index] = GroupParts(layout, slots, parts, self.state)
         return plan
 
-    def _member(self, group: Mapping[str, Any], layout: GroupLayout, index: int, slots: Sequence[str]) -> Member:
-        """The parameter's state, made where it is missing and brought into the form that the kernels take."""
+    def _member(
+        self,
+        group: Mapping[str, Any],
+        layout: GroupLayout,
+        index: int,
+        slots: Sequence[str],
+        places: Mapping[int, Place],
+    ) -> Member:
+        """The parameter's state, made where it is missing and brought home, in the form that the kernels take."""
         param, local, name = layout.params[index], layout.locals[index], layout.name(index)
+        place, copy = places.get(id(param)), self._copy_of(param)
+        if not local.numel() or not (slots or copy is not None or self._keeps_master(param)):
+            place = None  # nothing to stream
         # An empty dict in `state` would count as a state: SGD without momentum has none, in torch, too.
         if not (self._counts or slots or self._keeps_master(param)):
-            return Member(index, local, local, [], None, fresh=False)
+            return Member(index, local, local, [], None, fresh=False, place=place, copy=copy)
         state = self.state[param]
         if self._counts:
             at = local.device if self._counts_on_device else torch.device("cpu")
@@ -280,6 +317,9 @@ class HostOptimizer(Optimizer):
         dtype = self._state_dtype(param)
         for slot in slots:
             made = state.get(slot)
+            if place is not None:
+                state[slot] = self._stored(place, slot, made, param, dtype, self._fill(group))
+                continue
             if made is None:
                 made = torch.full_like(param, self._fill(group), dtype=dtype)
             state[slot] = _fitted(made, param, dtype, f"{slot} of {name}")
@@ -287,9 +327,31 @@ class HostOptimizer(Optimizer):
         if self._keeps_master(param):
             master = state.get("master")
             master = param.detach().to(torch.float32) if master is None else master
-            state["master"] = _fitted(master, param, torch.float32, f"master of {name}")
+            if place is not None:
+                state["master"] = self._stored(place, "master", master, param, torch.float32, 0.0)
+            else:
+                state["master"] = _fitted(master, param, torch.float32, f"master of {name}")
             target = local_tensor(state["master"])
-        return Member(index, local, target, [local_tensor(state[s]) for s in slots], state.get("step"), fresh)
+        states = [local_tensor(state[s]) for s in slots]
+        return Member(index, local, target, states, state.get("step"), fresh, place, copy)
+
+    def _copy_of(self, param: Tensor) -> Tensor | None:
+        """What is gathered in place of ``param``, where that is on NVMe."""
+        store = self.store()
+        return store.copy_of(param) if store is not None else None
+
+    def _stored(
+        self, place: Place, name: str, value: Tensor | None, param: Tensor, dtype: torch.dtype, fill: float
+    ) -> Tensor:
+        """State ``value`` of ``param`` on NVMe, where it is made when there is none."""
+        store = self.store()
+        assert store is not None
+        if value is not None and value.dtype == dtype and store.is_home(self, place, name, local_tensor(value)):
+            return value
+        home = store.state(self, place, name, dtype, local_tensor(param), fill)
+        if value is not None:
+            home.copy_(local_tensor(_fitted(value, param, dtype, f"{name} of a parameter")))
+        return placed_as(home, param)
 
     def _keeps_master(self, param: Tensor) -> bool:
         return self.master is not None and param.dtype.itemsize < self.master.itemsize
@@ -341,7 +403,7 @@ class HostOptimizer(Optimizer):
         return super().__getstate__() | {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._layouts, self._plans, self._running = {}, {}, None
+        self._layouts, self._plans, self._running, self._stream = {}, {}, None, None
         super().__setstate__(state)
         self._refuse_differentiable()
         # torch calls this at the end of load_state_dict, when it has rounded the states, and for copies and pickles.
@@ -395,6 +457,15 @@ def _counter(value: Any, device: torch.device) -> Tensor:
         return torch.tensor(float(value), dtype=torch.float32, device=device)
     value = value.to(device, torch.float32)
     return value if value.ndim == 0 else value.reshape(())
+
+
+def placed_as(local: Tensor, param: Tensor) -> Tensor:
+    """``local``, this rank's part of something, as a tensor that is placed as ``param`` is."""
+    if not isinstance(param, DTensor):
+        return local
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 def _fitted(value: Tensor, param: Tensor, dtype: torch.dtype, name: str) -> Tensor:

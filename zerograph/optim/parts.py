@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zerograph import _core
 from zerograph.optim.tensors import NOTHING, TAGS, Gradients, GroupLayout, uses_kernels
+from zerograph.runtime.shards import Place
 
 
 @dataclass(slots=True)
@@ -26,6 +27,8 @@ class Member:
         states: local, in the order of the kernels' slots.
         step: how many updates it has had, one float32; None where the algorithm does not count.
         fresh: its momentum starts from this gradient.
+        place: where its states are on NVMe; None where they are not.
+        copy: what is gathered in its place, and is written when it is updated; None where it is gathered itself.
     """
 
     index: int
@@ -34,17 +37,19 @@ class Member:
     states: list[Tensor]
     step: Tensor | None
     fresh: bool
+    place: Place | None = None
+    copy: Tensor | None = None
 
 
 @dataclass(slots=True)
 class Part:
-    """Members that one kernel updates together: of one dtype, one dtype of gradients, one device.
+    """Members that are updated together: of one dtype, one dtype of gradients, one device, with states on one tier.
 
     Attributes:
         members: in the group's order.
         indices: theirs.
         watched: what has the version counters of the parameters.
-        tensors: their addresses; None on a device.
+        tensors: their addresses; None where no kernel updates them at once: on a device, and with states on NVMe.
         grad_dtype: of all gradients.
         fresh: per member, until its first update; empty if none is.
     """
@@ -60,6 +65,11 @@ class Part:
     @property
     def mastered(self) -> bool:
         return self.members[0].target is not self.members[0].local
+
+    @property
+    def stored(self) -> bool:
+        """Whether states are on NVMe."""
+        return self.members[0].place is not None
 
     def follow_copies(self) -> None:
         """Let masters follow low-precision parameters that something else has changed since the last update: where a
@@ -153,14 +163,15 @@ def parts_of(
         if dtype is None or (grad is None and index not in known):
             continue
         m = member(index)
-        kinds.setdefault((m.local.device, m.local.dtype, m.target.dtype, dtype), []).append((m, dtype))
+        kind = (m.local.device, m.local.dtype, m.target.dtype, dtype, m.place is None, m.copy is None)
+        kinds.setdefault(kind, []).append((m, dtype))
     found = []
-    for kind in kinds.values():
-        members, dtype = [m for m, _ in kind], kind[0][1]
+    for alike in kinds.values():
+        members, dtype = [m for m, _ in alike], alike[0][1]
         part = Part(
             members, [m.index for m in members], _watched(layout, members), dtype, fresh=[m.fresh for m in members]
         )
-        if uses_kernels(members[0].local):
+        if uses_kernels(members[0].local) and not part.stored:
             part.tensors = _tensor_set(members, part.mastered)
         found.append(part)
     return found

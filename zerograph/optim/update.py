@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+
+from torch import Tensor
 
 from zerograph import _core
 from zerograph.optim.parts import Part
@@ -12,21 +14,39 @@ from zerograph.optim.tensors import Gradients
 class PendingUpdate:
     """What :meth:`HostOptimizer.start_step` returns. It keeps all tensors alive that kernels are working on."""
 
-    def __init__(self, ticket: _core.Ticket | None, touched: Sequence[tuple[Part, Gradients]]) -> None:
-        self._ticket, self._touched = ticket, touched
+    def __init__(
+        self,
+        ticket: _core.Ticket | None,
+        touched: Sequence[tuple[Part, Gradients]],
+        stream: Callable[[], None] | None = None,
+        updated: Callable[[Iterable[Tensor]], None] = lambda _: None,
+    ) -> None:
+        """``stream`` updates what is on NVMe, in the thread that waits; ``updated`` hears of all that was."""
+        self._ticket, self._touched, self._stream, self._updated = ticket, touched, stream, updated
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
-        return self._ticket is None or self._ticket.done()
+        return self._stream is None and (self._ticket is None or self._ticket.done())
 
     def wait(self) -> None:
-        """Return once everything is updated. A second call does nothing."""
+        """Return once everything is updated. A second call does nothing.
+
+        Raises:
+            StorageError: a transfer failed, and a part of the states on NVMe is updated.
+        """
         ticket, self._ticket = self._ticket, None
         touched, self._touched = self._touched, ()
-        if ticket is not None:
-            ticket.wait()
+        stream, self._stream = self._stream, None
+        try:
+            if stream is not None:
+                stream()
+        finally:
+            if ticket is not None:
+                ticket.wait()
         for part, grads in touched:
             part.updated(grads)
+            if part.stored:
+                self._updated(part.watched)
 
     def __del__(self) -> None:
         ticket = getattr(self, "_ticket", None)

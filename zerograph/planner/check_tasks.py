@@ -65,17 +65,22 @@ def arrivals(file: PlanFile) -> Iterator[Found]:
     """Whatever is read has come from the tier where it lives to the one where it is read."""
     spans, plan = file.forecast.spans, file.plan
     staged = file.machine.device != "cpu"  # otherwise the host's memory is the device's
+    read = {(span.bucket, span.tile) for span in spans if (span.operation, span.what) == ("read", "states")}
     for span in spans:
         if not 0 <= span.bucket < len(plan.buckets):
             continue
-        homes = plan.buckets[span.bucket].homes
+        bucket = plan.buckets[span.bucket]
+        homes = bucket.homes
         wanted: list[tuple[str, str]] = []  # operations, and what they move
         match span.operation, span.what:
             # A CPU has no host tier of its own: NVMe is read straight to where it is used.
             case "gather", _ if homes.parameters != "device":
                 wanted = [("fetch" if staged else "read", "shard")]
             case "update", _ if homes.optimizer != "device":
-                reads = "nvme" in (homes.gradients, homes.optimizer)
+                # On a CPU plain SGD of parameters that compute in their own dtype keeps nothing anywhere else.
+                masters = staged or any(p.trainable and p.compute_dtype != p.dtype for p in bucket.params)
+                states = homes.optimizer == "nvme" and (masters or (span.bucket, span.tile) in read)
+                reads = states or homes.gradients == "nvme"
                 spills = homes.gradients == "host" or (homes.gradients == "device" and staged)
                 wanted = [("read", "states")] * reads + [("spill", "gradient")] * spills
             case "fetch", "shard" if homes.parameters == "nvme":

@@ -48,7 +48,7 @@ def forecast_programs(
     """
     rates = Rates(machine, plan.world_size, plan.compute_dtype)
     kept = _kept(plan, moments) if kept is None else kept
-    states = tuple(between_steps(plan, kept))
+    states = tuple(between_steps(plan, kept, rates.staging))
     trains = any(program.kind == "backward" for program in programs)
     step = [*programs, update_program(plan, kept)] if trains else programs
     forecast, holdings = simulate(step, rates, measured=measured, held=states, not_counted=NOT_COUNTED)
@@ -61,7 +61,7 @@ def forecast_sketch(
     scheduler: Scheduler, plan: Plan, not_counted: tuple[str, ...] = ()
 ) -> tuple[Forecast, tuple[Holding, ...]]:
     """The forecast of ``plan`` from its sketch, and what its memory is used for; they agree at every moment."""
-    states = tuple(between_steps(plan, _kept(plan, scheduler.moments)))
+    states = tuple(between_steps(plan, _kept(plan, scheduler.moments), scheduler.rates.staging))
     lives = scheduler.saved(scheduler.levels(plan), plan.offload).lives
     # A sketch has one register for all values with the same life; people want to see each.
     parts = {register: partial(_one_by_one, scheduler.profile, own) for register, own in lives.items()}

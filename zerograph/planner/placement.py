@@ -1,15 +1,16 @@
 """Bytes of one bucket, or of one tile of it: what lies on which tier between steps, and what a step moves.
 
 As in ZeRO-Offload, the master copy lives with the optimizer. On the device it is the shard that is gathered; off it,
-parameters are a copy in the compute dtype beside it. Scalars and parameters of fewer rows than ranks are not sharded,
-so they stay on the device wherever their bucket goes, and so do shards that are not trained unless the parameters
-leave.
+parameters are a copy in the compute dtype beside it. On a CPU, whose memory is the host's, one that computes in its own
+dtype needs no copy: it stays where parameters live, and is updated there. Scalars and parameters of fewer rows than
+ranks are not sharded, so they stay on the device wherever their bucket goes, and so do shards that are not trained
+unless the parameters leave.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Homes, Plan, tile_rows
@@ -24,38 +25,42 @@ class Shards:
     """Bytes of what of one bucket can leave the device, on one rank.
 
     Attributes:
-        copy: shards of trainable parameters in the compute dtype.
+        copy: shards of trainable parameters in the compute dtype, of those that are copied.
+        shared: shards of the others, which are gathered themselves.
         frozen: shards of parameters that are not trained.
         gradient: of their reduced gradients.
-        optimizer: master copy and moments.
+        optimizer: master copies and moments.
     """
 
     copy: int
+    shared: int
     frozen: int
     gradient: int
     optimizer: int
 
     @classmethod
-    def of(cls, params: Sequence[Param], world_size: int, moments: int) -> Shards:
-        """Of the sharded ones of ``params``."""
+    def of(cls, params: Sequence[Param], world_size: int, moments: int, staging: Tier) -> Shards:
+        """Of the sharded ones of ``params``; buffers of NVMe are on ``staging``."""
         trained = [p for p in params if p.sharded and p.trainable]
-        masters = sum(shard_bytes(p, world_size) for p in trained)
+        copied = [p for p in trained if staging != "device" or p.compute_dtype != p.dtype]
+        shards, masters = (sum(shard_bytes(p, world_size) for p in some) for some in (trained, copied))
         return cls(
-            copy=sum(copy_bytes(p, world_size) for p in trained),
+            copy=sum(copy_bytes(p, world_size) for p in copied),
+            shared=shards - masters,
             frozen=sum(shard_bytes(p, world_size) for p in params if p.sharded and not p.trainable),
-            gradient=masters,
-            optimizer=masters * (1 + moments),
+            gradient=shards,
+            optimizer=masters + shards * moments,
         )
 
     @property
     def fetched(self) -> int:
         """Bytes that come to the device before a gather, when the parameters live elsewhere."""
-        return self.copy + self.frozen
+        return self.copy + self.shared + self.frozen
 
     @property
     def traffic(self) -> int:
-        """Bytes that an update on the host reads and writes: gradient, states twice, and the new copy."""
-        return self.gradient + 2 * self.optimizer + self.copy
+        """Bytes that an update on the host reads and writes: gradient, states and parameters twice, the new copy."""
+        return self.gradient + 2 * (self.optimizer + self.shared) + self.copy
 
     def moved(self, homes: Homes) -> Memory:
         """What ``homes`` add to each tier between steps, and take off the device (below zero)."""
@@ -67,7 +72,7 @@ class Shards:
             (homes.parameters, self.copy),
         ]
         if homes.parameters != "device":
-            found += [("device", -self.frozen), (homes.parameters, self.frozen)]
+            found += [("device", -self.frozen - self.shared), (homes.parameters, self.frozen + self.shared)]
         return tuple(found)
 
 
@@ -95,14 +100,14 @@ class BucketPart:
 
 
 def bucket_parts(
-    name: str, params: Sequence[Param], tiles: int, whole: Mapping[str, int], world: int, moments: int
+    name: str, params: Sequence[Param], tiles: int, whole: Mapping[str, int], world: int, moments: int, staging: Tier
 ) -> tuple[BucketPart, ...]:
     """The bucket of ``params`` in ``tiles`` parts; ``whole`` are bytes of full gradients by parameter."""
     trainable = [p for p in params if p.trainable]
     gathered, reduced = gathered_bytes(params, world), reduced_bytes(trainable)
     shard = sum(shard_bytes(p, world) for p in trainable)
     gradients = sum(whole.get(p.name, 0) for p in trainable)
-    moved = Shards.of(params, world, moments)
+    moved = Shards.of(params, world, moments, staging)
     rows = params[0].chunk_rows(world) if tiles > 1 else 1
     slices = tile_rows(rows, tiles)
 
@@ -120,19 +125,19 @@ def bucket_parts(
             summed=part(reduced, tile),
             reduced=part(shard, tile),
             gradients=part(gradients, tile),
-            shards=Shards(*(part(size, tile) for size in (moved.copy, moved.frozen, moved.gradient, moved.optimizer))),
+            shards=Shards(*(part(size, tile) for size in astuple(moved))),
         )
         for tile in range(tiles)
     )
 
 
-def between_steps(plan: Plan, kept: Mapping[str, int]) -> Iterator[Holding]:
+def between_steps(plan: Plan, kept: Mapping[str, int], staging: Tier) -> Iterator[Holding]:
     """What lies on each tier between steps, bucket by bucket; gradients come with the backward.
 
     ``kept`` are bytes of optimizer states by parameter (:func:`~zerograph.planner.rates.kept_states`).
     """
     for bucket in plan.buckets:
-        shards, homes = Shards.of(bucket.params, plan.world_size, 0), bucket.homes
+        shards, homes = Shards.of(bucket.params, plan.world_size, 0, staging), bucket.homes
         whole = sum(shard_bytes(p, plan.world_size) for p in bucket.params)
         states = sum(kept.get(p.name, 0) for p in bucket.params)
         away = sum(kept.get(p.name, 0) for p in bucket.params if p.sharded)
@@ -140,13 +145,12 @@ def between_steps(plan: Plan, kept: Mapping[str, int]) -> Iterator[Holding]:
         if homes.optimizer == "device":
             found = [("shards", "param", "device", whole), ("states", "state", "device", states)]
         else:
-            frozen = shards.frozen if homes.parameters != "device" else 0
-            # `gradient` is as large as the trained shards, which left: both are in the master's dtype.
-            stays = whole - shards.gradient - frozen
+            follow = shards.frozen + shards.shared if homes.parameters != "device" else 0
+            stays = whole - shards.optimizer - follow  # without moments, `optimizer` are the masters
             found = [
                 ("shards", "param", "device", stays),
                 ("states", "state", "device", states - away),
-                ("shards in the compute dtype", "param", homes.parameters, shards.copy + frozen),
+                ("shards in the compute dtype", "param", homes.parameters, shards.copy + follow),
                 ("master copy and states", "state", homes.optimizer, shards.optimizer + away),
             ]
         for what, kind, tier, size in found:

@@ -179,7 +179,7 @@ class _Step:
         )
         self.held: Counter[tuple[Tier, Kind]] = Counter()
         params = (param for bucket in self.plan.buckets for param in bucket.params)
-        for holding in between_steps(self.plan, kept_states(params, world, moments)):
+        for holding in between_steps(self.plan, kept_states(params, world, moments), self.scheduler.rates.staging):
             self.held[holding.tier, holding.kind] += holding.bytes
         self.earlier = self.accumulates > 1
         if self.earlier:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from zerograph.core.config import Recompute
-from zerograph.core.plan import Bucket, Plan, Residency
+from zerograph.core.plan import DEVICE, Bucket, Homes, Plan, Residency
 from zerograph.core.step import Param, Step, layer_of
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,14 @@ _SMALL = 8  # groups below 1/8 of the bucket size join their neighbour
 
 
 def plan_step(
-    step: Step, *, stage: int, world_size: int, bucket_size: int, prefetch: int, recompute: Recompute = "auto"
+    step: Step,
+    *,
+    stage: int,
+    world_size: int,
+    bucket_size: int,
+    prefetch: int,
+    recompute: Recompute = "auto",
+    homes: Homes = DEVICE,
 ) -> Plan:
     """The plan for ``step`` at a fixed stage.
 
@@ -31,10 +38,12 @@ def plan_step(
         bucket_size: bytes of gathered parameters per bucket, at most, unless one parameter is larger.
         prefetch: buckets gathered ahead.
         recompute: which activations the backward computes again, see :class:`~zerograph.core.config.Config`.
+        homes: of buckets with trained parameters.
     """
     residency: Residency = "use" if stage == 3 else "step"
     buckets = tuple(
-        Bucket(index, _name(params), params, residency) for index, params in enumerate(_group(step.params, bucket_size))
+        Bucket(index, _name(params), params, residency, homes if any(p.trainable for p in params) else DEVICE)
+        for index, params in enumerate(_group(step.params, bucket_size))
     )
     return Plan(
         stage=stage,

@@ -288,7 +288,7 @@ class _Sketch:
         for bucket in host:
             tiles = buckets[bucket].tiles
             for tile, part in enumerate(self.parts[bucket]):
-                if part.shards.optimizer:
+                if part.shards.gradient:
                     gradient = self.spilled.get((bucket, tile), -1)
                     if gradient < 0 and bucket in self.reduced:
                         gradient = _reduced(scheduler, bucket, tile, tiles, False)
@@ -465,7 +465,9 @@ def _host_update(
 
     instructions: list[Instruction] = []
     gradients = staged("gradient", shards.gradient, "gradient") if copies else ()
-    states = staged("states", shards.optimizer, "state") if homes.optimizer == "nvme" else ()
+    # Parameters without a copy are read and written like states, where they live on NVMe.
+    shared = shards.shared if homes.parameters == "nvme" else 0
+    states = staged("states", shards.optimizer + shared, "state") if homes.optimizer == "nvme" else ()
     if homes.gradients == "device" and copies:
         reads = (*start, *arrived)
         instructions.append(
@@ -473,7 +475,7 @@ def _host_update(
         )
     read = states + (gradients if homes.gradients == "nvme" else ())
     if read:
-        size = shards.optimizer * bool(states) + shards.gradient * (homes.gradients == "nvme")
+        size = (shards.optimizer + shared) * bool(states) + shards.gradient * (homes.gradients == "nvme")
         reads = (*start, *(() if homes.gradients == "device" else arrived))
         instructions.append(Read("states", part.label, module, size, reads, read, (), bucket, tile, slot))
     # New parameters that live on the host are written straight there; for another tier they pass a buffer.
@@ -487,7 +489,7 @@ def _host_update(
     )
     if states:
         writes = states + (copy if homes.parameters == "nvme" else ())
-        size = shards.optimizer + shards.copy * (homes.parameters == "nvme")
+        size = shards.optimizer + shared + shards.copy * (homes.parameters == "nvme")
         instructions.append(Write("states", part.label, module, size, writes, (), writes, bucket, tile, slot))
     if homes.parameters == "device" and copy:
         instructions.append(Fetch("parameters", part.label, module, shards.copy, copy, (), copy, bucket, tile, slot))

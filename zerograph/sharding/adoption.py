@@ -96,10 +96,10 @@ class Adoption:
     def shard(self, roots: Sequence[nn.Module], device: torch.device) -> bool:
         """Shard the parameters of ``roots`` in place; returns whether there was anything to do.
 
-        At world size 1 without a compute dtype there is not: the model stays as it is.
+        At world size 1 without a compute dtype or offload there is not: the model stays as it is.
         """
         ranks = self.ranks = self.ranks or self._connect(device)
-        if ranks.size == 1 and self._config.dtype is None:
+        if ranks.size == 1 and self._config.dtype is None and not self._config.offloads:
             return False
         before = tuple(p for root in roots for p in root.parameters())  # not a list: those are rewritten
         objects = adopt.live(nn.Module, Optimizer)

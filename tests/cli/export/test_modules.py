@@ -33,6 +33,21 @@ def test_layers_of_another_shape_stay_apart() -> None:
     assert [child.label for child in blocks.children] == ["0, 3-4", "1-2, 5"]
 
 
+def test_a_bucket_over_several_modules_is_one_row() -> None:
+    file = plan_file(2)
+    first = replace(file.forecast.spans[0], module="blocks.0.norm .. head")
+    spans = (first, *file.forecast.spans[1:])
+    tree = module_tree(replace(file, forecast=replace(file.forecast, spans=spans)))
+    assert [row.label for row in tree] == ["blocks.0.norm .. head", "blocks", ""]
+
+
+def test_layers_of_other_decisions_stay_apart() -> None:
+    file = plan_file(6)
+    first = replace(file.reasons[1], decision="step")  # of blocks.0
+    (blocks, _) = module_tree(replace(file, reasons=(file.reasons[0], first, *file.reasons[2:])))
+    assert [child.label for child in blocks.children] == ["0", "1-5"]
+
+
 def test_most_held() -> None:
     held = [
         Holding("all", "param", "device", 10, -1, -1),

@@ -15,7 +15,14 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
-from zerograph.cli.export.labels import STREAM_COLOURS, TIER_COLOURS, TIER_NAMES, picture_seconds, tiers_used
+from zerograph.cli.export.labels import (
+    KIND_COLOURS,
+    STREAM_COLOURS,
+    TIER_COLOURS,
+    TIER_NAMES,
+    picture_seconds,
+    tiers_used,
+)
 from zerograph.cli.export.page_data import MEASURED, page_data
 from zerograph.cli.export.picture import peak_bytes
 from zerograph.cli.view.summary import of_peak
@@ -82,7 +89,8 @@ def _colours() -> str:
         return "".join(f"--{name}:{colour};" for name, colour in found.items())
 
     dark = f"@media screen and (prefers-color-scheme:dark){{:root{{{variables('dark')}}}}}"
-    return f":root{{{variables('light')}}}\n{dark}\n"
+    kinds = "".join(f"--kind-{kind}:{fill};--on-{kind}:{ink};" for kind, (fill, ink) in KIND_COLOURS.items())
+    return f":root{{{variables('light')}{kinds}}}\n{dark}\n"
 
 
 def _facts(file: PlanFile) -> str:

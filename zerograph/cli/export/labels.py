@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from zerograph.core.machine import TIERS, Tier
+from zerograph.core.step import Kind
 from zerograph.core.timeline import STREAMS, Forecast, Stream
 
 STREAM_NAMES: Mapping[Stream, str] = {
@@ -44,6 +45,31 @@ TIER_COLOURS: Mapping[Tier, Colours] = {
     "host": Colours("#0b7470", "#5fd0c5"),
     "nvme": Colours("#b3245f", "#f592b8"),
 }
+KIND_NAMES: Mapping[Kind, str] = {
+    "param": "parameters",
+    "state": "optimizer states",
+    "gradient": "gradients",
+    "gathered": "gathered",
+    "activation": "activations",
+    "input": "inputs",
+    "temporary": "temporaries",
+}
+"""In the order in which they are stacked: what hardly changes in a step carries what comes and goes."""
+REST = "rest"
+"""Stands among kinds for what no holding explains."""
+REST_NAME = "not told apart"
+KIND_COLOURS: Mapping[str, tuple[str, str]] = {
+    "param": ("#0072b2", "#fff"),
+    "state": ("#56b4e9", "#10151b"),
+    "gradient": ("#d55e00", "#10151b"),
+    "gathered": ("#e69f00", "#10151b"),
+    "activation": ("#009e73", "#10151b"),
+    "input": ("#f0e442", "#10151b"),
+    "temporary": ("#cc79a7", "#10151b"),
+    REST: ("#545d67", "#fff"),
+}
+"""Fill, and text on it, on light pages and dark ones: the palette of Okabe and Ito, which people with any kind of
+colour blindness tell apart (M. Okabe, K. Ito, Color Universal Design, 2008), and a dark grey."""
 
 
 def streams_used(forecast: Forecast) -> tuple[Stream, ...]:

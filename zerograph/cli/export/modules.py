@@ -55,8 +55,9 @@ class Module:
         return next(filter(None, lines), "")
 
     def shape(self) -> tuple[object, ...]:
-        """Equal for modules that differ in nothing but names of the outermost."""
-        return tuple((child.label, child.shape()) for child in self.children)
+        """Equal for modules in which the same was decided and that differ in nothing but names of the outermost."""
+        decisions = tuple(reason.decision for reason in self.reasons)
+        return (decisions, *((child.label, child.shape()) for child in self.children))
 
 
 def module_tree(file: PlanFile) -> list[Module]:
@@ -91,7 +92,8 @@ def most_held(holdings: Iterable[Holding], tasks: int) -> int:
 
 def _module(index: dict[str, Module], path: str) -> Module:
     if path not in index:
-        parent, _, label = path.rpartition(".")
+        # A bucket over several modules is called by its first and last one, and belongs to neither.
+        parent, _, label = path.rpartition(".") if " " not in path else ("", "", path)
         index[path] = Module(label, (path,))
         _module(index, parent).children.append(index[path])
     return index[path]

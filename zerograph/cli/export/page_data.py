@@ -6,9 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from zerograph.cli.export.labels import STREAM_NAMES, TIER_NAMES, streams_used, tiers_used
+from zerograph.cli.export.labels import (
+    KIND_NAMES,
+    REST,
+    REST_NAME,
+    STREAM_NAMES,
+    TIER_NAMES,
+    streams_used,
+    tiers_used,
+)
 from zerograph.cli.export.modules import Module, module_tree, most_held
 from zerograph.cli.export.picture import memory_top, peak_bytes, peak_time
+from zerograph.cli.view.levels import levels
+from zerograph.cli.view.moment import by_kind, moment
 from zerograph.core.machine import Tier
 from zerograph.core.planfile import PlanFile
 from zerograph.core.runfile import Beside
@@ -19,7 +29,7 @@ MEASURED = "measured-"
 """What the keys of a run's streams and tiers begin with."""
 _NOTHING = Forecast((), {}, {})
 FEW_REASONS = 2
-"""So many fit into a row of repeated layers."""
+"""So many fit into a row of a module."""
 
 
 class Texts:
@@ -45,7 +55,7 @@ def page_data(file: PlanFile, beside: Beside | None = None) -> dict[str, Any]:
     """Plain data for ``JSON.parse``. What a run measured are further streams and tiers, below the plan's."""
     texts = Texts()
     forecast, measured = file.forecast, beside.measured if beside is not None else _NOTHING
-    ran = replace(file, forecast=measured)
+    ran = replace(file, forecast=measured, holdings=())  # a run tells how much is held, and not what
     spans = [*forecast.spans, *(replace(s, after=()) for s in measured.spans)]
     data = {
         "seconds": _rounded(max(forecast.seconds, measured.seconds)),
@@ -59,6 +69,7 @@ def page_data(file: PlanFile, beside: Beside | None = None) -> dict[str, Any]:
             *(_measured_tier(ran, tier, len(forecast.spans)) for tier in tiers_used(measured)),
         ],
         "tierNames": dict(TIER_NAMES),
+        "kindNames": {str(kind): name for kind, name in (*KIND_NAMES.items(), (REST, REST_NAME))},
         "spans": {
             "name": texts.column([s.name for s in spans]),
             "stream": texts.column(
@@ -81,6 +92,8 @@ def page_data(file: PlanFile, beside: Beside | None = None) -> dict[str, Any]:
             "bytes": [h.bytes for h in file.holdings],
             "first": [h.first for h in file.holdings],
             "last": [h.last for h in file.holdings],
+            "module": texts.column([h.module for h in file.holdings]),
+            "source": texts.column([h.source for h in file.holdings]),
         },
         "modules": [_row(module, len(forecast.spans), texts) for module in module_tree(file)],
         "reasons": [[r.subject, r.decision, r.why] for r in file.reasons],
@@ -97,6 +110,7 @@ def _tier(file: PlanFile, tier: Tier) -> dict[str, Any]:
         "name": TIER_NAMES[tier],
         "times": [_rounded(time) for time, _ in forecast.memory[tier]],
         "bytes": [size for _, size in forecast.memory[tier]],
+        "kinds": _kinds(file, tier),
         "budget": budget,
         "top": memory_top(forecast, tier, budget),
         "peak": {
@@ -106,6 +120,26 @@ def _tier(file: PlanFile, tier: Tier) -> dict[str, Any]:
             "name": peak.name if peak else "",
         },
     }
+
+
+def _kinds(file: PlanFile, tier: Tier) -> list[dict[str, Any]]:
+    """Each kind of memory, the lowest of the stack first: its level where it changes, and at the peak.
+
+    Empty where nothing is told of the tier's memory but how much it is.
+    """
+    kinds, rest = levels(file, tier)
+    peak = file.forecast.peaks.get(tier)
+    then = moment(file, peak.task) if peak is not None else None
+    held = dict(by_kind(h for h in then.holdings if h.tier == tier)) if then is not None else {}
+    if kinds and any(rest):
+        kinds[REST], held[REST] = rest, then.unnamed(tier) if then is not None else 0
+    found = []
+    for key in (*KIND_NAMES, REST):
+        if key in kinds:
+            level = kinds[key]
+            at = [i for i in range(len(level)) if i == 0 or level[i] != level[i - 1]]
+            found.append({"key": key, "at": at, "bytes": [level[i] for i in at], "peak": held.get(key, 0)})
+    return found
 
 
 def _measured_tier(ran: PlanFile, tier: Tier, before: int) -> dict[str, Any]:
@@ -133,10 +167,10 @@ def _row(module: Module, tasks: int, texts: Texts) -> dict[str, Any]:
 def _why(module: Module) -> str:
     """What was decided about it, or about all of the repeated layers that it stands for."""
     layers = module.children if len(module.paths) > 1 else []
-    reasons = [f"{r.decision}: {r.why}" for part in (module, *layers) for r in part.reasons]
-    different = list(dict.fromkeys(reasons))
+    reasons = [r for part in (module, *layers) for r in part.reasons]
+    different = list(dict.fromkeys(f"{r.decision}: {r.why}" for r in reasons))
     if len(different) > FEW_REASONS:
-        return f"{len(different)} different decisions: open the row"
+        different = list(dict.fromkeys(r.decision for r in reasons))  # why is told further down, of each
     return " · ".join(different)
 
 

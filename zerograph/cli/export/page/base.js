@@ -17,6 +17,9 @@ for (const span of spans) for (const task of span.after) spans[task].before.push
 for (const task of plan.critical) spans[task].critical = true;
 const streamName = Object.fromEntries(plan.streams.map((stream) => [stream.key, stream.name]));
 const tiers = Object.keys(plan.tierNames);
+for (const tier of plan.tiers) {
+  for (const kind of tier.kinds) kind.levels = everywhere(kind, tier.times.length);
+}
 
 const holdings = plan.holdings.bytes.map((bytes, i) => ({
   bytes,
@@ -25,7 +28,18 @@ const holdings = plan.holdings.bytes.map((bytes, i) => ({
   tier: text(plan.holdings.tier[i]),
   first: plan.holdings.first[i],
   last: plan.holdings.last[i],
+  module: text(plan.holdings.module[i]),
+  source: text(plan.holdings.source[i]),
 }));
+
+/** What is told where it changes, at each of so many moments. */
+function everywhere({ at, bytes }, moments) {
+  const levels = [];
+  at.forEach((from, i) => {
+    for (let moment = from; moment < (at[i + 1] ?? moments); moment++) levels.push(bytes[i]);
+  });
+  return levels;
+}
 
 // In time, not in program order: what a later gather brings early is held early.
 const heldAt = (h, time) =>

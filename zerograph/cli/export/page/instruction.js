@@ -14,9 +14,14 @@ function facts(rows) {
 
 const taskList = (tasks) => element("ul", { class: "plain" }, ...tasks.map((task) => element("li", {}, taskLink(task))));
 
-function bytesAt(tier, time) {
-  const at = tier.times.findLastIndex((moment) => moment <= time);
-  return tier.bytes[Math.max(at, 0)];
+const momentAt = (tier, time) => Math.max(tier.times.findLastIndex((moment) => moment <= time), 0);
+const bytesAt = (tier, time) => tier.bytes[momentAt(tier, time)];
+
+/** What of a tier's memory is of which kind, the most first. */
+function kindsAt(tier, time) {
+  const at = momentAt(tier, time);
+  const sizes = kindsOf(tier).map((kind) => [kind.levels[at], plan.kindNames[kind.key]]).filter(([size]) => size > 0);
+  return sizes.sort(([a], [b]) => b - a).map(([size, name]) => `${name} ${formatBytes(size)}`).join(", ");
 }
 
 function spanFacts(span) {
@@ -39,25 +44,35 @@ const whenHeld = ({ first, last }) =>
 
 function heldRow(holding, most, ...before) {
   const share = element("span", { class: "share", "aria-hidden": true });
-  const part = `width:${(100 * holding.bytes) / most}%;background:var(--tier-${holding.tier})`;
+  const part = `width:${(100 * holding.bytes) / most}%;background:var(--kind-${holding.kind})`;
   share.append(element("i", { style: part }));
-  return element(
-    "tr",
-    {},
-    element("th", { scope: "row", class: "code" }, ...before, holding.name),
-    element("td", {}, holding.kind),
-    element("td", {}, swatch(`tier-${holding.tier}`), plan.tierNames[holding.tier]),
+  return titled(
+    HELD,
+    element(
+      "th",
+      { scope: "row", class: "code" },
+      ...before,
+      holding.name,
+      element("span", { class: "quiet from" }, [holding.module, shortSource(holding.source)].filter(Boolean).join(" · ")),
+    ),
+    element("td", {}, swatch(`kind-${holding.kind}`), plan.kindNames[holding.kind]),
+    ...(tiersHeld.size > 1 ? [element("td", {}, swatch(`tier-${holding.tier}`), plan.tierNames[holding.tier])] : []),
     element("td", { class: "number" }, formatBytes(holding.bytes), share),
     element("td", {}, holding.when ?? whenHeld(holding)),
   );
 }
 
-/** The same tensors of repeated layers, numbers taken for one another: lists of one or of at least FOLDED. */
+const tiersHeld = new Set(holdings.map((holding) => holding.tier));
+const HELD = ["Held", "Kind", ...(tiersHeld.size > 1 ? ["Tier"] : []), "#Bytes", "From → until"];
+const starred = (name) => name.replace(/(^|\.)\d+(?=\.|$)/g, "$1*");
+
+/** The same tensors of repeated layers, whose numbers and nodes' numbers differ: lists of one or of at least FOLDED. */
 function alike(held) {
   const groups = new Map();
   for (const holding of held) {
-    const pattern = holding.name.replace(/(^|\.)\d+(?=\.|$)/g, "$1*");
-    const key = JSON.stringify([pattern, holding.kind, holding.tier]);
+    const pattern = starred(holding.name).replace(/_\d+$/, "_*");
+    const { kind, tier, bytes, module, source } = holding;
+    const key = JSON.stringify([pattern.replace("_*", ""), kind, tier, bytes, starred(module), source]);
     groups.set(key, [...(groups.get(key) ?? []), { ...holding, pattern }]);
   }
   return [...groups.values()].flatMap((group) => (group.length < FOLDED ? group.map((one) => [one]) : [group]));
@@ -66,19 +81,21 @@ function alike(held) {
 const bytesOf = (held) => held.reduce((sum, holding) => sum + holding.bytes, 0);
 
 function groupRow(group, most) {
-  const [{ pattern, kind, tier }] = group;
-  const toggle = element("button", { type: "button", class: "fold", "aria-expanded": "false" }, "▸");
-  toggle.setAttribute("aria-label", `Each of ${group.length} ${pattern}`);
+  const { pattern, kind, tier, module, source } = group.at(-1); // the first node of a name has no number
+  const toggle = foldButton();
   const name = `${pattern}  ×${group.length}`;
-  const row = heldRow({ name, kind, tier, bytes: bytesOf(group), when: "each its own time" }, most, toggle);
-  const each = group.map((holding) => heldRow(holding, most, element("span", { class: "fold-space" })));
-  toggle.addEventListener("click", () => {
-    const opens = toggle.getAttribute("aria-expanded") === "false";
-    toggle.setAttribute("aria-expanded", String(opens));
-    toggle.textContent = opens ? "▾" : "▸";
-    if (opens) row.after(...each);
-    else each.forEach((one) => one.remove());
-  });
+  const times = new Set(group.map(whenHeld));
+  const when = times.size === 1 ? whenHeld(group[0]) : "each its own time";
+  const all = { name, kind, tier, bytes: bytesOf(group), when, module: starred(module), source };
+  const row = heldRow(all, most, toggle);
+  row.dataset.level = 0;
+  opens(toggle, row, `each of ${group.length} ${pattern}`, () =>
+    group.map((holding) => {
+      const one = heldRow(holding, most, element("span", { class: "fold-space" }));
+      one.dataset.level = 1;
+      return one;
+    }),
+  );
   return row;
 }
 
@@ -94,7 +111,7 @@ function heldTable(span) {
   const most = Math.max(bytesOf(groups[0]), 1);
   return dataTable(
     `${plural(held.length, "tensor")} held: ${sums.join(", ")}`,
-    ["Held", "Kind", "Tier", "#Bytes", "From → until"],
+    HELD,
     groups.map((group) => (group.length === 1 ? heldRow(group[0], most) : groupRow(group, most))),
   );
 }

@@ -51,6 +51,7 @@ document.addEventListener("keydown", (event) => {
   if (selected !== null) select(null);
 });
 
+const pointerY = (event) => ((event.clientY - timeline.getBoundingClientRect().top) / timeline.clientWidth) * width;
 const pointerX = (event) => ((event.clientX - timeline.getBoundingClientRect().left) / timeline.clientWidth) * width;
 
 timeline.addEventListener(
@@ -91,7 +92,10 @@ timeline.addEventListener("pointermove", (event) => {
   const x = pointerX(event);
   if (x < LEFT || x > LEFT + plotWidth()) return tellView();
   const time = toTime(x);
-  const sizes = plan.tiers.map((tier) => `${tier.name} ${formatBytes(bytesAt(tier, time))}`);
+  const tier = plan.tiers[Math.floor((pointerY(event) - lanesBottom()) / (TIER_HEAD + MEMORY))];
+  const sizes = tier?.kinds.length
+    ? [`${tier.name} ${formatBytes(bytesAt(tier, time))}: ${kindsAt(tier, time)}`]
+    : plan.tiers.map((each) => `${each.name} ${formatBytes(bytesAt(each, time))}`);
   readout.textContent = [`at ${formatSeconds(time)}`, ...sizes].join(" · ");
 });
 timeline.addEventListener("pointerleave", tellView);
@@ -109,11 +113,13 @@ document.getElementById("zoom-all").addEventListener("click", showAll);
 listeners.view.push(draw, tellView);
 listeners.selection.push(drawSelection, drawInstruction);
 listeners.marked.push(draw);
+listeners.kinds.push(draw);
 new ResizeObserver(() => {
   if (setWidth()) draw();
 }).observe(timeline);
 setWidth();
 draw();
+drawKinds();
 drawInstruction();
 drawModules();
 drawReasons();

@@ -4,13 +4,38 @@ function dataTable(caption, columns, rows) {
   const titles = columns.map((title) =>
     element("th", { scope: "col", class: title.startsWith("#") ? "number" : null }, title.replace("#", "")),
   );
+  // With their roles, since a narrow screen shows rows as blocks, which some browsers then take for no table.
   return element(
     "table",
-    {},
+    { role: "table" },
     element("caption", {}, caption),
-    element("thead", {}, element("tr", {}, ...titles)),
-    element("tbody", {}, ...rows),
+    element("thead", { role: "rowgroup" }, element("tr", { role: "row" }, ...titles)),
+    element("tbody", { role: "rowgroup" }, ...rows),
   );
+}
+
+/** A row of a table with these columns, whose cells know their titles: on a narrow screen they stand beside them. */
+function titled(columns, ...cells) {
+  cells.forEach((cell, i) => {
+    cell.setAttribute("role", cell.tagName === "TH" ? "rowheader" : "cell");
+    if (i) cell.dataset.title = columns[i].replace("#", "");
+    if (cell.textContent === "–") cell.classList.add("none");
+  });
+  return element("tr", { role: "row" }, ...cells);
+}
+
+const foldButton = () => element("button", { type: "button", class: "fold", "aria-expanded": "false" }, "▸");
+
+/** Lets `toggle` show and hide what is in a row, the rows of a higher level below it; `inside` makes them. */
+function opens(toggle, row, what, inside) {
+  toggle.setAttribute("aria-label", `What is in ${what}`);
+  toggle.addEventListener("click", () => {
+    const open = toggle.getAttribute("aria-expanded") === "false";
+    toggle.setAttribute("aria-expanded", String(open));
+    toggle.textContent = open ? "▾" : "▸";
+    if (open) row.after(...inside());
+    else while (Number(row.nextElementSibling?.dataset.level ?? -1) > Number(row.dataset.level)) row.nextElementSibling.remove();
+  });
 }
 
 const amount = (value, format) => element("td", { class: "number" }, value ? format(value) : "–");
@@ -18,23 +43,22 @@ const amount = (value, format) => element("td", { class: "number" }, value ? for
 function moduleName(module) {
   const label = text(module.label);
   if (label === "") return "of no module";
-  return module.paths.length > 1 ? `${label.replaceAll("-", "–")}  ×${module.paths.length}` : label;
+  return module.paths.length > 1 ? `${label.replaceAll("-", " to ")} (${module.paths.length} alike)` : label;
 }
+
+const MODULES = ["Module", "#Compute", "#Collectives", "#Transfers, updates", "#Most held", "Source", "Why it is here"];
 
 /** A row, and the function that shows or hides the rows below it. */
 function moduleRow(module, level) {
   const paths = module.paths.map(text);
-  const toggle = module.children
-    ? element("button", { type: "button", class: "fold", "aria-expanded": "false" }, "▸")
-    : element("span", { class: "fold-space" });
+  const toggle = module.children ? foldButton() : element("span", { class: "fold-space" });
   const name = element("button", { type: "button", class: "link code", "aria-pressed": "false" }, moduleName(module));
   name.addEventListener("click", () => mark(name.getAttribute("aria-pressed") === "true" ? null : paths));
   listeners.marked.push(() => name.setAttribute("aria-pressed", String(marked === paths)));
   const head = element("th", { scope: "row", style: `padding-left:${level * 22}px` }, toggle, name);
   const [compute, communication, other] = module.seconds;
-  const row = element(
-    "tr",
-    { "data-level": level },
+  const row = titled(
+    MODULES,
     head,
     amount(compute, formatSeconds),
     amount(communication, formatSeconds),
@@ -43,26 +67,16 @@ function moduleRow(module, level) {
     element("td", { class: "code" }, shortSource(text(module.source)) || "–"),
     element("td", {}, text(module.why) || "–"),
   );
-  if (module.children) {
-    toggle.setAttribute("aria-label", `What is in ${moduleName(module)}`);
-    toggle.addEventListener("click", () => fold(row, toggle, module.children, level));
-  }
+  row.dataset.level = level;
+  if (module.children) opens(toggle, row, moduleName(module), () => module.children.map((child) => moduleRow(child, level + 1)));
   return row;
 }
 
-function fold(row, toggle, children, level) {
-  const opens = toggle.getAttribute("aria-expanded") === "false";
-  toggle.setAttribute("aria-expanded", String(opens));
-  toggle.textContent = opens ? "▾" : "▸";
-  if (opens) row.after(...children.map((child) => moduleRow(child, level + 1)));
-  else while (Number(row.nextElementSibling?.dataset.level ?? -1) > level) row.nextElementSibling.remove();
-}
-
-/** Opens a module that has no neighbours, which says nothing while it is closed, and goes on inside, down to layers. */
-function openSingle(row, [module, ...neighbours]) {
-  if (neighbours.length || !module?.children || module.paths.length > 1) return;
+/** Opens what says nothing while it is closed: a module alone, or with one part; and goes on inside, down to layers. */
+function openSingle(row, module, alone) {
+  if (!module.children || module.paths.length > 1 || !(alone || module.children.length === 1)) return;
   row.querySelector(".fold").click();
-  openSingle(row.nextElementSibling, module.children);
+  if (module.children.length === 1) openSingle(row.nextElementSibling, module.children[0], true);
 }
 
 function drawModules() {
@@ -72,9 +86,19 @@ function drawModules() {
     return;
   }
   const rows = plan.modules.map((module) => moduleRow(module, 0));
-  const columns = ["Module", "#Compute", "#Collectives", "#Transfers, updates", "#Most held", "Source", "Why it is here"];
-  place.append(dataTable("Repeated layers are one row. A module's name marks its instructions in the timeline.", columns, rows));
-  openSingle(rows[0], plan.modules.filter((module) => text(module.label) !== ""));
+  place.append(dataTable("Repeated layers are one row. A module's name marks its instructions in the timeline.", MODULES, rows));
+  const named = plan.modules.filter((module) => text(module.label) !== "");
+  named.forEach((module, i) => openSingle(rows[i], module, named.length === 1));
+}
+
+const REASONS = ["Subject", "Decision", "Why"];
+
+/** Subjects in few words: layers that follow one another as one. */
+function allOf(subjects) {
+  const numbers = subjects.map((subject) => Number(/\d+/.exec(subject)?.[0]));
+  const follow = subjects.every((subject, i) => !i || (starred(subject) === starred(subjects[0]) && numbers[i] === numbers[i - 1] + 1));
+  if (subjects.length > 2 && follow) return `${subjects[0]} to ${subjects.at(-1)} (${subjects.length} alike)`;
+  return subjects.slice(0, 3).join(", ") + (subjects.length > 3 ? ` and ${subjects.length - 3} more` : "");
 }
 
 function drawReasons() {
@@ -85,11 +109,9 @@ function drawReasons() {
   }
   const rows = [...groups].map(([key, subjects]) => {
     const [decision, why] = JSON.parse(key);
-    const more = subjects.length > 3 ? ` and ${subjects.length - 3} more` : "";
-    return element(
-      "tr",
-      {},
-      element("th", { scope: "row", class: "code" }, subjects.slice(0, 3).join(", ") + more),
+    return titled(
+      REASONS,
+      element("th", { scope: "row", class: "code" }, allOf([...new Set(subjects)])),
       element("td", {}, decision),
       element("td", {}, why),
     );
@@ -97,21 +119,81 @@ function drawReasons() {
   const none = element("p", { class: "quiet" }, "The plan gives no reasons.");
   document
     .getElementById("reasons")
-    .append(rows.length ? dataTable("Most important first", ["Subject", "Decision", "Why"], rows) : none);
+    .append(rows.length ? dataTable("Most important first", REASONS, rows) : none);
 }
 
-function instructionRow(span) {
-  return element(
-    "tr",
-    {},
+const INSTRUCTIONS = ["Instruction", "#Task", "Stream", "#Starts", "#Lasts", "Module", "Source"];
+
+function instructionRow(span, level) {
+  const row = titled(
+    INSTRUCTIONS,
+    element("th", { scope: "row", style: indent(level) }, taskLink(span.task)),
     element("td", { class: "number" }, String(span.task)),
-    element("th", { scope: "row" }, taskLink(span.task)),
     element("td", {}, swatch(span.stream), streamName[span.stream]),
     element("td", { class: "number" }, formatSeconds(span.start)),
     element("td", { class: "number" }, formatSeconds(span.end - span.start)),
     element("td", { class: "code" }, span.module || "–"),
     element("td", { class: "code" }, shortSource(span.source) || "–"),
   );
+  row.dataset.level = level;
+  return row;
+}
+
+const indent = (level) => `padding-left:${level * 22}px`;
+const LEAST = 3, LONGEST_LAYER = 64; // so often it repeats, and so many instructions are looked at for one
+const withoutLayers = (name) => name.replace(/(?<!\w)\d+(?!\w)/g, "#");
+const sameAs = (span) => JSON.stringify([withoutLayers(span.name), span.stream, formatSeconds(span.end - span.start), withoutLayers(span.module)]);
+
+/** Instructions in program order, where those of layers that differ in nothing but their numbers are taken together. */
+function repeats(all) {
+  const keys = all.map(sameAs), found = [];
+  for (let first = 0; first < keys.length; ) {
+    let run = { first, period: 1, times: 1 };
+    for (let period = 1; period <= LONGEST_LAYER && first + LEAST * period <= keys.length; period++) {
+      let end = first + period;
+      while (end < keys.length && keys[end] === keys[end - period]) end++;
+      const times = Math.floor((end - first) / period);
+      if (times >= LEAST && times * period > run.times * run.period) run = { first, period, times };
+    }
+    found.push(run);
+    first += run.period * run.times;
+  }
+  return found;
+}
+
+/** Rows of one repetition each; of a single instruction that repeats, itself. */
+function runRow({ first, period, times }) {
+  const of = (turn) => spans.slice(first + turn * period, first + (turn + 1) * period);
+  const main = (turn) => of(turn).find((span) => span.stream === "compute") ?? of(turn)[0];
+  const shared = main(0).name.slice(0, main(0).name.lastIndexOf(" ") + 1);
+  const label = `${main(0).name} to ${main(times - 1).name.replace(shared, "")} (${times} alike)`;
+  const turns = () =>
+    Array.from({ length: times }, (_, turn) =>
+      period === 1
+        ? instructionRow(of(turn)[0], 1)
+        : foldedRow(main(turn).name, of(turn), 1, () => of(turn).map((span) => instructionRow(span, 2))),
+    );
+  return foldedRow(label, spans.slice(first, first + times * period), 0, turns, period);
+}
+
+/** One row for `all` of these; `inside` makes those below it, when they are first asked for. */
+function foldedRow(label, all, level, inside, period = all.length) {
+  const toggle = foldButton();
+  const begin = Math.min(...all.map((span) => span.start)), end = Math.max(...all.map((span) => span.end));
+  const of = (what) => new Set(all.map(what)).size === 1 ? what(all[0]) : "";
+  const row = titled(
+    INSTRUCTIONS,
+    element("th", { scope: "row", style: indent(level) }, toggle, label),
+    element("td", { class: "number" }, `${all[0].task} to ${all.at(-1).task}`),
+    element("td", {}, period === 1 ? streamName[all[0].stream] : `${period} instructions${level ? "" : " each"}`),
+    element("td", { class: "number" }, formatSeconds(begin)),
+    element("td", { class: "number" }, formatSeconds(end - begin)),
+    element("td", { class: "code" }, of((span) => starred(span.module)) || "–"),
+    element("td", { class: "code" }, of((span) => shortSource(span.source)) || "–"),
+  );
+  row.dataset.level = level;
+  opens(toggle, row, label, inside);
+  return row;
 }
 
 /** Closed at first: hundreds of rows that only some people want. */
@@ -125,8 +207,8 @@ function drawAll() {
   const details = element("details", {}, open);
   details.addEventListener("toggle", () => {
     if (!details.open || details.querySelector("table")) return;
-    const columns = ["#Task", "Instruction", "Stream", "#Starts", "#Lasts", "Module", "Source"];
-    details.append(dataTable("Choose one to see what is held", columns, spans.map(instructionRow)));
+    const rows = repeats(spans).flatMap((run) => (run.times === 1 ? [instructionRow(spans[run.first], 0)] : [runRow(run)]));
+    details.append(dataTable("Choose one to see what is held. What repeats, layer by layer, is one row.", INSTRUCTIONS, rows));
   });
   place.append(details);
 }

@@ -1,10 +1,20 @@
 // What is shown, and which instruction is selected. Whoever draws listens.
-const listeners = { view: [], selection: [], marked: [] };
+const listeners = { view: [], selection: [], marked: [], kinds: [] };
 const tell = (what) => listeners[what].forEach((listener) => listener());
 const whole = Math.max(plan.seconds, 1e-9);
 const shown = { from: 0, to: whole };
 let selected = null;
 let marked = null;
+const hidden = new Set(); // kinds of memory
+
+/** The kinds of a tier's memory that are drawn, the lowest first. */
+const kindsOf = (tier) => tier.kinds.filter((kind) => !hidden.has(kind.key));
+const isWhole = (tier) => kindsOf(tier).length === tier.kinds.length;
+
+function toggleKind(key) {
+  if (!hidden.delete(key)) hidden.add(key);
+  tell("kinds");
+}
 
 function show(from, to) {
   const length = Math.min(Math.max(to - from, whole * 1e-5), whole);

@@ -1,0 +1,92 @@
+"""AdamW over optimizer states on NVMe, beside the same reads and writes with nothing in between.
+
+    python benchmarks/nvme_step.py --directory DIR [--parameters 200000000] [--rounds 7]
+
+Prediction. The disk is what an update waits for: it takes at most 1 / 0.95 of the bare transfers, which go through the
+same engine in the same order, chunk by chunk through as many slots.
+
+Method. One process. Each round takes one update and one pass of bare transfers, in turns; the ratio is taken within a
+round. Values are medians, with the quartiles of the ratio. GB/s count what is read and written together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from facts import append_json, describe, machine_facts
+from torch import nn
+
+import zerograph
+from zerograph.core.plan import Bucket, Homes, Param, Plan
+from zerograph.runtime.nvme import Arena
+from zerograph.runtime.shards import ShardStore
+
+WIDTH = 4096
+BLOCK_ROWS = 2048  # 8 Mi parameters in a bucket, 32 MiB each
+
+
+def main() -> None:
+    args = arguments()
+    facts = machine_facts("cpu")
+    print(describe(facts))
+    blocks = max(1, args.parameters // (WIDTH * BLOCK_ROWS))
+    params = {f"blocks.{i}": nn.Parameter(torch.zeros(BLOCK_ROWS, WIDTH)) for i in range(blocks)}
+    for param in params.values():
+        param.grad = torch.randn_like(param)
+    store = ShardStore(params, lambda size: Arena([args.directory], size))
+    store.settle(plan_of(params), moments=2)
+    optimizer = zerograph.optim.AdamW(params.values(), skip_nonfinite=False)  # looks at no gradient before the update
+    optimizer.store = lambda: store  # as a backend sets it
+    optimizer.step()  # makes the states
+    stream, moved = optimizer._stream, store.bytes() * 2
+    assert stream is not None
+    updates, bare = [], []
+    for number in range(args.rounds):
+        for which in ("update", "bare") if number % 2 else ("bare", "update"):
+            begin = time.perf_counter()
+            if which == "update":
+                optimizer.step()
+                updates.append(time.perf_counter() - begin)
+            else:
+                stream._run(lambda chunk: Nothing())  # what is read is written again
+                bare.append(time.perf_counter() - begin)
+    ratios = [b / u for b, u in zip(bare, updates, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    print(f"{sum(p.numel() for p in params.values()) / 1e6:.0f} M parameters, {moved / 1e9:.2f} GB moved by each")
+    print(f"update {statistics.median(updates):.2f} s, {moved / statistics.median(updates) / 1e9:.2f} GB/s")
+    print(f"bare   {statistics.median(bare):.2f} s, {moved / statistics.median(bare) / 1e9:.2f} GB/s")
+    print(f"bare / update {middle:.3f} ({low:.3f} to {high:.3f})")
+    if args.json:
+        append_json(args.json, {"facts": facts, "moved": moved, "updates": updates, "bare": bare})
+
+
+def plan_of(params: dict[str, nn.Parameter]) -> Plan:
+    """Every parameter a bucket, its states on NVMe."""
+    described = (Param(name, tuple(p.shape), *["float32"] * 3, True, False) for name, p in params.items())
+    buckets = (Bucket(i, p.name, (p,), "use", Homes(optimizer="nvme")) for i, p in enumerate(described))
+    return Plan(3, 1, tuple(buckets), 1)
+
+
+class Nothing:
+    """The ticket of an update that does nothing."""
+
+    def wait(self) -> None:
+        """At once."""
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--directory", type=Path, required=True)
+    add("--parameters", type=int, default=200_000_000)
+    add("--rounds", type=int, default=7)
+    add("--json", type=Path, help="append the result to this JSON Lines file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

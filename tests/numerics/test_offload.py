@@ -1,0 +1,446 @@
+"""Training with optimizer states on NVMe equals training without, to the bit: losses, parameters and states."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from numerics.compare import full
+from ranks import RankFailure, run
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn import functional as F
+from torch.optim import Optimizer
+
+import zerograph
+from zerograph import _core
+from zerograph.core.errors import ConfigError, StorageError, UnsupportedError, ZeroGraphError
+from zerograph.runtime import shards
+from zerograph.runtime.torch_private import local_tensor
+
+OFF = {"offload": "optimizer", "tier": "nvme"}
+
+
+class Net(nn.Module):
+    """Uneven and empty shards, a tied, a frozen and a 0-d parameter, two layers that are alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(37, 40)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(40, 90), nn.GELU(), nn.Linear(90, 40)) for _ in range(2))
+        self.frozen = nn.Linear(40, 40).requires_grad_(False)
+        self.norm = nn.LayerNorm(40)
+        self.few = nn.Parameter(torch.ones(1, 40))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(40, 37, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        x = self.norm(self.frozen(x) * self.few) * self.scale
+        return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return zerograph.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def mastered(model: nn.Module) -> Optimizer:
+    return zerograph.optim.AdamW(model.parameters(), lr=1e-2, master=torch.float32)
+
+
+def groups(model: nn.Module) -> Optimizer:
+    """Parameters of one bucket in two groups, interleaved."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    return zerograph.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 3e-3}], lr=1e-2, amsgrad=True
+    )
+
+
+def lion(model: nn.Module) -> Optimizer:
+    return zerograph.optim.Lion(model.parameters(), lr=1e-3)
+
+
+def momentum(model: nn.Module) -> Optimizer:
+    return zerograph.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+
+
+def adagrad(model: nn.Module) -> Optimizer:
+    return zerograph.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.3)
+
+
+def bf16_moments(model: nn.Module) -> Optimizer:
+    return zerograph.optim.AdamW(model.parameters(), lr=1e-2, moments=torch.bfloat16)
+
+
+def stock(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def stock_adagrad(model: nn.Module) -> Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=0.1, initial_accumulator_value=0.3)
+
+
+def stock_sgd(model: nn.Module) -> Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+Trained = tuple[list[float], dict[str, Tensor], dict[int, dict[str, Any]]]
+
+
+class Run:
+    """One training that can be looked at in between."""
+
+    def __init__(
+        self, make: Callable[[nn.Module], Optimizer], whole: torch.dtype | None = None, **options: Any
+    ) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.model = Net().to(whole) if whole is not None else Net()
+        self.backend = zerograph.backend(compute="eager", bucket_size="20KiB", **options)
+        self.compiled = torch.compile(self.model, backend=self.backend)
+        self.optimizer = make(self.model)
+        self.losses: list[float] = []
+        self.batches = torch.Generator().manual_seed(_rank())
+
+    def backward(self, times: float = 1.0) -> None:
+        loss = self.compiled(torch.randint(0, 37, (3, 8), generator=self.batches))
+        (loss * times).backward()
+        self.losses.append(loss.item())
+
+    def steps(self, count: int, **options: Any) -> None:
+        for _ in range(count):
+            self.backward()
+            self.optimizer.step(**options)
+            self.optimizer.zero_grad()
+
+    def result(self) -> Trained:
+        values = {name: full(value) for name, value in self.model.state_dict().items()}
+        states = self.optimizer.state_dict()["state"]
+        whole = {key: {k: full(torch.as_tensor(v)) for k, v in state.items()} for key, state in states.items()}
+        return self.losses, values, whole
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _same(a: Trained, b: Trained) -> None:
+    assert a[0] == b[0]
+    assert a[1].keys() == b[1].keys()
+    assert all(torch.equal(value, b[1][name]) for name, value in a[1].items())
+    assert a[2].keys() == b[2].keys()
+    for key, mine in a[2].items():
+        assert mine.keys() == b[2][key].keys()
+        assert all(torch.equal(value, b[2][key][name]) for name, value in mine.items())
+
+
+def _on_nvme(training: Run) -> int:
+    """States of parameters that are mappings of extents."""
+    places = training.backend._store.places()
+    return sum(
+        training.backend._store.is_home(training.optimizer, places[id(p)], name, local_tensor(value))
+        for p, state in training.optimizer.state.items()
+        if id(p) in places
+        for name, value in state.items()
+        if name != "step"
+    )
+
+
+def _equal(make: Callable[[nn.Module], Optimizer], folder: str, slot: int, options: dict[str, Any]) -> tuple[int, int]:
+    shards.SLOT = slot
+    results = []
+    for more in ({}, {**OFF, "path": folder}):
+        training = Run(make, **options, **more)
+        training.steps(4)
+        training.model.eval()
+        with torch.no_grad():
+            training.compiled(torch.zeros(2, 8, dtype=torch.long))
+        training.model.train()
+        for _ in range(2):  # accumulation
+            training.backward()
+        training.steps(3)
+        results.append(training.result())
+    _same(*results)
+    return _on_nvme(training), training.backend._store.bytes()
+
+
+CASES: list[tuple[Callable[[nn.Module], Optimizer], dict[str, Any]]] = [
+    (adamw, {"stage": 3}),
+    (adamw, {"stage": 1, "dtype": torch.bfloat16}),
+    (groups, {"stage": 2}),
+    (groups, {"stage": 3, "dtype": torch.bfloat16}),
+    (mastered, {"stage": 3, "whole": torch.bfloat16}),
+    (lion, {"stage": 2}),
+    (momentum, {"stage": 3}),
+    (adagrad, {"stage": 3, "dtype": torch.bfloat16}),
+    (bf16_moments, {"stage": 3}),
+    (stock, {"stage": 3}),
+    (stock, {"stage": 2, "dtype": torch.bfloat16}),
+    (stock_adagrad, {"stage": 3}),
+    (stock_sgd, {"stage": 3, "dtype": torch.bfloat16}),
+]
+
+
+@pytest.mark.parametrize(("make", "options"), CASES, ids=lambda value: getattr(value, "__name__", None))
+def test_training_is_the_same_to_the_bit(
+    make: Callable[[nn.Module], Optimizer], options: dict[str, Any], tmp_path: Path
+) -> None:
+    found = run(2, _equal, make, str(tmp_path), 32 * 2**10, options)
+    if make is stock_sgd:
+        assert all(states == 0 and size > 0 for states, size in found)  # masters only
+    else:
+        assert all(states > 0 and size > 0 for states, size in found)
+    assert not list(tmp_path.iterdir())  # the file has no name, and is gone with the process
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["own", "bfloat16"])
+def test_other_world_sizes(world_size: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
+    found = run(world_size, _equal, adamw, str(tmp_path), 64 * 2**20, {"stage": 3, "dtype": dtype})
+    assert all(states > 0 and size > 0 for states, size in found)
+
+
+def test_several_folders_hold_stripes(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    _equal(adamw, [str(f) for f in folders], 32 * 2**10, {"stage": 3})  # type: ignore[arg-type]
+
+
+def _clipping_and_skipping(folder: str) -> None:
+    results = []
+    for more in ({}, {**OFF, "path": folder}):
+        training = Run(adamw, stage=3, dtype=torch.bfloat16, **more)
+        training.steps(2, clip=0.1)
+        training.backward(float("inf"))
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.steps(2, grad_scale=2.0)
+        assert training.optimizer.skipped == 1
+        results.append(training.result())
+    _same(*results)
+
+
+def test_clipped_skipped_and_scaled_steps(tmp_path: Path) -> None:
+    run(2, _clipping_and_skipping, str(tmp_path))
+
+
+def _changed_outside(folder: str) -> None:
+    """Values that something else wrote are what is gathered next."""
+    results = []
+    for more in ({}, {**OFF, "path": folder}):
+        training = Run(adamw, stage=3, dtype=torch.bfloat16, **more)
+        training.steps(2)
+        with torch.no_grad():
+            for p in training.model.parameters():
+                p.mul_(0.9)
+        training.steps(1)
+        with torch.no_grad(), zerograph.gathered(training.model, writeback=True):
+            training.model.norm.weight.add_(0.25)  # type: ignore[operator]
+        training.steps(1)
+        torch.optim.SGD(training.model.parameters(), lr=0.0).zero_grad()
+        training.backward()
+        torch.optim.SGD(training.model.parameters(), lr=0.01).step()
+        training.optimizer.zero_grad()
+        training.steps(1)
+        results.append(training.result())
+    _same(*results)
+
+
+def test_what_is_changed_outside_of_the_optimizer_is_gathered(tmp_path: Path) -> None:
+    run(2, _changed_outside, str(tmp_path))
+
+
+def _becomes_bfloat16(folder: str) -> None:
+    results = []
+    for more in ({}, {**OFF, "path": folder}):
+        training = Run(adamw, stage=3, dtype=torch.bfloat16, **more)
+        training.steps(2)
+        training.model.to(torch.bfloat16)
+        training.steps(2)
+        results.append(training.result())
+    _same(*results)
+
+
+def test_a_model_that_changes_its_dtype_comes_back(tmp_path: Path) -> None:
+    run(2, _becomes_bfloat16, str(tmp_path))
+
+
+def _saved(optimizer: Optimizer) -> dict[str, Any]:
+    """Its state dict, of tensors that no step changes any more."""
+    saved = optimizer.state_dict()
+    states = {key: {k: torch.as_tensor(v).clone() for k, v in state.items()} for key, state in saved["state"].items()}
+    return {**saved, "state": states}
+
+
+def _resumed(make: Callable[[nn.Module], Optimizer], folder: str, kind: str) -> None:
+    checkpoint = os.path.join(folder, "checkpoint")
+    first = Run(make, stage=3, dtype=torch.bfloat16, **OFF, path=folder)
+    first.steps(3)
+    if kind == "dcp":
+        model, optimizer = get_state_dict(first.model, first.optimizer)
+        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=checkpoint)
+    else:
+        state = {k: v.clone() for k, v in first.model.state_dict().items()}, _saved(first.optimizer)
+    first.batches = torch.Generator().manual_seed(99 + _rank())
+    results = []
+    for more in ({}, {**OFF, "path": folder}):
+        second = Run(make, stage=3, dtype=torch.bfloat16, **more)
+        second.steps(1)
+        if kind == "dcp":
+            model, optimizer = get_state_dict(second.model, second.optimizer)
+            dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=checkpoint)
+            set_state_dict(second.model, second.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        else:
+            second.model.load_state_dict(state[0])
+            second.optimizer.load_state_dict(copy.deepcopy(state[1]))  # torch keeps the tensors it is given
+        second.losses, second.batches = [], torch.Generator().manual_seed(99 + _rank())
+        second.steps(3)
+        results.append(second.result())
+        if more:
+            assert _on_nvme(second)
+    _same(*results)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "state_dict"])
+@pytest.mark.parametrize("make", [adamw, stock])
+def test_checkpoints_load_at_either_home(make: Callable[[nn.Module], Optimizer], kind: str, tmp_path: Path) -> None:
+    run(2, _resumed, make, str(tmp_path), kind)
+
+
+def _two_optimizers(folder: str) -> None:
+    training = Run(adamw, stage=3, **OFF, path=folder)
+    training.steps(2)
+    training.optimizer = adamw(training.model)  # a new one begins with zeros, in place of the old one
+    plain = Run(adamw, stage=3)
+    plain.model.load_state_dict(training.result()[1])
+    plain.losses, training.losses = [], []
+    for each in (training, plain):
+        each.batches = torch.Generator().manual_seed(5 + _rank())
+        each.steps(2)
+    _same(training.result(), plain.result())
+    training.optimizer.state.clear()
+    plain.optimizer.state.clear()
+    for each in (training, plain):
+        each.steps(1)
+    _same(training.result(), plain.result())
+
+
+def test_new_optimizers_begin_with_new_states(tmp_path: Path) -> None:
+    run(2, _two_optimizers, str(tmp_path))
+
+
+def _fails(folder: str) -> str:
+    training = Run(adamw, stage=3, **OFF, path=folder)
+    training.steps(2)
+    if _rank() == 0:
+        arena = training.backend._store.arena
+        arena._engine.inject([(_core.FaultPoint.write, 1, 1, _core.FaultEffect.error, errno.EIO)])
+    training.backward()
+
+    def goes_on() -> None:
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.backward()
+
+    with pytest.raises(ZeroGraphError) as caught:
+        goes_on()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_failed_transfer_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run(2, _fails, str(tmp_path), timeout=60)
+    assert first.startswith("StorageError") and "Input/output error" in first
+    assert second.startswith("RankError") and "StorageError" in second
+
+
+def _half_done(folder: str) -> None:
+    training = Run(adamw, stage=3, **OFF, path=folder)
+    training.steps(2)
+    saved = _saved(training.optimizer)
+    training.backward()
+    training.backend._store.arena._engine.inject(  # type: ignore[union-attr]
+        [(_core.FaultPoint.read, 2, 1, _core.FaultEffect.error, errno.EIO)]
+    )
+    with pytest.raises(StorageError):
+        training.optimizer.step()
+    with pytest.raises(StorageError, match="load a checkpoint"):
+        training.optimizer.step()
+    training.optimizer.load_state_dict(saved)
+    training.optimizer.step()
+
+
+def test_after_a_failed_update_a_checkpoint_must_be_loaded(tmp_path: Path) -> None:
+    run(1, _half_done, str(tmp_path))
+
+
+def _needs_three_moments(folder: str, nvme: str | None) -> None:
+    model = nn.Linear(300, 300)
+    compiled = torch.compile(model, backend=zerograph.backend(compute="eager", **OFF, path=folder, nvme=nvme))
+    optimizer = zerograph.optim.AdamW(model.parameters(), amsgrad=True)
+    compiled(torch.randn(2, 300)).sum().backward()
+    optimizer.step()
+
+
+def test_no_room_for_more_moments_is_said_with_what_mends_it(tmp_path: Path) -> None:
+    run(1, _needs_three_moments, str(tmp_path), "2MiB")
+    with pytest.raises(RankFailure, match=r"no room for (?s:.*)max_exp_avg_sq of bucket(?s:.*)nvme='"):
+        run(1, _needs_three_moments, str(tmp_path), None)
+
+
+def _refused(folder: str) -> None:
+    training = Run(lambda m: torch.optim.RMSprop(m.parameters()), stage=3, **OFF, path=folder)
+    training.backward()
+    with pytest.raises(UnsupportedError, match="RMSprop cannot keep its states on NVMe"):
+        training.optimizer.step()
+
+
+def test_stock_optimizers_whose_states_nobody_knows_are_refused(tmp_path: Path) -> None:
+    run(1, _refused, str(tmp_path))
+
+
+def _unusable(folder: str) -> None:
+    with pytest.raises(StorageError):
+        Run(adamw, stage=3, **OFF, path=folder).backward()
+
+
+def test_a_folder_that_does_not_exist_is_said_at_the_first_call(tmp_path: Path) -> None:
+    run(2, _unusable, str(tmp_path / "missing"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"offload": "optimizer"}, "any tier"),
+        ({"offload": "optimizer", "tier": "host"}, "on host is planned"),
+        ({"offload": "optimizer", "tier": "nvme"}, "need a folder"),
+        ({"offload": "parameters", "tier": "nvme", "path": "/tmp"}, "no backend runs it yet"),
+        ({"path": "/tmp"}, "path given, and nothing is offloaded"),
+        ({**OFF, "path": "/tmp", "memory": "1GiB"}, "together with memory"),
+        ({"offload": "optimizer", "tier": "nvme", "path": 3}, "a folder or a list of folders"),
+        ({"offload": "optimizer", "tier": "nvme", "path": "/tmp", "stage": 0}, "stage 0 cannot offload optimizer"),
+        ({"offload": "optimizer", "tier": "nvme", "path": "/tmp", "nvme": "much"}, "nvme: "),
+    ],
+)
+def test_wrong_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        zerograph.backend(**options)
+
+
+@pytest.fixture(autouse=True)
+def _slot() -> Iterator[None]:
+    before = shards.SLOT
+    yield
+    shards.SLOT = before

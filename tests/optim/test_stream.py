@@ -1,0 +1,115 @@
+"""Updates of states on NVMe, cut into chunks of every size, equal those in memory to the bit."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import Optimizer
+
+import zerograph
+from zerograph import _core
+from zerograph.core.errors import StorageError
+from zerograph.core.plan import Bucket, Homes, Param, Plan
+from zerograph.runtime import shards
+from zerograph.runtime.nvme import Arena
+from zerograph.runtime.shards import ShardStore
+from zerograph.runtime.torch_private import local_tensor
+
+MAKE: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda p: zerograph.optim.AdamW(p, lr=0.1),
+    "amsgrad": lambda p: zerograph.optim.Adam(p, lr=0.1, amsgrad=True),
+    "lion": lambda p: zerograph.optim.Lion(p, lr=0.1),
+    "momentum": lambda p: zerograph.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3, nesterov=False),
+    "adagrad": lambda p: zerograph.optim.Adagrad(p, lr=0.1, lr_decay=0.1),
+    "moments": lambda p: zerograph.optim.AdamW(p, lr=0.1, moments=torch.bfloat16),
+}
+
+
+def params_of(sizes: list[int]) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {f"p{i}": nn.Parameter(torch.randn(size, generator=generator)) for i, size in enumerate(sizes)}
+
+
+def stored(params: dict[str, nn.Parameter], buckets: int, folder: Path) -> ShardStore:
+    store = ShardStore(params, lambda size: Arena([folder], 2 * size))
+    told = [Param(n, tuple(p.shape), *["float32"] * 3, True, False) for n, p in params.items()]
+    parts = [tuple(told[i::buckets]) for i in range(buckets)]
+    plan = Plan(3, 1, tuple(Bucket(i, f"b{i}", p, "use", Homes(optimizer="nvme")) for i, p in enumerate(parts) if p), 1)
+    store.settle(plan, 3)
+    return store
+
+
+def train(optimizer: Optimizer, params: dict[str, nn.Parameter], missing: list[bool]) -> None:
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for index, param in enumerate(params.values()):
+            param.grad = torch.randn(param.shape, generator=generator)
+            if step == 1 and missing[index % len(missing)]:
+                param.grad = None  # keeps its states, and its count
+        optimizer.step()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.integers(0, 30_000), min_size=1, max_size=8),
+    buckets=st.integers(1, 3),
+    slot=st.integers(32, 600),
+    make=st.sampled_from(sorted(MAKE)),
+    missing=st.lists(st.booleans(), min_size=1, max_size=3),
+)
+def test_chunks_of_any_size_give_the_same_bits(
+    sizes: list[int], buckets: int, slot: int, make: str, missing: list[bool], tmp_path: Path
+) -> None:
+    before, shards.SLOT = shards.SLOT, slot * 1024
+    try:
+        here, there = params_of(sizes), params_of(sizes)
+        mine, theirs = MAKE[make](here.values()), MAKE[make](there.values())
+        store = stored(there, buckets, tmp_path)
+        theirs.store = lambda: store  # type: ignore[attr-defined]  # as a backend sets it
+        train(mine, here, missing)
+        train(theirs, there, missing)
+        for name, param in here.items():
+            assert torch.equal(param, there[name]), name
+            for state, value in mine.state[param].items():
+                assert torch.equal(value, theirs.state[there[name]][state]), (name, state)
+        store.arena.close()  # type: ignore[union-attr]
+    finally:
+        shards.SLOT = before
+
+
+@pytest.mark.parametrize("point", [_core.FaultPoint.read, _core.FaultPoint.write])
+@pytest.mark.parametrize("number", [1, 2, 6])
+def test_a_failed_transfer_ends_the_update_and_leaves_nothing_under_way(
+    point: _core.FaultPoint, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "SLOT", 64 * 1024)
+    params = params_of([20_000, 30_000])
+    store = stored(params, 1, tmp_path)
+    optimizer = zerograph.optim.AdamW(params.values())
+    optimizer.store = lambda: store
+    train(optimizer, params, [False])
+    store.arena._engine.inject([(point, number, 1, _core.FaultEffect.error, errno.EIO)])  # type: ignore[union-attr]
+    with pytest.raises(StorageError, match="Input/output error"):
+        optimizer.step()
+    assert not store.arena._live  # type: ignore[union-attr]
+    with pytest.raises(StorageError, match="ended half done"):
+        optimizer.step()
+
+
+def test_states_are_mappings_that_a_state_dict_shows(tmp_path: Path) -> None:
+    params = params_of([3000])
+    store = stored(params, 1, tmp_path)
+    optimizer = zerograph.optim.AdamW(params.values())
+    optimizer.store = lambda: store
+    train(optimizer, params, [False])
+    state = optimizer.state_dict()["state"][0]
+    assert store.is_home(optimizer, store.places()[id(params["p0"])], "exp_avg", local_tensor(state["exp_avg"]))
+    assert float(state["step"]) == 3 and state["exp_avg"].abs().sum() > 0

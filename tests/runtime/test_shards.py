@@ -1,0 +1,126 @@
+"""Where states are: places in extents, what is reserved, and copies that follow what changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from zerograph.core.errors import StorageError
+from zerograph.core.plan import Bucket, Homes, Param, Plan
+from zerograph.runtime.extents import ALIGNMENT
+from zerograph.runtime.nvme import Arena
+from zerograph.runtime.shards import UNIT, ShardStore
+
+NVME = Homes(optimizer="nvme")
+
+
+def described(name: str, param: nn.Parameter, compute: str = "float32", sharded: bool = True) -> Param:
+    return Param(name, tuple(param.shape), "float32", compute, "float32", param.requires_grad, sharded)
+
+
+def store_of(folder: Path, params: dict[str, nn.Parameter]) -> ShardStore:
+    return ShardStore(params, lambda size: Arena([folder], size))
+
+
+def plan_of(*buckets: tuple[Param, ...], homes: Homes = NVME, world_size: int = 2) -> Plan:
+    return Plan(3, world_size, tuple(Bucket(i, f"b{i}", p, "use", homes) for i, p in enumerate(buckets)), 1)
+
+
+def owner() -> torch.optim.Optimizer:
+    return torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+
+
+@pytest.fixture
+def params() -> dict[str, nn.Parameter]:
+    torch.manual_seed(0)
+    sizes = {"a": (70, 3), "empty": (0, 3), "b": (5000,), "frozen": (9, 9), "whole": (1, 7)}
+    made = {name: nn.Parameter(torch.randn(size)) for name, size in sizes.items()}
+    made["frozen"].requires_grad_(False)
+    return made
+
+
+def test_states_of_a_bucket_lie_one_behind_another(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
+    store, holder = store_of(tmp_path, params), owner()
+    told = tuple(described(name, p, sharded=name != "whole") for name, p in params.items())
+    assert store.settle(plan_of(told), 2) == []  # what computes in its own dtype stays
+    places = store.places()
+    assert places.keys() == {id(params[name]) for name in ("a", "empty", "b")}
+    block = places[id(params["a"])].block
+    assert (places[id(params["a"])].begin, places[id(params["b"])].begin) == (0, 256)
+    assert block.elements % UNIT == 0 and UNIT * 2 >= ALIGNMENT
+    made = {n: store.state(holder, places[id(params[n])], "m", torch.float32, params[n], 0.5) for n in ("a", "b")}
+    assert all(torch.equal(made[name], torch.full_like(params[name], 0.5)) for name in made)
+    assert made["a"].untyped_storage().nbytes() == made["a"].nbytes  # whoever saves it saves that, and no more
+    made["a"].fill_(7.0)
+    assert made["b"].eq(0.5).all()
+    assert store.is_home(holder, places[id(params["a"])], "m", made["a"])
+    assert not store.is_home(holder, places[id(params["a"])], "m", made["a"].clone())
+    assert not store.is_home(owner(), places[id(params["a"])], "m", made["a"])
+
+
+def test_a_state_that_is_asked_for_again_begins_anew(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
+    store, holder = store_of(tmp_path, params), owner()
+    store.settle(plan_of((described("a", params["a"]),)), 2)
+    place = store.places()[id(params["a"])]
+    store.state(holder, place, "m", torch.float32, params["a"], 0.0).fill_(3.0)
+    assert store.state(holder, place, "m", torch.float32, params["a"], 1.0).eq(1.0).all()
+
+
+def test_extents_of_optimizers_that_are_gone_are_used_again(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
+    store = store_of(tmp_path, params)
+    store.settle(plan_of((described("b", params["b"]),)), 1)  # room for one moment of each parameter
+    place = store.places()[id(params["b"])]
+    for value in range(5):
+        holder = owner()
+        state = store.state(holder, place, "m", torch.float32, params["b"], float(value))
+        assert state.eq(value).all()
+        del state, holder
+    other = owner()
+    kept = []
+    with pytest.raises(StorageError, match=r"no room for .* they are for m\d of bucket b0(?s:.*)nvme="):
+        kept.extend(store.state(other, place, f"m{i}", torch.float32, params["b"], 0.0) for i in range(9))
+
+
+def test_the_first_plan_decides(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
+    store = store_of(tmp_path, params)
+    store.settle(plan_of((described("a", params["a"]),), homes=Homes()), 2)
+    assert store.arena is None and store.places() == {}
+    store.settle(plan_of((described("a", params["a"]),)), 2)
+    first = store.places()[id(params["a"])]
+    store.settle(plan_of((described("b", params["b"]), described("a", params["a"]))), 2)
+    assert store.places()[id(params["a"])] == first
+    assert store.places()[id(params["b"])].begin == 0
+
+
+def test_masters_leave_and_copies_follow_them(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
+    store, a = store_of(tmp_path, params), params["a"]
+    before, told = a.detach().clone(), described("a", a, "bfloat16")
+    assert store.settle(plan_of((told,)), 2) == [a]
+    assert torch.equal(a, before)
+
+    def gathered() -> torch.Tensor:
+        (found,) = store.gathered([told], [a])
+        assert found.dtype == torch.bfloat16
+        return found
+
+    assert torch.equal(gathered(), before.bfloat16())
+    kept = gathered().data_ptr()
+    with torch.no_grad():
+        a.mul_(2)
+    assert torch.equal(gathered(), (before * 2).bfloat16()) and gathered().data_ptr() == kept
+    a.data.mul_(2)  # which no version shows
+    assert torch.equal(gathered(), (before * 2).bfloat16())
+    store.touched([a])
+    assert torch.equal(gathered(), (before * 4).bfloat16())
+    a.data = before.clone()  # other memory: it has come back
+    assert store.gathered([told], [a])[0] is a and store.copy_of(a) is None
+
+
+def test_one_process_gathers_nothing_and_keeps_masters(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
+    store, a = store_of(tmp_path, params), params["a"]
+    address = a.data_ptr()
+    assert store.settle(plan_of((described("a", a, "bfloat16", sharded=False),), world_size=1), 2) == []
+    assert a.data_ptr() == address and id(a) in store.places()

@@ -1,0 +1,59 @@
+"""Optimizers of torch.optim over parameters whose states are on NVMe: they step through mappings of these.
+
+They are slower than the native ones, as every byte passes the page cache, and compute the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, Optimizer
+
+from zerograph.core.errors import UnsupportedError
+from zerograph.optim.host import placed_as
+from zerograph.runtime.shards import Place, ShardStore
+from zerograph.runtime.torch_private import local_tensor
+
+
+def make_states(optimizer: Optimizer, store: ShardStore) -> None:
+    """Let the states of ``optimizer`` be on NVMe, made there before its first step.
+
+    Raises:
+        UnsupportedError: nothing is known of the states that it keeps.
+        StorageError: there is no room for them.
+    """
+    places = store.places()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if id(param) in places and param.grad is not None:
+                _make(optimizer, group, param, store, places[id(param)])
+
+
+def _make(optimizer: Optimizer, group: dict[str, object], param: Tensor, store: ShardStore, place: Place) -> None:
+    names = _names(optimizer, group)
+    if not names:
+        return  # an empty dict in `state` would count as one
+    state, like = optimizer.state[param], local_tensor(param)
+    for name in names:
+        value = state.get(name)
+        if value is None:
+            state[name] = placed_as(store.state(optimizer, place, name, param.dtype, like, 0.0), param)
+        elif not store.is_home(optimizer, place, name, local_tensor(value)):
+            home = store.state(optimizer, place, name, value.dtype, like, 0.0)
+            home.copy_(local_tensor(value))
+            state[name] = placed_as(home, param)
+    if isinstance(optimizer, Adam) and "step" not in state:
+        state["step"] = torch.tensor(0.0)
+
+
+def _names(optimizer: Optimizer, group: dict[str, object]) -> tuple[str, ...]:
+    if isinstance(optimizer, Adam):  # AdamW too
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+    if isinstance(optimizer, Adagrad):
+        return ("sum",)
+    if isinstance(optimizer, SGD) and not group["momentum"]:
+        return ()
+    raise UnsupportedError(
+        f"{type(optimizer).__name__} cannot keep its states on NVMe: ZeroGraph does not know which it makes",
+        "use zerograph.optim, or AdamW, Adam or Adagrad of torch.optim, or train without offload",
+    )

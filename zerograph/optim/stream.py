@@ -1,0 +1,262 @@
+"""The update of parameters whose states are on NVMe: read, update, write, in chunks through a ring of slots.
+
+While one chunk is updated, the next ones are read and the one before is written. Chunks are cut from the buckets' own
+order, whatever groups their parameters are in: a transfer at a chunk's edge then never touches what another chunk has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zerograph import _core
+from zerograph.core.errors import StorageError
+from zerograph.optim.parts import Member, Part
+from zerograph.optim.tensors import TAGS, Gradients
+from zerograph.runtime.entry import reason_of
+from zerograph.runtime.extents import Extent
+from zerograph.runtime.nvme import Priority, Ticket
+from zerograph.runtime.shards import PARAMETER, SLOTS, UNIT, Block, Place, ShardStore
+
+
+class Stored(NamedTuple):
+    """A part whose states are on NVMe, and the names of these."""
+
+    part: Part
+    slots: tuple[str, ...]
+
+
+class _Kind(NamedTuple):
+    """A state in a slot: where it comes from, and its place there in bytes."""
+
+    extent: Extent
+    dtype: torch.dtype
+    at: int
+
+
+class _Piece(NamedTuple):
+    """Elements of a member that one chunk has."""
+
+    member: int
+    first: int
+    size: int
+
+
+@dataclass(slots=True)
+class _Work:
+    """What one chunk has of one part."""
+
+    part: int
+    tensors: _core.TensorSet
+    pieces: list[_Piece]
+
+
+@dataclass(slots=True)
+class _Chunk:
+    slot: Tensor
+    begin: int
+    end: int
+    kinds: list[_Kind]
+    works: list[_Work]
+    under_way: list[Ticket] = field(default_factory=list)
+
+    def views(self) -> Iterator[tuple[_Kind, Tensor]]:
+        for kind in self.kinds:
+            size = (self.end - self.begin) * kind.dtype.itemsize
+            yield kind, self.slot[kind.at : kind.at + size]
+
+
+class Stream:
+    """The update of some parts, again and again.
+
+    Attributes:
+        failed: why the last one ended half done; empty when it did not.
+    """
+
+    def __init__(self, owner: Optimizer, store: ShardStore, stored: Sequence[Stored]) -> None:
+        assert store.arena is not None
+        self._arena, self.parts = store.arena, [s.part for s in stored]
+        self.failed = ""
+        # Of members in several chunks: their counts, and copies that all chunks but the last increment.
+        self._counts: list[tuple[Tensor, Tensor]] = []
+        self._chunks: list[_Chunk] = []
+        blocks = dict.fromkeys(_place(m).block for part in self.parts for m in part.members)
+        for block in blocks:
+            self._cut(owner, store, block, stored)
+
+    def _cut(self, owner: Optimizer, store: ShardStore, block: Block, stored: Sequence[Stored]) -> None:
+        ring, kinds, place = store.ring, dict[tuple[str, torch.dtype], _Kind](), 0
+        wanted = dict.fromkeys(
+            (name, tensor.dtype)
+            for part, slots in stored
+            for member in part.members
+            if _place(member).block is block
+            for name, tensor in _kept(member, part, slots)
+        )
+        most = ring[0].nbytes // max(1, sum(dtype.itemsize for _, dtype in wanted)) // UNIT * UNIT
+        for name, dtype in wanted:
+            kinds[name, dtype] = _Kind(store.extent(owner, block, name, dtype), dtype, place)
+            place += most * dtype.itemsize
+        for begin in range(0, block.elements, most):
+            end = min(begin + most, block.elements)
+            slot = ring[len(self._chunks) % len(ring)]
+            works = list(self._works(stored, block, begin, end, slot, kinds))
+            if works:
+                self._chunks.append(_Chunk(slot, begin, end, list(kinds.values()), works))
+
+    def _works(
+        self,
+        stored: Sequence[Stored],
+        block: Block,
+        begin: int,
+        end: int,
+        slot: Tensor,
+        kinds: Mapping[tuple[str, torch.dtype], _Kind],
+    ) -> Iterator[_Work]:
+        """What elements from ``begin`` to ``end`` of ``block`` hold of each part."""
+        for index, (part, slots) in enumerate(stored):
+            pieces = list(_pieces(part.members, block, begin, end))
+            if not pieces:
+                continue
+            members = [part.members[piece.member] for piece in pieces]
+            first, pairs = members[0], list(zip(members, pieces, strict=True))
+            places = [_place(m).begin + piece.first - begin for m, piece in pairs]
+            here = {
+                name: [slot.data_ptr() + kinds[name, t.dtype].at + at * t.itemsize for at in places]
+                for name, t in _kept(first, part, slots)
+            }
+            # What is updated, a master or the parameter, passes through the slot where it is on NVMe; what follows it
+            # is written behind it.
+            follows = [m.local if part.mastered else m.copy for m in members if part.mastered or m.copy is not None]
+            targets = here.get("master") or here.get(PARAMETER) or [_at(m.local, p.first) for m, p in pairs]
+            yield _Work(
+                index,
+                _core.TensorSet(
+                    [(at, TAGS[first.target.dtype], piece.size) for at, piece in zip(targets, pieces, strict=True)],
+                    [here[slot] for slot in slots],
+                    TAGS[first.states[0].dtype] if first.states else _core.DType.float32,
+                    [_at(t, p.first) for t, p in zip(follows, pieces, strict=True) if t is not None] if follows else [],
+                    TAGS[follows[0].dtype if follows and follows[0] is not None else first.local.dtype],
+                    [self._count(m, piece) for m, piece in pairs if m.step is not None],
+                ),
+                pieces,
+            )
+
+    def _count(self, member: Member, piece: _Piece) -> int:
+        """Where the kernel counts the updates of a piece: once for each, so that every piece needs a count."""
+        assert member.step is not None
+        if piece.first + piece.size == member.local.numel():
+            return member.step.data_ptr()
+        copy = member.step.clone()
+        self._counts.append((copy, member.step))
+        return copy.data_ptr()
+
+    def run(self, rules: Sequence[_core.Rule], grads: Sequence[Gradients], factor: float) -> None:
+        """Update everything that has a gradient, and return when all is written.
+
+        Args:
+            rules, grads: of each part.
+            factor: what gradients are multiplied by.
+
+        Raises:
+            StorageError: a transfer failed. Some chunks have been updated and others not.
+        """
+        for copy, count in self._counts:
+            copy.copy_(count)
+        try:
+            self._run(lambda chunk: _core.update(self._calls(chunk, rules, grads), factor))
+        except BaseException as error:
+            self.failed = reason_of(error)
+            self._abandon()
+            raise
+
+    def _run(self, update: Callable[[_Chunk], _core.Ticket]) -> None:
+        chunks = self._chunks
+        ahead = min(SLOTS - 1, len(chunks))
+        for chunk in chunks[:ahead]:
+            self._read(chunk)
+        for i, chunk in enumerate(chunks):
+            self._settle(chunk)
+            ticket = update(chunk)
+            try:
+                if i + ahead < len(chunks):
+                    if i:
+                        self._settle(chunks[i - 1])  # in whose slot the next one is read
+                    self._read(chunks[i + ahead])
+            finally:
+                ticket.wait()
+            self._write(chunk)
+        for chunk in chunks[-SLOTS:]:
+            self._settle(chunk)
+
+    def _abandon(self) -> None:
+        """Wait for what is under way, so that nothing reads or writes slots any more."""
+        for chunk in self._chunks:
+            for ticket in chunk.under_way:
+                with contextlib.suppress(StorageError):  # the first error is on its way to the caller
+                    self._arena.wait(ticket)
+            chunk.under_way = []
+
+    def _calls(
+        self, chunk: _Chunk, rules: Sequence[_core.Rule], grads: Sequence[Gradients]
+    ) -> list[tuple[_core.Rule, _core.TensorSet, list[int], _core.DType, list[bool]]]:
+        calls = []
+        for work in chunk.works:
+            part, addresses = self.parts[work.part], grads[work.part].addresses
+            size = part.grad_dtype.itemsize
+            at = [addresses[p.member] and addresses[p.member] + p.first * size for p in work.pieces]
+            fresh = [part.fresh[p.member] for p in work.pieces] if part.fresh else []
+            calls.append((rules[work.part], work.tensors, at, TAGS[part.grad_dtype], fresh))
+        return calls
+
+    def _read(self, chunk: _Chunk) -> None:
+        chunk.under_way = [
+            self._arena.read(kind.extent, view, Priority.now, offset=chunk.begin * kind.dtype.itemsize)
+            for kind, view in chunk.views()
+        ]
+
+    def _write(self, chunk: _Chunk) -> None:
+        chunk.under_way = [
+            self._arena.write(kind.extent, view, Priority.now, offset=chunk.begin * kind.dtype.itemsize)
+            for kind, view in chunk.views()
+        ]
+
+    def _settle(self, chunk: _Chunk) -> None:
+        while chunk.under_way:
+            self._arena.wait(chunk.under_way.pop())
+
+
+def _place(member: Member) -> Place:
+    assert member.place is not None  # of members of stored parts
+    return member.place
+
+
+def _pieces(members: Sequence[Member], block: Block, begin: int, end: int) -> Iterator[_Piece]:
+    """What of ``members`` lies between two elements of ``block``."""
+    for index, member in enumerate(members):
+        place = _place(member)
+        if place.block is block:
+            first = max(begin, place.begin)
+            size = min(end, place.begin + member.local.numel()) - first
+            if size > 0:
+                yield _Piece(index, first - place.begin, size)
+
+
+def _kept(member: Member, part: Part, slots: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a member that are on NVMe."""
+    yield from zip(slots, member.states, strict=True)
+    if part.mastered:
+        yield "master", member.target
+    elif member.copy is not None:
+        yield PARAMETER, member.local
+
+
+def _at(tensor: Tensor, element: int) -> int:
+    """The address of an element of ``tensor``, counted in memory."""
+    return tensor.data_ptr() + element * tensor.itemsize
