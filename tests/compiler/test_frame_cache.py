@@ -330,8 +330,14 @@ def start(
     return frames, compiled, results, plans
 
 
-@pytest.mark.parametrize("options", [{}, {"stage": "auto", "memory": "1GiB"}], ids=["rules", "search"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"stage": "auto", "memory": "1GiB"}, {"offload": "optimizer", "tier": "nvme"}],
+    ids=["rules", "search", "offload"],
+)
 def test_ranks_load_and_disagree(options: dict[str, Any], tmp_path: Path) -> None:
+    if "tier" in options:
+        options = {**options, "path": str(tmp_path)}
     first = start(tmp_path, **options)
     assert first[0] == [1, 1]
     second = start(tmp_path, fresh=True, **options)
