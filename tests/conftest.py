@@ -16,6 +16,9 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 # Inductor believes what the kernel says of the processor; trying each instruction set costs half a minute once.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
+# Tests change passes and planners and look at what they do: no frame of another test may be loaded in its place.
+os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
+
 # No test says how long an example takes: that depends on what else the machine does.
 settings.register_profile("zerograph", deadline=None)
 settings.load_profile("zerograph")

@@ -68,7 +68,7 @@ class Backend:
         )
         # A graph without parameters may come before the model that tells what to compile for: it needs no other rank.
         alone = replace(config, plan=None, memory=None, stage=config.sharding)
-        self._compilation = self._compilation_on(Ranks(torch.device("cpu")), alone)
+        self._compile_for(Ranks(torch.device("cpu")), alone)
         self._recording: Recording | None = None
         self._given: object = self  # what torch.compile has for the backend: this one, or the function that made it
         self._breaks_before = graph_breaks()
@@ -88,7 +88,7 @@ class Backend:
             frame = Frame(self._compilation, len(self._frames), traced_function())
             self._frames.append(frame)
             with self._together(frame.code):
-                compiled = compile_frame(frame, gm, example_inputs)
+                compiled = compile_frame(frame, gm, example_inputs, self._planner)
                 if "backward" in frame.programs:
                     # Not while anything is traced. Their memory is another one then, and nobody has assigned it.
                     self._optimizers.remember(self._store.settle(frame.plan, MOMENTS))
@@ -102,20 +102,21 @@ class Backend:
         """Connect to the other ranks: with them there is all that frames are compiled for."""
         self._segments.prepare(device)
         ranks = Ranks.connect(self.config, device)
-        self._compilation = self._compilation_on(ranks, self.config)
+        self._compile_for(ranks, self.config)
         return ranks
 
-    def _compilation_on(self, ranks: Ranks, config: Config) -> Compilation:
+    def _compile_for(self, ranks: Ranks, config: Config) -> None:
         steps, hold, telemetry = self._steps, self._hold, self._telemetry
 
         def runtime_for(index: int, code: str, plan: Plan) -> Runtime:
             cache = GatheredCache(plan, steps, hold)
             return Runtime(index, ranks.communicator, cache, hold, telemetry, self._store, ranks.device, code)
 
-        return Compilation(
+        self._planner = Planner(config, ranks.size, self._adoption.params, ranks.device, ranks.agreement)
+        self._compilation = Compilation(
             world_size=ranks.size,
             segments=self._segments,
-            plan_for=Planner(config, ranks.size, self._adoption.params, ranks.device, ranks.agreement).plan,
+            plan_for=self._planner.plan,
             device=ranks.device,
             runtime_for=runtime_for,
             agreement=ranks.agreement,

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
+import pickle
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -165,6 +170,106 @@ def test_graphs_generate_no_python_until_they_are_called(monkeypatch: pytest.Mon
     assert lazy(torch.ones(1)).item() == -1 and generated
 
 
+# Frames on disk
+
+
+def _wrapped_again(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """``gm`` from its programs and what was noted of AOTAutograd, without AOTAutograd."""
+    programs: dict[str, Callable[..., Any]] = {}
+
+    def compiles(kind: str) -> Callable[..., Any]:
+        def compile_(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+            def run(args: list[Any]) -> Any:
+                return graph(*args)
+
+            run._boxed_call = True  # type: ignore[attr-defined]
+            programs[kind] = run
+            return run
+
+        return compile_
+
+    def split(joint: fx.GraphModule, given: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+        return torch_private.split_by_minimum_cut(joint, given, num_fwd_outputs, [])
+
+    noted: list[Any] = []
+    with torch_private.noting_wrappers(noted):
+        torch_private.trace_and_split(
+            gm, inputs, forward=compiles("forward"), backward=compiles("backward"), inference=compiles("inference"),
+            partition=split,
+        )  # fmt: skip
+    (wrappers,) = noted
+    assert isinstance(wrappers, bytes)
+    return torch_private.with_wrappers(wrappers, programs)
+
+
+def test_programs_are_called_as_aotautograd_calls_them() -> None:
+    assert _gradient(_while_compiling(_wrapped_again)) == pytest.approx([math.cos(1)] * 3)
+    with torch.no_grad():
+        (total,) = _while_compiling(_wrapped_again)(torch.ones(3))
+    assert total.item() == pytest.approx(3 * math.sin(1))
+
+
+def test_keys_tell_graphs_apart() -> None:
+    def keys(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[str]:
+        found = [torch_private.graph_key(gm, inputs) for _ in range(2)]
+        next(iter(gm.graph.find_nodes(op="call_method", target="sin"))).target = "cos"
+        gm.recompile()
+        found.append(torch_private.graph_key(gm, inputs))
+        with inductor_config.patch({"fx_graph_cache": False}), pytest.raises(torch_private.Uncacheable):
+            torch_private.graph_key(gm, inputs)
+        return found
+
+    first, again, other = _while_compiling(keys)
+    assert first == again != other
+
+
+def test_facts_of_inputs() -> None:
+    x = torch.arange(6.0).view(2, 3)
+    facts = torch_private.facts_of_input
+    assert facts(x) == facts(x.view(2, 3)) != facts(x.clone())
+    assert facts(x)[:-1] == facts(x.clone())[:-1]
+    for other in (x.t(), x[1:], x.double(), x.clone().requires_grad_(), nn.Parameter(x)):
+        assert facts(other)[:-1] != facts(x)[:-1]
+    for what in (3, x.to_sparse()):
+        with pytest.raises(torch_private.Uncacheable):
+            facts(what)
+
+
+def test_libraries_of_operators() -> None:
+    targets = (aten.neg.default, aten.neg, torch.ops.zg_test.keep.default, torch.sin, "sin")
+    assert [torch_private.namespace_of(target) for target in targets] == ["aten", "aten", "zg_test", "", ""]
+
+
+def test_instruction_sets_have_names() -> None:
+    assert " at 0x" not in torch_private.vector_instructions()
+
+
+_FOLDERS = """
+from torch import compiler
+from torch._functorch import config
+from torch._inductor.utils import fresh_inductor_cache
+from zerograph.compiler.torch_private import frame_folder
+
+print(frame_folder())
+with fresh_inductor_cache():
+    print(frame_folder())
+with compiler.config.patch(force_disable_caches=True):
+    print(frame_folder())
+with config.patch(enable_autograd_cache=False):
+    print(frame_folder())
+"""
+
+
+def test_torchs_settings_say_where_frames_are_stored(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_AUTOGRAD_CACHE"}
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)
+    ran = subprocess.run([sys.executable, "-c", _FOLDERS], env=environment, capture_output=True, text=True, check=True)
+    own, fresh, forbidden, off = ran.stdout.split()
+    assert own == str(tmp_path / "zerograph")
+    assert fresh.endswith("/zerograph") and fresh != own
+    assert (forbidden, off) == ("None", "None")
+
+
 # DTensor
 
 
@@ -211,7 +316,7 @@ def test_constants_are_folded_but_not_what_must_run() -> None:
     assert "zg_test.keep.default" in names and "aten.neg.default" not in names
 
 
-def test_segments_are_compiled() -> None:
+def test_segments_are_compiled_and_stored() -> None:
     with torch_private.FakeTensorMode():
         fake = torch.ones(2, 2)
     graph = fx.Graph()
@@ -219,9 +324,13 @@ def test_segments_are_compiled() -> None:
     product = graph.call_function(aten.mm.default, (x, x))
     x.meta["val"], product.meta["val"] = fake, fake
     graph.output((product,))
-    args = [torch.full((2, 2), 3.0)]
-    (result,) = torch_private.compile_segment(fx.GraphModule({}, graph))(args)
-    assert result.tolist() == [[18, 18], [18, 18]]
+    compiled = torch_private.compile_segment(fx.GraphModule({}, graph))
+    loaded = torch_private.loaded_segment(pickle.loads(pickle.dumps(torch_private.stored_segment(compiled))))
+    for run in (compiled, loaded):
+        (result,) = run([torch.full((2, 2), 3.0)])
+        assert result.tolist() == [[18, 18], [18, 18]]
+    with pytest.raises(torch_private.Uncacheable):
+        torch_private.stored_segment(lambda args: args)
 
 
 def test_kernels_are_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,8 @@ from torch import fx, nn
 from zerograph.compiler.capture import Setting, capture
 from zerograph.compiler.fold import few_layers, joint_of, tracing_few
 from zerograph.compiler.frame import Frame
-from zerograph.compiler.frame_plan import plain
+from zerograph.compiler.frame_cache import Entry
+from zerograph.compiler.frame_plan import Planner, plain
 from zerograph.compiler.lower import lower
 from zerograph.compiler.parameter_mutations import refuse_mutations
 from zerograph.compiler.rewrite import rewrite
@@ -49,12 +50,30 @@ log = logging.getLogger(__name__)
 never_fold(REDUCE_GRAD)  # a gradient that is the same everywhere is reduced like any other
 
 
-def compile_frame(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compile one Dynamo graph, which reads sharded parameters through markers; returns what Dynamo calls."""
+def compile_frame(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], planner: Planner) -> Callable[..., Any]:
+    """Compile one Dynamo graph, which reads sharded parameters through markers; returns what Dynamo calls.
+
+    What an earlier process stored of the same graph is loaded instead.
+    """
     made = frame.compilation
     rows, exchanging = _checked(frame, gm, inputs)
-    with without_gc(), made.segments.kernels_in_background(made.device), tracing_few(frame, gm, rows):
-        compiled = trace_and_split(
+    with without_gc():
+        entry = Entry.of(planner, frame, gm, rows)
+        with made.segments.kernels_in_background(made.device):
+            compiled = entry.load(frame)
+            if compiled is None:
+                with entry.noting():
+                    compiled = _compile(frame, gm, rows)
+        if made.agreement is not None:  # not before every kernel exists: a rank that fails has promised nothing
+            for program in frame.programs.values():
+                made.agreement.check(frame.code, program)
+        entry.store(frame)
+    return exchanging(compiled)
+
+
+def _compile(frame: Frame, gm: fx.GraphModule, rows: Sequence[Any]) -> Callable[..., Any]:
+    with tracing_few(frame, gm, rows):
+        return trace_and_split(
             gm,
             rows,
             forward=partial(_executor, frame, "forward"),
@@ -62,10 +81,6 @@ def compile_frame(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Ca
             inference=partial(_inference, frame),
             partition=partial(split, frame),
         )
-    if made.agreement is not None:  # not before every kernel exists: a rank that fails has promised nothing
-        for program in frame.programs.values():
-            made.agreement.check(frame.code, program)
-    return exchanging(compiled)
 
 
 def split(

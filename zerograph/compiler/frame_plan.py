@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
 
 import torch
 from torch import nn
@@ -34,6 +35,9 @@ from zerograph.planner.replay import restricted_to_step
 from zerograph.planner.search import Search, Wish
 
 log = logging.getLogger(__name__)
+
+Found = tuple[int, Plan]
+"""What a search comes to: bytes that the step needs at least, and its best plan."""
 
 MOMENTS = 2
 """Optimizer states per parameter that a budget has to hold: Adam's. Optimizers may be made later than plans."""
@@ -75,6 +79,7 @@ class Planner:
         self._agreement, self._moments = agreement, moments
         self.searched = 0
         self._plans: dict[tuple[str, tuple[Param, ...]], Plan] = {}
+        self._found: tuple[Step, Found] | None = None  # by the last search
         self._asked: Counter[str] = Counter()
         self._budget = 0
         self._machine: Machine
@@ -127,6 +132,32 @@ class Planner:
             self._plans[key] = self._agreed(code, step, self.states(step, plain))
         return self._plans[key]
 
+    @property
+    def facts(self) -> str:
+        """All that plans depend on besides the step: with the same facts a step gets the same plan."""
+        config = {f.name: getattr(self._config, f.name) for f in fields(self._config) if f.name != "mesh"}
+        facts: list[object] = [config | {"given": sorted(self._config.given)}, self._world_size, self._moments]
+        if self._config.searches:
+            facts += [self._budget, self._machine, [_param(name, p) for name, p in self._params.items()]]
+        return repr(facts)
+
+    def found(self, step: Step) -> Found | None:
+        """What the search for this very ``step`` came to; None where it has its plan from elsewhere."""
+        return self._found[1] if self._found is not None and self._found[0] is step else None
+
+    def plans_again(self, code: str, step: Step, plain: Sequence[Plain], plan: Plan, found: Found | None) -> bool:
+        """Whether ``step`` gets ``plan`` again, as in an earlier process with the same facts, which had ``found`` it.
+
+        Where plans are searched, other ranks may be searching: this one then takes part in their agreement.
+        """
+        if not self._config.searches or not step.training:
+            return True
+        if found is not None:
+            self._found = (step, found)
+        elif (code, step.params) not in self._plans:
+            return False
+        return self.plan(code, step, plain) == plan
+
     def _agreed(self, code: str, step: Step, states: int) -> Plan:
         agreement = self._agreement
         if agreement is None:
@@ -174,8 +205,14 @@ class Planner:
             homes=Homes(optimizer=config.tier) if config.tier is not None and step.training else DEVICE,
         )
 
-    def _search(self, step: Step, states: int) -> tuple[int, Plan]:
-        """Bytes that the step needs at least, and its best plan."""
+    def _search(self, step: Step, states: int) -> Found:
+        known = self.found(step)
+        if known is None:
+            known = self._searched(step, states)
+            self._found = (step, known)
+        return known
+
+    def _searched(self, step: Step, states: int) -> Found:
         wish = Wish.of(self._config, self._world_size)
         search = Search(step, wish, self._machine, states=states, moments=self._moments)
         found = search.within(self._budget)

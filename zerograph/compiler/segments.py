@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +13,14 @@ import torch
 from torch import fx
 
 from zerograph.compiler.segment_graph import Body
-from zerograph.compiler.torch_private import compile_segment, kernels_in_background, prepare_kernels
+from zerograph.compiler.torch_private import (
+    Uncacheable,
+    compile_segment,
+    kernels_in_background,
+    loaded_segment,
+    prepare_kernels,
+    stored_segment,
+)
 
 log = logging.getLogger(__name__)
 Callee = Callable[[list[Any]], Sequence[Any]]
@@ -27,6 +34,7 @@ class SegmentCache:
     compute: str
     callables: dict[str, Callee] = field(default_factory=dict)
     constants: list[Any] = field(default_factory=list)  # kept alive: digests know them by identity
+    of_this_process: set[str] = field(default_factory=set)  # digests that hold such an identity
     requested: int = 0
     seconds: float = 0.0
     preparing: bool = False
@@ -50,8 +58,26 @@ class SegmentCache:
             self.seconds += time.perf_counter() - start
             self.callables[digest] = found
             # A freed object's id may be given to another one, whose segment would then pass for this one.
-            self.constants += body.known_by_identity()
+            if known := body.known_by_identity():
+                self.constants += known
+                self.of_this_process.add(digest)
         return found
+
+    def stored(self, digests: Iterable[str]) -> dict[str, Any]:
+        """The segments of these digests, fit for pickle.
+
+        Raises:
+            Uncacheable: a digest means nothing in another process, or Inductor has not compiled its segment.
+        """
+        if not self.of_this_process.isdisjoint(digests):
+            raise Uncacheable("a segment has constants or dynamic sizes")
+        return {digest: stored_segment(self.callables.get(digest)) for digest in digests}
+
+    def load(self, digest: str, stored: Any) -> Callee:
+        """The callable of a segment that another process stored, or that is known here."""
+        if digest not in self.callables:
+            self.callables[digest] = loaded_segment(stored)
+        return self.callables[digest]
 
     def _await_preparation(self) -> None:
         failed = prepare_kernels().exception()  # not of a future that a forked process has from its parent

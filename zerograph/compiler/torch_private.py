@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import itertools
 import os
+import pickle
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from types import CodeType
 from typing import Any
 from unittest.mock import patch
@@ -22,21 +26,29 @@ import torch
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._functorch import aot_autograd as aot
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, detect_fake_mode, tracing
+from torch._inductor import config as inductor_config
 from torch._inductor import cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.constant_folding import add_dont_constant_fold
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.runtime.runtime_utils import cache_dir
+from torch._inductor.utils import BoxedBool
 from torch._inductor.virtualized import V
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Dynamo
 
@@ -186,6 +198,179 @@ def lazily_coded(root: Any, graph: fx.Graph | None = None) -> fx.GraphModule:
     that reads. Seen in 2.11, 2.13.
     """
     return _LazyGraphModule.from_graphmodule(root) if graph is None else _LazyGraphModule(root, graph)
+
+
+# Frames on disk
+
+
+class Uncacheable(Exception):
+    """Why a frame is not stored, for people."""
+
+
+def frame_folder() -> Path | None:
+    """Where Inductor's caches are, unless torch's settings forbid that graphs are kept there, or torch is too old.
+
+    There are no public names for it. Seen in 2.13.
+    """
+    if not hasattr(graph_compile, "_cache_autograd_info"):  # 2.11; nothing tells what AOTAutograd has around programs
+        return None
+    allowed = functorch_config.enable_autograd_cache and not torch.compiler.config.force_disable_caches
+    return Path(cache_dir()) / "zerograph" if allowed else None
+
+
+def graph_key(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """AOTAutograd's own key of a graph of Dynamo's: its code, its inputs, torch's version and all settings that change
+    what becomes of it. Seen in 2.13.
+
+    Raises:
+        Uncacheable: AOTAutograd would not keep it.
+    """
+    try:
+        key, _ = aot.autograd_cache_key(
+            gm,
+            inputs,
+            ignore_shape_env=False,
+            decompositions=None,
+            compiler_config_extra=None,  # type: ignore[arg-type]  # as for graphs that Inductor does not get whole
+            keep_inference_input_mutations=True,
+        )
+    except Exception as error:  # of any kind, as AOTAutograd takes them
+        raise Uncacheable(str(error)) from error
+    return str(key)
+
+
+def facts_of_input(value: Any) -> tuple[object, ...]:
+    """What a graph may depend on of ``value``, an input as Dynamo gives it, besides what it holds. The last fact is
+    its memory, of this process. Seen in 2.11, 2.13.
+
+    Raises:
+        Uncacheable: it is no plain tensor of known sizes.
+    """
+    if not isinstance(value, Tensor) or is_traceable_wrapper_subclass(value) or value.layout is not torch.strided:
+        raise Uncacheable(f"an input is a {type(value).__name__}")
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    if not all(type(size) is int for size in sizes):
+        raise Uncacheable("its sizes are dynamic")
+    kind = (isinstance(value, torch.nn.Parameter), value.dtype, value.device, value.requires_grad, value.is_leaf)
+    return *kind, value.dim(), *sizes, value.untyped_storage()._cdata
+
+
+def namespace_of(target: Any) -> str:
+    """The library that an operator belongs to; empty for what is none. Seen in 2.11, 2.13."""
+    if isinstance(target, OpOverloadPacket):
+        return str(target._qualified_op_name).partition("::")[0]
+    return target.namespace if isinstance(target, OpOverload) else ""
+
+
+def vector_instructions() -> str:
+    """Those that Inductor writes C++ for, which its own keys leave out. Seen in 2.11, 2.13."""
+    _check_when_read()  # else all would be checked, where the first one is taken
+    return str(pick_vec_isa())
+
+
+@contextmanager
+def noting_wrappers(noted: list[bytes | Uncacheable]) -> Iterator[None]:
+    """Patch AOTAutograd to note what it has around the programs that are compiled inside: as bytes for
+    :func:`with_wrappers`, or why that would not be all.
+
+    AOTAutograd hands it to its own cache, which takes nothing that Inductor has not compiled. Seen in 2.13.
+    """
+
+    def noting(name: str) -> Any:
+        keep = getattr(graph_compile, name)
+        signature = inspect.signature(keep)
+
+        def note(*args: Any, **kwargs: Any) -> Any:
+            kept = keep(*args, **kwargs)  # first: it takes out of the metadata what cannot be pickled
+            try:
+                noted.append(_wrappers(signature.bind(*args, **kwargs).arguments))
+            except Exception as error:  # of any kind: pickle says in many ways that it cannot
+                noted.append(Uncacheable(str(error)))
+            return kept
+
+        return patch.object(graph_compile, name, note)
+
+    with noting("_cache_autograd_info"), noting("_cache_inference_info"):
+        yield
+
+
+def _wrappers(told: Mapping[str, Any]) -> bytes:
+    from torch._functorch._aot_autograd.aot_autograd_result import AOTAutogradResult
+
+    metadata, config = told["fw_metadata"], told["aot_config"]
+    if told["maybe_subclass_meta"] is not None or metadata.tokens or config.num_params_buffers:
+        raise Uncacheable("it has tensor subclasses, effects or attributes of its own")
+    if TracingContext.get().guards_context.aotautograd_guards:
+        raise Uncacheable("some of its inputs share memory")
+    symbols = told.get("num_symints_saved_for_bw", 0)
+    return pickle.dumps(
+        AOTAutogradResult(
+            compiled_fw=None,  # type: ignore[arg-type]
+            compiled_bw=_Loaded(None, symbols) if "bw_module" in told else None,  # type: ignore[arg-type]
+            aot_joint_graph_str=None,
+            aot_forward_graph_str=None,
+            aot_backward_graph_str=None,
+            min_cut_info_str=None,
+            runtime_metadata=metadata,
+            dispatch_wrappers=told["wrappers"],
+            maybe_subclass_meta=None,
+            num_fw_outs_saved_for_bw=told.get("num_fw_outs_saved_for_bw"),
+            indices_of_inps_to_detach=told.get("_indices_of_inps_to_detach", []),
+            forward_time_taken_ns=0,
+            backward_time_taken_ns=0,
+            sanitized_aot_config=config.to_cacheable(),
+            guards_expr=None,
+            serialized_bw_module=None,
+        )
+    )
+
+
+@dataclass
+class _Loaded:
+    """A program, where AOTAutograd expects what its cache would load."""
+
+    program: Callable[..., Any] | None
+    num_symints_saved_for_bw_: int = 0
+    backward_state_indices: list[int] = field(default_factory=list)
+
+    def load(self, _: Any) -> Callable[..., Any] | None:
+        return self.program
+
+    def post_compile(self, program: Any, _: Any) -> Any:
+        return program
+
+
+def with_wrappers(wrappers: bytes, programs: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
+    """What :func:`trace_and_split` returned when ``wrappers`` were noted, around these programs by kind.
+    Seen in 2.13."""
+    result = pickle.loads(wrappers)
+    result.compiled_fw = _Loaded(programs.get("forward") or programs["inference"])
+    if result.compiled_bw is not None:
+        result.compiled_bw.program = torch._dynamo.disable(programs["backward"], reason="compiled already")
+    whole = result.wrap_post_compile([], result.sanitized_aot_config, {})
+    return torch._dynamo.disable(lambda *inputs: whole([*inputs]), reason="compiled already")  # type: ignore[no-any-return]
+
+
+def stored_segment(callee: object) -> Any:
+    """What :func:`compile_segment` returned, fit for pickle. Seen in 2.13.
+
+    Raises:
+        Uncacheable: Inductor compiled nothing.
+    """
+    from torch._functorch._aot_autograd.aot_autograd_result import BundledCompiledForward
+
+    if not isinstance(callee, CompiledFxGraph):
+        raise Uncacheable("a part of it is not compiled by Inductor")
+    stored = BundledCompiledForward(callee)
+    stored.pre_save()
+    return stored
+
+
+def loaded_segment(stored: Any) -> Callable[[list[Any]], Sequence[Any]]:
+    """The callable of what :func:`stored_segment` gave. Seen in 2.13."""
+    with tracing(TracingContext(FakeTensorMode())):  # as it was compiled
+        settings = {"cudagraphs": BoxedBool(inductor_config.triton.cudagraphs), "is_backward": False}
+        return stored.post_compile(stored.load([]), settings)  # type: ignore[no-any-return]
 
 
 # DTensor
