@@ -40,7 +40,7 @@ def main() -> None:
     store = ShardStore(params, lambda size: Arena([args.directory], size))
     store.settle(plan_of(params), moments=2)
     optimizer = zerograph.optim.AdamW(params.values(), skip_nonfinite=False)  # looks at no gradient before the update
-    optimizer.store = lambda: store  # as a backend sets it
+    optimizer.store = store  # as a backend sets it
     optimizer.step()  # makes the states
     stream, moved = optimizer._stream, store.bytes() * 2
     assert stream is not None

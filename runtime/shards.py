@@ -92,6 +92,7 @@ class ShardStore:
 
     Attributes:
         arena: with everything that is on NVMe; None while nothing is.
+        changes: how often homes were given.
     """
 
     def __init__(self, params: Mapping[str, Tensor], open_arena: Callable[[int], Arena]) -> None:
@@ -102,17 +103,18 @@ class ShardStore:
         self._kinds: weakref.WeakKeyDictionary[Optimizer, dict[tuple[Block, str, torch.dtype], _Kind]]
         self._kinds = weakref.WeakKeyDictionary()
         self._extents: set[Extent] = set()
-        self._masters: dict[tuple[Block, torch.dtype], Extent] = {}
+        self._masters: dict[Block, Extent] = {}
         self._copies: dict[str, _Copy] = {}  # by parameter
         self._ring: list[Tensor] = []
         self.arena: Arena | None = None
+        self.changes = 0
 
-    def settle(self, plan: Plan, moments: int) -> list[Tensor]:
-        """Give homes to the parameters of ``plan`` that have none yet; returns those that have left the device.
+    def settle(self, plan: Plan, moments: int) -> None:
+        """Give homes to the parameters of ``plan`` that have none yet.
 
-        A parameter that computes in a lower dtype is a master, which leaves with the optimizer's states; programs then
-        gather its copy. One that computes in its own dtype stays: a copy would take the same room. So do all in a lone
-        process, whose graphs read parameters and gather none.
+        A float32 parameter of which 16 bits compute is a master, which leaves with the optimizer's states; programs then
+        gather its copy. Others stay: a copy would take the same room, or more. So do all in a lone process, whose
+        graphs read parameters and gather none.
 
         Args:
             moments: tensors of float32 that an optimizer keeps of each parameter, for which room is reserved.
@@ -120,7 +122,6 @@ class ShardStore:
         Raises:
             StorageError: there is no room.
         """
-        left = []
         for bucket in plan.buckets:
             params = [p for p in bucket.params if p.trainable and (p.sharded or plan.world_size == 1)]
             params = [p for p in params if p.name not in self._blocks] if bucket.homes.optimizer == "nvme" else []
@@ -130,19 +131,26 @@ class ShardStore:
                 self.arena = self._open(self._needed(plan, moments))
                 log.info("room for optimizer states on NVMe: %s", format_bytes(self.arena.size))
             block = self._block(bucket.name, params)
+            masters = [p for p in params if _leaves(p)]
+            if masters:  # all float32
+                size = block.elements * torch.float32.itemsize
+                self._masters[block] = self._allocated(size, f"parameters of bucket {bucket.name}")
+            for p in masters:
+                self._leave(p, block)
             self._blocks.update(dict.fromkeys(block.begins, block))
-            for p in params:
-                if _leaves(p):
-                    self._leave(p, block)
-                    left.append(self._params[p.name])
-        return left
+            self.changes += 1
 
     def _needed(self, plan: Plan, moments: int) -> int:
         """Bytes for masters and states of all of the model: other frames read the rest of it."""
         trained = [local_tensor(p) for p in self._params.values() if p.requires_grad]
         leave = any(_leaves(p) for bucket in plan.buckets for p in bucket.params)
-        each = moments * torch.float32.itemsize
-        return sum(-(-p.numel() // UNIT) * UNIT * (each + p.itemsize * leave) for p in trained)
+        size = 0
+        for p in trained:
+            kinds = moments + (
+                leave or p.itemsize < torch.float32.itemsize
+            )  # of 16 bits an optimizer may keep a master
+            size += -(-p.numel() // UNIT) * UNIT * kinds * torch.float32.itemsize
+        return size
 
     def _block(self, name: str, params: Sequence[Param]) -> Block:
         begins, end = {}, 0
@@ -155,10 +163,8 @@ class ShardStore:
         """Move a parameter to its bucket's extent, and keep a copy of it that computes."""
         assert self.arena is not None
         param = self._params[described.name]
-        local, key = local_tensor(param), (block, param.dtype)
-        if key not in self._masters:
-            self._masters[key] = self.arena.allocate(block.elements * param.dtype.itemsize)
-        extent, offset = self._masters[key], block.begins[described.name] * param.dtype.itemsize
+        local, extent = local_tensor(param), self._masters[block]
+        offset = block.begins[described.name] * param.dtype.itemsize
         copy = local.detach().to(torch_dtype(described.compute_dtype))
         flat = local.detach().as_strided((local.numel(),), (1,))  # dense, in whatever order
         self.arena.wait(self.arena.write(extent, flat, offset=offset))
@@ -250,29 +256,32 @@ class ShardStore:
     def extent(self, owner: Optimizer, block: Block, name: str, dtype: torch.dtype) -> Extent:
         """Where :meth:`state` has put the states of a bucket, or :data:`PARAMETER` the parameters themselves."""
         if name == PARAMETER:
-            return self._masters[block, dtype]
+            return self._masters[block]
         return self._kinds[owner][block, name, dtype].extent
 
     def _made(self, block: Block, name: str, dtype: torch.dtype, fill: float) -> Extent:
         assert self.arena is not None
-        size = block.elements * dtype.itemsize
-        if self.arena.free_bytes < size:
-            self._reclaim()
-        try:
-            extent = self.arena.allocate(size)
-        except StorageError as error:
-            raise StorageError(
-                f"{str(error).partition(chr(10))[0]}; they are for {name} of bucket {block.name}",
-                "give the backend more room: zerograph.backend(nvme='...GiB')",
-            ) from None
+        extent = self._allocated(block.elements * dtype.itemsize, f"{name} of bucket {block.name}")
+        self._extents.add(extent)
         # Written and not mapped: pages that nobody reads would fill the memory.
         chunk = self.ring[0].view(dtype)
         chunk.fill_(fill)
         for begin in range(0, block.elements, len(chunk)):
             part = chunk[: min(len(chunk), block.elements - begin)]
             self.arena.wait(self.arena.write(extent, part, offset=begin * dtype.itemsize))
-        self._extents.add(extent)
         return extent
+
+    def _allocated(self, size: int, what: str) -> Extent:
+        assert self.arena is not None
+        if self.arena.free_bytes < size:
+            self._reclaim()
+        try:
+            return self.arena.allocate(size)
+        except StorageError as error:
+            raise StorageError(
+                f"{str(error).partition(chr(10))[0]}; they are for {what}",
+                "give the backend more room: zerograph.backend(nvme='...GiB')",
+            ) from None
 
     def _reclaim(self) -> None:
         """Free what belonged to optimizers that are gone."""
@@ -315,8 +324,8 @@ class ShardStore:
 
 
 def _leaves(param: Param) -> bool:
-    """Whether a parameter goes where its states go: another dtype computes, of a copy that is gathered."""
-    return param.sharded and param.trainable and param.compute_dtype != param.dtype
+    """Whether a parameter goes where its states go: 16 bits compute, of a copy that is gathered."""
+    return param.sharded and param.trainable and param.is_master
 
 
 def _versions(param: Tensor) -> tuple[int, int]:
@@ -330,5 +339,5 @@ SLOTS = 3
 SLOT = 64 * 2**20
 """Bytes of one slot; no less than a unit of each kind takes."""
 
-MOST_KINDS = 4
-"""That an update reads of each parameter at a time: master, and at most three moments."""
+MOST_KINDS = 5
+"""That an update reads of the parameters of a bucket at a time: they themselves, masters, and at most three moments."""

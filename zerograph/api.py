@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from zerograph.compiler.report import BucketReport, Report
 from zerograph.compiler.segments import SegmentCache
 from zerograph.compiler.torch_private import graph_breaks
 from zerograph.core.config import Config
-from zerograph.core.errors import ConfigError, ZeroGraphError
+from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
+from zerograph.core.units import format_bytes
 from zerograph.optim.check import OptimizerCheck
 from zerograph.runtime.comm import Communicator
 from zerograph.runtime.executor import Runtime
@@ -56,7 +58,7 @@ class Backend:
         # The same sets and dicts for all: adoption fills them when a model comes, and everyone sees it.
         self._steps = StepCount(self._adoption.known)
         self._hold = GradientHold(self._adoption.params)
-        self._store = ShardStore(self._adoption.params, self._open_arena)
+        self._store = ShardStore(self._adoption.params, partial(_open_arena, config))
         self._optimizers = OptimizerCheck(
             self._adoption.known,
             self._adoption.replaced,
@@ -90,8 +92,7 @@ class Backend:
             with self._together(frame.code):
                 compiled = compile_frame(frame, gm, example_inputs, self._planner)
                 if "backward" in frame.programs:
-                    # Not while anything is traced. Their memory is another one then, and nobody has assigned it.
-                    self._optimizers.remember(self._store.settle(frame.plan, MOMENTS))
+                    self._settle(frame.plan)
                 return compiled
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -100,6 +101,11 @@ class Backend:
 
     def _connect(self, device: torch.device) -> Ranks:
         """Connect to the other ranks: with them there is all that frames are compiled for."""
+        if self.config.offloads and device.type != "cpu":
+            raise UnsupportedError(
+                f"states of a model on {device.type} cannot be kept on NVMe yet",
+                "offload works on the CPU; train without it, or see `zerograph plan --offload`",
+            )
         self._segments.prepare(device)
         ranks = Ranks.connect(self.config, device)
         self._compile_for(ranks, self.config)
@@ -123,8 +129,20 @@ class Backend:
             tied=self._adoption.tied,
         )
 
-    def _open_arena(self, size: int) -> Arena:
-        return Arena(self.config.path, max(size, self.config.nvme or 0))
+    def _settle(self, plan: Plan) -> None:
+        """Let parameters and states go where ``plan`` wants them; not while anything is traced."""
+        try:
+            self._store.settle(plan, MOMENTS)
+        finally:
+            # What has left has other memory now, which nobody has assigned.
+            self._optimizers.remember(self._adoption.params.values())
+
+    def refresh(self) -> None:
+        """Parameters were changed in a way that counts nowhere (``.data``, ``torch._foreach_mul_``): gather them anew.
+
+        Needed where copies of masters on NVMe are gathered; elsewhere parameters are what is gathered.
+        """
+        self._store.touched(self._adoption.params.values())
 
     def _remember(self, new: Iterable[nn.Parameter]) -> None:
         self._optimizers.remember(new)
@@ -226,6 +244,15 @@ class Backend:
             slots=self._store.slots,
             recorded=self._recording.beside_forecast() if self._recording is not None else None,
         )
+
+
+def _open_arena(config: Config, size: int) -> Arena:
+    if config.nvme is not None and config.nvme < size:
+        raise ConfigError(
+            f"nvme={format_bytes(config.nvme)}: masters and states of this rank take {format_bytes(size)}",
+            "give that or more, or leave it out",
+        )
+    return Arena(config.path, config.nvme or size)
 
 
 def _adopt_early() -> None:

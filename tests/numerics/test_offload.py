@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -320,6 +322,142 @@ def test_checkpoints_load_at_either_home(make: Callable[[nn.Module], Optimizer],
     run(2, _resumed, make, str(tmp_path), kind)
 
 
+def _without_a_gradient(folder: str) -> None:
+    """What an update leaves alone, and somebody changes beside it, is gathered as it was changed."""
+    results = []
+    for more in ({}, {**OFF, "path": folder}):
+        training = Run(adamw, stage=3, dtype=torch.bfloat16, **more)
+        training.steps(2)
+        training.backward()
+        weight = training.model.layers[0][0].weight
+        with torch.no_grad():
+            weight.mul_(0.5)
+        weight.grad = None
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.steps(2)
+        with torch.no_grad():
+            torch._foreach_mul_(list(training.model.parameters()), 0.5)  # no version of a DTensor shows it
+        training.backend.refresh()
+        training.steps(1)
+        results.append(training.result())
+    _same(*results)
+
+
+def test_changes_beside_an_update_and_refresh(tmp_path: Path) -> None:
+    run(2, _without_a_gradient, str(tmp_path))
+
+
+def _goes_on(folder: str) -> None:
+    """Optimizers outlive their backend, and go on with another one, of whatever offload."""
+    for later in ({}, {**OFF, "path": folder}):
+        results = []
+        for more in ({}, {**OFF, "path": folder}):
+            training = Run(adamw, stage=3, dtype=torch.bfloat16, **more)
+            training.steps(2)
+            del training.backend, training.compiled
+            torch._dynamo.reset()
+            gc.collect()
+            options = later if more else {}
+            training.backend = zerograph.backend(stage=3, dtype=torch.bfloat16, compute="eager", **options)
+            training.compiled = torch.compile(training.model, backend=training.backend)
+            training.steps(3)
+            results.append(training.result())
+        _same(*results)
+
+
+def test_another_backend_goes_on(tmp_path: Path) -> None:
+    run(2, _goes_on, str(tmp_path))
+
+
+def _states_before_homes(folder: str, make: Callable[[nn.Module], Optimizer], kind: str) -> int:
+    results = []
+    for more in ({}, {**OFF, "path": folder}):
+        training = Run(make, stage=3, **more)
+        if kind == "initialized":
+            zerograph.shard(training.model, training.backend)
+            get_state_dict(training.model, training.optimizer)
+
+        def closure(training: Run = training) -> float:
+            training.optimizer.zero_grad()
+            training.backward()
+            return training.losses[-1]
+
+        for _ in range(3):
+            training.optimizer.step(closure)
+            training.optimizer.zero_grad()
+        results.append(training.result())
+    _same(*results)
+    return _on_nvme(training)
+
+
+@pytest.mark.parametrize("kind", ["closure", "initialized"])
+@pytest.mark.parametrize("make", [adamw, stock])
+def test_states_that_are_made_before_the_first_plan_come_home(
+    make: Callable[[nn.Module], Optimizer], kind: str, tmp_path: Path
+) -> None:
+    assert all(run(2, _states_before_homes, str(tmp_path), make, kind))
+
+
+def _two_backends(folder: str) -> None:
+    first, second = (Run(adamw, stage=3, **OFF, path=folder) for _ in range(2))
+    for training in (first, second):
+        training.steps(1)
+    both = adamw(nn.ModuleList([first.model, second.model]))
+    for training in (first, second):
+        training.backward()
+    with pytest.raises(UnsupportedError, match="parameters of two backends"):
+        both.step()
+
+
+def test_one_optimizer_over_two_offloading_backends_is_refused(tmp_path: Path) -> None:
+    run(2, _two_backends, str(tmp_path))
+
+
+def _other_dtypes(folder: str, whole: torch.dtype | None, dtype: torch.dtype) -> None:
+    results = []
+    for make in (adamw, mastered):
+        for more in ({}, {**OFF, "path": folder}):
+            training = Run(make, whole, stage=3, dtype=dtype, **more)
+            training.steps(3)
+            results.append(training.result())
+        _same(*results[-2:])
+
+
+@pytest.mark.parametrize(
+    ("whole", "dtype"),
+    [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.float16), (None, torch.float64), (None, torch.float16)],
+)
+def test_parameters_that_compute_in_any_dtype(whole: torch.dtype | None, dtype: torch.dtype, tmp_path: Path) -> None:
+    run(2, _other_dtypes, str(tmp_path), whole, dtype)
+
+
+def _fails_later(folder: str) -> str:
+    training = Run(adamw, stage=3, **OFF, path=folder)
+    training.steps(2)
+    training.backward()
+    if _rank() == 0:
+        arena = training.backend._store.arena
+        arena._engine.inject([(_core.FaultPoint.read, 1, 1, _core.FaultEffect.error, errno.EIO)])
+
+    def goes_on() -> None:
+        training.optimizer.start_step().wait()
+        training.optimizer.zero_grad()
+        training.backward()
+
+    with pytest.raises(ZeroGraphError) as caught:
+        goes_on()
+    if _rank() == 0:
+        time.sleep(5)  # the other one hears of it while this one lives
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_a_transfer_that_fails_behind_start_step_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    start = time.monotonic()
+    first, second = run(2, _fails_later, str(tmp_path), timeout=60)
+    assert first.startswith("StorageError") and second.startswith("RankError") and time.monotonic() - start < 50
+
+
 def _two_optimizers(folder: str) -> None:
     training = Run(adamw, stage=3, **OFF, path=folder)
     training.steps(2)
@@ -396,6 +534,8 @@ def _needs_three_moments(folder: str, nvme: str | None) -> None:
 
 def test_no_room_for_more_moments_is_said_with_what_mends_it(tmp_path: Path) -> None:
     run(1, _needs_three_moments, str(tmp_path), "2MiB")
+    with pytest.raises(RankFailure, match="nvme=64 KiB: masters and states of this rank take"):
+        run(1, _needs_three_moments, str(tmp_path), "64KiB")
     with pytest.raises(RankFailure, match=r"no room for (?s:.*)max_exp_avg_sq of bucket(?s:.*)nvme='"):
         run(1, _needs_three_moments, str(tmp_path), None)
 

@@ -73,7 +73,7 @@ def test_chunks_of_any_size_give_the_same_bits(
         here, there = params_of(sizes), params_of(sizes)
         mine, theirs = MAKE[make](here.values()), MAKE[make](there.values())
         store = stored(there, buckets, tmp_path)
-        theirs.store = lambda: store  # type: ignore[attr-defined]  # as a backend sets it
+        theirs.store = store  # type: ignore[attr-defined]  # as a backend sets it
         train(mine, here, missing)
         train(theirs, there, missing)
         for name, param in here.items():
@@ -94,7 +94,7 @@ def test_a_failed_transfer_ends_the_update_and_leaves_nothing_under_way(
     params = params_of([20_000, 30_000])
     store = stored(params, 1, tmp_path)
     optimizer = zerograph.optim.AdamW(params.values())
-    optimizer.store = lambda: store
+    optimizer.store = store
     train(optimizer, params, [False])
     store.arena._engine.inject([(point, number, 1, _core.FaultEffect.error, errno.EIO)])  # type: ignore[union-attr]
     with pytest.raises(StorageError, match="Input/output error"):
@@ -108,7 +108,7 @@ def test_states_are_mappings_that_a_state_dict_shows(tmp_path: Path) -> None:
     params = params_of([3000])
     store = stored(params, 1, tmp_path)
     optimizer = zerograph.optim.AdamW(params.values())
-    optimizer.store = lambda: store
+    optimizer.store = store
     train(optimizer, params, [False])
     state = optimizer.state_dict()["state"][0]
     assert store.is_home(optimizer, store.places()[id(params["p0"])], "exp_avg", local_tensor(state["exp_avg"]))

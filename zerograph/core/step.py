@@ -55,6 +55,11 @@ class Param:
         return prod(self.shape)
 
     @property
+    def is_master(self) -> bool:
+        """Whether it is float32 of which 16 bits compute: then a copy is gathered where it lives off the device."""
+        return self.dtype == "float32" and self.compute_dtype in ("bfloat16", "float16")
+
+    @property
     def gathered_bytes(self) -> int:
         """Bytes of the whole parameter in the compute dtype."""
         return self.elements * ITEM_SIZE[self.compute_dtype]

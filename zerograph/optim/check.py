@@ -90,13 +90,26 @@ class OptimizerCheck:
         ranks = self._communicator()
         if ranks is not None and isinstance(optimizer, HostOptimizer) and any(map(is_split, self._own(optimizer))):
             optimizer.communicator = weakref.ref(ranks)
-        if self._store.arena is not None and self._holds_own(optimizer):
-            if isinstance(optimizer, HostOptimizer):
-                optimizer.store = weakref.ref(self._store)
-            else:
-                make_states(optimizer, self._store)
         if self._holds_own(optimizer):
+            self._bring_states_home(optimizer)
             self._telemetry.updating()
+
+    def _bring_states_home(self, optimizer: Optimizer) -> None:
+        """Let ``optimizer`` keep states where the backend says."""
+        if not isinstance(optimizer, HostOptimizer):
+            if self._store.arena is not None:
+                make_states(optimizer, self._store)
+            return
+        known, mine = optimizer.store, self._store
+        if known is not None and known is not mine and mine.arena is not None:
+            own = {id(p) for p in _params_of(optimizer)}
+            if own & (known.places().keys() - mine.places().keys()):
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__} holds parameters of two backends that keep states on NVMe",
+                    "make an optimizer for each model",
+                )
+        if known is None or mine.arena is not None:
+            optimizer.store = mine
 
     def _failed(self, optimizer: Optimizer, error: BaseException) -> None:
         """The update is a program of all ranks: those that wait for this one hear of its error at once, the others at

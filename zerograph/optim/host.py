@@ -27,7 +27,7 @@ from zerograph.optim.clip import power_sum
 from zerograph.optim.parts import GroupParts, Member, Part, parts_of
 from zerograph.optim.stream import Stored, Stream
 from zerograph.optim.tensors import TAGS, Gradients, GroupLayout, uses_kernels
-from zerograph.optim.torch_private import hooked_step
+from zerograph.optim.torch_private import hooked_step, tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.comm import Communicator, sum_over_ranks
 from zerograph.runtime.shards import Place, ShardStore
@@ -47,7 +47,7 @@ class HostOptimizer(Optimizer):
     """
 
     communicator: Callable[[], Communicator | None] = staticmethod(lambda: None)
-    store: Callable[[], ShardStore | None] = staticmethod(lambda: None)
+    store: ShardStore | None = None
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then sets grad_scale and found_inf on the optimizer
 
@@ -162,6 +162,7 @@ class HostOptimizer(Optimizer):
         self._settle()
         self._opt_called = True  # learning rate schedulers ask for it, and see only calls of step()
         self._running = self._start(grad_scale, clip)
+        self._running.failed = functools.partial(tell_failed_step, self)
         return self._running
 
     def _settle(self) -> None:
@@ -255,10 +256,10 @@ class HostOptimizer(Optimizer):
         if calls or stored:
             _tell_target()
         ticket = _core.update(calls, factor) if calls else None
-        store = self.store()
-        if not stored or store is None:
+        if not stored:
             return PendingUpdate(ticket, touched)
-        return PendingUpdate(ticket, touched, self._streamed(store, stored, apart, factor), store.updated)
+        assert self.store is not None  # it gave them their places
+        return PendingUpdate(ticket, touched, self._streamed(self.store, stored, apart, factor), self.store.updated)
 
     def _streamed(
         self, store: ShardStore, stored: list[Stored], apart: list[tuple[_core.Rule, Gradients]], factor: float
@@ -284,13 +285,13 @@ class HostOptimizer(Optimizer):
 
     def _plan(self, index: int, layout: GroupLayout, grads: Gradients, states: set[int]) -> GroupParts:
         group, plan = self.param_groups[index], self._plans.get(index)
-        slots = self._slots(group)
-        if plan is None or not plan.holds(layout, slots, grads, states):
+        slots, store = self._slots(group), self.store
+        homes = (store, store.changes if store is not None else 0)
+        if plan is None or not plan.holds(layout, slots, grads, states, homes):
             known = plan.members_of(layout, self.state) if plan is not None else ()
-            store = self.store()
             places = store.places() if store is not None else {}
             parts = parts_of(layout, grads, known, lambda i: self._member(group, layout, i, slots, places))
-            plan = self._plans[index] = GroupParts(layout, slots, parts, self.state)
+            plan = self._plans[index] = GroupParts(layout, slots, parts, self.state, homes)
         return plan
 
     def _member(
@@ -337,14 +338,13 @@ class HostOptimizer(Optimizer):
 
     def _copy_of(self, param: Tensor) -> Tensor | None:
         """What is gathered in place of ``param``, where that is on NVMe."""
-        store = self.store()
-        return store.copy_of(param) if store is not None else None
+        return self.store.copy_of(param) if self.store is not None else None
 
     def _stored(
         self, place: Place, name: str, value: Tensor | None, param: Tensor, dtype: torch.dtype, fill: float
     ) -> Tensor:
         """State ``value`` of ``param`` on NVMe, where it is made when there is none."""
-        store = self.store()
+        store = self.store
         assert store is not None
         if value is not None and value.dtype == dtype and store.is_home(self, place, name, local_tensor(value)):
             return value

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zerograph import _core
 from zerograph.optim.tensors import NOTHING, TAGS, Gradients, GroupLayout, uses_kernels
-from zerograph.runtime.shards import Place
+from zerograph.runtime.shards import Place, ShardStore
 
 
 @dataclass(slots=True)
@@ -82,8 +82,8 @@ class Part:
             if changed.any():
                 m.target.copy_(torch.where(changed, m.local.to(m.target.dtype), m.target))
 
-    def updated(self, grads: Gradients) -> None:
-        """Tell autograd that the members with gradients have changed."""
+    def updated(self, grads: Gradients) -> Sequence[Tensor]:
+        """Tell autograd that the members with gradients have changed; returns what has their versions."""
         per_member = len(self.watched) // len(self.members)
         changed = self.watched
         if not grads.complete:
@@ -93,15 +93,25 @@ class Part:
             self.fresh = [fresh and not a for fresh, a in zip(self.fresh, grads.addresses, strict=True)]
         if self.mastered:
             self._versions = [t._version for t in self.watched]
+        return changed
+
+
+Homes = tuple[ShardStore | None, int]
+"""Who says where states are, and how often that has changed."""
 
 
 class GroupParts:
     """All parts of one group, and what tells whether they still hold."""
 
     def __init__(
-        self, layout: GroupLayout, slots: tuple[str, ...], parts: list[Part], state: Mapping[Tensor, Any]
+        self,
+        layout: GroupLayout,
+        slots: tuple[str, ...],
+        parts: list[Part],
+        state: Mapping[Tensor, Any],
+        homes: Homes,
     ) -> None:
-        self.layout, self.slots, self.parts = layout, slots, parts
+        self.layout, self.slots, self.parts, self._homes = layout, slots, parts, homes
         self._changes = layout.changes
         self._members = {m.index for part in parts for m in part.members}
         params = [layout.params[m.index] for part in parts for m in part.members]
@@ -110,13 +120,16 @@ class GroupParts:
         self._locals = [t for part in parts for m in part.members for t in _of(m)]
         self._addresses = _addresses(self._locals)
 
-    def holds(self, layout: GroupLayout, slots: tuple[str, ...], grads: Gradients, states: set[int]) -> bool:
+    def holds(
+        self, layout: GroupLayout, slots: tuple[str, ...], grads: Gradients, states: set[int], homes: Homes
+    ) -> bool:
         """Whether the same tensors are to be updated, at the same addresses; ``states`` are the ids of the dicts that
         the optimizer holds now."""
         # Identities and addresses only: this is asked in every step, of hundreds of parameters.
         return (
             self.layout is layout
             and self.slots == slots
+            and self._homes == homes
             and self._changes == layout.changes
             and self._covers(grads)
             and states.issuperset(map(id, self._dicts))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from zerograph.core.errors import UnsupportedError
 from zerograph.optim.host import placed_as
@@ -25,7 +25,8 @@ def make_states(optimizer: Optimizer, store: ShardStore) -> None:
     places = store.places()
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if id(param) in places and param.grad is not None:
+            # A closure brings gradients only later: what it has then made comes home before the next step.
+            if id(param) in places and (param.grad is not None or param in optimizer.state):
                 _make(optimizer, group, param, store, places[id(param)])
 
 
@@ -42,16 +43,18 @@ def _make(optimizer: Optimizer, group: dict[str, object], param: Tensor, store: 
             home = store.state(optimizer, place, name, value.dtype, like, 0.0)
             home.copy_(local_tensor(value))
             state[name] = placed_as(home, param)
-    if isinstance(optimizer, Adam) and "step" not in state:
-        state["step"] = torch.tensor(0.0)
+    if "step" not in state and not isinstance(optimizer, Adagrad):
+        double = torch.get_default_dtype() == torch.float64 and not group["fused"]
+        state["step"] = torch.tensor(0.0, dtype=torch.float64 if double else torch.float32)  # as torch has it
 
 
 def _names(optimizer: Optimizer, group: dict[str, object]) -> tuple[str, ...]:
-    if isinstance(optimizer, Adam):  # AdamW too
+    kind = type(optimizer)  # subclasses may keep more
+    if kind in (Adam, AdamW):
         return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
-    if isinstance(optimizer, Adagrad):
+    if kind is Adagrad:
         return ("sum",)
-    if isinstance(optimizer, SGD) and not group["momentum"]:
+    if kind is SGD and not group["momentum"]:
         return ()
     raise UnsupportedError(
         f"{type(optimizer).__name__} cannot keep its states on NVMe: ZeroGraph does not know which it makes",

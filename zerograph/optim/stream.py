@@ -216,20 +216,19 @@ class Stream:
         return calls
 
     def _read(self, chunk: _Chunk) -> None:
-        chunk.under_way = [
-            self._arena.read(kind.extent, view, Priority.now, offset=chunk.begin * kind.dtype.itemsize)
-            for kind, view in chunk.views()
-        ]
+        for kind, view in chunk.views():  # one by one: what is under way must be known if the next one raises
+            offset = chunk.begin * kind.dtype.itemsize
+            chunk.under_way.append(self._arena.read(kind.extent, view, Priority.now, offset=offset))
 
     def _write(self, chunk: _Chunk) -> None:
-        chunk.under_way = [
-            self._arena.write(kind.extent, view, Priority.now, offset=chunk.begin * kind.dtype.itemsize)
-            for kind, view in chunk.views()
-        ]
+        for kind, view in chunk.views():
+            offset = chunk.begin * kind.dtype.itemsize
+            chunk.under_way.append(self._arena.write(kind.extent, view, Priority.now, offset=offset))
 
     def _settle(self, chunk: _Chunk) -> None:
         while chunk.under_way:
-            self._arena.wait(chunk.under_way.pop())
+            self._arena.wait(chunk.under_way[-1])
+            chunk.under_way.pop()
 
 
 def _place(member: Member) -> Place:

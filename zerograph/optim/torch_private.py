@@ -45,11 +45,16 @@ def _watched(hooked: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return hooked(optimizer, *args, **options)
         except BaseException as error:
-            for hook in tuple(_HOOKS.values()):
-                hook(optimizer, error)
+            tell_failed_step(optimizer, error)
             raise
 
     return watched
+
+
+def tell_failed_step(optimizer: Optimizer, error: BaseException) -> None:
+    """Call the hooks, for a step that goes on after its method has returned."""
+    for hook in tuple(_HOOKS.values()):
+        hook(optimizer, error)
 
 
 @functools.cache

@@ -23,6 +23,7 @@ class PendingUpdate:
     ) -> None:
         """``stream`` updates what is on NVMe, in the thread that waits; ``updated`` hears of all that was."""
         self._ticket, self._touched, self._stream, self._updated = ticket, touched, stream, updated
+        self.failed: Callable[[BaseException], None] = lambda _: None  # hears of an error in wait()
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
@@ -40,13 +41,16 @@ class PendingUpdate:
         try:
             if stream is not None:
                 stream()
+        except BaseException as error:
+            self.failed(error)
+            raise
         finally:
             if ticket is not None:
                 ticket.wait()
         for part, grads in touched:
-            part.updated(grads)
+            changed = part.updated(grads)
             if part.stored:
-                self._updated(part.watched)
+                self._updated(changed)
 
     def __del__(self) -> None:
         ticket = getattr(self, "_ticket", None)

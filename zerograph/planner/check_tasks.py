@@ -78,7 +78,7 @@ def arrivals(file: PlanFile) -> Iterator[Found]:
                 wanted = [("fetch" if staged else "read", "shard")]
             case "update", _ if homes.optimizer != "device":
                 # On a CPU plain SGD of parameters that compute in their own dtype keeps nothing anywhere else.
-                masters = staged or any(p.trainable and p.compute_dtype != p.dtype for p in bucket.params)
+                masters = staged or any(p.trainable and p.is_master for p in bucket.params)
                 states = homes.optimizer == "nvme" and (masters or (span.bucket, span.tile) in read)
                 reads = states or homes.gradients == "nvme"
                 spills = homes.gradients == "host" or (homes.gradients == "device" and staged)

@@ -42,7 +42,7 @@ class Shards:
     def of(cls, params: Sequence[Param], world_size: int, moments: int, staging: Tier) -> Shards:
         """Of the sharded ones of ``params``; buffers of NVMe are on ``staging``."""
         trained = [p for p in params if p.sharded and p.trainable]
-        copied = [p for p in trained if staging != "device" or p.compute_dtype != p.dtype]
+        copied = [p for p in trained if staging != "device" or p.is_master]
         shards, masters = (sum(shard_bytes(p, world_size) for p in some) for some in (trained, copied))
         return cls(
             copy=sum(copy_bytes(p, world_size) for p in copied),
