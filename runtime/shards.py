@@ -112,7 +112,7 @@ class ShardStore:
     def settle(self, plan: Plan, moments: int) -> None:
         """Give homes to the parameters of ``plan`` that have none yet.
 
-        A float32 parameter of which 16 bits compute is a master, which leaves with the optimizer's states; programs then
+        A float32 parameter of which 16 bits compute is a master, which leaves with its states; programs then
         gather its copy. Others stay: a copy would take the same room, or more. So do all in a lone process, whose
         graphs read parameters and gather none.
 
