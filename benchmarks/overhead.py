@@ -20,7 +20,9 @@ from zerograph.core.step import Param
 from zerograph.runtime.entry import Entry
 from zerograph.runtime.executor import Executor, Runtime
 from zerograph.runtime.hold import GradientHold
+from zerograph.runtime.nvme import Arena
 from zerograph.runtime.residency import GatheredCache, StepCount
+from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.telemetry import Telemetry
 
 BUCKETS, PARAMS, RUNS = 48, 12, 300
@@ -52,6 +54,10 @@ class Nowhere:
         return pending
 
 
+def nowhere(size: int) -> Arena:
+    raise AssertionError(f"nothing leaves the device, and {size} bytes were asked for")
+
+
 def executor() -> Executor:
     """A forward of ``BUCKETS`` layers with ``PARAMS`` parameters each."""
     steps: list[Instruction] = []
@@ -74,7 +80,7 @@ def executor() -> Executor:
     program = Program("forward", inputs, register, tuple(steps), (x,), (Segment("0" * 16, 1),))
     hold = GradientHold({})
     cache = GatheredCache(Plan(3, 2, tuple(buckets), 1), StepCount(), hold)
-    runtime = Runtime(0, Nowhere(), cache, hold, Telemetry())  # type: ignore[arg-type]
+    runtime = Runtime(0, Nowhere(), cache, hold, Telemetry(), ShardStore({}, nowhere))  # type: ignore[arg-type]
     return Executor(program, [_first], runtime)
 
 
