@@ -12,10 +12,11 @@ from torch import Tensor, nn
 import zerograph
 from zerograph.core.check import check_programs
 from zerograph.core.machine import machine_named
-from zerograph.core.program import Reduce
+from zerograph.core.plan import Homes
+from zerograph.core.program import Read, Reduce, Write
 from zerograph.core.runfile import Measured
 from zerograph.planner.forecasts import ProgramForecast, forecast_programs, update_program
-from zerograph.planner.rates import kept_states
+from zerograph.planner.rates import Rates, kept_states
 
 WIDTH, LAYERS, WORLD = 64, 6, 4
 WEIGHT = 2 * (WIDTH * WIDTH + WIDTH) * 4  # bytes of one block
@@ -150,3 +151,23 @@ def test_nothing_is_wrong_with_the_programs(stage: int) -> None:
         "which is not there" in str(wrong) or "reduced 0 times" in str(wrong)
         for wrong in check_programs(again, backend.plan)
     )
+
+
+def test_states_on_nvme_are_read_updated_and_written_bucket_by_bucket() -> None:
+    _, backend = seen(3)
+    plan, machine = backend.plan, machine_named("cpu")
+    there = replace(plan, buckets=tuple(replace(b, homes=Homes(optimizer="nvme")) for b in plan.buckets))
+    programs = [backend.program["forward"], backend.program["backward"]]
+    kept = kept_states([p for bucket in plan.buckets for p in bucket.params], WORLD, 2)
+    update = update_program(there, kept, Rates(machine, WORLD, "float32"))
+    moved = {kind: sum(i.bytes for i in update.instructions if isinstance(i, kind)) for kind in (Read, Write)}
+    assert moved == {
+        Read: sum(kept.values()),
+        Write: sum(kept.values()),
+    }  # parameters stay: they are no masters of 16 bits
+    assert len(update_program(there, kept).instructions) == 1
+    away = forecast_programs(programs, there, machine)
+    assert {"nvme_read", "cpu_update", "nvme_write"} <= {span.stream for span in away.forecast.spans}
+    assert away.forecast.peaks["nvme"].bytes == sum(kept.values())
+    measured = Measured(update=1.0)
+    assert forecast_programs(programs, there, machine, measured=measured).forecast.seconds > 1.0

@@ -7,18 +7,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from zerograph.core.machine import Machine
-from zerograph.core.plan import Plan
+from zerograph.core.plan import Bucket, Plan
 from zerograph.core.planfile import Holding
-from zerograph.core.program import Program
+from zerograph.core.program import Instruction, Program
 from zerograph.core.runfile import Measured
 from zerograph.core.simulate import simulate
 from zerograph.core.timeline import NOT_COUNTED, Forecast
-from zerograph.planner.placement import between_steps
+from zerograph.planner.placement import BucketPart, between_steps, bucket_parts
 from zerograph.planner.process_memory import Resident, resident
 from zerograph.planner.rates import Rates, device_update, kept_states
 from zerograph.planner.regions import Life, Profile
-from zerograph.planner.schedule import Scheduler
-from zerograph.planner.sketch import sketch
+from zerograph.planner.schedule import Registers, Scheduler
+from zerograph.planner.sketch import host_update, sketch
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,9 @@ def forecast_programs(
     kept = _kept(plan, moments) if kept is None else kept
     states = tuple(between_steps(plan, kept, rates.staging))
     trains = any(program.kind == "backward" for program in programs)
-    step = [*programs, update_program(plan, kept)] if trains else programs
+    # A recording has no seconds of what an update reads and writes.
+    update = update_program(plan, kept, rates if measured is None else None)
+    step = [*programs, update] if trains else programs
     forecast, holdings = simulate(step, rates, measured=measured, held=states, not_counted=NOT_COUNTED)
     peak = forecast.peaks.get("device")
     grows = resident(programs, peak.bytes, plan.world_size) if peak is not None and machine.device == "cpu" else None
@@ -79,8 +81,38 @@ def _kept(plan: Plan, moments: int) -> dict[str, int]:
     return kept_states((param for bucket in plan.buckets for param in bucket.params), plan.world_size, moments)
 
 
-def update_program(plan: Plan, kept: Mapping[str, int]) -> Program:
-    """The optimizer's update of the parameters in ``kept`` (:func:`~zerograph.planner.rates.kept_states`); shards and
-    states live on the device."""
-    whole = device_update([bucket.params for bucket in plan.buckets], (), plan.world_size, kept)
-    return Program("update", 0, 0, (whole,), (), (), buckets=[bucket.name for bucket in plan.buckets])
+def update_program(plan: Plan, kept: Mapping[str, int], streams: Rates | None = None) -> Program:
+    """The optimizer's update of the parameters in ``kept`` (:func:`~zerograph.planner.rates.kept_states`).
+
+    With ``streams``, the rates of a machine, states on NVMe are read, updated and written there, bucket by bucket.
+    Without, all of it is one instruction, as a recording sees it.
+    """
+    away = [b.index for b in plan.buckets if b.homes.optimizer == "nvme"] if streams is not None else []
+    whole = device_update([bucket.params for bucket in plan.buckets], away, plan.world_size, kept)
+    names, instructions, registers = [bucket.name for bucket in plan.buckets], list[Instruction](), Registers()
+    if streams is not None:
+        known = _Known(names, streams, registers, plan.buckets, kept)
+        for number, bucket in enumerate(index for index in away if known.bucket_parts(index, 1)[0].shards.optimizer):
+            instructions += host_update(known, bucket, 0, 1, plan.buckets[bucket].homes, number, -1, -1)
+    if whole.sizes or not instructions:
+        instructions.append(whole)
+    contents = registers.contents
+    return Program("update", 0, len(contents), tuple(instructions), (), (), contents, names)
+
+
+@dataclass(slots=True)
+class _Known:
+    """Buckets whose optimizer is known: bytes that it keeps are told, not assumed."""
+
+    names: Sequence[str]
+    rates: Rates
+    registers: Registers
+    buckets: Sequence[Bucket]
+    kept: Mapping[str, int]
+
+    def bucket_parts(self, bucket: int, tiles: int) -> tuple[BucketPart, ...]:
+        """The bucket, as a whole."""
+        rates, params = self.rates, self.buckets[bucket].params
+        (part,) = bucket_parts(self.names[bucket], params, tiles, {}, rates.world_size, 0, rates.staging)
+        states = sum(self.kept.get(p.name, 0) for p in params if p.sharded)
+        return (replace(part, shards=replace(part.shards, optimizer=part.shards.optimizer + states)),)

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Homes, Plan
@@ -41,7 +41,9 @@ from zerograph.core.program import (
     stays_whole,
 )
 from zerograph.core.step import Kind, layer_of_activation
-from zerograph.planner.schedule import PhaseWork, Piece, SavedRegisters, Scheduler
+from zerograph.planner.placement import BucketPart
+from zerograph.planner.rates import Rates
+from zerograph.planner.schedule import PhaseWork, Piece, Registers, SavedRegisters, Scheduler
 
 T = TypeVar("T")
 BUFFERS = 3
@@ -293,7 +295,7 @@ class _Sketch:
                     if gradient < 0 and bucket in self.reduced:
                         gradient = _reduced(scheduler, bucket, tile, tiles, False)
                     self.instructions += self._once(
-                        _host_update, bucket, tile, tiles, buckets[bucket].homes, updates, gradient, self.norm
+                        host_update, bucket, tile, tiles, buckets[bucket].homes, updates, gradient, self.norm
                     )
                     updates += 1
         update = scheduler.update(host)
@@ -334,7 +336,7 @@ def _norm(scheduler: Scheduler) -> int:
     return scheduler.registers.get("norm", "norm of the gradients", 0, "temporary")
 
 
-def _slot(scheduler: Scheduler, ring: str, number: int) -> int:
+def _slot(scheduler: Buckets, ring: str, number: int) -> int:
     """The register of the staging buffer that the ``number``-th of those works in that share a ring."""
     tier, name = scheduler.rates.staging, "staging buffer"
     place = scheduler.registers.get((ring, number % BUFFERS), name, 0, "temporary", tier)
@@ -441,8 +443,19 @@ def _wait_reduce(scheduler: Scheduler, reduce: Reduce, leaves: bool, last: bool)
     return WaitReduce(reduce.bucket, reduce.out, outs, (), reduce.tile, reduce.tiles)
 
 
-def _host_update(
-    scheduler: Scheduler, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradient: int, norm: int
+class Buckets(Protocol):
+    """What an update needs to know of buckets."""
+
+    names: Sequence[str]
+    rates: Rates
+    registers: Registers
+
+    def bucket_parts(self, bucket: int, tiles: int) -> tuple[BucketPart, ...]:
+        """A bucket in so many tiles."""
+
+
+def host_update(
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradient: int, norm: int
 ) -> list[Instruction]:
     """The update of a bucket or tile whose states live off the device.
 
