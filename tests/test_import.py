@@ -49,7 +49,7 @@ def test_every_public_name_resolves() -> None:
 
 def test_a_backend_offers_what_users_call() -> None:
     offered = {name for name in dir(zerograph.backend()) if not name.startswith("_")}
-    assert offered == {"config", "frames", "no_sync", "plan", "program", "record", "report"}
+    assert offered == {"config", "frames", "no_sync", "plan", "program", "record", "refresh", "report"}
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
