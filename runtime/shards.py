@@ -109,7 +109,7 @@ class ShardStore:
         self.arena: Arena | None = None
         self.changes = 0
 
-    def settle(self, plan: Plan, moments: int) -> None:
+    def settle(self, plan: Plan, moments: int, moved: Callable[[Tensor], None] = lambda _: None) -> None:
         """Give homes to the parameters of ``plan`` that have none yet.
 
         A float32 parameter of which 16 bits compute is a master, which leaves with its states; programs then
@@ -118,6 +118,7 @@ class ShardStore:
 
         Args:
             moments: tensors of float32 that an optimizer keeps of each parameter, for which room is reserved.
+            moved: hears of each parameter that has other memory now, also where a later one fails.
 
         Raises:
             StorageError: there is no room.
@@ -137,6 +138,7 @@ class ShardStore:
                 self._masters[block] = self._allocated(size, f"parameters of bucket {bucket.name}")
             for p in masters:
                 self._leave(p, block)
+                moved(self._params[p.name])
             self._blocks.update(dict.fromkeys(block.begins, block))
             self.changes += 1
 
@@ -144,13 +146,10 @@ class ShardStore:
         """Bytes for masters and states of all of the model: other frames read the rest of it."""
         trained = [local_tensor(p) for p in self._params.values() if p.requires_grad]
         leave = any(_leaves(p) for bucket in plan.buckets for p in bucket.params)
-        size = 0
-        for p in trained:
-            kinds = moments + (
-                leave or p.itemsize < torch.float32.itemsize
-            )  # of 16 bits an optimizer may keep a master
-            size += -(-p.numel() // UNIT) * UNIT * kinds * torch.float32.itemsize
-        return size
+        # Of 16 bits an optimizer may keep a master.
+        kinds = [moments + (leave or p.itemsize < torch.float32.itemsize) for p in trained]
+        units = sum(k * -(-p.numel() // UNIT) for k, p in zip(kinds, trained, strict=True))
+        return units * UNIT * torch.float32.itemsize
 
     def _block(self, name: str, params: Sequence[Param]) -> Block:
         begins, end = {}, 0

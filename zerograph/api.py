@@ -92,7 +92,8 @@ class Backend:
             with self._together(frame.code):
                 compiled = compile_frame(frame, gm, example_inputs, self._planner)
                 if "backward" in frame.programs:
-                    self._settle(frame.plan)
+                    # Not while anything is traced. What leaves has other memory then, which nobody has assigned.
+                    self._store.settle(frame.plan, MOMENTS, lambda param: self._optimizers.remember([param]))
                 return compiled
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -128,14 +129,6 @@ class Backend:
             agreement=ranks.agreement,
             tied=self._adoption.tied,
         )
-
-    def _settle(self, plan: Plan) -> None:
-        """Let parameters and states go where ``plan`` wants them; not while anything is traced."""
-        try:
-            self._store.settle(plan, MOMENTS)
-        finally:
-            # What has left has other memory now, which nobody has assigned.
-            self._optimizers.remember(self._adoption.params.values())
 
     def refresh(self) -> None:
         """Parameters were changed in a way that counts nowhere (``.data``, ``torch._foreach_mul_``): gather them anew.
