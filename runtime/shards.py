@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -202,17 +202,20 @@ class ShardStore:
 
     def updated(self, params: Iterable[Tensor]) -> None:
         """The copies of ``params`` have been written together with them."""
-        names = self._names() if self._copies else {}
-        for param in params:
-            if (copy := self._copies.get(names.get(id(param), ""))) is not None:
-                copy.seen = _versions(param)
+        for param, copy in self._copied(params):
+            copy.seen = _versions(param)
 
     def touched(self, params: Iterable[Tensor]) -> None:
         """Something has written to ``params`` that versions may not show: their copies are stale."""
-        names = self._names() if self._copies else {}
-        for param in params:
-            if (copy := self._copies.get(names.get(id(param), ""))) is not None:
-                copy.seen = None
+        for _, copy in self._copied(params):
+            copy.seen = None
+
+    def _copied(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, _Copy]]:
+        """Those of ``params`` that have a copy, with it."""
+        if self._copies:
+            names = self._names()
+            known = ((param, self._copies.get(names.get(id(param), ""))) for param in params)
+            yield from ((param, copy) for param, copy in known if copy is not None)
 
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self._params.items()}

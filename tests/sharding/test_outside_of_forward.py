@@ -117,6 +117,10 @@ def _assigned() -> None:
             optimizer.step()
         assert differing(full(model), before) == []
         optimizer.step()  # it is told once
+    model.up.weight.data = torch.zeros(8, 4)
+    model(tokens[:1]).sum().backward()  # compiled for another batch in between
+    with pytest.raises(ShardingError, match=r"\.data of a parameter of shape \[8, 4\] was assigned"):
+        optimizer.step()
     model.double().float()
     with torch.no_grad():
         model.up.weight.data.mul_(2)

@@ -180,7 +180,7 @@ class Stream:
         chunks = self._chunks
         ahead = min(SLOTS - 1, len(chunks))
         for chunk in chunks[:ahead]:
-            self._read(chunk)
+            self._start(self._arena.read, chunk)
         for i, chunk in enumerate(chunks):
             self._settle(chunk)
             ticket = update(chunk)
@@ -188,10 +188,10 @@ class Stream:
                 if i + ahead < len(chunks):
                     if i:
                         self._settle(chunks[i - 1])  # in whose slot the next one is read
-                    self._read(chunks[i + ahead])
+                    self._start(self._arena.read, chunks[i + ahead])
             finally:
                 ticket.wait()
-            self._write(chunk)
+            self._start(self._arena.write, chunk)
         for chunk in chunks[-SLOTS:]:
             self._settle(chunk)
 
@@ -215,15 +215,10 @@ class Stream:
             calls.append((rules[work.part], work.tensors, at, TAGS[part.grad_dtype], fresh))
         return calls
 
-    def _read(self, chunk: _Chunk) -> None:
+    def _start(self, transfer: Callable[..., Ticket], chunk: _Chunk) -> None:
         for kind, view in chunk.views():  # one by one: what is under way must be known if the next one raises
             offset = chunk.begin * kind.dtype.itemsize
-            chunk.under_way.append(self._arena.read(kind.extent, view, Priority.now, offset=offset))
-
-    def _write(self, chunk: _Chunk) -> None:
-        for kind, view in chunk.views():
-            offset = chunk.begin * kind.dtype.itemsize
-            chunk.under_way.append(self._arena.write(kind.extent, view, Priority.now, offset=offset))
+            chunk.under_way.append(transfer(kind.extent, view, Priority.now, offset=offset))
 
     def _settle(self, chunk: _Chunk) -> None:
         while chunk.under_way:
