@@ -197,6 +197,8 @@ class ShardStore:
 
     def copy_of(self, param: Tensor) -> Tensor | None:
         """The copy that is gathered in place of ``param``, which an update writes too; None where it has none."""
+        if not self._copies:
+            return None
         copy = self._copy(self._names().get(id(param), ""))
         return copy.tensor if copy is not None else None
 

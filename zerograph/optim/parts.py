@@ -199,14 +199,15 @@ def _watched(layout: GroupLayout, members: Sequence[Member]) -> list[Tensor]:
 def _tensor_set(members: Sequence[Member], mastered: bool) -> _core.TensorSet:
     first = members[0]
     return _core.TensorSet(
-        [(_at(m.target), TAGS[m.target.dtype], m.target.numel()) for m in members],
-        [[_at(m.states[slot]) for m in members] for slot in range(len(first.states))],
+        [(address(m.target), TAGS[m.target.dtype], m.target.numel()) for m in members],
+        [[address(m.states[slot]) for m in members] for slot in range(len(first.states))],
         TAGS[first.states[0].dtype] if first.states else _core.DType.float32,
-        [_at(m.local) for m in members] if mastered else [],
+        [address(m.local) for m in members] if mastered else [],
         TAGS[first.local.dtype],
-        [_at(m.step) for m in members if m.step is not None],
+        [address(m.step) for m in members if m.step is not None],
     )
 
 
-def _at(tensor: Tensor) -> int:
-    return tensor.data_ptr() or NOTHING
+def address(tensor: Tensor, element: int = 0) -> int:
+    """Of an element of ``tensor``, counted in memory; never 0."""
+    return (tensor.data_ptr() or NOTHING) + element * tensor.itemsize

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from zerograph import _core
 from zerograph.core.errors import StorageError
-from zerograph.optim.parts import Member, Part
+from zerograph.optim.parts import Member, Part, address
 from zerograph.optim.tensors import TAGS, Gradients
 from zerograph.runtime.entry import reason_of
 from zerograph.runtime.extents import Extent
@@ -32,7 +32,7 @@ class Stored(NamedTuple):
     slots: tuple[str, ...]
 
 
-class _Kind(NamedTuple):
+class _Slotted(NamedTuple):
     """A state in a slot: where it comes from, and its place there in bytes."""
 
     extent: Extent
@@ -62,11 +62,11 @@ class _Chunk:
     slot: Tensor
     begin: int
     end: int
-    kinds: list[_Kind]
+    kinds: list[_Slotted]
     works: list[_Work]
     under_way: list[Ticket] = field(default_factory=list)
 
-    def views(self) -> Iterator[tuple[_Kind, Tensor]]:
+    def views(self) -> Iterator[tuple[_Slotted, Tensor]]:
         for kind in self.kinds:
             size = (self.end - self.begin) * kind.dtype.itemsize
             yield kind, self.slot[kind.at : kind.at + size]
@@ -91,7 +91,7 @@ class Stream:
             self._cut(owner, store, block, stored)
 
     def _cut(self, owner: Optimizer, store: ShardStore, block: Block, stored: Sequence[Stored]) -> None:
-        ring, kinds, place = store.ring, dict[tuple[str, torch.dtype], _Kind](), 0
+        ring, kinds, place = store.ring, dict[tuple[str, torch.dtype], _Slotted](), 0
         wanted = dict.fromkeys(
             (name, tensor.dtype)
             for part, slots in stored
@@ -101,7 +101,7 @@ class Stream:
         )
         most = ring[0].nbytes // max(1, sum(dtype.itemsize for _, dtype in wanted)) // UNIT * UNIT
         for name, dtype in wanted:
-            kinds[name, dtype] = _Kind(store.extent(owner, block, name, dtype), dtype, place)
+            kinds[name, dtype] = _Slotted(store.extent(owner, block, name, dtype), dtype, place)
             place += most * dtype.itemsize
         for begin in range(0, block.elements, most):
             end = min(begin + most, block.elements)
@@ -117,7 +117,7 @@ class Stream:
         begin: int,
         end: int,
         slot: Tensor,
-        kinds: Mapping[tuple[str, torch.dtype], _Kind],
+        kinds: Mapping[tuple[str, torch.dtype], _Slotted],
     ) -> Iterator[_Work]:
         """What elements from ``begin`` to ``end`` of ``block`` hold of each part."""
         for index, (part, slots) in enumerate(stored):
@@ -134,14 +134,16 @@ class Stream:
             # What is updated, a master or the parameter, passes through the slot where it is on NVMe; what follows it
             # is written behind it.
             follows = [m.local if part.mastered else m.copy for m in members if part.mastered or m.copy is not None]
-            targets = here.get("master") or here.get(PARAMETER) or [_at(m.local, p.first) for m, p in pairs]
+            targets = here.get("master") or here.get(PARAMETER) or [address(m.local, p.first) for m, p in pairs]
             yield _Work(
                 index,
                 _core.TensorSet(
                     [(at, TAGS[first.target.dtype], piece.size) for at, piece in zip(targets, pieces, strict=True)],
                     [here[slot] for slot in slots],
                     TAGS[first.states[0].dtype] if first.states else _core.DType.float32,
-                    [_at(t, p.first) for t, p in zip(follows, pieces, strict=True) if t is not None] if follows else [],
+                    [address(t, p.first) for t, p in zip(follows, pieces, strict=True) if t is not None]
+                    if follows
+                    else [],
                     TAGS[follows[0].dtype if follows and follows[0] is not None else first.local.dtype],
                     [self._count(m, piece) for m, piece in pairs if m.step is not None],
                 ),
@@ -249,8 +251,3 @@ def _kept(member: Member, part: Part, slots: Sequence[str]) -> Iterator[tuple[st
         yield "master", member.target
     elif member.copy is not None:
         yield PARAMETER, member.local
-
-
-def _at(tensor: Tensor, element: int) -> int:
-    """The address of an element of ``tensor``, counted in memory."""
-    return tensor.data_ptr() + element * tensor.itemsize
