@@ -287,25 +287,20 @@ Status update(const Kernels& kernels, const std::vector<GroupStep>& groups, doub
   return {};
 }
 
-Status sum_squares(const Kernels& kernels, const std::vector<Tensor>& tensors, double& sum) {
-  Pieces pieces;
+Status squares(const Kernels& kernels, const std::vector<Tensor>& tensors, std::vector<double>& sums) {
+  std::vector<Range> ranges;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     ZG_TRY(check_tensor("a tensor", tensors[i]));
-    pieces.add(i, tensors[i].count);
+    for (std::size_t begin = 0; begin < tensors[i].count; begin += kPiece)
+      ranges.push_back({static_cast<std::uint32_t>(i), begin, std::min(kPiece, tensors[i].count - begin)});
   }
-  std::vector<double> sums(pieces.size());
-  ZG_TRY(run_pieces(sums.size(), [&, kernel = kernels.update->sum_squares](std::size_t piece) {
-    double total = 0.0;
-    pieces.visit(piece, [&](const Range& range) {
-      const Tensor& tensor = tensors[range.tensor];
-      const auto* begin = pointer<const std::byte>(tensor.address) + range.begin * size_of(tensor.dtype);
-      total += kernel(begin, tensor.dtype, range.count);
-    });
-    sums[piece] = total;
-  }));
-  sum = 0.0;
-  for (const double part : sums) sum += part;
-  return {};
+  sums.resize(ranges.size());
+  return run_pieces(ranges.size(), [&, kernel = kernels.update->sum_squares](std::size_t piece) {
+    const Range& range = ranges[piece];
+    const Tensor& tensor = tensors[range.tensor];
+    sums[piece] = kernel(pointer<const std::byte>(tensor.address) + range.begin * size_of(tensor.dtype), tensor.dtype,
+                         range.count);
+  });
 }
 
 Status accumulate(const Kernels& kernels, const Tensor& dst, const Tensor& src) {

@@ -76,8 +76,9 @@ class Ticket {
 Status update(const Kernels& kernels, const std::vector<GroupStep>& groups, double factor,
               std::unique_ptr<Ticket>& ticket);
 
-// In float64. The result depends on the elements and on how they lie in the list, not on threads or addresses.
-Status sum_squares(const Kernels& kernels, const std::vector<Tensor>& tensors, double& sum);
+// Sums in float64 of the squares of every kPiece elements of each tensor, counted from its beginning. They depend on the
+// elements alone, not on threads, addresses or neighbours.
+Status squares(const Kernels& kernels, const std::vector<Tensor>& tensors, std::vector<double>& sums);
 
 // dst += src; dst is float32.
 Status accumulate(const Kernels& kernels, const Tensor& dst, const Tensor& src);

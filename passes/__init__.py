@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from zerograph.passes.canonicalize import canonicalize
+from zerograph.passes.fetch import fetch
 from zerograph.passes.gather import gather
 from zerograph.passes.hoist import hoist
 from zerograph.passes.localize import localize
@@ -18,6 +19,7 @@ from zerograph.passes.order_saved import order_saved
 from zerograph.passes.prefetch import prefetch
 from zerograph.passes.recompute import recompute
 from zerograph.passes.reduce import reduce
+from zerograph.passes.spill import spill
 from zerograph.passes.verify import verify
 from zerograph.passes.verify_reduced import verify_reduced
 
@@ -57,8 +59,10 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("forward", hoist),
     Pass("graph", gather),
     Pass("graph", prefetch),
+    Pass("graph", fetch),
     # behind the gathers, at whose cuts reductions start
     Pass("graph", reduce),
+    Pass("graph", spill),
     Pass("graph", verify),
     Pass("backward", verify_reduced),
 )
@@ -70,6 +74,7 @@ __all__ = [
     "Pass",
     "Stage",
     "canonicalize",
+    "fetch",
     "gather",
     "hoist",
     "localize",
@@ -78,6 +83,7 @@ __all__ = [
     "prefetch",
     "recompute",
     "reduce",
+    "spill",
     "verify",
     "verify_reduced",
 ]

@@ -1,8 +1,8 @@
 """Turn the markers of parameters that every rank holds whole into casts, or into nothing.
 
-At stage 0, at world size 1, and for scalars and parameters with fewer rows than ranks there is nothing to gather; at
-world size 1 there is nothing to reduce either. Safe because such a marker is the identity up to its dtype. Reductions
-over several ranks stay: they become all-reduces.
+At stage 0, at world size 1 without offload, and for scalars and parameters with fewer rows than ranks there is nothing
+to gather; at world size 1 there is nothing to reduce either. Safe because such a marker is the identity up to its
+dtype. Reductions over several ranks stay: they become all-reduces.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 def localize(gm: fx.GraphModule, plan: Plan | None = None) -> int:
     """Rewrite the joint (or inference) graph ``gm`` in place; returns the number of markers removed. Reads no plan."""
     local = [(m, m.dtype) for m in markers(gm.graph, UNSHARD) if not m.sharded]
-    local += [(m, m.node.meta["val"].dtype) for m in markers(gm.graph, REDUCE_GRAD) if not m.group]
+    local += [(m, m.node.meta["val"].dtype) for m in markers(gm.graph, REDUCE_GRAD) if not (m.group or m.sharded)]
     for marker, dtype in local:
         _become_cast(gm.graph, marker.node, marker.source, dtype)
     if local:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +39,9 @@ class BufferPool:
     IDLE = 2
     """Free buffers that are kept; the oldest go first."""
 
-    def __init__(self) -> None:
+    def __init__(self, allocate: Callable[[int], Tensor] = lambda size: torch.empty(size, dtype=torch.uint8)) -> None:
+        """``allocate`` makes new memory of so many bytes."""
+        self._allocate = allocate
         self._buffers: list[Tensor] = []  # least recently used first
 
     def trim(self) -> None:
@@ -51,7 +53,7 @@ class BufferPool:
         free = [b for b in self._buffers if memory_is_unshared(b)]
         # A quarter larger at most: a small bucket must not hold a large one's memory.
         fits = [b for b in free if size <= b.numel() <= size + size // 4]
-        chosen = min(fits, key=Tensor.numel) if fits else torch.empty(size, dtype=torch.uint8)
+        chosen = min(fits, key=Tensor.numel) if fits else self._allocate(size)
         idle = [b for b in free if b is not chosen]
         dropped = {id(b) for b in idle[: len(idle) - self.IDLE]} if len(idle) > self.IDLE else set()
         self._buffers = [b for b in self._buffers if b is not chosen and id(b) not in dropped] + [chosen]

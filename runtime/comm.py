@@ -114,6 +114,50 @@ def sum_over_ranks(comm: Communicator, value: Tensor, program: str) -> Tensor:
     return values.sum()
 
 
+class LoneCommunicator:
+    """The transport of a lone rank: its shards are whole, so that a gather casts them at most."""
+
+    name, rank, world_size, steps, generation = "no communication", 0, 1, 0, 0
+    meeting = None
+
+    def trim(self) -> None:
+        """There is none."""
+
+    def rejoin(self) -> None:
+        """There is nobody."""
+
+    def enter(self, entry: Entry) -> None:
+        """There is nobody to agree with."""
+        self.steps = entry.steps
+
+    def leave(self) -> None:
+        """There is nobody to wait for."""
+
+    def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> list[Tensor]:
+        """See :class:`Communicator`."""
+        return [
+            shard.detach().to(torch_dtype(p.compute_dtype)).contiguous()
+            for p, shard in zip(params, shards, strict=True)
+        ]
+
+    def finish_gather(self, pending: list[Tensor]) -> list[Tensor]:
+        """See :class:`Communicator`."""
+        return pending
+
+    def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor]:
+        """See :class:`Communicator`."""
+        return [
+            grad.to(torch_dtype(p.reduce_dtype)).to(torch_dtype(p.dtype)) for p, grad in zip(params, grads, strict=True)
+        ]
+
+    def finish_reduce(self, pending: list[Tensor]) -> list[Tensor]:
+        """See :class:`Communicator`."""
+        return pending
+
+    def abort(self, reason: str) -> None:
+        """There is nobody to tell."""
+
+
 @dataclass(slots=True, eq=False)
 class _Flight:
     """A collective under way; without its work once that has ended, or was given up.

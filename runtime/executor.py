@@ -17,9 +17,12 @@ from zerograph.core.program import (
     Gather,
     Instruction,
     Program,
+    Read,
     Reduce,
+    WaitFetch,
     WaitGather,
     WaitReduce,
+    Write,
 )
 from zerograph.runtime.comm import Communicator
 from zerograph.runtime.entry import Entry, reason_of
@@ -37,7 +40,7 @@ class Runtime:
 
     Attributes:
         frame: number of the frame, for telemetry.
-        comm: the transport; None at world size 1, where programs hold no collectives.
+        comm: the transport; None where programs hold no collectives.
         cache: buckets that stay whole between programs.
         hold: gradients kept back by ``no_sync``, shared by all frames of the backend.
         store: where shards live, of all frames of the backend.
@@ -67,6 +70,8 @@ class Executor:
         self.comm: Communicator = runtime.comm  # type: ignore[assignment]  # None where programs have no collectives
         self.cache, self.hold, self.telemetry = runtime.cache, runtime.hold, runtime.telemetry
         self.store = runtime.store
+        self.fetched = {i.bucket for i in program.instructions if isinstance(i, Read)}
+        self.writes = any(isinstance(i, Write) for i in program.instructions)
         self.synchronizes = runtime.device.type != "cpu"
         self.unread = _unread_inputs(program)
         # 60 bits: it travels in a signed 64-bit integer. 0 stands for no collectives, where ranks need not meet.
@@ -95,11 +100,14 @@ class Executor:
                 run(instruction, registers)
                 for register in dead:
                     registers[register] = None
+            if self.writes:
+                self.store.wait_for_gradients()
             if self.sequence:
                 self.comm.leave()
         # Ctrl-C too: the others wait for this rank, and a bucket that is half gathered must not count as whole.
         except BaseException as error:
             self.cache.clear()
+            self.store.abandon()
             self.hold.state = held
             if self.comm is not None:
                 self.comm.abort(reason_of(error))
@@ -138,7 +146,9 @@ class Executor:
         cached = self.cache.lookup(instruction.bucket, instruction.params)
         if cached is None:
             self.telemetry.gathering(self.frame, instruction.bucket)
-            cached = self.comm.start_gather(instruction.params, self.store.gathered(instruction.params, shards))
+            if instruction.bucket not in self.fetched:
+                shards = self.store.finish_fetch(self.store.start_fetch(instruction.params, shards))
+            cached = self.comm.start_gather(instruction.params, shards)
             registers[instruction.out] = (instruction.params, cached)
         else:
             registers[instruction.out] = (None, cached)
@@ -157,6 +167,24 @@ class Executor:
             registers[register] = None
         if not self.cache.release(instruction.bucket, self.program.kind):
             self.telemetry.freed(self.frame, instruction.bucket)
+
+    def _read(self, instruction: Read, registers: list[Any]) -> None:
+        whole = self.cache.lookup(instruction.bucket, instruction.params) is not None
+        shards = [registers[r] for r in instruction.reads]
+        registers[instruction.writes[0]] = None if whole else self.store.start_fetch(instruction.params, shards)
+
+    def _wait_fetch(self, instruction: WaitFetch, registers: list[Any]) -> None:
+        pending = registers[instruction.pending]
+        shards = self.store.finish_fetch(pending) if pending is not None else [None] * len(instruction.outs)
+        for register, tensor in zip(instruction.outs, shards, strict=True):
+            registers[register] = tensor
+
+    def _write(self, instruction: Write, registers: list[Any]) -> None:
+        grads: list[Tensor] = [registers[r] for r in instruction.reads]
+        # What no_sync holds back is whole, and here; autograd gets marks in its place.
+        there = grads if self.hold.active else self.store.spill(instruction.params, grads)
+        for register, tensor in zip(instruction.writes, there, strict=True):
+            registers[register] = tensor
 
     def _reduce(self, instruction: Reduce, registers: list[Any]) -> None:
         grads: list[Tensor] = [registers[r] for r in instruction.grads]
@@ -182,6 +210,9 @@ _METHODS: dict[type, str] = {
     Free: "_free",
     Reduce: "_reduce",
     WaitReduce: "_wait_reduce",
+    Read: "_read",
+    WaitFetch: "_wait_fetch",
+    Write: "_write",
 }
 
 

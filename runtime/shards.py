@@ -13,54 +13,27 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zerograph.core.errors import StorageError
-from zerograph.core.plan import Param, Plan
+from zerograph.core.plan import Bucket, Homes, Param, Plan
 from zerograph.core.units import format_bytes
-from zerograph.runtime.buffers import torch_dtype
-from zerograph.runtime.extents import ALIGNMENT, Extent
-from zerograph.runtime.nvme import Arena, huge_tensor
+from zerograph.runtime.blocks import UNIT, Block, Place, Run
+from zerograph.runtime.buffers import BufferPool, torch_dtype
+from zerograph.runtime.extents import Extent
+from zerograph.runtime.nvme import Arena, Priority, Ticket, huge_tensor
+from zerograph.runtime.spilled import SpilledGradients
 from zerograph.runtime.store import mapped_tensor
-from zerograph.runtime.torch_private import local_tensor, set_local
+from zerograph.runtime.torch_private import local_tensor, set_local, versions
 
 log = logging.getLogger(__name__)
 
-UNIT = ALIGNMENT // 2
-"""Elements: transfers of extents begin and end at multiples, whole blocks of the disk in any dtype of two bytes or
-more."""
-
-PARAMETER = "parameter"
-"""What :meth:`ShardStore.extent` calls the parameters themselves, which no optimizer has for a state's name."""
-
-_APART = 64
-"""Elements: each shard begins at a multiple, where vector loads are aligned."""
-
-
-@dataclass(eq=False, slots=True)
-class Block:
-    """The trained shards of one bucket whose states are on NVMe.
-
-    Attributes:
-        name: of the bucket.
-        begins: by parameter, its first element.
-        elements: of all, padded to whole units.
-    """
-
-    name: str
-    begins: dict[str, int]
-    elements: int
-
-
-class Place(NamedTuple):
-    """Where the states of a parameter are."""
-
-    block: Block
-    begin: int
+PARAMETER, COPY, GRADIENT = "parameter", "copy", "gradient"
+"""What :meth:`ShardStore.extent` calls the parameters themselves, their copies in the compute dtype, and their
+gradients: no optimizer has these for a state's name."""
 
 
 @dataclass(slots=True)
@@ -68,15 +41,23 @@ class _Copy:
     """What is gathered in place of a parameter that left the device.
 
     Attributes:
-        home: address of the parameter's mapping; where its memory is another one, it has come back.
-        tensor: its values in the compute dtype, on the device.
+        tensor: its values in the compute dtype, on the device; None where they are on NVMe.
+        dtype: the compute dtype.
         seen: the parameter's versions when it had these values; None once something has stepped on it that versions do
             not show.
     """
 
-    home: int
-    tensor: Tensor
+    tensor: Tensor | None
+    dtype: torch.dtype
     seen: tuple[int, int] | None
+
+
+@dataclass(slots=True)
+class Fetch:
+    """Shards, of which some may be on their way from NVMe."""
+
+    shards: list[Tensor]
+    under_way: list[Ticket] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -98,23 +79,27 @@ class ShardStore:
     def __init__(self, params: Mapping[str, Tensor], open_arena: Callable[[int], Arena]) -> None:
         """``params`` are the outward parameters by name, now and later; ``open_arena`` makes room for so many bytes."""
         self._params, self._open = params, open_arena
-        self._blocks: dict[str, Block] = {}  # by parameter
+        self._blocks: dict[str, Block] = {}  # by parameter, of those of which anything is on NVMe
+        self._away: dict[str, int] = {}  # by parameter that is itself on NVMe, the address of its mapping
         # By bucket, name and dtype. Not by parameter and name alone: two optimizers may hold one parameter.
         self._kinds: weakref.WeakKeyDictionary[Optimizer, dict[tuple[Block, str, torch.dtype], _Kind]]
         self._kinds = weakref.WeakKeyDictionary()
         self._extents: set[Extent] = set()
-        self._masters: dict[Block, Extent] = {}
+        self._early: dict[int, Extent] = {}  # by the address of its mapping, what was there before homes were given
+        self._parameters: dict[Block, Extent] = {}
+        self._copied: dict[Block, Extent] = {}
         self._copies: dict[str, _Copy] = {}  # by parameter
+        self._spilled: SpilledGradients | None = None
         self._ring: list[Tensor] = []
+        self._fetched = BufferPool(huge_tensor)
         self.arena: Arena | None = None
         self.changes = 0
 
     def settle(self, plan: Plan, moments: int, moved: Callable[[Tensor], None] = lambda _: None) -> None:
         """Give homes to the parameters of ``plan`` that have none yet.
 
-        A float32 parameter of which 16 bits compute is a master, which leaves with its states; programs then
-        gather its copy. Others stay: a copy would take the same room, or more. So do all in a lone process, whose
-        graphs read parameters and gather none.
+        With their states alone, only float32 parameters of which 16 bits compute leave: they are masters, of which
+        programs gather copies. A copy of others would take the same room, or more.
 
         Args:
             moments: tensors of float32 that an optimizer keeps of each parameter, for which room is reserved.
@@ -124,96 +109,210 @@ class ShardStore:
             StorageError: there is no room.
         """
         for bucket in plan.buckets:
-            params = [p for p in bucket.params if p.trainable and (p.sharded or plan.world_size == 1)]
-            params = [p for p in params if p.name not in self._blocks] if bucket.homes.optimizer == "nvme" else []
-            if not params:
+            if bucket.homes.optimizer != "nvme":
                 continue
-            if self.arena is None:
-                self.arena = self._open(self._needed(plan, moments))
-                log.info("room for optimizer states on NVMe: %s", format_bytes(self.arena.size))
-            block = self._block(bucket.name, params)
-            masters = [p for p in params if _leaves(p)]
-            if masters:  # all float32
-                size = block.elements * torch.float32.itemsize
-                self._masters[block] = self._allocated(size, f"parameters of bucket {bucket.name}")
-            for p in masters:
-                self._leave(p, block)
-                moved(self._params[p.name])
-            self._blocks.update(dict.fromkeys(block.begins, block))
-            self.changes += 1
+            new = [p for p in bucket.params if p.sharded and p.name not in self._blocks]
+            away = bucket.homes.parameters == "nvme"
+            kinds: dict[tuple[bool, str], list[Param]] = {}
+            for param in new if away else [p for p in new if p.trainable]:
+                kinds.setdefault((param.trainable, param.dtype), []).append(param)
+            for params in kinds.values():
+                self.reserve(plan.farthest, any(p.is_master for b in plan.buckets for p in b.params), moments)
+                self._house(bucket, params, moved)
+                self.changes += 1
 
-    def _needed(self, plan: Plan, moments: int) -> int:
-        """Bytes for masters and states of all of the model: other frames read the rest of it."""
-        trained = [local_tensor(p) for p in self._params.values() if p.requires_grad]
-        leave = any(_leaves(p) for bucket in plan.buckets for p in bucket.params)
-        # Of 16 bits an optimizer may keep a master.
-        kinds = [moments + (leave or p.itemsize < torch.float32.itemsize) for p in trained]
-        units = sum(k * -(-p.numel() // UNIT) for k, p in zip(kinds, trained, strict=True))
-        return units * UNIT * torch.float32.itemsize
+    def _house(self, bucket: Bucket, params: Sequence[Param], moved: Callable[[Tensor], None]) -> None:
+        """Give ``params`` of a bucket, of one dtype, their homes."""
+        counts = {p.name: local_tensor(self._params[p.name]).numel() for p in params}
+        block = Block.of(bucket.name, torch_dtype(params[0].dtype), counts)
+        away = bucket.homes.parameters == "nvme"
+        leaving = [p for p in params if away or p.is_master]
+        if leaving:
+            size = block.elements * block.dtype.itemsize
+            self._parameters[block] = self._allocated(size, f"parameters of bucket {block.name}")
+        if away and any(p.is_master for p in leaving):
+            self._copied[block] = self._allocated(block.elements * 2, f"copies of bucket {block.name}")
+        for param in leaving:
+            self._leave(param, block, away)
+            moved(self._params[param.name])
+        self._blocks.update(dict.fromkeys(block.begins, block))
 
-    def _block(self, name: str, params: Sequence[Param]) -> Block:
-        begins, end = {}, 0
-        for param in params:
-            begins[param.name] = end
-            end += -(-local_tensor(self._params[param.name]).numel() // _APART) * _APART
-        return Block(name, begins, -(-end // UNIT) * UNIT)
+    def reserve(self, homes: Homes, masters: bool, moments: int) -> None:
+        """Make room for all of the model, where there is none yet: other frames read the rest of it.
 
-    def _leave(self, described: Param, block: Block) -> None:
-        """Move a parameter to its bucket's extent, and keep a copy of it that computes."""
+        Args:
+            homes: of all of it.
+            masters: 16 bits compute, so that parameters in float32 are masters.
+            moments: as :meth:`settle` has it.
+
+        Raises:
+            StorageError: there is no room.
+        """
+        if self.arena is not None:
+            return
+        away, single, total = homes.parameters == "nvme", torch.float32.itemsize, 0
+        for param in self._params.values():
+            copied = masters and param.dtype == torch.float32
+            each = param.itemsize * (away or copied) + torch.bfloat16.itemsize * (away and copied)
+            if param.requires_grad:
+                # Of 16 bits an optimizer may keep a master.
+                each += (moments + (param.itemsize < single)) * single
+                each += param.itemsize * (homes.gradients == "nvme")
+            total += -(-local_tensor(param).numel() // UNIT) * UNIT * each
+        self.arena = self._open(total)
+        log.info("room on NVMe: %s", format_bytes(self.arena.size))
+
+    def early(self, like: Tensor) -> Tensor:
+        """Memory on NVMe for a shard as ``like``, filled before anything is planned; :meth:`settle` moves it from
+        there."""
+        assert self.arena is not None
+        extent = self._allocated(like.nbytes, "a parameter that is materialized")
+        flat = mapped_tensor(self.arena, extent, like.dtype, (like.numel(),))
+        self._early[flat.data_ptr()] = extent
+        return flat.as_strided(like.shape, like.stride())
+
+    def let_go(self, tensor: Tensor) -> None:
+        """Keep nothing of what :meth:`early` gave in this process's memory."""
+        extent = self._early.get(tensor.data_ptr())
+        if extent is not None and self.arena is not None:
+            self.arena.map(extent).drop(0, tensor.nbytes)
+
+    def _leave(self, described: Param, block: Block, away: bool) -> None:
+        """Move a parameter to its bucket's extent; of a master, keep a copy that computes."""
         assert self.arena is not None
         param = self._params[described.name]
-        local, extent = local_tensor(param), self._masters[block]
+        local, extent = local_tensor(param), self._parameters[block]
         offset = block.begins[described.name] * param.dtype.itemsize
-        copy = local.detach().to(torch_dtype(described.compute_dtype))
-        flat = local.detach().as_strided((local.numel(),), (1,))  # dense, in whatever order
-        self.arena.wait(self.arena.write(extent, flat, offset=offset))
+        if described.is_master:
+            dtype = torch_dtype(described.compute_dtype)
+            copy = local.detach().to(dtype) if not away else None
+            self._copies[described.name] = _Copy(copy, dtype, versions(param) if not away else None)
+        early = self._early.pop(local.data_ptr(), None)
+        if early is not None:
+            self._move(early, extent, offset, local.nbytes)
+            self._extents.add(early)  # which is free when nobody maps it
+        else:
+            flat = local.detach().as_strided((local.numel(),), (1,))  # dense, in whatever order
+            self.arena.wait(self.arena.write(extent, flat, offset=offset))
         home = mapped_tensor(self.arena, extent, param.dtype, (local.numel(),), offset)
         set_local(param, home.as_strided(local.shape, local.stride()))
-        self._copies[described.name] = _Copy(home.data_ptr(), copy, _versions(param))
+        self._away[described.name] = home.data_ptr()
 
-    def gathered(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Sequence[Tensor]:
-        """What programs gather of ``params``, whose outward ``shards`` are given."""
-        if not self._copies:
-            return shards
-        return [self._fresh(p.name, shard) for p, shard in zip(params, shards, strict=True)]
+    def _move(self, source: Extent, target: Extent, offset: int, size: int) -> None:
+        """Copy ``size`` bytes of an extent to a place in another one, a slot at a time."""
+        assert self.arena is not None
+        for begin in range(0, size, len(self.ring[0])):
+            part = self.ring[0][: min(len(self.ring[0]), size - begin)]
+            self.arena.wait(self.arena.read(source, part, offset=begin))
+            self.arena.wait(self.arena.write(target, part, offset=offset + begin))
 
-    def _fresh(self, name: str, shard: Tensor) -> Tensor:
+    # ---- what programs gather
+
+    def start_fetch(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Fetch:
+        """Begin to bring here what programs gather of ``params``, whose outward ``shards`` are given."""
+        if not self._away:
+            return Fetch(list(shards))
+        fetch, reads, found = Fetch([]), dict[Extent, tuple[Block, torch.dtype, list[str]]](), dict[str, Tensor]()
+        for param, shard in zip(params, shards, strict=True):
+            name = param.name
+            copy = self._fresh(name)
+            # Of another memory is what torch.func.functional_call has put in a parameter's place.
+            if not shard.numel() or shard.data_ptr() != self._away.get(name):
+                found[name] = shard
+            elif copy is not None and copy.tensor is not None:
+                found[name] = copy.tensor
+            else:
+                block = self._blocks[name]
+                kept = (self._parameters[block], block.dtype)
+                extent, dtype = kept if copy is None else (self._copied[block], copy.dtype)
+                reads.setdefault(extent, (block, dtype, []))[2].append(name)
+        for extent, (block, dtype, names) in reads.items():
+            for run in block.reads(names):
+                found |= self._read(extent, block, dtype, run, fetch.under_way)
+        fetch.shards = [found[p.name] for p in params]
+        return fetch
+
+    def finish_fetch(self, fetch: Fetch) -> list[Tensor]:
+        """The shards, in the dtype that they live in.
+
+        Raises:
+            StorageError: a transfer failed.
+        """
+        while fetch.under_way:
+            assert self.arena is not None
+            self.arena.wait(fetch.under_way.pop())
+        return fetch.shards
+
+    def _read(
+        self, extent: Extent, block: Block, dtype: torch.dtype, run: Run, under_way: list[Ticket]
+    ) -> dict[str, Tensor]:
+        assert self.arena is not None
+        memory = self._fetched.take((run.end - run.begin) * dtype.itemsize).view(dtype)
+        under_way.append(self.arena.read(extent, memory, Priority.now, offset=run.begin * dtype.itemsize))
+        found = {}
+        for name in run.names:
+            like = local_tensor(self._params[name])
+            part = memory[block.begins[name] - run.begin : block.ends[name] - run.begin]
+            found[name] = part.as_strided(like.shape, like.stride(), part.storage_offset())
+        return found
+
+    def _fresh(self, name: str) -> _Copy | None:
+        """The copy that is gathered in place of a parameter, with its values of now; None where it has none."""
         copy = self._copy(name)
         if copy is None:
-            return shard
-        param = self._params[name]
-        now = _versions(param)
-        if copy.seen != now:
-            copy.tensor.copy_(local_tensor(param).detach())
-            copy.seen = now
-        return copy.tensor
-
-    def _copy(self, name: str) -> _Copy | None:
-        copy = self._copies.get(name)
-        if copy is not None and local_tensor(self._params[name]).data_ptr() != copy.home:
-            del self._copies[name]  # model.to(dtype) has given it other memory
             return None
+        param = self._params[name]
+        now = versions(param)
+        if copy.seen != now:
+            if copy.tensor is not None:
+                copy.tensor.copy_(local_tensor(param).detach())
+            else:
+                self._cast(name, copy.dtype)
+            copy.seen = now
         return copy
 
+    def _cast(self, name: str, dtype: torch.dtype) -> None:
+        """Write the copy of a parameter on NVMe anew, a slot at a time."""
+        assert self.arena is not None
+        local, block = local_tensor(self._params[name]).detach(), self._blocks[name]
+        flat, slot = local.as_strided((local.numel(),), (1,)), self.ring[0].view(dtype)
+        for begin in range(0, local.numel(), len(slot)):
+            part = flat[begin : begin + len(slot)]
+            cast = slot[: len(part)].copy_(part)
+            offset = (block.begins[name] + begin) * dtype.itemsize
+            self.arena.wait(self.arena.write(self._copied[block], cast, offset=offset))
+
+    def _copy(self, name: str) -> _Copy | None:
+        if name in self._away and local_tensor(self._params[name]).data_ptr() != self._away[name]:
+            del self._away[name]  # model.to(dtype) has given it other memory
+            self._copies.pop(name, None)
+        return self._copies.get(name)
+
     def copy_of(self, param: Tensor) -> Tensor | None:
-        """The copy that is gathered in place of ``param``, which an update writes too; None where it has none."""
-        if not self._copies:
-            return None
-        copy = self._copy(self._names().get(id(param), ""))
+        """The copy on the device that an update of ``param`` writes too; None where it has none."""
+        copy = self._copy(self._names().get(id(param), "")) if self._copies else None
         return copy.tensor if copy is not None else None
+
+    def streamed(self, param: Tensor) -> tuple[tuple[str, torch.dtype], ...]:
+        """What is on NVMe of ``param`` besides states: it itself, and its copy."""
+        name = self._names().get(id(param), "") if self._away else ""
+        copy = self._copy(name)
+        if name not in self._away:
+            return ()
+        copies = ((COPY, copy.dtype),) if copy is not None and copy.tensor is None else ()
+        return ((PARAMETER, param.dtype), *copies)
 
     def updated(self, params: Iterable[Tensor]) -> None:
         """The copies of ``params`` have been written together with them."""
-        for param, copy in self._copied(params):
-            copy.seen = _versions(param)
+        for param, copy in self._having_copies(params):
+            copy.seen = versions(param)
 
     def touched(self, params: Iterable[Tensor]) -> None:
         """Something has written to ``params`` that versions may not show: their copies are stale."""
-        for _, copy in self._copied(params):
+        for _, copy in self._having_copies(params):
             copy.seen = None
 
-    def _copied(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, _Copy]]:
-        """Those of ``params`` that have a copy, with it."""
+    def _having_copies(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, _Copy]]:
         if self._copies:
             names = self._names()
             known = ((param, self._copies.get(names.get(id(param), ""))) for param in params)
@@ -222,11 +321,64 @@ class ShardStore:
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self._params.items()}
 
+    # ---- gradients
+
+    def spill(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor | None]:
+        """Begin to write gradients to NVMe; returns what autograd gets in their places.
+
+        Raises:
+            StorageError: there is no room, or a transfer failed.
+        """
+        assert self.arena is not None
+        if self._spilled is None:
+            self._spilled = SpilledGradients(self._params, self.arena, self.ring, self._allocated)
+        by_block: dict[Block, dict[str, Tensor]] = {}
+        for param, grad in zip(params, grads, strict=True):
+            by_block.setdefault(self._blocks[param.name], {})[param.name] = grad
+        given: dict[str, Tensor | None] = {}
+        for block, own in by_block.items():
+            given |= self._spilled.spill(block, own)
+        return [given[p.name] for p in params]
+
+    def wait_for_gradients(self) -> None:
+        """Return when all that :meth:`spill` began is written.
+
+        Raises:
+            StorageError: a transfer failed.
+        """
+        if self._spilled is not None:
+            self._spilled.wait()
+
+    def abandon(self) -> None:
+        """A program failed: wait for what it wrote, whatever becomes of it."""
+        if self._spilled is not None:
+            self._spilled.abandon()
+
+    def gradients(self, block: Block) -> tuple[Extent, int] | None:
+        """Where the last gradients of ``block`` are, and the address of their mapping; None where they are in memory,
+        or nobody holds them."""
+        extent = self._spilled.extent(block) if self._spilled is not None else None
+        address = self._spilled.address(block) if self._spilled is not None else 0
+        return (extent, address) if extent is not None and address else None
+
+    def squares(self, address: int) -> list[float] | None:
+        """Sums of squares of the gradient at ``address`` (see :mod:`~zerograph.runtime.spilled`); else None."""
+        return self._spilled.squares(address) if self._spilled is not None else None
+
+    @property
+    def spills(self) -> bool:
+        """Whether gradients leave the device."""
+        return self._spilled is not None
+
+    # ---- states of optimizers
+
     def places(self) -> dict[int, Place]:
         """Where the states of parameters are that have left the device, by ``id`` of the parameter."""
         blocks = self._blocks
         return {
-            id(p): Place(blocks[name], blocks[name].begins[name]) for name, p in self._params.items() if name in blocks
+            id(p): Place(blocks[name], blocks[name].begins[name])
+            for name, p in self._params.items()
+            if name in blocks and p.requires_grad
         }
 
     def state(self, owner: Optimizer, place: Place, name: str, dtype: torch.dtype, like: Tensor, fill: float) -> Tensor:
@@ -258,9 +410,10 @@ class ShardStore:
         return value.data_ptr() == address + place.begin * value.dtype.itemsize
 
     def extent(self, owner: Optimizer, block: Block, name: str, dtype: torch.dtype) -> Extent:
-        """Where :meth:`state` has put the states of a bucket, or :data:`PARAMETER` the parameters themselves."""
-        if name == PARAMETER:
-            return self._masters[block]
+        """Where :meth:`state` has put the states of a bucket, or :data:`PARAMETER` and
+        :data:`COPY` what these are."""
+        if name in (PARAMETER, COPY):
+            return (self._parameters if name == PARAMETER else self._copied)[block]
         return self._kinds[owner][block, name, dtype].extent
 
     def _made(self, block: Block, name: str, dtype: torch.dtype, fill: float) -> Extent:
@@ -279,6 +432,8 @@ class ShardStore:
         assert self.arena is not None
         if self.arena.free_bytes < size:
             self._reclaim()
+            if self._spilled is not None:
+                self._spilled.reclaim()
         try:
             return self.arena.allocate(size)
         except StorageError as error:
@@ -301,8 +456,10 @@ class ShardStore:
     def ring(self) -> list[Tensor]:
         """The slots that states pass through, made when they are first needed."""
         if not self._ring:
-            largest = max(UNIT, *(block.elements for block in self._blocks.values()))
-            size = min(SLOT, MOST_KINDS * largest * torch.float32.itemsize)
+            # Before there are blocks, room for one as large as any may be.
+            largest = max((block.elements for block in self._blocks.values()), default=SLOT)
+            unit, all_of_it = (MOST_KINDS * n * torch.float32.itemsize for n in (UNIT, largest))
+            size = min(max(SLOT, unit), all_of_it)
             self._ring = [huge_tensor(size) for _ in range(SLOTS)]
             assert self.arena is not None
             for slot in self._ring:
@@ -314,7 +471,9 @@ class ShardStore:
         arena = self.arena
         if arena is None:
             return list(tensors)
-        return [t for t in tensors if not arena.maps(t)] + [copy.tensor for copy in self._copies.values()]
+        return [t for t in tensors if not arena.maps(t)] + [
+            copy.tensor for copy in self._copies.values() if copy.tensor is not None
+        ]
 
     @property
     def slots(self) -> int:
@@ -324,17 +483,8 @@ class ShardStore:
     def bytes(self) -> int:
         """On NVMe."""
         states = [kind.extent for kinds in self._kinds.values() for kind in kinds.values()]
-        return sum(extent.bytes for extent in (*states, *self._masters.values()))
-
-
-def _leaves(param: Param) -> bool:
-    """Whether a parameter goes where its states go: 16 bits compute, of a copy that is gathered."""
-    return param.sharded and param.trainable and param.is_master
-
-
-def _versions(param: Tensor) -> tuple[int, int]:
-    # An operation on a DTensor counts in one of the two, whichever it writes to.
-    return param._version, local_tensor(param)._version
+        held = (*states, *self._parameters.values(), *self._copied.values())
+        return sum(extent.bytes for extent in held) + (self._spilled.bytes if self._spilled is not None else 0)
 
 
 SLOTS = 3
@@ -343,5 +493,6 @@ SLOTS = 3
 SLOT = 64 * 2**20
 """Bytes of one slot; no less than a unit of each kind takes."""
 
-MOST_KINDS = 5
-"""That an update reads of the parameters of a bucket at a time: they themselves, masters, and at most three moments."""
+MOST_KINDS = 7
+"""That an update has of the parameters of a bucket at a time: they themselves, their gradients, masters, copies, and at
+most three moments."""

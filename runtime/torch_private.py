@@ -32,6 +32,12 @@ def set_local(tensor: Tensor, local: Tensor) -> None:
         tensor.data = local
 
 
+def versions(tensor: Tensor) -> tuple[int, int]:
+    """How often ``tensor`` was written to: an operation on a DTensor counts in one of the two, whichever it writes to.
+    Seen in 2.11, 2.13."""
+    return tensor._version, local_tensor(tensor)._version
+
+
 def memory_is_unshared(tensor: Tensor) -> bool:
     """Whether ``tensor`` alone refers to its memory: no view of it is alive. Python counts references to tensors, and
     nothing public those to memory. Seen in 2.11, 2.13."""
@@ -51,6 +57,29 @@ def after_backward(action: Callable[[], None]) -> None:
     """Have ``action`` called when the backward that runs in this thread ends. DistributedDataParallel uses it; the
     documented hooks end with a tensor or a node. Seen in 2.11, 2.13."""
     torch.autograd.Variable._execution_engine.queue_callback(action)
+
+
+def will_accumulate(param: Tensor) -> bool:
+    """Whether the backward that runs in this thread adds to the ``.grad`` of ``param``; ``torch.autograd.grad`` returns
+    gradients instead. The node is public, and what the engine will do is not. Seen in 2.13."""
+    try:
+        return bool(torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(param).node))  # type: ignore[attr-defined]
+    except RuntimeError:  # what torch.autograd.grad runs cannot be asked about leaves, to which it never adds
+        return False
+
+
+class Memory:
+    """Whether memory is alive: that which ``tensor`` refers to, and views of it. It keeps nothing alive. Python's weak
+    references see tensors, of which autograd makes new ones over the same memory. Seen in 2.11, 2.13."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._storage = tensor.untyped_storage()._weak_ref()
+
+    def __bool__(self) -> bool:
+        return not torch.UntypedStorage._expired(self._storage)
+
+    def __del__(self) -> None:
+        torch.UntypedStorage._free_weak_ref(self._storage)
 
 
 # Process groups

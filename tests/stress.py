@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import errno
+import math
 import os
 import random
 import sys
@@ -46,7 +47,7 @@ def steps(_: int) -> None:
         if done % 3:
             assert not ticket.wait()
         del ticket  # waits where nobody has
-        assert _core.sum_squares(weights.pieces) == COUNT * done**2
+        assert math.fsum(_core.squares(weights.pieces)) == COUNT * done**2
         assert weights.values == array.array("f", [-done]) * COUNT
 
 

@@ -112,8 +112,9 @@ def update(
     as they are read. ``target``, here and below, is for tests.
     """
 
-def sum_squares(pieces: Sequence[tuple[int, DType, int]], target: str | None = None) -> float:
-    """In float64, the same whatever the number of threads. Not finite if an element is not."""
+def squares(pieces: Sequence[tuple[int, DType, int]], target: str | None = None) -> list[float]:
+    """Sums in float64 of the squares of every 65,536 elements of each piece, counted from its beginning, the same
+    whatever the number of threads and whatever else is summed. Not finite if an element is not."""
 
 def accumulate(
     dst: int, dst_dtype: DType, src: int, src_dtype: DType, count: int, target: str | None = None

@@ -17,7 +17,7 @@ from torch import fx, nn
 from zerograph.compiler.compilation import Compilation
 from zerograph.compiler.driver import compile_frame
 from zerograph.compiler.frame import Frame, traced_function
-from zerograph.compiler.frame_plan import MOMENTS, Planner, machine_of
+from zerograph.compiler.frame_plan import MOMENTS, Planner, homes_of, machine_of
 from zerograph.compiler.recording import Recording
 from zerograph.compiler.report import BucketReport, Report
 from zerograph.compiler.segments import SegmentCache
@@ -376,7 +376,12 @@ def materialize(model: nn.Module, init: Init = None, files: Sequence[str | os.Pa
     """
     model = original(model)
     owner = _BY_MODEL.get(model)
-    return fill(model, owner._adoption if owner is not None else None, init, files)
+    if owner is None:
+        return fill(model, None, init, files)
+    leaves = owner.config.offload == "parameters"
+    if leaves:
+        owner._store.reserve(homes_of(owner.config), owner.config.casts, MOMENTS)
+    return fill(model, owner._adoption, init, files, owner._store if leaves else None)
 
 
 def _refuse_options(options: Mapping[str, Any]) -> None:

@@ -94,12 +94,12 @@ void bind_steps(py::module_& m) {
 
 void bind_passes(py::module_& m) {
   m.def(
-      "sum_squares",
+      "squares",
       [](const std::vector<TensorTuple>& pieces, const std::optional<std::string>& name) {
         const Kernels& kernels = target(name);
-        double sum = 0.0;
-        run([&] { return sum_squares(kernels, tensors(pieces), sum); });
-        return sum;
+        std::vector<double> sums;
+        run([&] { return squares(kernels, tensors(pieces), sums); });
+        return sums;
       },
       py::arg("pieces"), py::arg("target") = py::none());
   m.def(

@@ -127,12 +127,11 @@ def test_errors_have_one_base() -> None:
     assert issubclass(ConfigError, ZeroGraphError)
 
 
-@pytest.mark.parametrize("offload", ["gradients", "parameters", "auto"])
-@pytest.mark.parametrize("tier", [None, "host", "nvme"])
-def test_most_offload_is_planned_and_not_run_yet(offload: str, tier: str | None) -> None:
-    with pytest.raises(ConfigError, match="is planned and forecast, but no backend runs it yet") as info:
+@pytest.mark.parametrize("offload", ["optimizer", "gradients", "parameters", "auto"])
+@pytest.mark.parametrize("tier", [None, "host"])
+def test_what_is_planned_and_not_run_yet_is_refused(offload: str, tier: str | None) -> None:
+    with pytest.raises(ConfigError, match="no backend runs it yet"):
         zerograph.backend(offload=offload, tier=tier)
-    assert f"zerograph plan MODEL --offload {offload}" in info.value.hint
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, "optimizer"), (1, "gradients"), (2, "parameters")])

@@ -160,10 +160,12 @@ def _on_nvme(training: Run) -> int:
     )
 
 
-def _equal(make: Callable[[nn.Module], Optimizer], folder: str, slot: int, options: dict[str, Any]) -> tuple[int, int]:
+def _equal(
+    make: Callable[[nn.Module], Optimizer], folder: str, slot: int, options: dict[str, Any], offload: str = "optimizer"
+) -> tuple[int, int]:
     shards.SLOT = slot
     results = []
-    for more in ({}, {**OFF, "path": folder}):
+    for more in ({}, {**OFF, "offload": offload, "path": folder}):
         training = Run(make, **options, **more)
         training.steps(4)
         training.model.eval()
@@ -178,39 +180,44 @@ def _equal(make: Callable[[nn.Module], Optimizer], folder: str, slot: int, optio
     return _on_nvme(training), training.backend._store.bytes()
 
 
-CASES: list[tuple[Callable[[nn.Module], Optimizer], dict[str, Any]]] = [
-    (adamw, {"stage": 3}),
-    (adamw, {"stage": 1, "dtype": torch.bfloat16}),
-    (groups, {"stage": 2}),
-    (groups, {"stage": 3, "dtype": torch.bfloat16}),
-    (mastered, {"stage": 3, "whole": torch.bfloat16}),
-    (lion, {"stage": 2}),
-    (momentum, {"stage": 3}),
-    (adagrad, {"stage": 3, "dtype": torch.bfloat16}),
-    (bf16_moments, {"stage": 3}),
-    (stock, {"stage": 3}),
-    (stock, {"stage": 2, "dtype": torch.bfloat16}),
-    (stock_adagrad, {"stage": 3}),
-    (stock_sgd, {"stage": 3, "dtype": torch.bfloat16}),
+CASES: list[tuple[Callable[[nn.Module], Optimizer], dict[str, Any], str]] = [
+    (adamw, {"stage": 3}, "parameters"),
+    (adamw, {"stage": 1, "dtype": torch.bfloat16}, "optimizer"),
+    (groups, {"stage": 2}, "gradients"),
+    (groups, {"stage": 3, "dtype": torch.bfloat16}, "parameters"),
+    (groups, {"stage": 3, "dtype": torch.bfloat16}, "gradients"),
+    (mastered, {"stage": 3, "whole": torch.bfloat16}, "parameters"),
+    (mastered, {"stage": 3, "whole": torch.bfloat16}, "optimizer"),
+    (lion, {"stage": 2}, "optimizer"),
+    (momentum, {"stage": 3}, "parameters"),
+    (adagrad, {"stage": 3, "dtype": torch.bfloat16}, "optimizer"),
+    (bf16_moments, {"stage": 3}, "parameters"),
+    (stock, {"stage": 3}, "parameters"),
+    (stock, {"stage": 2, "dtype": torch.bfloat16}, "optimizer"),
+    (stock, {"stage": 3, "dtype": torch.bfloat16}, "parameters"),
+    (stock_adagrad, {"stage": 3}, "optimizer"),
+    (stock_sgd, {"stage": 3, "dtype": torch.bfloat16}, "optimizer"),
+    (stock_sgd, {"stage": 3}, "parameters"),
 ]
 
 
-@pytest.mark.parametrize(("make", "options"), CASES, ids=lambda value: getattr(value, "__name__", None))
+@pytest.mark.parametrize(("make", "options", "offload"), CASES, ids=lambda value: getattr(value, "__name__", None))
 def test_training_is_the_same_to_the_bit(
-    make: Callable[[nn.Module], Optimizer], options: dict[str, Any], tmp_path: Path
+    make: Callable[[nn.Module], Optimizer], options: dict[str, Any], offload: str, tmp_path: Path
 ) -> None:
-    found = run(2, _equal, make, str(tmp_path), 32 * 2**10, options)
+    found = run(2, _equal, make, str(tmp_path), 32 * 2**10, options, offload)
     if make is stock_sgd:
-        assert all(states == 0 and size > 0 for states, size in found)  # masters only
+        assert all(states == 0 and size > 0 for states, size in found)  # it has none
     else:
         assert all(states > 0 and size > 0 for states, size in found)
     assert not list(tmp_path.iterdir())  # the file has no name, and is gone with the process
 
 
+@pytest.mark.parametrize("offload", ["optimizer", "parameters"])
 @pytest.mark.parametrize("world_size", [1, 4])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["own", "bfloat16"])
-def test_other_world_sizes(world_size: int, dtype: torch.dtype | None, tmp_path: Path) -> None:
-    found = run(world_size, _equal, adamw, str(tmp_path), 64 * 2**20, {"stage": 3, "dtype": dtype})
+def test_other_world_sizes(world_size: int, dtype: torch.dtype | None, offload: str, tmp_path: Path) -> None:
+    found = run(world_size, _equal, adamw, str(tmp_path), 64 * 2**20, {"stage": 3, "dtype": dtype}, offload)
     assert all(states > 0 and size > 0 for states, size in found)
 
 
@@ -566,7 +573,7 @@ def test_a_folder_that_does_not_exist_is_said_at_the_first_call(tmp_path: Path) 
         ({"offload": "optimizer"}, "any tier"),
         ({"offload": "optimizer", "tier": "host"}, "on host is planned"),
         ({"offload": "optimizer", "tier": "nvme"}, "need a folder"),
-        ({"offload": "parameters", "tier": "nvme", "path": "/tmp"}, "no backend runs it yet"),
+        ({"offload": "auto", "tier": "nvme", "path": "/tmp"}, "no backend runs it yet"),
         ({"path": "/tmp"}, "path given, and nothing is offloaded"),
         ({**OFF, "path": "/tmp", "memory": "1GiB"}, "together with memory"),
         ({"offload": "optimizer", "tier": "nvme", "path": 3}, "a folder or a list of folders"),

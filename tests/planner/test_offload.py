@@ -26,7 +26,7 @@ from zerograph.core.timeline import Forecast
 from zerograph.planner.check_file import check_file
 from zerograph.planner.forecasts import forecast_sketch
 from zerograph.planner.homes import HOMES
-from zerograph.planner.placement import Shards
+from zerograph.planner.placement import Shards, bucket_parts
 from zerograph.planner.plan_file import file_from_sketch
 from zerograph.planner.rates import Rates, gathered_bytes, state_bytes
 from zerograph.planner.rules import plan_step
@@ -253,7 +253,9 @@ def test_whatever_is_taken_is_given_back_or_lives_on(found: Drawn) -> None:
     world, gathered = plan.world_size, 0
     for b in plan.buckets:
         staging = "device" if machine.device == "cpu" else "host"
-        own = Shards.of(b.params, world, moments, staging).copy if b.homes.optimizer != "device" else 0
+        (part,) = bucket_parts(b.name, b.params, 1, {}, world, moments, staging)
+        in_place = b.homes.parameters == "device" and (world == 1 or b.homes.optimizer != "device")
+        own = part.own if in_place else 0
         gathered += b.residency == "step" and gathered_bytes(b.params, world) > own
     assert (left["gathered"], left["activation"]) == (gathered, 1)
     assert set(left) <= {"gathered", "activation", "gradient"}

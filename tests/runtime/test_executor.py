@@ -15,19 +15,17 @@ from torch import Tensor
 
 from zerograph.core.plan import Bucket, Plan, Residency
 from zerograph.core.program import (
-    EXECUTED,
     Compute,
     Free,
     Gather,
     Program,
     Reduce,
     Segment,
-    Update,
     WaitGather,
     WaitReduce,
 )
 from zerograph.core.step import Param
-from zerograph.runtime.executor import _METHODS, Executor, Runtime
+from zerograph.runtime.executor import Executor, Runtime
 from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.nvme import Arena
 from zerograph.runtime.residency import GatheredCache, StepCount
@@ -35,11 +33,6 @@ from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.telemetry import Telemetry
 
 W = Param("w", (4,), "float32", "float32", "float32", True, True)
-
-
-def test_what_a_plan_may_need_is_what_the_executor_has_methods_for() -> None:
-    """But for the update, which an optimizer executes."""
-    assert {*_METHODS, Update} == set(EXECUTED)
 
 
 class Recorder:

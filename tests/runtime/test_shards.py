@@ -120,7 +120,7 @@ def test_masters_leave_and_copies_follow_them(params: dict[str, nn.Parameter], t
     assert store.gathered([told], [a])[0] is a and store.copy_of(a) is None
 
 
-def test_one_process_gathers_nothing_and_keeps_masters(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
+def test_what_nobody_gathers_stays(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
     store, a = store_of(tmp_path, params), params["a"]
     address = a.data_ptr()
     store.settle(plan_of((described("a", a, "bfloat16", sharded=False),), world_size=1), 2)

@@ -23,7 +23,7 @@ from zerograph.compiler.compilation import Plain
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.machine import Machine, Precision, preset_for
-from zerograph.core.plan import DEVICE, Homes, Plan
+from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Plan
 from zerograph.core.step import Param, Step
 from zerograph.core.units import format_bytes, format_seconds
 from zerograph.planner import plan_step, refuse_world_size, replay
@@ -202,7 +202,7 @@ class Planner:
             bucket_size=config.bucket_size,
             prefetch=config.prefetch,
             recompute=config.recompute,
-            homes=Homes(optimizer=config.tier) if config.tier is not None and step.training else DEVICE,
+            homes=homes_of(config) if step.training else DEVICE,
         )
 
     def _search(self, step: Step, states: int) -> Found:
@@ -234,6 +234,14 @@ class Planner:
         known = {param.name: param for param in step.params}
         params = [known[name] if name in known else _param(name, p) for name, p in self._params.items()]
         return sum(state_bytes(params, self._world_size, self._moments))
+
+
+def homes_of(config: Config) -> Homes:
+    """Where ``offload`` and ``tier`` put the shards of every bucket."""
+    if config.tier is None or config.offload == "auto":
+        return DEVICE
+    gone = OFFLOADS[1 : OFFLOADS.index(config.offload) + 1]  # each with those before it
+    return Homes(**dict.fromkeys(gone, config.tier))
 
 
 def machine_of(config: Config, device: torch.device) -> Machine:

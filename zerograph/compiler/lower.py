@@ -17,6 +17,7 @@ from zerograph.compiler.capture import source_line
 from zerograph.compiler.segment_graph import Body, body_of
 from zerograph.compiler.segments import Callee, SegmentCache, interpret
 from zerograph.core.check import require_programs
+from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
 from zerograph.core.program import (
     Compute,
@@ -24,11 +25,14 @@ from zerograph.core.program import (
     Gather,
     Instruction,
     Program,
+    Read,
     Reduce,
     Register,
     Segment,
+    WaitFetch,
     WaitGather,
     WaitReduce,
+    Write,
     stays_whole,
 )
 from zerograph.core.step import Kind
@@ -37,7 +41,7 @@ from zerograph.graph.costs import bytes_of, flops_of, memory_owner, moved_bytes,
 from zerograph.graph.layers import layer_of_node, layer_starts, module_of
 from zerograph.graph.nodes import is_size  # arithmetic that every segment which needs it repeats
 from zerograph.graph.torch_private import LOOKUP_SEED, changes_inputs
-from zerograph.planner.rates import gathered_bytes, reduced_bytes
+from zerograph.planner.rates import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
 
 
 def lower(gm: fx.GraphModule, kind: str, cache: SegmentCache, plan: Plan) -> tuple[Program, tuple[Callee, ...]]:
@@ -68,6 +72,8 @@ class _Lowering:
         self.segments: dict[str, int] = {}
         self.described: list[Segment] = []
         self.callables: list[Callee] = []
+        self.bytes: dict[int, int] = {}  # of registers whose nodes do not tell: transfers under way
+        self.shared: dict[int, int] = {}  # registers in the memory of another one
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.symbols = _symbol_inputs(gm.graph)
 
@@ -108,18 +114,15 @@ class _Lowering:
         return program, tuple(self.callables)
 
     def _contents(self) -> tuple[Register, ...]:
-        whole = {
-            instruction.out: instruction.bytes for instruction in self.instructions if isinstance(instruction, Gather)
-        }
         first: dict[Any, int] = {}
         found = []
         for key, index in self.registers.items():
             # Registers of views refer to memory that another one holds: bytes are counted once, by storage.
             owner = memory_owner(key) if isinstance(key, fx.Node) else key
-            storage = first.setdefault(owner, index)
+            storage = first.setdefault(owner, self.shared.get(index, index))
             name = key.name if isinstance(key, fx.Node) else str(key[1])
             size = bytes_of(owner.meta.get("val")) if isinstance(owner, fx.Node) else 0
-            found.append(Register(name, whole.get(index, size), storage, _kind(key)))
+            found.append(Register(name, self.bytes.get(index, size), storage, _kind(key), _tier(key)))
         return tuple(found)
 
     def _register(self, node: Any) -> int:
@@ -145,9 +148,12 @@ class _Lowering:
         match node.target:
             case ops.GATHER:
                 size = gathered_bytes(info.params, self.plan.world_size)
-                instruction: Instruction = Gather(
-                    info.bucket, info.params, self._regs(node.args[0]), self._register(node), bytes=size
-                )
+                shards, out = self._regs(node.args[0]), self._register(node)
+                instruction: Instruction = Gather(info.bucket, info.params, shards, out, bytes=size)
+                if all(is_whole(p, self.plan.world_size) for p in info.params):
+                    # Nothing is filled: it is where it was, or where it was fetched to.
+                    size, self.shared[out] = 0, self.shared.get(shards[0], out)
+                self.bytes[out] = size
             case ops.WAIT_GATHER:
                 instruction = WaitGather(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
             case ops.FREE:
@@ -160,9 +166,27 @@ class _Lowering:
                 instruction = Reduce(
                     info.bucket, info.params, self._regs(node.args[0]), self._register(node), bytes=size
                 )
-            case _:
+            case ops.WAIT_REDUCE:
                 instruction = WaitReduce(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
+            case ops.FETCH:
+                size, out = sum(fetched_bytes(p, self.plan.world_size) for p in info.params), self._register(node)
+                instruction, self.bytes[out] = self._move(Read, "shard", node, size, (out,)), size
+            case ops.WAIT_FETCH:
+                pending = self.registers[node.args[0]]  # type: ignore[index]
+                instruction = WaitFetch(pending, outs)
+                self.shared |= dict.fromkeys(outs, pending)
+            case _:
+                size = sum(shard_bytes(p, self.plan.world_size) for p in info.params)
+                instruction = self._move(Write, "gradient", node, size, outs)
         self.instructions.append(instruction)
+
+    def _move(
+        self, kind: type[Read] | type[Write], what: str, node: fx.Node, size: int, outs: tuple[int, ...]
+    ) -> Instruction:
+        info = node.meta["zg"]
+        name = self.plan.buckets[info.bucket].name
+        reads = self._regs(node.args[0])
+        return kind(what, name, name, size, reads, outs, bucket=info.bucket, params=info.params)
 
     def _flush(self, nodes: list[fx.Node]) -> None:
         """Make a segment of the compute nodes between two cuts."""
@@ -242,13 +266,28 @@ def _kind(key: Any) -> Kind:
     if not isinstance(key, fx.Node):
         return "temporary"
     if key.op == "placeholder":
-        gathered = any(user.target is ops.GATHER for user in key.users)
+        gathered = any(user.target in (ops.GATHER, ops.FETCH) for user in key.users)
         return "param" if gathered else "input"
     if key.target is ops.GATHER:
         return "gathered"
+    if key.target is ops.FETCH:
+        return "param"
     if _is_result(key):
-        return "gathered" if key.args[0].target is ops.WAIT_GATHER else "gradient"  # type: ignore[union-attr]
+        return _UNPACKED[key.args[0].target]  # type: ignore[union-attr]
     return "temporary"
+
+
+def _tier(key: Any) -> Tier:
+    return "nvme" if isinstance(key, fx.Node) and _is_result(key) and key.args[0].target is ops.SPILL else "device"  # type: ignore[union-attr]
+
+
+_UNPACKED: dict[Any, Kind] = {
+    ops.WAIT_GATHER: "gathered",
+    ops.WAIT_FETCH: "param",
+    ops.WAIT_REDUCE: "gradient",
+    ops.SPILL: "gradient",
+}
+"""The operators that return several tensors, and what these are."""
 
 
 def _key(value: Any) -> Any:
@@ -258,11 +297,7 @@ def _key(value: Any) -> Any:
 def _is_result(node: fx.Node) -> bool:
     """Whether ``node`` unpacks what a wait returns."""
     source = node.args[0] if node.args else None
-    return (
-        node.target is operator.getitem
-        and isinstance(source, fx.Node)
-        and source.target in (ops.WAIT_GATHER, ops.WAIT_REDUCE)
-    )
+    return node.target is operator.getitem and isinstance(source, fx.Node) and source.target in _UNPACKED
 
 
 def _results(node: fx.Node) -> dict[int, fx.Node]:

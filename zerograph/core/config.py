@@ -49,8 +49,7 @@ class Config:
             user's own ``torch.utils.checkpoint`` regions; "full": all of every repeated layer but its inputs; a number
             from 0 to 1: that share of the layers fully, evenly spread, the others as in "auto".
         offload: what leaves the device between its uses, each with those before it: nothing ("none"), optimizer states,
-            gradients, parameters; "auto" chooses per bucket. "optimizer" can be run on NVMe; the others are planned by
-            ``zerograph plan``, and refused.
+            gradients, parameters; "auto" chooses per bucket, which ``zerograph plan`` does and a backend refuses.
         tier: where it goes, "host" or "nvme"; None leaves that to the planner.
         path: folders on NVMe, over which what goes there is striped.
         nvme: bytes that a rank reserves there; None is what the plan needs.
@@ -90,6 +89,11 @@ class Config:
         """Whether something lives off the device between its uses."""
         replayed = self.plan is not None and any(bucket.homes.away for bucket in self.plan.plan.buckets)
         return self.offload != "none" or replayed
+
+    @property
+    def casts(self) -> bool:
+        """Whether 16 bits compute, of parameters that may have more."""
+        return str(self.dtype).removeprefix("torch.") in ("bfloat16", "float16")
 
     @property
     def searches(self) -> bool:
@@ -163,9 +167,9 @@ class Config:
             # First what no stage could do, then what no backend does yet: the second error would hide the first.
             level_at(self.sharding, self.offload)
         _require(
-            self.offload in ("none", "optimizer"),
-            f"offload={self.offload!r} is planned and forecast, but no backend runs it yet",
-            f"see what it would do with `zerograph plan MODEL --offload {self.offload}`; offload='optimizer' runs",
+            self.offload != "auto",
+            "offload='auto' is planned and forecast, but no backend runs it yet",
+            "see what it would do with `zerograph plan MODEL --offload auto`; the others run",
         )
         _require(
             self.offload == "none" or self.tier == "nvme",

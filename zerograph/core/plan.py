@@ -197,6 +197,16 @@ class Plan:
         """How many visits ahead the gathers of each bucket begin, at most."""
         return tuple(self.prefetch if b.ahead is None else b.ahead for b in self.buckets)
 
+    @property
+    def farthest(self) -> Homes:
+        """The farthest homes that anything has."""
+        homes = [bucket.homes for bucket in self.buckets]
+
+        def far(tiers: Iterable[Tier]) -> Tier:
+            return max(tiers, key=TIERS.index, default="device")
+
+        return Homes(far(h.parameters for h in homes), far(h.gradients for h in homes), far(h.optimizer for h in homes))
+
     def bucket_of(self) -> dict[str, Bucket]:
         """The bucket of every parameter, by name."""
         return {p.name: bucket for bucket in self.buckets for p in bucket.params}

@@ -17,8 +17,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.filekinds import refuse_other_kind
 from zerograph.core.linediff import unified
 from zerograph.core.machine import Machine, Tier
-from zerograph.core.plan import Homes, Plan
-from zerograph.core.program import EXECUTED
+from zerograph.core.plan import Plan
 from zerograph.core.step import Kind
 from zerograph.core.timeline import Forecast, Peak, Span
 from zerograph.core.units import is_number
@@ -125,26 +124,14 @@ class PlanFile:
     @property
     def unexecuted(self) -> str:
         """What the plan needs that nothing executes yet, for people; empty when the plan can be run."""
-        # By what spans say of themselves: a plan file holds no instructions.
-        runs = {(kind.stream, kind.operation) for kind in EXECUTED}
-        # An optimizer carries out the update of states on NVMe, what it reads and writes for that included.
-        streamed = Homes(optimizer="nvme")
-        found: dict[str, str] = {}  # the first of each kind
-        for span in self.forecast.spans:
-            bucket = self.plan.buckets[span.bucket] if span.bucket >= 0 else None
-            if (span.stream, span.operation) not in runs:
-                if bucket is not None and bucket.homes == streamed and span.what == "states":
-                    continue
-                if bucket is not None:
-                    found.setdefault("homes", f"{bucket.homes} (bucket {bucket.name})")
-                else:
-                    tier = dict(self.plan.offload).get(span.label, "host")
-                    found.setdefault("saved", f"activations of {span.label} on {tier}")
-            if span.tile and bucket is not None:
-                found.setdefault("tiles", f"{bucket.tiles} tiles of {bucket.params[0].name}")
-        if self.plan.loss_tiles > 1:  # their step is another one, of the same instructions
-            found["loss"] = f"head and loss in {self.plan.loss_tiles} tiles"
-        return "; ".join(found[kind] for kind in ("homes", "saved", "tiles", "loss") if kind in found)
+        plan = self.plan
+        # On a device NVMe is behind the host's memory.
+        far = ("host", "nvme") if self.machine.device != "cpu" else ("host",)
+        homes = next((f"{b.homes} (bucket {b.name})" for b in plan.buckets if not b.homes.away.isdisjoint(far)), "")
+        saved = next((f"activations of {name} on {tier}" for name, tier in plan.offload), "")
+        tiles = next((f"{b.tiles} tiles of {b.params[0].name}" for b in plan.buckets if b.tiles > 1), "")
+        loss = f"head and loss in {plan.loss_tiles} tiles" if plan.loss_tiles > 1 else ""
+        return "; ".join(each for each in (homes, saved, tiles, loss) if each)
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, one line, with a digest of everything else in it."""

@@ -196,6 +196,7 @@ class _Move:
         bytes: of this rank.
         bucket, tile: -1 and 0 of activations.
         slot: the register that stands for its staging buffer: it waits for all that worked in what was there before.
+        params: that the shards or gradients are of, in the order of the registers; none in sketches.
     """
 
     moves: ClassVar[Moves | None] = None
@@ -209,6 +210,7 @@ class _Move:
     bucket: int = -1
     tile: int = 0
     slot: int | None = None
+    params: tuple[Param, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,12 +259,13 @@ class HostUpdate(_Move):
 
 @dataclass(frozen=True, slots=True)
 class WaitFetch:
-    """What computes next needs what was read or fetched into ``pending``."""
+    """What computes next needs what was read or fetched into ``pending``; ``outs`` are parts of it, in its memory."""
 
     stream: ClassVar[Stream | None] = None
     operation: ClassVar[Operation] = "fetch"
     moves: ClassVar[Moves | None] = None
     pending: int
+    outs: tuple[int, ...] = ()
     dead: tuple[int, ...] = ()
 
     @property
@@ -271,7 +274,7 @@ class WaitFetch:
 
     @property
     def writes(self) -> tuple[int, ...]:
-        return ()
+        return self.outs
 
 
 Move = Spill | Fetch | Write | Read | HostUpdate
@@ -280,9 +283,6 @@ Wait = WaitGather | WaitReduce | WaitFetch
 Timed = Compute | Update | Collective | Move
 """Instructions that occupy a stream."""
 Instruction = Timed | Wait | Free
-
-EXECUTED: tuple[type[Instruction], ...] = (Compute, Gather, WaitGather, Free, Reduce, WaitReduce, Update)
-"""Instructions that something carries out: the executor, and of ``Update`` an optimizer. Of tiles there is none yet."""
 
 
 def stays_whole(residency: Residency, kind: str) -> bool:

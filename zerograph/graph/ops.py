@@ -21,8 +21,11 @@ _LIB.define(f"reduce_grad(Tensor grad, int[] shard_shape, ScalarType shard_dtype
 _LIB.define("gather(Tensor[] shards, int bucket) -> Tensor")
 _LIB.define("wait_gather(Tensor pending, Tensor[] shards, int bucket) -> Tensor[]")
 _LIB.define("free(Tensor[] gathered, int bucket) -> ()")
+_LIB.define("fetch(Tensor[] shards, int bucket) -> Tensor")
+_LIB.define("wait_fetch(Tensor pending, Tensor[] shards, int bucket) -> Tensor[]")
 _LIB.define("reduce(Tensor[] grads, int bucket) -> Tensor")
 _LIB.define("wait_reduce(Tensor pending, Tensor[] grads, int bucket) -> Tensor[]")
+_LIB.define("spill(Tensor[] grads, int bucket) -> Tensor[]")
 
 
 def world_size(group: str) -> int:
@@ -38,7 +41,7 @@ def _unshard(
     shard: Tensor, shape: Sequence[int], name: str, group: str, dtype: torch.dtype, reduce_dtype: torch.dtype,
     sharded: bool,
 ) -> Tensor:  # fmt: skip
-    if not sharded:
+    if not sharded or not group:
         return shard.to(dtype, copy=True)  # an operator's result may not alias its input
     world = world_size(group)
     rows = -(-shape[0] // world)
@@ -62,7 +65,7 @@ def _reduce_grad(
 ) -> Tensor:  # fmt: skip
     world = world_size(group)
     functional = torch.ops._c10d_functional
-    if not sharded:
+    if not sharded or not group:
         summed = grad.to(reduce_dtype, copy=True)
         if world > 1:
             summed = functional.wait_tensor(functional.all_reduce(summed, "sum", group))
@@ -93,7 +96,7 @@ for _name, _kernel, _fake in (
     _LIB.impl(_name, _kernel, "CompositeExplicitAutograd")
     skip_frame(_kernel)
     torch.library.register_fake(f"zg::{_name}", _fake, lib=_LIB)
-for _name in ("gather", "reduce"):
+for _name in ("gather", "fetch", "reduce"):
     torch.library.register_fake(f"zg::{_name}", _pending_fake, lib=_LIB)
 
 
@@ -117,4 +120,7 @@ WAIT_GATHER = torch.ops.zg.wait_gather.default
 FREE = torch.ops.zg.free.default
 REDUCE = torch.ops.zg.reduce.default
 WAIT_REDUCE = torch.ops.zg.wait_reduce.default
-INSTRUCTIONS = frozenset({GATHER, WAIT_GATHER, FREE, REDUCE, WAIT_REDUCE})
+FETCH = torch.ops.zg.fetch.default
+WAIT_FETCH = torch.ops.zg.wait_fetch.default
+SPILL = torch.ops.zg.spill.default
+INSTRUCTIONS = frozenset({GATHER, WAIT_GATHER, FREE, REDUCE, WAIT_REDUCE, FETCH, WAIT_FETCH, SPILL})

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from zerograph import _core
 from zerograph.core.errors import ConfigError, UnsupportedError
-from zerograph.optim.tensors import is_dense, on_host, pieces
+from zerograph.optim.tensors import is_dense, on_host, pieces, sum_of
 from zerograph.runtime.torch_private import local_tensor
 
 
@@ -116,7 +116,7 @@ def power_sum(grads: list[Tensor], p: float) -> Tensor:
         return torch.zeros(())
     if p == 2.0 and on_host(grads):
         dense = [g if is_dense(g) else g.contiguous() for g in grads]
-        return torch.tensor(_core.sum_squares(pieces(dense)), dtype=torch.float64)
+        return torch.tensor(sum_of(_core.squares(pieces(dense))), dtype=torch.float64)
     powers = power_sums(grads, p)
     return powers.max() if math.isinf(p) else powers.sum()
 
@@ -125,7 +125,7 @@ def power_sums(tensors: list[Tensor], p: float) -> Tensor:
     """Of each tensor by itself: the sum of ``|x|**p`` over its elements, or the largest absolute value."""
     if p == 2.0 and on_host(tensors):
         dense = [t if is_dense(t) else t.contiguous() for t in tensors]
-        return torch.tensor([_core.sum_squares(pieces([t])) for t in dense], dtype=torch.float64)
+        return torch.tensor([sum_of(_core.squares(pieces([t]))) for t in dense], dtype=torch.float64)
     device = tensors[0].device
     norms = torch.zeros(len(tensors), device=device, dtype=_precision(tensors))
     for places in _by_kind(tensors):

@@ -26,11 +26,12 @@ from zerograph.core.errors import CheckpointError, ConfigError, StorageError, Un
 from zerograph.optim.clip import power_sum
 from zerograph.optim.parts import GroupParts, Member, Part, parts_of
 from zerograph.optim.stream import Stored, Stream
-from zerograph.optim.tensors import TAGS, Gradients, GroupLayout, uses_kernels
+from zerograph.optim.tensors import TAGS, Gradients, GroupLayout, sum_of, uses_kernels
 from zerograph.optim.torch_private import hooked_step, tell_failed_step
 from zerograph.optim.update import PendingUpdate
+from zerograph.runtime.blocks import Place
 from zerograph.runtime.comm import Communicator, sum_over_ranks
-from zerograph.runtime.shards import Place, ShardStore
+from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor
 
 log = logging.getLogger(__name__)
@@ -224,7 +225,7 @@ class HostOptimizer(Optimizer):
                 f"parameters are split over {len(groups)} process groups, and their norm is one reduction over one",
                 "make an optimizer for each, or one with skip_nonfinite=False",
             )
-        split, whole = (_squares(layouts, grads, split) for split in (True, False))
+        split, whole = (self._squares(layouts, grads, split) for split in (True, False))
         for group in groups:
             where = next(t.device for layout in layouts for t, s in zip(layout.locals, layout.split, strict=True) if s)
             # To the device over which its group communicates.
@@ -234,6 +235,19 @@ class HostOptimizer(Optimizer):
             else:
                 dist.all_reduce(split, group=group)
         return math.sqrt(float(split) + float(whole))
+
+    def _squares(self, layouts: Sequence[GroupLayout], grads: Sequence[Gradients], split: bool) -> Tensor:
+        """Sum of squares of this rank's gradients, those that are split or those that are whole."""
+        pairs = list(zip(layouts, grads, strict=True))
+        pieces = [piece for layout, own in pairs for piece in layout.pieces(own, split)]
+        known: list[float] = []
+        if self.store is not None and self.store.spills:
+            there = {piece: self.store.squares(piece[0]) for piece in pieces}
+            known = list(itertools.chain.from_iterable(s for s in there.values() if s is not None))
+            pieces = [piece for piece in pieces if there[piece] is None]
+        total = torch.tensor(sum_of([*known, *_core.squares(pieces)]), dtype=torch.float64)
+        elsewhere = [grad for layout, own in pairs for grad in layout.elsewhere(own, split)]
+        return power_sum(elsewhere, 2.0).double() + total if elsewhere else total
 
     def _update(self, layouts: Sequence[GroupLayout], grads: Sequence[Gradients], factor: float) -> PendingUpdate:
         # By identity: whoever replaced a parameter's dict has replaced tensors whose addresses kernels hold.
@@ -304,12 +318,12 @@ class HostOptimizer(Optimizer):
     ) -> Member:
         """The parameter's state, made where it is missing and brought home, in the form that the kernels take."""
         param, local, name = layout.params[index], layout.locals[index], layout.name(index)
-        place, copy = places.get(id(param)), self._copy_of(param)
-        if not local.numel() or not (slots or copy is not None or self._keeps_master(param)):
+        place, (copy, streamed) = places.get(id(param)), self._kept_of(param)
+        if not local.numel() or not (slots or streamed or self._keeps_master(param)):
             place = None  # nothing to stream
         # An empty dict in `state` would count as a state: SGD without momentum has none, in torch, too.
         if not (self._counts or slots or self._keeps_master(param)):
-            return Member(index, local, local, [], None, fresh=False, place=place, copy=copy)
+            return Member(index, local, local, [], None, fresh=False, place=place, copy=copy, streamed=streamed)
         state = self.state[param]
         if self._counts:
             at = local.device if self._counts_on_device else torch.device("cpu")
@@ -334,11 +348,11 @@ class HostOptimizer(Optimizer):
                 state["master"] = _fitted(master, param, torch.float32, f"master of {name}")
             target = local_tensor(state["master"])
         states = [local_tensor(state[s]) for s in slots]
-        return Member(index, local, target, states, state.get("step"), fresh, place, copy)
+        return Member(index, local, target, states, state.get("step"), fresh, place, copy, streamed)
 
-    def _copy_of(self, param: Tensor) -> Tensor | None:
-        """What is gathered in place of ``param``, where that is on NVMe."""
-        return self.store.copy_of(param) if self.store is not None else None
+    def _kept_of(self, param: Tensor) -> tuple[Tensor | None, tuple[tuple[str, torch.dtype], ...]]:
+        """What is gathered in place of ``param``, and what of it is on NVMe."""
+        return (self.store.copy_of(param), self.store.streamed(param)) if self.store is not None else (None, ())
 
     def _stored(
         self, place: Place, name: str, value: Tensor | None, param: Tensor, dtype: torch.dtype, fill: float
@@ -438,15 +452,6 @@ def unscaled(grads: list[Tensor], scale: Tensor | None) -> list[Tensor]:
 @functools.cache
 def _tell_target() -> None:
     log.info("optimizer kernels for %s on %d threads", _core.simd_target(), _core.pool_threads())
-
-
-def _squares(layouts: Sequence[GroupLayout], grads: Sequence[Gradients], split: bool) -> Tensor:
-    """Sum of squares of this rank's gradients, those that are split or those that are whole."""
-    pairs = list(zip(layouts, grads, strict=True))
-    pieces = [piece for layout, own in pairs for piece in layout.pieces(own, split)]
-    total = torch.tensor(_core.sum_squares(pieces) if pieces else 0.0, dtype=torch.float64)
-    elsewhere = [grad for layout, own in pairs for grad in layout.elsewhere(own, split)]
-    return power_sum(elsewhere, 2.0).double() + total if elsewhere else total
 
 
 def _counter(value: Any, device: torch.device) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from zerograph import _core
 from zerograph.optim.tensors import NOTHING, TAGS, Gradients, GroupLayout, uses_kernels
-from zerograph.runtime.shards import Place, ShardStore
+from zerograph.runtime.blocks import Place
+from zerograph.runtime.shards import ShardStore
 
 
 @dataclass(slots=True)
@@ -28,7 +29,8 @@ class Member:
         step: how many updates it has had, one float32; None where the algorithm does not count.
         fresh: its momentum starts from this gradient.
         place: where its states are on NVMe; None where they are not.
-        copy: what is gathered in its place, and is written when it is updated; None where it is gathered itself.
+        copy: what is gathered in its place, and is written when it is updated; None where that is not on the device.
+        streamed: what of it passes through slots besides its states, by the store's names.
     """
 
     index: int
@@ -39,6 +41,7 @@ class Member:
     fresh: bool
     place: Place | None = None
     copy: Tensor | None = None
+    streamed: tuple[tuple[str, torch.dtype], ...] = ()
 
 
 @dataclass(slots=True)
@@ -176,7 +179,7 @@ def parts_of(
         if dtype is None or (grad is None and index not in known):
             continue
         m = member(index)
-        kind = (m.local.device, m.local.dtype, m.target.dtype, dtype, m.place is None, m.copy is None)
+        kind = (m.local.device, m.local.dtype, m.target.dtype, dtype, m.place is None, m.copy is None, m.streamed)
         kinds.setdefault(kind, []).append((m, dtype))
     found = []
     for alike in kinds.values():

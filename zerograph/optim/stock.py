@@ -11,7 +11,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from zerograph.core.errors import UnsupportedError
 from zerograph.optim.host import placed_as
-from zerograph.runtime.shards import Place, ShardStore
+from zerograph.runtime.blocks import Place
+from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor
 
 

@@ -19,10 +19,11 @@ from zerograph import _core
 from zerograph.core.errors import StorageError
 from zerograph.optim.parts import Member, Part, address
 from zerograph.optim.tensors import TAGS, Gradients
+from zerograph.runtime.blocks import UNIT, Block, Place
 from zerograph.runtime.entry import reason_of
 from zerograph.runtime.extents import Extent
 from zerograph.runtime.nvme import Priority, Ticket
-from zerograph.runtime.shards import PARAMETER, SLOTS, UNIT, Block, Place, ShardStore
+from zerograph.runtime.shards import COPY, GRADIENT, PARAMETER, SLOTS, ShardStore
 
 
 class Stored(NamedTuple):
@@ -33,9 +34,9 @@ class Stored(NamedTuple):
 
 
 class _Slotted(NamedTuple):
-    """A state in a slot: where it comes from, and its place there in bytes."""
+    """A state in a slot: where it comes from, None where that changes, and its place there in bytes."""
 
-    extent: Extent
+    extent: Extent | None
     dtype: torch.dtype
     at: int
 
@@ -59,17 +60,17 @@ class _Work:
 
 @dataclass(slots=True)
 class _Chunk:
+    block: Block
     slot: Tensor
     begin: int
     end: int
     kinds: list[_Slotted]
+    gradient: _Slotted | None
     works: list[_Work]
     under_way: list[Ticket] = field(default_factory=list)
 
-    def views(self) -> Iterator[tuple[_Slotted, Tensor]]:
-        for kind in self.kinds:
-            size = (self.end - self.begin) * kind.dtype.itemsize
-            yield kind, self.slot[kind.at : kind.at + size]
+    def view(self, kind: _Slotted) -> Tensor:
+        return self.slot[kind.at : kind.at + (self.end - self.begin) * kind.dtype.itemsize]
 
 
 class Stream:
@@ -81,7 +82,8 @@ class Stream:
 
     def __init__(self, owner: Optimizer, store: ShardStore, stored: Sequence[Stored]) -> None:
         assert store.arena is not None
-        self._arena, self.parts = store.arena, [s.part for s in stored]
+        self._store, self._arena, self.parts = store, store.arena, [s.part for s in stored]
+        self._gradients: dict[Block, tuple[Extent, int] | None] = {}  # of this update
         self.failed = ""
         # Of members in several chunks: their counts, and copies that all chunks but the last increment.
         self._counts: list[tuple[Tensor, Tensor]] = []
@@ -93,22 +95,26 @@ class Stream:
     def _cut(self, owner: Optimizer, store: ShardStore, block: Block, stored: Sequence[Stored]) -> None:
         ring, kinds, place = store.ring, dict[tuple[str, torch.dtype], _Slotted](), 0
         wanted = dict.fromkeys(
-            (name, tensor.dtype)
+            kind
             for part, slots in stored
             for member in part.members
             if _place(member).block is block
-            for name, tensor in _kept(member, part, slots)
+            for kind in _kept(member, part, slots)
         )
+        if store.spills:
+            wanted[GRADIENT, block.dtype] = None
         most = ring[0].nbytes // max(1, sum(dtype.itemsize for _, dtype in wanted)) // UNIT * UNIT
         for name, dtype in wanted:
-            kinds[name, dtype] = _Slotted(store.extent(owner, block, name, dtype), dtype, place)
+            extent = store.extent(owner, block, name, dtype) if name != GRADIENT else None
+            kinds[name, dtype] = _Slotted(extent, dtype, place)
             place += most * dtype.itemsize
         for begin in range(0, block.elements, most):
             end = min(begin + most, block.elements)
             slot = ring[len(self._chunks) % len(ring)]
             works = list(self._works(stored, block, begin, end, slot, kinds))
             if works:
-                self._chunks.append(_Chunk(slot, begin, end, list(kinds.values()), works))
+                kept = [kind for kind in kinds.values() if kind.extent is not None]
+                self._chunks.append(_Chunk(block, slot, begin, end, kept, kinds.get((GRADIENT, block.dtype)), works))
 
     def _works(
         self,
@@ -128,23 +134,28 @@ class Stream:
             first, pairs = members[0], list(zip(members, pieces, strict=True))
             places = [_place(m).begin + piece.first - begin for m, piece in pairs]
             here = {
-                name: [slot.data_ptr() + kinds[name, t.dtype].at + at * t.itemsize for at in places]
-                for name, t in _kept(first, part, slots)
+                name: [slot.data_ptr() + kinds[name, dtype].at + at * dtype.itemsize for at in places]
+                for name, dtype in _kept(first, part, slots)
             }
             # What is updated, a master or the parameter, passes through the slot where it is on NVMe; what follows it
             # is written behind it.
-            follows = [m.local if part.mastered else m.copy for m in members if part.mastered or m.copy is not None]
-            targets = here.get("master") or here.get(PARAMETER) or [address(m.local, p.first) for m, p in pairs]
+            own = here.get(PARAMETER) or [address(m.local, p.first) for m, p in pairs]
+            follows, dtype = here.get(COPY, []), dict(first.streamed).get(COPY, first.local.dtype)
+            if part.mastered:
+                follows, dtype = own, first.local.dtype
+            elif first.copy is not None:
+                follows, dtype = [address(m.copy, p.first) for m, p in pairs if m.copy is not None], first.copy.dtype
             yield _Work(
                 index,
                 _core.TensorSet(
-                    [(at, TAGS[first.target.dtype], piece.size) for at, piece in zip(targets, pieces, strict=True)],
+                    [
+                        (at, TAGS[first.target.dtype], piece.size)
+                        for at, piece in zip(here.get("master") or own, pieces, strict=True)
+                    ],
                     [here[slot] for slot in slots],
                     TAGS[first.states[0].dtype] if first.states else _core.DType.float32,
-                    [address(t, p.first) for t, p in zip(follows, pieces, strict=True) if t is not None]
-                    if follows
-                    else [],
-                    TAGS[follows[0].dtype if follows and follows[0] is not None else first.local.dtype],
+                    follows,
+                    TAGS[dtype],
                     [self._count(m, piece) for m, piece in pairs if m.step is not None],
                 ),
                 pieces,
@@ -171,6 +182,7 @@ class Stream:
         """
         for copy, count in self._counts:
             copy.copy_(count)
+        self._gradients = {chunk.block: self._store.gradients(chunk.block) for chunk in self._chunks if chunk.gradient}
         try:
             self._run(lambda chunk: _core.update(self._calls(chunk, rules, grads), factor))
         except BaseException as error:
@@ -211,16 +223,29 @@ class Stream:
         calls = []
         for work in chunk.works:
             part, addresses = self.parts[work.part], grads[work.part].addresses
-            size = part.grad_dtype.itemsize
-            at = [addresses[p.member] and addresses[p.member] + p.first * size for p in work.pieces]
+            at = [self._gradient(chunk, part, piece, addresses[piece.member]) for piece in work.pieces]
             fresh = [part.fresh[p.member] for p in work.pieces] if part.fresh else []
             calls.append((rules[work.part], work.tensors, at, TAGS[part.grad_dtype], fresh))
         return calls
 
+    def _gradient(self, chunk: _Chunk, part: Part, piece: _Piece, address: int) -> int:
+        """Where the kernel finds the gradient of a piece, whose parameter's is at ``address``; 0 where it has none."""
+        if not address:
+            return 0
+        size, home = part.grad_dtype.itemsize, self._gradients.get(chunk.block)
+        begin = _place(part.members[piece.member]).begin
+        if chunk.gradient is not None and home is not None and address == home[1] + begin * size:
+            return chunk.slot.data_ptr() + chunk.gradient.at + (begin + piece.first - chunk.begin) * size
+        return address + piece.first * size  # the user's own, or one that was kept from an earlier backward
+
     def _start(self, transfer: Callable[..., Ticket], chunk: _Chunk) -> None:
-        for kind, view in chunk.views():  # one by one: what is under way must be known if the next one raises
+        kinds = [(kind, kind.extent) for kind in chunk.kinds]
+        home = self._gradients.get(chunk.block)
+        if transfer == self._arena.read and chunk.gradient is not None and home is not None:
+            kinds.append((chunk.gradient, home[0]))
+        for kind, extent in kinds:  # one by one: what is under way must be known if the next one raises
             offset = chunk.begin * kind.dtype.itemsize
-            chunk.under_way.append(transfer(kind.extent, view, Priority.now, offset=offset))
+            chunk.under_way.append(transfer(extent, chunk.view(kind), Priority.now, offset=offset))
 
     def _settle(self, chunk: _Chunk) -> None:
         while chunk.under_way:
@@ -244,10 +269,9 @@ def _pieces(members: Sequence[Member], block: Block, begin: int, end: int) -> It
                 yield _Piece(index, first - place.begin, size)
 
 
-def _kept(member: Member, part: Part, slots: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a member that are on NVMe."""
-    yield from zip(slots, member.states, strict=True)
+def _kept(member: Member, part: Part, slots: Sequence[str]) -> Iterator[tuple[str, torch.dtype]]:
+    """What of a member is on NVMe, and is written there by each update."""
+    yield from ((slot, state.dtype) for slot, state in zip(slots, member.states, strict=True))
     if part.mastered:
-        yield "master", member.target
-    elif member.copy is not None:
-        yield PARAMETER, member.local
+        yield "master", member.target.dtype
+    yield from member.streamed

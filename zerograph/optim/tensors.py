@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,14 @@ def uses_kernels(local: Tensor) -> bool:
 def pieces(tensors: Sequence[Tensor]) -> list[Piece]:
     """Of dense ``tensors``, in whatever order their elements lie."""
     return [(t.data_ptr(), TAGS[t.dtype], t.numel()) for t in tensors]
+
+
+def sum_of(squares: Iterable[float]) -> float:
+    """Rounded once, so that it does not matter in which order or by whom they were computed."""
+    try:
+        return math.fsum(squares)
+    except OverflowError:
+        return math.inf
 
 
 def on_host(tensors: Sequence[Tensor]) -> bool:

@@ -17,7 +17,7 @@ from zerograph.core.plan import Homes, Plan, tile_rows
 from zerograph.core.planfile import Holding
 from zerograph.core.simulate import Memory
 from zerograph.core.step import Kind, Param
-from zerograph.planner.rates import copy_bytes, gathered_bytes, reduced_bytes, shard_bytes
+from zerograph.planner.rates import copy_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,7 @@ class BucketPart:
         summed: bytes of the full gradients as they are summed over ranks.
         reduced: bytes of the shards of all its gradients.
         gradients: bytes of the full gradients that a reduction frees.
+        own: bytes of the whole that shards on the device, or copies of these, are where it is gathered in place.
         shards: what can leave the device.
     """
 
@@ -96,6 +97,7 @@ class BucketPart:
     summed: int
     reduced: int
     gradients: int
+    own: int
     shards: Shards
 
 
@@ -108,6 +110,10 @@ def bucket_parts(
     shard = sum(shard_bytes(p, world) for p in trainable)
     gradients = sum(whole.get(p.name, 0) for p in trainable)
     moved = Shards.of(params, world, moments, staging)
+    # A gather of CPU ranks is not in place.
+    own = moved.copy if world > 1 and staging != "device" else 0
+    if world == 1:
+        own = sum(copy_bytes(p, world) for p in params if p.sharded and is_whole(p, world))
     rows = params[0].chunk_rows(world) if tiles > 1 else 1
     slices = tile_rows(rows, tiles)
 
@@ -125,6 +131,7 @@ def bucket_parts(
             summed=part(reduced, tile),
             reduced=part(shard, tile),
             gradients=part(gradients, tile),
+            own=part(own, tile),
             shards=Shards(*(part(size, tile) for size in astuple(moved))),
         )
         for tile in range(tiles)

@@ -145,6 +145,11 @@ def copy_bytes(param: Param, world_size: int) -> int:
     return param.chunk_elements(world_size) * ITEM_SIZE[param.compute_dtype]
 
 
+def fetched_bytes(param: Param, world_size: int) -> int:
+    """Bytes of the largest shard of ``param`` as it lives beside its master, or as itself where it has none."""
+    return copy_bytes(param, world_size) if param.is_master else shard_bytes(param, world_size)
+
+
 def gathered_bytes(params: Iterable[Param], world_size: int) -> int:
     """Bytes that an all-gather of ``params`` fills: every rank's rows, padded to the largest shard.
 
@@ -155,6 +160,12 @@ def gathered_bytes(params: Iterable[Param], world_size: int) -> int:
         for p in params
         if p.sharded or p.dtype != p.compute_dtype
     )
+
+
+def is_whole(param: Param, world_size: int) -> bool:
+    """Whether the shard, or the copy that stands for it, is the parameter that is computed with: one rank gathers it in
+    its own place."""
+    return world_size == 1 and (param.dtype == param.compute_dtype or param.is_master)
 
 
 def reduced_bytes(params: Iterable[Param]) -> int:

@@ -42,7 +42,7 @@ def plan_step(
     """
     residency: Residency = "use" if stage == 3 else "step"
     buckets = tuple(
-        Bucket(index, _name(params), params, residency, homes if any(p.trainable for p in params) else DEVICE)
+        Bucket(index, _name(params), params, residency, _homes(params, homes))
         for index, params in enumerate(_group(step.params, bucket_size))
     )
     return Plan(
@@ -53,6 +53,11 @@ def plan_step(
         recompute=_recomputed(step, recompute),
         save_others=recompute == "none",
     )
+
+
+def _homes(params: Iterable[Param], homes: Homes) -> Homes:
+    """Of what does not train only the parameters leave."""
+    return homes if homes.parameters != "device" or any(p.trainable for p in params) else DEVICE
 
 
 def layer_of_param(name: str) -> str:

@@ -75,6 +75,7 @@ class _Sketch:
             self.saved = scheduler.saved(scheduler.levels(plan), plan.offload)
         self.tier_of = dict(plan.offload)  # layer or activation -> tier of what is saved of it
         self.whole: set[int] = set()  # buckets; of tiled ones the first tile
+        self.fetched: set[int] = set()  # buckets whose gathers follow
         self.under_way: list[tuple[Reduce, bool]] = []  # not waited for; whether gradients then leave the device
         self.reduced: dict[int, None] = {}  # buckets, in the order in which their gradients were reduced
         self.spilled: dict[tuple[int, int], int] = {}  # bucket and tile -> the register of its gradient, away from here
@@ -130,6 +131,9 @@ class _Sketch:
                 for other in phase.gathers.get(visit, ()) if visit else ():
                     self._gather(phase.visits[other].bucket)
                 bucket = phase.visits[visit].bucket
+                if bucket in self.fetched:
+                    self.fetched.remove(bucket)
+                    instructions.append(self._once(_gather_fetched, bucket))
                 instructions.append(self._once(_wait_gather, bucket, 0, self.buckets[bucket].tiles, self._own(bucket)))
             # Behind the frees and gathers of visits that begin here: the pass `reduce` uses the next cut, too.
             for bucket in ready:
@@ -191,14 +195,24 @@ class _Sketch:
                     ends += [(bucket, tile)] if ended else []
             instructions.append(self._once(_slice, piece, whole, i, tuple(read), tuple(makes)))
             for bucket, tile in free:
-                instructions.append(self._once(_free, bucket, tile, self.buckets[bucket].tiles))
+                instructions.append(self._once(_free, bucket, tile, self.buckets[bucket].tiles, False))
             for bucket, tile in ends:
                 self._reduce(bucket, tile, (self._once(_full, bucket, tile, self.buckets[bucket].tiles),))
 
     def _gather(self, bucket: int) -> None:
         if bucket not in self.whole:
             self.whole.add(bucket)
-            self._bring(bucket, 0)
+            if self._gathers_late(bucket):
+                self.fetched.add(bucket)
+                self.instructions.append(self._once(_fetch, bucket))
+            else:
+                self._bring(bucket, 0)
+
+    def _gathers_late(self, bucket: int) -> bool:
+        """Whether only what is fetched begins ahead, and the gather where the bucket is needed: on a CPU it would
+        keep what computes waiting for the disk."""
+        away = self.buckets[bucket].homes.parameters != "device" and self.buckets[bucket].tiles == 1
+        return away and self.rates.staging == "device" and self.parts[bucket][0].shards.fetched > 0
 
     def _bring(self, bucket: int, tile: int) -> None:
         """Gather a bucket or a tile of it, after fetching its shards."""
@@ -206,8 +220,11 @@ class _Sketch:
         self.instructions += self._once(_bring, bucket, tile, tiles, homes.parameters, self._own(bucket))
 
     def _own(self, bucket: int) -> bool:
-        """Whether this rank's slice of the whole is the copy of its shards that the device holds anyway."""
-        return self.buckets[bucket].residency == "step" and self.buckets[bucket].homes.optimizer != "device"
+        """Whether this rank's slice of the whole is what of its shards the device holds anyway."""
+        homes = self.buckets[bucket].homes
+        copied = self.buckets[bucket].residency == "step" and homes.optimizer != "device"
+        lone = self.rates.world_size == 1 and self.buckets[bucket].tiles == 1
+        return homes.parameters == "device" and (copied or lone)
 
     def _free(self, phase: PhaseWork, visit: int) -> None:
         for i in phase.frees.get(visit, ()):
@@ -216,7 +233,7 @@ class _Sketch:
                 continue  # tiles are freed one by one
             if not stays_whole(self.buckets[bucket].residency, phase.name):
                 self.whole.remove(bucket)
-                self.instructions.append(self._once(_free, bucket, 0, 1))
+                self.instructions.append(self._once(_free, bucket, 0, 1, self._own(bucket)))
 
     def _reduce(self, bucket: int, tile: int, grads: tuple[int, ...]) -> None:
         """Start a reduction, for which the compute waits when a later one starts; then the gradient goes home."""
@@ -311,9 +328,9 @@ class _Sketch:
 
 
 def _whole(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: bool) -> int:
-    """The register of a gathered bucket or tile; of an ``own`` one this rank's slice is its copy, held anyway."""
+    """The register of a gathered bucket or tile; of an ``own`` one this rank's slice is held anyway."""
     part = scheduler.bucket_parts(bucket, tiles)[tile]
-    size = part.whole - part.shards.copy * own
+    size = part.whole - part.own * own
     return scheduler.registers.get(("whole", bucket, tile, tiles, own), part.label, size, "gathered", bucket=bucket)
 
 
@@ -347,8 +364,8 @@ def _wait_gather(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: 
     return WaitGather(bucket, _whole(scheduler, bucket, tile, tiles, own), (), (), tile, tiles)
 
 
-def _free(scheduler: Scheduler, bucket: int, tile: int, tiles: int) -> Free:
-    whole = (_whole(scheduler, bucket, tile, tiles, False),)
+def _free(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: bool) -> Free:
+    whole = (_whole(scheduler, bucket, tile, tiles, own),)
     return Free(bucket, whole, whole, False, tile, tiles)
 
 
@@ -378,6 +395,32 @@ def _bring(scheduler: Scheduler, bucket: int, tile: int, tiles: int, home: Tier,
         instructions += _fetched(scheduler, "shard", part.label, name, size, (), (), (whole,), home, bucket, tile)
     shards = (whole,) if size else ()
     return *instructions, Gather(bucket, (), shards, whole, (), part.whole, tile, tiles)
+
+
+def _fetch(scheduler: Scheduler, bucket: int) -> Instruction:
+    """Fetch the shards of a bucket on a CPU: those of a lone rank into the whole, which they are."""
+    part, name = scheduler.bucket_parts(bucket, 1)[0], scheduler.names[bucket]
+    size = part.shards.fetched
+    return Read("shard", part.label, name, size, (), (_shards(scheduler, bucket),), (), bucket)
+
+
+def _gather_fetched(scheduler: Scheduler, bucket: int) -> Instruction:
+    part, shards, whole = (
+        scheduler.bucket_parts(bucket, 1)[0],
+        _shards(scheduler, bucket),
+        _whole(scheduler, bucket, 0, 1, False),
+    )
+    return Gather(bucket, (), (shards,), whole, () if shards == whole else (shards,), part.whole)
+
+
+def _shards(scheduler: Scheduler, bucket: int) -> int:
+    """The register of the fetched shards of a bucket."""
+    if scheduler.rates.world_size == 1:
+        return _whole(scheduler, bucket, 0, 1, False)
+    part = scheduler.bucket_parts(bucket, 1)[0]
+    return scheduler.registers.get(
+        ("shards", bucket), f"shards of {part.label}", part.shards.fetched, "param", bucket=bucket
+    )
 
 
 def _up(

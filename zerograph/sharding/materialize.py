@@ -16,11 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerograph.core.errors import ShardingError
+from zerograph.runtime.shards import ShardStore
 from zerograph.sharding.adopt import live, replace_everywhere
 from zerograph.sharding.adoption import Adoption
 from zerograph.sharding.export import plain_name
 from zerograph.sharding.forward import FORWARDS
 from zerograph.sharding.gathered import shown
+from zerograph.sharding.room import Room
 from zerograph.sharding.shard_files import read_files
 from zerograph.sharding.shards import group_of, is_sharded, local_of, on_first_rank, send_from_first
 
@@ -31,13 +33,15 @@ Init = Callable[[nn.Module], Any] | Literal["reset_parameters"] | None
 
 @dataclass(slots=True)
 class Slot:
-    """A parameter or buffer without memory: its names, where it lives, and this rank's part once it has values."""
+    """A parameter or buffer without memory: its names, where it lives, and this rank's part once it has values;
+    ``leaves`` if it is a shard, which may live off the device."""
 
     tensor: Tensor
     persistent: bool
     names: list[str] = field(default_factory=list)
     at: list[tuple[nn.Module, str]] = field(default_factory=list)
     local: Tensor | None = None
+    leaves: bool = False
 
     @property
     def rows(self) -> int:
@@ -45,8 +49,15 @@ class Slot:
         return self.tensor.shape[0] if self.tensor.ndim else 1
 
 
-def fill(model: nn.Module, adoption: Adoption | None, init: Init, files: Sequence[str | os.PathLike[str]]) -> nn.Module:
-    """What :func:`zerograph.materialize` does, for a model that ``adoption`` has sharded."""
+def fill(
+    model: nn.Module,
+    adoption: Adoption | None,
+    init: Init,
+    files: Sequence[str | os.PathLike[str]],
+    store: ShardStore | None = None,
+) -> nn.Module:
+    """What :func:`zerograph.materialize` does, for a model that ``adoption`` has sharded; in ``store``, if it is given,
+    as parameters then leave the device."""
     slots = _empty_slots(model)
     if not slots:
         return model
@@ -55,10 +66,10 @@ def fill(model: nn.Module, adoption: Adoption | None, init: Init, files: Sequenc
             "the model on the meta device belongs to no backend yet",
             "call zerograph.shard(model, backend) first, with this very model",
         )
-    device, group = adoption.ranks.device, group_of(model)
+    room, group = Room(adoption.ranks.device, store), group_of(model)
     if files:
-        read_files(slots, files, device, group, strict=init is None)
-    _initialize(model, slots, init if callable(init) else None, device, group)
+        read_files(slots, files, room, group, strict=init is None)
+    _initialize(model, slots, init if callable(init) else None, room, group)
     adoption.replace(_install(slots))
     return model
 
@@ -74,6 +85,8 @@ def _empty_slots(model: nn.Module) -> list[Slot]:
                 persistent = attribute not in module._non_persistent_buffers_set
                 slot = slots.setdefault(id(tensor), Slot(tensor, persistent))
                 slot.names.append(plain_name(f"{prefix}.{attribute}".lstrip(".")))
+                spec = module.__dict__.get("_zg_specs", {}).get(attribute)
+                slot.leaves |= spec is not None and spec.sharded
                 if (module, attribute) not in slot.at:
                     slot.at.append((module, attribute))
     return list(slots.values())
@@ -83,24 +96,26 @@ def _initialize(
     model: nn.Module,
     slots: Sequence[Slot],
     init: Callable[[nn.Module], Any] | None,
-    device: torch.device,
+    room: Room,
     group: dist.ProcessGroup | None,
 ) -> None:
     """Fill the slots that are still empty, unit by unit, with rank 0's values."""
     by_place = {(module, attribute): slot for slot in slots for module, attribute in slot.at}
     names = {module: name for name, module in model.named_modules()}
     # All shards before the first full tensor: otherwise they come to lie between the holes that those leave.
-    shards = {id(slot): _allocate(slot, device) for slot in slots if slot.local is None}
+    empty = [slot for slot in slots if slot.local is None]
+    shards = {id(slot): room.empty(local_of(slot.tensor), leaves=slot.leaves) for slot in empty}
     for unit in _units(model):
         places = {(m, a): by_place[m, a] for m in unit for a in (*m._parameters, *m._buffers) if (m, a) in by_place}
         if all(slot.local is not None for slot in places.values()):
             continue
         full: dict[int, Tensor] = {}
         label = f"module {names[unit[-1]] or 'at the root'} ({type(unit[-1]).__name__})"
-        on_first_rank(group, lambda: full.update(_fill(unit, places, init, device, label)), ShardingError)  # noqa: B023
+        on_first_rank(group, lambda: full.update(_fill(unit, places, init, room.device, label)), ShardingError)  # noqa: B023
         for slot in {id(s): s for s in places.values() if s.local is None}.values():
             slot.local = shards.pop(id(slot))
             send_from_first(full.pop(id(slot), None), slot.local, slot.rows, group, is_sharded(slot.tensor))
+            room.filled(slot.local)
 
 
 def _units(module: nn.Module) -> Iterator[list[nn.Module]]:
@@ -122,10 +137,6 @@ def _post_order(module: nn.Module) -> Iterator[nn.Module]:
     for child in module.children():
         yield from _post_order(child)
     yield module
-
-
-def _allocate(slot: Slot, device: torch.device) -> Tensor:
-    return torch.empty_like(local_of(slot.tensor), device=device)
 
 
 def _fill(

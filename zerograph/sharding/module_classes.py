@@ -196,7 +196,7 @@ def unshard(param: Tensor, spec: ShardSpec) -> Tensor:
     """The full tensor of ``param``, in ``spec.dtype``; its gradient arrives averaged over ranks."""
     if isinstance(param, DTensor):
         return UNSHARD(param.to_local(), list(param.shape), *spec)
-    if spec.sharded:
+    if spec.sharded and spec.group:
         return param  # swapped in by torch.func.functional_call or inside zerograph.gathered
     return UNSHARD(param, list(param.shape), *spec)
 

@@ -199,7 +199,9 @@ def spec_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -
     if reduce_dtype is None:
         reduce_dtype = default_reduce_dtype(dtype)
     world = mesh.size() if mesh is not None else 1
-    sharded = config.sharding > 0 and world > 1 and param.ndim > 0 and param.shape[0] >= world
+    # One rank gathers what lives off the device from there.
+    splits = config.sharding > 0 and (world > 1 or config.offloads)
+    sharded = splits and param.ndim > 0 and param.shape[0] >= world
     group = mesh.get_group().group_name if mesh is not None and world > 1 else ""
     return ShardSpec(name, group, dtype, reduce_dtype if floating else dtype, sharded)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from zerograph.core.errors import CheckpointError
 from zerograph.sharding.export import DTYPES
+from zerograph.sharding.room import Room
 from zerograph.sharding.shards import describe, is_sharded, local_of, shard_rows
 
 
@@ -24,12 +25,13 @@ class Wanted(Protocol):
     persistent: bool
     names: list[str]
     local: Tensor | None
+    leaves: bool
 
 
 def read_files(
     slots: Sequence[Wanted],
     files: Sequence[str | os.PathLike[str]],
-    device: torch.device,
+    room: Room,
     group: dist.ProcessGroup | None,
     *,
     strict: bool,
@@ -45,7 +47,7 @@ def read_files(
     with ExitStack() as stack:
         found: dict[int, tuple[Any, str]] = {}
         _all_agree(group, lambda: found.update(_match(slots, _open_all(files, stack), strict)))
-        _all_agree(group, lambda: _read_all([s for s in slots if id(s) in found], found, device))
+        _all_agree(group, lambda: _read_all([s for s in slots if id(s) in found], found, room))
 
 
 def _open_all(files: Sequence[str | os.PathLike[str]], stack: ExitStack) -> dict[str, Any]:
@@ -108,13 +110,13 @@ def _widens(stored: torch.dtype, wanted: torch.dtype) -> bool:
     return torch.promote_types(stored, wanted) == wanted and stored.is_floating_point == wanted.is_floating_point
 
 
-def _read_all(slots: Sequence[Wanted], found: dict[int, tuple[Any, str]], device: torch.device) -> None:
+def _read_all(slots: Sequence[Wanted], found: dict[int, tuple[Any, str]], room: Room) -> None:
     for slot in slots:
-        _read(slot, *found[id(slot)], device)
+        _read(slot, *found[id(slot)], room)
 
 
-def _read(slot: Wanted, file: Any, name: str, device: torch.device) -> None:
-    local = torch.empty_like(local_of(slot.tensor), device=device)
+def _read(slot: Wanted, file: Any, name: str, room: Room) -> None:
+    local = room.empty(local_of(slot.tensor), leaves=slot.leaves)
     if slot.tensor.ndim == 0:
         # safetensors cuts slices of at least one dimension.
         local.copy_(file.get_tensor(name))
@@ -125,6 +127,7 @@ def _read(slot: Wanted, file: Any, name: str, device: torch.device) -> None:
             local.copy_(file.get_slice(name)[rows])
     else:
         local.copy_(file.get_slice(name)[:])
+    room.filled(local)
     slot.local = local
 
 

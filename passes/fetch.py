@@ -1,0 +1,56 @@
+"""Fetch the shards of buckets whose parameters live off the device, before they are gathered.
+
+Stands behind the pass ``prefetch``: the fetch begins where that put the gather, up to ``plan.prefetch`` visits early,
+and the gather follows where its bucket is needed,
+
+    pending = zg.fetch(shards, bucket); ...; here = zg.wait_fetch(pending, shards, bucket); zg.gather(here, bucket)
+
+as a gather that waits for the disk would keep the device from computing. Safe for the reason that a gather may move:
+shards do not change within a graph. What is fetched belongs to the gather alone.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from zerograph.core.plan import Plan
+from zerograph.graph.nodes import Transfer, call
+from zerograph.graph.ops import FETCH, GATHER, WAIT_FETCH
+
+
+def fetch(gm: fx.GraphModule, plan: Plan) -> int:
+    """Rewrite ``gm`` (forward, backward or inference graph) in place; returns the number of fetches inserted."""
+    away = [
+        gather
+        for gather in gm.graph.find_nodes(op="call_function", target=GATHER, sort=True)
+        if plan.buckets[gather.args[1]].homes.parameters != "device"  # type: ignore[index]
+    ]
+    for gather in away:
+        _fetch(gm.graph, gather)
+    if away:
+        gm.graph.lint()
+        gm.recompile()
+    return len(away)
+
+
+def _fetch(graph: fx.Graph, gather: fx.Node) -> None:
+    shards, bucket = gather.args
+    transfer: Transfer = gather.meta["zg"]
+    # What every rank holds whole stays on the device.
+    there = [(k, shard) for k, shard in enumerate(shards) if transfer.params[k].sharded]  # type: ignore[arg-type, union-attr]
+    if not there:
+        return
+    fetched = [shard for _, shard in there]
+    vals = [shard.meta["val"] for shard in fetched]  # type: ignore[union-attr]
+    with graph.inserting_before(gather):
+        pending = call(graph, FETCH, (fetched, bucket), gather.meta["val"], gather)
+    (wait_gather,) = gather.users
+    wait_gather.prepend(gather)
+    with graph.inserting_before(gather):
+        wait = call(graph, WAIT_FETCH, (pending, fetched, bucket), vals, gather)
+        here = [call(graph, operator.getitem, (wait, k), val, gather) for k, val in enumerate(vals)]
+    pending.meta["zg"] = wait.meta["zg"] = Transfer(transfer.bucket, tuple(transfer.params[k] for k, _ in there))
+    arrived = dict(zip((k for k, _ in there), here, strict=True))
+    gather.args = ([arrived.get(k, shard) for k, shard in enumerate(shards)], bucket)  # type: ignore[arg-type]

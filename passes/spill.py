@@ -1,0 +1,56 @@
+"""Move reduced gradients to their home off the device as soon as they are there, while the backward goes on.
+
+    here = zg.wait_reduce(...); there = zg.spill(here, bucket)
+
+Safe because nothing reads a reduced gradient but the graph's output, which then returns what stands for it at its home.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from zerograph.core.plan import Plan
+from zerograph.graph.nodes import Transfer, call
+from zerograph.graph.ops import SPILL, WAIT_REDUCE
+
+
+def spill(gm: fx.GraphModule, plan: Plan) -> int:
+    """Rewrite the backward graph ``gm`` in place; returns the number of spills inserted."""
+    moved = 0
+    for wait in gm.graph.find_nodes(op="call_function", target=WAIT_REDUCE, sort=True):
+        if plan.buckets[wait.args[2]].homes.gradients != "device":
+            moved += _spill(gm.graph, wait)
+    if moved:
+        gm.graph.lint()
+        gm.recompile()
+    return moved
+
+
+def _spill(graph: fx.Graph, wait: fx.Node) -> bool:
+    transfer: Transfer = wait.meta["zg"]
+    # What every rank holds whole stays on the device.
+    results = sorted((n for n in wait.users if transfer.params[n.args[1]].sharded), key=lambda n: n.args[1])  # type: ignore[index, arg-type, return-value]
+    if not results:
+        return False
+    last = max(wait.users)
+    with graph.inserting_after(last):
+        node = call(graph, SPILL, (results, transfer.bucket), [n.meta["val"] for n in results], wait)
+    node.meta["zg"] = Transfer(transfer.bucket, tuple(transfer.params[n.args[1]] for n in results))  # type: ignore[index]
+    place = node
+    for k, result in enumerate(results):
+        with graph.inserting_after(place):
+            place = call(graph, operator.getitem, (node, k), result.meta["val"], result)
+        for user in [u for u in result.users if u is not node]:
+            user.replace_input_with(result, place)
+        _after(place)
+    return True
+
+
+def _after(node: fx.Node) -> None:
+    """Views of a gradient follow it."""
+    for user in list(node.users):
+        if user.op != "output" and user < node:
+            node.append(user)
+            _after(user)

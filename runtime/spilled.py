@@ -1,0 +1,221 @@
+"""Gradients on NVMe: written as a backward makes them, and added to there by the next one.
+
+What autograd is given, and keeps as ``.grad``, is a mapping of the extent. A gradient that the user kept, in whatever
+tensor, is never written over: the next one then gets another extent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zerograph import _core
+from zerograph.core.errors import StorageError
+from zerograph.runtime.blocks import UNIT, Block, Run
+from zerograph.runtime.extents import Extent
+from zerograph.runtime.nvme import Arena, Ticket, huge_tensor
+from zerograph.runtime.store import mapped_tensor
+from zerograph.runtime.torch_private import Memory, local_tensor, versions, will_accumulate
+
+PIECE = 2**16
+"""Elements that ``_core.squares`` sums together, counted from a tensor's beginning."""
+
+
+@dataclass(slots=True)
+class _Given:
+    """What autograd was given as the gradient of a parameter.
+
+    Attributes:
+        squares: of its elements, as the native core sums them; None where it was added to since.
+        versions: of the gradient when that was so.
+    """
+
+    block: Block
+    extent: Extent
+    address: int
+    memory: Memory
+    squares: list[float] | None
+    versions: tuple[int, int]
+
+
+class SpilledGradients:
+    """The gradients of one store."""
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        arena: Arena,
+        ring: Sequence[Tensor],
+        allocate: Callable[[int, str], Extent],
+    ) -> None:
+        """``params`` are the outward parameters by name; ``ring`` are registered slots; ``allocate`` makes an extent of
+        so many bytes for what it says."""
+        self._params, self._arena, self._ring, self._allocate = params, arena, ring, allocate
+        self._extents: dict[Block, Extent] = {}  # where new gradients are written
+        self._left: list[Extent] = []  # where others are, which the user kept
+        self._given: dict[str, _Given] = {}
+        self._names: dict[int, str] = {}  # by address of what was given
+        self._under_way: list[Ticket | None] = [None] * len(ring)
+        self._turn = 0
+
+    def spill(self, block: Block, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        """Begin to write gradients of parameters of ``block``; they are free to go.
+
+        Returns:
+            What autograd gets: a mapping, or None where the gradient was added to the parameter's ``.grad`` there.
+
+        Raises:
+            StorageError: there is no room, or a transfer failed.
+        """
+        adds = [name for name in grads if self._is_added(name)]
+        fresh = [name for name in grads if name not in adds]
+        extent = self._extents.get(block)
+        if fresh and (extent is None or any(self._is_kept(name, extent) for name in fresh)):
+            if extent is not None:
+                self._left.append(extent)
+            extent = self._extents[block] = self._made(block)
+        for into in dict.fromkeys(self._given[name].extent for name in adds):
+            for run in block.runs([name for name in adds if self._given[name].extent is into]):
+                self._move(block, into, run, grads, add=True)
+        for run in block.runs(fresh):
+            assert extent is not None
+            self._move(block, extent, run, grads, add=False)
+        for name in adds:
+            self._given[name].squares = None
+        return {name: None if name in adds else self._give(block, name, grads[name]) for name in grads}
+
+    def squares(self, address: int) -> list[float] | None:
+        """Sums of squares of the gradient at ``address``, as ``_core.squares`` has them; None where none is here.
+
+        They are known from when it was written, and read again where it has changed since.
+        """
+        name = self._names.get(address, "")
+        given, grad = self._given.get(name), self._params[name].grad if name else None
+        if given is None or grad is None or local_tensor(grad).data_ptr() != given.address or not given.memory:
+            return None
+        now = versions(grad)
+        if given.squares is None or given.versions != now:
+            given.squares, given.versions = self._summed(given.block, name, given.extent), now
+        return given.squares
+
+    def _summed(self, block: Block, name: str, extent: Extent) -> list[float]:
+        found, size = list[float](), block.dtype.itemsize
+        memory = self._ring[0] if self._ring[0].nbytes >= PIECE * size else huge_tensor(PIECE * size)
+        memory = memory[: memory.nbytes // (PIECE * size) * PIECE * size].view(block.dtype)
+        for begin in range(block.begins[name], block.ends[name], len(memory)):
+            part = memory[: block.ends[name] - begin]
+            self._arena.wait(self._arena.read(extent, part, offset=begin * size))
+            found += _squares(part)
+        return found
+
+    def wait(self) -> None:
+        """Return when everything is written.
+
+        Raises:
+            StorageError: a transfer failed.
+        """
+        for turn in range(len(self._ring)):
+            self._settle(turn)
+
+    def abandon(self) -> None:
+        """Wait for what is under way, whatever becomes of it."""
+        for turn in range(len(self._ring)):
+            with contextlib.suppress(StorageError):  # the first error is on its way to the caller
+                self._settle(turn)
+
+    def extent(self, block: Block) -> Extent | None:
+        """Where the gradients of ``block`` are that were written last; None where there are none."""
+        return self._extents.get(block)
+
+    def address(self, block: Block) -> int:
+        """Where the mapping of that extent begins; 0 where nothing maps it."""
+        extent = self._extents.get(block)
+        if extent is None or not self._arena.is_mapped(extent):
+            return 0
+        return int(self._arena.map(extent).address)
+
+    @property
+    def bytes(self) -> int:
+        """On NVMe."""
+        return sum(extent.bytes for extent in (*self._extents.values(), *self._left))
+
+    def reclaim(self) -> None:
+        """Free the extents of gradients that nobody keeps any more."""
+        for extent in [e for e in self._left if not self._arena.is_mapped(e)]:
+            self._left.remove(extent)
+            self._arena.free(extent)
+
+    def _made(self, block: Block) -> Extent:
+        self.reclaim()
+        return self._allocate(block.elements * block.dtype.itemsize, f"gradients of bucket {block.name}")
+
+    def _is_kept(self, name: str, extent: Extent) -> bool:
+        """Whether something still shows a gradient of ``name`` in ``extent``."""
+        given = self._given.get(name)
+        return given is not None and given.extent is extent and bool(given.memory)
+
+    def _is_added(self, name: str) -> bool:
+        """Whether the backward that runs adds to a ``.grad`` that is here."""
+        given, param = self._given.get(name), self._params[name]
+        if given is None or not given.memory or param.grad is None:
+            return False
+        return local_tensor(param.grad).data_ptr() == given.address and will_accumulate(param)
+
+    def _give(self, block: Block, name: str, grad: Tensor) -> Tensor:
+        like, extent = local_tensor(self._params[name]), self._extents[block]
+        offset = block.begins[name] * block.dtype.itemsize
+        flat = mapped_tensor(self._arena, extent, block.dtype, (like.numel(),), offset)
+        given = flat.as_strided(like.shape, like.stride())
+        # A DTensor that is made of it counts from 0 by itself.
+        apart = (0, given._version) if isinstance(self._params[name], DTensor) else (given._version,) * 2
+        self._given[name] = _Given(
+            block, extent, flat.data_ptr(), Memory(flat), _squares(self._flat(name, grad)), apart
+        )
+        self._names[flat.data_ptr()] = name
+        return given
+
+    def _move(self, block: Block, extent: Extent, run: Run, grads: Mapping[str, Tensor], *, add: bool) -> None:
+        """Write the gradients of ``run``, or add them to what is there, a slot at a time."""
+        flat = {name: self._flat(name, grads[name]) for name in run.names}
+        ragged = run.begin % UNIT or run.end % UNIT
+        if ragged:
+            self.wait()  # for what else writes to the same block of the disk
+        most = len(self._ring[0].view(block.dtype))
+        for begin in range(run.begin, run.end, most):
+            end, offset = min(begin + most, run.end), begin * block.dtype.itemsize
+            self._settle(self._turn)
+            chunk = self._ring[self._turn].view(block.dtype)[: end - begin]
+            if add:
+                self._arena.wait(self._arena.read(extent, chunk, offset=offset))
+            for name, grad in flat.items():
+                first, last = max(begin, block.begins[name]), min(end, block.ends[name])
+                if first < last:
+                    part = grad[first - block.begins[name] : last - block.begins[name]]
+                    into = chunk[first - begin : last - begin]
+                    into.add_(part) if add else into.copy_(part)
+            self._under_way[self._turn] = self._arena.write(extent, chunk, offset=offset)
+            self._turn = (self._turn + 1) % len(self._ring)
+        if ragged:
+            self.wait()
+
+    def _flat(self, name: str, grad: Tensor) -> Tensor:
+        """The elements of ``grad`` in the order in which those of its parameter lie."""
+        like = local_tensor(self._params[name])
+        if grad.stride() != like.stride():
+            grad = torch.empty_strided(like.shape, like.stride(), dtype=grad.dtype).copy_(grad)
+        return grad.as_strided((grad.numel(),), (1,))
+
+    def _settle(self, turn: int) -> None:
+        ticket, self._under_way[turn] = self._under_way[turn], None
+        if ticket is not None:
+            self._arena.wait(ticket)
+
+
+def _squares(flat: Tensor) -> list[float]:
+    tag = getattr(_core.DType, str(flat.dtype).removeprefix("torch."))
+    return _core.squares([(flat.data_ptr(), tag, flat.numel())]) if flat.numel() else []

@@ -1,0 +1,67 @@
+"""Reduced gradients whose home is off the device leave as soon as they are there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from expecttest import assert_expected_inline
+from graphs import Builder, plan, show
+
+from zerograph.core.plan import Homes, Plan
+from zerograph.passes import gather, reduce, spill, verify
+
+
+def away(found: Plan, bucket: int) -> Plan:
+    homes = Homes(gradients="nvme", optimizer="nvme")
+    return replace(found, buckets=tuple(replace(b, homes=homes) if b.index == bucket else b for b in found.buckets))
+
+
+def test_gradients_leave_behind_the_wait_for_their_reduction() -> None:
+    b = Builder()
+    g = b.input("g", 4, 4)
+    u, v = b.params("u", "v")
+    dv = b.reduce_grad(b.mm(g, g), v)
+    h = b.mm(g, v)
+    du = b.reduce_grad(b.mm(h, h), u)
+    gm = b.output(du, dv, b.mm(h, u))
+    p = away(plan(gm, "u", "v"), 1)
+    gather(gm, p)
+    reduce(gm, p)
+    assert spill(gm, p) == 1
+    verify(gm, p)
+    assert_expected_inline(
+        show(gm),
+        """\
+mm_default = mm(g, g)
+reduce_default = reduce([mm_default], 1)
+gather_default = gather([v_shard], 1)
+wait_gather_default = wait_gather(gather_default, [v_shard], 1)
+getitem = getitem(wait_gather_default, 0)
+mm_default_1 = mm(g, getitem)
+mm_default_2 = mm(mm_default_1, mm_default_1)
+free_default = free([getitem], 1)
+wait_reduce_default = wait_reduce(reduce_default, [mm_default], 1)
+getitem_2 = getitem(wait_reduce_default, 0)
+spill_default = spill([getitem_2], 1)
+getitem_4 = getitem(spill_default, 0)
+reduce_default_1 = reduce([mm_default_2], 0)
+gather_default_1 = gather([u_shard], 0)
+wait_gather_default_1 = wait_gather(gather_default_1, [u_shard], 0)
+getitem_1 = getitem(wait_gather_default_1, 0)
+mm_default_3 = mm(mm_default_1, getitem_1)
+free_default_1 = free([getitem_1], 0)
+wait_reduce_default_1 = wait_reduce(reduce_default_1, [mm_default_2], 0)
+getitem_3 = getitem(wait_reduce_default_1, 0)
+return [getitem_3, getitem_4, mm_default_3]""",
+    )
+
+
+def test_what_stays_on_the_device_is_not_spilled() -> None:
+    b = Builder()
+    g = b.input("g", 4, 4)
+    (u,) = b.params("u")
+    gm = b.output(b.reduce_grad(b.mm(g, u), u))
+    p = plan(gm, "u")
+    gather(gm, p)
+    reduce(gm, p)
+    assert spill(gm, p) == 0
