@@ -65,7 +65,8 @@ def file_from_sketch(
         tokens=tokens,
         flops=sum(op.flops for op in step.ops),
     )
-    file = replace(made, reasons=tuple(reasons(found, wish, step, made.unexecuted)))
+    told = reasons(plan, step, wish, scheduler.rates, forecast, moments=moments, unexecuted=made.unexecuted)
+    file = replace(made, reasons=tuple(told))
     _verify(file, found)
     return file
 
