@@ -227,6 +227,20 @@ def test_accumulation_spreads_the_update_over_more_tokens() -> None:
     assert speeds[0].need == speeds[2].need
 
 
+def test_gradients_of_earlier_micro_batches_are_read_back_from_nvme() -> None:
+    """By all but the first micro-batch, from which on there are some; none where they live elsewhere."""
+    size = ModelSize.of(layers=8, hidden=4096)
+    prompt = replace(V100, nvme_read=replace(V100.nvme_read, latency=0.0))
+
+    def read(accumulate: int, tier: Tier) -> float:
+        training = replace(PAPER, accumulate=accumulate)
+        return Preset(size, training, prompt, 1, Strategy(2, "gradients", tier)).outcome.passes.get("nvme_read", 0.0)
+
+    gradients = 2 * size.parameters / prompt.nvme_read.rate
+    assert [read(n, "nvme") for n in (1, 2, 5)] == pytest.approx([0.0, gradients, 4 * gradients], rel=0.01)
+    assert read(5, "host") == 0.0
+
+
 def test_a_shortage_says_what_is_missing_and_what_would_help() -> None:
     found = shortage(estimate_rows(asked(ModelSize.of(layers=65, hidden=4096), tier="device")))
     assert found is not None
