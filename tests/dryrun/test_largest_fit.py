@@ -15,7 +15,7 @@ from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.machine import machine_named
 from zerograph.core.step import Dimension
 from zerograph.dryrun.compile_only import compile_only
-from zerograph.dryrun.largest_fit import Probe, budgets, describe_answer, largest_by_stage, largest_file
+from zerograph.dryrun.largest_fit import Probe, describe_answer, largest_by_stage, largest_file
 from zerograph.dryrun.traced_steps import Steps
 from zerograph.planner.largest_size import LargestSize
 from zerograph.planner.search import Search, Wish
@@ -54,7 +54,7 @@ def test_stages_that_shard_share_their_traces_and_shard_more_to_fit_more() -> No
 
 
 def test_a_share_of_every_tier_is_held_back() -> None:
-    for tier, size in budgets(GPU, WORLD, 0.25).items():
+    for tier, size in GPU.budget(WORLD, 0.25).items():
         assert size == int(0.75 * GPU.capacity(tier, WORLD))
 
 

@@ -134,6 +134,10 @@ class Machine:
             return 0 if self.device == "cpu" else self.host_memory // ranks
         return self.nvme_capacity // ranks
 
+    def budget(self, world_size: int, reserve: float = 0.0) -> dict[Tier, int]:
+        """:meth:`capacity` of every tier, without the share ``reserve``."""
+        return {tier: int(self.capacity(tier, world_size) * (1 - reserve)) for tier in TIERS}
+
     def to_json(self) -> str:
         """Indented JSON with the format's version."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=2, sort_keys=True) + "\n"

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, InfeasibleError
-from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.machine import Machine, Tier
 from zerograph.core.plan import Offload
 from zerograph.core.planfile import PlanFile
 from zerograph.core.step import Dimension, Step
@@ -167,7 +167,7 @@ def forecast_file(
         model=name,
         plan=plan,
         machine=machine,
-        budget={tier: int(machine.capacity(tier, plan.world_size) * (1 - reserve)) for tier in TIERS},
+        budget=machine.budget(plan.world_size, reserve),
         forecast=found.forecast,
         holdings=found.holdings,
         reasons=tuple(told),
