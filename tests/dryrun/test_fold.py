@@ -457,12 +457,11 @@ def test_a_folded_graph_has_the_first_two_and_the_last_two_layers() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (small, TRACED),
         (lambda: Model([Normalized() for _ in range(DEPTH)]), "tracing all layers"),
         (lambda: Returning([Layer(i) for i in range(DEPTH)]), TRACED),
         (Cached, TRACED),
     ],
-    ids=["plain", "buffers", "states returned", "keys and values returned"],
+    ids=["buffers", "states returned", "keys and values returned"],
 )
 def test_training_from_the_trace_of_a_few_layers_changes_no_bit(
     make: Callable[[], nn.Module], said: str, monkeypatch: pytest.MonkeyPatch
