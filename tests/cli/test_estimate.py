@@ -22,6 +22,7 @@ from click.testing import CliRunner, Result
 from zerograph.cli import main
 from zerograph.core.machine import machine_named
 
+SMALL = "--params 1B --layers 16 --hidden 2048 --vocab 32k --world 8"
 LLAMA = "--params 70B --layers 80 --hidden 8192 --vocab 128k --seq 4096"
 
 
@@ -75,10 +76,9 @@ def test_json_says_what_is_missing() -> None:
     ("line", "least", "most"),
     [
         ("--largest params --machine v100-32gb-dgx2 --dtype float16 --optimizer mixed --stage 0", 1.4e9, 2e9),
-        ("--largest params --machine v100-32gb-dgx2 --dtype float16 --optimizer mixed --world 512", 30e12, 60e12),
-        (f"{LLAMA} --world 64 --largest batch", 8, 4096),
-        (f"{LLAMA} --world 64 --largest seq", 10_000, 10_000_000),
-        ("--hidden 4096 --largest params", 1e12, 2e12),
+        (f"{SMALL} --largest batch", 400, 1600),
+        (f"{SMALL} --largest seq", 400_000, 1_600_000),
+        ("--hidden 4096 --largest params --tier host", 70e9, 150e9),
         ("--layers 4 --largest params --tier device", 2e9, 6e9),
     ],
 )
@@ -86,7 +86,10 @@ def test_largest(line: str, least: float, most: float) -> None:
     data = json.loads(run(f"{line} --json").stdout)
     assert least < data["largest"]["value"] < most
     assert any(row["fits"] for row in data["rows"])
-    assert run(line).stdout.startswith(f"largest {data['largest']['what']}: ")
+
+
+def test_the_largest_comes_first() -> None:
+    assert run(f"{SMALL} --tier device --stage 3 --largest batch").stdout.startswith("largest batch: ")
 
 
 def test_nothing_is_the_largest_when_not_even_one_fits() -> None:

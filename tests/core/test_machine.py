@@ -50,6 +50,15 @@ def test_float32_products_are_tf32_only_where_torch_is_told_so() -> None:
     assert a100.with_precision("highest") is a100
 
 
+def test_where_no_rate_of_tf32_is_published_the_measured_one_stands_and_other_dtypes_keep_theirs() -> None:
+    a100 = PRESETS["a100-80gb"]
+    own = replace(a100, published={"float32": 19.5e12, "bfloat16": 312e12})
+    high = own.with_precision("high")
+    assert high.peak_rate("bfloat16") == (312e12, "published")
+    assert high.peak_rate("float32") == (a100.matmul["tf32"], "measured")
+    assert own.peak_rate("float32") == (19.5e12, "published")
+
+
 def test_a_device_without_tf32_computes_float32_the_same_way() -> None:
     for name in ("v100-32gb-dgx2", "cpu"):
         assert PRESETS[name].with_precision("high") is PRESETS[name]

@@ -1,6 +1,6 @@
 """Dry runs that trace a few of many layers, against dry runs that trace them all.
 
-Tests ``compiler/fold.py``, ``compiler/unfold.py`` and ``dryrun/layer_loops.py``.
+Tests ``compiler/fold.py``, ``compiler/layer_nodes.py``, ``compiler/unfold.py`` and ``dryrun/layer_loops.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zerograph
 from zerograph.compiler.fold import Folded, fold
-from zerograph.compiler.unfold import NotFoldable
+from zerograph.compiler.layer_nodes import NotFoldable
 from zerograph.core.machine import machine_named
 from zerograph.dryrun.compile_only import Compiled, compile_only, on_meta
 from zerograph.dryrun.forecast import forecast_file
@@ -457,12 +457,11 @@ def test_a_folded_graph_has_the_first_two_and_the_last_two_layers() -> None:
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (small, TRACED),
         (lambda: Model([Normalized() for _ in range(DEPTH)]), "tracing all layers"),
         (lambda: Returning([Layer(i) for i in range(DEPTH)]), TRACED),
         (Cached, TRACED),
     ],
-    ids=["plain", "buffers", "states returned", "keys and values returned"],
+    ids=["buffers", "states returned", "keys and values returned"],
 )
 def test_training_from_the_trace_of_a_few_layers_changes_no_bit(
     make: Callable[[], nn.Module], said: str, monkeypatch: pytest.MonkeyPatch

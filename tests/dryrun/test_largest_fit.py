@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,39 +9,41 @@ import pytest
 import torch
 from models import MLP, Halving, Padded, ids
 from planner.steps import Layer, step_of
+from torch import nn
 
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.machine import machine_named
 from zerograph.core.step import Dimension
 from zerograph.dryrun.compile_only import compile_only
-from zerograph.dryrun.largest_fit import Probe, budgets, describe_answer, largest_by_stage, largest_file
+from zerograph.dryrun.largest_fit import Probe, describe_answer, largest_by_stage, largest_file
 from zerograph.dryrun.traced_steps import Steps
 from zerograph.planner.largest_size import LargestSize
 from zerograph.planner.search import Search, Wish
 
 GPU, WORLD, MIB = machine_named("h100-80gb"), 4, 2**20
-Make = Callable[[], Any]
 
 
 def mlp() -> Any:
     return MLP(), (torch.zeros(8, 16), torch.zeros(8, 4))
 
 
-@pytest.mark.parametrize("what", ["batch", "seq"])
-def test_the_largest_fits_as_traced_and_the_next_does_not(what: Dimension) -> None:
-    """Of a model that goes two ways, and of one whose sizes are quotients."""
+@pytest.mark.parametrize(("model", "what"), [(Padded, "seq"), (Halving, "batch"), (Halving, "seq")])
+def test_the_largest_fits_as_traced_and_the_next_does_not(model: type[nn.Module], what: Dimension) -> None:
+    """Of a model that goes two ways by its sequence, and of one whose sizes are quotients."""
     budget = 4 * MIB
-    for model in (Padded, Halving):
-        make: Make = lambda model=model: (model(), ids(2, 16))  # noqa: E731
-        plans = Probe(Steps(make, what, world=WORLD, batch=1, seq=1), GPU, Wish(3, WORLD))
-        found = plans.largest(budget)
 
-        def searched(size: int, make: Make = make, plans: Probe = plans) -> Search:
-            step = compile_only(make, world_size=WORLD, sizes={what: size}, programs=False).frame.step
-            return Search(step, plans.wish, GPU, states=plans.steps.states)
+    def make() -> Any:
+        return model(), ids(2, 16)
 
-        assert searched(found.value).within(budget) is not None
-        assert searched(found.value + 1).within(budget) is None
+    plans = Probe(Steps(make, what, world=WORLD, batch=1, seq=1), GPU, Wish(3, WORLD))
+    found = plans.largest(budget)
+
+    def searched(size: int) -> Search:
+        step = compile_only(make, world_size=WORLD, sizes={what: size}, programs=False).frame.step
+        return Search(step, plans.wish, GPU, states=plans.steps.states)
+
+    assert searched(found.value).within(budget) is not None
+    assert searched(found.value + 1).within(budget) is None
 
 
 def test_stages_that_shard_share_their_traces_and_shard_more_to_fit_more() -> None:
@@ -54,7 +55,7 @@ def test_stages_that_shard_share_their_traces_and_shard_more_to_fit_more() -> No
 
 
 def test_a_share_of_every_tier_is_held_back() -> None:
-    for tier, size in budgets(GPU, WORLD, 0.25).items():
+    for tier, size in GPU.budget(WORLD, 0.25).items():
         assert size == int(0.75 * GPU.capacity(tier, WORLD))
 
 

@@ -322,8 +322,8 @@ import torch, torch.distributed as dist, zerograph
 from torch import nn
 if {group}:
     dist.init_process_group("gloo", init_method="tcp://127.0.0.1:{port}", rank=0, world_size=1)
-for stage in (0, 1, 2, 3):
-    for dtype in (None, torch.bfloat16):
+for stage in (0, 3) if {group} else (0, 1, 2, 3):
+    for dtype in (None, torch.bfloat16) if stage == 3 else (None,):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 3))

@@ -160,23 +160,39 @@ def _on_nvme(training: Run) -> int:
     )
 
 
+def _at_both_homes(
+    folder: str,
+    make: Callable[[nn.Module], Optimizer],
+    trains: Callable[[Run], None],
+    offload: str = "optimizer",
+    **options: Any,
+) -> Run:
+    """Train with states in memory and with states on NVMe: both give the same bits. Returns the latter."""
+    results = []
+    for more in ({}, {**OFF, "offload": offload, "path": folder}):
+        training = Run(make, **options, **more)
+        trains(training)
+        results.append(training.result())
+    _same(*results)
+    return training
+
+
+def _accumulates_and_evaluates(training: Run) -> None:
+    training.steps(4)
+    training.model.eval()
+    with torch.no_grad():
+        training.compiled(torch.zeros(2, 8, dtype=torch.long))
+    training.model.train()
+    for _ in range(2):  # accumulation
+        training.backward()
+    training.steps(3)
+
+
 def _equal(
     make: Callable[[nn.Module], Optimizer], folder: str, slot: int, options: dict[str, Any], offload: str = "optimizer"
 ) -> tuple[int, int]:
     shards.SLOT = slot
-    results = []
-    for more in ({}, {**OFF, "offload": offload, "path": folder}):
-        training = Run(make, **options, **more)
-        training.steps(4)
-        training.model.eval()
-        with torch.no_grad():
-            training.compiled(torch.zeros(2, 8, dtype=torch.long))
-        training.model.train()
-        for _ in range(2):  # accumulation
-            training.backward()
-        training.steps(3)
-        results.append(training.result())
-    _same(*results)
+    training = _at_both_homes(folder, make, _accumulates_and_evaluates, offload, **options)
     return _on_nvme(training), training.backend._store.bytes()
 
 
@@ -228,63 +244,62 @@ def test_several_folders_hold_stripes(tmp_path: Path) -> None:
     _equal(adamw, [str(f) for f in folders], 32 * 2**10, {"stage": 3})  # type: ignore[arg-type]
 
 
-def _clipping_and_skipping(folder: str) -> None:
-    results = []
-    for more in ({}, {**OFF, "path": folder}):
-        training = Run(adamw, stage=3, dtype=torch.bfloat16, **more)
-        training.steps(2, clip=0.1)
-        training.backward(float("inf"))
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-        training.steps(2, grad_scale=2.0)
-        assert training.optimizer.skipped == 1
-        results.append(training.result())
-    _same(*results)
+def _clipping_and_skipping(training: Run) -> None:
+    training.steps(2, clip=0.1)
+    training.backward(float("inf"))
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.steps(2, grad_scale=2.0)
+    assert training.optimizer.skipped == 1
 
 
-def test_clipped_skipped_and_scaled_steps(tmp_path: Path) -> None:
-    run(2, _clipping_and_skipping, str(tmp_path))
-
-
-def _changed_outside(folder: str) -> None:
+def _changed_outside(training: Run) -> None:
     """Values that something else wrote are what is gathered next."""
-    results = []
-    for more in ({}, {**OFF, "path": folder}):
-        training = Run(adamw, stage=3, dtype=torch.bfloat16, **more)
-        training.steps(2)
-        with torch.no_grad():
-            for p in training.model.parameters():
-                p.mul_(0.9)
-        training.steps(1)
-        with torch.no_grad(), zerograph.gathered(training.model, writeback=True):
-            training.model.norm.weight.add_(0.25)  # type: ignore[operator]
-        training.steps(1)
-        torch.optim.SGD(training.model.parameters(), lr=0.0).zero_grad()
-        training.backward()
-        torch.optim.SGD(training.model.parameters(), lr=0.01).step()
-        training.optimizer.zero_grad()
-        training.steps(1)
-        results.append(training.result())
-    _same(*results)
+    training.steps(2)
+    with torch.no_grad():
+        for p in training.model.parameters():
+            p.mul_(0.9)
+    training.steps(1)
+    with torch.no_grad(), zerograph.gathered(training.model, writeback=True):
+        training.model.norm.weight.add_(0.25)  # type: ignore[operator]
+    training.steps(1)
+    torch.optim.SGD(training.model.parameters(), lr=0.0).zero_grad()
+    training.backward()
+    torch.optim.SGD(training.model.parameters(), lr=0.01).step()
+    training.optimizer.zero_grad()
+    training.steps(1)
 
 
-def test_what_is_changed_outside_of_the_optimizer_is_gathered(tmp_path: Path) -> None:
-    run(2, _changed_outside, str(tmp_path))
+def _becomes_bfloat16(training: Run) -> None:
+    training.steps(2)
+    training.model.to(torch.bfloat16)
+    training.steps(2)
 
 
-def _becomes_bfloat16(folder: str) -> None:
-    results = []
-    for more in ({}, {**OFF, "path": folder}):
-        training = Run(adamw, stage=3, dtype=torch.bfloat16, **more)
-        training.steps(2)
-        training.model.to(torch.bfloat16)
-        training.steps(2)
-        results.append(training.result())
-    _same(*results)
+def _without_a_gradient(training: Run) -> None:
+    """What an update leaves alone, and somebody changes beside it, is gathered as it was changed."""
+    training.steps(2)
+    training.backward()
+    weight = training.model.layers[0][0].weight
+    with torch.no_grad():
+        weight.mul_(0.5)
+    weight.grad = None
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.steps(2)
+    with torch.no_grad():
+        torch._foreach_mul_(list(training.model.parameters()), 0.5)  # no version of a DTensor shows it
+    training.backend.refresh()
+    training.steps(1)
 
 
-def test_a_model_that_changes_its_dtype_comes_back(tmp_path: Path) -> None:
-    run(2, _becomes_bfloat16, str(tmp_path))
+def _mixed(folder: str, trains: Callable[[Run], None]) -> None:
+    _at_both_homes(folder, adamw, trains, stage=3, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("trains", [_clipping_and_skipping, _changed_outside, _becomes_bfloat16, _without_a_gradient])
+def test_unusual_steps_are_the_same_to_the_bit(trains: Callable[[Run], None], tmp_path: Path) -> None:
+    run(2, _mixed, str(tmp_path), trains)
 
 
 def _saved(optimizer: Optimizer) -> dict[str, Any]:
@@ -304,9 +319,8 @@ def _resumed(make: Callable[[nn.Module], Optimizer], folder: str, kind: str) -> 
     else:
         state = {k: v.clone() for k, v in first.model.state_dict().items()}, _saved(first.optimizer)
     first.batches = torch.Generator().manual_seed(99 + _rank())
-    results = []
-    for more in ({}, {**OFF, "path": folder}):
-        second = Run(make, stage=3, dtype=torch.bfloat16, **more)
+
+    def resumes(second: Run) -> None:
         second.steps(1)
         if kind == "dcp":
             model, optimizer = get_state_dict(second.model, second.optimizer)
@@ -317,10 +331,8 @@ def _resumed(make: Callable[[nn.Module], Optimizer], folder: str, kind: str) -> 
             second.optimizer.load_state_dict(copy.deepcopy(state[1]))  # torch keeps the tensors it is given
         second.losses, second.batches = [], torch.Generator().manual_seed(99 + _rank())
         second.steps(3)
-        results.append(second.result())
-        if more:
-            assert _on_nvme(second)
-    _same(*results)
+
+    assert _on_nvme(_at_both_homes(folder, make, resumes, stage=3, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize("kind", ["dcp", "state_dict"])
@@ -329,48 +341,23 @@ def test_checkpoints_load_at_either_home(make: Callable[[nn.Module], Optimizer],
     run(2, _resumed, make, str(tmp_path), kind)
 
 
-def _without_a_gradient(folder: str) -> None:
-    """What an update leaves alone, and somebody changes beside it, is gathered as it was changed."""
-    results = []
-    for more in ({}, {**OFF, "path": folder}):
-        training = Run(adamw, stage=3, dtype=torch.bfloat16, **more)
-        training.steps(2)
-        training.backward()
-        weight = training.model.layers[0][0].weight
-        with torch.no_grad():
-            weight.mul_(0.5)
-        weight.grad = None
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-        training.steps(2)
-        with torch.no_grad():
-            torch._foreach_mul_(list(training.model.parameters()), 0.5)  # no version of a DTensor shows it
-        training.backend.refresh()
-        training.steps(1)
-        results.append(training.result())
-    _same(*results)
-
-
-def test_changes_beside_an_update_and_refresh(tmp_path: Path) -> None:
-    run(2, _without_a_gradient, str(tmp_path))
-
-
 def _goes_on(folder: str) -> None:
     """Optimizers outlive their backend, and go on with another one, of whatever offload."""
-    for later in ({}, {**OFF, "path": folder}):
-        results = []
-        for more in ({}, {**OFF, "path": folder}):
-            training = Run(adamw, stage=3, dtype=torch.bfloat16, **more)
+    away = {**OFF, "path": folder}
+    for later in ({}, away):
+
+        def trains(training: Run, later: dict[str, Any] = later) -> None:
+            offloaded = training.backend.config.offload != "none"
             training.steps(2)
             del training.backend, training.compiled
             torch._dynamo.reset()
             gc.collect()
-            options = later if more else {}
+            options = later if offloaded else {}
             training.backend = zerograph.backend(stage=3, dtype=torch.bfloat16, compute="eager", **options)
             training.compiled = torch.compile(training.model, backend=training.backend)
             training.steps(3)
-            results.append(training.result())
-        _same(*results)
+
+        _mixed(folder, trains)
 
 
 def test_another_backend_goes_on(tmp_path: Path) -> None:
@@ -378,14 +365,12 @@ def test_another_backend_goes_on(tmp_path: Path) -> None:
 
 
 def _states_before_homes(folder: str, make: Callable[[nn.Module], Optimizer], kind: str) -> int:
-    results = []
-    for more in ({}, {**OFF, "path": folder}):
-        training = Run(make, stage=3, **more)
+    def trains(training: Run) -> None:
         if kind == "initialized":
             zerograph.shard(training.model, training.backend)
             get_state_dict(training.model, training.optimizer)
 
-        def closure(training: Run = training) -> float:
+        def closure() -> float:
             training.optimizer.zero_grad()
             training.backward()
             return training.losses[-1]
@@ -393,9 +378,8 @@ def _states_before_homes(folder: str, make: Callable[[nn.Module], Optimizer], ki
         for _ in range(3):
             training.optimizer.step(closure)
             training.optimizer.zero_grad()
-        results.append(training.result())
-    _same(*results)
-    return _on_nvme(training)
+
+    return _on_nvme(_at_both_homes(folder, make, trains, stage=3))
 
 
 @pytest.mark.parametrize("kind", ["closure", "initialized"])
@@ -422,13 +406,8 @@ def test_one_optimizer_over_two_offloading_backends_is_refused(tmp_path: Path) -
 
 
 def _other_dtypes(folder: str, whole: torch.dtype | None, dtype: torch.dtype) -> None:
-    results = []
     for make in (adamw, mastered):
-        for more in ({}, {**OFF, "path": folder}):
-            training = Run(make, whole, stage=3, dtype=dtype, **more)
-            training.steps(3)
-            results.append(training.result())
-        _same(*results[-2:])
+        _at_both_homes(folder, make, lambda training: training.steps(3), whole=whole, stage=3, dtype=dtype)
 
 
 @pytest.mark.parametrize(

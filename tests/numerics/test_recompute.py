@@ -171,7 +171,9 @@ def written(path: Path, file: PlanFile, names: Sequence[str]) -> Path:
 def test_single_activations_are_saved_and_change_no_bit(tmp_path: Path, world: int, stage: int, layers: int) -> None:
     """Of eight layers four are traced, and the rest is made of these."""
     auto = run(world, train, "auto", stage, "eager", {"layers": layers})[0]
-    ways: list[tuple[str, ...]] = [(), (".up:addmm",), tuple(SINGLE)]
+    ways: list[tuple[str, ...]] = [(), tuple(SINGLE)]
+    if world == 1 and layers == LAYERS:
+        ways.insert(1, (".up:addmm",))
     saved, file = [], recomputing(world, stage, layers)
     for names in ways:
         path = written(tmp_path / f"{len(names)}.json", file, names)

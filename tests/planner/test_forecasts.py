@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -45,14 +46,20 @@ class Stack(nn.Module):
 def seen(
     stage: int, *, rows: int = 8, measured: Measured | None = None, machine: str = "cpu"
 ) -> tuple[ProgramForecast, zerograph.Backend]:
+    backend = compiled(stage, rows)
+    programs = [backend.program["forward"], backend.program["backward"]]
+    return forecast_programs(programs, backend.plan, machine_named(machine), measured=measured), backend
+
+
+@cache  # tests look at what was compiled, and change none of it
+def compiled(stage: int, rows: int) -> zerograph.Backend:
     torch._dynamo.reset()
     with fake_world(rank=0, world_size=WORLD):
         model = Stack()
         backend = zerograph.backend(stage=stage, compute="eager", bucket_size=WEIGHT)
         model.compile(backend=backend)
         model(torch.randn(rows, WIDTH)).sum().backward()
-        programs = [backend.program["forward"], backend.program["backward"]]
-        return forecast_programs(programs, backend.plan, machine_named(machine), measured=measured), backend
+    return backend
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from zerograph.core.machine import machine_named
 from zerograph.core.planfile import Holding
 from zerograph.core.simulate import simulate
 from zerograph.core.timeline import Forecast
-from zerograph.dryrun.compile_only import compile_only
+from zerograph.dryrun.compile_only import Compiled, compile_only
 from zerograph.dryrun.forecast import forecast_file
 from zerograph.planner.forecasts import forecast_programs
 from zerograph.planner.liveness import Graph
@@ -81,13 +82,18 @@ def plain() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Plain(), (torch.empty(8, 3, 32, 32),)
 
 
+@cache  # tests look at what was compiled, and change none of it
+def compiled(make: Callable[[], Any], **options: Any) -> Compiled:
+    return compile_only(make, world_size=WORLD, batch=4, seq=128, **options)
+
+
 def single(tmp_path: Path, make: Callable[[], Any], names: Sequence[str], **options: Any) -> Path:
     """A plan that recomputes all layers but for what each has of these activations."""
-    compiled = compile_only(make, world_size=WORLD, batch=4, seq=128, **options)
-    step, plan = compiled.frame.step, compiled.frame.plan
+    found = compiled(make, **options)
+    step, plan = found.frame.step, found.frame.plan
     layers = profile_of(step, plan).layers
     save = tuple(f"{layer}{name}" for layer in layers for name in names)
-    file = forecast_file("tests", compiled, machine_named("cpu"))
+    file = forecast_file("tests", found, machine_named("cpu"))
     path = tmp_path / "plan.json"
     path.write_text(replace(file, plan=replace(plan, recompute=layers, save=save)).to_json())
     return path
@@ -95,7 +101,7 @@ def single(tmp_path: Path, make: Callable[[], Any], names: Sequence[str], **opti
 
 def forecasts(make: Callable[[], Any], **options: Any) -> tuple[Forecast, Forecast, int]:
     """Of the programs and of the schedule; and the bytes that both hold from the start."""
-    frame = compile_only(make, world_size=WORLD, batch=4, seq=128, **options).frame
+    frame = compiled(make, **options).frame
     plan, machine = frame.plan, replace(machine_named("cpu"), device="cuda")
     true = forecast_programs([frame.programs["forward"], frame.programs["backward"]], plan, machine).forecast
     rates = Rates(machine, WORLD, plan.compute_dtype)
@@ -155,7 +161,7 @@ def test_a_schedule_agrees_with_the_programs(
 
 def test_the_loss_of_a_traced_model_is_found_and_tiled() -> None:
     """What the partitioner would do with tiles cannot be asked; what it does with the rest is the same."""
-    frame = compile_only(GatedModel, world_size=WORLD, batch=4, seq=128).frame
+    frame = compiled(GatedModel).frame
     graph = Graph(frame.step)
     head = head_of(graph)
     assert head is not None
@@ -165,13 +171,13 @@ def test_the_loss_of_a_traced_model_is_found_and_tiled() -> None:
     untouched = {v.name: v.bytes for v in frame.step.values if v.name not in head.large}
     assert untouched.items() <= small.items()
     assert {small[name] for name in head.large} == {head.bytes // 4}
-    returning = compile_only(GPT, world_size=WORLD, batch=4, seq=128).frame.step
+    returning = compiled(GPT, bucket_size="16MiB").frame.step
     assert head_of(Graph(returning)) is None
 
 
 def test_sources_are_lines_of_the_model() -> None:
     """Also of parameters, which a property of ours reads."""
-    step = compile_only(GatedModel, world_size=WORLD, batch=4, seq=128).frame.step
+    step = compiled(GatedModel).frame.step
     files = {op.source.rpartition(":")[0] for op in step.passes if op.source}
     assert __file__ in files
     assert not any(Path(file).is_relative_to(Path(zerograph.__file__).parent) for file in files)

@@ -285,16 +285,12 @@ def test_offload_of_a_step_of_100_layers_is_planned_in_about_a_second() -> None:
 DGX2 = machine_named("v100-32gb-dgx2")
 
 
-def capacities(machine: Machine, world: int, reserve: float = 0.06) -> dict[Tier, int]:
-    return {tier: int(machine.capacity(tier, world) * (1 - reserve)) for tier in TIERS}
-
-
 def test_a_trillion_parameters_fit_one_dgx2() -> None:
     """As ZeRO-Infinity has it (Rajbhandari et al. 2021): nothing but a deep step's depth stood in the way."""
     step = transformer(layers=128, hidden=25600, tokens=12 * 1024)
     assert sum(p.elements for p in step.params) > 10**12
     search = Search(step, Wish("auto", 16, offload="auto"), DGX2)
-    found = search.within(capacities(DGX2, 16))
+    found = search.within(DGX2.budget(16, 0.06))
     assert found is not None and {b.homes.optimizer for b in found.plan.buckets} == {"nvme"}
     assert len(found.plan.buckets) == 512
     assert sum(space.work for space in search.spaces) < 800_000  # tasks, of 5 us or so

@@ -22,8 +22,9 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from zerograph.compiler.frame import Frame
+from zerograph.compiler.layer_nodes import LayerNodes, NotFoldable, Place
 from zerograph.compiler.torch_private import lazily_coded, separate_context, trace_and_split, trace_given
-from zerograph.compiler.unfold import Joint, NotFoldable, Place, Repeat, parameters_in
+from zerograph.compiler.unfold import Joint, Repeat, parameters_in
 from zerograph.graph.layers import module_of
 from zerograph.graph.nodes import SPEC_AT
 from zerograph.graph.repeated_layers import LEAST
@@ -156,8 +157,7 @@ class _Folding:
     gm: fx.GraphModule
     path: str = ""
     numbers: tuple[int, ...] = ()  # of the layers
-    places: dict[fx.Node, Place] = field(default_factory=dict)  # layers counted from 0
-    at: dict[Place, fx.Node] = field(default_factory=dict)
+    nodes: LayerNodes = field(default_factory=LayerNodes)
 
     def run(self) -> Folded:
         nodes = list(self.gm.graph.nodes)
@@ -165,7 +165,7 @@ class _Folding:
         self._assign_layers(nodes)
         last = len(self.numbers) - 1
         layers: list[dict[Place, fx.Node]] = [{} for _ in self.numbers]
-        for where, node in self.at.items():
+        for where, node in self.nodes.at.items():
             layers[where.layer][where._replace(layer=0)] = node
         # Each layer of the middle is compared with the one before; the first and the last may be of another kind.
         for layer in range(2, last):
@@ -175,7 +175,7 @@ class _Folding:
         graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
         returned, outputs = self._outputs(nodes[-1].args[0])
         for node in nodes[:-1]:
-            place = self.places.get(node)
+            place = self.nodes.places.get(node)
             if place is None or place.layer in kept:
                 new[node] = graph.node_copy(node, partial(self._new_source, new, place))
                 # AOTAutograd reads a placeholder's source from an attribute, which `node_copy` leaves behind.
@@ -190,10 +190,10 @@ class _Folding:
             # An input of no layer, or of a layer that stands in both graphs.
             if copy < 0:
                 return index[node]
-            there = self.places.get(node)
+            there = self.nodes.places.get(node)
             if there is None or there.layer != last - 1:
                 raise NotFoldable(f"{node.name} is repeated, but no input of a layer")
-            return index[self.at[there._replace(layer=2 + copy)]]
+            return index[self.nodes.at[there._replace(layer=2 + copy)]]
 
         traced = tuple(self.numbers[i] for i in kept)
         return Folded(lazily_coded(self.gm, graph), inputs, self.path, traced, self.numbers, input_of, outputs)
@@ -205,16 +205,16 @@ class _Folding:
         inputs, where unfolding repeats them.
         """
         last = len(self.numbers) - 1
-        layers = [self.places[v].layer if v in self.places else -1 for v in given]
+        layers = [self.nodes.places[v].layer if v in self.nodes.places else -1 for v in given]
         left = [v for v, layer in zip(given, layers, strict=True) if layer not in range(2, last - 1)]
-        repeated = [i for i, v in enumerate(left) if v in self.places and self.places[v].layer == last - 1]
+        repeated = [i for i, v in enumerate(left) if v in self.nodes.places and self.nodes.places[v].layer == last - 1]
         begin, end = (repeated[0], repeated[-1] + 1) if repeated else (len(left), len(left))
         outputs = [(i, -1) for i in range(begin)]
         outputs += [(i, copy) for copy in range(last - 2) for i in range(begin, end)]
         outputs += [(i, -1) for i in range(end, len(left))]
 
         def output_of(i: int, copy: int) -> Any:
-            return left[i] if copy < 0 else self.at.get(self.places[left[i]]._replace(layer=2 + copy))
+            return left[i] if copy < 0 else self.nodes.at.get(self.nodes.places[left[i]]._replace(layer=2 + copy))
 
         if repeated != [*range(begin, end)] or [output_of(*at) for at in outputs] != [*given]:
             raise NotFoldable("it does not return the same of every layer, layer after layer")
@@ -222,12 +222,12 @@ class _Folding:
 
     def _new_source(self, new: dict[fx.Node, fx.Node], reader: Place | None, old: fx.Node) -> fx.Node:
         """What a node at ``reader`` reads in place of ``old``."""
-        there, last = self.places.get(old), len(self.numbers) - 1
+        there, last = self.nodes.places.get(old), len(self.numbers) - 1
         if there is None or there.layer in (0, 1, last - 1, last):
             return new[old]
         if reader is None or (reader.layer, there.layer) != (last - 1, last - 2):
             raise NotFoldable(f"{old.name} of a layer in the middle is read outside of it")
-        return new[self.at[there._replace(layer=1)]]
+        return new[self.nodes.at[there._replace(layer=1)]]
 
     def _find_stack(self, nodes: list[fx.Node]) -> None:
         found: Counter[str] = Counter()
@@ -253,36 +253,13 @@ class _Folding:
         return next((module_of(n) or "" for n in body.graph.nodes if n.op not in ("placeholder", "output")), "")
 
     def _assign_layers(self, nodes: list[fx.Node]) -> None:
-        """A layer reaches from its first node to the next one's; the last one to its last node."""
         computing = [n for n in nodes if n.op not in ("placeholder", "output")]
         stem = re.compile(rf"{re.escape(self.path)}\.(\d+)(?:\.|$)")
         order = {number: i for i, number in enumerate(self.numbers)}
-        layer, ends, placed = -1, 0, list[tuple[fx.Node, int]]()
-        for i, node in enumerate(computing):
-            match = stem.match(self._module(node))
-            if match is not None:
-                # A node of an earlier layer after a later one began: no stretch of nodes is one layer.
-                if order[int(match[1])] < layer:
-                    raise NotFoldable("its layers are mixed")
-                layer, ends = order[int(match[1])], i
-            placed.append((node, layer))
-        offsets: Counter[int] = Counter()
-        # What stands behind the last layer's own nodes (the final norm, the head) belongs to no layer.
-        for node, layer in placed[: ends + 1]:
-            if layer >= 0:
-                self._put(node, Place(layer, "forward", offsets[layer]))
-                offsets[layer] += 1
-        offsets.clear()
-        for node in nodes:
-            if node.op == "placeholder":
-                layers = {self.places[user].layer if user in self.places else -1 for user in node.users}
-                # An input that one layer alone reads is that layer's: its weight, or its entry of a cache.
-                if len(layers) == 1 and (layer := layers.pop()) >= 0:
-                    self._put(node, Place(layer, "input", offsets[layer]))
-                    offsets[layer] += 1
-
-    def _put(self, node: fx.Node, place: Place) -> None:
-        self.places[node], self.at[place] = place, node
+        found = [stem.match(self._module(node)) for node in computing]
+        layers = [order[int(match[1])] if match is not None else None for match in found]
+        self.nodes.add_stretches("forward", computing, layers, range(len(order)))
+        self.nodes.add_inputs(nodes, lambda node: node.users, lambda _: "input")
 
     def _compare(self, layer: int, parts: dict[Place, fx.Node], before: dict[Place, fx.Node]) -> None:
         """Raises unless ``layer``, of these ``parts``, does what the one before it does."""
@@ -292,7 +269,7 @@ class _Folding:
         names = (f"{stack}.{self.numbers[layer]}.", f"{stack}.{self.numbers[layer - 1]}.")
 
         def alike(a: fx.Node, b: fx.Node) -> bool:
-            here, there = self.places.get(a), self.places.get(b)
+            here, there = self.nodes.places.get(a), self.nodes.places.get(b)
             if here is None or there is None:
                 return a is b
             if here.layer == layer - 1 and layer == 2:

@@ -7,8 +7,9 @@ import logging
 from torch import fx
 
 from zerograph import passes
+from zerograph.compiler.layer_nodes import NotFoldable
 from zerograph.compiler.torch_private import simplify_joint
-from zerograph.compiler.unfold import NotFoldable, Repeat
+from zerograph.compiler.unfold import Repeat
 
 log = logging.getLogger(__name__)
 

@@ -11,29 +11,17 @@ from __future__ import annotations
 
 import operator
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from zerograph.compiler.layer_nodes import LayerNodes, NotFoldable, Place
 from zerograph.compiler.torch_private import fake_as, is_fake, lazily_coded, outside_fake_mode
 from zerograph.graph.layers import module_of
 from zerograph.graph.nodes import SPEC_AT, Activation, backward_nodes, is_view
-
-
-class NotFoldable(Exception):
-    """The layers do not repeat as they must; says why."""
-
-
-class Place(NamedTuple):
-    """Where a node of a layer stands: which traced layer, in which of its stretches, and how far in that."""
-
-    layer: int
-    part: Literal["input", "tangent", "forward", "backward"]
-    offset: int
 
 
 class Joint(NamedTuple):
@@ -148,8 +136,7 @@ class _Unfolding:
     layers: Sequence[int]
     labels: Sequence[int]
     outputs: Sequence[tuple[int, int]]
-    places: dict[fx.Node, Place] = field(default_factory=dict)
-    at: dict[Place, fx.Node] = field(default_factory=dict)
+    nodes: LayerNodes = field(default_factory=LayerNodes)
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of what is not repeated
     copies: dict[tuple[Place, int], fx.Node] = field(default_factory=dict)
     regions: tuple[int, int] = (0, 0)  # of torch.utils.checkpoint: the template's last one, and how many are a layer's
@@ -176,7 +163,7 @@ class _Unfolding:
         wanted = {n for i, n in enumerate(n for n in nodes if n.op == "placeholder") if i in set(self.joint.static)}
         taken: list[tuple[fx.Node, int]] = []  # which input each of the result's is
         # The backward visits layers from the last to the first, so that copies of its stretch are made in that order.
-        for stretch in _stretches(nodes, self.places, self.template):
+        for stretch in _stretches(nodes, self.nodes.places, self.template):
             numbers = self._numbers(stretch)
             for number in numbers:
                 for node in stretch:
@@ -198,55 +185,35 @@ class _Unfolding:
 
     def _nodes_of(self, shift: int) -> list[fx.Node]:
         """The nodes of the template, or of the layer so many later."""
-        return [node for node, place in self.places.items() if place.layer == self.template + shift]
+        return [node for node, place in self.nodes.places.items() if place.layer == self.template + shift]
 
     def _numbers(self, stretch: list[fx.Node]) -> Iterable[int | None]:
-        place = self.places.get(stretch[0])
+        place = self.nodes.places.get(stretch[0])
         if place is None or place.layer != self.template:
             return (None,)
         return range(self.count) if place.part != "backward" else reversed(range(self.count))
 
     def _assign_layers(self, nodes: list[fx.Node]) -> None:
-        backward = backward_nodes(self.joint.gm.graph)
+        behind = backward_nodes(self.joint.gm.graph)
         computing = [n for n in nodes if n.op not in ("placeholder", "output")]
-        self._assign_part("forward", [n for n in computing if n not in backward], range(len(self.traced)))
-        self._assign_part("backward", [n for n in computing if n in backward], range(len(self.traced))[::-1])
-        counts: Counter[tuple[int, str]] = Counter()
-        for node in nodes:
-            if node.op == "placeholder":
-                # An input that several layers read (a mask, rotary tables) is repeated for none.
-                layers = {self.places[u].layer if u in self.places else None for u in node.users if u.op != "output"}
-                layer = layers.pop() if len(layers) == 1 else None
-                if layer is not None:
-                    part: Literal["input", "tangent"] = "tangent" if _is_tangent(node) else "input"
-                    self._put(node, Place(layer, part, counts[layer, part]))
-                    counts[layer, part] += 1
+        forward = [n for n in computing if n not in behind]
+        backward = [n for n in computing if n in behind]
+        order = range(len(self.traced))
+        self.nodes.add_stretches("forward", forward, [*map(self._label, forward)], order)
+        self.nodes.add_stretches("backward", backward, [*map(self._label, backward)], order[::-1])
+        self.nodes.add_inputs(
+            nodes,
+            lambda node: (user for user in node.users if user.op != "output"),
+            lambda node: "tangent" if _is_tangent(node) else "input",
+        )
         for name in ("input", "tangent", "forward", "backward"):
             # The template and its neighbour must match node by node; the first and the last layer are copied as they
             # are.
-            sizes = [sum(p.part == name and p.layer == i for p in self.at) for i in (self.template - 1, self.template)]
+            sizes = [
+                sum(p.part == name and p.layer == i for p in self.nodes.at) for i in (self.template - 1, self.template)
+            ]
             if sizes[0] != sizes[1]:
                 raise NotFoldable(f"two of its layers have {sizes[0]} and {sizes[1]} nodes in the {name}")
-
-    def _assign_part(self, part: Literal["forward", "backward"], nodes: list[fx.Node], order: Sequence[int]) -> None:
-        """A layer reaches from its first node to the next one's; the last one to its last node."""
-        labels = [self._label(node) for node in nodes]
-        # Reversed, so that of several nodes the first one stays in the dict.
-        firsts = {layer: i for i, layer in reversed(list(enumerate(labels))) if layer is not None}
-        lasts = {layer: i for i, layer in enumerate(labels) if layer is not None}
-        if sorted(firsts) != sorted(order):
-            raise NotFoldable(f"not every layer has a {part}")
-        begins = [firsts[layer] for layer in order]
-        ends = [*begins[1:], lasts[order[-1]] + 1]
-        for layer, begin, end in zip(order, begins, ends, strict=True):
-            # Nodes of this layer behind the next one's first: no cut separates the two.
-            if lasts[layer] >= end or begin >= end:
-                raise NotFoldable(f"the layers are mixed in the {part}")
-            for i in range(begin, end):
-                self._put(nodes[i], Place(layer, part, i - begin))
-
-    def _put(self, node: fx.Node, place: Place) -> None:
-        self.places[node], self.at[place] = place, node
 
     def _label(self, node: fx.Node) -> int | None:
         """The place in the stack of the module that ``node`` belongs to."""
@@ -255,11 +222,11 @@ class _Unfolding:
 
     def _keep(self, node: fx.Node) -> fx.Node:
         """A node that is not repeated."""
-        place = self.places.get(node)
+        place = self.nodes.places.get(node)
         layer = place.layer if place is not None else None
 
         def source(old: fx.Node) -> fx.Node:
-            there = self.places.get(old)
+            there = self.nodes.places.get(old)
             if there is None or there.layer != self.template:
                 return self.new[old]
             if layer == self.template - 1:
@@ -282,8 +249,8 @@ class _Unfolding:
 
     def _copy(self, node: fx.Node, number: int) -> fx.Node:
         """A node of the template, in its copy of that number."""
-        place = self.places[node]
-        twin = self.at[place._replace(layer=place.layer - 1)]
+        place = self.nodes.places[node]
+        twin = self.nodes.at[place._replace(layer=place.layer - 1)]
         if (node.op, type(node.target)) != (twin.op, type(twin.target)) or (
             node.op != "placeholder" and node.target != twin.target
         ):
@@ -326,7 +293,7 @@ class _Unfolding:
 
     def _beside(self, a: fx.Node, b: fx.Node, number: int) -> fx.Node | tuple[Place, int]:
         """What stands for ``a``, which the template reads where the layer before reads ``b``: a node, or a copy."""
-        here, there = self.places.get(a), self.places.get(b)
+        here, there = self.nodes.places.get(a), self.nodes.places.get(b)
         # Both read the same node outside of layers.
         if a is b and here is None:
             return a
@@ -367,11 +334,11 @@ class _Unfolding:
         if repeated != (number >= 0):
             raise NotFoldable(f"it returns {value} of one of its layers")
         if repeated:
-            return self.copies[self.places[value], number]
+            return self.copies[self.nodes.places[value], number]
         return self.new[value] if isinstance(value, fx.Node) else value
 
     def _repeated(self, node: fx.Node) -> bool:
-        place = self.places.get(node)
+        place = self.nodes.places.get(node)
         return place is not None and place.layer == self.template
 
     def _grad(self, grad_of: dict[fx.Node, Any], source: fx.Node, number: int) -> Any:
@@ -380,8 +347,8 @@ class _Unfolding:
             if isinstance(grad, fx.Node) and self._repeated(grad):
                 raise NotFoldable(f"the gradient of {source.name} is {grad.name} of one layer")
             return self.new[grad] if isinstance(grad, fx.Node) else grad
-        place = self.places[source]
-        return self._argument(grad, grad_of[self.at[place._replace(layer=place.layer - 1)]], source, number)
+        place = self.nodes.places[source]
+        return self._argument(grad, grad_of[self.nodes.at[place._replace(layer=place.layer - 1)]], source, number)
 
     def _value(self, made: fx.Node, node: fx.Node, twin: fx.Node) -> Any:
         """A fake value like ``node``'s for its copy ``made``: passes look at which values share memory."""

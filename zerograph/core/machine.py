@@ -103,8 +103,18 @@ class Machine:
         """This machine where torch computes float32 products so: "high" is TF32 where the device has it."""
         if precision == "highest" or "tf32" not in self.matmul:
             return self
-        published = {**self.published, "float32": self.published["tf32"]} if "tf32" in self.published else {}
+        # Without a published rate of TF32 none is published of such products; other dtypes keep theirs.
+        published = {dtype: rate for dtype, rate in self.published.items() if dtype != "float32"}
+        if "tf32" in published:
+            published["float32"] = published["tf32"]
         return replace(self, matmul={**self.matmul, "float32": self.matmul["tf32"]}, published=published)
+
+    def peak_rate(self, dtype: str) -> tuple[float, Literal["published", "measured"]]:
+        """Operations per second that utilization of products in ``dtype`` is relative to, and where they are from: the
+        published rate, or where none is published, the measured one."""
+        if dtype in self.published:
+            return self.published[dtype], "published"
+        return self.matmul.get(dtype, 0.0), "measured"
 
     def collective(self, world_size: int) -> Link:
         """The link that bounds a collective over ``world_size`` ranks."""
@@ -123,6 +133,10 @@ class Machine:
             # On a CPU the host's memory is the device's: offloading there frees nothing.
             return 0 if self.device == "cpu" else self.host_memory // ranks
         return self.nvme_capacity // ranks
+
+    def budget(self, world_size: int, reserve: float = 0.0) -> dict[Tier, int]:
+        """:meth:`capacity` of every tier, without the share ``reserve``."""
+        return {tier: int(self.capacity(tier, world_size) * (1 - reserve)) for tier in TIERS}
 
     def to_json(self) -> str:
         """Indented JSON with the format's version."""

@@ -110,10 +110,9 @@ class PlanFile:
 
     @property
     def peak_flops(self) -> float:
-        """Floating-point operations per second that utilization is relative to: the published rate of the compute
-        dtype's dense products, or of a machine of which none is published, the measured one."""
-        machine, dtype = self.machine, self.plan.compute_dtype
-        return machine.published.get(dtype, machine.matmul.get(dtype, 0.0))
+        """Floating-point operations per second that utilization is relative to
+        (:meth:`~zerograph.core.machine.Machine.peak_rate` of the compute dtype)."""
+        return self.machine.peak_rate(self.plan.compute_dtype)[0]
 
     @property
     def model_flops_utilization(self) -> float:

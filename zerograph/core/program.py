@@ -23,13 +23,27 @@ Moves = tuple[Tier, Tier]
 """From which tier to which."""
 
 
+class _Instruction:
+    """What each class of instructions says of itself.
+
+    Attributes:
+        stream: that it occupies; None where it occupies none.
+        operation: what it does.
+        moves: from which tier to which.
+    """
+
+    __slots__ = ()
+    stream: ClassVar[Stream | None] = None
+    operation: ClassVar[Operation]
+    moves: ClassVar[Moves | None] = None
+
+
 @dataclass(frozen=True, slots=True)
-class Compute:
+class Compute(_Instruction):
     """Run segment ``segment`` (an index into :attr:`Program.segments`) on ``args``."""
 
-    stream: ClassVar[Stream | None] = "compute"
-    operation: ClassVar[Operation] = "compute"
-    moves: ClassVar[Moves | None] = None
+    stream = "compute"
+    operation = "compute"
     segment: int
     args: tuple[int, ...]
     outs: tuple[int, ...]
@@ -47,15 +61,14 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class Gather(_Instruction):
     """Start the all-gather of ``params`` of a bucket, or of a tile of it; ``out`` holds the pending transfer.
 
     A bucket that is whole already is not gathered again. ``bytes`` are what all ranks' parts fill together.
     """
 
-    stream: ClassVar[Stream | None] = "gather"
-    operation: ClassVar[Operation] = "gather"
-    moves: ClassVar[Moves | None] = None
+    stream = "gather"
+    operation = "gather"
     bucket: int
     params: tuple[Param, ...]
     shards: tuple[int, ...]
@@ -75,12 +88,9 @@ class Gather:
 
 
 @dataclass(frozen=True, slots=True)
-class WaitGather:
-    """Wait for a gather; ``outs`` are the full parameters, in the memory that the gather filled."""
+class _BucketWait(_Instruction):
+    """Wait for a collective of a bucket, or of a tile of it; ``outs`` are in the memory that it filled."""
 
-    stream: ClassVar[Stream | None] = None
-    operation: ClassVar[Operation] = "gather"
-    moves: ClassVar[Moves | None] = None
     bucket: int
     pending: int
     outs: tuple[int, ...]
@@ -98,12 +108,17 @@ class WaitGather:
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
+class WaitGather(_BucketWait):
+    """Wait for a gather; ``outs`` are the full parameters."""
+
+    operation = "gather"
+
+
+@dataclass(frozen=True, slots=True)
+class Free(_Instruction):
     """Let go of a bucket's full parameters; where it is ``kept``, the bucket stays whole for a later program."""
 
-    stream: ClassVar[Stream | None] = None
-    operation: ClassVar[Operation] = "free"
-    moves: ClassVar[Moves | None] = None
+    operation = "free"
     bucket: int
     params: tuple[int, ...]
     dead: tuple[int, ...] = ()
@@ -121,12 +136,11 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce:
+class Reduce(_Instruction):
     """Start the reduction of a bucket's full gradients over ranks; ``bytes`` are those that are summed."""
 
-    stream: ClassVar[Stream | None] = "reduce"
-    operation: ClassVar[Operation] = "reduce"
-    moves: ClassVar[Moves | None] = None
+    stream = "reduce"
+    operation = "reduce"
     bucket: int
     params: tuple[Param, ...]
     grads: tuple[int, ...]
@@ -146,35 +160,18 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True)
-class WaitReduce:
-    """Wait for a reduction; ``outs`` are this rank's shards of the averaged gradients, whose memory it filled."""
+class WaitReduce(_BucketWait):
+    """Wait for a reduction; ``outs`` are this rank's shards of the averaged gradients."""
 
-    stream: ClassVar[Stream | None] = None
-    operation: ClassVar[Operation] = "reduce"
-    moves: ClassVar[Moves | None] = None
-    bucket: int
-    pending: int
-    outs: tuple[int, ...]
-    dead: tuple[int, ...] = ()
-    tile: int = 0
-    tiles: int = 1
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return (self.pending,)
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return self.outs
+    operation = "reduce"
 
 
 @dataclass(frozen=True, slots=True)
-class Update:
+class Update(_Instruction):
     """The optimizer's pass over what lives on the device; ``sizes`` are the bytes it reads and writes, by parameter."""
 
-    stream: ClassVar[Stream | None] = "compute"
-    operation: ClassVar[Operation] = "update"
-    moves: ClassVar[Moves | None] = None
+    stream = "compute"
+    operation = "update"
     buckets: tuple[int, ...]
     sizes: tuple[int, ...]
     reads: tuple[int, ...] = ()
@@ -186,7 +183,7 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
+class _Move(_Instruction):
     """Bytes on their way between tiers.
 
     Attributes:
@@ -199,7 +196,6 @@ class _Move:
         params: that the shards or gradients are of, in the order of the registers; none in sketches.
     """
 
-    moves: ClassVar[Moves | None] = None
     what: str
     label: str
     module: str
@@ -217,53 +213,51 @@ class _Move:
 class Spill(_Move):
     """Copy from the device to the host."""
 
-    stream: ClassVar[Stream | None] = "d2h"
-    operation: ClassVar[Operation] = "spill"
-    moves: ClassVar[Moves | None] = ("device", "host")
+    stream = "d2h"
+    operation = "spill"
+    moves = ("device", "host")
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch(_Move):
     """Copy from the host to the device."""
 
-    stream: ClassVar[Stream | None] = "h2d"
-    operation: ClassVar[Operation] = "fetch"
-    moves: ClassVar[Moves | None] = ("host", "device")
+    stream = "h2d"
+    operation = "fetch"
+    moves = ("host", "device")
 
 
 @dataclass(frozen=True, slots=True)
 class Write(_Move):
     """Write from a staging buffer to NVMe; on a CPU the host's memory is the device's."""
 
-    stream: ClassVar[Stream | None] = "nvme_write"
-    operation: ClassVar[Operation] = "write"
-    moves: ClassVar[Moves | None] = ("host", "nvme")
+    stream = "nvme_write"
+    operation = "write"
+    moves = ("host", "nvme")
 
 
 @dataclass(frozen=True, slots=True)
 class Read(_Move):
     """Read from NVMe into a staging buffer."""
 
-    stream: ClassVar[Stream | None] = "nvme_read"
-    operation: ClassVar[Operation] = "read"
-    moves: ClassVar[Moves | None] = ("nvme", "host")
+    stream = "nvme_read"
+    operation = "read"
+    moves = ("nvme", "host")
 
 
 @dataclass(frozen=True, slots=True)
 class HostUpdate(_Move):
     """The optimizer's pass over a bucket or tile whose states live off the device; ``bytes`` are read and written."""
 
-    stream: ClassVar[Stream | None] = "cpu_update"
-    operation: ClassVar[Operation] = "update"
+    stream = "cpu_update"
+    operation = "update"
 
 
 @dataclass(frozen=True, slots=True)
-class WaitFetch:
+class WaitFetch(_Instruction):
     """What computes next needs what was read or fetched into ``pending``; ``outs`` are parts of it, in its memory."""
 
-    stream: ClassVar[Stream | None] = None
-    operation: ClassVar[Operation] = "fetch"
-    moves: ClassVar[Moves | None] = None
+    operation = "fetch"
     pending: int
     outs: tuple[int, ...] = ()
     dead: tuple[int, ...] = ()

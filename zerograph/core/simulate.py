@@ -451,7 +451,7 @@ class _Cells:
         """``task`` was waited for, and has filled what ``instruction`` writes."""
         starter, of = self._run.instructions[task]
         module = of.module(starter)
-        whole = self._whole.get((instruction.bucket, instruction.tile)) if instruction.operation == "gather" else None  # type: ignore[union-attr]
+        whole = self._whole.get((instruction.bucket, instruction.tile)) if instruction.operation == "gather" else None
         for register in instruction.writes:
             if whole is not None:
                 self._at[self._storage(register)] = whole

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, InfeasibleError
-from zerograph.core.machine import TIERS, Machine, Tier
-from zerograph.core.plan import Bucket, Offload, Plan
-from zerograph.core.planfile import PlanFile, Reason
+from zerograph.core.machine import Machine, Tier
+from zerograph.core.plan import Offload
+from zerograph.core.planfile import PlanFile
 from zerograph.core.step import Dimension, Step
-from zerograph.core.units import format_bytes, format_seconds
 from zerograph.dryrun.compile_only import Compiled, compile_only
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.forecasts import forecast_programs
 from zerograph.planner.homes import open_homes, open_tiers
 from zerograph.planner.plan_file import file_from_sketch
-from zerograph.planner.rates import Rates, gathered_bytes
-from zerograph.planner.reasons import describe_bucket, recomputed, under_way, updated
+from zerograph.planner.rates import Rates
+from zerograph.planner.reasons import reasons
 from zerograph.planner.search import Wish
 
 ATTEMPTS = 8
@@ -161,46 +160,18 @@ def forecast_file(
     )
     plan, flops = frame.plan, sum(op.flops for op in frame.step.ops)  # the model's own: what is recomputed counts once
     rates = Rates(machine, plan.world_size, plan.compute_dtype)
-    again = rates.products(sum(span.flops for span in found.forecast.spans) - flops)
-    reasons = (*_reasons(plan, compiled.config, rates, again), *under_way(plan), *updated(frame.step, plan))
+    config = compiled.config
+    wish = Wish.of(config, plan.world_size)
+    told = reasons(plan, frame.step, wish, rates, found.forecast, moments=moments, searched=config.searches)
     return PlanFile(
         model=name,
         plan=plan,
         machine=machine,
-        budget={tier: int(machine.capacity(tier, plan.world_size) * (1 - reserve)) for tier in TIERS},
+        budget=machine.budget(plan.world_size, reserve),
         forecast=found.forecast,
         holdings=found.holdings,
-        reasons=reasons,
+        reasons=tuple(told),
         passes=tuple(frame.passes),
         tokens=compiled.tokens,
         flops=flops,
     )
-
-
-_FASTEST = "of the plans that were looked at and fit, it is predicted to be the fastest"
-
-
-def _reasons(plan: Plan, config: Config, rates: Rates, again: float) -> Iterator[Reason]:
-    """``again``: seconds of the products that the backward computes a second time."""
-    searched, chosen = config.stage == "auto", config.searches and config.recompute == "auto"
-    asked = _FASTEST if chosen else "it was asked for"
-    yield Reason("plan", f"stage {plan.stage}", "stage auto shards all of it" if searched else "it was asked for")
-    if plan.recompute:
-        yield Reason("activations", recomputed(plan), f"{asked}; their products take {format_seconds(again)} again")
-    else:
-        saved = "all saved" if plan.save_others else "saved where the partitioner finds that cheaper than recomputing"
-        yield Reason("activations", saved, "it was asked for" if plan.save_others else "recompute is auto")
-    for bucket in plan.buckets:
-        yield Reason(bucket.name, describe_bucket(bucket), _stays(bucket, rates, searched))
-
-
-def _stays(bucket: Bucket, rates: Rates, searched: bool) -> str:
-    """Why ``bucket`` stays whole as long as it does: a gather more, or its bytes between forward and backward."""
-    gather = format_seconds(rates.collective(gathered_bytes(bucket.params, rates.world_size)))
-    held = format_bytes(bucket.gathered_bytes)
-    if bucket.residency == "backward":
-        return f"it holds {held} between forward and backward, which saves a gather of {gather}"
-    if bucket.residency == "step":
-        return "below stage 3 parameters stay whole from forward to backward"
-    why = _FASTEST if searched else "stage 3 keeps parameters whole only while they are used"
-    return f"{why}; its second gather takes {gather} and saves {held} between forward and backward"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from zerograph.core.config import Config
 from zerograph.core.errors import InfeasibleError, UnsupportedError
 from zerograph.core.garbage import without_gc
-from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.machine import Machine, Tier
 from zerograph.core.plan import Offload
 from zerograph.core.planfile import PlanFile
 from zerograph.core.step import Dimension, Step
@@ -140,15 +140,10 @@ def largest_by_stage(
         options: see :func:`largest_file`.
     """
     first = probe(make, what, machine, stage=stages[0], **options)
-    have = budgets(machine, first.wish.world_size, reserve)
+    have = machine.budget(first.wish.world_size, reserve)
     budget: Budget = have["device"] if first.wish.offload == "none" else have
     plans = {stage: Probe(first.steps, machine, replace(first.wish, stage=stage), first.moments) for stage in stages}
     return {stage: (one.largest(budget), budget) for stage, one in plans.items()}
-
-
-def budgets(machine: Machine, world: int, reserve: float) -> dict[Tier, int]:
-    """Bytes of every tier, without the share ``reserve``."""
-    return {tier: int(machine.capacity(tier, world) * (1 - reserve)) for tier in TIERS}
 
 
 def largest_file(
@@ -187,7 +182,7 @@ def largest_file(
     model: dict[str, Any] = {"batch": batch, "seq": seq, "moments": moments, "fold": fold}
     plans = probe(make, what, machine, world=world, dtype=dtype, offload=offload, tier=tier, **model, **options)
     if offload != "none":
-        budget = budgets(machine, world, reserve)
+        budget = machine.budget(world, reserve)
         found = plans.largest(budget)
         if found.value == 0:
             raise plans.infeasible(found, budget)
@@ -215,7 +210,7 @@ def _compiled(
         compiled: the programs at a size, of the fastest plan within so many bytes.
     """
     world, attempts, excess = plans.wish.world_size, 0, 0.0
-    memory, have = machine.capacity("device", world), budgets(machine, world, reserve)["device"]
+    memory, have = machine.capacity("device", world), machine.budget(world, reserve)["device"]
     while True:
         found, plan, memory = _solved(plans, memory, have, excess)
         budget = _of_backend(memory)

@@ -48,7 +48,7 @@ def file_from_sketch(
         ConfigError: what was wished for does not exist on the machine, or at the stage.
     """
     search = Search(step, wish, machine, moments=moments)
-    budget = {tier: int(machine.capacity(tier, wish.world_size) * (1 - reserve)) for tier in TIERS}
+    budget = machine.budget(wish.world_size, reserve)
     found = search.within(budget)
     if found is None:
         raise infeasible(search, step, machine, budget)
@@ -65,7 +65,8 @@ def file_from_sketch(
         tokens=tokens,
         flops=sum(op.flops for op in step.ops),
     )
-    file = replace(made, reasons=tuple(reasons(found, wish, step, made.unexecuted)))
+    told = reasons(plan, step, wish, scheduler.rates, forecast, moments=moments, unexecuted=made.unexecuted)
+    file = replace(made, reasons=tuple(told))
     _verify(file, found)
     return file
 

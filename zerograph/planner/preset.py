@@ -19,7 +19,7 @@ from typing import NamedTuple
 from zerograph.core.garbage import without_gc
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import Bucket, Homes, Plan
-from zerograph.core.program import Collective, Program, Register, WaitGather, WaitReduce
+from zerograph.core.program import Collective, Instruction, Program, Read, Register, WaitGather, WaitReduce, Write
 from zerograph.core.simulate import Costs, Tasks, walk
 from zerograph.core.step import ITEM_SIZE, Kind, Step
 from zerograph.planner.liveness import Graph
@@ -205,6 +205,23 @@ class _Step:
         masked = [replace(program, contents=contents, segments=segments) for program in programs]
         return walk(masked, Costs(scheduler.rates))
 
+    def reading_back(self, program: Program) -> Program:
+        """``program``, in which gradients are added to those of earlier micro-batches where these are on NVMe."""
+        instructions: list[Instruction] = []
+        for each in program.instructions:
+            if isinstance(each, Write) and each.what == "gradient":
+                key = ("earlier", each.bucket, each.tile, each.label)
+                # Where they are added up there is memory: the staging buffer, or the reduced gradient's.
+                back = self.scheduler.registers.get(key, f"earlier {each.what} of {each.label}", 0, "gradient")
+                instructions.append(
+                    Read(
+                        "gradient", each.label, each.module, each.bytes, each.reads, (back,), (), each.bucket, each.tile
+                    )
+                )
+                each = replace(each, reads=(*each.reads, back), dead=(*each.dead, back))
+            instructions.append(each)
+        return replace(program, instructions=instructions)
+
     def _counted(self, index: int, register: Register, kind: Kind | None) -> Register:
         """Reduced gradients are added to those of earlier micro-batches, which are there anyway."""
         bucket = self.scheduler.registers.bucket
@@ -253,7 +270,8 @@ def _held(part: _Part) -> Numbers:
 def _measured(part: _Part) -> Numbers:
     """Peaks of each part and tier; how long streams work, and passes and update take."""
     step = _Step(part)
-    programs = sketch(step.scheduler, step.plan, BUFFERS)
+    first = sketch(step.scheduler, step.plan, BUFFERS)
+    programs = [step.reading_back(one) for one in first] if step.earlier else first
     run = step.run(programs)
     found: dict[tuple[str, ...], float] = {("peak", *at): level for at, (level, _) in _peaks(step, run).items()}
     end, more = run.programs[2], step.accumulates - 1
@@ -261,10 +279,12 @@ def _measured(part: _Part) -> Numbers:
     found["length", "passes"], found["length", "update"] = passes, max(run.ends) - passes
     _add_busy(found, "passes", run, range(end), 1)
     _add_busy(found, "update", run, range(end, len(run.ends)), 1)
-    if more:
-        again = step.run([_without_collectives(one) if step.stage < 2 else one for one in programs[:2]])
-        _add_busy(found, "passes", again, range(len(again.ends)), more)
-        found["length", "passes"] += more * max(again.ends)
+    # The passes of the last micro-batch are those above; the first one finds no gradients to read back.
+    for earlier, times in ((first, min(more, 1)), (programs, more - 1)):
+        if times > 0:
+            again = step.run([_without_collectives(one) if step.stage < 2 else one for one in earlier[:2]])
+            _add_busy(found, "passes", again, range(len(again.ends)), times)
+            found["length", "passes"] += times * max(again.ends)
     return found
 
 

@@ -8,37 +8,62 @@ from collections.abc import Iterator, Sequence
 from zerograph.core.plan import DEVICE, Bucket, Plan
 from zerograph.core.planfile import Reason
 from zerograph.core.step import Step, layer_of_activation
+from zerograph.core.timeline import Forecast
 from zerograph.core.units import format_bytes, format_seconds
-from zerograph.planner.schedule import Scheduler
+from zerograph.planner.placement import Shards
+from zerograph.planner.rates import Rates, gathered_bytes
 from zerograph.planner.search import Wish
-from zerograph.planner.space import Candidate
+
+_FASTEST = "of the plans that were looked at and fit, it is predicted to be the fastest"
+_ASKED = "it was asked for"
 
 
-def reasons(found: Candidate, wish: Wish, step: Step, unexecuted: str) -> Iterator[Reason]:
-    """The decisions of ``found``, and what each of them costs and gains; ``unexecuted`` is what cannot be run yet."""
-    plan, scheduler = found.plan, found.space.scheduler
-    fastest = "of the plans that were looked at and fit every tier, it is predicted to be the fastest"
-    asked = "it was asked for"
-    yield Reason("plan", f"stage {plan.stage}", "stage auto shards all of it" if wish.stage == "auto" else asked)
-    yield Reason("plan", f"prefetch {plan.prefetch}", fastest if wish.prefetch is None else asked)
-    yield Reason("plan", f"{len(plan.buckets)} buckets", fastest if wish.bucket_size is None else asked)
-    off = sum(bucket.homes != DEVICE for bucket in plan.buckets)
-    told = "it was chosen" if wish.offload == "auto" else f"offload={wish.offload} was asked for"
-    yield Reason("plan", f"shards of {off} {'bucket' if off == 1 else 'buckets'} off the device", told)
+def reasons(
+    plan: Plan, step: Step, wish: Wish, rates: Rates, forecast: Forecast, *, moments: int, searched: bool = True,
+    unexecuted: str = "",
+) -> Iterator[Reason]:  # fmt: skip
+    """The decisions of ``plan``, and what each of them costs and gains.
+
+    Args:
+        wish: what the user fixed.
+        forecast: of the step under the plan.
+        moments: tensors that the optimizer keeps per parameter.
+        searched: whether the plan was found by a search; else rules decided what the user left open.
+        unexecuted: what of it cannot be run yet.
+    """
+    yield Reason("plan", f"stage {plan.stage}", "stage auto shards all of it" if wish.stage == "auto" else _ASKED)
+    if searched:
+        yield Reason("plan", f"prefetch {plan.prefetch}", _FASTEST if wish.prefetch is None else _ASKED)
+        yield Reason("plan", f"{len(plan.buckets)} buckets", _FASTEST if wish.bucket_size is None else _ASKED)
+    if wish.offload != "none":
+        off = sum(bucket.homes != DEVICE for bucket in plan.buckets)
+        told = "it was chosen" if wish.offload == "auto" else f"offload={wish.offload} was asked for"
+        yield Reason("plan", f"shards of {off} {'bucket' if off == 1 else 'buckets'} off the device", told)
     if unexecuted:
         yield Reason("plan", "forecast from the schedule of the traced step", "this plan cannot be run yet")
+    again = rates.products(sum(span.flops for span in forecast.spans) - sum(op.flops for op in step.ops))
+    by_rule = _FASTEST if searched else "recompute is auto"
+    yield from _activations(plan, by_rule if wish.recompute == "auto" else _ASKED, again)
     for bucket in plan.buckets:
-        yield Reason(bucket.name, _decided(bucket), _why(bucket, scheduler) or fastest)
+        if bucket.homes == DEVICE:
+            why = _stays(bucket, rates, wish.stage == "auto")
+        else:
+            why = _leaves(bucket, rates, moments)
+        yield Reason(bucket.name, _decided(bucket), why)
     if plan.loss_tiles > 1:
         yield Reason("loss", f"in {plan.loss_tiles} tiles of tokens", "logits never exist whole")
-    yield from _activations(plan, fastest if wish.recompute == "auto" else asked)
     yield from under_way(plan)
-    yield from updated(step, plan)
+    yield from _updated(step, plan)
 
 
-def _activations(plan: Plan, why: str) -> Iterator[Reason]:
+def _activations(plan: Plan, why: str, again: float) -> Iterator[Reason]:
+    """``again``: seconds of the products that the backward computes a second time."""
     if plan.recompute:
-        yield Reason("activations", recomputed(plan), why)
+        yield Reason("activations", recomputed(plan), f"{why}; products that run again take {format_seconds(again)}")
+    elif plan.save_others:
+        yield Reason("activations", "all saved", why)
+    else:
+        yield Reason("activations", "saved where the partitioner finds that cheaper than recomputing", why)
     for name, tier in plan.offload:
         what = "it" if layer_of_activation(name) else "what it saves"
         yield Reason(name, f"{what} waits on {tier} for the backward", "copies run beside the compute of other layers")
@@ -53,7 +78,7 @@ def under_way(plan: Plan) -> Iterator[Reason]:
         yield Reason("offloaded activations", text, "the copies of one take longer than a layer")
 
 
-def updated(step: Step, plan: Plan) -> Iterator[Reason]:
+def _updated(step: Step, plan: Plan) -> Iterator[Reason]:
     """What the optimizer does, and when."""
     updates = step.updates
     if updates:
@@ -91,24 +116,32 @@ def runs(layers: Sequence[str]) -> Iterator[str]:
 _SHOWN = 4
 
 
-def describe_bucket(bucket: Bucket) -> str:
-    """What is gathered together, when, and how long it stays, for people."""
+def _decided(bucket: Bucket) -> str:
+    """What is gathered together, when, how long it stays, and where its shards are, for people."""
     count = f"{len(bucket.params)} parameter" + ("" if len(bucket.params) == 1 else "s")
     tied = "".join(f", {p.name} is also {' and '.join(p.tied_to)}" for p in bucket.params if p.tied_to)
     ahead = "" if bucket.ahead is None else f", gathered {bucket.ahead} ahead"
-    return f"{count}, {format_bytes(bucket.gathered_bytes)}, residency {bucket.residency}{ahead}{tied}"
-
-
-def _decided(bucket: Bucket) -> str:
     tiles = f", in {bucket.tiles} tiles" if bucket.tiles > 1 else ""
-    return f"{describe_bucket(bucket)}{tiles}, {bucket.homes}"
+    homes = "" if bucket.homes == DEVICE else f", {bucket.homes}"
+    gathered = format_bytes(bucket.gathered_bytes)
+    return f"{count}, {gathered}, residency {bucket.residency}{ahead}{tied}{tiles}{homes}"
 
 
-def _why(bucket: Bucket, scheduler: Scheduler) -> str:
-    """What it costs to live off the device, and what that frees."""
-    if bucket.homes == DEVICE:
-        return ""
-    shards, rates = scheduler.bucket_parts(bucket.index, 1)[0].shards, scheduler.rates
+def _stays(bucket: Bucket, rates: Rates, searched: bool) -> str:
+    """Why ``bucket`` stays whole as long as it does: a gather more, or its bytes between forward and backward."""
+    gather = format_seconds(rates.collective(gathered_bytes(bucket.params, rates.world_size)))
+    held = format_bytes(bucket.gathered_bytes)
+    if bucket.residency == "backward":
+        return f"it holds {held} between forward and backward, which saves a gather of {gather}"
+    if bucket.residency == "step":
+        return "below stage 3 parameters stay whole from forward to backward"
+    why = _FASTEST if searched else "stage 3 keeps parameters whole only while they are used"
+    return f"{why}; its second gather takes {gather} and saves {held} between forward and backward"
+
+
+def _leaves(bucket: Bucket, rates: Rates, moments: int) -> str:
+    """What it costs that ``bucket`` lives off the device, and what that frees."""
+    shards = Shards.of(bucket.params, rates.world_size, moments, rates.staging)
     freed = -sum(size for tier, size in shards.moved(bucket.homes) if tier == "device")
     freed += shards.gradient if bucket.homes.gradients != "device" else 0
     update = rates.host_update(shards.traffic)

@@ -107,8 +107,8 @@ def _speed(file: PlanFile, measured: Forecast | None) -> Iterator[str]:
 
 def of_peak(file: PlanFile) -> str:
     """What utilization is relative to."""
-    source = "published" if file.plan.compute_dtype in file.machine.published else "measured"
-    return f"{file.peak_flops / 1e12:.3g} TFLOP/s {source}"
+    rate, source = file.machine.peak_rate(file.plan.compute_dtype)
+    return f"{rate / 1e12:.3g} TFLOP/s {source}"
 
 
 def memory(file: PlanFile, measured: Forecast | None, width: int, *, unicode: bool) -> list[Sequence[Cell]]:
