@@ -383,6 +383,20 @@ def _index(choices: Sequence[Any], value: Any) -> int:
     return sum(bool(one > value) if falling else bool(one < value) for one in choices) - 1
 
 
+def first(start: Plan, own: Sequence[Knob], *, least: bool) -> Iterator[Plan]:
+    """The plan ``start`` of the rules, as far as it is open, and those that need the least of each tier."""
+    for knob in own:
+        now = knob.read(start)
+        # Where a rule decided what is no choice here (the user fixed it otherwise), the first choice stands in.
+        start = knob.turn(start, {item: open_[0] for item, open_ in knob.choices.items() if now[item] not in open_})
+    yield start
+    for values in product(*(knob.frugal or ({},) for knob in own)) if least else ():
+        plan = start
+        for knob, frugal in zip(own, values, strict=True):
+            plan = knob.turn(plan, frugal) if frugal else plan
+        yield plan
+
+
 def every(knobs: Sequence[Knob], plan: Plan) -> Iterator[Plan]:
     """``plan`` with every choice of every item of ``knobs``."""
     if not knobs:

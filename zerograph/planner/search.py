@@ -18,19 +18,22 @@ import sys
 from collections import deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, pairwise, product
+from functools import cached_property
+from itertools import chain, pairwise
 from math import prod
 from typing import Any, Literal, NamedTuple
 
 from zerograph.core.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Recompute
 from zerograph.core.garbage import without_gc
 from zerograph.core.machine import TIERS, Machine, Tier
-from zerograph.core.plan import DEVICE, Homes, Offload, Plan, compute_dtype
+from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Offload, Plan, compute_dtype
 from zerograph.core.simulate import on
 from zerograph.core.step import Step
 from zerograph.planner import knobs
+from zerograph.planner.deep_search import DeepSearch, Look
+from zerograph.planner.few_layers import by_few_layers
 from zerograph.planner.homes import open_homes, open_tiers
-from zerograph.planner.knobs import Knob, every, halfway, neighbours, spread
+from zerograph.planner.knobs import Knob, every, first, halfway, neighbours, spread
 from zerograph.planner.liveness import Graph, Mode
 from zerograph.planner.loss import head_of, loss_tiles, tiled
 from zerograph.planner.peaks import with_lower_peaks
@@ -146,14 +149,32 @@ class Search:
             self.homes = open_homes(wish.offload, self.tiers, wish.sharding)
             # The first way has the loss whole: the plans without offload and tiles are of that one.
             self.spaces, *parts = [list(_spaces(step, wish, machine, self.states, moments, way)) for way in self.ways]
+            spaces = [*self.spaces, *chain.from_iterable(parts)]
+            self._deep = self._deep_search(spaces)
+            if self._deep is not None:
+                return
             found = _Local()
             if DEVICE in self.homes:
                 found.explore({space: _staying(space, wish) for space in self.spaces}, WORK)
             if self.tiers or wish.tiles:
-                open_knobs = {s: _all_knobs(s, wish, self.homes, self.tiers) for s in chain(self.spaces, *parts)}
+                open_knobs = {s: _all_knobs(s, wish, self.homes, self.tiers) for s in spaces}
                 work *= 1 if DEVICE in self.homes else 2
                 found.explore(open_knobs, work, groups=GROUPS, tile=wish.tiles)
             self.best = frontier(found.best)
+
+    def _deep_search(self, spaces: Sequence[Space]) -> DeepSearch | None:
+        """The search of a step that is too deep for this one, where nothing is fixed."""
+        looks = list(_fixed_once(self.wish, self.tiers))
+        few = [space for space in map(by_few_layers, spaces if looks else ()) if space is not None]
+        if not few or len(few) < len(spaces):
+            return None
+        return DeepSearch([_look(one, few, self.tiers) for one in (self.wish, *looks)])
+
+    @cached_property
+    def best(self) -> list[Candidate]:
+        """The plans that no other beats, the smallest on the device first."""
+        assert self._deep is not None
+        return self._deep.settled()
 
     @property
     def smallest(self) -> Candidate:
@@ -171,6 +192,8 @@ class Search:
             budget: per tier, none where one is missing; a number is the device's, and leaves the others unlimited.
         """
         most = limits(budget)
+        if self._deep is not None:
+            return self._deep.within(most)
         return min((c for c in self.best if c.fits(most)), key=lambda c: c.rank, default=None)
 
 
@@ -197,7 +220,7 @@ class _Local:
         """
         ways = set()
         for space, own in knobs_of.items():  # the smallest buckets of a way come first
-            for plan in _first(space, own, least=space.plan.loss_tiles not in ways):
+            for plan in first(space.plan, own, least=space.plan.loss_tiles not in ways):
                 self._add(space.of(plan))
             ways.add(space.plan.loss_tiles)
         few = all(len(space.plan.buckets) <= FEW for space in knobs_of)
@@ -270,14 +293,33 @@ def _work(spaces: Iterable[Space]) -> int:
     return sum(space.work for space in spaces)
 
 
+def _look(wish: Wish, few: Sequence[Space], tiers: Sequence[Tier]) -> Look:
+    """What ``wish`` leaves open of plans that stay on the device, and of all."""
+    tiers = () if wish.offload == "none" else tuple(tier for tier in tiers if wish.tier in (None, tier))
+    homes = open_homes(wish.offload, tiers, wish.sharding)
+    whole = [space for space in few if space.plan.loss_tiles == 1]
+    staying = {space: _staying(space, wish) for space in whole if DEVICE in homes}
+    return staying, {space: _all_knobs(space, wish, homes, tiers) for space in few if tiers or wish.tiles}
+
+
+def _fixed_once(wish: Wish, tiers: Sequence[Tier]) -> Iterator[Wish]:
+    """What ``wish`` becomes with one thing fixed; none where something is."""
+    if (wish.stage, wish.prefetch, wish.recompute, wish.offload, wish.tier) == ("auto", None, "auto", "auto", None):
+        yield from (replace(wish, prefetch=prefetch) for prefetch in PREFETCHES)
+        yield from (replace(wish, offload=kind) for kind in OFFLOADS[1:])
+        yield from (replace(wish, tier=tier) for tier in tiers)
+        yield replace(wish, recompute="full")
+        yield replace(wish, stage=3)
+
+
 def _staying(space: Space, wish: Wish) -> list[Knob]:
     """What may be turned of plans that leave everything on the device."""
     profile, rates = space.scheduler.profile, space.scheduler.rates
     found = []
-    if profile.training and wish.stage == "auto":
-        found.append(knobs.residency(space))
-    if profile.training and wish.recompute == "auto" and profile.layers:
-        found.append(knobs.levels(space))
+    if profile.training and wish.sharding == 3:
+        found.append(_only(knobs.residency(space), "use" if wish.stage == 3 else None))
+    if profile.training and wish.recompute in ("auto", "full") and profile.layers:
+        found.append(_only(knobs.levels(space), 0 if wish.recompute == "full" else None))
     prefetches = _prefetches(space, wish)
     found.append(knobs.prefetch(prefetches))
     if rates.overlaps and prefetches[-1]:
@@ -285,6 +327,11 @@ def _staying(space: Space, wish: Wish) -> list[Knob]:
     if profile.training and rates.overlaps and wish.world_size > 1:
         found.append(knobs.of_step("reductions", UNDER_WAY, fine=True))
     return found
+
+
+def _only(knob: Knob, choice: object) -> Knob:
+    """``knob`` with one choice, unless that is None."""
+    return knob if choice is None else replace(knob, choices=dict.fromkeys(knob.choices, (choice,)))
 
 
 def _all_knobs(space: Space, wish: Wish, homes: Sequence[Homes], tiers: Sequence[Tier]) -> list[Knob]:
@@ -304,21 +351,6 @@ def _prefetches(space: Space, wish: Wish) -> tuple[int, ...]:
     return PREFETCHES if space.scheduler.profile.training and space.plan.buckets else (DEFAULT_PREFETCH,)
 
 
-def _first(space: Space, own: Sequence[Knob], *, least: bool) -> Iterator[Plan]:
-    """The plan that the rules make, as far as it is open, and those that need the least of each tier."""
-    start = space.plan
-    for knob in own:
-        now = knob.read(start)
-        # Where a rule decided what is no choice here (the user fixed it otherwise), the first choice stands in.
-        start = knob.turn(start, {item: open_[0] for item, open_ in knob.choices.items() if now[item] not in open_})
-    yield start
-    for values in product(*(knob.frugal or ({},) for knob in own)) if least else ():
-        plan = start
-        for knob, frugal in zip(own, values, strict=True):
-            plan = knob.turn(plan, frugal) if frugal else plan
-        yield plan
-
-
 def smallest(
     step: Step, wish: Wish, machine: Machine, states: int, moments: int, known: Sequence[Way] = ()
 ) -> list[Candidate]:
@@ -336,7 +368,7 @@ def smallest(
             space.of(plan)
             for way in known or _ways(Graph(step), wish, machine)
             for space in _spaces(step, wish, machine, states, moments, way)
-            for plan in _first(space, _all_knobs(space, wish, homes, tiers), least=True)
+            for plan in first(space.plan, _all_knobs(space, wish, homes, tiers), least=True)
         ]
 
 

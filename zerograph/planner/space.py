@@ -93,12 +93,20 @@ class Space:
         decided = (*_of_plan(plan), tuple(map(_of_bucket, plan.buckets)))
         found = self._known.get(decided)
         if found is None:
-            scheduler = self.scheduler
-            held = self.held + scheduler.moved(plan)
-            seconds, peaks, tasks = time_and_peaks(sketch(scheduler, plan), scheduler.costs, held)
-            self.work += tasks
-            found = self._known[decided] = Candidate(seconds, peaks, plan, self)
+            found = self._known[decided] = Candidate(*self._judged(plan), plan, self)
         return found
+
+    def _judged(self, plan: Plan) -> tuple[float, Peaks]:
+        """Seconds and peaks of ``plan``."""
+        scheduler = self.scheduler
+        held = self.held + scheduler.moved(plan)
+        seconds, peaks, tasks = time_and_peaks(sketch(scheduler, plan), scheduler.costs, held)
+        self.work += tasks
+        return seconds, peaks
+
+    def whole_of(self, candidate: Candidate) -> Candidate:
+        """One of this space, simulated with all layers."""
+        return candidate
 
     @property
     def finest(self) -> tuple[int, ...]:
