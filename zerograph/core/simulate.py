@@ -404,7 +404,7 @@ class _Cells:
         self._returned: set[str] = set()  # names of all that a forward returned, the user's own tensors too
         self._whole: dict[tuple[int, int], _Cell] = {}  # buckets and tiles
         self._computed = -1  # the last task that computed
-        self._replaced = 0  # bytes of what dies in a task that are free when it takes what it leaves behind
+        self._replaced = (0, -1)  # bytes of what dies in a task that are free from its start, as this task ends
         self._program: Program | None = None
 
     def enter(self, program: Program, run: Tasks) -> None:
@@ -440,7 +440,10 @@ class _Cells:
             if extra > 0:
                 name = f"work of {program.name(instruction)}"
                 self._give(_Cell(name, "temporary", "device", extra, task, module, source, -1), task)
-            self._replaced = max(0, -extra)
+            # It starts when what it waited for last has ended, unless it waited for nothing.
+            waited = (*self._run.after[task], *([self._computed] if self._computed >= 0 else ()))
+            before = max(waited, key=self._run.ends.__getitem__, default=-1)
+            self._replaced = (max(0, -extra), before)
         if isinstance(instruction, Gather):
             cell = self._at.get(self._storage(instruction.out))
             if cell is not None:
@@ -450,7 +453,7 @@ class _Cells:
             for register in instruction.dead:
                 self._die(register, task)
         if isinstance(instruction, Compute):
-            self._computed = task
+            self._computed, self._replaced = task, (0, -1)
 
     def _dying(self, instruction: Compute, until: Mapping[Hashable, int]) -> Iterator[tuple[int, int]]:
         """What a segment is given that is free with its last use in it: by position, with bytes."""
@@ -542,11 +545,12 @@ class _Cells:
 
     def _give(self, cell: _Cell, task: int) -> None:
         cell.gone = True
-        early = min(self._replaced, cell.bytes)
+        room, before = self._replaced
+        early = min(room, cell.bytes) if cell.task <= before else 0
         if early:
             # A task takes all at its start: what it leaves behind takes the place of this part.
-            self._replaced -= early
-            self._hold(replace(cell, bytes=early), max(cell.task, self._computed))
+            self._replaced = (room - early, before)
+            self._hold(replace(cell, bytes=early), before)
             cell.bytes -= early
         self._hold(cell, task)
 

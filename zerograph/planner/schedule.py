@@ -292,6 +292,8 @@ class SavedRegisters:
         members: dict[tuple[int, int | None, str, int, int], list[Life]] = {}
         for life in profile.lives:
             end, what, need = end_of(life, levels), None, None
+            if end == life.start:
+                continue  # the region's memory tells of it
             region = profile.regions[life.start]
             # Only what layers save may leave; what the model returns (`read` is None) the user gets on the device.
             if tier_of and region.layer and region.phase == "forward" and life.read is not None:
@@ -394,15 +396,18 @@ def _phase(
         held = scheduler.held(k, levels[k], saved)[
             bisect_left(intervals, 0 if first else parts[begin - 1][1].end) : bisect_left(intervals, inside[-1].end)
         ]
-        temporary = max(0, max(held) - whole)
+        temporary = max(held) - whole
         reads = tuple(bucket for part in inside for bucket in part.buckets if bucket in tiled)
         makes = tuple(bucket for bucket in sizes if bucket in tiled)
         slices = max((tiles[bucket] for bucket in (*reads, *makes)), default=1)
         flops, moved = sum(p.flops for p in inside), sum(p.moved for p in inside)
-        # In slices the temporaries live from the first to the last: the sketch has a register for them.
-        work = scheduler.segment(flops, moved, temporary if slices == 1 else 0, slices)
         outs = (*(saved.begins.get(k, ()) if first else ()), *made)
         dead = saved.ends.get(k, ()) if last else ()
+        # What it makes can take the place of what dies with it alone. In slices what it holds lives from the first to
+        # the last: the sketch has a register for it.
+        ending = sum(scheduler.registers.contents[register].bytes for register in dead) if slices == 1 else 0
+        temporary = max(temporary, -ending)
+        work = scheduler.segment(flops, moved, temporary if slices == 1 else 0, slices)
         compute = scheduler.compute(work, outs, dead, region.module, region.source)
         done = tuple(bucket for at in range(begin, end) for bucket in ready.get(at, ()))
         visited = tuple(starts.get(begin, ()))
