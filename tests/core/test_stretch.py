@@ -46,6 +46,11 @@ def test_what_fuses_reads_where_its_kernel_runs() -> None:
     assert stretch(operators, {"b"}).until == {"given": 1, "x": 0}, "until the end: interval 1 is the last"
 
 
+def test_what_one_kernel_reads_is_there_until_it_has_written_all() -> None:
+    operators = [fuses("a", "given", size=8), fuses("b", "other", size=8)]
+    assert stretch(operators, {"a", "b"}).extra([("given", 8), ("other", 8)]) == 0
+
+
 def test_an_element_wise_kernel_writes_over_a_product_that_dies_and_over_nothing_else() -> None:
     for first, over in ((product("a", "x"), True), (product("a", "x")._replace(product=False), False)):
         found = stretch([first, fuses("b", "a"), product("c", "b")], {"c"})

@@ -80,7 +80,8 @@ def stretch(operators: Sequence[Operator], stays: Collection[Hashable], cuts: Se
     """
     whole = {name for op in operators if op.product for name in op.reads}
     takes = [op.bytes if op.kernel or op.writes in whole or op.writes in stays else 0 for op in operators]
-    last = _last_uses(operators, takes)
+    ends = _kernel_ends(operators)
+    last = _last_uses(operators, takes, ends)
     made = {op.writes for op in operators}
     given = {name: at for name, at in last.items() if name not in made}
     begins = sorted({0, *cuts, *(at + 1 for at in given.values() if at + 1 < len(operators))})
@@ -94,7 +95,7 @@ def stretch(operators: Sequence[Operator], stays: Collection[Hashable], cuts: Se
             levels.append(live)
         if size:
             live += size
-            levels[-1] = max(levels[-1], live - size * (not op.kernel and (at, size) in spare))
+            levels[-1] = max(levels[-1], live - size * (not op.kernel and (ends[at], size) in spare))
             if op.writes not in stays:
                 end = last.get(op.writes, at)
                 dying[end] = dying.get(end, 0) + size
@@ -106,12 +107,21 @@ def stretch(operators: Sequence[Operator], stays: Collection[Hashable], cuts: Se
     return Stretch(tuple(levels) or (0,), tuple(begins), left, until)
 
 
-def _last_uses(operators: Sequence[Operator], takes: Sequence[int]) -> dict[Hashable, int]:
+def _kernel_ends(operators: Sequence[Operator]) -> list[int]:
+    """Of each operator the last one of its kernel: what fuses and follows one another may become one."""
+    ends = list(range(len(operators)))
+    for at in reversed(range(len(operators) - 1)):
+        if not operators[at].kernel and not operators[at + 1].kernel:
+            ends[at] = ends[at + 1]
+    return ends
+
+
+def _last_uses(operators: Sequence[Operator], takes: Sequence[int], ends: Sequence[int]) -> dict[Hashable, int]:
     """Of each memory the last operator that reads it; what fuses reads where the kernel runs that it is a part of."""
     last: dict[Hashable, int] = {}
     for at in reversed(range(len(operators))):
         op = operators[at]
-        use = at if op.kernel or takes[at] else last.get(op.writes, at)
+        use = ends[at] if op.kernel or takes[at] else last.get(op.writes, at)
         for name in op.reads:
             if last.get(name, -1) < use:
                 last[name] = use
