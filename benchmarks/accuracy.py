@@ -2,7 +2,7 @@
 
     python benchmarks/accuracy.py                     # models and stages, 2 gloo ranks; about twenty minutes
     python benchmarks/accuracy.py --cases 0,4 --machine machine.json
-    python benchmarks/accuracy.py --cases 14,15,16,17,18,19,20,21 # transformers' models, with large vocabularies
+    python benchmarks/accuracy.py --cases 14,15,16,17,18,19,20,21,22,23  # transformers' models, with large vocabularies
 
 Prediction. The forecast of the peak is within 5% of what torch's allocator hands out, within 10% of the growth of the
 process where the model has more than 1 GB of states, and the forecast of the step's time within 20%.
@@ -58,6 +58,8 @@ CASES = [
     (Workload(4, 256, 4, vocab=16000, model="bert"), "zg3"),
     (Workload(6, 256, 8, vocab=1000, batch=16, seq=64, model="vit"), "zg3"),
     (Workload(16, 0, 0, vocab=1000, batch=8, seq=96, model="resnet"), "zg3"),
+    (Workload(4, 256, 4, vocab=30000, batch=2, model="gemma2"), "zg3"),
+    (Workload(4, 256, 4, vocab=16000, model="neox"), "zg3"),
 ]
 TELLING = 2**30
 """Bytes of states from which the growth of a process tells something: below, code and compilers are most of it."""

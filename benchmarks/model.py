@@ -141,6 +141,24 @@ def mixtral(work: Workload) -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**sizes, **heads, num_hidden_layers=work.layers, num_local_experts=4))
 
 
+def gemma2(work: Workload) -> nn.Module:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"vocab_size": work.vocab, "hidden_size": work.dim, "intermediate_size": 4 * work.dim}
+    heads = {"num_attention_heads": work.heads, "num_key_value_heads": work.heads // 2}
+    attention = {"head_dim": work.dim // work.heads, "sliding_window": work.seq // 2}
+    return Gemma2ForCausalLM(Gemma2Config(**sizes, **heads, **attention, num_hidden_layers=work.layers))
+
+
+def neox(work: Workload) -> nn.Module:
+    """GPT-NeoX, as in Pythia."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {"vocab_size": work.vocab, "hidden_size": work.dim, "intermediate_size": 4 * work.dim}
+    config = GPTNeoXConfig(**sizes, num_hidden_layers=work.layers, num_attention_heads=work.heads)
+    return GPTNeoXForCausalLM(config)
+
+
 def t5(work: Workload) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
@@ -178,7 +196,7 @@ def resnet(work: Workload) -> nn.Module:
 
 
 TRANSFORMERS: dict[str, Callable[[Workload], nn.Module]] = {
-    make.__name__: make for make in (llama, qwen, mixtral, t5, bert, vit, resnet)
+    make.__name__: make for make in (llama, qwen, mixtral, gemma2, neox, t5, bert, vit, resnet)
 }
 VISION = ("vit", "resnet")
 

@@ -36,8 +36,8 @@ class BufferPool:
     shares its storage, so a view that somebody kept can never be overwritten.
     """
 
-    IDLE = 2
-    """Free buffers that are kept; the oldest go first."""
+    IDLE = 1
+    """Free buffers that are kept, for the next bucket; the oldest go first. With two, an embedding's stayed on."""
 
     def __init__(self, allocate: Callable[[int], Tensor] = lambda size: torch.empty(size, dtype=torch.uint8)) -> None:
         """``allocate`` makes new memory of so many bytes."""

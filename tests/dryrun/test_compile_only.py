@@ -60,7 +60,7 @@ def told(programs: dict[str, Program]) -> dict[str, Any]:
             program.instructions,
             program.inputs,
             program.outputs,
-            [(s.operators, s.flops, s.moved, s.temporary) for s in program.segments],
+            [(s.operators, s.flops, s.moved, s.memory) for s in program.segments],
             [(r.bytes, r.storage, r.kind) for r in program.contents],
         )
         for kind, program in programs.items()

@@ -120,17 +120,39 @@ def test_a_convolution_lays_out_what_it_touches() -> None:
 
 
 def test_a_segment_holds_products_until_their_last_reader() -> None:
-    _, _, product, act, double, _ = chain()
+    _, _, product, act, double, total = chain()
     made = 8 * 16 * 4
-    assert costs.temporary_bytes([product, act, double], [double]) == made
-    assert costs.temporary_bytes([product, act], [product]) == 0, "what is handed on is not of its own"
+    assert costs.memory_inside([product, act, double], [double]).extra() == 0, "written over the product"
+    assert costs.memory_inside([product, act, double, total], [total]).extra() == made - 4 + 4
+    assert costs.memory_inside([product, act], [product]).extra() == 0, "what is handed on is not of its own"
     b = Builder()
     a = b.input("a", 8, 8)
     first = b.mm(a, a)
     second = b.mm(first, a)
     third = b.mm(second, a)
-    assert costs.temporary_bytes([first, second, third], [third]) == 2 * 256, "two at a time"
-    assert costs.temporary_bytes([], []) == 0
+    assert costs.memory_inside([first, second, third], [third]).extra() == 256, "two at a time"
+    assert costs.memory_inside([], []).extra() == 0
+
+
+def test_what_a_segment_is_given_is_told_by_position() -> None:
+    b = Builder()
+    a, w = b.input("a", 8, 8), b.input("w", 8, 8)
+    seen = b.call(aten.view.default, a, [8, 8])
+    first = b.mm(seen, w)
+    second = b.mm(first, w)
+    found = costs.memory_inside([seen, first, second], [second], [w, a])
+    assert found.until == {0: 1, 1: 0}, "a is read last by the first product, as a view of it"
+    assert found.extra([(1, 256)]) == 0 and found.extra([(0, 256), (1, 256)]) == 0
+    assert found.levels == (256, 512)
+
+
+def test_a_scatter_is_there_whole_and_is_not_written_over() -> None:
+    b = Builder()
+    table, rows, more = b.input("table", 8, 4), b.input("rows", 2, 4), b.input("more", 8, 4)
+    at = b.call(aten.arange.default, 2)
+    scattered = b.call(aten.index_put.default, table, [at], rows, True)
+    total = b.call(aten.add.Tensor, scattered, more)
+    assert costs.memory_inside([at, scattered, total], [total]).extra() == 8 * 4 * 4
 
 
 def test_what_is_cheap_to_compute_again() -> None:

@@ -37,7 +37,7 @@ from zerograph.core.program import (
 )
 from zerograph.core.step import Kind
 from zerograph.graph import ops
-from zerograph.graph.costs import bytes_of, flops_of, memory_owner, moved_bytes, temporary_bytes
+from zerograph.graph.costs import bytes_of, flops_of, memory_inside, memory_owner, moved_bytes
 from zerograph.graph.layers import layer_of_node, layer_starts, module_of
 from zerograph.graph.nodes import is_size  # arithmetic that every segment which needs it repeats
 from zerograph.graph.torch_private import LOOKUP_SEED, changes_inputs
@@ -203,7 +203,7 @@ class _Lowering:
         inputs, digest = body.inputs, body.digest()
         callee = self.cache.get(body, digest)
         known = self.segments.get(digest)  # repeated layers cost the same
-        segment = _segment(digest, computing, outs) if known is None else self.described[known]
+        segment = _segment(digest, computing, outs, inputs) if known is None else self.described[known]
         self._append_compute(segment, callee, inputs, outs, *_module_and_line(computing))
 
     def _compute_sizes(self, sizes: list[fx.Node]) -> None:
@@ -251,13 +251,13 @@ def _module_and_line(nodes: list[fx.Node]) -> tuple[str, str]:
     return module, next((line for n in ordered if (line := source_line(n))), "")
 
 
-def _segment(digest: str, nodes: list[fx.Node], outs: list[fx.Node]) -> Segment:
+def _segment(digest: str, nodes: list[fx.Node], outs: list[fx.Node], inputs: list[fx.Node]) -> Segment:
     return Segment(
         digest,
         len(nodes),
         flops=sum(map(flops_of, nodes)),
         moved=moved_bytes(nodes, outs),
-        temporary=temporary_bytes(nodes, outs),
+        memory=memory_inside(nodes, outs, inputs),
     )
 
 

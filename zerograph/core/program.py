@@ -16,6 +16,7 @@ from typing import ClassVar
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Param, Residency
 from zerograph.core.step import Kind, layer_of
+from zerograph.core.stretch import Stretch
 from zerograph.core.timeline import Operation, Stream
 from zerograph.core.units import format_bytes
 
@@ -294,7 +295,7 @@ class Segment:
         operators: how many it has.
         flops: of its products.
         moved: bytes it reads and writes.
-        temporary: bytes it holds of its own at a time, besides inputs and outputs.
+        memory: bytes it holds while it runs; of what it is given by position.
         slices: equal parts that its work is done in, of which each ``Compute`` is one.
     """
 
@@ -302,7 +303,7 @@ class Segment:
     operators: int
     flops: int = 0
     moved: int = 0
-    temporary: int = 0
+    memory: Stretch = Stretch()  # noqa: RUF009  immutable
     slices: int = 1
 
 

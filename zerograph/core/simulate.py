@@ -8,15 +8,17 @@ Every rule of a step is told here, once, for programs that the planner sketches 
   program has ended. Where nothing overlaps, as on a CPU, the next compute comes after any collective.
 - A bucket that is whole is not gathered again, and is whole until it is freed and not kept.
 - Memory is taken when the instruction starts that writes a register of it first, and given back at the end of the last
-  that names one dead. What a wait writes was taken when the transfer began that it waits for, and what a collective
-  reads is given back at its end; where nothing overlaps, at that of what computes before the wait.
+  that names one dead; what a segment holds meanwhile is told in :mod:`zerograph.core.stretch`. What a wait writes was
+  taken when the transfer began that it waits for, and what a collective reads is given back at its end; where nothing
+  overlaps, at that of what computes before the wait.
 - A staging buffer is one place of a ring: whoever works in it waits for all that worked in what was there before.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -141,9 +143,9 @@ class Costs:
             gives[contents[register].tier] += contents[register].bytes
         role, seconds, key = _FREE, 0.0, (-1, 0)
         if isinstance(instruction, Compute):
-            temporary = program.segments[instruction.segment].temporary
-            takes["device"] += temporary
-            gives["device"] += temporary
+            extra = program.segments[instruction.segment].memory.extra()
+            takes["device"] += extra
+            gives["device"] += extra
         if isinstance(instruction, (Compute, Update)):
             role = _COMPUTE
         elif isinstance(instruction, Collective):
@@ -400,15 +402,16 @@ class _Cells:
         self._at: dict[int, _Cell] = {}  # storage -> its memory
         self._saved: dict[str, _Cell] = {}  # by name: what a forward returned
         self._returned: set[str] = set()  # names of all that a forward returned, the user's own tensors too
-        self._given: list[_Cell] = []  # to a backward: gradients of outputs
         self._whole: dict[tuple[int, int], _Cell] = {}  # buckets and tiles
+        self._computed = -1  # the last task that computed
+        self._replaced = (0, -1)  # bytes of what dies in a task that are free from its start, as this task ends
         self._program: Program | None = None
 
     def enter(self, program: Program, run: Tasks) -> None:
         """``program`` begins: what it is given was saved by the one before, or is the user's own.
 
-        A backward is given the gradients of outputs too. Autograd makes one of zeros where the loss does not depend on
-        an output, as on the logits beside a loss, and holds them until the backward has ended.
+        A backward is given the gradients of outputs too. AOTAutograd makes one of zeros where the loss does not depend
+        on an output, as on the logits beside a loss.
         """
         self._leave()
         self._run, self._program = run, program
@@ -421,23 +424,26 @@ class _Cells:
                 self._at[content.storage] = self._saved.pop(content.name)
             elif program.kind == "backward" and content.kind == "input" and content.name not in self._returned:
                 begins = len(run.instructions)
-                self._given.append(_Cell(content.name, "gradient", "device", content.bytes, begins, "", "", -1))
+                self._at[content.storage] = _Cell(content.name, "gradient", "device", content.bytes, begins, "", "", -1)
             if content.storage in self._at:
                 self._at[content.storage].readers += 1
 
     def ran(self, instruction: Instruction, program: Program, task: int) -> None:
         """``instruction`` takes what it writes at its start, and gives what is dead at its end."""
         module, source = program.module(instruction), instruction.source if isinstance(instruction, Compute) else ""
-        if isinstance(instruction, Compute):
-            size = program.segments[instruction.segment].temporary
-            if size:
-                work = _Cell(
-                    f"work of {program.name(instruction)}", "temporary", "device", size, task, module, source, -1
-                )
-                self._give(work, task)
         for register in instruction.writes:
             if register not in instruction.reads:
                 self._write(register, task, module, source)
+        if isinstance(instruction, Compute):
+            memory = program.segments[instruction.segment].memory
+            extra = memory.extra(self._dying(instruction, memory.until))
+            if extra > 0:
+                name = f"work of {program.name(instruction)}"
+                self._give(_Cell(name, "temporary", "device", extra, task, module, source, -1), task)
+            # It starts when what it waited for last has ended, unless it waited for nothing.
+            waited = (*self._run.after[task], *([self._computed] if self._computed >= 0 else ()))
+            before = max(waited, key=self._run.ends.__getitem__, default=-1)
+            self._replaced = (max(0, -extra), before)
         if isinstance(instruction, Gather):
             cell = self._at.get(self._storage(instruction.out))
             if cell is not None:
@@ -446,6 +452,19 @@ class _Cells:
         if not isinstance(instruction, Collective):
             for register in instruction.dead:
                 self._die(register, task)
+        if isinstance(instruction, Compute):
+            self._computed, self._replaced = task, (0, -1)
+
+    def _dying(self, instruction: Compute, until: Mapping[Hashable, int]) -> Iterator[tuple[int, int]]:
+        """What a segment is given that is free with its last use in it: by position, with bytes."""
+        ending = Counter(self._at.get(self._storage(register)) for register in instruction.dead)
+        last: dict[_Cell, int] = {}
+        for position, register in enumerate(instruction.args):
+            cell = self._at.get(self._storage(register))
+            if cell is not None and not cell.gone and not cell.gathered and cell.readers == ending[cell]:
+                # Of several that look at one memory, the one that is used last.
+                last[cell] = max(last.get(cell, position), position, key=lambda at: until.get(at, sys.maxsize))
+        return ((position, cell.bytes) for cell, position in last.items())
 
     def waited(self, instruction: Instruction, task: int, begun: _Fact | None, read: int) -> None:
         """``task`` was waited for, and has filled what ``instruction`` writes."""
@@ -483,9 +502,6 @@ class _Cells:
             if register is not None:
                 names.setdefault(self._storage(register), []).append(program.contents[register].name)
                 self._returned.add(program.contents[register].name)
-        for given in self._given:
-            self._give(given, len(self._run.instructions) - 1)
-        self._given = []
         for storage, cell in self._at.items():
             # A bucket that stays whole is no output; it is known as whole.
             if cell.gathered or cell.gone:
@@ -529,6 +545,13 @@ class _Cells:
 
     def _give(self, cell: _Cell, task: int) -> None:
         cell.gone = True
+        room, before = self._replaced
+        early = min(room, cell.bytes) if cell.task <= before else 0
+        if early:
+            # A task takes all at its start: what it leaves behind takes the place of this part.
+            self._replaced = (room - early, before)
+            self._hold(replace(cell, bytes=early), before)
+            cell.bytes -= early
         self._hold(cell, task)
 
     def _hold(self, cell: _Cell, last: int) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from zerograph.core.stretch import Operator, Stretch, stretch
 from zerograph.graph.nodes import is_size, is_view
 from zerograph.graph.torch_private import OpOverload, behind_generator, is_recomputable
 
@@ -165,27 +167,22 @@ def is_cheap_to_repeat(node: fx.Node, without: Container[fx.Node] = ()) -> bool:
     return bytes_of(node.meta.get("val")) * 4 >= inputs
 
 
-def temporary_bytes(nodes: Sequence[fx.Node], outs: Sequence[fx.Node]) -> int:
-    """The most memory that a segment holds of its own at a time, without its inputs and outputs.
+def memory_inside(nodes: Sequence[fx.Node], outs: Sequence[fx.Node], given: Sequence[fx.Node] = ()) -> Stretch:
+    """What a compiled segment holds while it runs; of what it is ``given`` by position."""
+    operators = [_operator(node) for node in nodes if not is_view(node) and not is_size(node)]
+    found = stretch(operators, {memory_owner(node) for node in outs})
+    until: dict[Hashable, int] = {
+        at: found.until[owner] for at, node in enumerate(given) if (owner := memory_owner(node)) in found.until
+    }
+    return replace(found, until=until)
 
-    Counts what products and reductions write; what lies between is fused into them, or into its reader.
-    """
-    kept = {memory_owner(n) for n in outs}
-    order = {node: i for i, node in enumerate(nodes)}
-    last: dict[fx.Node, int] = {}
-    for node in nodes:
-        for source in node.all_input_nodes:
-            last[memory_owner(source)] = order[node]
-    live, most = 0, 0
-    dying: dict[int, int] = {}
-    for i, node in enumerate(nodes):
-        if _materializes(node) and node not in kept:
-            size = bytes_of(node.meta.get("val"))
-            live += size
-            dying[last.get(node, i)] = dying.get(last.get(node, i), 0) + size
-        most = max(most, live)
-        live -= dying.pop(i, 0)
-    return most
+
+def _operator(node: fx.Node) -> Operator:
+    val = node.meta.get("val")
+    size = bytes_of(val) if isinstance(val, torch.Tensor) else 0  # parts of a tuple are nodes of their own
+    return Operator(
+        node, list(map(memory_owner, node.all_input_nodes)), size, _is_written_whole(node), flops_of(node) > 0
+    )
 
 
 def _materializes(node: fx.Node) -> bool:
@@ -195,11 +192,20 @@ def _materializes(node: fx.Node) -> bool:
     if not isinstance(target, OpOverload):
         return False
     fuses = target.namespace in _KNOWN and torch.Tag.reduction not in target.tags
-    return not fuses or flop_registry.get(target.overloadpacket) is not None
+    return not fuses or target.overloadpacket in _SCATTERS or flop_registry.get(target.overloadpacket) is not None
 
 
 _KNOWN = ("aten", "prims", "zg")
 """Operators that Inductor may fuse, and ours, which are instructions; of others it knows nothing but the call."""
+_SCATTERS = (
+    torch.ops.aten._unsafe_masked_index_put_accumulate,
+    torch.ops.aten._unsafe_index_put,
+    torch.ops.aten.index_put,
+    torch.ops.aten.scatter,
+    torch.ops.aten.scatter_add,
+    torch.ops.aten.scatter_reduce,
+)
+"""They write into a copy of their first argument, which is there whole for them: gradients of embeddings."""
 
 
 def _is_written_whole(node: fx.Node) -> bool:

@@ -198,13 +198,17 @@ def _wider(search: Search, step: Step, machine: Machine, budget: Budget) -> Chan
 def _halved(known: Profile) -> Profile:
     """The same step with half the activations and temporaries, and half the work; parameters stay."""
     regions = tuple(replace(region, work=tuple(map(_half, region.work))) for region in known.regions)
-    lives = tuple(replace(life, bytes=-(-life.bytes // 2)) for life in known.lives)
+    lives = tuple(
+        replace(life, bytes=-(-life.bytes // 2), members=tuple((value, size // 2) for value, size in life.members))
+        for life in known.lives
+    )
     return replace(known, regions=regions, lives=lives)
 
 
 def _half(work: Work) -> Work:
     atoms = tuple(replace(atom, flops=atom.flops // 2, moved=atom.moved // 2) for atom in work.atoms)
-    return Work(atoms, -(-work.temporary // 2))
+    memory = replace(work.memory, levels=tuple(-(-level // 2) for level in work.memory.levels))
+    return Work(atoms, memory)
 
 
 def _placements(wish: Wish, machine: Machine) -> Iterator[tuple[str, Wish]]:

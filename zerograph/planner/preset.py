@@ -22,6 +22,7 @@ from zerograph.core.plan import Bucket, Homes, Plan
 from zerograph.core.program import Collective, Instruction, Program, Read, Register, WaitGather, WaitReduce, Write
 from zerograph.core.simulate import Costs, Tasks, walk
 from zerograph.core.step import ITEM_SIZE, Kind, Step
+from zerograph.core.stretch import Stretch
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import head_of, tiled
 from zerograph.planner.placement import between_steps
@@ -201,7 +202,7 @@ class _Step:
         contents = [self._counted(i, one, kind) for i, one in enumerate(scheduler.registers.contents)]
         segments = scheduler.segments
         if kind not in (None, "temporary"):
-            segments = [replace(segment, temporary=0) for segment in segments]
+            segments = [replace(segment, memory=Stretch()) for segment in segments]
         masked = [replace(program, contents=contents, segments=segments) for program in programs]
         return walk(masked, Costs(scheduler.rates))
 

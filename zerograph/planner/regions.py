@@ -12,28 +12,31 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from zerograph.core.step import Param, Phase, Step, layer_of_activation
+from zerograph.core.stretch import Operator, Stretch, stretch
 from zerograph.planner.liveness import Graph, Mode, Saved, saved
 
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """A stretch of a region: the parameters it reads, floating-point operations, and bytes read and written.
+    """A part of a region: the parameters it reads, floating-point operations, and bytes read and written.
 
-    ``gradients`` are the parameters whose full gradients it makes, with their bytes.
+    ``gradients`` are the parameters whose full gradients it makes, with their bytes; ``end`` is the number of the
+    region's operations up to its end.
     """
 
     params: tuple[str, ...]
     flops: int
     moved: int
     gradients: tuple[tuple[str, int], ...] = ()
+    end: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a region does in one mode; ``temporary`` is the most memory it holds of its own at a time."""
+    """What a region does in one mode, and the memory it holds; what it is given is named by the value's number."""
 
     atoms: tuple[Atom, ...]
-    temporary: int
+    memory: Stretch
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class Life:
         name, source: of the largest value that is counted in.
         activation: the lasting name of what a layer's forward saves; empty for what no level saves.
         bytes: of all of them.
+        members: the values by number, with the bytes of each.
         start: the region that makes it.
         read: the last region of the same phase that reads it; None where the step returns it to the user.
         saved: by level of the layer that makes it, the last region of the backward that needs it, where it is saved.
@@ -65,6 +69,7 @@ class Life:
     source: str
     activation: str
     bytes: int
+    members: tuple[tuple[int, int], ...]
     start: int
     read: int | None
     saved: Mapping[int, int]
@@ -212,18 +217,22 @@ def _lives(graph: Graph, region_of: Sequence[int], found: Sequence[Saved], cross
         largest = graph.ops[members[sizes.index(max(sizes))]]
         saved = {level: until for level, _, until in kept}
         needed = {level: since for level, since, _ in kept}
-        lives.append(Life(largest.name, largest.source, activation, sum(sizes), start, read, saved, needed))
+        values = tuple(zip((graph.writes[i] for i in members), sizes, strict=True))
+        lives.append(Life(largest.name, largest.source, activation, sum(sizes), values, start, read, saved, needed))
     return (*lives, *_gradients_of_outputs(graph, region_of))
 
 
 def _gradients_of_outputs(graph: Graph, region_of: Sequence[int]) -> Iterator[Life]:
-    """What the backward is given besides what the forward saved; autograd holds it until the backward has ended."""
-    given = {r for reads in graph.reads[graph.backward :] for r in reads if graph.maker[r] < 0}
-    given -= {r for reads in graph.reads[: graph.backward] for r in reads}
-    size = sum(graph.size[value] for value in given)
-    if size:
-        begins, ends = region_of[graph.backward], region_of[-1]
-        yield Life("gradients of outputs", "", "", size, begins, ends, {}, {})
+    """What the backward is given besides what the forward saved, until it is read last."""
+    users = {r for reads in graph.reads[: graph.backward] for r in reads}
+    ends: dict[int, int] = {}
+    for i in range(graph.backward, len(graph.ops)):
+        given = (graph.owner[r] for r in graph.reads[i])
+        ends.update((r, region_of[i]) for r in given if graph.maker[r] < 0 and graph.size[r] and r not in users)
+    for end in dict.fromkeys(ends.values()):
+        values = tuple((value, graph.size[value]) for value, last in ends.items() if last == end)
+        size = sum(size for _, size in values)
+        yield Life("gradients of outputs", "", "", size, values, region_of[graph.backward], end, {}, {})
 
 
 def _is_memory(graph: Graph, value: int) -> bool:
@@ -259,7 +268,16 @@ def _work(graph: Graph, sequence: Sequence[int], kept: Saved, crossing: _Crossin
     inputs = {graph.owner[r] for i in sequence if graph.writes[i] in fused for r in graph.reads[i]} - fused
     given = {graph.owner[r] for i in sequence if graph.ops[i].flops for r in graph.reads[i]}
     moved = sum(graph.size[v] for found in (inputs, fused & (stays | given)) for v in found)
-    return Work(tuple(_atoms(graph, sequence, moved, crossing)), _temporary(graph, sequence, stays))
+    atoms = tuple(_atoms(graph, sequence, moved, crossing))
+    memory = stretch([_operator(graph, i) for i in sequence], stays, [atom.end for atom in atoms[:-1]])
+    return Work(atoms, memory)
+
+
+def _operator(graph: Graph, i: int) -> Operator:
+    value, op = graph.writes[i], graph.ops[i]
+    size = graph.size[value] if _is_memory(graph, value) else 0
+    reads = () if graph.owner[value] != value else [graph.owner[r] for r in graph.reads[i] if not graph.params[r]]
+    return Operator(value, reads, size, bool(size or op.moved) and not _fuses(graph, i), op.flops > 0)
 
 
 def _fuses(graph: Graph, i: int) -> bool:
@@ -285,11 +303,11 @@ def _atoms(graph: Graph, sequence: Sequence[int], outside: int, crossing: _Cross
     names: dict[str, None] = {}
     gradients: list[tuple[str, int]] = []
     flops, moved = 0, outside
-    for i in sequence:
+    for at, i in enumerate(sequence):
         used = graph.params_read[i]
         if not read.issuperset(used):
             if read:
-                yield Atom(tuple(names), flops, moved, tuple(gradients))
+                yield Atom(tuple(names), flops, moved, tuple(gradients), at)
                 names, gradients, flops, moved = {}, [], 0, 0
             read.update(used)
         if used:
@@ -299,20 +317,4 @@ def _atoms(graph: Graph, sequence: Sequence[int], outside: int, crossing: _Cross
         value = graph.writes[i]
         if value in crossing.gradients:
             gradients.append((crossing.gradients[value], graph.size[value]))
-    yield Atom(tuple(names), flops, moved, tuple(gradients))
-
-
-def _temporary(graph: Graph, sequence: Sequence[int], stays: set[int]) -> int:
-    """The most memory of values that live inside only; what fuses into its reader takes none."""
-    last = {graph.owner[r]: at for at, i in enumerate(sequence) for r in graph.reads[i]}
-    dying: dict[int, int] = {}
-    live = most = 0
-    for at, i in enumerate(sequence):
-        value = graph.writes[i]
-        size = graph.size[value] if graph.ops[i].moved and value not in stays else 0
-        if size:
-            live += size
-            dying[last.get(value, at)] = dying.get(last.get(value, at), 0) + size
-            most = max(most, live)
-        live -= dying.pop(at, 0)
-    return most
+    yield Atom(tuple(names), flops, moved, tuple(gradients), len(sequence))

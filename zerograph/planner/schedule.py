@@ -10,6 +10,7 @@ changes residencies and homes hundreds of times; from it :mod:`~zerograph.planne
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
@@ -21,6 +22,7 @@ from zerograph.core.prefetching import Visit, gathers_by_start, visits
 from zerograph.core.program import Compute, Register, Segment, Update
 from zerograph.core.simulate import Costs, Memory
 from zerograph.core.step import Kind, Param, Phase
+from zerograph.core.stretch import Stretch
 from zerograph.planner.placement import BucketPart, bucket_parts
 from zerograph.planner.rates import Rates, device_update, kept_states
 from zerograph.planner.regions import Atom, Life, Profile
@@ -135,6 +137,7 @@ class Scheduler:
         self._phases: dict[tuple[tuple[int, ...], int, tuple[int, ...]], tuple[PhaseWork, ...]] = {}
         self._later: dict[tuple[object, ...], tuple[PhaseWork, ...]] = {}  # the same, with gathers that wait
         self._saved: dict[tuple[object, ...], SavedRegisters] = {}
+        self._held: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
 
     def levels(self, plan: Plan) -> tuple[int, ...]:
         """The level of every layer of the profile under ``plan``."""
@@ -209,8 +212,20 @@ class Scheduler:
         found = self._segments.get(key)
         if found is None:
             found = self._segments[key] = len(self.segments)
-            self.segments.append(Segment("", 0, *key))
+            self.segments.append(Segment("", 0, flops, moved, Stretch((temporary,)), slices))
         return found
+
+    def held(self, region: int, level: int, saved: SavedRegisters) -> Sequence[int]:
+        """By interval of a region's memory, the most bytes that it holds beyond those that were there before, and
+        beyond what it makes for other regions but for gradients."""
+        begins, ends = saved.begins.get(region, ()), saved.ends.get(region, ())
+        key = (region, level, begins, ends)
+        if key not in self._held:
+            lives = (life.members for register in ends for life in saved.lives[register] if life.start != region)
+            memory = self.profile.regions[region].work[level].memory
+            made = sum(self.registers.contents[register].bytes for register in begins)
+            self._held[key] = [size - made for size in memory.held(chain.from_iterable(lives))]
+        return self._held[key]
 
     def compute(
         self,
@@ -277,6 +292,8 @@ class SavedRegisters:
         members: dict[tuple[int, int | None, str, int, int], list[Life]] = {}
         for life in profile.lives:
             end, what, need = end_of(life, levels), None, None
+            if end == life.start:
+                continue  # the region's memory tells of it
             region = profile.regions[life.start]
             # Only what layers save may leave; what the model returns (`read` is None) the user gets on the device.
             if tier_of and region.layer and region.phase == "forward" and life.read is not None:
@@ -357,12 +374,12 @@ def _phase(
     for bucket, at in {bucket: i for i, (_, part) in enumerate(parts) for bucket in part.gradients}.items():
         if bucket not in tiled:
             ready.setdefault(at, []).append(bucket)
-    pieces, gradients = [], dict[int, tuple[int, ...]]()
+    pieces, gradients, whole = [], dict[int, tuple[int, ...]](), 0
     for begin, end in pairwise((*cuts, len(parts))):
         k, inside = parts[begin][0], [part for _, part in parts[begin:end]]
         region = scheduler.profile.regions[k]
-        temporary = region.work[levels[k]].temporary
         first, last = begins[begin] == begin, end == len(parts) or parts[end][0] != k
+        whole = 0 if first else whole  # bytes of the full gradients that the region has made
         sizes: dict[int, int] = {}
         for part in inside:
             for bucket, size in part.gradients.items():
@@ -374,14 +391,23 @@ def _phase(
                 text = f"full gradient of {scheduler.names[bucket]}"
                 made.append(scheduler.registers.get(key, text, size, "gradient", bucket=bucket))
                 gradients[bucket] = (*gradients.get(bucket, ()), made[-1])
+        whole += sum(sizes.values())
+        intervals = region.work[levels[k]].memory.begins
+        held = scheduler.held(k, levels[k], saved)[
+            bisect_left(intervals, 0 if first else parts[begin - 1][1].end) : bisect_left(intervals, inside[-1].end)
+        ]
+        temporary = max(held) - whole
         reads = tuple(bucket for part in inside for bucket in part.buckets if bucket in tiled)
         makes = tuple(bucket for bucket in sizes if bucket in tiled)
         slices = max((tiles[bucket] for bucket in (*reads, *makes)), default=1)
         flops, moved = sum(p.flops for p in inside), sum(p.moved for p in inside)
-        # In slices the temporaries live from the first to the last: the sketch has a register for them.
-        work = scheduler.segment(flops, moved, temporary if slices == 1 else 0, slices)
         outs = (*(saved.begins.get(k, ()) if first else ()), *made)
         dead = saved.ends.get(k, ()) if last else ()
+        # What it makes can take the place of what dies with it alone. In slices what it holds lives from the first to
+        # the last: the sketch has a register for it.
+        ending = sum(scheduler.registers.contents[register].bytes for register in dead) if slices == 1 else 0
+        temporary = max(temporary, -ending)
+        work = scheduler.segment(flops, moved, temporary if slices == 1 else 0, slices)
         compute = scheduler.compute(work, outs, dead, region.module, region.source)
         done = tuple(bucket for at in range(begin, end) for bucket in ready.get(at, ()))
         visited = tuple(starts.get(begin, ()))
@@ -393,12 +419,13 @@ def _phase(
 
 @dataclass(frozen=True, slots=True)
 class _RegionPart:
-    """Consecutive atoms that read the same buckets; ``gradients`` are bytes by bucket."""
+    """Consecutive atoms that read the same buckets; ``gradients`` are bytes by bucket, ``end`` is the last atom's."""
 
     buckets: tuple[int, ...]
     flops: int
     moved: int
     gradients: dict[int, int]
+    end: int
 
 
 def _parts(atoms: Sequence[Atom], bucket_of: dict[str, int]) -> list[_RegionPart]:
@@ -413,9 +440,9 @@ def _parts(atoms: Sequence[Atom], bucket_of: dict[str, int]) -> list[_RegionPart
             old = parts.pop()
             for bucket, size in old.gradients.items():
                 gradients[bucket] = gradients.get(bucket, 0) + size
-            parts.append(_RegionPart(old.buckets, old.flops + atom.flops, old.moved + atom.moved, gradients))
+            parts.append(_RegionPart(old.buckets, old.flops + atom.flops, old.moved + atom.moved, gradients, atom.end))
         else:
-            parts.append(_RegionPart(buckets, atom.flops, atom.moved, gradients))
+            parts.append(_RegionPart(buckets, atom.flops, atom.moved, gradients, atom.end))
     return parts
 
 
