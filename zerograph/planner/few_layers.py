@@ -123,7 +123,11 @@ def _kinds(space: Space) -> dict[str, object]:
     for region in profile.regions:
         if region.layer in found:
             work = tuple(
-                (w.temporary, *((a.flops, a.moved, len(a.params), tuple(s for _, s in a.gradients)) for a in w.atoms))
+                (
+                    w.memory.levels,
+                    w.memory.left,
+                    *((a.flops, a.moved, len(a.params), tuple(s for _, s in a.gradients)) for a in w.atoms),
+                )
                 for w in region.work
             )
             found[region.layer].append((region.phase, work))
