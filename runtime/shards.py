@@ -137,13 +137,14 @@ class ShardStore:
             moved(self._params[param.name])
         self._blocks.update(dict.fromkeys(block.begins, block))
 
-    def reserve(self, homes: Homes, masters: bool, moments: int) -> None:
+    def reserve(self, homes: Homes, masters: bool, moments: int, *, early: bool = False) -> None:
         """Make room for all of the model, where there is none yet: other frames read the rest of it.
 
         Args:
             homes: of all of it.
             masters: 16 bits compute, so that parameters in float32 are masters.
             moments: as :meth:`settle` has it.
+            early: parameters will lie apart at first, until they are moved to their buckets.
 
         Raises:
             StorageError: there is no room.
@@ -153,7 +154,7 @@ class ShardStore:
         away, single, total = homes.parameters == "nvme", torch.float32.itemsize, 0
         for param in self._params.values():
             copied = masters and param.dtype == torch.float32
-            each = param.itemsize * (away or copied) + torch.bfloat16.itemsize * (away and copied)
+            each = param.itemsize * ((away or copied) + early) + torch.bfloat16.itemsize * (away and copied)
             if param.requires_grad:
                 # Of 16 bits an optimizer may keep a master.
                 each += (moments + (param.itemsize < single)) * single

@@ -20,7 +20,7 @@ from zerograph.runtime.blocks import UNIT, Block, Run
 from zerograph.runtime.extents import Extent
 from zerograph.runtime.nvme import Arena, Ticket, huge_tensor
 from zerograph.runtime.store import mapped_tensor
-from zerograph.runtime.torch_private import Memory, local_tensor, versions, will_accumulate
+from zerograph.runtime.torch_private import Memory, has_gradient_hooks, local_tensor, versions, will_accumulate
 
 PIECE = 2**16
 """Elements that ``_core.squares`` sums together, counted from a tensor's beginning."""
@@ -164,7 +164,9 @@ class SpilledGradients:
         given, param = self._given.get(name), self._params[name]
         if given is None or not given.memory or param.grad is None:
             return False
-        return local_tensor(param.grad).data_ptr() == given.address and will_accumulate(param)
+        # A hook is to see each gradient: autograd then adds, through the mappings.
+        here = local_tensor(param.grad).data_ptr() == given.address and not has_gradient_hooks(param)
+        return here and will_accumulate(param)
 
     def _give(self, block: Block, name: str, grad: Tensor) -> Tensor:
         like, extent = local_tensor(self._params[name]), self._extents[block]

@@ -68,6 +68,12 @@ def will_accumulate(param: Tensor) -> bool:
         return False
 
 
+def has_gradient_hooks(param: Tensor) -> bool:
+    """Whether the user has hooks on the gradient of ``param``, which can be registered and not asked for. Seen in
+    2.11, 2.13."""
+    return bool(param._backward_hooks or param._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
 class Memory:
     """Whether memory is alive: that which ``tensor`` refers to, and views of it. It keeps nothing alive. Python's weak
     references see tensors, of which autograd makes new ones over the same memory. Seen in 2.11, 2.13."""

@@ -380,7 +380,7 @@ def materialize(model: nn.Module, init: Init = None, files: Sequence[str | os.Pa
         return fill(model, None, init, files)
     leaves = owner.config.offload == "parameters"
     if leaves:
-        owner._store.reserve(homes_of(owner.config), owner.config.casts, MOMENTS)
+        owner._store.reserve(homes_of(owner.config), owner.config.casts, MOMENTS, early=True)
     return fill(model, owner._adoption, init, files, owner._store if leaves else None)
 
 

@@ -111,6 +111,17 @@ def test_a_gradient_of_the_user_is_added_to_in_memory(setting) -> None:  # type:
     assert torch.equal(params["b"].grad, expected(1) + 1) and not backward.arena.maps(params["b"].grad)
 
 
+def test_hooks_see_each_gradient(setting) -> None:  # type: ignore[no-untyped-def]
+    params, backward = setting
+    seen: list[Tensor] = []
+    params["b"].register_hook(lambda grad: grad * 2)
+    params["a"].register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    for seed in (1, 2):
+        backward(seed).backward()
+    assert torch.equal(params["b"].grad, 2 * expected(1) + 2 * expected(2))
+    assert len(seen) == 2 and torch.equal(seen[1], expected(1, 2, name="a"))
+
+
 def test_squares_are_those_of_what_is_there(setting) -> None:  # type: ignore[no-untyped-def]
     params, backward = setting
 

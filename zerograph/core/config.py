@@ -258,7 +258,7 @@ def _replayed(options: dict[str, Any]) -> dict[str, Any]:
     _require(
         not unexecuted,
         f"the plan {os.fspath(path)} has {unexecuted}, which no backend runs yet",
-        "make one that can be run: `zerograph plan MODEL` without --offload, or with --offload optimizer --tier nvme",
+        "make one that can be run: `zerograph plan MODEL` without --offload; of a CPU's machine file with --tier nvme",
     )
     return {"plan": GivenPlan(os.fspath(path), plan), "stage": plan.stage, "prefetch": plan.prefetch}
 

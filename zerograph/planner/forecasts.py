@@ -71,10 +71,13 @@ def forecast_sketch(
 
 
 def _one_by_one(profile: Profile, lives: Sequence[Life], together: Holding) -> Iterator[Holding]:
-    """What is held together, as one life after another."""
+    """What is held together, as one life after another; of a part of it as many as it has bytes for."""
+    room = together.bytes
     for life in lives:
-        region = profile.regions[life.start]
-        yield replace(together, name=life.name, bytes=life.bytes, module=region.module, source=life.source)
+        region, size = profile.regions[life.start], min(life.bytes, room)
+        room -= size
+        if size:
+            yield replace(together, name=life.name, bytes=size, module=region.module, source=life.source)
 
 
 def _kept(plan: Plan, moments: int) -> dict[str, int]:
