@@ -7,9 +7,9 @@ itself (0.4 GB), whatever the model's size: under 3 GB at 3 B parameters of 2,56
 reads parameters twice, and once more with gradients and moments in the update, and writes all of that once.
 
 Method. The model is built on the meta device, and its shards are made on NVMe one after another. Each step trains on
-other text: the sources of Python's standard library. The peak is the process's own (VmHWM), mapped pages included. A
-model that the disk has no room for is made smaller, and said so. ``--compare`` trains a small one in memory as well, and
-asks for equal losses; both uncompiled.
+other text: the sources of Python's standard library. The peak is the process's own (VmHWM), with mapped pages. A model
+that the disk has no room for is made smaller, and said so. ``--compare`` trains a small one in memory as well, and asks
+for equal losses; both uncompiled.
 """
 
 from __future__ import annotations

@@ -202,8 +202,9 @@ class ShardStore:
     def _move(self, source: Extent, target: Extent, offset: int, size: int) -> None:
         """Copy ``size`` bytes of an extent to a place in another one, a slot at a time."""
         assert self.arena is not None
-        for begin in range(0, size, len(self.ring[0])):
-            part = self.ring[0][: min(len(self.ring[0]), size - begin)]
+        slot = self._slot()
+        for begin in range(0, size, len(slot)):
+            part = slot[: min(len(slot), size - begin)]
             self.arena.wait(self.arena.read(source, part, offset=begin))
             self.arena.wait(self.arena.write(target, part, offset=offset + begin))
 
@@ -276,7 +277,7 @@ class ShardStore:
         """Write the copy of a parameter on NVMe anew, a slot at a time."""
         assert self.arena is not None
         local, block = local_tensor(self._params[name]).detach(), self._blocks[name]
-        flat, slot = local.as_strided((local.numel(),), (1,)), self.ring[0].view(dtype)
+        flat, slot = local.as_strided((local.numel(),), (1,)), self._slot().view(dtype)
         for begin in range(0, local.numel(), len(slot)):
             part = flat[begin : begin + len(slot)]
             cast = slot[: len(part)].copy_(part)
@@ -334,9 +335,13 @@ class ShardStore:
         if self._spilled is None:
             self._spilled = SpilledGradients(self._params, self.arena, self.ring, self._allocated)
         by_block: dict[Block, dict[str, Tensor]] = {}
-        for param, grad in zip(params, grads, strict=True):
-            by_block.setdefault(self._blocks[param.name], {})[param.name] = grad
         given: dict[str, Tensor | None] = {}
+        for param, grad in zip(params, grads, strict=True):
+            block = self._blocks[param.name]
+            if grad.dtype == block.dtype:
+                by_block.setdefault(block, {})[param.name] = grad
+            else:
+                given[param.name] = grad  # model.to(dtype) has brought the parameter here
         for block, own in by_block.items():
             given |= self._spilled.spill(block, own)
         return [given[p.name] for p in params]
@@ -422,7 +427,7 @@ class ShardStore:
         extent = self._allocated(block.elements * dtype.itemsize, f"{name} of bucket {block.name}")
         self._extents.add(extent)
         # Written and not mapped: pages that nobody reads would fill the memory.
-        chunk = self.ring[0].view(dtype)
+        chunk = self._slot().view(dtype)
         chunk.fill_(fill)
         for begin in range(0, block.elements, len(chunk)):
             part = chunk[: min(len(chunk), block.elements - begin)]
@@ -434,7 +439,7 @@ class ShardStore:
         if self.arena.free_bytes < size:
             self._reclaim()
             if self._spilled is not None:
-                self._spilled.reclaim()
+                self._spilled.reclaim(all_of_them=True)
         try:
             return self.arena.allocate(size)
         except StorageError as error:
@@ -466,6 +471,11 @@ class ShardStore:
             for slot in self._ring:
                 self.arena.register(slot)
         return self._ring
+
+    def _slot(self) -> Tensor:
+        """One of the ring, in which nothing is under way."""
+        self.wait_for_gradients()
+        return self.ring[0]
 
     def on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
         """Those of local ``tensors`` that are not on NVMe, and the copies of those that are."""

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zerograph import _core
 from zerograph.core.errors import StorageError
@@ -20,27 +19,25 @@ from zerograph.runtime.blocks import UNIT, Block, Run
 from zerograph.runtime.extents import Extent
 from zerograph.runtime.nvme import Arena, Ticket, huge_tensor
 from zerograph.runtime.store import mapped_tensor
-from zerograph.runtime.torch_private import Memory, has_gradient_hooks, local_tensor, versions, will_accumulate
+from zerograph.runtime.torch_private import (
+    Memory,
+    accumulated_directly,
+    has_gradient_hooks,
+    local_tensor,
+    will_accumulate,
+)
 
 PIECE = 2**16
 """Elements that ``_core.squares`` sums together, counted from a tensor's beginning."""
 
 
-@dataclass(slots=True)
-class _Given:
-    """What autograd was given as the gradient of a parameter.
-
-    Attributes:
-        squares: of its elements, as the native core sums them; None where it was added to since.
-        versions: of the gradient when that was so.
-    """
+class _Given(NamedTuple):
+    """What autograd was given as the gradient of a parameter."""
 
     block: Block
     extent: Extent
     address: int
     memory: Memory
-    squares: list[float] | None
-    versions: tuple[int, int]
 
 
 class SpilledGradients:
@@ -72,7 +69,10 @@ class SpilledGradients:
         Raises:
             StorageError: there is no room, or a transfer failed.
         """
-        adds = [name for name in grads if self._is_added(name)]
+        adds = [name for name in grads if self._is_here(name)]
+        if adds:
+            direct = accumulated_directly()
+            adds = [name for name in adds if id(self._params[name]) in direct and will_accumulate(self._params[name])]
         fresh = [name for name in grads if name not in adds]
         extent = self._extents.get(block)
         if fresh and (extent is None or any(self._is_kept(name, extent) for name in fresh)):
@@ -85,23 +85,20 @@ class SpilledGradients:
         for run in block.runs(fresh):
             assert extent is not None
             self._move(block, extent, run, grads, add=False)
-        for name in adds:
-            self._given[name].squares = None
-        return {name: None if name in adds else self._give(block, name, grads[name]) for name in grads}
+        return {name: None if name in adds else self._give(block, name) for name in grads}
 
     def squares(self, address: int) -> list[float] | None:
         """Sums of squares of the gradient at ``address``, as ``_core.squares`` has them; None where none is here.
 
-        They are known from when it was written, and read again where it has changed since.
+        They are read each time: much that writes to gradients counts in no version (``GradScaler.unscale_``, ``.data``,
+        and of DTensors what changes their parts).
         """
         name = self._names.get(address, "")
         given, grad = self._given.get(name), self._params[name].grad if name else None
         if given is None or grad is None or local_tensor(grad).data_ptr() != given.address or not given.memory:
             return None
-        now = versions(grad)
-        if given.squares is None or given.versions != now:
-            given.squares, given.versions = self._summed(given.block, name, given.extent), now
-        return given.squares
+        self.wait()
+        return self._summed(given.block, name, given.extent)
 
     def _summed(self, block: Block, name: str, extent: Extent) -> list[float]:
         found, size = list[float](), block.dtype.itemsize
@@ -144,8 +141,12 @@ class SpilledGradients:
         """On NVMe."""
         return sum(extent.bytes for extent in (*self._extents.values(), *self._left))
 
-    def reclaim(self) -> None:
-        """Free the extents of gradients that nobody keeps any more."""
+    def reclaim(self, *, all_of_them: bool = False) -> None:
+        """Free the extents of gradients that nobody keeps; where the next are written to only if ``all_of_them``."""
+        if all_of_them:
+            self.wait()
+            gone = [block for block, extent in self._extents.items() if not self._arena.is_mapped(extent)]
+            self._left += [self._extents.pop(block) for block in gone]
         for extent in [e for e in self._left if not self._arena.is_mapped(e)]:
             self._left.remove(extent)
             self._arena.free(extent)
@@ -159,27 +160,21 @@ class SpilledGradients:
         given = self._given.get(name)
         return given is not None and given.extent is extent and bool(given.memory)
 
-    def _is_added(self, name: str) -> bool:
-        """Whether the backward that runs adds to a ``.grad`` that is here."""
+    def _is_here(self, name: str) -> bool:
+        """Whether the ``.grad`` of a parameter is what autograd was given, and the next gradient may be added to it."""
         given, param = self._given.get(name), self._params[name]
         if given is None or not given.memory or param.grad is None:
             return False
         # A hook is to see each gradient: autograd then adds, through the mappings.
-        here = local_tensor(param.grad).data_ptr() == given.address and not has_gradient_hooks(param)
-        return here and will_accumulate(param)
+        return local_tensor(param.grad).data_ptr() == given.address and not has_gradient_hooks(param)
 
-    def _give(self, block: Block, name: str, grad: Tensor) -> Tensor:
+    def _give(self, block: Block, name: str) -> Tensor:
         like, extent = local_tensor(self._params[name]), self._extents[block]
         offset = block.begins[name] * block.dtype.itemsize
         flat = mapped_tensor(self._arena, extent, block.dtype, (like.numel(),), offset)
-        given = flat.as_strided(like.shape, like.stride())
-        # A DTensor that is made of it counts from 0 by itself.
-        apart = (0, given._version) if isinstance(self._params[name], DTensor) else (given._version,) * 2
-        self._given[name] = _Given(
-            block, extent, flat.data_ptr(), Memory(flat), _squares(self._flat(name, grad)), apart
-        )
+        self._given[name] = _Given(block, extent, flat.data_ptr(), Memory(flat))
         self._names[flat.data_ptr()] = name
-        return given
+        return flat.as_strided(like.shape, like.stride())
 
     def _move(self, block: Block, extent: Extent, run: Run, grads: Mapping[str, Tensor], *, add: bool) -> None:
         """Write the gradients of ``run``, or add them to what is there, a slot at a time."""

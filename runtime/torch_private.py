@@ -68,6 +68,19 @@ def will_accumulate(param: Tensor) -> bool:
         return False
 
 
+def accumulated_directly() -> set[int]:
+    """By ``id``, the parameters to whose ``.grad`` the gradients go that the node of autograd returns that runs in this
+    thread: as they are, or wrapped in DTensors. What computes its inputs from parameters (``functional_call`` of scaled
+    ones) stands in between. Seen in 2.13."""
+    node, found = torch._C._current_autograd_node(), set[int]()
+    nodes = [one for one, _ in node.next_functions if one is not None] if node is not None else []
+    wrapped = (inner for one in nodes if one.name() == "_RowsBackward" for inner, _ in one.next_functions)
+    for one in (*nodes, *wrapped):
+        if hasattr(one, "variable"):
+            found.add(id(one.variable))
+    return found
+
+
 def has_gradient_hooks(param: Tensor) -> bool:
     """Whether the user has hooks on the gradient of ``param``, which can be registered and not asked for. Seen in
     2.11, 2.13."""

@@ -378,9 +378,10 @@ def materialize(model: nn.Module, init: Init = None, files: Sequence[str | os.Pa
     owner = _BY_MODEL.get(model)
     if owner is None:
         return fill(model, None, init, files)
-    leaves = owner.config.offload == "parameters"
+    homes = homes_of(owner.config)
+    leaves = homes.parameters == "nvme"
     if leaves:
-        owner._store.reserve(homes_of(owner.config), owner.config.casts, MOMENTS, early=True)
+        owner._store.reserve(homes, owner.config.casts, MOMENTS, early=True)
     return fill(model, owner._adoption, init, files, owner._store if leaves else None)
 
 

@@ -1,4 +1,7 @@
-"""The search of deep steps where nothing is fixed: few layers tell what all do, and what it finds fits."""
+"""The search of deep steps where nothing is fixed: few layers tell what all do, and what it finds fits.
+
+Tests ``planner/few_layers.py``.
+"""
 
 from __future__ import annotations
 

@@ -255,7 +255,8 @@ def test_a_shortage_says_what_is_missing_and_what_would_help() -> None:
     ways = {remedy.change: remedy for remedy in found.remedies}
     assert ways["stage 2, gradients on host"].fits
     assert ways["stage 2, gradients on host"].saves >= 14 * 13e9
-    assert "batch 2 instead of 4" not in ways  # the peak is the update's, when no activation is left
+    smaller = ways["batch 2 instead of 4"]  # at the backward's end, where hardly an activation is left
+    assert not smaller.fits and smaller.saves < found.need / 500
     assert [remedy.fits for remedy in found.remedies] == sorted(
         (remedy.fits for remedy in found.remedies), reverse=True
     )

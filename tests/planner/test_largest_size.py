@@ -60,7 +60,7 @@ def test_the_largest_fits_and_the_next_does_not(budget: int, start: int, squared
 def test_needs_on_a_line_are_found_in_a_few_steps() -> None:
     asked = Asked()
     largest_size(asked, 200 * 10**6, 8)
-    assert len(asked.sizes) <= 5
+    assert len(asked.sizes) <= 7  # needs have kinks, where another moment becomes the peak
 
 
 def test_a_model_may_end_before_the_memory_does() -> None:

@@ -153,9 +153,9 @@ def test_one_activation_leaves_the_device_where_that_is_enough() -> None:
     alone = [c for c in search.best if c.plan.offload == (("blocks.0:up", "host"),)]
     assert alone
     fastest = search.best[-1]
-    assert alone[0].seconds <= fastest.seconds
-    assert fastest.peak - alone[0].peak == pytest.approx(10**9, rel=0.001)
-    assert alone[0].peaks[1] == pytest.approx(10**9, rel=0.001)
+    (enough, *_) = [c for c in alone if c.seconds <= fastest.seconds]
+    assert 10**9 <= fastest.peak - enough.peak < 1.001 * 10**9
+    assert enough.peaks[1] == pytest.approx(10**9, rel=0.001)
 
 
 def test_activations_begin_to_come_back_early_where_one_layer_is_too_short() -> None:

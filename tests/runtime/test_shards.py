@@ -103,7 +103,7 @@ def test_masters_leave_and_copies_follow_them(params: dict[str, nn.Parameter], t
     assert torch.equal(a, before) and store.arena is not None and store.arena.maps(a)
 
     def gathered() -> torch.Tensor:
-        (found,) = store.gathered([told], [a])
+        (found,) = store.finish_fetch(store.start_fetch([told], [a]))
         assert found.dtype == torch.bfloat16
         return found
 
@@ -117,11 +117,11 @@ def test_masters_leave_and_copies_follow_them(params: dict[str, nn.Parameter], t
     store.touched([a])
     assert torch.equal(gathered(), (before * 4).bfloat16())
     a.data = before.clone()  # other memory: it has come back
-    assert store.gathered([told], [a])[0] is a and store.copy_of(a) is None
+    assert store.start_fetch([told], [a]).shards[0] is a and store.copy_of(a) is None
 
 
 def test_what_nobody_gathers_stays(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
     store, a = store_of(tmp_path, params), params["a"]
     address = a.data_ptr()
     store.settle(plan_of((described("a", a, "bfloat16", sharded=False),), world_size=1), 2)
-    assert a.data_ptr() == address and id(a) in store.places()
+    assert a.data_ptr() == address and store.places() == {} and store.arena is None

@@ -237,7 +237,10 @@ class Planner:
 
 
 def homes_of(config: Config) -> Homes:
-    """Where ``offload`` and ``tier`` put the shards of every bucket."""
+    """Where ``offload`` and ``tier`` put all shards, or a plan that is replayed, where it puts all alike."""
+    if config.plan is not None:
+        homes = {bucket.homes for bucket in config.plan.plan.buckets}
+        return homes.pop() if len(homes) == 1 else DEVICE
     if config.tier is None or config.offload == "auto":
         return DEVICE
     gone = OFFLOADS[1 : OFFLOADS.index(config.offload) + 1]  # each with those before it

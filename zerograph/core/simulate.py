@@ -141,11 +141,12 @@ class Costs:
                 takes[contents[register].tier] += contents[register].bytes
         for register in instruction.dead if contents else ():
             gives[contents[register].tier] += contents[register].bytes
-        role, seconds, key = _FREE, 0.0, (-1, 0)
+        role, seconds, key, replaced = _FREE, 0.0, (-1, 0), 0
         if isinstance(instruction, Compute):
             extra = program.segments[instruction.segment].memory.extra()
-            takes["device"] += extra
+            takes["device"] += max(0, extra)
             gives["device"] += extra
+            replaced = max(0, -extra)
         if isinstance(instruction, (Compute, Update)):
             role = _COMPUTE
         elif isinstance(instruction, Collective):
@@ -162,7 +163,7 @@ class Costs:
         fact = _Fact(
             instruction, role, instruction.stream or "compute", seconds, reads, writes,
             tuple(item for item in takes.items() if item[1]), tuple(item for item in gives.items() if item[1]),
-            key, place, isinstance(instruction, Free) and instruction.kept,
+            key, place, isinstance(instruction, Free) and instruction.kept, replaced,
         )  # fmt: skip
         self.known[id(instruction)] = fact
         return fact
@@ -202,6 +203,7 @@ class _Fact(NamedTuple):
     part: tuple[int, int]  # of a gather and a free: bucket and tile
     slot: int | None
     kept: bool
+    replaced: int  # bytes of what dies in it that are free from its start
 
 
 @dataclass(slots=True)
@@ -286,7 +288,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
     ready: dict[int, int] = {}  # register -> the task that writes it
     collectives: dict[int, _Fact] = {}  # task -> what is given back when it is waited for
     waits: list[int] = []  # what the next compute waits for
-    last = -1  # the task that computed last
+    last = computed = -1  # the task that computed last, and the one before
     for program in programs:
         run.programs.append(len(starts))
         if not program.carries:
@@ -295,7 +297,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
             cells.enter(program, run)
         for each in program.instructions:
             fact = known.get(id(each)) or costs.learn(each, program)
-            instruction, role, stream, seconds, reads, writes, takes, gives, part, slot, kept = fact
+            instruction, role, stream, seconds, reads, writes, takes, gives, part, slot, kept, replaced = fact
             if role == _WAIT:
                 task = ready[reads[0]]
                 waits.append(task)
@@ -326,7 +328,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
             if role == _COMPUTE:
                 # Only what computes waits here: transfers that stand behind a wait go on by themselves.
                 after, waits = waits, []
-                last = task
+                computed, last = last, task
             else:
                 if role == _GATHER:
                     if part in whole:
@@ -348,6 +350,13 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
                 after += before
                 now.append(task)
             start, end = run.begin(stream, seconds, after)
+            if replaced and cells is None:
+                # Free when the last ends that it waited for, as what it leaves behind is taken at once.
+                before = max((*after, *([computed] if computed >= 0 else ())), key=ends.__getitem__, default=-1)
+                if before >= 0:
+                    events["device"].append((ends[before], 2 * before + 1, before, -replaced))
+                else:
+                    events["device"].append((start, -1, task, -replaced))
             for register in writes:
                 ready[register] = task
             if role == _GATHER or role == _REDUCE:  # noqa: SIM109  twice as fast
@@ -546,7 +555,9 @@ class _Cells:
     def _give(self, cell: _Cell, task: int) -> None:
         cell.gone = True
         room, before = self._replaced
-        early = min(room, cell.bytes) if cell.task <= before else 0
+        # By time, not by number: what a transfer brings may have a later task than what computed before.
+        there = before >= 0 and self._run.starts[cell.task] <= self._run.ends[before]
+        early = min(room, cell.bytes) if there else 0
         if early:
             # A task takes all at its start: what it leaves behind takes the place of this part.
             self._replaced = (room - early, before)
