@@ -76,8 +76,7 @@ def accumulated_directly() -> set[int]:
     nodes = [one for one, _ in node.next_functions if one is not None] if node is not None else []
     wrapped = (inner for one in nodes if one.name() == "_RowsBackward" for inner, _ in one.next_functions)
     for one in (*nodes, *wrapped):
-        if hasattr(one, "variable"):
-            found.add(id(one.variable))
+        found.add(id(getattr(one, "variable", None)))
     return found
 
 

@@ -352,9 +352,10 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
             start, end = run.begin(stream, seconds, after)
             if replaced and cells is None:
                 # Free when the last ends that it waited for, as what it leaves behind is taken at once.
-                before = max((*after, *([computed] if computed >= 0 else ())), key=ends.__getitem__, default=-1)
-                if before >= 0:
-                    events["device"].append((ends[before], 2 * before + 1, before, -replaced))
+                waited = [*after, computed] if computed >= 0 else after
+                ended = max(waited, key=ends.__getitem__, default=-1)
+                if ended >= 0:
+                    events["device"].append((ends[ended], 2 * ended + 1, ended, -replaced))
                 else:
                     events["device"].append((start, -1, task, -replaced))
             for register in writes:
