@@ -207,8 +207,10 @@ def _halved(known: Profile) -> Profile:
 
 def _half(work: Work) -> Work:
     atoms = tuple(replace(atom, flops=atom.flops // 2, moved=atom.moved // 2) for atom in work.atoms)
-    memory = replace(work.memory, levels=tuple(-(-level // 2) for level in work.memory.levels))
-    return Work(atoms, memory)
+    # Full gradients stay as large as they are.
+    stays = sum(size for atom in work.atoms for _, size in atom.gradients)
+    levels = tuple(min(level, -(-(level + stays) // 2)) for level in work.memory.levels)
+    return Work(atoms, replace(work.memory, levels=levels))
 
 
 def _placements(wish: Wish, machine: Machine) -> Iterator[tuple[str, Wish]]:
