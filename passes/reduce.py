@@ -14,7 +14,7 @@ from torch import fx
 
 from zerograph.core.plan import Plan
 from zerograph.graph.layers import layer_starts
-from zerograph.graph.nodes import Marker, Transfer, call, markers, output_of, positions
+from zerograph.graph.nodes import Marker, Transfer, call, markers, move_users_after, output_of, positions
 from zerograph.graph.ops import FREE, INSTRUCTIONS, REDUCE, REDUCE_GRAD, WAIT_REDUCE
 
 
@@ -96,12 +96,4 @@ def _finish(graph: fx.Graph, start: fx.Node, group: list[Marker], transfer: Tran
         result = call(graph, operator.getitem, (wait, k), vals[k], marker.node)
         for user in list(marker.node.users):
             user.replace_input_with(marker.node, result)
-        _move_users_after(result)
-
-
-def _move_users_after(node: fx.Node) -> None:
-    """What reads a gradient (views, a sum that did not merge) cannot stay before the wait."""
-    for user in list(node.users):
-        if user.op != "output" and user < node:
-            node.append(user)
-            _move_users_after(user)
+        move_users_after(result)

@@ -12,7 +12,7 @@ import operator
 from torch import fx
 
 from zerograph.core.plan import Plan
-from zerograph.graph.nodes import Transfer, call
+from zerograph.graph.nodes import Transfer, call, move_users_after
 from zerograph.graph.ops import SPILL, WAIT_REDUCE
 
 
@@ -44,13 +44,5 @@ def _spill(graph: fx.Graph, wait: fx.Node) -> bool:
             place = call(graph, operator.getitem, (node, k), result.meta["val"], result)
         for user in [u for u in result.users if u is not node]:
             user.replace_input_with(result, place)
-        _after(place)
+        move_users_after(place)
     return True
-
-
-def _after(node: fx.Node) -> None:
-    """Views of a gradient follow it."""
-    for user in list(node.users):
-        if user.op != "output" and user < node:
-            node.append(user)
-            _after(user)

@@ -363,9 +363,7 @@ class ShardStore:
     def gradients(self, block: Block) -> tuple[Extent, int] | None:
         """Where the last gradients of ``block`` are, and the address of their mapping; None where they are in memory,
         or nobody holds them."""
-        extent = self._spilled.extent(block) if self._spilled is not None else None
-        address = self._spilled.address(block) if self._spilled is not None else 0
-        return (extent, address) if extent is not None and address else None
+        return self._spilled.home(block) if self._spilled is not None else None
 
     def squares(self, address: int) -> list[float] | None:
         """Sums of squares of the gradient at ``address`` (see :mod:`~zerograph.runtime.spilled`); else None."""

@@ -125,16 +125,13 @@ class SpilledGradients:
             with contextlib.suppress(StorageError):  # the first error is on its way to the caller
                 self._settle(turn)
 
-    def extent(self, block: Block) -> Extent | None:
-        """Where the gradients of ``block`` are that were written last; None where there are none."""
-        return self._extents.get(block)
-
-    def address(self, block: Block) -> int:
-        """Where the mapping of that extent begins; 0 where nothing maps it."""
+    def home(self, block: Block) -> tuple[Extent, int] | None:
+        """Where the gradients of ``block`` are that were written last, and the address of their mapping; None where
+        nobody holds any."""
         extent = self._extents.get(block)
         if extent is None or not self._arena.is_mapped(extent):
-            return 0
-        return int(self._arena.map(extent).address)
+            return None
+        return extent, int(self._arena.map(extent).address)
 
     @property
     def bytes(self) -> int:

@@ -240,6 +240,12 @@ class Tasks:
         ends.append(end)
         return start, end
 
+    def last_of(self, after: Sequence[int], computed: int) -> int:
+        """Of the tasks ``after`` which something waits, and the one that computed before it, that which ends last; -1
+        where there are none."""
+        waited = [*after, computed] if computed >= 0 else after
+        return max(waited, key=self.ends.__getitem__, default=-1)
+
     def take(self, tier: Tier, size: int, task: int) -> None:
         """``task`` takes memory at its start."""
         start = self.starts[task]
@@ -352,8 +358,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
             start, end = run.begin(stream, seconds, after)
             if replaced and cells is None:
                 # Free when the last ends that it waited for, as what it leaves behind is taken at once.
-                waited = [*after, computed] if computed >= 0 else after
-                ended = max(waited, key=ends.__getitem__, default=-1)
+                ended = run.last_of(after, computed)
                 if ended >= 0:
                     events["device"].append((ends[ended], 2 * ended + 1, ended, -replaced))
                 else:
@@ -451,9 +456,7 @@ class _Cells:
                 name = f"work of {program.name(instruction)}"
                 self._give(_Cell(name, "temporary", "device", extra, task, module, source, -1), task)
             # It starts when what it waited for last has ended, unless it waited for nothing.
-            waited = (*self._run.after[task], *([self._computed] if self._computed >= 0 else ()))
-            before = max(waited, key=self._run.ends.__getitem__, default=-1)
-            self._replaced = (max(0, -extra), before)
+            self._replaced = (max(0, -extra), self._run.last_of(self._run.after[task], self._computed))
         if isinstance(instruction, Gather):
             cell = self._at.get(self._storage(instruction.out))
             if cell is not None:

@@ -151,6 +151,14 @@ def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], val: Any, like: fx
     return node
 
 
+def move_users_after(node: fx.Node) -> None:
+    """What reads a gradient (views, a sum that did not merge) cannot stay before what now gives it."""
+    for user in list(node.users):
+        if user.op != "output" and user < node:
+            node.append(user)
+            move_users_after(user)
+
+
 def protect_outputs(graph: fx.Graph) -> None:
     """Let the graph return copies of full parameters, which are freed, and of views of them."""
     output = output_of(graph)
