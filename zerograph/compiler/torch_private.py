@@ -10,12 +10,14 @@ import copy
 import functools
 import inspect
 import itertools
+import logging
 import os
 import pickle
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -34,9 +36,10 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import config as inductor_config
 from torch._inductor import cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.codecache import CppPythonBindingsCodeCache
+from torch._inductor.codecache import LOCK_TIMEOUT, CppPythonBindingsCodeCache, _worker_compile_cpp, get_lock_dir
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.constant_folding import add_dont_constant_fold
+from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -48,7 +51,12 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.utils._filelock import FileLock
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from zerograph.compiler.kernel_library import joined
+
+log = logging.getLogger(__name__)
 
 # Dynamo
 
@@ -426,17 +434,105 @@ def kernels_in_background() -> Iterator[None]:
 
     By itself Inductor waits for the kernels of each graph, and has no setting for it: the modules that it generates
     call ``AsyncCompile.wait`` with their globals, which hold what is to come. Segments are many small graphs, of which
-    none is needed before all exist. Only for CPUs: Triton's kernels are put into Inductor's cache with their graph, and
-    tuned. Seen in 2.11, 2.13.
+    none is needed before all exist, and several kernels are compiled as one. Only for CPUs: Triton's kernels are put
+    into Inductor's cache with their graph, and tuned. Seen in 2.11, 2.13.
     """
     waiting = list[tuple[AsyncCompile, dict[str, Any]]]()
     wait = AsyncCompile.wait
+    groups = _KernelGroups(AsyncCompile.submit)
     # Kernels that are asked for inside only queue up; nothing calls one before the end.
-    with patch.object(AsyncCompile, "wait", lambda compiler, scope: waiting.append((compiler, scope))):
-        yield
+    with (
+        patch.object(AsyncCompile, "wait", lambda compiler, scope: waiting.append((compiler, scope))),
+        patch.object(AsyncCompile, "submit", groups.submit),
+    ):
+        try:
+            yield
+        finally:
+            groups.begin()
     # Not after an error: the segments that lack kernels are forgotten (SegmentCache.kernels_in_background).
     for compiler, scope in waiting:
         wait(compiler, scope)
+
+
+_KERNELS_AT_ONCE = 8
+"""An empty source takes 0.4 s of CPU, and each kernel in it 0.1: more at once would save little and begin late."""
+
+
+class _KernelGroups:
+    """Takes the builds of C++ kernels that are submitted to Inductor's threads, and submits several as one.
+
+    Inductor builds by itself what is missing when a build that it waits for has ended, and raises what fails then.
+    Seen in 2.13; a version that submits something else has its kernels built one by one.
+    """
+
+    def __init__(self, submit: Callable[[Callable[[], Any]], Any]) -> None:
+        self._submit = submit
+        self._waiting: list[tuple[CppBuilder, Future[None]]] = []
+
+    def submit(self, task: Callable[[], Any]) -> Any:
+        """The future of ``task``, as Inductor's own method has it."""
+        builder = _kernel_of(task)
+        if builder is None:
+            return self._submit(task)
+        built = Future[None]()
+        self._waiting.append((builder, built))
+        if len(self._waiting) == _KERNELS_AT_ONCE:
+            self.begin()
+        return built
+
+    def begin(self) -> None:
+        """Have those built that are waiting."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._submit(functools.partial(_build_kernels, waiting))
+
+
+def _kernel_of(task: Callable[[], Any]) -> CppBuilder | None:
+    """What builds the kernel, where ``task`` builds one."""
+    if not isinstance(task, functools.partial) or task.func is not _worker_compile_cpp:
+        return None
+    _, builders = task.args
+    return builders[0] if len(builders) == 1 else None
+
+
+def _build_kernels(waiting: Sequence[tuple[CppBuilder, Future[None]]]) -> None:
+    alike: dict[str, list[CppBuilder]] = {}
+    try:
+        for builder, _ in waiting:
+            options = CppBuilder(name="o", sources="i", BuildOption=builder._build_option)
+            alike.setdefault(options.get_command_line(), []).append(builder)
+        for builders in alike.values():
+            _build_library({_key_of(builder): builder for builder in builders})
+    except Exception:  # of any kind: Inductor will build each and raise what is wrong with it
+        log.warning("could not compile C++ kernels together; they are compiled one by one", exc_info=True)
+    finally:
+        for _, built in waiting:
+            built.set_result(None)
+
+
+def _key_of(builder: CppBuilder) -> str:
+    return Path(builder.get_target_file_path()).name.partition(".")[0]
+
+
+def _build_library(builders: Mapping[str, CppBuilder]) -> None:
+    """Build these kernels, which have the same options, by their keys, where no other process has or does."""
+    with ExitStack() as locks:
+        for key in sorted(builders):  # in an order: processes whose groups overlap wait for one another
+            path = os.path.join(get_lock_dir(), f"{key}.group.lock")
+            locks.enter_context(FileLock(path, timeout=LOCK_TIMEOUT))
+        missing = {key: each for key, each in builders.items() if not os.path.exists(each.get_target_file_path())}
+        if len(missing) < 2:
+            return
+        sources = {key: Path(each.get_target_file_path()).with_suffix(".cpp").read_text() for key, each in missing.items()}
+        options = next(iter(missing.values()))._build_option
+        with tempfile.TemporaryDirectory(dir=cache_dir(), prefix="zerograph-") as folder:
+            source = Path(folder, "kernels.cpp")
+            source.write_text(joined(sources))
+            library = CppBuilder(name="kernels", sources=str(source), BuildOption=options, output_dir=folder)
+            library.build()
+            for each in missing.values():
+                with suppress(FileExistsError):  # a process that builds one by one was faster
+                    os.link(library.get_target_file_path(), each.get_target_file_path())
 
 
 def prepare_kernels() -> Future[None]:
