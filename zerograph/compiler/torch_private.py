@@ -520,19 +520,20 @@ def _build_library(builders: Mapping[str, CppBuilder]) -> None:
         for key in sorted(builders):  # in an order: processes whose groups overlap wait for one another
             path = os.path.join(get_lock_dir(), f"{key}.group.lock")
             locks.enter_context(FileLock(path, timeout=LOCK_TIMEOUT))
-        missing = {key: each for key, each in builders.items() if not os.path.exists(each.get_target_file_path())}
+        libraries = {key: Path(builder.get_target_file_path()) for key, builder in builders.items()}
+        missing = {key: path for key, path in libraries.items() if not path.exists()}
         if len(missing) < 2:
             return
-        sources = {key: Path(each.get_target_file_path()).with_suffix(".cpp").read_text() for key, each in missing.items()}
-        options = next(iter(missing.values()))._build_option
+        sources = {key: path.with_suffix(".cpp").read_text() for key, path in missing.items()}
+        options = next(iter(builders.values()))._build_option
         with tempfile.TemporaryDirectory(dir=cache_dir(), prefix="zerograph-") as folder:
             source = Path(folder, "kernels.cpp")
             source.write_text(joined(sources))
             library = CppBuilder(name="kernels", sources=str(source), BuildOption=options, output_dir=folder)
             library.build()
-            for each in missing.values():
+            for target in missing.values():
                 with suppress(FileExistsError):  # a process that builds one by one was faster
-                    os.link(library.get_target_file_path(), each.get_target_file_path())
+                    target.hardlink_to(library.get_target_file_path())
 
 
 def prepare_kernels() -> Future[None]:
