@@ -3,6 +3,7 @@
     python benchmarks/accuracy.py                     # models and stages, 2 gloo ranks; about twenty minutes
     python benchmarks/accuracy.py --cases 0,4 --machine machine.json
     python benchmarks/accuracy.py --cases 14,15,16,17,18,19,20,21,22,23  # transformers' models, with large vocabularies
+    python benchmarks/accuracy.py --cases 14,16,18 --budgets 0.8,0.9,1,1.2  # whether `memory=` is kept
 
 Prediction. The forecast of the peak is within 5% of what torch's allocator hands out, within 10% of the growth of the
 process where the model has more than 1 GB of states, and the forecast of the step's time within 20%.
@@ -13,6 +14,9 @@ unless its file is given. Each case has fresh processes, which train 4 steps, re
 alone; "re-timed" with the recorded step's seconds per segment and collective in their place. "Process" is the growth of
 resident memory from before the model was built to the peak of the last steps, as the kernel counts it; its forecast is
 the peak and what `zerograph/planner/process_memory.py` adds.
+
+With `--budgets` each case is trained again with `stage="auto"` and `memory=` of so many times its recorded peak.
+Prediction: no recorded peak is above its budget.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from crew import Crew
+from crew import Crew, CrewFailed
 from facts import Load, append_json, describe, machine_facts
 from model import Workload
 from rich.console import Console
@@ -85,6 +89,9 @@ def main() -> int:
     table = Table(title=f"forecast / measured, {RANKS} ranks")
     for column in ("model", "variant", "peak MB", "forecast", "process", "step s", "forecast", "re-timed", "others"):
         table.add_column(column, justify="left" if column in ("model", "variant") else "right")
+    budgets = Table(title=f"memory= and recorded peaks, {RANKS} ranks")
+    for column in ("model", "budget MB", "peak MB", "forecast", "kept"):
+        budgets.add_column(column, justify="left" if column == "model" else "right")
     results = []
     for work, spec in [CASES[i] for i in args.cases]:
         machine = args.machine or measured_machine()
@@ -98,7 +105,11 @@ def main() -> int:
             f"{found.step:.3f}", ratio(found.forecast, found.step), ratio(found.retimed, found.step),
             f"{found.others:.0%}",
         )  # fmt: skip
+        for share in args.budgets:
+            budgets.add_row(*within(work, int(share * found.peak), machine, args.timeout))
     OUT.print(table)
+    if args.budgets:
+        OUT.print(budgets)
     if args.json:
         append_json(args.json, {"benchmark": "accuracy", "command": " ".join(sys.argv), "machine": facts,
                                 "results": results})  # fmt: skip
@@ -110,6 +121,7 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--cases", type=lambda text: [int(part) for part in text.split(",")], default=list(range(len(CASES))))
     add("--machine", help="what `zerograph bench -o` wrote; measured now unless given")
+    add("--budgets", type=lambda text: [float(part) for part in text.split(",")], default=[])
     add("--timeout", type=float, default=1200)
     add("--json", type=Path, help="append the result to this JSON Lines file")
     return parser.parse_args()
@@ -148,6 +160,22 @@ def measure(work: Workload, spec: str, machine: str, timeout: float) -> Found:
         retimed=max(rank["retimed"] for rank in recorded),
         others=load.share,
     )
+
+
+def within(work: Workload, budget: int, machine: str, timeout: float) -> tuple[str, ...]:
+    """A row about ``memory=budget``."""
+    start = f"{work.model} {work.layers} x {work.dim}", f"{budget / 1e6:.1f}"
+    with Crew(f"zgauto:memory={budget}", work, RANKS) as crew:
+        try:
+            for command in (("imports",), ("build",), ("steps", 0, 3)):
+                crew.call(*command, timeout=timeout)
+        except CrewFailed as failed:
+            if "InfeasibleError" not in failed.detail:
+                raise
+            return *start, "-", "-", "nothing fits"
+        most = max(crew.call("recorded", machine, timeout=timeout), key=lambda rank: rank["peak"])
+    forecast = ratio(most["forecast_peak"], most["peak"])
+    return *start, f"{most['peak'] / 1e6:.1f}", forecast, "yes" if most["peak"] <= budget else "NO"
 
 
 def ratio(forecast: float, measured: float) -> str:

@@ -112,7 +112,7 @@ def compiled_sharded(model: GPT, work: Workload, options: Options) -> Trainer:
     return sharded(model, work, options)
 
 
-def zerograph_stage(stage: int) -> Callable[[GPT, Workload, Options], Trainer]:
+def zerograph_stage(stage: int | str) -> Callable[[GPT, Workload, Options], Trainer]:
     def build(model: GPT, work: Workload, options: Options) -> Trainer:
         import zerograph
 
@@ -168,7 +168,7 @@ VARIANTS: dict[str, Variant] = {
     "ddp-inside": Variant("DDP of a compiled model", compiled_inside_ddp),
     "fsdp": Variant("fully_shard", sharded),
     "fsdp-compiled": Variant("fully_shard, compiled blocks", compiled_sharded),
-    **{f"zg{n}": Variant(f"zerograph stage {n}", zerograph_stage(n), False, "zerograph") for n in range(4)},
+    **{f"zg{n}": Variant(f"zerograph stage {n}", zerograph_stage(n), False, "zerograph") for n in (0, 1, 2, 3, "auto")},
     **{
         f"zg{n}-nvme": Variant(f"zerograph stage {n}, states on NVMe", zerograph_nvme(n), False, "zerograph")
         for n in (1, 2, 3)
