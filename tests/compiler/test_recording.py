@@ -135,7 +135,7 @@ def _tied(rows: int, budgets: list[float]) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("rows", [4, 16])
 def test_large_logits_are_forecast_and_budgets_kept(rows: int) -> None:
     """With few rows the peak is where gradients of the tied weight are added, with many in the loss's backward."""
-    for found in run(2, _tied, rows, [1.4, 1.8]):
+    for found in run(2, _tied, rows, [1.08, 1.4]):
         for forecast, recorded, budget in found:
             assert forecast == pytest.approx(recorded, rel=0.05)
             assert not budget or recorded <= budget

@@ -1,13 +1,14 @@
 """What a backward finds saved and what it computes again: what the partitioner will decide, predicted from a step.
 
 The min-cut partitioner of AOTAutograd is modelled plainly: what the backward reads is saved, unless it is cheap to
-compute from what is saved already and fuses into its reader (what a product reads does not). Layers that are
+compute from what is saved already and fuses into its reader (what a product reads does not), or from what is smaller
+or returned to the user, which is then saved in its place. Layers that are
 recomputed save what enters and leaves them only, and of the rest what is spared: activations by their lasting names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Literal
 
@@ -104,7 +105,9 @@ def saved(graph: Graph, mode: Mode, spared: Set[str] = frozenset()) -> Saved:
         # From the last on: what a forced operation reads is needed where that is, and may be forced itself.
         if forced[i] and value in first:
             _need(graph.reads[i], first, last, first[value], last[value])
-    kept = _kept(graph, mode, forced, first)
+    kept, there = _kept(graph, mode, forced, first, frozenset())
+    if mode != "none" and (instead := _smaller(graph, kept, there, mode)):
+        kept, _ = _kept(graph, mode, forced, first, instead)
     # The readers anew: above they were spread through forced operations only.
     return _resolve(graph, kept, *_readers(graph))
 
@@ -136,9 +139,11 @@ def _is_forced(graph: Graph, i: int, mode: Mode, spared: Set[str]) -> bool:
     return inside and graph.activation[i] not in spared
 
 
-def _kept(graph: Graph, mode: Mode, forced: Sequence[bool], wanted: dict[int, int]) -> set[int]:
-    """The memory that the forward saves."""
-    kept: set[int] = set()
+def _kept(
+    graph: Graph, mode: Mode, forced: Sequence[bool], wanted: dict[int, int], given: Set[int]
+) -> tuple[set[int], list[bool]]:
+    """The memory that the forward saves, ``given`` with it, and of each value whether the backward has it then."""
+    kept: set[int] = {*given}
     whole = _read_by_products(graph)
     there = [maker < 0 or bool(params) for maker, params in zip(graph.maker, graph.params, strict=True)]
     for i in range(graph.backward):
@@ -151,7 +156,40 @@ def _kept(graph: Graph, mode: Mode, forced: Sequence[bool], wanted: dict[int, in
         if value in wanted and not there[value]:
             there[value] = True
             kept.add(owner)
-    return kept
+    return kept, there
+
+
+def _smaller(graph: Graph, kept: Set[int], there: Sequence[bool], mode: Mode) -> set[int]:
+    """What is saved in the place of others of ``kept``: that they are cheap to compute from, and that takes less.
+
+    A loss makes values as large as the logits. Where the model returns logits these are there anyway, and in 16 bits
+    they take half as much. What layers save is left as it is: sources of one value are those of others, too.
+    """
+    whole, found = _read_by_products(graph), set[int]()
+
+    def is_free(i: int) -> bool:
+        return graph.writes[i] not in whole and _is_repeated_freely(graph, i, mode)
+
+    for value in sorted(v for v in kept - graph.outputs if not graph.layer[graph.maker[v]]):
+        sources = _sources(graph, value, is_free, there)
+        new = sources - kept - found - graph.outputs
+        if all(graph.size[source] for source in sources) and sum(graph.size[v] for v in new) < graph.size[value]:
+            found |= sources
+    return found
+
+
+def _sources(graph: Graph, value: int, is_free: Callable[[int], bool], there: Sequence[bool]) -> set[int]:
+    """The memory from which ``value`` is computed by operations that are free alone; what is ``there`` left out."""
+    found, seen, left = set[int](), {value}, [value]
+    while left:
+        one = left.pop()
+        if not is_free(graph.maker[one]):
+            found.add(graph.owner[one])
+            continue
+        reads = [r for r in graph.reads[graph.maker[one]] if r not in seen and not there[r]]
+        seen.update(reads)
+        left += reads
+    return found
 
 
 def _read_by_products(graph: Graph) -> set[int]:
