@@ -25,7 +25,16 @@ def loss_of(logits: int, module: str = "") -> Step:
         op("softmax", "backward", "shifted"),
         op("d_x", "backward", "softmax", "x", flops=20, cheap=False),
     )
-    sizes = {"x": 100, "logits": logits, "most": 4, "wide": 1000, "shifted": 1000, "loss": 4, "softmax": 1000, "d_x": 100}
+    sizes = {
+        "x": 100,
+        "logits": logits,
+        "most": 4,
+        "wide": 1000,
+        "shifted": 1000,
+        "loss": 4,
+        "softmax": 1000,
+        "d_x": 100,
+    }
     values = tuple(Value(name, size, "input" if name == "x" else "temporary") for name, size in sizes.items())
     return Step(ops, values, (), True, ("loss",))
 

@@ -23,6 +23,7 @@ from zerograph.planner.sketch import sketch
 from zerograph.planner.space import Candidate, frontier
 
 MACHINE = machine_named("h100-80gb")
+DGX2 = machine_named("v100-32gb-dgx2")
 WISH = Wish("auto", world_size=8, bucket_size=4096, prefetch=1)
 
 # Seconds of a product and of a gather are of the same order, and so are bytes of parameters and activations.
@@ -215,6 +216,22 @@ def test_more_of_any_tier_is_never_worse_and_peaks_fit(
             assert Plan.from_json(found.plan.to_json()) == found.plan
 
 
+@settings(max_examples=5, deadline=None)
+@given(layers=st.one_of(_SMALL, _MIXED), shares=st.lists(_SHARES, min_size=20, max_size=20), data=st.data())
+def test_fixing_something_never_helps(
+    layers: list[Layer], shares: list[tuple[float, float, float]], data: st.DataObject
+) -> None:
+    step, offload = step_of(layers), data.draw(st.sampled_from(["none", "auto"]))
+    machine = data.draw(st.sampled_from([MACHINE, NO_NVME, machine_named("cpu"), DGX2]))
+    wish = Wish("auto", 8, offload=offload)  # type: ignore[arg-type]
+    search = Search(step, wish, machine, work=2_000)
+    one = data.draw(st.sampled_from(list(search.with_one_fixed())))
+    fixed = Search(step, one, machine, work=2_000)
+    for budget in budgets([*search.best, *fixed.best], shares):
+        best, found = search.within(budget), fixed.within(budget)
+        assert found is None or (best is not None and best.seconds <= found.seconds)
+
+
 @example(
     layers=[Layer(256, 1024, 4096, 10**6), *[Layer(40_000_000, 1024, 4096, 10**6)] * 5]
 )  # what may be tiled is no part of what stays
@@ -280,9 +297,6 @@ def test_offload_of_a_step_of_100_layers_is_planned_in_about_a_second() -> None:
     assert search.within({"device": 10**9, "host": 250 * 10**9}) is not None
     assert search.within({"device": 10**9}) is None
     assert min(seconds) < 2.5
-
-
-DGX2 = machine_named("v100-32gb-dgx2")
 
 
 def test_a_trillion_parameters_fit_one_dgx2() -> None:

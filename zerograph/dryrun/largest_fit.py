@@ -68,7 +68,8 @@ class Probe:
         known = self._known.get(size)
         if known is None or known[0] != step:
             states = self.steps.states if self.wish.offload == "none" else None
-            search = Search(step, self.wish, self._machine, states=states, moments=self.moments)
+            # Whether something fits is told by the plans that need least, which every search looks at first.
+            search = Search(step, self.wish, self._machine, states=states, moments=self.moments, thorough=False)
             known = self._known[size] = step, search
         return known[1]
 

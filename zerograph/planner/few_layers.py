@@ -57,8 +57,8 @@ class FewLayers(Space):
     def whole_of(self, candidate: Candidate) -> Candidate:
         return self.whole.of(_carried(candidate.plan, self, self.whole, self._as))
 
-    def _judged(self, plan: Plan) -> tuple[float, Peaks]:
-        (less, short), (more, long) = (
+    def _judged(self, plan: Plan) -> tuple[float, Peaks, int]:
+        (less, short, few), (more, long, many) = (
             self._measured(space, _carried(plan, self, space, does_as)) for space, does_as in self._depths
         )
         times = self._times
@@ -66,13 +66,12 @@ class FewLayers(Space):
             int(max(b + (b - a) * times for a, b in zip(one, two, strict=True)))
             for one, two in zip(short, long, strict=True)
         )
-        return more + (more - less) * times, peaks
+        return more + (more - less) * times, peaks, few + many
 
-    def _measured(self, space: Space, plan: Plan) -> tuple[float, list[list[int]]]:
-        """Seconds, and by tier the peaks of each part of the step: where they lie is the same at all depths."""
+    def _measured(self, space: Space, plan: Plan) -> tuple[float, list[list[int]], int]:
+        """Seconds, by tier the peaks of each part of the step, as where they lie is the same at all depths, and tasks."""
         scheduler = space.scheduler
         run = walk(sketch(scheduler, plan), scheduler.costs)
-        self.work += len(run.ends)
         # Forward, the halves of the backward, update; an inference is a forward alone.
         first = [*run.programs[1:], sys.maxsize, sys.maxsize]
         begins = (first[0], (first[0] + first[1]) // 2, first[1])
@@ -85,7 +84,7 @@ class FewLayers(Space):
                 part = bisect_right(begins, task)
                 most[part] = max(most[part], level)
             peaks.append(most)
-        return max(run.ends, default=0.0), peaks
+        return max(run.ends, default=0.0), peaks, len(run.ends)
 
 
 def by_few_layers(space: Space) -> FewLayers | None:

@@ -7,6 +7,9 @@ then, between two neighbours, for half of what tells them apart, those first tha
 for fewer items. Of small steps it looks at every plan, but for those that differ only in when something begins. Where a
 plan has its peak, gathers wait and operators are tiled (:mod:`~zerograph.planner.peaks`). Every plan is simulated.
 
+A local search may miss what it finds with less to turn. Where nothing is fixed it therefore also looks as if one thing
+were, so that fixing what a user may fix never helps; in deep steps at fewer things.
+
 No budget enters, so more of one never finds a slower plan. What stays on the device is searched as where nothing can
 leave it, and then the rest from there: another tier never makes a plan slower either. All ranks that are given the same
 step, machine and budget find the same plan.
@@ -66,6 +69,9 @@ COMPLETE = 1300
 """Plans up to which all are looked at, but for what only says when something begins."""
 COARSE = 48
 """Plans that are looked at with knobs turned for all items at once, however deep the step: the rest follows from it."""
+FIXED, FIXED_AWAY = 64, 32
+"""Buckets up to which a search looks where one thing is fixed, too, of plans that stay on the device and of all. It then
+takes ten times as long: for 24 layers 0.7 and 5 s."""
 WORK = 60_000
 """About how many tasks are simulated of plans that stay on the device, and then of all, from the first plans on."""
 
@@ -132,7 +138,16 @@ class Search:
     """Candidates for one step on one machine; ask :meth:`within` for the best of any budget."""
 
     def __init__(
-        self, step: Step, wish: Wish, machine: Machine, *, states: int | None = None, moments: int = 2, work: int = WORK
+        self,
+        step: Step,
+        wish: Wish,
+        machine: Machine,
+        *,
+        states: int | None = None,
+        moments: int = 2,
+        work: int = WORK,
+        thorough: bool = True,
+        within: Search | None = None,
     ) -> None:
         """
         Args:
@@ -140,16 +155,22 @@ class Search:
             moments: tensors that the optimizer keeps per parameter.
             work: about how many tasks are simulated of plans that offload or tile, twice as many where all do. The
                 first plans and :data:`COARSE` others are looked at in any case.
+            thorough: look where one thing is fixed, too, if nothing is.
+            within: a search with more open, whose simulations this one takes.
         """
         self.wish, self.moments = wish, moments
         with without_gc():
-            self.ways = _ways(Graph(step), wish, machine)
+            like = within if within is not None and _same_ways(wish, within.wish) else None
+            self.ways = _ways(Graph(step), wish, machine) if like is None else like.ways
             self.states = sum(state_bytes(step.params, wish.world_size, moments)) if states is None else states
             self.tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
             self.homes = open_homes(wish.offload, self.tiers, wish.sharding)
             # The first way has the loss whole: the plans without offload and tiles are of that one.
-            self.spaces, *parts = [list(_spaces(step, wish, machine, self.states, moments, way)) for way in self.ways]
-            spaces = [*self.spaces, *chain.from_iterable(parts)]
+            known = () if like is None else like._every_space
+            self.spaces, *parts = [
+                list(_spaces(step, wish, machine, self.states, moments, way, known)) for way in self.ways
+            ]
+            spaces = self._every_space = [*self.spaces, *chain.from_iterable(parts)]
             self._deep = self._deep_search(spaces)
             if self._deep is not None:
                 return
@@ -158,9 +179,11 @@ class Search:
                 found.explore({space: _staying(space, wish) for space in self.spaces}, WORK)
             if self.tiers or wish.tiles:
                 open_knobs = {s: _all_knobs(s, wish, self.homes, self.tiers) for s in spaces}
-                work *= 1 if DEVICE in self.homes else 2
-                found.explore(open_knobs, work, groups=GROUPS, tile=wish.tiles)
-            self.best = frontier(found.best)
+                found.explore(open_knobs, work * (1 if DEVICE in self.homes else 2), groups=GROUPS, tile=wish.tiles)
+            best = list(found.best)
+            for one in self.with_one_fixed() if thorough else ():
+                best += Search(step, one, machine, states=self.states, moments=moments, work=work, within=self).best
+            self.best = frontier(best)
 
     def _deep_search(self, spaces: Sequence[Space]) -> DeepSearch | None:
         """The search of a step that is too deep for this one, where nothing is fixed."""
@@ -169,6 +192,23 @@ class Search:
         if not few or len(few) < len(spaces):
             return None
         return DeepSearch([_look(one, few, self.tiers) for one in (self.wish, *looks)])
+
+    def with_one_fixed(self) -> Iterator[Wish]:
+        """The wish with anything fixed that a user may fix; none where something is, and of large steps."""
+        wish = self.wish
+        told = (wish.stage, wish.bucket_size, wish.prefetch, wish.recompute, wish.tier, wish.tile)
+        if told != ("auto", None, None, "auto", None, None) or wish.offload not in ("none", "auto"):
+            return
+        if len(self.spaces[-1].plan.buckets) > (FIXED_AWAY if wish.tiles else FIXED):
+            return
+        yield from (replace(wish, stage=stage) for stage in (1, 2, 3))
+        yield from (replace(wish, prefetch=prefetch) for prefetch in PREFETCHES)
+        yield from (replace(wish, recompute=recompute) for recompute in ("none", "full"))
+        if len(self.spaces) > 1:
+            yield from (replace(wish, bucket_size=space.size) for space in self.spaces)
+        yield from (replace(wish, tier=tier) for tier in self.tiers)
+        if self.tiers:
+            yield from (replace(wish, offload=kind) for kind in OFFLOADS[1:])
 
     @cached_property
     def best(self) -> list[Candidate]:
@@ -312,6 +352,10 @@ def _fixed_once(wish: Wish, tiers: Sequence[Tier]) -> Iterator[Wish]:
         yield replace(wish, stage=3)
 
 
+def _same_ways(wish: Wish, other: Wish) -> bool:
+    return (wish.recompute, wish.tiles, wish.bucket_size) == (other.recompute, other.tiles, other.bucket_size)
+
+
 def _staying(space: Space, wish: Wish) -> list[Knob]:
     """What may be turned of plans that leave everything on the device."""
     profile, rates = space.scheduler.profile, space.scheduler.rates
@@ -403,8 +447,16 @@ def limits(budget: int | Mapping[Tier, int]) -> tuple[int, ...]:
     return tuple(budget.get(tier, 0) for tier in TIERS)
 
 
-def _spaces(step: Step, wish: Wish, machine: Machine, states: int, moments: int, way: Way) -> Iterator[Space]:
-    """One per distinct way to put parameters into buckets."""
+def _spaces(
+    step: Step,
+    wish: Wish,
+    machine: Machine,
+    states: int,
+    moments: int,
+    way: Way,
+    known: Sequence[Space] = (),
+) -> Iterator[Space]:
+    """One per distinct way to put parameters into buckets; of the same step and machine others may be ``known``."""
     seen = set()
     for size in BUCKET_SIZES if wish.bucket_size is None else (wish.bucket_size,):
         plan = plan_step(
@@ -422,7 +474,10 @@ def _spaces(step: Step, wish: Wish, machine: Machine, states: int, moments: int,
             rates = Rates(machine, wish.world_size, plan.compute_dtype)
             most = most_tiles(plan, size, way.head) if wish.tiles else ()
             held = on("device", states)
-            yield Space(way.profile, plan, rates, held, moments=moments, most_tiles=most, size=size)
+            params = [bucket.params for bucket in plan.buckets]
+            alike = (s for s in known if s.scheduler.profile is way.profile)
+            like = next((s for s in alike if [bucket.params for bucket in s.plan.buckets] == params), None)
+            yield Space(way.profile, plan, rates, held, moments=moments, most_tiles=most, size=size, like=like)
 
 
 def most_tiles(plan: Plan, size: int, whole: Container[str] = ()) -> tuple[int, ...]:

@@ -71,19 +71,24 @@ class Space:
         held: bytes that are held between steps, before a plan moves any of them.
         most_tiles: of each bucket; 1 where it cannot be tiled.
         size: bytes of a bucket, at most, unless one parameter is larger.
-        work: tasks that were simulated so far.
+        work: tasks of the plans that were looked at.
     """
 
     def __init__(
         self, profile: Profile, plan: Plan, rates: Rates, held: Memory, *, moments: int = 2,
-        most_tiles: tuple[int, ...] = (), size: int = 0,
+        most_tiles: tuple[int, ...] = (), size: int = 0, like: Space | None = None,
     ) -> None:  # fmt: skip
+        """
+        Args:
+            like: a space of the same profile and buckets, whose simulations are taken.
+        """
         self.plan, self.held, self.size = plan, held, size
         self.most_tiles = most_tiles or (1,) * len(plan.buckets)
         params, names = [b.params for b in plan.buckets], [b.name for b in plan.buckets]
-        self.scheduler = Scheduler(profile, params, names, rates, moments)
+        self.scheduler = Scheduler(profile, params, names, rates, moments) if like is None else like.scheduler
         self.work = 0
         self._known: dict[object, Candidate] = {}
+        self._simulated: dict[object, tuple[float, Peaks, int]] = {} if like is None else like._simulated
 
     def of(self, plan: Plan) -> Candidate:
         """``plan``, simulated; its buckets hold what those of this space do."""
@@ -93,16 +98,18 @@ class Space:
         decided = (*_of_plan(plan), tuple(map(_of_bucket, plan.buckets)))
         found = self._known.get(decided)
         if found is None:
-            found = self._known[decided] = Candidate(*self._judged(plan), plan, self)
+            if decided not in self._simulated:
+                self._simulated[decided] = self._judged(plan)
+            seconds, peaks, tasks = self._simulated[decided]
+            # Counted whoever simulated them, so that a search finds the same beside others as alone.
+            self.work += tasks
+            found = self._known[decided] = Candidate(seconds, peaks, plan, self)
         return found
 
-    def _judged(self, plan: Plan) -> tuple[float, Peaks]:
-        """Seconds and peaks of ``plan``."""
+    def _judged(self, plan: Plan) -> tuple[float, Peaks, int]:
+        """Seconds and peaks of ``plan``, and tasks that it has."""
         scheduler = self.scheduler
-        held = self.held + scheduler.moved(plan)
-        seconds, peaks, tasks = time_and_peaks(sketch(scheduler, plan), scheduler.costs, held)
-        self.work += tasks
-        return seconds, peaks
+        return time_and_peaks(sketch(scheduler, plan), scheduler.costs, self.held + scheduler.moved(plan))
 
     def whole_of(self, candidate: Candidate) -> Candidate:
         """One of this space, simulated with all layers."""
