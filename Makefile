@@ -14,6 +14,7 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard cmake/* csrc/* csrc/bin
 
 help:
 	@echo "make demo       install, train a byte-level GPT at stage 3 on $(NPROC) processes, resume it on one"
+	@echo "                OFFLOAD=folder keeps parameters, gradients and optimizer states in files there"
 	@echo "make test       install with the test tools and run every test (TESTS=path narrows it, WORKERS=0 shows output)"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make bench      benchmarks/step.py on CPU"
@@ -22,7 +23,7 @@ help:
 	@echo "make gpu-bench  the same build, benchmarks/step.py on CUDA"
 
 demo: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/01_first_run.py
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) $(if $(OFFLOAD),examples/07_offload.py $(OFFLOAD),examples/01_first_run.py)
 	$(BIN)/python examples/02_resume.py
 
 test: $(VENV)/.installed-dev

@@ -42,7 +42,7 @@ def main() -> None:
     optimizer = zerograph.optim.AdamW(params.values(), skip_nonfinite=False)  # looks at no gradient before the update
     optimizer.store = store  # as a backend sets it
     optimizer.step()  # makes the states
-    stream, moved = optimizer._stream, store.bytes() * 2
+    stream, moved = optimizer._stream, sum(store.bytes().values()) * 2
     assert stream is not None
     updates, bare = [], []
     for number in range(args.rounds):

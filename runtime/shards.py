@@ -489,11 +489,16 @@ class ShardStore:
         """Bytes of the slots that states pass through."""
         return sum(slot.nbytes for slot in self._ring)
 
-    def bytes(self) -> int:
-        """On NVMe."""
+    def bytes(self) -> dict[str, int]:
+        """On NVMe, by what they are for."""
         states = [kind.extent for kinds in self._kinds.values() for kind in kinds.values()]
-        held = (*states, *self._parameters.values(), *self._copied.values())
-        return sum(extent.bytes for extent in held) + (self._spilled.bytes if self._spilled is not None else 0)
+        held = {
+            "parameters": sum(extent.bytes for extent in self._parameters.values()),
+            "copies": sum(extent.bytes for extent in self._copied.values()),
+            "gradients": self._spilled.bytes if self._spilled is not None else 0,
+            "optimizer states": sum(extent.bytes for extent in states),
+        }
+        return {what: size for what, size in held.items() if size}
 
 
 SLOTS = 3

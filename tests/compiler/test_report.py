@@ -39,6 +39,12 @@ def test_a_backend_that_has_not_run_yet() -> None:
     assert "runs: none yet" in str(idle) and len(str(idle).splitlines()) == 3
 
 
+def test_what_is_on_nvme_is_told_by_kind() -> None:
+    away = replace(REPORT, on_nvme={"gradients": 2**20, "optimizer states": 2**21}, slots=2**22)
+    line = "  on NVMe: gradients 1 MiB, optimizer states 2 MiB; updates stream through 4 MiB of memory"
+    assert str(away).splitlines()[3] == line
+
+
 def test_of_a_graph_break_the_first_line_is_shown() -> None:
     broken = replace(REPORT, graph_breaks={"print() was called\n  at model.py:3": 2})
     assert str(broken).splitlines()[-1] == "  graph break x2 in this process: print() was called"

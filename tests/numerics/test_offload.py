@@ -110,7 +110,8 @@ class Run:
         torch._dynamo.reset()
         torch.manual_seed(0)
         self.model = Net().to(whole) if whole is not None else Net()
-        self.backend = zerograph.backend(compute="eager", bucket_size="20KiB", **options)
+        own = {} if "plan" in options else {"bucket_size": "20KiB"}
+        self.backend = zerograph.backend(compute="eager", **own, **options)
         self.compiled = torch.compile(self.model, backend=self.backend)
         self.optimizer = make(self.model)
         self.losses: list[float] = []
@@ -201,7 +202,7 @@ def _equal(
 ) -> tuple[int, int]:
     shards.SLOT = slot
     training = _at_both_homes(folder, make, _accumulates_and_evaluates, offload, **options)
-    return _on_nvme(training), training.backend._store.bytes()
+    return _on_nvme(training), sum(training.backend._store.bytes().values())
 
 
 HOMES: list[tuple[dict[str, Any], str, list[Callable[[nn.Module], Optimizer]]]] = [
@@ -230,7 +231,7 @@ def _each_equal(
             training.begin_again(make, start)
             _accumulates_and_evaluates(training)
         _same(*(training.result() for training in pair))
-        found[make.__name__] = _on_nvme(pair[1]), pair[1].backend._store.bytes()
+        found[make.__name__] = _on_nvme(pair[1]), sum(pair[1].backend._store.bytes().values())
     return found
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -20,12 +21,13 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph.core.machine import machine_named
+from zerograph.core.plan import OFFLOADS, Homes
 from zerograph.core.planfile import Holding
 from zerograph.core.simulate import simulate
 from zerograph.core.timeline import Forecast
 from zerograph.dryrun.compile_only import Compiled, compile_only
 from zerograph.dryrun.forecast import forecast_file
-from zerograph.planner.forecasts import forecast_programs
+from zerograph.planner.forecasts import forecast_programs, forecast_sketch
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import head_of, tiled
 from zerograph.planner.rates import Rates, state_bytes
@@ -157,6 +159,61 @@ def test_a_schedule_agrees_with_the_programs(
     )
     assert found == pytest.approx(wanted, rel=tolerance)
     assert ours.seconds == pytest.approx(true.seconds, rel=0.03)
+
+
+DISK = machine_named("cpu")
+
+
+def with_homes(path: Path, seed: int, world_size: int, **options: Any) -> Path:
+    """A plan of a GPT whose buckets live anywhere between memory and NVMe."""
+    draw = Random(seed)
+    away = {"offload": "parameters", "tier": "nvme", "path": str(path.parent)}
+    found = compile_only(GPT, world_size=world_size, batch=4, seq=128, **away, **options)
+    file = forecast_file("tests", found, DISK)
+    ways = [Homes(**dict.fromkeys(OFFLOADS[1 : n + 1], "nvme")) for n in range(len(OFFLOADS))]
+    buckets = tuple(
+        replace(bucket, homes=draw.choice(ways), ahead=draw.randint(0, file.plan.prefetch))
+        for bucket in file.plan.buckets
+    )
+    path.write_text(replace(file, plan=replace(file.plan, buckets=buckets)).to_json())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "tolerance"),
+    [
+        (1, {"bucket_size": "4MiB", "dtype": torch.bfloat16}, 0.03),
+        (1, {"bucket_size": "16MiB", "dtype": torch.float32, "prefetch": 2}, 0.03),
+        (4, {"bucket_size": "2MiB", "prefetch": 2}, 0.1),  # layers are cut: what crosses a cut is another activation
+        (4, {"bucket_size": "16MiB", "dtype": torch.bfloat16}, 0.03),
+    ],
+    ids=str,
+)
+def test_a_schedule_over_memory_and_nvme_agrees_with_the_programs(
+    tmp_path: Path, world_size: int, options: dict[str, Any], tolerance: float
+) -> None:
+    for seed in range(3):
+        path = with_homes(tmp_path / f"{seed}.json", seed, world_size, **options)
+        more = {"dtype": options["dtype"]} if "dtype" in options else {}
+        frame = compile_only(GPT, world_size=world_size, batch=4, seq=128, plan=path, path=str(tmp_path), **more).frame
+        plan = frame.plan
+        rates = Rates(DISK, world_size, plan.compute_dtype)
+        true = forecast_programs([frame.programs["forward"], frame.programs["backward"]], plan, DISK).forecast
+        scheduler = Scheduler(
+            profile_of(frame.step, plan), [b.params for b in plan.buckets], [b.name for b in plan.buckets], rates
+        )
+        ours, _ = forecast_sketch(scheduler, plan)
+        assert len({bucket.homes for bucket in plan.buckets}) > 1
+        assert ours.seconds == pytest.approx(true.seconds, rel=0.05)
+        assert ours.peaks["device"].bytes == pytest.approx(true.peaks["device"].bytes, rel=tolerance)
+        assert ours.peaks["nvme"].bytes == true.peaks["nvme"].bytes
+        for operation in ("read", "write", "fetch", "spill"):
+            assert moved(ours, operation) == pytest.approx(moved(true, operation), rel=0.03), operation
+
+
+def moved(forecast: Forecast, operation: str) -> float:
+    """Seconds of what is moved so, which are bytes at one rate."""
+    return sum(span.end - span.start for span in forecast.spans if span.operation == operation)
 
 
 def test_the_loss_of_a_traced_model_is_found_and_tiled() -> None:

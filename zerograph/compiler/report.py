@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from zerograph.core.config import Stage
 from zerograph.core.units import format_bytes
@@ -64,8 +65,9 @@ class Report:
             backends compiled too: Dynamo does not tell them apart.
         runs: executions per kind of program.
         peak_whole_buckets: most buckets that were whole at one time.
-        on_nvme: bytes of masters and optimizer states on NVMe, of this rank.
-        slots: bytes of memory that these pass through.
+        on_nvme: bytes on NVMe, of this rank: parameters (masters, where these have copies), their copies in the compute
+            dtype, gradients, optimizer states.
+        slots: bytes of memory that updates stream them through.
         recorded: the last step that ``backend.record()`` recorded.
     """
 
@@ -80,7 +82,7 @@ class Report:
     graph_breaks: dict[str, int]
     runs: dict[str, int]
     peak_whole_buckets: int
-    on_nvme: int = 0
+    on_nvme: Mapping[str, int] = field(default_factory=dict)
     slots: int = 0
     recorded: RecordedStep | None = None
 
@@ -93,10 +95,8 @@ class Report:
             f"at most {self.peak_whole_buckets} buckets whole at a time",
         ]
         if self.on_nvme:
-            lines.append(
-                f"  {format_bytes(self.on_nvme)} of optimizer states on NVMe, which pass through "
-                f"{format_bytes(self.slots)} of memory"
-            )
+            sizes = ", ".join(f"{what} {format_bytes(size)}" for what, size in self.on_nvme.items())
+            lines.append(f"  on NVMe: {sizes}; updates stream through {format_bytes(self.slots)} of memory")
         if self.recorded is not None:
             lines.append(f"  {self.recorded}")
             if self.recorded.resident is not None:

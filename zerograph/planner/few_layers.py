@@ -69,7 +69,7 @@ class FewLayers(Space):
         return more + (more - less) * times, peaks, few + many
 
     def _measured(self, space: Space, plan: Plan) -> tuple[float, list[list[int]], int]:
-        """Seconds, by tier the peaks of each part of the step, as where they lie is the same at all depths, and tasks."""
+        """Seconds, by tier the peaks of each part of the step, which lie there at all depths, and tasks."""
         scheduler = space.scheduler
         run = walk(sketch(scheduler, plan), scheduler.costs)
         # Forward, the halves of the backward, update; an inference is a forward alone.

@@ -70,8 +70,8 @@ COMPLETE = 1300
 COARSE = 48
 """Plans that are looked at with knobs turned for all items at once, however deep the step: the rest follows from it."""
 FIXED, FIXED_AWAY = 64, 32
-"""Buckets up to which a search looks where one thing is fixed, too, of plans that stay on the device and of all. It then
-takes ten times as long: for 24 layers 0.7 and 5 s."""
+"""Buckets up to which a search looks where one thing is fixed, too: of plans that stay on the device, and of all. It
+then takes ten times as long, for 24 layers 0.3 and 6 CPU seconds."""
 WORK = 60_000
 """About how many tasks are simulated of plans that stay on the device, and then of all, from the first plans on."""
 
@@ -161,16 +161,17 @@ class Search:
         self.wish, self.moments = wish, moments
         with without_gc():
             like = within if within is not None and _same_ways(wish, within.wish) else None
-            self.ways = _ways(Graph(step), wish, machine) if like is None else like.ways
+            self.ways: list[Way] = _ways(Graph(step), wish, machine) if like is None else like.ways
             self.states = sum(state_bytes(step.params, wish.world_size, moments)) if states is None else states
             self.tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
             self.homes = open_homes(wish.offload, self.tiers, wish.sharding)
             # The first way has the loss whole: the plans without offload and tiles are of that one.
-            known = () if like is None else like._every_space
+            known = [] if like is None else like._every_space
             self.spaces, *parts = [
                 list(_spaces(step, wish, machine, self.states, moments, way, known)) for way in self.ways
             ]
-            spaces = self._every_space = [*self.spaces, *chain.from_iterable(parts)]
+            spaces = [*self.spaces, *chain.from_iterable(parts)]
+            self._every_space: list[Space] = spaces
             self._deep = self._deep_search(spaces)
             if self._deep is not None:
                 return

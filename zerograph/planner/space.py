@@ -85,7 +85,8 @@ class Space:
         self.plan, self.held, self.size = plan, held, size
         self.most_tiles = most_tiles or (1,) * len(plan.buckets)
         params, names = [b.params for b in plan.buckets], [b.name for b in plan.buckets]
-        self.scheduler = Scheduler(profile, params, names, rates, moments) if like is None else like.scheduler
+        own = Scheduler(profile, params, names, rates, moments) if like is None else like.scheduler
+        self.scheduler: Scheduler = own
         self.work = 0
         self._known: dict[object, Candidate] = {}
         self._simulated: dict[object, tuple[float, Peaks, int]] = {} if like is None else like._simulated
