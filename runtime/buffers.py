@@ -36,9 +36,6 @@ class BufferPool:
     shares its storage, so a view that somebody kept can never be overwritten.
     """
 
-    IDLE = 1
-    """Free buffers that are kept, for the next bucket; the oldest go first. With two, an embedding's stayed on."""
-
     def __init__(self, allocate: Callable[[int], Tensor] = lambda size: torch.empty(size, dtype=torch.uint8)) -> None:
         """``allocate`` makes new memory of so many bytes."""
         self._allocate = allocate
@@ -49,14 +46,15 @@ class BufferPool:
         self._buffers = [b for b in self._buffers if not memory_is_unshared(b)]
 
     def take(self, size: int) -> Tensor:
-        """Uninitialized memory of ``size`` bytes."""
+        """Uninitialized memory of ``size`` bytes. Of free buffers one is kept that would do for as many bytes again: an
+        embedding's goes when a layer is gathered."""
         free = [b for b in self._buffers if memory_is_unshared(b)]
         # A quarter larger at most: a small bucket must not hold a large one's memory.
         fits = [b for b in free if size <= b.numel() <= size + size // 4]
         chosen = min(fits, key=Tensor.numel) if fits else self._allocate(size)
-        idle = [b for b in free if b is not chosen]
-        dropped = {id(b) for b in idle[: len(idle) - self.IDLE]} if len(idle) > self.IDLE else set()
-        self._buffers = [b for b in self._buffers if b is not chosen and id(b) not in dropped] + [chosen]
+        spare = [b for b in fits if b is not chosen][-1:]
+        gone = {id(b) for b in free} - {id(b) for b in spare} | {id(chosen)}
+        self._buffers = [*(b for b in self._buffers if id(b) not in gone), chosen]
         return chosen[:size]
 
 

@@ -56,6 +56,7 @@ class GatheredCache:
         self._residency = {b.index: b.residency for b in plan.buckets}
         self._steps, self._hold = steps, hold
         self._full: dict[int, Mapping[str, Tensor]] = {}
+        self._stale: set[int] = set()  # of these the buckets that the forward has not gathered anew yet
         self._gathered_at = (-1, 0)
 
     @property
@@ -66,20 +67,31 @@ class GatheredCache:
     def enter(self, kind: str, generation: int = 0) -> None:
         """Called at the start of every program: drop what may be stale.
 
+        A forward drops it bucket by bucket, as it gathers: each then finds its own memory free. Dropped at once, most of
+        it would go back to the system, to be asked for again page by page.
+
         Ranks that met after an error may have kept different buckets: those of an older ``generation`` go.
         """
         now = (self._steps.value, generation)
         # Any optimizer counts, not only those of the backend: a step of a foreign one may write to the same tensors.
         if now != self._gathered_at or (kind != "backward" and not self._hold.open):
-            self._full.clear()
             self._gathered_at = now
+            self._stale = set(self._full)
+        if kind != "forward":
+            for bucket in self._stale:
+                del self._full[bucket]
+            self._stale.clear()
 
     def clear(self) -> None:
         """Called when a program fails."""
         self._full.clear()
+        self._stale.clear()
 
     def lookup(self, bucket: int, params: Sequence[Param]) -> list[Tensor] | None:
         """The full ``params``, when the bucket is whole."""
+        if bucket in self._stale:
+            self._stale.remove(bucket)
+            del self._full[bucket]
         full = self._full.get(bucket)
         if full is None or any(p.name not in full for p in params):
             return None
@@ -98,6 +110,10 @@ class GatheredCache:
         if self._residency[bucket] == "backward" and kind == "backward":
             self._full.pop(bucket, None)
         return bucket in self._full
+
+    def gathers_again(self, bucket: int) -> bool:
+        """Whether the backward gathers what the forward has freed."""
+        return self._residency[bucket] == "use"
 
     @property
     def bytes(self) -> int:

@@ -21,20 +21,24 @@ def test_a_kept_view_is_never_overwritten() -> None:
     assert pool.take(1000).untyped_storage().data_ptr() != view.untyped_storage().data_ptr()
 
 
-def test_a_buffer_much_too_large_is_left_for_others() -> None:
+def test_what_does_not_fit_the_next_bucket_goes() -> None:
     pool = BufferPool()
     large = pool.take(10_000)
-    address = large.data_ptr()
     del large
     small = pool.take(1000)
-    assert small.data_ptr() != address
-    assert pool.take(10_000).data_ptr() == address
+    assert [len(buffer) for buffer in pool._buffers] == [len(small)]
 
 
-def test_only_a_few_free_buffers_are_kept() -> None:
+def test_one_free_buffer_is_kept_that_fits() -> None:
     pool = BufferPool()
-    buffers = [pool.take(1000 * 2**k) for k in range(6)]
+    buffers = [pool.take(size) for size in (900, 1000, 1100, 1200, 2000)]
     del buffers
-    kept = pool.take(1)
-    assert len(pool._buffers) == BufferPool.IDLE + 1
-    assert kept.numel() == 1
+    taken = pool.take(1000)
+    assert sorted(map(len, pool._buffers)) == [1000, 1200] and len(taken) == 1000
+
+
+def test_what_is_read_stays() -> None:
+    pool = BufferPool()
+    read = pool.take(10_000)
+    pool.take(1000)
+    assert sorted(map(len, pool._buffers)) == [1000, 10_000] and len(read) == 10_000

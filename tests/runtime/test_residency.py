@@ -141,9 +141,27 @@ def test_steps_of_own_optimizers_are_counted_apart() -> None:
     assert step(ours, lr=0.0) == (3, 1)
 
 
+def test_a_forward_drops_what_is_stale_as_it_gathers_and_other_programs_at_once(cache_of: Making) -> None:
+    cache, _, _, _ = cache_of("step")
+    gather(cache, "forward")
+    cache.enter("backward")
+    held = cache.bytes
+    cache.enter("forward")
+    assert cache.bytes == held > 0
+    assert cache.lookup(0, (W, V)) is None and cache.bytes == 0
+    gather(cache, "forward")
+    cache.enter("forward")
+    cache.enter("backward")  # the forward did not read it
+    assert cache.bytes == 0
+    gather(cache, "forward")
+    cache.enter("inference")
+    assert cache.bytes == 0
+
+
 def test_a_count_that_is_gone_is_not_told() -> None:
     param = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([param])
+    gc.collect()  # counts of other tests may be gone
     before = len(hooks)
     count = StepCount({id(param)})
     assert len(hooks) == before + 1

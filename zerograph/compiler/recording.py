@@ -101,7 +101,7 @@ class Recording:
         for frame in self._frames:
             if frame.runtime is not None:
                 # Lets go of buckets that a step before left whole.
-                frame.runtime.cache.enter("forward")
+                frame.runtime.cache.enter("inference")
         if self._runtime.comm is not None:
             self._runtime.comm.trim()
         self._held = _held(self._params, self._optimizers(), self._runtime.store)

@@ -1,0 +1,207 @@
+"""What users do with offload beside the plain loop: it works as in memory, or an error says what to do."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from numerics.test_offload import OFF, Net, Run, _rank, _same, adamw, stock
+from ranks import RankFailure, run
+from torch import nn
+from torch.optim import Optimizer
+
+import zerograph
+from zerograph.core.errors import StorageError, UnsupportedError, ZeroGraphError
+
+ALL = {"stage": 3, **OFF, "offload": "parameters"}
+
+
+def _both(folder: str, make: Callable[[nn.Module], Optimizer], trains: Callable[[Run], None]) -> None:
+    runs = [Run(make, stage=3), Run(make, **ALL, path=folder)]
+    for training in runs:
+        trains(training)
+    _same(*(training.result() for training in runs))
+
+
+def _twice_through_one_graph(training: Run) -> None:
+    training.steps(1)
+    loss = training.compiled(torch.arange(24).view(3, 8) % 37)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    training.optimizer.step()
+    training.optimizer.zero_grad(set_to_none=False)
+    training.steps(1)
+
+
+def _skips_a_step(training: Run) -> None:
+    training.steps(1)
+    training.backward()
+    training.optimizer.zero_grad()
+    training.steps(2)
+
+
+def _removes_the_folder(training: Run) -> None:
+    training.steps(1)
+    if training.backend.config.path:
+        torch.distributed.barrier()
+        shutil.rmtree(training.backend.config.path[0], ignore_errors=True)
+    training.steps(2)
+
+
+def _each(folder: str, trains: Callable[[Run], None]) -> None:
+    _both(folder, adamw, trains)
+
+
+@pytest.mark.parametrize("trains", [_twice_through_one_graph, _skips_a_step, _removes_the_folder])
+def test_loops_that_do_something_else(trains: Callable[[Run], None], tmp_path: Path) -> None:
+    folder = tmp_path / "away"
+    folder.mkdir()
+    run(2, _each, str(folder), trains)
+
+
+def foreach(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+
+
+def _two_steps(training: Run) -> None:
+    training.steps(2)
+
+
+def _foreach(folder: str) -> None:
+    _both(folder, foreach, _two_steps)
+
+
+def test_foreach_steps_through_mappings(tmp_path: Path) -> None:
+    run(2, _foreach, str(tmp_path))
+
+
+def _own_folder(folder: str) -> None:
+    own = os.path.join(folder, str(_rank()))
+    os.mkdir(own)
+    _both(own, adamw, _two_steps)
+
+
+def test_ranks_may_have_folders_of_their_own(tmp_path: Path) -> None:
+    run(2, _own_folder, str(tmp_path))
+
+
+def lbfgs(model: nn.Module) -> Optimizer:
+    return torch.optim.LBFGS(model.parameters())
+
+
+def muon(model: nn.Module) -> Optimizer:
+    return torch.optim.Muon([p for p in model.parameters() if p.ndim == 2])
+
+
+def _refused(folder: str, make: Callable[[nn.Module], Optimizer]) -> None:
+    training = Run(make, **ALL, path=folder)
+    training.backward()
+    with pytest.raises(UnsupportedError):
+        training.optimizer.step(lambda: training.losses[-1])
+
+
+@pytest.mark.parametrize("make", [lbfgs, muon])
+def test_optimizers_that_cannot_step_are_refused(make: Callable[[nn.Module], Optimizer], tmp_path: Path) -> None:
+    run(2, _refused, str(tmp_path), make)
+
+
+def _over_both(folder: str) -> None:
+    """One optimizer over a model that is away and one that is not."""
+    results = []
+    for more in ({}, {**OFF, "offload": "parameters", "path": folder}):
+        training = Run(adamw, stage=3, **more)
+        torch.manual_seed(1)
+        plain = nn.Linear(37, 5)
+        training.optimizer.add_param_group({"params": plain.parameters(), "lr": 1e-3})
+        for _ in range(2):
+            training.backward()
+            plain(torch.ones(2, 37)).square().sum().backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        results.append((training.result(), plain.weight.detach().clone()))
+    _same(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_an_optimizer_over_an_offloaded_and_a_plain_model(tmp_path: Path) -> None:
+    run(2, _over_both, str(tmp_path))
+
+
+def _forked(folder: str) -> None:
+    """A child that reads nothing of it ends, and training goes on: data loaders fork."""
+
+    def trains(training: Run) -> None:
+        training.steps(1)
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+        training.steps(2)
+
+    _both(folder, adamw, trains)
+
+
+def test_a_process_that_forks_goes_on(tmp_path: Path) -> None:
+    run(2, _forked, str(tmp_path))
+
+
+def _less_room(folder: str) -> str:
+    training = Run(adamw, **ALL, path=folder, nvme="64KiB" if _rank() == 1 else "64MiB")
+    with pytest.raises(ZeroGraphError) as caught:
+        training.steps(1)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_one_rank_with_less_room_is_an_error_on_all(tmp_path: Path) -> None:
+    first, second = run(2, _less_room, str(tmp_path), timeout=60)
+    assert second.startswith("StorageError") and "nvme=64 KiB" in second
+    assert first.startswith("RankError") and "rank 1" in first
+
+
+def _cannot_write(path: str) -> None:
+    with pytest.raises(StorageError):
+        Run(adamw, **ALL, path=path).backward()
+
+
+def test_a_file_is_no_folder(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    run(1, _cannot_write, str(file))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    run(1, _cannot_write, str(tmp_path))
+
+
+class Computes(Net):
+    """Its forward reads what its parameters are, not only what modules compute of them."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + 1e-3 * sum(p.square().sum() for p in self.layers.parameters())
+
+
+def _computes_with_shards(folder: str) -> None:
+    results = []
+    for more in ({}, {**OFF, "offload": "parameters", "path": folder}):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Computes()
+        compiled = torch.compile(model, backend=zerograph.backend(stage=3, compute="eager", **more))
+        loss = compiled(torch.arange(24).view(3, 8) % 37)
+        loss.backward()
+        results.append((loss.item(), model.layers[0][0].weight.grad.full_tensor()))
+    assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
+
+
+def test_a_forward_that_computes_with_all_its_parameters(tmp_path: Path) -> None:
+    """In memory this works or says why not; away it does the same."""
+    try:
+        run(2, _computes_with_shards, str(tmp_path))
+    except RankFailure as failure:
+        assert all("hint" in text or "UnsupportedError" in text for text in failure.ranks.values()), failure
