@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from numerics.test_offload import OFF, Net, Run, _rank, _same, adamw, stock
-from ranks import RankFailure, run
+from numerics.test_offload import OFF, Run, _rank, _same, adamw
+from ranks import run
 from torch import nn
 from torch.optim import Optimizer
 
-import zerograph
 from zerograph.core.errors import StorageError, UnsupportedError, ZeroGraphError
 
 ALL = {"stage": 3, **OFF, "offload": "parameters"}
@@ -158,8 +157,8 @@ def _less_room(folder: str) -> str:
 
 def test_one_rank_with_less_room_is_an_error_on_all(tmp_path: Path) -> None:
     first, second = run(2, _less_room, str(tmp_path), timeout=60)
-    assert second.startswith("StorageError") and "nvme=64 KiB" in second
-    assert first.startswith("RankError") and "rank 1" in first
+    assert "nvme=64 KiB: masters and states of this rank take" in second
+    assert first.startswith("RankError") and "nvme=64 KiB" in first
 
 
 def _cannot_write(path: str) -> None:
@@ -177,31 +176,3 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     run(1, _cannot_write, str(tmp_path))
-
-
-class Computes(Net):
-    """Its forward reads what its parameters are, not only what modules compute of them."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return super().forward(tokens) + 1e-3 * sum(p.square().sum() for p in self.layers.parameters())
-
-
-def _computes_with_shards(folder: str) -> None:
-    results = []
-    for more in ({}, {**OFF, "offload": "parameters", "path": folder}):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = Computes()
-        compiled = torch.compile(model, backend=zerograph.backend(stage=3, compute="eager", **more))
-        loss = compiled(torch.arange(24).view(3, 8) % 37)
-        loss.backward()
-        results.append((loss.item(), model.layers[0][0].weight.grad.full_tensor()))
-    assert results[0][0] == results[1][0] and torch.equal(results[0][1], results[1][1])
-
-
-def test_a_forward_that_computes_with_all_its_parameters(tmp_path: Path) -> None:
-    """In memory this works or says why not; away it does the same."""
-    try:
-        run(2, _computes_with_shards, str(tmp_path))
-    except RankFailure as failure:
-        assert all("hint" in text or "UnsupportedError" in text for text in failure.ranks.values()), failure
