@@ -67,8 +67,8 @@ class GatheredCache:
     def enter(self, kind: str, generation: int = 0) -> None:
         """Called at the start of every program: drop what may be stale.
 
-        A forward drops it bucket by bucket, as it gathers: each then finds its own memory free. Dropped at once, most of
-        it would go back to the system, to be asked for again page by page.
+        A forward drops it bucket by bucket, as it gathers: each then finds its own memory free. Dropped at once, most
+        of it would go back to the system, to be asked for again page by page.
 
         Ranks that met after an error may have kept different buckets: those of an older ``generation`` go.
         """
