@@ -3,6 +3,7 @@
     python benchmarks/accuracy.py                     # models and stages, 2 gloo ranks; about twenty minutes
     python benchmarks/accuracy.py --cases 0,4 --machine machine.json
     python benchmarks/accuracy.py --cases 14,15,16,17,18,19,20,21,22,23  # transformers' models, with large vocabularies
+    python benchmarks/accuracy.py --cases 24,25,26,27,28,29  # states, and everything, on NVMe
     python benchmarks/accuracy.py --cases 14,16,18 --budgets 0.8,0.9,1,1.2  # whether `memory=` is kept
 
 Prediction. The forecast of the peak is within 5% of what torch's allocator hands out, within 10% of the growth of the
@@ -64,6 +65,7 @@ CASES = [
     (Workload(16, 0, 0, vocab=1000, batch=8, seq=96, model="resnet"), "zg3"),
     (Workload(4, 256, 4, vocab=30000, batch=2, model="gemma2"), "zg3"),
     (Workload(4, 256, 4, vocab=16000, model="neox"), "zg3"),
+    *((work, spec) for work in (MIDDLE, LARGE) for spec in ("zg2-nvme", "zg3-nvme", "zg3-infinity")),
 ]
 TELLING = 2**30
 """Bytes of states from which the growth of a process tells something: below, code and compilers are most of it."""
@@ -75,6 +77,8 @@ class Found:
 
     peak: int
     forecast_peak: int
+    nvme: int
+    forecast_nvme: int
     growth: int
     forecast_growth: int
     step: float
@@ -87,7 +91,8 @@ def main() -> int:
     args = arguments()
     OUT.print(describe(facts := machine_facts("cpu")), soft_wrap=True)
     table = Table(title=f"forecast / measured, {RANKS} ranks")
-    for column in ("model", "variant", "peak MB", "forecast", "process", "step s", "forecast", "re-timed", "others"):
+    columns = "model", "variant", "peak MB", "forecast", "NVMe MB", "forecast", "process"
+    for column in (*columns, "step s", "forecast", "re-timed", "others"):
         table.add_column(column, justify="left" if column in ("model", "variant") else "right")
     budgets = Table(title=f"memory= and recorded peaks, {RANKS} ranks")
     for column in ("model", "budget MB", "peak MB", "forecast", "kept"):
@@ -101,6 +106,8 @@ def main() -> int:
         table.add_row(
             f"{work.model} {work.layers} x {work.dim}", title(spec),
             f"{found.peak / 1e6:.1f}", ratio(found.forecast_peak, found.peak),
+            f"{found.nvme / 1e6:.1f}" if found.nvme else "-",
+            ratio(found.forecast_nvme, found.nvme) if found.nvme else "-",
             ratio(found.forecast_growth, found.growth) if 16 * work.parameters > TELLING else "-",
             f"{found.step:.3f}", ratio(found.forecast, found.step), ratio(found.retimed, found.step),
             f"{found.others:.0%}",
@@ -153,6 +160,8 @@ def measure(work: Workload, spec: str, machine: str, timeout: float) -> Found:
     return Found(
         peak=most["peak"],
         forecast_peak=most["forecast_peak"],
+        nvme=int(most["nvme"]),
+        forecast_nvme=int(most["forecast_nvme"]),
         growth=max(end["peak"] - begin["rss"] for end, begin in zip(after, base, strict=True)),
         forecast_growth=int(most["forecast_growth"]),
         step=max(statistics.median(map(sum, rank["phases"])) for rank in steps),

@@ -166,6 +166,8 @@ class Worker:
         return {
             "peak": run.forecast.peaks["device"].bytes,
             "forecast_peak": predicted.forecast.peaks["device"].bytes,
+            "nvme": sum(backend.report().on_nvme.values()),
+            "forecast_nvme": predicted.forecast.peaks["nvme"].bytes if "nvme" in predicted.forecast.peaks else 0,
             "forecast_growth": predicted.resident.bytes if predicted.resident is not None else 0,
             "forecast": run.by_rates(found).forecast.seconds,
             "retimed": predicted.forecast.seconds,

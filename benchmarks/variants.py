@@ -124,13 +124,13 @@ def zerograph_stage(stage: int | str) -> Callable[[GPT, Workload, Options], Trai
     return build
 
 
-def zerograph_nvme(stage: int) -> Callable[[GPT, Workload, Options], Trainer]:
-    """Optimizer states in files of a folder (`path`), and the optimizer that streams them."""
+def zerograph_nvme(stage: int, offload: str) -> Callable[[GPT, Workload, Options], Trainer]:
+    """What is offloaded in files of a folder (`path`), and the optimizer that streams states."""
 
     def build(model: GPT, work: Workload, options: Options) -> Trainer:
         import zerograph
 
-        there = {"path": tempfile.gettempdir(), **options, "offload": "optimizer", "tier": "nvme"}
+        there = {"path": tempfile.gettempdir(), **options, "offload": offload, "tier": "nvme"}
         trainer = zerograph_stage(stage)(model, work, there)
         trainer.optimizer = zerograph.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
         return trainer
@@ -170,9 +170,12 @@ VARIANTS: dict[str, Variant] = {
     "fsdp-compiled": Variant("fully_shard, compiled blocks", compiled_sharded),
     **{f"zg{n}": Variant(f"zerograph stage {n}", zerograph_stage(n), False, "zerograph") for n in (0, 1, 2, 3, "auto")},
     **{
-        f"zg{n}-nvme": Variant(f"zerograph stage {n}, states on NVMe", zerograph_nvme(n), False, "zerograph")
+        f"zg{n}-nvme": Variant(
+            f"zerograph stage {n}, states on NVMe", zerograph_nvme(n, "optimizer"), False, "zerograph"
+        )
         for n in (1, 2, 3)
     },
+    "zg3-infinity": Variant("zerograph, all on NVMe", zerograph_nvme(3, "parameters"), False, "zerograph"),
     **{f"ds{n}": Variant(f"DeepSpeed ZeRO-{n}", deepspeed_stage(n), True, "deepspeed") for n in (1, 2, 3)},
 }
 
