@@ -39,21 +39,26 @@ class BufferPool:
     def __init__(self, allocate: Callable[[int], Tensor] = lambda size: torch.empty(size, dtype=torch.uint8)) -> None:
         """``allocate`` makes new memory of so many bytes."""
         self._allocate = allocate
-        self._buffers: list[Tensor] = []  # least recently used first
+        self._buffers: list[Tensor] = []
+        self._passed: set[int] = set()  # ids of those that were free at the last take, and not taken
 
     def trim(self) -> None:
         """Let go of the free buffers."""
         self._buffers = [b for b in self._buffers if not memory_is_unshared(b)]
+        self._passed = set()
 
     def take(self, size: int) -> Tensor:
-        """Uninitialized memory of ``size`` bytes. Of free buffers one is kept that would do for as many bytes again: an
-        embedding's goes when a layer is gathered."""
+        """Uninitialized memory of ``size`` bytes.
+
+        A free buffer that is not chosen stays for one more time, as buckets may take turns in size, and then goes: an
+        embedding's would wait for the next step.
+        """
         free = [b for b in self._buffers if memory_is_unshared(b)]
         # A quarter larger at most: a small bucket must not hold a large one's memory.
         fits = [b for b in free if size <= b.numel() <= size + size // 4]
         chosen = min(fits, key=Tensor.numel) if fits else self._allocate(size)
-        spare = [b for b in fits if b is not chosen][-1:]
-        gone = {id(b) for b in free} - {id(b) for b in spare} | {id(chosen)}
+        left = {id(b) for b in free if b is not chosen}
+        gone, self._passed = left & self._passed | {id(chosen)}, left - self._passed
         self._buffers = [*(b for b in self._buffers if id(b) not in gone), chosen]
         return chosen[:size]
 

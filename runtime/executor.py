@@ -72,6 +72,9 @@ class Executor:
         self.store = runtime.store
         self.fetched = {i.bucket for i in program.instructions if isinstance(i, Read)}
         self.writes = any(isinstance(i, Write) for i in program.instructions)
+        # No gather of such a backward finds its bucket freed: what the transport keeps is of no use before the forward.
+        again = (i.bucket for i in program.instructions if isinstance(i, Gather))
+        self.trims = program.kind == "backward" and not any(map(self.cache.gathers_again, again))
         self.synchronizes = runtime.device.type != "cpu"
         self.unread = _unread_inputs(program)
         # 60 bits: it travels in a signed 64-bit integer. 0 stands for no collectives, where ranks need not meet.
@@ -96,6 +99,8 @@ class Executor:
             if self.sequence:
                 self.comm.enter(Entry(self.name, self.sequence, self.cache.steps))
             self.cache.enter(program.kind, self.comm.generation if self.sequence else 0)
+            if self.trims and self.sequence:
+                self.comm.trim()
             for instruction, run, dead in self.marked if self.telemetry.recording else self.instructions:
                 run(instruction, registers)
                 for register in dead:
@@ -167,8 +172,8 @@ class Executor:
             registers[register] = None
         if not self.cache.release(instruction.bucket, self.program.kind):
             self.telemetry.freed(self.frame, instruction.bucket)
-            if self.program.kind == "backward" and not self.cache.gathers_again(instruction.bucket):
-                self.comm.trim()  # the forward's gathers may be far away
+            if self.trims:
+                self.comm.trim()
 
     def _read(self, instruction: Read, registers: list[Any]) -> None:
         whole = self.cache.lookup(instruction.bucket, instruction.params) is not None

@@ -112,7 +112,7 @@ class GatheredCache:
         return bucket in self._full
 
     def gathers_again(self, bucket: int) -> bool:
-        """Whether the backward gathers what the forward has freed."""
+        """Whether the backward gathers ``bucket``, which the forward has freed."""
         return self._residency[bucket] == "use"
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Iterator
@@ -38,7 +39,9 @@ def builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     with torch._inductor.config.patch({"compile_threads": 2}):
         CppPythonBindingsCodeCache.cache_clear()
+        AsyncCompile.pool.cache_clear()
         yield built
+    AsyncCompile.pool.cache_clear()
     CppPythonBindingsCodeCache.cache_clear()
 
 
@@ -103,6 +106,33 @@ def test_kernels_that_cannot_be_joined_are_compiled_one_by_one(
     assert builds[0] == "kernels.so" and len(builds) == 3
 
 
+def test_a_file_system_without_links_gets_copies(
+    builds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "hardlink_to", refused)
+    with torch_private.kernels_in_background():
+        segments = {operator: compiled(operator) for operator in OPERATORS[:2]}
+    check(segments)
+    assert builds == ["kernels.so"] and len({*libraries(tmp_path).values()}) == 2
+
+
+def test_nobody_waits_for_kernels_that_no_thread_builds(builds: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncCompile, "submit", full)
+        with pytest.raises(RuntimeError, match="new thread"), torch_private.kernels_in_background():
+            compiled(aten.sin)
+    CppPythonBindingsCodeCache.cache_clear()
+    with torch_private.kernels_in_background():
+        run = compiled(aten.sin)
+    check({aten.sin: run})
+
+
 def test_kernels_of_a_block_that_fails_are_built_when_they_are_asked_for_again(builds: list[str]) -> None:
     def fails() -> None:
         compiled(aten.sin)
@@ -122,14 +152,16 @@ def test_processes_compile_a_kernel_once(builds: list[str], tmp_path: Path) -> N
     child = os.fork()
     AsyncCompile.pool.cache_clear()  # a fork has no threads
     CppPythonBindingsCodeCache.cache_clear()
+    failed = 1
     try:
         with torch_private.kernels_in_background():
             segments = {operator: compiled(operator) for operator in OPERATORS[:3]}
         check(segments)
         (tmp_path / f"{os.getpid()}.builds").write_text(str(len(builds)))
+        failed = 0
     finally:
         if child == 0:
-            os._exit(0)
+            os._exit(failed)
     _, status = os.waitpid(child, 0)
     assert status == 0
     assert sorted(path.read_text() for path in tmp_path.glob("*.builds")) == ["0", "1"]

@@ -216,6 +216,15 @@ def test_more_of_any_tier_is_never_worse_and_peaks_fit(
             assert Plan.from_json(found.plan.to_json()) == found.plan
 
 
+def test_offload_never_makes_plans_slower_that_stay_on_the_device() -> None:
+    """Also where plans that leave it are too many to look at with one thing fixed."""
+    step = step_of([Layer(rows=40_000_000, stream=10**7, inside=10**8, flops=10**12)] * 33)
+    plain, wider = (Search(step, Wish("auto", 8, offload=offload), MACHINE) for offload in ("none", "auto"))  # type: ignore[arg-type]
+    for candidate in plain.best:
+        found = wider.within({"device": candidate.peak})
+        assert found is not None and found.seconds <= candidate.seconds
+
+
 @settings(max_examples=5, deadline=None)
 @given(layers=st.one_of(_SMALL, _MIXED), shares=st.lists(_SHARES, min_size=20, max_size=20), data=st.data())
 def test_fixing_something_never_helps(

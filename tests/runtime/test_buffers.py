@@ -21,24 +21,34 @@ def test_a_kept_view_is_never_overwritten() -> None:
     assert pool.take(1000).untyped_storage().data_ptr() != view.untyped_storage().data_ptr()
 
 
-def test_what_does_not_fit_the_next_bucket_goes() -> None:
+def test_a_free_buffer_goes_when_it_was_passed_over_twice() -> None:
     pool = BufferPool()
-    large = pool.take(10_000)
-    del large
-    small = pool.take(1000)
-    assert [len(buffer) for buffer in pool._buffers] == [len(small)]
+    embedding = pool.take(10_000)
+    del embedding
+    sizes = []
+    for _ in range(3):
+        pool.take(1000)
+        sizes.append(sorted(map(len, pool._buffers)))
+    assert sizes == [[1000, 10_000], [1000], [1000]]
 
 
-def test_one_free_buffer_is_kept_that_fits() -> None:
-    pool = BufferPool()
-    buffers = [pool.take(size) for size in (900, 1000, 1100, 1200, 2000)]
-    del buffers
-    taken = pool.take(1000)
-    assert sorted(map(len, pool._buffers)) == [1000, 1200] and len(taken) == 1000
+def test_buckets_that_take_turns_in_size_keep_their_memory() -> None:
+    made: list[int] = []
+
+    def allocate(size: int) -> torch.Tensor:
+        made.append(size)
+        return torch.empty(size, dtype=torch.uint8)
+
+    pool = BufferPool(allocate)
+    for _ in range(4):
+        pool.take(1000)
+        pool.take(3000)
+    assert made == [1000, 3000]
 
 
 def test_what_is_read_stays() -> None:
     pool = BufferPool()
     read = pool.take(10_000)
-    pool.take(1000)
+    for _ in range(3):
+        pool.take(1000)
     assert sorted(map(len, pool._buffers)) == [1000, 10_000] and len(read) == 10_000

@@ -18,7 +18,7 @@ def joined(sources: Mapping[str, str]) -> str:
     Which one it is loaded as is in its module's name, ``KEY.kernel``: then that kernel is its function ``kernel``.
     """
     lines = {key: source.splitlines() for key, source in sources.items()}
-    # In their order, each once: Inductor's header is the first of every source, which a precompiled header has to be.
+    # In their order, each once, outside of the namespaces.
     includes = dict.fromkeys(line for source in lines.values() for line in source if _is_include(line))
     parts = [_PREAMBLE, *includes]
     for number, source in enumerate(lines.values()):

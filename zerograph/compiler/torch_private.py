@@ -13,11 +13,12 @@ import itertools
 import logging
 import os
 import pickle
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
@@ -461,33 +462,47 @@ _KERNELS_AT_ONCE = 8
 class _KernelGroups:
     """Takes the builds of C++ kernels that are submitted to Inductor's threads, and submits several as one.
 
-    Inductor builds by itself what is missing when a build that it waits for has ended, and raises what fails then.
-    Seen in 2.13; a version that submits something else has its kernels built one by one.
+    Each build still runs, behind that of its group, and builds what is missing then. Seen in 2.13; a version that
+    submits something else has its kernels built one by one.
     """
 
     def __init__(self, submit: Callable[[Callable[[], Any]], Any]) -> None:
         self._submit = submit
-        self._waiting: list[tuple[CppBuilder, Future[None]]] = []
+        self._waiting: list[_Kernel] = []
 
     def submit(self, task: Callable[[], Any]) -> Any:
         """The future of ``task``, as Inductor's own method has it."""
-        builder = _kernel_of(task)
+        builder = _builder_of(task)
         if builder is None:
             return self._submit(task)
-        built = Future[None]()
-        self._waiting.append((builder, built))
+        kernel = _Kernel(task, builder)
+        self._waiting.append(kernel)
         if len(self._waiting) == _KERNELS_AT_ONCE:
             self.begin()
-        return built
+        return kernel.built
 
     def begin(self) -> None:
         """Have those built that are waiting."""
         waiting, self._waiting = self._waiting, []
-        if waiting:
-            self._submit(functools.partial(_build_kernels, waiting))
+        try:
+            if waiting:
+                self._submit(functools.partial(_build_kernels, waiting))
+        except BaseException as error:  # no thread, Ctrl-C: nobody may wait for these
+            for kernel in waiting:
+                kernel.built.set_exception(error)
+            raise
 
 
-def _kernel_of(task: Callable[[], Any]) -> CppBuilder | None:
+@dataclass
+class _Kernel:
+    """One that is to be built."""
+
+    build: Callable[[], Any]
+    builder: CppBuilder
+    built: Future[None] = field(default_factory=Future)
+
+
+def _builder_of(task: Callable[[], Any]) -> CppBuilder | None:
     """What builds the kernel, where ``task`` builds one."""
     if not isinstance(task, functools.partial) or task.func is not _worker_compile_cpp:
         return None
@@ -495,19 +510,21 @@ def _kernel_of(task: Callable[[], Any]) -> CppBuilder | None:
     return builders[0] if len(builders) == 1 else None
 
 
-def _build_kernels(waiting: Sequence[tuple[CppBuilder, Future[None]]]) -> None:
+def _build_kernels(waiting: Sequence[_Kernel]) -> None:
     alike: dict[str, list[CppBuilder]] = {}
-    try:
-        for builder, _ in waiting:
-            options = CppBuilder(name="o", sources="i", BuildOption=builder._build_option)
-            alike.setdefault(options.get_command_line(), []).append(builder)
-        for builders in alike.values():
+    for kernel in waiting:
+        options = CppBuilder(name="o", sources="i", BuildOption=kernel.builder._build_option)
+        alike.setdefault(options.get_command_line(), []).append(kernel.builder)
+    for builders in alike.values():
+        try:
             _build_library({_key_of(builder): builder for builder in builders})
-    except Exception:  # of any kind: Inductor will build each and raise what is wrong with it
-        log.warning("could not compile C++ kernels together; they are compiled one by one", exc_info=True)
-    finally:
-        for _, built in waiting:
-            built.set_result(None)
+        except Exception:  # of any kind: what is wrong with one its own build will say
+            log.warning("could not compile C++ kernels together; they are compiled one by one", exc_info=True)
+    for kernel in waiting:
+        try:
+            kernel.built.set_result(kernel.build())
+        except BaseException as error:
+            kernel.built.set_exception(error)
 
 
 def _key_of(builder: CppBuilder) -> str:
@@ -532,8 +549,17 @@ def _build_library(builders: Mapping[str, CppBuilder]) -> None:
             library = CppBuilder(name="kernels", sources=str(source), BuildOption=options, output_dir=folder)
             library.build()
             for target in missing.values():
-                with suppress(FileExistsError):  # a process that builds one by one was faster
-                    target.hardlink_to(library.get_target_file_path())
+                _place(Path(library.get_target_file_path()), target)
+
+
+def _place(library: Path, target: Path) -> None:
+    """Have ``target`` be ``library`` at once, for whoever reads it meanwhile."""
+    try:
+        target.hardlink_to(library)
+    except FileExistsError:
+        pass  # a process that builds one by one was faster
+    except OSError:  # a file system without links
+        os.replace(shutil.copyfile(library, library.with_name(f"{target.name}.copy")), target)
 
 
 def prepare_kernels() -> Future[None]:

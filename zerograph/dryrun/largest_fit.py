@@ -68,8 +68,16 @@ class Probe:
         known = self._known.get(size)
         if known is None or known[0] != step:
             states = self.steps.states if self.wish.offload == "none" else None
-            # Whether something fits is told by the plans that need least, which every search looks at first.
-            search = Search(step, self.wish, self._machine, states=states, moments=self.moments, thorough=False)
+            # With other tiers a thorough search takes seconds, and what fits is told nearly as well by the plans that
+            # need least, which every search looks at first.
+            search = Search(
+                step,
+                self.wish,
+                self._machine,
+                states=states,
+                moments=self.moments,
+                thorough=self.wish.offload == "none",
+            )
             known = self._known[size] = step, search
         return known[1]
 

@@ -170,10 +170,14 @@ def _smaller(graph: Graph, kept: Set[int], there: Sequence[bool], mode: Mode) ->
     def is_free(i: int) -> bool:
         return graph.writes[i] not in whole and _is_repeated_freely(graph, i, mode)
 
-    for value in sorted(v for v in kept - graph.outputs if not graph.layer[graph.maker[v]]):
+    for value in sorted(v for v in kept - graph.outputs if graph.maker[v] >= 0 and not graph.layer[graph.maker[v]]):
         sources = _sources(graph, value, is_free, there)
         new = sources - kept - found - graph.outputs
-        if all(graph.size[source] for source in sources) and sum(graph.size[v] for v in new) < graph.size[value]:
+        if (
+            value not in sources
+            and all(graph.size[source] for source in sources)
+            and sum(graph.size[v] for v in new) < graph.size[value]
+        ):
             found |= sources
     return found
 

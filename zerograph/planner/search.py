@@ -8,7 +8,7 @@ for fewer items. Of small steps it looks at every plan, but for those that diffe
 plan has its peak, gathers wait and operators are tiled (:mod:`~zerograph.planner.peaks`). Every plan is simulated.
 
 A local search may miss what it finds with less to turn. Where nothing is fixed it therefore also looks as if one thing
-were, so that fixing what a user may fix never helps; in deep steps at fewer things.
+were, so that fixing one never helps; in large steps at fewer things.
 
 No budget enters, so more of one never finds a slower plan. What stays on the device is searched as where nothing can
 leave it, and then the rest from there: another tier never makes a plan slower either. All ranks that are given the same
@@ -195,18 +195,22 @@ class Search:
         return DeepSearch([_look(one, few, self.tiers) for one in (self.wish, *looks)])
 
     def with_one_fixed(self) -> Iterator[Wish]:
-        """The wish with anything fixed that a user may fix; none where something is, and of large steps."""
+        """The wish with anything fixed, at what the search considers; none where something is, and of large steps."""
         wish = self.wish
         told = (wish.stage, wish.bucket_size, wish.prefetch, wish.recompute, wish.tier, wish.tile)
         if told != ("auto", None, None, "auto", None, None) or wish.offload not in ("none", "auto"):
             return
-        if len(self.spaces[-1].plan.buckets) > (FIXED_AWAY if wish.tiles else FIXED):
+        sizes = [space.size for space in self.spaces if len(space.plan.buckets) <= FIXED]
+        if not sizes:
+            return
+        if wish.offload == "auto" and len(self.spaces[-1].plan.buckets) > FIXED_AWAY:
+            yield replace(wish, offload="none")  # which is looked at so
             return
         yield from (replace(wish, stage=stage) for stage in (1, 2, 3))
         yield from (replace(wish, prefetch=prefetch) for prefetch in PREFETCHES)
         yield from (replace(wish, recompute=recompute) for recompute in ("none", "full"))
         if len(self.spaces) > 1:
-            yield from (replace(wish, bucket_size=space.size) for space in self.spaces)
+            yield from (replace(wish, bucket_size=size) for size in sizes)
         yield from (replace(wish, tier=tier) for tier in self.tiers)
         if self.tiers:
             yield from (replace(wish, offload=kind) for kind in OFFLOADS[1:])
