@@ -172,8 +172,8 @@ class Executor:
             registers[register] = None
         if not self.cache.release(instruction.bucket, self.program.kind):
             self.telemetry.freed(self.frame, instruction.bucket)
-            if self.trims:
-                self.comm.trim()
+            if self.program.kind == "backward" and not self.cache.gathers_again(instruction.bucket):
+                self.comm.trim()  # it would wait for the next forward
 
     def _read(self, instruction: Read, registers: list[Any]) -> None:
         whole = self.cache.lookup(instruction.bucket, instruction.params) is not None
