@@ -105,9 +105,10 @@ def saved(graph: Graph, mode: Mode, spared: Set[str] = frozenset()) -> Saved:
         # From the last on: what a forced operation reads is needed where that is, and may be forced itself.
         if forced[i] and value in first:
             _need(graph.reads[i], first, last, first[value], last[value])
-    kept, there = _kept(graph, mode, forced, first, frozenset())
-    if mode != "none" and (instead := _smaller(graph, kept, there, mode)):
-        kept, _ = _kept(graph, mode, forced, first, instead)
+    whole = _read_by_products(graph)
+    kept, there = _kept(graph, mode, forced, first, whole, frozenset())
+    if mode != "none" and (instead := _smaller(graph, mode, kept, there, whole)):
+        kept, _ = _kept(graph, mode, forced, first, whole, instead)
     # The readers anew: above they were spread through forced operations only.
     return _resolve(graph, kept, *_readers(graph))
 
@@ -140,11 +141,10 @@ def _is_forced(graph: Graph, i: int, mode: Mode, spared: Set[str]) -> bool:
 
 
 def _kept(
-    graph: Graph, mode: Mode, forced: Sequence[bool], wanted: dict[int, int], given: Set[int]
+    graph: Graph, mode: Mode, forced: Sequence[bool], wanted: dict[int, int], whole: Set[int], given: Set[int]
 ) -> tuple[set[int], list[bool]]:
     """The memory that the forward saves, ``given`` with it, and of each value whether the backward has it then."""
     kept: set[int] = {*given}
-    whole = _read_by_products(graph)
     there = [maker < 0 or bool(params) for maker, params in zip(graph.maker, graph.params, strict=True)]
     for i in range(graph.backward):
         value = graph.writes[i]
@@ -159,13 +159,13 @@ def _kept(
     return kept, there
 
 
-def _smaller(graph: Graph, kept: Set[int], there: Sequence[bool], mode: Mode) -> set[int]:
+def _smaller(graph: Graph, mode: Mode, kept: Set[int], there: Sequence[bool], whole: Set[int]) -> set[int]:
     """What is saved in the place of others of ``kept``: that they are cheap to compute from, and that takes less.
 
     A loss makes values as large as the logits. Where the model returns logits these are there anyway, and in 16 bits
     they take half as much. What layers save is left as it is: sources of one value are those of others, too.
     """
-    whole, found = _read_by_products(graph), set[int]()
+    found: set[int] = set()
 
     def is_free(i: int) -> bool:
         return graph.writes[i] not in whole and _is_repeated_freely(graph, i, mode)
