@@ -517,7 +517,9 @@ def host_update(
     def staged(what: str, size: int, kind: Kind) -> tuple[int, ...]:
         key = ("staged", what, bucket, tile, tiles)
         name = f"staged {what} of {part.label}"
-        return (scheduler.registers.get(key, name, size, kind, staging),) if size else ()
+        # On a CPU all of it passes through slots, which are held from step to step.
+        held = size if staging != "device" else 0
+        return (scheduler.registers.get(key, name, held, kind, staging),) if size else ()
 
     instructions: list[Instruction] = []
     gradients = staged("gradient", shards.gradient, "gradient") if copies else ()
