@@ -57,7 +57,7 @@ class Config:
         plan: what a plan file decided, in place of rules; ``stage`` and ``prefetch`` are then the plan's.
         memory: bytes of device memory that a rank may use. What was left free is then searched for the fastest step
             that fits: residencies at stage "auto", recomputation per layer when that is "auto", bucket size and
-            prefetch unless they were given, and what leaves with ``offload="auto"``. None searches nothing, but stands for
+            prefetch unless they were given, and what leaves with ``offload="auto"``. None searches nothing, but is
             all of a GPU where something is "auto".
         machine: how fast compute and links are, for that search; None is the preset closest to the device.
         given: names of the arguments that the user gave.

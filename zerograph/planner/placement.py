@@ -90,6 +90,7 @@ class BucketPart:
         gradients: bytes of the full gradients that a reduction frees.
         own: bytes of the whole that shards on the device, or copies of these, are where it is gathered in place.
         shards: what can leave the device.
+        updated: parameters whose states can.
     """
 
     name: str
@@ -100,6 +101,7 @@ class BucketPart:
     gradients: int
     own: int
     shards: Shards
+    updated: int
 
 
 def bucket_parts(
@@ -134,6 +136,7 @@ def bucket_parts(
             gradients=part(gradients, tile),
             own=part(own, tile),
             shards=Shards(*(part(size, tile) for size in astuple(moved))),
+            updated=sum(p.sharded for p in trainable),
         )
         for tile in range(tiles)
     )
