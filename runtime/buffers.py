@@ -42,6 +42,11 @@ class BufferPool:
         self._buffers: list[Tensor] = []
         self._passed: set[int] = set()  # ids of those that were free at the last take, and not taken
 
+    @property
+    def bytes(self) -> int:
+        """In use, and free."""
+        return sum(map(Tensor.numel, self._buffers))
+
     def trim(self) -> None:
         """Let go of the free buffers."""
         self._buffers = [b for b in self._buffers if not memory_is_unshared(b)]

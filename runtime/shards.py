@@ -512,6 +512,11 @@ class ShardStore:
         """Bytes of the slots that states pass through."""
         return sum(slot.nbytes for slot in self._ring)
 
+    @property
+    def fetched(self) -> int:
+        """Bytes of the buffers that shards are read into."""
+        return self._fetched.bytes
+
     def bytes(self) -> dict[str, int]:
         """On NVMe, by what they are for."""
         states = [kind.extent for kinds in self._kinds.values() for kind in kinds.values()]

@@ -536,7 +536,7 @@ def _needs_three_moments(folder: str, nvme: str | None) -> None:
 
 def test_no_room_for_more_moments_is_said_with_what_mends_it(tmp_path: Path) -> None:
     run(1, _needs_three_moments, str(tmp_path), "2MiB")
-    with pytest.raises(RankFailure, match="nvme=64 KiB: masters and states of this rank take"):
+    with pytest.raises(RankFailure, match=r"the plan keeps 706 KiB on NVMe per rank .* and may use 60.2 KiB"):
         run(1, _needs_three_moments, str(tmp_path), "64KiB")
     with pytest.raises(RankFailure, match=r"no room for (?s:.*)max_exp_avg_sq of bucket(?s:.*)nvme='"):
         run(1, _needs_three_moments, str(tmp_path), None)
@@ -565,12 +565,13 @@ def test_a_folder_that_does_not_exist_is_said_at_the_first_call(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"offload": "optimizer"}, "any tier"),
+        ({"offload": "optimizer"}, "needs a folder"),
+        ({"offload": "auto", "memory": "1GiB"}, "needs a folder"),
+        ({"offload": "auto", "path": "/tmp", "stage": 0}, "stage 0 cannot offload optimizer"),
         ({"offload": "optimizer", "tier": "host"}, "on host is planned"),
-        ({"offload": "optimizer", "tier": "nvme"}, "need a folder"),
-        ({"offload": "auto", "tier": "nvme", "path": "/tmp"}, "no backend runs it yet"),
+        ({"offload": "optimizer", "tier": "nvme"}, "needs a folder"),
+        ({"offload": "auto", "tier": "host", "path": "/tmp"}, "no backend runs it yet"),
         ({"path": "/tmp"}, "path given, and nothing is offloaded"),
-        ({**OFF, "path": "/tmp", "memory": "1GiB"}, "together with memory"),
         ({"offload": "optimizer", "tier": "nvme", "path": 3}, "a folder or a list of folders"),
         ({"offload": "optimizer", "tier": "nvme", "path": "/tmp", "stage": 0}, "stage 0 cannot offload optimizer"),
         ({"offload": "optimizer", "tier": "nvme", "path": "/tmp", "nvme": "much"}, "nvme: "),

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -105,7 +106,7 @@ class Planner:
                 f"{wish} on {device.type} needs to be told how much memory a rank may use",
                 f'for example zerograph.backend({wish}, memory="8GiB")',
             )
-        mine = {"memory": memory, "nvme": config.nvme or sys.maxsize, "disks": disks(folders)}
+        mine: dict[str, Any] = {"memory": memory, "nvme": config.nvme or sys.maxsize, "disks": disks(folders)}
         told = self._agreement.answers("budget", mine) if self._agreement is not None else [mine]
         # The smallest: all ranks run one plan, which must fit each of them.
         if memory is not None:

@@ -197,7 +197,8 @@ class Recording:
 
 
 def _held(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], store: ShardStore) -> int:
-    """Bytes of parameters, gradients and optimizer states that are on the device before the step."""
+    """Bytes of parameters, gradients and optimizer states that are on the device before the step, and of what the store
+    keeps there for others, which torch's allocator does not see."""
     tensors: list[Tensor] = list(params.values())
     tensors += [p.grad for p in params.values() if p.grad is not None]
     tensors += [value for optimizer in optimizers for state in optimizer.state.values() for value in _tensors(state)]
@@ -206,7 +207,7 @@ def _held(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], s
         storage = tensor.untyped_storage()
         # By storage, not by tensor: reduced gradients of a bucket are views of one buffer.
         storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    return sum(storages.values()) + store.slots + store.fetched
 
 
 def _tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -16,6 +16,6 @@ ITEM = 4
 """Bytes of an element of any of these, at most."""
 
 
-def slot_bytes(elements: int, most: int = SLOT) -> int:
+def slot_bytes(elements: int, most: int | None = None) -> int:
     """Bytes of one slot where the largest bucket on NVMe has so many ``elements`` on this rank."""
-    return min(most, MOST_KINDS * ITEM * elements)
+    return min(SLOT if most is None else most, MOST_KINDS * ITEM * elements)
