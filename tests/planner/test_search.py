@@ -275,21 +275,16 @@ def test_a_backend_is_given_what_it_can_execute(layers: list[Layer], offload: An
         Search(step_of(layers), replace(wish, executable=Executable.on("cuda")), MACHINE)
 
 
-def test_slots_count_on_a_cpu_where_states_leave() -> None:
-    step = step_of([Layer(rows=2**24)] * 2)
-    wish = replace(WISH, bucket_size=2**22, prefetch=0, executable=Executable.on("cpu"))
-    stays, leaves = (
-        Search(step, replace(wish, offload=offload), machine_named("cpu")).smallest  # type: ignore[arg-type]
-        for offload in ("none", "parameters")
-    )
-    # Of each element 16 bytes leave: the shard, its gradient, which is there at the end, and two moments.
-    elements = sum(p.chunk_elements(8) for p in step.params)
-    assert stays.peak - leaves.peak <= 16 * elements - SLOTS * SLOT
-    assert leaves.held == SLOTS * SLOT
+@pytest.mark.parametrize(("rows", "slot"), [(2**24, 7 * 4 * 2**21), (2**26, SLOT)])
+def test_slots_count_on_a_cpu_where_states_leave(rows: int, slot: int) -> None:
+    """Of 4 bytes for each of seven kinds of the elements that a rank has of the largest bucket, at most."""
+    wish = replace(WISH, bucket_size=2**22, prefetch=0, offload="parameters", executable=Executable.on("cpu"))
+    for best in Search(step_of([Layer(rows=rows)] * 2), wish, machine_named("cpu")).best:
+        assert best.held == SLOTS * slot < best.peak  # beside them nothing is held from step to step
 
 
 def test_nothing_is_offloaded_to_a_tier_that_is_not_there() -> None:
-    step, cpu = step_of([Layer(rows=2**20)] * 2), machine_named("cpu")
+    step, cpu = step_of([Layer(rows=2**26)] * 8), machine_named("cpu")
     for machine, tiers in ((cpu, {"nvme"}), (replace(cpu, nvme_capacity=0), set()), (NO_NVME, {"host"})):
         search = Search(step, OFFLOAD, machine)
         used = {t for c in search.best for b in c.plan.buckets for t in (b.homes.optimizer, b.homes.parameters)}

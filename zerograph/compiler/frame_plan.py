@@ -143,7 +143,7 @@ class Planner:
         if need <= have:
             return
         parts = ", ".join(f"{format_bytes(size)} of {what}" for what, size in kept.items() if size)
-        enough = format_bytes(int(need / (1 - RESERVE)) + 1)
+        enough = f"{-(-need // int((1 - RESERVE) * 2**20))}MiB"
         raise InfeasibleError(
             f"the plan keeps {format_bytes(need)} on NVMe per rank ({parts}) and may use {format_bytes(have)}, the "
             "reserve taken off",
