@@ -1,9 +1,12 @@
 """Where what belongs to the parameters of a backend lives: nobody else knows of tiers.
 
-What leaves the device lies in extents of one arena. The shards of a bucket lie there one behind another, so that an
-update moves many small ones in one transfer. Each kind of state (a moment, a master copy) has an extent of its own, in
-which a parameter has the same place, counted in elements. Whoever does not know of extents, a checkpoint or a stock
-optimizer, sees ordinary tensors: mappings of them (:func:`~zerograph.runtime.store.mapped_tensor`).
+On the host are ordinary tensors: parameters, their gradients, and whatever an optimizer keeps of them. What is gathered
+of them is copied to the device, and stays there where only they themselves have left.
+
+What is on NVMe lies in extents of one arena. The shards of a bucket lie there one behind another, so that an update
+moves many small ones in one transfer. Each kind of state (a moment, a master copy) has an extent of its own, in which a
+parameter has the same place, counted in elements. Whoever does not know of extents, a checkpoint or a stock optimizer,
+sees ordinary tensors: mappings of them (:func:`~zerograph.runtime.store.mapped_tensor`).
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ from zerograph.core.errors import StorageError
 from zerograph.core.plan import Bucket, Homes, Param, Plan
 from zerograph.core.units import format_bytes
 from zerograph.runtime.blocks import UNIT, Block, Place, Run
-from zerograph.runtime.buffers import BufferPool, torch_dtype
+from zerograph.runtime.buffers import ALIGNMENT, BufferPool, torch_dtype
 from zerograph.runtime.extents import Extent
+from zerograph.runtime.host import Copying, HostMemory
 from zerograph.runtime.nvme import Arena, Priority, Ticket, huge_tensor
 from zerograph.runtime.spilled import SpilledGradients
 from zerograph.runtime.store import mapped_tensor
@@ -41,23 +45,28 @@ class _Copy:
     """What is gathered in place of a parameter that left the device.
 
     Attributes:
-        tensor: its values in the compute dtype, on the device; None where they are on NVMe.
+        tensor: its values in the compute dtype, on the device; None where they are brought there for each gather.
         dtype: the compute dtype.
         seen: the parameter's versions when it had these values; None once something has stepped on it that versions do
             not show.
+        cast: of a parameter on the host that has another dtype, the same values there: what is copied to the device.
+        under_way: what brings ``tensor`` its values of now.
     """
 
     tensor: Tensor | None
     dtype: torch.dtype
     seen: tuple[int, int] | None
+    cast: Tensor | None = None
+    under_way: Copying | None = None
 
 
 @dataclass(slots=True)
 class Fetch:
-    """Shards, of which some may be on their way from NVMe."""
+    """Shards, of which some may be on their way from NVMe or the host."""
 
     shards: list[Tensor]
     under_way: list[Ticket] = field(default_factory=list)
+    copies: list[Copying] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -73,14 +82,17 @@ class ShardStore:
 
     Attributes:
         arena: with everything that is on NVMe; None while nothing is.
+        host: beside the device; None where both are one memory.
         changes: how often homes were given.
     """
 
     def __init__(self, params: Mapping[str, Tensor], open_arena: Callable[[int], Arena]) -> None:
         """``params`` are the outward parameters by name, now and later; ``open_arena`` makes room for so many bytes."""
         self._params, self._open = params, open_arena
+        self.host: HostMemory | None = None
         self._blocks: dict[str, Block] = {}  # by parameter, of those of which anything is on NVMe
-        self._away: dict[str, int] = {}  # by parameter that is itself on NVMe, the address of its mapping
+        self._away: dict[str, int] = {}  # by parameter that is itself on the host or NVMe, its address there
+        self._on_host: set[str] = set()  # of these, those on the host
         # By bucket, name and dtype. Not by parameter and name alone: two optimizers may hold one parameter.
         self._kinds: weakref.WeakKeyDictionary[Optimizer, dict[tuple[Block, str, torch.dtype], _Kind]]
         self._kinds = weakref.WeakKeyDictionary()
@@ -92,6 +104,8 @@ class ShardStore:
         self._spilled: SpilledGradients | None = None
         self._ring: list[Tensor] = []
         self._fetched = BufferPool(huge_tensor)
+        self._arriving: list[Copying] = []  # gradients, at the host
+        self._arrived = BufferPool(lambda size: self._there().empty(size))
         self.arena: Arena | None = None
         self.changes = 0
 
@@ -109,6 +123,8 @@ class ShardStore:
             StorageError: there is no room.
         """
         for bucket in plan.buckets:
+            if bucket.homes.optimizer == "host":
+                self._move_to_host(bucket, moved)
             if bucket.homes.optimizer != "nvme":
                 continue
             new = [p for p in bucket.params if p.sharded and p.name not in self._blocks]
@@ -120,6 +136,34 @@ class ShardStore:
                 self.reserve(plan.farthest, any(p.is_master for b in plan.buckets for p in b.params), moments)
                 self._house(bucket, params, moved)
                 self.changes += 1
+
+    def _there(self) -> HostMemory:
+        assert self.host is not None  # where a plan has something on the host
+        return self.host
+
+    def _move_to_host(self, bucket: Bucket, moved: Callable[[Tensor], None]) -> None:
+        """Give parameters of a bucket their home on the host, where they are updated; what is gathered of them follows,
+        on the device or beside them."""
+        host, away = self._there(), bucket.homes.parameters == "host"
+        for described in bucket.params:
+            name = described.name
+            if not described.sharded or name in self._away or not (away or described.trainable):
+                continue
+            param, dtype = self._params[name], torch_dtype(described.compute_dtype)
+            local = local_tensor(param).detach()
+            home, cast, copy = host.home(local), None, None
+            if not away:
+                copy = torch.empty_like(local, dtype=dtype).copy_(local)
+            if described.is_master:
+                cast = host.empty(local.numel() * dtype.itemsize).view(dtype)
+                cast = cast.as_strided(home.shape, home.stride()).copy_(home)
+            set_local(param, home)
+            self._away[name] = home.data_ptr()
+            self._on_host.add(name)
+            if copy is not None or cast is not None:
+                self._copies[name] = _Copy(copy, dtype, versions(param), cast)
+            moved(param)
+            self.changes += 1
 
     def _house(self, bucket: Bucket, params: Sequence[Param], moved: Callable[[Tensor], None]) -> None:
         """Give ``params`` of a bucket, of one dtype, their homes."""
@@ -222,7 +266,12 @@ class ShardStore:
             if not shard.numel() or shard.data_ptr() != self._away.get(name):
                 found[name] = shard
             elif copy is not None and copy.tensor is not None:
+                self._land(copy)
                 found[name] = copy.tensor
+            elif name in self._on_host:
+                source = shard if copy is None or copy.cast is None else copy.cast
+                found[name] = self._on_device_like(source.detach())
+                fetch.copies.append(self._there().start(source.detach(), found[name]))
             else:
                 block = self._blocks[name]
                 kept = (self._parameters[block], block.dtype)
@@ -243,7 +292,28 @@ class ShardStore:
         while fetch.under_way:
             assert self.arena is not None
             self.arena.wait(fetch.under_way.pop())
+        while fetch.copies:
+            self._there().wait(fetch.copies.pop())
         return fetch.shards
+
+    def _on_device_like(self, source: Tensor) -> Tensor:
+        """Memory on the device for what is ``source`` on the host."""
+        device = self._there().device
+        if device.type != "cpu":  # where torch keeps memory for the next time
+            return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=device)
+        return self._fetched.take(source.nbytes).view(source.dtype).as_strided(source.shape, source.stride())
+
+    def _land(self, copy: _Copy) -> None:
+        """Let what is gathered of a copy on the device have its values."""
+        under_way, copy.under_way = copy.under_way, None
+        if under_way is not None:
+            self._there().wait(under_way)
+
+    def _upload(self, local: Tensor, copy: _Copy) -> None:
+        """Begin to bring a copy on the device the values that its parameter has on the host, where these are cast."""
+        if copy.tensor is not None:
+            self._land(copy)
+            copy.under_way = self._there().start(local if copy.cast is None else copy.cast, copy.tensor)
 
     def _read(
         self, extent: Extent, block: Block, dtype: torch.dtype, run: Run, under_way: list[Ticket]
@@ -266,7 +336,11 @@ class ShardStore:
         param = self._params[name]
         now = versions(param)
         if copy.seen != now:
-            if copy.tensor is not None:
+            if name in self._on_host:
+                if copy.cast is not None:
+                    copy.cast.copy_(local_tensor(param).detach())
+                self._upload(local_tensor(param).detach(), copy)
+            elif copy.tensor is not None:
                 copy.tensor.copy_(local_tensor(param).detach())
             else:
                 self._cast(name, copy.dtype)
@@ -287,38 +361,45 @@ class ShardStore:
     def _copy(self, name: str) -> _Copy | None:
         if name in self._away and local_tensor(self._params[name]).data_ptr() != self._away[name]:
             del self._away[name]  # model.to(dtype) has given it other memory
+            self._on_host.discard(name)
             self._copies.pop(name, None)
         return self._copies.get(name)
 
     def copy_of(self, param: Tensor) -> Tensor | None:
-        """The copy on the device that an update of ``param`` writes too; None where it has none."""
-        copy = self._copy(self._names().get(id(param), "")) if self._copies else None
-        return copy.tensor if copy is not None else None
+        """The copy that an update of ``param`` writes too; None where it has none in the memory of the update."""
+        name = self._names().get(id(param), "") if self._copies else ""
+        copy = self._copy(name)
+        if copy is None:
+            return None
+        return copy.cast if name in self._on_host else copy.tensor
 
     def streamed(self, param: Tensor) -> tuple[tuple[str, torch.dtype], ...]:
         """What is on NVMe of ``param`` besides states: it itself, and its copy."""
         name = self._names().get(id(param), "") if self._away else ""
         copy = self._copy(name)
-        if name not in self._away:
+        if name not in self._away or name in self._on_host:
             return ()
         copies = ((COPY, copy.dtype),) if copy is not None and copy.tensor is None else ()
         return ((PARAMETER, param.dtype), *copies)
 
     def updated(self, params: Iterable[Tensor]) -> None:
-        """The copies of ``params`` have been written together with them."""
-        for param, copy in self._having_copies(params):
-            copy.seen = versions(param)
+        """The copies of ``params`` have been written together with them; those on the device of what is on the host
+        follow from now on."""
+        for name, copy in self._having_copies(params):
+            copy.seen = versions(self._params[name])
+            if name in self._on_host:
+                self._upload(local_tensor(self._params[name]).detach(), copy)
 
     def touched(self, params: Iterable[Tensor]) -> None:
         """Something has written to ``params`` that versions may not show: their copies are stale."""
         for _, copy in self._having_copies(params):
             copy.seen = None
 
-    def _having_copies(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, _Copy]]:
+    def _having_copies(self, params: Iterable[Tensor]) -> Iterator[tuple[str, _Copy]]:
         if self._copies:
             names = self._names()
-            known = ((param, self._copies.get(names.get(id(param), ""))) for param in params)
-            yield from ((param, copy) for param, copy in known if copy is not None)
+            known = (names.get(id(param), "") for param in params)
+            yield from ((name, copy) for name in known if (copy := self._copy(name)) is not None)
 
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self._params.items()}
@@ -326,17 +407,35 @@ class ShardStore:
     # ---- gradients
 
     def spill(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Begin to write gradients to NVMe; returns what autograd gets in their places.
+        """Begin to move gradients to their homes; returns what autograd gets in their places.
 
         Raises:
             StorageError: there is no room, or a transfer failed.
         """
+        given = self._spill_to_host({p.name: g for p, g in zip(params, grads, strict=True) if p.name in self._on_host})
+        rest = [(p, g) for p, g in zip(params, grads, strict=True) if p.name not in given]
+        if rest:
+            given |= self._spill_to_nvme(rest)
+        return [given[p.name] for p in params]
+
+    def _spill_to_host(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        found, place = dict[str, Tensor | None](), 0
+        # In one piece, as they are reduced.
+        room = self._arrived.take(sum(map(_apart, grads.values()))) if grads else torch.empty(0)
+        for name, grad in grads.items():
+            home = room[place : place + grad.nbytes].view(grad.dtype).as_strided(grad.shape, grad.stride())
+            self._arriving.append(self._there().start(grad, home))
+            found[name] = home
+            place += _apart(grad)
+        return found
+
+    def _spill_to_nvme(self, moving: Sequence[tuple[Param, Tensor]]) -> dict[str, Tensor | None]:
         assert self.arena is not None
         if self._spilled is None:
             self._spilled = SpilledGradients(self._params, self.arena, self.ring, self._allocated)
         by_block: dict[Block, dict[str, Tensor]] = {}
         given: dict[str, Tensor | None] = {}
-        for param, grad in zip(params, grads, strict=True):
+        for param, grad in moving:
             block = self._blocks[param.name]
             if grad.dtype == block.dtype:
                 by_block.setdefault(block, {})[param.name] = grad
@@ -344,19 +443,23 @@ class ShardStore:
                 given[param.name] = grad  # model.to(dtype) has brought the parameter here
         for block, own in by_block.items():
             given |= self._spilled.spill(block, own)
-        return [given[p.name] for p in params]
+        return given
 
     def wait_for_gradients(self) -> None:
-        """Return when all that :meth:`spill` began is written.
+        """Return when all that :meth:`spill` began is done.
 
         Raises:
             StorageError: a transfer failed.
         """
+        while self._arriving:
+            self._there().wait(self._arriving.pop())
         if self._spilled is not None:
             self._spilled.wait()
 
     def abandon(self) -> None:
         """A program failed: wait for what it wrote, whatever becomes of it."""
+        while self._arriving:
+            self._there().wait(self._arriving.pop())
         if self._spilled is not None:
             self._spilled.abandon()
 
@@ -475,14 +578,11 @@ class ShardStore:
         self.wait_for_gradients()
         return self.ring[0]
 
-    def on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Those of local ``tensors`` that are not on NVMe, and the copies of those that are."""
+    def on_device(self, held: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
+        """Of local tensors that belong to a parameter, by name, those on the device, and copies there of others."""
         arena = self.arena
-        if arena is None:
-            return list(tensors)
-        return [t for t in tensors if not arena.maps(t)] + [
-            copy.tensor for copy in self._copies.values() if copy.tensor is not None
-        ]
+        here = [t for name, t in held if name not in self._on_host and (arena is None or not arena.maps(t))]
+        return here + [copy.tensor for copy in self._copies.values() if copy.tensor is not None]
 
     @property
     def slots(self) -> int:
@@ -499,6 +599,11 @@ class ShardStore:
             "optimizer states": sum(extent.bytes for extent in states),
         }
         return {what: size for what, size in held.items() if size}
+
+
+def _apart(tensor: Tensor) -> int:
+    """Bytes of ``tensor``, so that vector loads of what follows it are aligned."""
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 SLOTS = 3

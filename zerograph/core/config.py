@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.machine import Machine, machine_from
+from zerograph.core.machine import Machine, Tier, machine_from
 from zerograph.core.plan import OFFLOADS, GivenPlan, Offload, level_at
 from zerograph.core.units import parse_bytes
 
@@ -89,6 +89,12 @@ class Config:
         """Whether something lives off the device between its uses."""
         replayed = self.plan is not None and any(bucket.homes.away for bucket in self.plan.plan.buckets)
         return self.offload != "none" or replayed
+
+    @property
+    def away(self) -> frozenset[Tier]:
+        """The tiers beside the device that something lives on between its uses."""
+        replayed = [bucket.homes.away for bucket in self.plan.plan.buckets] if self.plan is not None else []
+        return frozenset[Tier]().union(*replayed, {self.tier} if self.tier is not None else ())
 
     @property
     def casts(self) -> bool:
@@ -172,9 +178,9 @@ class Config:
             "see what it would do with `zerograph plan MODEL --offload auto`; the others run",
         )
         _require(
-            self.offload == "none" or self.tier == "nvme",
-            f"offload={self.offload!r} on {self.tier or 'any tier'} is planned, but no backend runs it yet",
-            'tier="nvme" with path="/folder/on/a/disk" runs',
+            self.offload == "none" or self.tier is not None,
+            f"offload={self.offload!r} does not say where to",
+            'tier="nvme" with path="/folder/on/a/disk", or tier="host"',
         )
         _require(
             self.offload == "none" or not self.searches,
@@ -182,14 +188,14 @@ class Config:
             "give a stage from 1 to 3 without memory=, or the file of a plan that can be run with plan=",
         )
         _require(
-            not self.offloads or bool(self.path),
+            "nvme" not in self.away or bool(self.path),
             "states on NVMe need a folder to be kept in",
             'path="/folder/on/a/disk", or several in a list, over which they are striped',
         )
         given = [name for name in ("path", "nvme") if getattr(self, name)]
         _require(
-            self.offloads or not given,
-            f"{' and '.join(given)} given, and nothing is offloaded",
+            "nvme" in self.away or not given,
+            f"{' and '.join(given)} given, and nothing goes to NVMe",
             'say what goes there: offload="optimizer", tier="nvme"',
         )
 
@@ -260,7 +266,8 @@ def _replayed(options: dict[str, Any]) -> dict[str, Any]:
         f"the plan {os.fspath(path)} has {unexecuted}, which no backend runs yet",
         "make one that can be run: `zerograph plan MODEL` without --offload; of a CPU's machine file with --tier nvme",
     )
-    return {"plan": GivenPlan(os.fspath(path), plan), "stage": plan.stage, "prefetch": plan.prefetch}
+    machine = {"machine": file.machine} if file.machine.split else {}
+    return {"plan": GivenPlan(os.fspath(path), plan), "stage": plan.stage, "prefetch": plan.prefetch, **machine}
 
 
 def _is_recompute(value: object) -> bool:

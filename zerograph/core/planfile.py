@@ -124,8 +124,8 @@ class PlanFile:
     def unexecuted(self) -> str:
         """What the plan needs that nothing executes yet, for people; empty when the plan can be run."""
         plan = self.plan
-        # On a device NVMe is behind the host's memory.
-        far = ("host", "nvme") if self.machine.device != "cpu" else ("host",)
+        # Where the host's memory is another one than the device's, NVMe is behind it.
+        far = ("nvme",) if self.machine.has_host else ("host",)
         homes = next((f"{b.homes} (bucket {b.name})" for b in plan.buckets if not b.homes.away.isdisjoint(far)), "")
         saved = next((f"activations of {name} on {tier}" for name, tier in plan.offload), "")
         tiles = next((f"{b.tiles} tiles of {b.params[0].name}" for b in plan.buckets if b.tiles > 1), "")

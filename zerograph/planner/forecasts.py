@@ -87,10 +87,10 @@ def _kept(plan: Plan, moments: int) -> dict[str, int]:
 def update_program(plan: Plan, kept: Mapping[str, int], streams: Rates | None = None) -> Program:
     """The optimizer's update of the parameters in ``kept`` (:func:`~zerograph.planner.rates.kept_states`).
 
-    With ``streams``, the rates of a machine, states on NVMe are read, updated and written there, bucket by bucket.
+    With ``streams``, the rates of a machine, states off the device are updated there, bucket by bucket.
     Without, all of it is one instruction, as a recording sees it.
     """
-    away = [b.index for b in plan.buckets if b.homes.optimizer == "nvme"] if streams is not None else []
+    away = [b.index for b in plan.buckets if b.homes.optimizer != "device"] if streams is not None else []
     whole = device_update([bucket.params for bucket in plan.buckets], away, plan.world_size, kept)
     names, instructions, registers = [bucket.name for bucket in plan.buckets], list[Instruction](), Registers()
     if streams is not None:
@@ -116,6 +116,6 @@ class _Known:
     def bucket_parts(self, bucket: int, tiles: int) -> tuple[BucketPart, ...]:
         """The bucket, as a whole."""
         rates, params = self.rates, self.buckets[bucket].params
-        (part,) = bucket_parts(self.names[bucket], params, tiles, {}, rates.world_size, 0, rates.staging)
+        (part,) = bucket_parts(self.names[bucket], params, tiles, {}, rates, 0)
         states = sum(self.kept.get(p.name, 0) for p in params if p.sharded)
         return (replace(part, shards=replace(part.shards, optimizer=part.shards.optimizer + states)),)

@@ -1,8 +1,8 @@
 """Bytes of one bucket, or of one tile of it: what lies on which tier between steps, and what a step moves.
 
 As in ZeRO-Offload, the master copy lives with the optimizer. On the device it is the shard that is gathered; off it,
-parameters are a copy in the compute dtype beside it. On a CPU, whose memory is the host's, one that computes in its own
-dtype needs no copy: it stays where parameters live, and is updated there. Scalars and parameters of fewer rows than
+parameters are a copy in the compute dtype beside it. One that computes in its own dtype needs none where parameters live
+with the optimizer, or where the host's memory is the device's, as on a CPU: it is updated where parameters live. Scalars and parameters of fewer rows than
 ranks are not sharded, so they stay on the device wherever their bucket goes, and so do shards that are not trained
 unless the parameters leave.
 """
@@ -10,14 +10,14 @@ unless the parameters leave.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Homes, Plan, tile_rows
 from zerograph.core.planfile import Holding
 from zerograph.core.simulate import Memory
 from zerograph.core.step import Kind, Param
-from zerograph.planner.rates import copy_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
+from zerograph.planner.rates import Rates, copy_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,7 @@ class Shards:
 
     Attributes:
         copy: shards of trainable parameters in the compute dtype, of those that are copied.
+        alike: those of them that compute in the dtype of their masters.
         shared: shards of the others, which are gathered themselves.
         frozen: shards of parameters that are not trained.
         gradient: of their reduced gradients.
@@ -33,6 +34,7 @@ class Shards:
     """
 
     copy: int
+    alike: int
     shared: int
     frozen: int
     gradient: int
@@ -46,11 +48,28 @@ class Shards:
         shards, masters = (sum(shard_bytes(p, world_size) for p in some) for some in (trained, copied))
         return cls(
             copy=sum(copy_bytes(p, world_size) for p in copied),
+            alike=sum(shard_bytes(p, world_size) for p in copied if not p.is_master),
             shared=shards - masters,
             frozen=sum(shard_bytes(p, world_size) for p in params if p.sharded and not p.trainable),
             gradient=shards,
             optimizer=masters + shards * moments,
         )
+
+    def at(self, homes: Homes) -> Shards:
+        """What of these is copied where parameters live at ``homes``."""
+        if homes.parameters != homes.optimizer:
+            return self
+        return replace(
+            self,
+            copy=self.copy - self.alike,
+            alike=0,
+            shared=self.shared + self.alike,
+            optimizer=self.optimizer - self.alike,
+        )
+
+    def cast(self, homes: Homes) -> int:
+        """Bytes on the host of what an update there writes for the device, in the compute dtype."""
+        return self.copy - self.alike if (homes.parameters, homes.optimizer) == ("device", "host") else 0
 
     @property
     def fetched(self) -> int:
@@ -66,13 +85,15 @@ class Shards:
         """What ``homes`` add to each tier between steps, and take off the device (below zero)."""
         if homes.optimizer == "device":
             return ()
+        own = self.at(homes)
         found: list[tuple[Tier, int]] = [
-            ("device", -self.optimizer),
-            (homes.optimizer, self.optimizer),
-            (homes.parameters, self.copy),
+            ("device", -own.optimizer),
+            (homes.optimizer, own.optimizer),
+            (homes.parameters, own.copy),
+            ("host", own.cast(homes)),
         ]
         if homes.parameters != "device":
-            found += [("device", -self.frozen - self.shared), (homes.parameters, self.frozen + self.shared)]
+            found += [("device", -own.frozen - own.shared), (homes.parameters, own.frozen + own.shared)]
         return tuple(found)
 
 
@@ -102,16 +123,17 @@ class BucketPart:
 
 
 def bucket_parts(
-    name: str, params: Sequence[Param], tiles: int, whole: Mapping[str, int], world: int, moments: int, staging: Tier
+    name: str, params: Sequence[Param], tiles: int, whole: Mapping[str, int], rates: Rates, moments: int
 ) -> tuple[BucketPart, ...]:
     """The bucket of ``params`` in ``tiles`` parts; ``whole`` are bytes of full gradients by parameter."""
+    world = rates.world_size
     trainable = [p for p in params if p.trainable]
     gathered, reduced = gathered_bytes(params, world), reduced_bytes(trainable)
     shard = sum(shard_bytes(p, world) for p in trainable)
     gradients = sum(whole.get(p.name, 0) for p in trainable)
-    moved = Shards.of(params, world, moments, staging)
+    moved = Shards.of(params, world, moments, rates.staging)
     # A gather of CPU ranks is not in place.
-    own = moved.copy if world > 1 and staging != "device" else 0
+    own = moved.copy if world > 1 and rates.overlaps else 0
     if world == 1:
         own = sum(copy_bytes(p, world) for p in params if p.sharded and is_whole(p, world))
     rows = params[0].chunk_rows(world) if tiles > 1 else 1
@@ -144,7 +166,8 @@ def between_steps(plan: Plan, kept: Mapping[str, int], staging: Tier) -> Iterato
     ``kept`` are bytes of optimizer states by parameter (:func:`~zerograph.planner.rates.kept_states`).
     """
     for bucket in plan.buckets:
-        shards, homes = Shards.of(bucket.params, plan.world_size, 0, staging), bucket.homes
+        homes = bucket.homes
+        shards = Shards.of(bucket.params, plan.world_size, 0, staging).at(homes)
         whole = sum(shard_bytes(p, plan.world_size) for p in bucket.params)
         states = sum(kept.get(p.name, 0) for p in bucket.params)
         away = sum(kept.get(p.name, 0) for p in bucket.params if p.sharded)
@@ -159,6 +182,7 @@ def between_steps(plan: Plan, kept: Mapping[str, int], staging: Tier) -> Iterato
                 ("states", "state", "device", states - away),
                 ("shards in the compute dtype", "param", homes.parameters, shards.copy + follow),
                 ("master copy and states", "state", homes.optimizer, shards.optimizer + away),
+                ("what the device has of it", "param", "host", shards.cast(homes)),
             ]
         for what, kind, tier, size in found:
             if size:

@@ -186,7 +186,7 @@ class _Step:
         if self.earlier:
             for bucket in self.plan.buckets:
                 for param in bucket.params:
-                    away = self.homes.gradients if param.sharded else "device"
+                    away = self.homes.spilled if param.sharded else "device"
                     whole = param.elements * ITEM_SIZE[param.reduce_dtype]
                     self.held[away, "gradient"] += shard_bytes(param, world) if self.stage > 1 else whole
 
@@ -227,7 +227,7 @@ class _Step:
         """Reduced gradients are added to those of earlier micro-batches, which are there anyway."""
         bucket = self.scheduler.registers.bucket
         added = self.earlier and register.kind == "gradient" and index not in bucket
-        if (added and register.tier == self.homes.gradients) or kind not in (None, register.kind):
+        if (added and register.tier == self.homes.spilled) or kind not in (None, register.kind):
             return replace(register, bytes=0)
         return register
 

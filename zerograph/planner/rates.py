@@ -86,7 +86,7 @@ class Rates:
     @property
     def staging(self) -> Tier:
         """The tier of the buffers that NVMe reads and writes: the host's memory, which on a CPU is the device's."""
-        return "host" if self.machine.device != "cpu" else "device"
+        return "host" if self.machine.has_host else "device"
 
     def transfer(self, stream: Stream, size: float) -> float:
         """``size`` bytes of this rank over a link of its own, or, of NVMe, over one that the node's ranks share."""
