@@ -31,7 +31,7 @@ from zerograph.runtime.host import Copying, HostMemory
 from zerograph.runtime.nvme import Arena, Priority, Ticket, huge_tensor
 from zerograph.runtime.spilled import SpilledGradients
 from zerograph.runtime.store import mapped_tensor
-from zerograph.runtime.torch_private import local_tensor, set_local, versions
+from zerograph.runtime.torch_private import local_tensor, memory_is_unshared, set_local, versions
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class ShardStore:
         self._ring: list[Tensor] = []
         self._fetched = BufferPool(huge_tensor)
         self._arriving: list[Copying] = []  # gradients, at the host
-        self._arrived = BufferPool(lambda size: self._there().empty(size))
+        self._arrived: dict[tuple[str, ...], Tensor] = {}  # by whose they are, memory of the last gradients
         self.arena: Arena | None = None
         self.changes = 0
 
@@ -147,6 +147,7 @@ class ShardStore:
         host, away = self._there(), bucket.homes.parameters == "host"
         for described in bucket.params:
             name = described.name
+            self._copy(name)
             if not described.sharded or name in self._away or not (away or described.trainable):
                 continue
             param, dtype = self._params[name], torch_dtype(described.compute_dtype)
@@ -412,16 +413,20 @@ class ShardStore:
         Raises:
             StorageError: there is no room, or a transfer failed.
         """
-        given = self._spill_to_host({p.name: g for p, g in zip(params, grads, strict=True) if p.name in self._on_host})
-        rest = [(p, g) for p, g in zip(params, grads, strict=True) if p.name not in given]
-        if rest:
-            given |= self._spill_to_nvme(rest)
-        return [given[p.name] for p in params]
+        made = {p.name: grad for p, grad in zip(params, grads, strict=True)}
+        given = self._spill_to_host({name: grad for name, grad in made.items() if name in self._on_host})
+        given |= self._spill_to_nvme({name: grad for name, grad in made.items() if name in self._blocks})
+        # model.to(dtype) has brought the others here.
+        return [given.get(name, grad) for name, grad in made.items()]
 
     def _spill_to_host(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-        found, place = dict[str, Tensor | None](), 0
-        # In one piece, as they are reduced.
-        room = self._arrived.take(sum(map(_apart, grads.values()))) if grads else torch.empty(0)
+        if not grads:
+            return {}
+        found, place, key = dict[str, Tensor | None](), 0, tuple(grads)
+        size, room = sum(map(_apart, grads.values())), self._arrived.get(key)
+        # What is still a gradient, or is kept by the user in whatever tensor, is never written over.
+        if room is None or len(room) != size or not memory_is_unshared(room):
+            room = self._arrived[key] = self._there().empty(size)
         for name, grad in grads.items():
             home = room[place : place + grad.nbytes].view(grad.dtype).as_strided(grad.shape, grad.stride())
             self._arriving.append(self._there().start(grad, home))
@@ -429,18 +434,20 @@ class ShardStore:
             place += _apart(grad)
         return found
 
-    def _spill_to_nvme(self, moving: Sequence[tuple[Param, Tensor]]) -> dict[str, Tensor | None]:
+    def _spill_to_nvme(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        if not grads:
+            return {}
         assert self.arena is not None
         if self._spilled is None:
             self._spilled = SpilledGradients(self._params, self.arena, self.ring, self._allocated)
         by_block: dict[Block, dict[str, Tensor]] = {}
         given: dict[str, Tensor | None] = {}
-        for param, grad in moving:
-            block = self._blocks[param.name]
+        for name, grad in grads.items():
+            block = self._blocks[name]
             if grad.dtype == block.dtype:
-                by_block.setdefault(block, {})[param.name] = grad
+                by_block.setdefault(block, {})[name] = grad
             else:
-                given[param.name] = grad  # model.to(dtype) has brought the parameter here
+                given[name] = grad  # model.to(dtype) has brought the parameter here
         for block, own in by_block.items():
             given |= self._spilled.spill(block, own)
         return given
