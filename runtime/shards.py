@@ -15,6 +15,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -27,7 +28,7 @@ from zerograph.core.units import format_bytes
 from zerograph.runtime.blocks import UNIT, Block, Place, Run
 from zerograph.runtime.buffers import ALIGNMENT, BufferPool, torch_dtype
 from zerograph.runtime.extents import Extent
-from zerograph.runtime.host import Copying, HostMemory
+from zerograph.runtime.host import HostMemory
 from zerograph.runtime.nvme import Arena, Priority, Ticket, huge_tensor
 from zerograph.runtime.spilled import SpilledGradients
 from zerograph.runtime.store import mapped_tensor
@@ -57,7 +58,7 @@ class _Copy:
     dtype: torch.dtype
     seen: tuple[int, int] | None
     cast: Tensor | None = None
-    under_way: Copying | None = None
+    under_way: Future[None] | None = None
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class Fetch:
 
     shards: list[Tensor]
     under_way: list[Ticket] = field(default_factory=list)
-    copies: list[Copying] = field(default_factory=list)
+    copies: list[Future[None]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -104,7 +105,7 @@ class ShardStore:
         self._spilled: SpilledGradients | None = None
         self._ring: list[Tensor] = []
         self._fetched = BufferPool(huge_tensor)
-        self._arriving: list[Copying] = []  # gradients, at the host
+        self._arriving: list[Future[None]] = []  # gradients, at the host
         self._arrived: dict[tuple[str, ...], Tensor] = {}  # by whose they are, memory of the last gradients
         self.arena: Arena | None = None
         self.changes = 0
@@ -124,7 +125,7 @@ class ShardStore:
         """
         for bucket in plan.buckets:
             if bucket.homes.optimizer == "host":
-                self._move_to_host(bucket, moved)
+                self._move_to_host(bucket)
             if bucket.homes.optimizer != "nvme":
                 continue
             new = [p for p in bucket.params if p.sharded and p.name not in self._blocks]
@@ -141,29 +142,23 @@ class ShardStore:
         assert self.host is not None  # where a plan has something on the host
         return self.host
 
-    def _move_to_host(self, bucket: Bucket, moved: Callable[[Tensor], None]) -> None:
+    def _move_to_host(self, bucket: Bucket) -> None:
         """Give parameters of a bucket their home on the host, where they are updated; what is gathered of them follows,
         on the device or beside them."""
-        host, away = self._there(), bucket.homes.parameters == "host"
+        away = bucket.homes.parameters == "host"
         for described in bucket.params:
             name = described.name
             self._copy(name)
             if not described.sharded or name in self._away or not (away or described.trainable):
                 continue
             param, dtype = self._params[name], torch_dtype(described.compute_dtype)
-            local = local_tensor(param).detach()
-            home, cast, copy = host.home(local), None, None
-            if not away:
-                copy = torch.empty_like(local, dtype=dtype).copy_(local)
-            if described.is_master:
-                cast = host.empty(local.numel() * dtype.itemsize).view(dtype)
-                cast = cast.as_strided(home.shape, home.stride()).copy_(home)
-            set_local(param, home)
-            self._away[name] = home.data_ptr()
+            local = local_tensor(param).detach()  # on a split machine it is there already
+            copy = local.to(dtype, copy=True) if not away else None
+            cast = local.to(dtype) if described.is_master else None
+            self._away[name] = local.data_ptr()
             self._on_host.add(name)
             if copy is not None or cast is not None:
                 self._copies[name] = _Copy(copy, dtype, versions(param), cast)
-            moved(param)
             self.changes += 1
 
     def _house(self, bucket: Bucket, params: Sequence[Param], moved: Callable[[Tensor], None]) -> None:
@@ -270,9 +265,10 @@ class ShardStore:
                 self._land(copy)
                 found[name] = copy.tensor
             elif name in self._on_host:
-                source = shard if copy is None or copy.cast is None else copy.cast
-                found[name] = self._on_device_like(source.detach())
-                fetch.copies.append(self._there().start(source.detach(), found[name]))
+                source = shard.detach() if copy is None or copy.cast is None else copy.cast
+                memory = self._fetched.take(source.nbytes).view(source.dtype)
+                found[name] = memory.as_strided(source.shape, source.stride())
+                fetch.copies.append(self._there().start(source, found[name]))
             else:
                 block = self._blocks[name]
                 kept = (self._parameters[block], block.dtype)
@@ -294,21 +290,14 @@ class ShardStore:
             assert self.arena is not None
             self.arena.wait(fetch.under_way.pop())
         while fetch.copies:
-            self._there().wait(fetch.copies.pop())
+            fetch.copies.pop().result()
         return fetch.shards
-
-    def _on_device_like(self, source: Tensor) -> Tensor:
-        """Memory on the device for what is ``source`` on the host."""
-        device = self._there().device
-        if device.type != "cpu":  # where torch keeps memory for the next time
-            return torch.empty_strided(source.shape, source.stride(), dtype=source.dtype, device=device)
-        return self._fetched.take(source.nbytes).view(source.dtype).as_strided(source.shape, source.stride())
 
     def _land(self, copy: _Copy) -> None:
         """Let what is gathered of a copy on the device have its values."""
         under_way, copy.under_way = copy.under_way, None
         if under_way is not None:
-            self._there().wait(under_way)
+            under_way.result()
 
     def _upload(self, local: Tensor, copy: _Copy) -> None:
         """Begin to bring a copy on the device the values that its parameter has on the host, where these are cast."""
@@ -426,7 +415,7 @@ class ShardStore:
         size, room = sum(map(_apart, grads.values())), self._arrived.get(key)
         # What is still a gradient, or is kept by the user in whatever tensor, is never written over.
         if room is None or len(room) != size or not memory_is_unshared(room):
-            room = self._arrived[key] = self._there().empty(size)
+            room = self._arrived[key] = torch.empty(size, dtype=torch.uint8)
         for name, grad in grads.items():
             home = room[place : place + grad.nbytes].view(grad.dtype).as_strided(grad.shape, grad.stride())
             self._arriving.append(self._there().start(grad, home))
@@ -459,14 +448,14 @@ class ShardStore:
             StorageError: a transfer failed.
         """
         while self._arriving:
-            self._there().wait(self._arriving.pop())
+            self._arriving.pop().result()
         if self._spilled is not None:
             self._spilled.wait()
 
     def abandon(self) -> None:
         """A program failed: wait for what it wrote, whatever becomes of it."""
         while self._arriving:
-            self._there().wait(self._arriving.pop())
+            self._arriving.pop().result()
         if self._spilled is not None:
             self._spilled.abandon()
 

@@ -104,10 +104,10 @@ class Backend:
     def _connect(self, device: torch.device) -> Ranks:
         """Connect to the other ranks: with them there is all that frames are compiled for."""
         away = self.config.away
-        if "nvme" in away and device.type != "cpu":
+        if away and device.type != "cpu":
             raise UnsupportedError(
-                f"states of a model on {device.type} cannot be kept on NVMe yet",
-                'tier="host" keeps them in the host\'s memory',
+                f"what belongs to a model on {device.type} cannot leave it yet",
+                "offload works on the CPU; train without it, or see `zerograph plan --offload`",
             )
         if "host" in away:
             if not machine_of(self.config, device).has_host:
@@ -120,7 +120,7 @@ class Backend:
                     "a plan that has something on the host and something on NVMe cannot be run yet",
                     "plan with one tier: `zerograph plan --offload ... --tier nvme`",
                 )
-            self._store.host = HostMemory(device)
+            self._store.host = HostMemory()
         self._segments.prepare(device)
         ranks = Ranks.connect(self.config, device)
         self._compile_for(ranks, self.config)

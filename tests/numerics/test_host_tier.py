@@ -189,7 +189,7 @@ def _refused(options: dict[str, Any]) -> None:
 
 
 def test_a_cpu_has_one_memory() -> None:
-    with pytest.raises(RankFailure, match="host is its device's: nothing would leave it(?s:.*)tier=\"nvme\""):
+    with pytest.raises(RankFailure, match='host is its device\'s: nothing would leave it(?s:.*)tier="nvme"'):
         run(2, _refused, {"offload": "optimizer", "tier": "host"})
 
 

@@ -125,7 +125,9 @@ class _Lowering:
             storage = first.setdefault(owner, self.shared.get(index, index))
             name = key.name if isinstance(key, fx.Node) else str(key[1])
             size = bytes_of(owner.meta.get("val")) if isinstance(owner, fx.Node) else 0
-            found.append(Register(name, self.bytes.get(index, size), storage, _kind(key), self.tiers.get(index, "device")))
+            found.append(
+                Register(name, self.bytes.get(index, size), storage, _kind(key), self.tiers.get(index, "device"))
+            )
         return tuple(found)
 
     def _register(self, node: Any) -> int:

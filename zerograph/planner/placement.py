@@ -1,10 +1,10 @@
 """Bytes of one bucket, or of one tile of it: what lies on which tier between steps, and what a step moves.
 
 As in ZeRO-Offload, the master copy lives with the optimizer. On the device it is the shard that is gathered; off it,
-parameters are a copy in the compute dtype beside it. One that computes in its own dtype needs none where parameters live
-with the optimizer, or where the host's memory is the device's, as on a CPU: it is updated where parameters live. Scalars and parameters of fewer rows than
-ranks are not sharded, so they stay on the device wherever their bucket goes, and so do shards that are not trained
-unless the parameters leave.
+parameters are a copy in the compute dtype beside it. One that computes in its own dtype needs no copy where parameters
+live with the optimizer, or where the host's memory is the device's, as on a CPU: it is updated where parameters live.
+Scalars and parameters of fewer rows than ranks are not sharded, so they stay on the device wherever their bucket goes,
+and so do shards that are not trained unless the parameters leave.
 """
 
 from __future__ import annotations
