@@ -50,7 +50,7 @@ class _Copy:
         dtype: the compute dtype.
         seen: the parameter's versions when it had these values; None once something has stepped on it that versions do
             not show.
-        cast: of a parameter on the host that has another dtype, the same values there: what is copied to the device.
+        cast: the values on the host, beside a parameter there of another dtype: what is brought to the device.
         under_way: what brings ``tensor`` its values of now.
     """
 
@@ -154,7 +154,7 @@ class ShardStore:
             param, dtype = self._params[name], torch_dtype(described.compute_dtype)
             local = local_tensor(param).detach()  # on a split machine it is there already
             copy = local.to(dtype, copy=True) if not away else None
-            cast = local.to(dtype) if described.is_master else None
+            cast = local.to(dtype) if away and described.is_master else None
             self._away[name] = local.data_ptr()
             self._on_host.add(name)
             if copy is not None or cast is not None:
@@ -300,7 +300,7 @@ class ShardStore:
             under_way.result()
 
     def _upload(self, local: Tensor, copy: _Copy) -> None:
-        """Begin to bring a copy on the device the values that its parameter has on the host, where these are cast."""
+        """Begin to bring a copy on the device the values that its parameter has on the host."""
         if copy.tensor is not None:
             self._land(copy)
             copy.under_way = self._there().start(local if copy.cast is None else copy.cast, copy.tensor)

@@ -124,8 +124,8 @@ class PlanFile:
     def unexecuted(self) -> str:
         """What the plan needs that nothing executes yet, for people; empty when the plan can be run."""
         plan = self.plan
-        # Where the host's memory is another one than the device's, NVMe is behind it.
-        far = ("nvme",) if self.machine.has_host else ("host",)
+        # Nothing leaves a GPU, and NVMe behind another memory on the host is not reached.
+        far = {"nvme"} if self.machine.split else {"host"} if self.machine.device == "cpu" else {"host", "nvme"}
         homes = next((f"{b.homes} (bucket {b.name})" for b in plan.buckets if not b.homes.away.isdisjoint(far)), "")
         saved = next((f"activations of {name} on {tier}" for name, tier in plan.offload), "")
         tiles = next((f"{b.tiles} tiles of {b.params[0].name}" for b in plan.buckets if b.tiles > 1), "")

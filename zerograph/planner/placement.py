@@ -67,10 +67,6 @@ class Shards:
             optimizer=self.optimizer - self.alike,
         )
 
-    def cast(self, homes: Homes) -> int:
-        """Bytes on the host of what an update there writes for the device, in the compute dtype."""
-        return self.copy - self.alike if (homes.parameters, homes.optimizer) == ("device", "host") else 0
-
     @property
     def fetched(self) -> int:
         """Bytes that come to the device before a gather, when the parameters live elsewhere."""
@@ -90,7 +86,6 @@ class Shards:
             ("device", -own.optimizer),
             (homes.optimizer, own.optimizer),
             (homes.parameters, own.copy),
-            ("host", own.cast(homes)),
         ]
         if homes.parameters != "device":
             found += [("device", -own.frozen - own.shared), (homes.parameters, own.frozen + own.shared)]
@@ -182,7 +177,6 @@ def between_steps(plan: Plan, kept: Mapping[str, int], staging: Tier) -> Iterato
                 ("states", "state", "device", states - away),
                 ("shards in the compute dtype", "param", homes.parameters, shards.copy + follow),
                 ("master copy and states", "state", homes.optimizer, shards.optimizer + away),
-                ("what the device has of it", "param", "host", shards.cast(homes)),
             ]
         for what, kind, tier, size in found:
             if size:
