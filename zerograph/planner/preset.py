@@ -164,8 +164,8 @@ class _Step:
         size, training, machine, world, strategy, layers = part
         self.accumulates, self.stage = training.accumulate, strategy.stage
         sharded = strategy.stage > 0 and (world > 1 or strategy.tier != "device")
-        moments = training.moments(sharded and (strategy.stage < 3 or strategy.tier != "device"))
-        self.homes = Homes(strategy.home("parameters"), strategy.home("gradients"), strategy.home("optimizer"))
+        homes = self.homes = Homes(strategy.home("parameters"), strategy.home("gradients"), strategy.home("optimizer"))
+        moments = training.moments(sharded and (strategy.stage < 3 or homes.parameters != homes.optimizer))
         self.scheduler, plan = _scheduler(
             size, training, world, layers, sharded, strategy.tiles, strategy.stage, machine, moments
         )
