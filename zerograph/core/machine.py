@@ -59,6 +59,8 @@ class Machine:
         host_memory: bytes per node.
         nvme_capacity: bytes per node; 0 where there is none.
         nvme_read, nvme_write: per node.
+        nvme_both: bytes per second and node that reads and writes come to while both go on; 0 where that was not
+            measured, and they are taken not to disturb each other.
         h2d, d2h: host to device and back; on a CPU, a copy.
         intra, inter: collectives inside a node, and between nodes: bytes per second of the full tensor that a rank
             sends or receives (bus bandwidth), and the latency of one collective.
@@ -93,6 +95,7 @@ class Machine:
     update: Link
     cpu_optimizer: float
     published: Mapping[str, float] = field(default_factory=dict, hash=False)
+    nvme_both: float = 0.0
     split: bool = False
     disturbed: float = 0.0
     notes: str = field(default="", compare=False)
@@ -200,6 +203,8 @@ class Machine:
             rates |= {f"published rate of {dtype}": rate for dtype, rate in self.published.items()}
         else:
             yield f"published is {self.published!r}, not rates by dtype"
+        if not (is_number(self.nvme_both) and self.nvme_both >= 0):
+            yield f"nvme_both is {self.nvme_both!r}, not a rate"
         if not (is_number(self.disturbed) and 0 <= self.disturbed <= 1):
             yield f"disturbed is {self.disturbed!r}, not a share from 0 to 1"
         for name in _LINKS:
