@@ -20,7 +20,7 @@ def spill(gm: fx.GraphModule, plan: Plan) -> int:
     """Rewrite the backward graph ``gm`` in place; returns the number of spills inserted."""
     moved = 0
     for wait in gm.graph.find_nodes(op="call_function", target=WAIT_REDUCE, sort=True):
-        if plan.buckets[wait.args[2]].homes.gradients != "device":
+        if plan.buckets[wait.args[2]].homes.spilled != "device":
             moved += _spill(gm.graph, wait)
     if moved:
         gm.graph.lint()

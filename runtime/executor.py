@@ -13,12 +13,14 @@ from torch.profiler import record_function
 
 from zerograph.core.program import (
     Compute,
+    Fetch,
     Free,
     Gather,
     Instruction,
     Program,
     Read,
     Reduce,
+    Spill,
     WaitFetch,
     WaitGather,
     WaitReduce,
@@ -70,8 +72,8 @@ class Executor:
         self.comm: Communicator = runtime.comm  # type: ignore[assignment]  # None where programs have no collectives
         self.cache, self.hold, self.telemetry = runtime.cache, runtime.hold, runtime.telemetry
         self.store = runtime.store
-        self.fetched = {i.bucket for i in program.instructions if isinstance(i, Read)}
-        self.writes = any(isinstance(i, Write) for i in program.instructions)
+        self.fetched = {i.bucket for i in program.instructions if isinstance(i, Read | Fetch)}
+        self.spills = any(isinstance(i, Write | Spill) for i in program.instructions)
         # No gather of such a backward finds its bucket freed: what the transport keeps is of no use before the forward.
         again = (i.bucket for i in program.instructions if isinstance(i, Gather))
         self.trims = program.kind == "backward" and not any(map(self.cache.gathers_again, again))
@@ -105,7 +107,7 @@ class Executor:
                 run(instruction, registers)
                 for register in dead:
                     registers[register] = None
-            if self.writes:
+            if self.spills:
                 self.store.wait_for_gradients()
             if self.sequence:
                 self.comm.leave()
@@ -175,7 +177,7 @@ class Executor:
             if self.program.kind == "backward" and not self.cache.gathers_again(instruction.bucket):
                 self.comm.trim()  # it would wait for the next forward
 
-    def _read(self, instruction: Read, registers: list[Any]) -> None:
+    def _fetch(self, instruction: Read | Fetch, registers: list[Any]) -> None:
         whole = self.cache.lookup(instruction.bucket, instruction.params) is not None
         shards = [registers[r] for r in instruction.reads]
         registers[instruction.writes[0]] = None if whole else self.store.start_fetch(instruction.params, shards)
@@ -186,7 +188,7 @@ class Executor:
         for register, tensor in zip(instruction.outs, shards, strict=True):
             registers[register] = tensor
 
-    def _write(self, instruction: Write, registers: list[Any]) -> None:
+    def _spill(self, instruction: Write | Spill, registers: list[Any]) -> None:
         grads: list[Tensor] = [registers[r] for r in instruction.reads]
         # What no_sync holds back is whole, and here; autograd gets marks in its place.
         there = grads if self.hold.active else self.store.spill(instruction.params, grads)
@@ -217,9 +219,11 @@ _METHODS: dict[type, str] = {
     Free: "_free",
     Reduce: "_reduce",
     WaitReduce: "_wait_reduce",
-    Read: "_read",
+    Read: "_fetch",
+    Fetch: "_fetch",
     WaitFetch: "_wait_fetch",
-    Write: "_write",
+    Write: "_spill",
+    Spill: "_spill",
 }
 
 

@@ -1,9 +1,12 @@
 """Where what belongs to the parameters of a backend lives: nobody else knows of tiers.
 
-What leaves the device lies in extents of one arena. The shards of a bucket lie there one behind another, so that an
-update moves many small ones in one transfer. Each kind of state (a moment, a master copy) has an extent of its own, in
-which a parameter has the same place, counted in elements. Whoever does not know of extents, a checkpoint or a stock
-optimizer, sees ordinary tensors: mappings of them (:func:`~zerograph.runtime.store.mapped_tensor`).
+On the host are ordinary tensors: parameters, their gradients, and whatever an optimizer keeps of them. What is gathered
+of them is copied to the device, and stays there where only they themselves have left.
+
+What is on NVMe lies in extents of one arena. The shards of a bucket lie there one behind another, so that an update
+moves many small ones in one transfer. Each kind of state (a moment, a master copy) has an extent of its own, in which a
+parameter has the same place, counted in elements. Whoever does not know of extents, a checkpoint or a stock optimizer,
+sees ordinary tensors: mappings of them (:func:`~zerograph.runtime.store.mapped_tensor`).
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -23,12 +27,13 @@ from zerograph.core.plan import Bucket, Homes, Param, Plan
 from zerograph.core.slots import SLOT, SLOTS, slot_bytes
 from zerograph.core.units import format_bytes
 from zerograph.runtime.blocks import UNIT, Block, Place, Run
-from zerograph.runtime.buffers import BufferPool, torch_dtype
+from zerograph.runtime.buffers import ALIGNMENT, BufferPool, torch_dtype
 from zerograph.runtime.extents import Extent
+from zerograph.runtime.host import HostMemory
 from zerograph.runtime.nvme import Arena, Priority, Ticket, huge_tensor
 from zerograph.runtime.spilled import SpilledGradients
 from zerograph.runtime.store import mapped_tensor
-from zerograph.runtime.torch_private import local_tensor, set_local, versions
+from zerograph.runtime.torch_private import local_tensor, memory_is_unshared, set_local, versions
 
 log = logging.getLogger(__name__)
 
@@ -42,23 +47,28 @@ class _Copy:
     """What is gathered in place of a parameter that left the device.
 
     Attributes:
-        tensor: its values in the compute dtype, on the device; None where they are on NVMe.
+        tensor: its values in the compute dtype, on the device; None where they are brought there for each gather.
         dtype: the compute dtype.
         seen: the parameter's versions when it had these values; None once something has stepped on it that versions do
             not show.
+        cast: the values on the host, beside a parameter there of another dtype: what is brought to the device.
+        under_way: what brings ``tensor`` its values of now.
     """
 
     tensor: Tensor | None
     dtype: torch.dtype
     seen: tuple[int, int] | None
+    cast: Tensor | None = None
+    under_way: Future[None] | None = None
 
 
 @dataclass(slots=True)
 class Fetch:
-    """Shards, of which some may be on their way from NVMe."""
+    """Shards, of which some may be on their way from NVMe or the host."""
 
     shards: list[Tensor]
     under_way: list[Ticket] = field(default_factory=list)
+    copies: list[Future[None]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -74,14 +84,17 @@ class ShardStore:
 
     Attributes:
         arena: with everything that is on NVMe; None while nothing is.
+        host: beside the device; None where both are one memory.
         changes: how often homes were given.
     """
 
     def __init__(self, params: Mapping[str, Tensor], open_arena: Callable[[int], Arena]) -> None:
         """``params`` are the outward parameters by name, now and later; ``open_arena`` makes room for so many bytes."""
         self._params, self._open = params, open_arena
+        self.host: HostMemory | None = None
         self._blocks: dict[str, Block] = {}  # by parameter, of those of which anything is on NVMe
-        self._away: dict[str, int] = {}  # by parameter that is itself on NVMe, the address of its mapping
+        self._away: dict[str, int] = {}  # by parameter that is itself on the host or NVMe, its address there
+        self._on_host: set[str] = set()  # of these, those on the host
         # By bucket, name and dtype. Not by parameter and name alone: two optimizers may hold one parameter.
         self._kinds: weakref.WeakKeyDictionary[Optimizer, dict[tuple[Block, str, torch.dtype], _Kind]]
         self._kinds = weakref.WeakKeyDictionary()
@@ -93,6 +106,8 @@ class ShardStore:
         self._spilled: SpilledGradients | None = None
         self._ring: list[Tensor] = []
         self._fetched = BufferPool(huge_tensor)
+        self._arriving: list[Future[None]] = []  # gradients, at the host
+        self._arrived: dict[tuple[str, ...], Tensor] = {}  # by whose they are, memory of the last gradients
         self.arena: Arena | None = None
         self.changes = 0
 
@@ -115,6 +130,8 @@ class ShardStore:
         own = {param.name: bucket.homes for bucket in plan.buckets for param in bucket.params}
         masters = any(p.is_master for b in plan.buckets for p in b.params)
         for bucket in plan.buckets:
+            if bucket.homes.optimizer == "host":
+                self._move_to_host(bucket)
             if bucket.homes.optimizer != "nvme":
                 continue
             new = [p for p in bucket.params if p.sharded and p.name not in self._blocks]
@@ -128,6 +145,29 @@ class ShardStore:
                 self.changes += 1
         for name in own if self._early else ():
             self._bring_back(name, moved)
+
+    def _there(self) -> HostMemory:
+        assert self.host is not None  # where a plan has something on the host
+        return self.host
+
+    def _move_to_host(self, bucket: Bucket) -> None:
+        """Give parameters of a bucket their home on the host, where they are updated; what is gathered of them follows,
+        on the device or beside them."""
+        away = bucket.homes.parameters == "host"
+        for described in bucket.params:
+            name = described.name
+            self._copy(name)
+            if not described.sharded or name in self._away or not (away or described.trainable):
+                continue
+            param, dtype = self._params[name], torch_dtype(described.compute_dtype)
+            local = local_tensor(param).detach()  # on a split machine it is there already
+            copy = local.to(dtype, copy=True) if not away else None
+            cast = local.to(dtype) if away and described.is_master else None
+            self._away[name] = local.data_ptr()
+            self._on_host.add(name)
+            if copy is not None or cast is not None:
+                self._copies[name] = _Copy(copy, dtype, versions(param), cast)
+            self.changes += 1
 
     def _house(self, bucket: Bucket, params: Sequence[Param], moved: Callable[[Tensor], None]) -> None:
         """Give ``params`` of a bucket, of one dtype, their homes."""
@@ -246,7 +286,13 @@ class ShardStore:
             if not shard.numel() or shard.data_ptr() != self._away.get(name):
                 found[name] = shard
             elif copy is not None and copy.tensor is not None:
+                self._land(copy)
                 found[name] = copy.tensor
+            elif name in self._on_host:
+                source = shard.detach() if copy is None or copy.cast is None else copy.cast
+                memory = self._fetched.take(source.nbytes).view(source.dtype)
+                found[name] = memory.as_strided(source.shape, source.stride())
+                fetch.copies.append(self._there().start(source, found[name]))
             else:
                 block = self._blocks[name]
                 kept = (self._parameters[block], block.dtype)
@@ -267,7 +313,21 @@ class ShardStore:
         while fetch.under_way:
             assert self.arena is not None
             self.arena.wait(fetch.under_way.pop())
+        while fetch.copies:
+            fetch.copies.pop().result()
         return fetch.shards
+
+    def _land(self, copy: _Copy) -> None:
+        """Let what is gathered of a copy on the device have its values."""
+        under_way, copy.under_way = copy.under_way, None
+        if under_way is not None:
+            under_way.result()
+
+    def _upload(self, local: Tensor, copy: _Copy) -> None:
+        """Begin to bring a copy on the device the values that its parameter has on the host."""
+        if copy.tensor is not None:
+            self._land(copy)
+            copy.under_way = self._there().start(local if copy.cast is None else copy.cast, copy.tensor)
 
     def _read(
         self, extent: Extent, block: Block, dtype: torch.dtype, run: Run, under_way: list[Ticket]
@@ -290,7 +350,11 @@ class ShardStore:
         param = self._params[name]
         now = versions(param)
         if copy.seen != now:
-            if copy.tensor is not None:
+            if name in self._on_host:
+                if copy.cast is not None:
+                    copy.cast.copy_(local_tensor(param).detach())
+                self._upload(local_tensor(param).detach(), copy)
+            elif copy.tensor is not None:
                 copy.tensor.copy_(local_tensor(param).detach())
             else:
                 self._cast(name, copy.dtype)
@@ -311,38 +375,45 @@ class ShardStore:
     def _copy(self, name: str) -> _Copy | None:
         if name in self._away and local_tensor(self._params[name]).data_ptr() != self._away[name]:
             del self._away[name]  # model.to(dtype) has given it other memory
+            self._on_host.discard(name)
             self._copies.pop(name, None)
         return self._copies.get(name)
 
     def copy_of(self, param: Tensor) -> Tensor | None:
-        """The copy on the device that an update of ``param`` writes too; None where it has none."""
-        copy = self._copy(self._names().get(id(param), "")) if self._copies else None
-        return copy.tensor if copy is not None else None
+        """The copy that an update of ``param`` writes too; None where it has none in the memory of the update."""
+        name = self._names().get(id(param), "") if self._copies else ""
+        copy = self._copy(name)
+        if copy is None:
+            return None
+        return copy.cast if name in self._on_host else copy.tensor
 
     def streamed(self, param: Tensor) -> tuple[tuple[str, torch.dtype], ...]:
         """What is on NVMe of ``param`` besides states: it itself, and its copy."""
         name = self._names().get(id(param), "") if self._away else ""
         copy = self._copy(name)
-        if name not in self._away:
+        if name not in self._away or name in self._on_host:
             return ()
         copies = ((COPY, copy.dtype),) if copy is not None and copy.tensor is None else ()
         return ((PARAMETER, param.dtype), *copies)
 
     def updated(self, params: Iterable[Tensor]) -> None:
-        """The copies of ``params`` have been written together with them."""
-        for param, copy in self._having_copies(params):
-            copy.seen = versions(param)
+        """The copies of ``params`` have been written together with them; those on the device of what is on the host
+        follow from now on."""
+        for name, copy in self._having_copies(params):
+            copy.seen = versions(self._params[name])
+            if name in self._on_host:
+                self._upload(local_tensor(self._params[name]).detach(), copy)
 
     def touched(self, params: Iterable[Tensor]) -> None:
         """Something has written to ``params`` that versions may not show: their copies are stale."""
         for _, copy in self._having_copies(params):
             copy.seen = None
 
-    def _having_copies(self, params: Iterable[Tensor]) -> Iterator[tuple[Tensor, _Copy]]:
+    def _having_copies(self, params: Iterable[Tensor]) -> Iterator[tuple[str, _Copy]]:
         if self._copies:
             names = self._names()
-            known = ((param, self._copies.get(names.get(id(param), ""))) for param in params)
-            yield from ((param, copy) for param, copy in known if copy is not None)
+            known = (names.get(id(param), "") for param in params)
+            yield from ((name, copy) for name in known if (copy := self._copy(name)) is not None)
 
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self._params.items()}
@@ -350,37 +421,65 @@ class ShardStore:
     # ---- gradients
 
     def spill(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Begin to write gradients to NVMe; returns what autograd gets in their places.
+        """Begin to move gradients to their homes; returns what autograd gets in their places.
 
         Raises:
             StorageError: there is no room, or a transfer failed.
         """
+        made = {p.name: grad for p, grad in zip(params, grads, strict=True)}
+        given = self._spill_to_host({name: grad for name, grad in made.items() if name in self._on_host})
+        given |= self._spill_to_nvme({name: grad for name, grad in made.items() if name in self._blocks})
+        # model.to(dtype) has brought the others here.
+        return [given.get(name, grad) for name, grad in made.items()]
+
+    def _spill_to_host(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        if not grads:
+            return {}
+        found, place, key = dict[str, Tensor | None](), 0, tuple(grads)
+        size, room = sum(map(_apart, grads.values())), self._arrived.get(key)
+        # What is still a gradient, or is kept by the user in whatever tensor, is never written over.
+        if room is None or len(room) != size or not memory_is_unshared(room):
+            room = self._arrived[key] = torch.empty(size, dtype=torch.uint8)
+        for name, grad in grads.items():
+            home = room[place : place + grad.nbytes].view(grad.dtype).as_strided(grad.shape, grad.stride())
+            self._arriving.append(self._there().start(grad, home))
+            found[name] = home
+            place += _apart(grad)
+        return found
+
+    def _spill_to_nvme(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        if not grads:
+            return {}
         assert self.arena is not None
         if self._spilled is None:
             self._spilled = SpilledGradients(self._params, self.arena, self.ring, self._allocated)
         by_block: dict[Block, dict[str, Tensor]] = {}
         given: dict[str, Tensor | None] = {}
-        for param, grad in zip(params, grads, strict=True):
-            block = self._blocks[param.name]
+        for name, grad in grads.items():
+            block = self._blocks[name]
             if grad.dtype == block.dtype:
-                by_block.setdefault(block, {})[param.name] = grad
+                by_block.setdefault(block, {})[name] = grad
             else:
-                given[param.name] = grad  # model.to(dtype) has brought the parameter here
+                given[name] = grad  # model.to(dtype) has brought the parameter here
         for block, own in by_block.items():
             given |= self._spilled.spill(block, own)
-        return [given[p.name] for p in params]
+        return given
 
     def wait_for_gradients(self) -> None:
-        """Return when all that :meth:`spill` began is written.
+        """Return when all that :meth:`spill` began is done.
 
         Raises:
             StorageError: a transfer failed.
         """
+        while self._arriving:
+            self._arriving.pop().result()
         if self._spilled is not None:
             self._spilled.wait()
 
     def abandon(self) -> None:
         """A program failed: wait for what it wrote, whatever becomes of it."""
+        while self._arriving:
+            self._arriving.pop().result()
         if self._spilled is not None:
             self._spilled.abandon()
 
@@ -498,14 +597,11 @@ class ShardStore:
         self.wait_for_gradients()
         return self.ring[0]
 
-    def on_device(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Those of local ``tensors`` that are not on NVMe, and the copies of those that are."""
+    def on_device(self, held: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
+        """Of local tensors that belong to a parameter, by name, those on the device, and copies there of others."""
         arena = self.arena
-        if arena is None:
-            return list(tensors)
-        return [t for t in tensors if not arena.maps(t)] + [
-            copy.tensor for copy in self._copies.values() if copy.tensor is not None
-        ]
+        here = [t for name, t in held if name not in self._on_host and (arena is None or not arena.maps(t))]
+        return here + [copy.tensor for copy in self._copies.values() if copy.tensor is not None]
 
     @property
     def slots(self) -> int:
@@ -527,3 +623,8 @@ class ShardStore:
             "optimizer states": sum(extent.bytes for extent in states),
         }
         return {what: size for what, size in held.items() if size}
+
+
+def _apart(tensor: Tensor) -> int:
+    """Bytes of ``tensor``, so that vector loads of what follows it are aligned."""
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT

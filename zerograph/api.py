@@ -29,6 +29,7 @@ from zerograph.optim.check import OptimizerCheck
 from zerograph.runtime.comm import Communicator
 from zerograph.runtime.executor import Runtime
 from zerograph.runtime.hold import GradientHold
+from zerograph.runtime.host import HostMemory
 from zerograph.runtime.nvme import Arena
 from zerograph.runtime.residency import GatheredCache, StepCount
 from zerograph.runtime.shards import ShardStore
@@ -101,11 +102,24 @@ class Backend:
 
     def _connect(self, device: torch.device) -> Ranks:
         """Connect to the other ranks: with them there is all that frames are compiled for."""
-        if self.config.offloads and device.type != "cpu":
+        away = self.config.away
+        if away and device.type != "cpu":
             raise UnsupportedError(
-                f"states of a model on {device.type} cannot be kept on NVMe yet",
+                f"what belongs to a model on {device.type} cannot leave it yet",
                 "offload works on the CPU; train without it, or see `zerograph plan --offload`",
             )
+        if "host" in away:
+            if not machine_of(self.config, device).has_host:
+                raise ConfigError(
+                    "the memory of a CPU's host is its device's: nothing would leave it",
+                    'tier="nvme" with path="/folder/on/a/disk"; for tests, machine= may be one with "split": true',
+                )
+            if "nvme" in away:
+                raise UnsupportedError(
+                    "a plan that has something on the host and something on NVMe cannot be run yet",
+                    "plan with one tier: `zerograph plan --offload ... --tier nvme`",
+                )
+            self._store.host = HostMemory()
         self._segments.prepare(device)
         ranks = Ranks.connect(self.config, device)
         self._compile_for(ranks, self.config)

@@ -129,12 +129,6 @@ def test_errors_have_one_base() -> None:
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "gradients", "parameters", "auto"])
-def test_what_is_planned_and_not_run_yet_is_refused(offload: str) -> None:
-    with pytest.raises(ConfigError, match="on host is planned, but no backend runs it yet"):
-        zerograph.backend(offload=offload, tier="host")
-
-
-@pytest.mark.parametrize("offload", ["optimizer", "gradients", "parameters", "auto"])
 @pytest.mark.parametrize("tier", [None, "nvme"])
 def test_offload_goes_to_nvme_which_needs_a_folder(offload: str, tier: str | None) -> None:
     with pytest.raises(ConfigError, match="needs a folder to be kept in"):

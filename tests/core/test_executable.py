@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from zerograph.core.executable import Executable
+from zerograph.core.machine import machine_named
 from zerograph.core.plan import Bucket, Homes, Param, Plan
 
 PARAM = Param("a.weight", (64, 4), "float32", "float32", "float32", True, True)
@@ -35,5 +36,5 @@ PLAN = Plan(3, 2, (Bucket(0, "a", (PARAM,), "use"),), 1)
     ],
 )
 def test_what_is_missing(plan: Plan, cpu: str, cuda: str) -> None:
-    assert Executable.on("cpu").missing(plan) == cpu
-    assert Executable.on("cuda").missing(plan) == cuda
+    assert Executable.on(machine_named("cpu")).missing(plan) == cpu
+    assert Executable.on(machine_named("h100-80gb")).missing(plan) == cuda

@@ -24,6 +24,7 @@ def test_a_disk_is_measured_and_left_clean(tmp_path: Path, monkeypatch: pytest.M
     assert found.capacity > 0 or found.file_system == "tmpfs"
     for link in (found.read, found.write):
         assert 1e6 < link.rate < 1e12 and 0 < link.latency < 0.1
+    assert 1e6 < found.both < 1e12
     assert not list(tmp_path.iterdir())
 
 
@@ -51,11 +52,11 @@ def test_a_slow_disk_is_given_up_in_time_and_reads_only_what_was_written(
 
 
 def test_a_round_that_others_disturb_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = iter([(5e8, SIZE), (4e8, SIZE), (9e8, SIZE), (1e6, SIZE), (2e6, SIZE), (5e8, SIZE), (8e8, SIZE)])
-    monkeypatch.setattr(disk, "_rate", lambda *args: next(rates))
+    rates = iter([5e8, 4e8, 9e8, 3e8, 1e6, 2e6, 1e6, 5e8, 8e8, 4e8])
+    monkeypatch.setattr(disk, "_rate", lambda *args: (next(rates), SIZE))
     found = measure_disk(tmp_path, SIZE, 1.0)
-    # The first is for making the file; then one to write and one to read, three times.
-    assert (found.write.rate, found.read.rate) == (4e8, 8e8)
+    # The first is for making the file; then one to write, one to read and one for both, three times.
+    assert (found.write.rate, found.read.rate, found.both) == (4e8, 8e8, 6e8)
 
 
 def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:

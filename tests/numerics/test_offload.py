@@ -1,4 +1,5 @@
-"""Training with optimizer states on NVMe equals training without, to the bit: losses, parameters and states."""
+"""Training with optimizer states on the host or on NVMe equals training without, to the bit: losses, parameters and
+states."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +27,13 @@ from torch.optim import Optimizer
 import zerograph
 from zerograph import _core
 from zerograph.core.errors import ConfigError, StorageError, UnsupportedError, ZeroGraphError
+from zerograph.core.machine import machine_named
 from zerograph.runtime import shards
 from zerograph.runtime.torch_private import local_tensor
 
 OFF = {"offload": "optimizer", "tier": "nvme"}
+HOST = {"offload": "optimizer", "tier": "host", "machine": replace(machine_named("cpu"), split=True)}
+"""On a CPU whose host counts as another memory: what does not wait for a copy computes with not-a-number."""
 
 
 class Net(nn.Module):
@@ -221,17 +226,21 @@ HOMES: list[tuple[dict[str, Any], str, list[Callable[[nn.Module], Optimizer]]]] 
 def _each_equal(
     makes: list[Callable[[nn.Module], Optimizer]], folder: str, options: dict[str, Any], offload: str
 ) -> dict[str, tuple[int, int]]:
-    """One model in memory and one whose parts are away train with each optimizer, from the same start."""
+    """One model in memory, and two whose parts are on NVMe and on the host, train with each optimizer, from the same
+    start."""
     shards.SLOT = 32 * 2**10
-    pair = [Run(makes[0], **options, **more) for more in ({}, {**OFF, "offload": offload, "path": folder})]
-    start = {name: full(value) for name, value in pair[0].model.state_dict().items()}
+    homes = ({}, {**OFF, "offload": offload, "path": folder}, {**HOST, "offload": offload})
+    here, nvme, host = runs = [Run(makes[0], **options, **more) for more in homes]
+    start = {name: full(value) for name, value in here.model.state_dict().items()}
     found = {}
     for make in makes:
-        for training in pair:
+        for training in runs:
             training.begin_again(make, start)
             _accumulates_and_evaluates(training)
-        _same(*(training.result() for training in pair))
-        found[make.__name__] = _on_nvme(pair[1]), sum(pair[1].backend._store.bytes().values())
+        for training in (nvme, host):
+            _same(here.result(), training.result())
+        found[make.__name__] = _on_nvme(nvme), sum(nvme.backend._store.bytes().values())
+    assert "embedding.weight" in host.backend._store._on_host
     return found
 
 
@@ -568,10 +577,8 @@ def test_a_folder_that_does_not_exist_is_said_at_the_first_call(tmp_path: Path) 
         ({"offload": "optimizer"}, "needs a folder"),
         ({"offload": "auto", "memory": "1GiB"}, "needs a folder"),
         ({"offload": "auto", "path": "/tmp", "stage": 0}, "stage 0 cannot offload optimizer"),
-        ({"offload": "optimizer", "tier": "host"}, "on host is planned"),
         ({"offload": "optimizer", "tier": "nvme"}, "needs a folder"),
-        ({"offload": "auto", "tier": "host", "path": "/tmp"}, "no backend runs it yet"),
-        ({"path": "/tmp"}, "path given, and nothing is offloaded"),
+        ({"path": "/tmp"}, "path given, and nothing goes to NVMe"),
         ({"offload": "optimizer", "tier": "nvme", "path": 3}, "a folder or a list of folders"),
         ({"offload": "optimizer", "tier": "nvme", "path": "/tmp", "stage": 0}, "stage 0 cannot offload optimizer"),
         ({"offload": "optimizer", "tier": "nvme", "path": "/tmp", "nvme": "much"}, "nvme: "),

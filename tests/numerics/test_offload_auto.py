@@ -38,7 +38,9 @@ def _slot() -> Iterator[None]:
 
 def _tight(step: Step, world_size: int, bucket_size: int = 20 * 2**10) -> int:
     """Memory in which some buckets have to leave and others need not."""
-    wish = Wish("auto", world_size, bucket_size=bucket_size, offload="auto", executable=Executable.on("cpu"))
+    wish = Wish(
+        "auto", world_size, bucket_size=bucket_size, offload="auto", executable=Executable.on(machine_named("cpu"))
+    )
     search = Search(step, wish, machine_named("cpu"))
     fastest = {c.peak: search.within(c.peak) for c in search.best}
     homes = {peak: {bucket.homes for bucket in c.plan.buckets} for peak, c in fastest.items() if c is not None}
@@ -57,7 +59,7 @@ def _as_in_memory(folder: str) -> None:
     _same(away.result(), plain.result())
     plan = away.backend.plan
     homes = {bucket.homes for bucket in plan.buckets}
-    assert DEVICE in homes and len(homes) > 1 and not Executable.on("cpu").missing(plan)
+    assert DEVICE in homes and len(homes) > 1 and not Executable.on(machine_named("cpu")).missing(plan)
     assert away.backend._store.bytes()["optimizer states"] > 0
 
 

@@ -252,8 +252,7 @@ def test_whatever_is_taken_is_given_back_or_lives_on(found: Drawn) -> None:
     # the compute dtype is a part of the whole: all of it on one rank.
     world, gathered = plan.world_size, 0
     for b in plan.buckets:
-        staging = "device" if machine.device == "cpu" else "host"
-        (part,) = bucket_parts(b.name, b.params, 1, {}, world, moments, staging)
+        (part,) = bucket_parts(b.name, b.params, 1, {}, Rates(machine, world, plan.compute_dtype), moments)
         in_place = b.homes.parameters == "device" and (world == 1 or b.homes.optimizer != "device")
         own = part.own if in_place else 0
         gathered += b.residency == "step" and gathered_bytes(b.params, world) > own

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from zerograph.core.machine import machine_named
-from zerograph.core.program import Gather, Reduce
+from zerograph.core.machine import Link, machine_named
+from zerograph.core.program import Gather, Read, Reduce, Write
 from zerograph.core.step import Param
 from zerograph.planner.rates import Rates, gathered_bytes, reduced_bytes
 
@@ -40,3 +40,16 @@ def test_nothing_is_gathered_of_what_every_rank_holds_as_kernels_read_it() -> No
     whole = replace(WEIGHT, sharded=False)
     assert gathered_bytes((whole,), WORLD) == 0
     assert gathered_bytes((replace(whole, compute_dtype="bfloat16"), WEIGHT), WORLD) == (2 + 4) * WEIGHT.elements
+
+
+def test_states_that_an_update_reads_and_writes_share_the_disk() -> None:
+    machine = replace(machine_named("cpu"), nvme_read=Link(4e9), nvme_write=Link(2e9), nvme_both=3e9, ranks_per_node=1)
+    rates = Rates(machine, 1, "float32")
+
+    def seconds(kind: type[Read | Write], what: str) -> float:
+        return rates.seconds(kind(what, "", "", 12 * 10**9, (), ()), ())
+
+    assert (seconds(Read, "shard"), seconds(Write, "gradient")) == (3, 6)
+    assert (seconds(Read, "states"), seconds(Write, "states")) == (8, 8)
+    unmeasured = Rates(replace(machine, nvme_both=0.0), 1, "float32")
+    assert unmeasured.seconds(Read("states", "", "", 12 * 10**9, (), ()), ()) == 3

@@ -262,7 +262,7 @@ def test_another_tier_never_makes_a_plan_slower(layers: list[Layer]) -> None:
 @settings(max_examples=5, deadline=None)
 @given(layers=st.one_of(_SMALL, _MIXED), offload=st.sampled_from(["optimizer", "parameters", "auto"]))
 def test_a_backend_is_given_what_it_can_execute(layers: list[Layer], offload: Any) -> None:
-    cpu, runs = machine_named("cpu"), Executable.on("cpu")
+    cpu, runs = machine_named("cpu"), Executable.on(machine_named("cpu"))
     wish = replace(WISH, offload=offload, executable=runs)
     search = Search(step_of(layers), wish, cpu)
     assert not any(runs.missing(candidate.plan) for candidate in search.best)
@@ -272,13 +272,15 @@ def test_a_backend_is_given_what_it_can_execute(layers: list[Layer], offload: An
         found = search.within({"device": 2**60, "nvme": 2**60})
         assert found is not None and {b.homes for b in found.plan.buckets} == {Homes()}
     with pytest.raises(ConfigError, match=f"on {MACHINE.name} nothing can leave the device yet"):
-        Search(step_of(layers), replace(wish, executable=Executable.on("cuda")), MACHINE)
+        Search(step_of(layers), replace(wish, executable=Executable.on(MACHINE)), MACHINE)
 
 
 @pytest.mark.parametrize(("rows", "slot"), [(2**24, 7 * 4 * 2**21), (2**26, SLOT)])
 def test_slots_count_on_a_cpu_where_states_leave(rows: int, slot: int) -> None:
     """Of 4 bytes for each of seven kinds of the elements that a rank has of the largest bucket, at most."""
-    wish = replace(WISH, bucket_size=2**22, prefetch=0, offload="parameters", executable=Executable.on("cpu"))
+    wish = replace(
+        WISH, bucket_size=2**22, prefetch=0, offload="parameters", executable=Executable.on(machine_named("cpu"))
+    )
     for best in Search(step_of([Layer(rows=rows)] * 2), wish, machine_named("cpu")).best:
         assert best.held == SLOTS * slot < best.peak  # beside them nothing is held from step to step
 

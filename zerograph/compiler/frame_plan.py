@@ -156,7 +156,7 @@ class Planner:
 
     @property
     def _staging(self) -> Tier:
-        return "device" if self._machine.device == "cpu" else "host"
+        return "host" if self._machine.has_host else "device"
 
     @property
     def budget(self) -> int | dict[Tier, int]:
@@ -165,7 +165,8 @@ class Planner:
             return self._budget
         # No more than could ever go there, so that plans do not depend on what else is on a disk with room enough.
         most = sum(p.numel() * (p.element_size() + 4) * (self._moments + 3) for p in self._params.values())
-        return {"device": self._budget, "host": 0, "nvme": min(self._on_nvme, most)}
+        host = self._machine.budget(self._world_size, RESERVE)["host"]
+        return {"device": self._budget, "host": host, "nvme": min(self._on_nvme, most)}
 
     def homes_before(self) -> Homes:
         """Where parameters are materialized, before anything is planned.
@@ -277,7 +278,7 @@ class Planner:
         return known
 
     def _searched(self, step: Step, states: int) -> Found:
-        wish = Wish.of(self._config, self._world_size, executable=Executable.on(self._machine.device))
+        wish = Wish.of(self._config, self._world_size, executable=Executable.on(self._machine))
         search, budget = Search(step, wish, self._machine, states=states, moments=self._moments), self.budget
         found = search.within(budget)
         if found is None:
@@ -318,8 +319,7 @@ def farthest(config: Config) -> Homes:
 
 def _away(config: Config, level: int) -> Homes:
     """Homes of what leaves at so many of :data:`~zerograph.core.plan.OFFLOADS`, each with those before it."""
-    tier = config.tier or Executable.on("cpu").tiers[0]  # offload runs on CPUs alone
-    return Homes(**dict.fromkeys(OFFLOADS[1 : level + 1], tier))
+    return Homes(**dict.fromkeys(OFFLOADS[1 : level + 1], config.target))
 
 
 def machine_of(config: Config, device: torch.device) -> Machine:

@@ -21,6 +21,7 @@ from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
 from zerograph.core.program import (
     Compute,
+    Fetch,
     Free,
     Gather,
     Instruction,
@@ -29,6 +30,7 @@ from zerograph.core.program import (
     Reduce,
     Register,
     Segment,
+    Spill,
     WaitFetch,
     WaitGather,
     WaitReduce,
@@ -74,6 +76,7 @@ class _Lowering:
         self.callables: list[Callee] = []
         self.bytes: dict[int, int] = {}  # of registers whose nodes do not tell: transfers under way
         self.shared: dict[int, int] = {}  # registers in the memory of another one
+        self.tiers: dict[int, Tier] = {}  # of registers that are not on the device
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.symbols = _symbol_inputs(gm.graph)
 
@@ -122,7 +125,9 @@ class _Lowering:
             storage = first.setdefault(owner, self.shared.get(index, index))
             name = key.name if isinstance(key, fx.Node) else str(key[1])
             size = bytes_of(owner.meta.get("val")) if isinstance(owner, fx.Node) else 0
-            found.append(Register(name, self.bytes.get(index, size), storage, _kind(key), _tier(key)))
+            found.append(
+                Register(name, self.bytes.get(index, size), storage, _kind(key), self.tiers.get(index, "device"))
+            )
         return tuple(found)
 
     def _register(self, node: Any) -> int:
@@ -170,18 +175,24 @@ class _Lowering:
                 instruction = WaitReduce(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
             case ops.FETCH:
                 size, out = sum(fetched_bytes(p, self.plan.world_size) for p in info.params), self._register(node)
-                instruction, self.bytes[out] = self._move(Read, "shard", node, size, (out,)), size
+                home = self.plan.buckets[info.bucket].homes.parameters
+                kind = Read if home == "nvme" else Fetch
+                if home == "host":
+                    self.tiers |= dict.fromkeys(self._regs(node.args[0]), home)
+                instruction, self.bytes[out] = self._move(kind, "shard", node, size, (out,)), size
             case ops.WAIT_FETCH:
                 pending = self.registers[node.args[0]]  # type: ignore[index]
                 instruction = WaitFetch(pending, outs)
                 self.shared |= dict.fromkeys(outs, pending)
             case _:
                 size = sum(shard_bytes(p, self.plan.world_size) for p in info.params)
-                instruction = self._move(Write, "gradient", node, size, outs)
+                home = self.plan.buckets[info.bucket].homes.spilled
+                self.tiers |= dict.fromkeys(outs, home)
+                instruction = self._move(Write if home == "nvme" else Spill, "gradient", node, size, outs)
         self.instructions.append(instruction)
 
     def _move(
-        self, kind: type[Read] | type[Write], what: str, node: fx.Node, size: int, outs: tuple[int, ...]
+        self, kind: type[Read | Fetch | Write | Spill], what: str, node: fx.Node, size: int, outs: tuple[int, ...]
     ) -> Instruction:
         info = node.meta["zg"]
         name = self.plan.buckets[info.bucket].name
@@ -275,10 +286,6 @@ def _kind(key: Any) -> Kind:
     if _is_result(key):
         return _UNPACKED[key.args[0].target]  # type: ignore[union-attr]
     return "temporary"
-
-
-def _tier(key: Any) -> Tier:
-    return "nvme" if isinstance(key, fx.Node) and _is_result(key) and key.args[0].target is ops.SPILL else "device"  # type: ignore[union-attr]
 
 
 _UNPACKED: dict[Any, Kind] = {

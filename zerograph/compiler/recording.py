@@ -199,11 +199,14 @@ class Recording:
 def _held(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], store: ShardStore) -> int:
     """Bytes of parameters, gradients and optimizer states that are on the device before the step, and of what the store
     keeps there for others, which torch's allocator does not see."""
-    tensors: list[Tensor] = list(params.values())
-    tensors += [p.grad for p in params.values() if p.grad is not None]
-    tensors += [value for optimizer in optimizers for state in optimizer.state.values() for value in _tensors(state)]
+    names = {id(param): name for name, param in params.items()}
+    held: list[tuple[str, Tensor]] = [(name, param) for name, param in params.items()]
+    held += [(name, param.grad) for name, param in params.items() if param.grad is not None]
+    for optimizer in optimizers:
+        for param, state in optimizer.state.items():
+            held += [(names.get(id(param), ""), value) for value in _tensors(state)]
     storages = {}
-    for tensor in store.on_device(map(local_tensor, tensors)):
+    for tensor in store.on_device((name, local_tensor(value)) for name, value in held):
         storage = tensor.untyped_storage()
         # By storage, not by tensor: reduced gradients of a bucket are views of one buffer.
         storages[storage.data_ptr()] = storage.nbytes()

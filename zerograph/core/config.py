@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.machine import Machine, machine_from
+from zerograph.core.machine import Machine, Tier, machine_from
 from zerograph.core.plan import OFFLOADS, GivenPlan, Offload, level_at
 from zerograph.core.units import parse_bytes
 
@@ -92,6 +92,17 @@ class Config:
         return self.offload != "none" or replayed
 
     @property
+    def away(self) -> frozenset[Tier]:
+        """The tiers beside the device that something lives on between its uses."""
+        replayed = [bucket.homes.away for bucket in self.plan.plan.buckets] if self.plan is not None else []
+        return frozenset[Tier]().union(*replayed, {self.target} if self.offload != "none" else ())
+
+    @property
+    def target(self) -> Tier:
+        """Where ``offload`` moves what leaves: to ``tier``, or what a backend can run."""
+        return self.tier or ("host" if self.machine is not None and self.machine.split else "nvme")
+
+    @property
     def casts(self) -> bool:
         """Whether 16 bits compute, of parameters that may have more."""
         return str(self.dtype).removeprefix("torch.") in ("bfloat16", "float16")
@@ -167,19 +178,14 @@ class Config:
         # First what no stage could do, then what no backend does yet: the second error would hide the first.
         level_at(self.sharding, "optimizer" if self.offload == "auto" else self.offload)
         _require(
-            self.tier != "host",
-            f"offload={self.offload!r} on host is planned, but no backend runs it yet",
-            'tier="nvme" with path="/folder/on/a/disk" runs',
-        )
-        _require(
-            not self.offloads or bool(self.path),
+            "nvme" not in self.away or bool(self.path),
             "what is offloaded to NVMe needs a folder to be kept in",
             'path="/folder/on/a/disk", or several in a list, over which it is striped',
         )
         given = [name for name in ("path", "nvme") if getattr(self, name)]
         _require(
-            self.offloads or not given,
-            f"{' and '.join(given)} given, and nothing is offloaded",
+            "nvme" in self.away or not given,
+            f"{' and '.join(given)} given, and nothing goes to NVMe",
             'say what goes there: offload="optimizer", or offload="auto" with memory=',
         )
 
@@ -251,7 +257,8 @@ def _replayed(options: dict[str, Any]) -> dict[str, Any]:
         "make one that can be run: `zerograph plan MODEL` without --offload; or have the backend plan what it can run, "
         'with offload="auto" and memory=',
     )
-    return {"plan": GivenPlan(os.fspath(path), plan), "stage": plan.stage, "prefetch": plan.prefetch}
+    machine = {"machine": file.machine} if file.machine.split else {}
+    return {"plan": GivenPlan(os.fspath(path), plan), "stage": plan.stage, "prefetch": plan.prefetch, **machine}
 
 
 def _is_recompute(value: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from zerograph.core.machine import Tier
+from zerograph.core.machine import Machine, Tier
 from zerograph.core.plan import Plan
 
 
@@ -24,9 +24,14 @@ class Executable:
     tiles: bool = False
 
     @classmethod
-    def on(cls, device: str) -> Executable:
-        """What a backend carries out on ``device``, "cpu" or "cuda"."""
-        return cls(("nvme",) if device == "cpu" else ())
+    def on(cls, machine: Machine) -> Executable:
+        """What a backend carries out on ``machine``.
+
+        Nothing leaves a GPU yet, and NVMe behind another memory on the host is not reached.
+        """
+        if machine.device != "cpu":
+            return cls(())
+        return cls(("host",) if machine.split else ("nvme",))
 
     def missing(self, plan: Plan) -> str:
         """What ``plan`` needs beyond that, for people; empty when it can be run."""

@@ -59,6 +59,8 @@ class Machine:
         host_memory: bytes per node.
         nvme_capacity: bytes per node; 0 where there is none.
         nvme_read, nvme_write: per node.
+        nvme_both: bytes per second and node that reads and writes come to while both go on; 0 where that was not
+            measured, and they are taken not to disturb each other.
         h2d, d2h: host to device and back; on a CPU, a copy.
         intra, inter: collectives inside a node, and between nodes: bytes per second of the full tensor that a rank
             sends or receives (bus bandwidth), and the latency of one collective.
@@ -68,6 +70,8 @@ class Machine:
         cpu_optimizer: bytes of states per second and node that an Adam update on the host reads and writes.
         published: floating-point operations per second of dense products that the vendor publishes, by the same names
             as ``matmul``; empty where nobody does. What is called MFU is relative to it.
+        split: of a CPU: its host counts as a second memory, as if the device had one of its own. It lets programs that
+            move between the two run where there is no GPU.
         disturbed: the share of the processors that other processes took while the rates were measured, if that was
             enough to make them too low; else 0.
     """
@@ -91,8 +95,15 @@ class Machine:
     update: Link
     cpu_optimizer: float
     published: Mapping[str, float] = field(default_factory=dict, hash=False)
+    nvme_both: float = 0.0
+    split: bool = False
     disturbed: float = 0.0
     notes: str = field(default="", compare=False)
+
+    @property
+    def has_host(self) -> bool:
+        """Whether the host's memory is another one than the device's."""
+        return self.device != "cpu" or self.split
 
     @property
     def title(self) -> str:
@@ -131,7 +142,7 @@ class Machine:
         ranks = min(world_size, self.ranks_per_node)
         if tier == "host":
             # On a CPU the host's memory is the device's: offloading there frees nothing.
-            return 0 if self.device == "cpu" else self.host_memory // ranks
+            return self.host_memory // ranks if self.has_host else 0
         return self.nvme_capacity // ranks
 
     def budget(self, world_size: int, reserve: float = 0.0) -> dict[Tier, int]:
@@ -175,6 +186,8 @@ class Machine:
         """What no machine is like: rates and sizes that are no numbers, nothing, or less than nothing."""
         if self.device not in ("cuda", "cpu"):
             yield f"device is {self.device!r}, not cuda or cpu"
+        if self.split is not False and not (self.split is True and self.device == "cpu"):
+            yield f"split is {self.split!r} of a {self.device}: only a CPU can be told so, with true"
         for name, least in (("device_memory", 1), ("ranks_per_node", 1), ("host_memory", 0), ("nvme_capacity", 0)):
             value = getattr(self, name)
             if not (is_number(value, int) and value >= least):
@@ -190,6 +203,8 @@ class Machine:
             rates |= {f"published rate of {dtype}": rate for dtype, rate in self.published.items()}
         else:
             yield f"published is {self.published!r}, not rates by dtype"
+        if not (is_number(self.nvme_both) and self.nvme_both >= 0):
+            yield f"nvme_both is {self.nvme_both!r}, not a rate"
         if not (is_number(self.disturbed) and 0 <= self.disturbed <= 1):
             yield f"disturbed is {self.disturbed!r}, not a share from 0 to 1"
         for name in _LINKS:

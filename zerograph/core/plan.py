@@ -84,6 +84,12 @@ class Homes:
         return near <= middle <= far
 
     @property
+    def spilled(self) -> Tier:
+        """Where reduced gradients go as they are made: autograd keeps a gradient where its parameter is, and those that
+        are updated on the host are there."""
+        return "host" if self.optimizer == "host" else self.gradients
+
+    @property
     def least_stage(self) -> int:
         """The lowest stage that shards everything that is off the device."""
         return max(level for level, kind in enumerate(OFFLOADS) if not level or getattr(self, kind) != "device")

@@ -124,7 +124,7 @@ class PlanFile:
     @property
     def unexecuted(self) -> str:
         """What the plan needs that nothing executes yet, for people; empty when the plan can be run."""
-        return Executable.on(self.machine.device).missing(self.plan)
+        return Executable.on(self.machine).missing(self.plan)
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, one line, with a digest of everything else in it."""

@@ -94,6 +94,7 @@ def _machine(device: Literal["cuda", "cpu"], answers: Sequence[Answer], disk: Di
         nvme_capacity=disk.capacity,
         nvme_read=disk.read,
         nvme_write=disk.write,
+        nvme_both=disk.both,
         h2d=_slower([a.h2d for a in answers]),
         d2h=_slower([a.d2h for a in answers]),
         intra=intra,

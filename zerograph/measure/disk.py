@@ -30,11 +30,12 @@ _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """What was measured. ``capacity`` is the free space in bytes, 0 where the folder is memory; ``direct`` is whether
-    O_DIRECT was possible."""
+    """What was measured. ``both`` is bytes per second of reads and writes that go on together; ``capacity`` the free
+    space in bytes, 0 where the folder is memory; ``direct`` whether O_DIRECT was possible."""
 
     read: Link
     write: Link
+    both: float
     capacity: int
     direct: bool
     file_system: str
@@ -59,13 +60,15 @@ def measure_disk(folder: Path, size: int, limit: float) -> Disk:
                 os.fsync(fd)
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # for reads that go through the page cache
                 read = Link(_rate(_read(fd), size, share, lambda: None)[0], _latency(_read(fd), size))
-                rounds.append({"read": read, "write": write})
+                both = Link(2 * _rate(_rewrite(fd), size, share, lambda: os.fsync(fd))[0])
+                rounds.append({"read": read, "write": write, "both": both})
             links = median_of(rounds)
     except OSError as error:
         hint = f"--path DIR with {format_bytes(size)} of free space that can be written"
         raise ConfigError(f"cannot measure the disk of {folder}: {error.strerror}", hint) from None
     kind = file_system(folder)
-    return Disk(links["read"], links["write"], 0 if kind in _IN_MEMORY else room.f_bavail * room.f_frsize, direct, kind)
+    capacity = 0 if kind in _IN_MEMORY else room.f_bavail * room.f_frsize
+    return Disk(links["read"], links["write"], links["both"].rate, capacity, direct, kind)
 
 
 def open_scratch(folder: Path, *, direct: bool) -> int:
@@ -115,6 +118,11 @@ def _write(fd: int) -> BlockTransfer:
 
 def _read(fd: int) -> BlockTransfer:
     return lambda block, offset: os.preadv(fd, [block], offset)
+
+
+def _rewrite(fd: int) -> BlockTransfer:
+    """Read and write again, of which the other threads do now the one and now the other."""
+    return lambda block, offset: min(os.preadv(fd, [block], offset), os.pwrite(fd, block, offset))
 
 
 def _allocate(fd: int, size: int, limit: float) -> int:

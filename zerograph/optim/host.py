@@ -270,10 +270,10 @@ class HostOptimizer(Optimizer):
         if calls or stored:
             _tell_target()
         ticket = _core.update(calls, factor) if calls else None
-        if not stored:
+        if self.store is None:
             return PendingUpdate(ticket, touched)
-        assert self.store is not None  # it gave them their places
-        return PendingUpdate(ticket, touched, self._streamed(self.store, stored, apart, factor), self.store.updated)
+        stream = self._streamed(self.store, stored, apart, factor) if stored else None
+        return PendingUpdate(ticket, touched, stream, self.store.updated)
 
     def _streamed(
         self, store: ShardStore, stored: list[Stored], apart: list[tuple[_core.Rule, Gradients]], factor: float

@@ -29,7 +29,7 @@ class Member:
         step: how many updates it has had, one float32; None where the algorithm does not count.
         fresh: its momentum starts from this gradient.
         place: where its states are on NVMe; None where they are not.
-        copy: what is gathered in its place, and is written when it is updated; None where that is not on the device.
+        copy: in the dtype that computes, written when it is updated; None where that is not in memory here.
         streamed: what of it passes through slots besides its states, by the store's names.
     """
 
@@ -201,12 +201,14 @@ def _watched(layout: GroupLayout, members: Sequence[Member]) -> list[Tensor]:
 
 def _tensor_set(members: Sequence[Member], mastered: bool) -> _core.TensorSet:
     first = members[0]
+    # The kernel writes what follows from an update: parameters of masters, or copies of parameters.
+    follows = [m.local for m in members] if mastered else [m.copy for m in members if m.copy is not None]
     return _core.TensorSet(
         [(address(m.target), TAGS[m.target.dtype], m.target.numel()) for m in members],
         [[address(m.states[slot]) for m in members] for slot in range(len(first.states))],
         TAGS[first.states[0].dtype] if first.states else _core.DType.float32,
-        [address(m.local) for m in members] if mastered else [],
-        TAGS[first.local.dtype],
+        list(map(address, follows)),
+        TAGS[follows[0].dtype if follows else first.local.dtype],
         [address(m.step) for m in members if m.step is not None],
     )
 

@@ -49,8 +49,7 @@ class PendingUpdate:
                 ticket.wait()
         for part, grads in touched:
             changed = part.updated(grads)
-            if part.stored:
-                self._updated(changed)
+            self._updated(changed)
 
     def __del__(self) -> None:
         ticket = getattr(self, "_ticket", None)

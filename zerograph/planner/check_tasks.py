@@ -64,7 +64,7 @@ def updates(file: PlanFile) -> Iterator[Found]:
 def arrivals(file: PlanFile) -> Iterator[Found]:
     """Whatever is read has come from the tier where it lives to the one where it is read."""
     spans, plan = file.forecast.spans, file.plan
-    staged = file.machine.device != "cpu"  # otherwise the host's memory is the device's
+    staged = file.machine.has_host  # otherwise the host's memory is the device's
     read = {(span.bucket, span.tile) for span in spans if (span.operation, span.what) == ("read", "states")}
     for span in spans:
         if not 0 <= span.bucket < len(plan.buckets):
@@ -101,7 +101,7 @@ def arrivals(file: PlanFile) -> Iterator[Found]:
 def returns(file: PlanFile) -> Iterator[Found]:
     """Activations leave the device before they come back, and whatever computes next with them waits for them."""
     spans, tier_of = file.forecast.spans, dict(file.plan.offload)
-    staged = file.machine.device != "cpu"
+    staged = file.machine.has_host
     awaited = {task for span in spans if span.stream == "compute" for task in span.after}
     for index, span in enumerate(spans):
         if span.what != "activations" or span.label not in tier_of or span.operation not in ("read", "fetch"):

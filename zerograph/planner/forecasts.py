@@ -87,20 +87,21 @@ def _kept(plan: Plan, moments: int) -> dict[str, int]:
 def update_program(plan: Plan, kept: Mapping[str, int], streams: Rates | None = None) -> Program:
     """The optimizer's update of the parameters in ``kept`` (:func:`~zerograph.planner.rates.kept_states`).
 
-    With ``streams``, the rates of a machine, states on NVMe are read, updated and written there, bucket by bucket.
+    With ``streams``, the rates of a machine, states off the device are updated there, bucket by bucket.
     Without, all of it is one instruction, as a recording sees it.
     """
     names, instructions, registers = [bucket.name for bucket in plan.buckets], list[Instruction](), Registers()
     away = list[int]()
     if streams is not None:
         known = _Known(names, streams, registers, plan.buckets, kept)
-        there = (b.index for b in plan.buckets if b.homes.optimizer == "nvme")
+        there = (b.index for b in plan.buckets if b.homes.optimizer != "device")
         away = [index for index in there if known.bucket_parts(index, 1)[0].shards.optimizer]
         for number, bucket in enumerate(away):
             instructions += host_update(known, bucket, 0, 1, plan.buckets[bucket].homes, number, -1, -1)
     whole = device_update([bucket.params for bucket in plan.buckets], away, plan.world_size, kept)
     if whole.sizes or not away:
-        instructions.insert(0, whole)  # as sketches of a CPU have it
+        last = streams is not None and streams.staging != "device"
+        instructions.insert(len(instructions) if last else 0, whole)  # as sketches have it
     contents = registers.contents
     return Program("update", 0, len(contents), tuple(instructions), (), (), contents, names)
 
@@ -118,6 +119,6 @@ class _Known:
     def bucket_parts(self, bucket: int, tiles: int) -> tuple[BucketPart, ...]:
         """The bucket, as a whole."""
         rates, params = self.rates, self.buckets[bucket].params
-        (part,) = bucket_parts(self.names[bucket], params, tiles, {}, rates.world_size, 0, rates.staging)
+        (part,) = bucket_parts(self.names[bucket], params, tiles, {}, rates, 0)
         states = sum(self.kept.get(p.name, 0) for p in params if p.sharded)
         return (replace(part, shards=replace(part.shards, optimizer=part.shards.optimizer + states)),)

@@ -1,16 +1,16 @@
 """Bytes of one bucket, or of one tile of it: what lies on which tier between steps, and what a step moves.
 
 As in ZeRO-Offload, the master copy lives with the optimizer. On the device it is the shard that is gathered; off it,
-parameters are a copy in the compute dtype beside it. On a CPU, whose memory is the host's, one that computes in its own
-dtype needs no copy: it stays where parameters live, and is updated there. Scalars and parameters of fewer rows than
-ranks are not sharded, so they stay on the device wherever their bucket goes, and so do shards that are not trained
-unless the parameters leave.
+parameters are a copy in the compute dtype beside it. One that computes in its own dtype needs no copy where parameters
+live with the optimizer, or where the host's memory is the device's, as on a CPU: it is updated where parameters live.
+Scalars and parameters of fewer rows than ranks are not sharded, so they stay on the device wherever their bucket goes,
+and so do shards that are not trained unless the parameters leave.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Homes, Plan, tile_rows
@@ -18,7 +18,7 @@ from zerograph.core.planfile import Holding
 from zerograph.core.simulate import Memory
 from zerograph.core.slots import SLOTS, slot_bytes
 from zerograph.core.step import Kind, Param
-from zerograph.planner.rates import copy_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
+from zerograph.planner.rates import Rates, copy_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Shards:
 
     Attributes:
         copy: shards of trainable parameters in the compute dtype, of those that are copied.
+        alike: those of them that compute in the dtype of their masters.
         shared: shards of the others, which are gathered themselves.
         frozen: shards of parameters that are not trained.
         gradient: of their reduced gradients.
@@ -34,6 +35,7 @@ class Shards:
     """
 
     copy: int
+    alike: int
     shared: int
     frozen: int
     gradient: int
@@ -47,10 +49,23 @@ class Shards:
         shards, masters = (sum(shard_bytes(p, world_size) for p in some) for some in (trained, copied))
         return cls(
             copy=sum(copy_bytes(p, world_size) for p in copied),
+            alike=sum(shard_bytes(p, world_size) for p in copied if not p.is_master),
             shared=shards - masters,
             frozen=sum(shard_bytes(p, world_size) for p in params if p.sharded and not p.trainable),
             gradient=shards,
             optimizer=masters + shards * moments,
+        )
+
+    def at(self, homes: Homes) -> Shards:
+        """What of these is copied where parameters live at ``homes``."""
+        if homes.parameters != homes.optimizer:
+            return self
+        return replace(
+            self,
+            copy=self.copy - self.alike,
+            alike=0,
+            shared=self.shared + self.alike,
+            optimizer=self.optimizer - self.alike,
         )
 
     @property
@@ -67,13 +82,14 @@ class Shards:
         """What ``homes`` add to each tier between steps, and take off the device (below zero)."""
         if homes.optimizer == "device":
             return ()
+        own = self.at(homes)
         found: list[tuple[Tier, int]] = [
-            ("device", -self.optimizer),
-            (homes.optimizer, self.optimizer),
-            (homes.parameters, self.copy),
+            ("device", -own.optimizer),
+            (homes.optimizer, own.optimizer),
+            (homes.parameters, own.copy),
         ]
         if homes.parameters != "device":
-            found += [("device", -self.frozen - self.shared), (homes.parameters, self.frozen + self.shared)]
+            found += [("device", -own.frozen - own.shared), (homes.parameters, own.frozen + own.shared)]
         return tuple(found)
 
 
@@ -105,16 +121,17 @@ class BucketPart:
 
 
 def bucket_parts(
-    name: str, params: Sequence[Param], tiles: int, whole: Mapping[str, int], world: int, moments: int, staging: Tier
+    name: str, params: Sequence[Param], tiles: int, whole: Mapping[str, int], rates: Rates, moments: int
 ) -> tuple[BucketPart, ...]:
     """The bucket of ``params`` in ``tiles`` parts; ``whole`` are bytes of full gradients by parameter."""
+    world = rates.world_size
     trainable = [p for p in params if p.trainable]
     gathered, reduced = gathered_bytes(params, world), reduced_bytes(trainable)
     shard = sum(shard_bytes(p, world) for p in trainable)
     gradients = sum(whole.get(p.name, 0) for p in trainable)
-    moved = Shards.of(params, world, moments, staging)
+    moved = Shards.of(params, world, moments, rates.staging)
     # A gather of CPU ranks is not in place.
-    own = moved.copy if world > 1 and staging != "device" else 0
+    own = moved.copy if world > 1 and rates.overlaps else 0
     if world == 1:
         own = sum(copy_bytes(p, world) for p in params if p.sharded and is_whole(p, world))
     rows = params[0].chunk_rows(world) if tiles > 1 else 1
@@ -146,7 +163,8 @@ def on_nvme(plan: Plan, moments: int, staging: Tier) -> dict[str, int]:
     """Bytes that a rank keeps on NVMe under ``plan``, by what they are for."""
     found = dict.fromkeys(("parameters", "gradients", "optimizer states"), 0)
     for bucket in plan.buckets:
-        shards, homes = Shards.of(bucket.params, plan.world_size, moments, staging), bucket.homes
+        homes = bucket.homes
+        shards = Shards.of(bucket.params, plan.world_size, moments, staging).at(homes)
         found["parameters"] += shards.fetched * (homes.parameters == "nvme")
         found["gradients"] += shards.gradient * (homes.gradients == "nvme")
         found["optimizer states"] += shards.optimizer * (homes.optimizer == "nvme")
@@ -173,7 +191,8 @@ def between_steps(plan: Plan, kept: Mapping[str, int], staging: Tier) -> Iterato
     ``kept`` are bytes of optimizer states by parameter (:func:`~zerograph.planner.rates.kept_states`).
     """
     for bucket in plan.buckets:
-        shards, homes = Shards.of(bucket.params, plan.world_size, 0, staging), bucket.homes
+        homes = bucket.homes
+        shards = Shards.of(bucket.params, plan.world_size, 0, staging).at(homes)
         whole = sum(shard_bytes(p, plan.world_size) for p in bucket.params)
         states = sum(kept.get(p.name, 0) for p in bucket.params)
         away = sum(kept.get(p.name, 0) for p in bucket.params if p.sharded)

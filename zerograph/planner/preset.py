@@ -164,8 +164,8 @@ class _Step:
         size, training, machine, world, strategy, layers = part
         self.accumulates, self.stage = training.accumulate, strategy.stage
         sharded = strategy.stage > 0 and (world > 1 or strategy.tier != "device")
-        moments = training.moments(sharded and (strategy.stage < 3 or strategy.tier != "device"))
-        self.homes = Homes(strategy.home("parameters"), strategy.home("gradients"), strategy.home("optimizer"))
+        homes = self.homes = Homes(strategy.home("parameters"), strategy.home("gradients"), strategy.home("optimizer"))
+        moments = training.moments(sharded and (strategy.stage < 3 or homes.parameters != homes.optimizer))
         self.scheduler, plan = _scheduler(
             size, training, world, layers, sharded, strategy.tiles, strategy.stage, machine, moments
         )
@@ -186,7 +186,7 @@ class _Step:
         if self.earlier:
             for bucket in self.plan.buckets:
                 for param in bucket.params:
-                    away = self.homes.gradients if param.sharded else "device"
+                    away = self.homes.spilled if param.sharded else "device"
                     whole = param.elements * ITEM_SIZE[param.reduce_dtype]
                     self.held[away, "gradient"] += shard_bytes(param, world) if self.stage > 1 else whole
 
@@ -227,7 +227,7 @@ class _Step:
         """Reduced gradients are added to those of earlier micro-batches, which are there anyway."""
         bucket = self.scheduler.registers.bucket
         added = self.earlier and register.kind == "gradient" and index not in bucket
-        if (added and register.tier == self.homes.gradients) or kind not in (None, register.kind):
+        if (added and register.tier == self.homes.spilled) or kind not in (None, register.kind):
             return replace(register, bytes=0)
         return register
 

@@ -6,7 +6,7 @@ Forecasts of real programs and the search over plans count by these same rules.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zerograph.core.machine import Machine, Tier
 from zerograph.core.program import (
@@ -64,9 +64,9 @@ class Rates:
             case Fetch():
                 return self.transfer("h2d", instruction.bytes)
             case Read():
-                return self.transfer("nvme_read", instruction.bytes)
+                return self.transfer("nvme_read", instruction.bytes, both=instruction.what == "states")
             case Write():
-                return self.transfer("nvme_write", instruction.bytes)
+                return self.transfer("nvme_write", instruction.bytes, both=instruction.what == "states")
 
     def compute(self, flops: float, moved: float) -> float:
         """A compute task: its products, and the bytes that it reads and writes."""
@@ -86,14 +86,19 @@ class Rates:
     @property
     def staging(self) -> Tier:
         """The tier of the buffers that NVMe reads and writes: the host's memory, which on a CPU is the device's."""
-        return "host" if self.machine.device != "cpu" else "device"
+        return "host" if self.machine.has_host else "device"
 
-    def transfer(self, stream: Stream, size: float) -> float:
-        """``size`` bytes of this rank over a link of its own, or, of NVMe, over one that the node's ranks share."""
+    def transfer(self, stream: Stream, size: float, *, both: bool = False) -> float:
+        """``size`` bytes of this rank over a link of its own, or, of NVMe, over one that the node's ranks share.
+
+        With ``both`` as much is read meanwhile as is written: so an update goes through states.
+        """
         machine = self.machine
         if stream in ("h2d", "d2h"):
             return (machine.h2d if stream == "h2d" else machine.d2h).seconds(size)
         link = machine.nvme_read if stream == "nvme_read" else machine.nvme_write
+        if both and machine.nvme_both:
+            link = replace(link, rate=min(link.rate, machine.nvme_both / 2))
         return link.seconds(size * self._sharers)
 
     def host_update(self, traffic: float, updated: int) -> float:

@@ -141,9 +141,9 @@ def _stays(bucket: Bucket, rates: Rates, searched: bool) -> str:
 
 def _leaves(bucket: Bucket, rates: Rates, moments: int) -> str:
     """What it costs that ``bucket`` lives off the device, and what that frees."""
-    shards = Shards.of(bucket.params, rates.world_size, moments, rates.staging)
+    shards = Shards.of(bucket.params, rates.world_size, moments, rates.staging).at(bucket.homes)
     freed = -sum(size for tier, size in shards.moved(bucket.homes) if tier == "device")
-    freed += shards.gradient if bucket.homes.gradients != "device" else 0
+    freed += shards.gradient if bucket.homes.spilled != "device" else 0
     update = rates.host_update(shards.traffic, sum(p.sharded and p.trainable for p in bucket.params))
     if "nvme" in (bucket.homes.optimizer, bucket.homes.parameters):
         update = max(update, rates.transfer("nvme_write", shards.optimizer))

@@ -167,9 +167,8 @@ class Scheduler:
         key = (bucket, tiles)
         if key not in self._bucket_parts:
             self._bucket_parts[key] = bucket_parts(
-                self.names[bucket], self.buckets[bucket], tiles, self._whole, self.rates.world_size, self.moments,
-                self.rates.staging,
-            )  # fmt: skip
+                self.names[bucket], self.buckets[bucket], tiles, self._whole, self.rates, self.moments
+            )
         return self._bucket_parts[key]
 
     def all_bucket_parts(self, tiles: tuple[int, ...]) -> tuple[tuple[BucketPart, ...], ...]:

@@ -204,7 +204,7 @@ class _Sketch:
             self.whole.add(bucket)
             if self._gathers_late(bucket):
                 self.fetched.add(bucket)
-                self.instructions.append(self._once(_fetch, bucket))
+                self.instructions.append(self._once(_fetch, bucket, self.buckets[bucket].homes.parameters))
             else:
                 self._bring(bucket, 0)
 
@@ -212,7 +212,7 @@ class _Sketch:
         """Whether only what is fetched begins ahead, and the gather where the bucket is needed: on a CPU it would
         keep what computes waiting for the disk."""
         away = self.buckets[bucket].homes.parameters != "device" and self.buckets[bucket].tiles == 1
-        return away and self.rates.staging == "device" and self.parts[bucket][0].shards.fetched > 0
+        return away and not self.rates.overlaps and self.parts[bucket][0].shards.fetched > 0
 
     def _bring(self, bucket: int, tile: int) -> None:
         """Gather a bucket or a tile of it, after fetching its shards."""
@@ -243,16 +243,14 @@ class _Sketch:
             self._wait_reduce()
         part = self.parts[bucket][tile]
         # A bucket whose gradients are whole on every rank has none that could leave.
-        leaves = homes.gradients != "device" and part.shards.gradient > 0
+        leaves = homes.spilled != "device" and part.shards.gradient > 0
         reduce = self._once(_reduce, bucket, tile, tiles, leaves, grads)
         self.under_way.append((reduce, leaves))
         self.instructions.append(reduce)
         if leaves:
-            key = ("away", bucket, tile, tiles, homes.gradients)
-            away = self.registers.get(
-                key, f"gradient of {part.label}", part.shards.gradient, "gradient", homes.gradients
-            )
-            self._down("gradient", part.label, bucket, tile, (reduce.out,), (away,), homes.gradients)
+            key, name = ("away", bucket, tile, tiles, homes.spilled), f"gradient of {part.label}"
+            away = self.registers.get(key, name, part.shards.gradient, "gradient", homes.spilled)
+            self._down("gradient", part.label, bucket, tile, (reduce.out,), (away,), homes.spilled)
             self.spilled[bucket, tile] = away
 
     def _wait_reduce(self, last: bool = False) -> None:
@@ -400,11 +398,11 @@ def _bring(scheduler: Scheduler, bucket: int, tile: int, tiles: int, home: Tier,
     return *instructions, Gather(bucket, (), shards, whole, (), part.whole, tile, tiles)
 
 
-def _fetch(scheduler: Scheduler, bucket: int) -> Instruction:
+def _fetch(scheduler: Scheduler, bucket: int, home: Tier) -> Instruction:
     """Fetch the shards of a bucket on a CPU: those of a lone rank into the whole, which they are."""
     part, name = scheduler.bucket_parts(bucket, 1)[0], scheduler.names[bucket]
-    size = part.shards.fetched
-    return Read("shard", part.label, name, size, (), (_shards(scheduler, bucket),), (), bucket)
+    size, kind = part.shards.fetched, Read if home == "nvme" else Fetch
+    return kind("shard", part.label, name, size, (), (_shards(scheduler, bucket),), (), bucket)
 
 
 def _gather_fetched(scheduler: Scheduler, bucket: int) -> Instruction:
@@ -511,11 +509,11 @@ def host_update(
         norm: the register that is ready when all gradients are; -1 where there are none.
     """
     part, module, rates = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket], scheduler.rates
-    shards, staging, slot = part.shards, rates.staging, _slot(scheduler, "update", number)
+    shards, staging, slot = part.shards.at(homes), rates.staging, _slot(scheduler, "update", number)
     start = (norm,) if norm >= 0 else ()
     arrived = (gradient,) if gradient >= 0 else ()
     # An update on the host reads gradients from the host's memory: others come into a staging buffer first.
-    copies = homes.gradients == "nvme" or (homes.gradients == "device" and staging == "host")
+    copies = homes.spilled == "nvme" or (homes.spilled == "device" and staging == "host")
 
     def staged(what: str, size: int, kind: Kind) -> tuple[int, ...]:
         key = ("staged", what, bucket, tile, tiles)
@@ -529,7 +527,7 @@ def host_update(
     # Parameters without a copy are read and written like states, where they live on NVMe.
     shared = shards.shared if homes.parameters == "nvme" else 0
     states = staged("states", shards.optimizer + shared, "state") if homes.optimizer == "nvme" else ()
-    if homes.gradients == "device" and copies:
+    if homes.spilled == "device" and copies:
         reads = (*start, *arrived)
         instructions.append(
             Spill("gradient", part.label, module, shards.gradient, reads, gradients, (), bucket, tile, slot)

@@ -1,0 +1,32 @@
+"""The host's memory beside a device's: copies between the two that go on while the device computes.
+
+No GPU is served yet. A CPU has one memory; on a machine that is said to be split
+(:attr:`~zerograph.core.machine.Machine.split`) a thread copies within it, so that programs which move between the two
+run without a GPU: whoever does not wait for a copy reads not-a-number.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+
+class HostMemory:
+    """The host of one device."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zerograph-copy")
+
+    def start(self, source: Tensor, target: Tensor) -> Future[None]:
+        """Begin to copy ``source`` to ``target``; nobody may write to either, or read the second, until ``result()`` of
+        what is returned."""
+        if target.is_floating_point():
+            target.fill_(torch.nan)
+        return self._thread.submit(_copy, target, source)
+
+
+@torch.no_grad()
+def _copy(target: Tensor, source: Tensor) -> None:
+    target.copy_(source)
