@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ import zerograph
 from zerograph.core import slots
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.executable import Executable
-from zerograph.core.machine import machine_named
-from zerograph.core.plan import DEVICE
+from zerograph.core.machine import Machine, machine_named
 from zerograph.core.step import Step
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.search import Search, Wish
@@ -36,15 +36,13 @@ def _slot() -> Iterator[None]:
     slots.SLOT = shards.SLOT = before
 
 
-def _tight(step: Step, world_size: int, bucket_size: int = 20 * 2**10) -> int:
-    """Memory in which some buckets have to leave and others need not."""
-    wish = Wish(
-        "auto", world_size, bucket_size=bucket_size, offload="auto", executable=Executable.on(machine_named("cpu"))
-    )
-    search = Search(step, wish, machine_named("cpu"))
-    fastest = {c.peak: search.within(c.peak) for c in search.best}
+def _tight(step: Step, machine: Machine) -> int:
+    """Memory in which some buckets have to leave, and not all alike."""
+    wish = Wish("auto", 2, bucket_size=20 * 2**10, offload="auto", executable=Executable.on(machine))
+    search = Search(step, wish, machine)
+    fastest = {c.peak: search.within({**machine.budget(2), "device": c.peak}) for c in search.best}
     homes = {peak: {bucket.homes for bucket in c.plan.buckets} for peak, c in fastest.items() if c is not None}
-    mixed = [peak for peak, each in homes.items() if len(each) > 1 and DEVICE in each]
+    mixed = [peak for peak, each in homes.items() if len(each) > 1]
     return int(mixed[len(mixed) // 2] / (1 - RESERVE)) + 1
 
 
@@ -52,15 +50,17 @@ def _as_in_memory(folder: str) -> None:
     _small_slots()
     plain = Run(adamw, stage=3)
     _accumulates_and_evaluates(plain)
-    steps = [frame.step for frame in plain.backend.frames if frame.step.training]
-    memory = _tight(steps[0], 2)
-    away = Run(adamw, stage="auto", offload="auto", path=folder, memory=memory, machine="cpu")
-    _accumulates_and_evaluates(away)
-    _same(away.result(), plain.result())
-    plan = away.backend.plan
-    homes = {bucket.homes for bucket in plan.buckets}
-    assert DEVICE in homes and len(homes) > 1 and not Executable.on(machine_named("cpu")).missing(plan)
-    assert away.backend._store.bytes()["optimizer states"] > 0
+    step = next(frame.step for frame in plain.backend.frames if frame.step.training)
+    cpu = machine_named("cpu")
+    for machine, more in ((cpu, {"path": folder}), (replace(cpu, split=True), {})):
+        memory = _tight(step, machine)
+        away = Run(adamw, stage="auto", offload="auto", memory=memory, machine=machine, **more)
+        _accumulates_and_evaluates(away)
+        _same(away.result(), plain.result())
+        plan = away.backend.plan
+        assert len({bucket.homes for bucket in plan.buckets}) > 1 and not Executable.on(machine).missing(plan)
+        assert {*plan.farthest.away} == {*Executable.on(machine).tiers}
+        assert ("optimizer states" in away.backend._store.bytes()) is ("path" in more)
 
 
 def test_a_searched_plan_trains_as_in_memory(tmp_path: Path) -> None:
