@@ -1,7 +1,7 @@
 """Where what belongs to the parameters of a backend lives: nobody else knows of tiers.
 
 On the host are ordinary tensors: parameters, their gradients, and whatever an optimizer keeps of them. What is gathered
-of them is copied to the device, and stays there where only they themselves have left.
+is a copy on the device: one that stays there, or where parameters have left too, one for each gather.
 
 What is on NVMe lies in extents of one arena. The shards of a bucket lie there one behind another, so that an update
 moves many small ones in one transfer. Each kind of state (a moment, a master copy) has an extent of its own, in which a
@@ -15,7 +15,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 import torch
@@ -105,6 +105,7 @@ class ShardStore:
         self._spilled: SpilledGradients | None = None
         self._ring: list[Tensor] = []
         self._fetched = BufferPool(huge_tensor)
+        self._copied_up = BufferPool(_memory)
         self._arriving: list[Future[None]] = []  # gradients, at the host
         self._arrived: dict[tuple[str, ...], Tensor] = {}  # by whose they are, memory of the last gradients
         self.arena: Arena | None = None
@@ -113,8 +114,9 @@ class ShardStore:
     def settle(self, plan: Plan, moments: int, moved: Callable[[Tensor], None] = lambda _: None) -> None:
         """Give homes to the parameters of ``plan`` that have none yet.
 
-        With their states alone, only float32 parameters of which 16 bits compute leave: they are masters, of which
-        programs gather copies. A copy of others would take the same room, or more.
+        On the host are all parameters that are updated there. To NVMe with their states alone only float32 parameters
+        leave of which 16 bits compute: they are masters, of which programs gather copies. A copy of others would take
+        the same room, or more.
 
         Args:
             moments: tensors of float32 that an optimizer keeps of each parameter, for which room is reserved.
@@ -255,6 +257,7 @@ class ShardStore:
         if not self._away:
             return Fetch(list(shards))
         fetch, reads, found = Fetch([]), dict[Extent, tuple[Block, torch.dtype, list[str]]](), dict[str, Tensor]()
+        above: dict[str, Tensor] = {}  # on the host
         for param, shard in zip(params, shards, strict=True):
             name = param.name
             copy = self._fresh(name)
@@ -265,10 +268,7 @@ class ShardStore:
                 self._land(copy)
                 found[name] = copy.tensor
             elif name in self._on_host:
-                source = shard.detach() if copy is None or copy.cast is None else copy.cast
-                memory = self._fetched.take(source.nbytes).view(source.dtype)
-                found[name] = memory.as_strided(source.shape, source.stride())
-                fetch.copies.append(self._there().start(source, found[name]))
+                above[name] = shard.detach() if copy is None or copy.cast is None else copy.cast
             else:
                 block = self._blocks[name]
                 kept = (self._parameters[block], block.dtype)
@@ -277,6 +277,11 @@ class ShardStore:
         for extent, (block, dtype, names) in reads.items():
             for run in block.reads(names):
                 found |= self._read(extent, block, dtype, run, fetch.under_way)
+        if above:
+            room = self._copied_up.take(sum(map(_apart, above.values())))
+            for (name, source), target in zip(above.items(), _laid_out(room, above.values()), strict=True):
+                found[name] = target
+                fetch.copies.append(self._there().start(source, target))
         fetch.shards = [found[p.name] for p in params]
         return fetch
 
@@ -295,15 +300,18 @@ class ShardStore:
 
     def _land(self, copy: _Copy) -> None:
         """Let what is gathered of a copy on the device have its values."""
-        under_way, copy.under_way = copy.under_way, None
-        if under_way is not None:
-            under_way.result()
+        if copy.under_way is not None:
+            copy.under_way.result()  # if that raises, as Ctrl-C does, nobody takes the copy for whole
+            copy.under_way = None
 
-    def _upload(self, local: Tensor, copy: _Copy) -> None:
+    def _upload(self, name: str, copy: _Copy) -> None:
         """Begin to bring a copy on the device the values that its parameter has on the host."""
         if copy.tensor is not None:
             self._land(copy)
-            copy.under_way = self._there().start(local if copy.cast is None else copy.cast, copy.tensor)
+            # A lone rank's gather is the copy itself: somebody may still look at it.
+            if not memory_is_unshared(copy.tensor):
+                copy.tensor = torch.empty_like(copy.tensor)
+            copy.under_way = self._there().start(local_tensor(self._params[name]).detach(), copy.tensor)
 
     def _read(
         self, extent: Extent, block: Block, dtype: torch.dtype, run: Run, under_way: list[Ticket]
@@ -329,7 +337,7 @@ class ShardStore:
             if name in self._on_host:
                 if copy.cast is not None:
                     copy.cast.copy_(local_tensor(param).detach())
-                self._upload(local_tensor(param).detach(), copy)
+                self._upload(name, copy)
             elif copy.tensor is not None:
                 copy.tensor.copy_(local_tensor(param).detach())
             else:
@@ -378,7 +386,7 @@ class ShardStore:
         for name, copy in self._having_copies(params):
             copy.seen = versions(self._params[name])
             if name in self._on_host:
-                self._upload(local_tensor(self._params[name]).detach(), copy)
+                self._upload(name, copy)
 
     def touched(self, params: Iterable[Tensor]) -> None:
         """Something has written to ``params`` that versions may not show: their copies are stale."""
@@ -411,16 +419,19 @@ class ShardStore:
     def _spill_to_host(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         if not grads:
             return {}
-        found, place, key = dict[str, Tensor | None](), 0, tuple(grads)
-        size, room = sum(map(_apart, grads.values())), self._arrived.get(key)
+        key, size = tuple(grads), sum(map(_apart, grads.values()))
+        room, found = self._arrived.get(key), dict[str, Tensor | None]()
         # What is still a gradient, or is kept by the user in whatever tensor, is never written over.
         if room is None or len(room) != size or not memory_is_unshared(room):
-            room = self._arrived[key] = torch.empty(size, dtype=torch.uint8)
-        for name, grad in grads.items():
-            home = room[place : place + grad.nbytes].view(grad.dtype).as_strided(grad.shape, grad.stride())
+            room = self._arrived[key] = _memory(size)
+        # Laid out as their parameters are: gradients may be slices of something, or expanded.
+        likes = [
+            torch.empty_like(local_tensor(self._params[name]), dtype=g.dtype, device="meta")
+            for name, g in grads.items()
+        ]
+        for (name, grad), home in zip(grads.items(), _laid_out(room, likes), strict=True):
             self._arriving.append(self._there().start(grad, home))
-            found[name] = home
-            place += _apart(grad)
+            found[name] = home.data  # with a version of its own: autograd adds to each
         return found
 
     def _spill_to_nvme(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
@@ -454,8 +465,8 @@ class ShardStore:
 
     def abandon(self) -> None:
         """A program failed: wait for what it wrote, whatever becomes of it."""
-        while self._arriving:
-            self._arriving.pop().result()
+        wait(self._arriving)
+        self._arriving.clear()
         if self._spilled is not None:
             self._spilled.abandon()
 
@@ -470,7 +481,7 @@ class ShardStore:
 
     @property
     def spills(self) -> bool:
-        """Whether gradients leave the device."""
+        """Whether gradients go to NVMe."""
         return self._spilled is not None
 
     # ---- states of optimizers
@@ -595,6 +606,19 @@ class ShardStore:
             "optimizer states": sum(extent.bytes for extent in states),
         }
         return {what: size for what, size in held.items() if size}
+
+
+@torch.inference_mode(False)  # an evaluation's memory serves training afterwards
+def _memory(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _laid_out(room: Tensor, likes: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Dense tensors as ``likes``, one behind another in ``room``."""
+    place = 0
+    for like in likes:
+        yield room[place : place + like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
+        place += _apart(like)
 
 
 def _apart(tensor: Tensor) -> int:

@@ -264,7 +264,8 @@ def _replayed(options: dict[str, Any]) -> dict[str, Any]:
     _require(
         not unexecuted,
         f"the plan {os.fspath(path)} has {unexecuted}, which no backend runs yet",
-        "make one that can be run: `zerograph plan MODEL` without --offload; of a CPU's machine file with --tier nvme",
+        "make one that can be run: `zerograph plan MODEL` without --offload; of a CPU's machine file with --tier nvme, "
+        "of a split one with --tier host",
     )
     machine = {"machine": file.machine} if file.machine.split else {}
     return {"plan": GivenPlan(os.fspath(path), plan), "stage": plan.stage, "prefetch": plan.prefetch, **machine}

@@ -108,7 +108,7 @@ class OptimizerCheck:
                     f"{type(optimizer).__name__} holds parameters of two backends that keep states on NVMe",
                     "make an optimizer for each model",
                 )
-        if known is None or mine.arena is not None:
+        if known is None or mine.arena is not None or mine.host is not None:
             optimizer.store = mine
 
     def _failed(self, optimizer: Optimizer, error: BaseException) -> None:
