@@ -85,6 +85,7 @@ class ShardStore:
         arena: with everything that is on NVMe; None while nothing is.
         host: beside the device; None where both are one memory.
         changes: how often homes were given.
+        half_done: by optimizer, why its last update changed a part of what is on NVMe; until it loads a checkpoint.
     """
 
     def __init__(self, params: Mapping[str, Tensor], open_arena: Callable[[int], Arena]) -> None:
@@ -110,6 +111,7 @@ class ShardStore:
         self._arrived: dict[tuple[str, ...], Tensor] = {}  # by whose they are, memory of the last gradients
         self.arena: Arena | None = None
         self.changes = 0
+        self.half_done: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
 
     def settle(self, plan: Plan, moments: int, moved: Callable[[Tensor], None] = lambda _: None) -> None:
         """Give homes to the parameters of ``plan`` that have none yet.
@@ -171,7 +173,15 @@ class ShardStore:
         leaving = [p for p in params if away or p.is_master]
         if leaving:
             size = block.elements * block.dtype.itemsize
-            self._parameters[block] = self._allocated(size, f"parameters of bucket {block.name}")
+            extent = self._allocated(size, f"parameters of bucket {block.name}")
+            try:
+                for param in leaving:
+                    self._carry(param, block, extent)
+            except BaseException:  # all of them are where they were
+                assert self.arena is not None
+                self.arena.free(extent)
+                raise
+            self._parameters[block] = extent
         if away and any(p.is_master for p in leaving):
             self._copied[block] = self._allocated(block.elements * 2, f"copies of bucket {block.name}")
         for param in leaving:
@@ -220,8 +230,19 @@ class ShardStore:
         if extent is not None and self.arena is not None:
             self.arena.map(extent).drop(0, tensor.nbytes)
 
+    def _carry(self, described: Param, block: Block, extent: Extent) -> None:
+        """Write the values of a parameter to its bucket's extent."""
+        assert self.arena is not None
+        local = local_tensor(self._params[described.name])
+        offset, early = block.begins[described.name] * local.dtype.itemsize, self._early.get(local.data_ptr())
+        if early is not None:
+            self._move(early, extent, offset, local.nbytes)
+        else:
+            flat = local.detach().as_strided((local.numel(),), (1,))  # dense, in whatever order
+            self.arena.wait(self.arena.write(extent, flat, offset=offset))
+
     def _leave(self, described: Param, block: Block, away: bool) -> None:
-        """Move a parameter to its bucket's extent; of a master, keep a copy that computes."""
+        """Let a parameter be what its bucket's extent holds of it; of a master, keep a copy that computes."""
         assert self.arena is not None
         param = self._params[described.name]
         local, extent = local_tensor(param), self._parameters[block]
@@ -232,11 +253,7 @@ class ShardStore:
             self._copies[described.name] = _Copy(copy, dtype, versions(param) if not away else None)
         early = self._early.pop(local.data_ptr(), None)
         if early is not None:
-            self._move(early, extent, offset, local.nbytes)
             self._extents.add(early)  # which is free when nobody maps it
-        else:
-            flat = local.detach().as_strided((local.numel(),), (1,))  # dense, in whatever order
-            self.arena.wait(self.arena.write(extent, flat, offset=offset))
         home = mapped_tensor(self.arena, extent, param.dtype, (local.numel(),), offset)
         set_local(param, home.as_strided(local.shape, local.stride()))
         self._away[described.name] = home.data_ptr()
@@ -469,6 +486,16 @@ class ShardStore:
         self._arriving.clear()
         if self._spilled is not None:
             self._spilled.abandon()
+
+    def refuse_half_done(self) -> None:
+        """Raises:
+        StorageError: an update ended half done.
+        """
+        for why in self.half_done.values():
+            raise StorageError(
+                f"the last update ended half done ({why}): some parameters and states on NVMe are those after it",
+                "load a checkpoint of the model and of its optimizer",
+            )
 
     def gradients(self, block: Block) -> tuple[Extent, int] | None:
         """Where the last gradients of ``block`` are, and the address of their mapping; None where they are in memory,

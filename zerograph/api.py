@@ -68,6 +68,7 @@ class Backend:
             self._telemetry,
             self._communicator,
             self._store,
+            self._steps,
         )
         # A graph without parameters may come before the model that tells what to compile for: it needs no other rank.
         alone = replace(config, plan=None, memory=None, stage=config.sharding)
