@@ -101,6 +101,8 @@ class Executor:
             if self.sequence:
                 self.comm.enter(Entry(self.name, self.sequence, self.cache.steps))
             self.store.refuse_half_done()
+            if program.kind != "backward":
+                self.store.drop_pages()
             self.cache.enter(program.kind, self.comm.generation if self.sequence else 0)
             if self.trims and self.sequence:
                 self.comm.trim()

@@ -487,6 +487,11 @@ class ShardStore:
         if self._spilled is not None:
             self._spilled.abandon()
 
+    def drop_pages(self) -> None:
+        """Give back the memory of what somebody touched since the last step: a stock optimizer, a checkpoint."""
+        if self.arena is not None:
+            self.arena.drop_pages(self._parameters.values())
+
     def refuse_half_done(self) -> None:
         """Raises:
         StorageError: an update ended half done.

@@ -14,6 +14,7 @@ from ranks import run
 from torch import nn
 from torch.optim import Optimizer
 
+import zerograph
 from zerograph.core.errors import StorageError, UnsupportedError, ZeroGraphError
 
 ALL = {"stage": 3, **OFF, "offload": "parameters"}
@@ -176,3 +177,32 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     run(1, _cannot_write, str(tmp_path))
+
+
+def _resident(kind: str) -> int:
+    """Bytes of this process's memory, of ``kind``: RssFile is what it has touched of files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:"))
+
+
+def _saves(folder: str) -> list[int]:
+    size, resident = 1024, list[int]()
+    model = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(6)))
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(False)
+    compiled = torch.compile(model, backend=zerograph.backend(compute="eager", **ALL, path=folder))
+    optimizer = zerograph.optim.AdamW(model.parameters())
+    for step in range(12):
+        compiled(torch.ones(2, size)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        resident.append(_resident("RssFile"))
+        if step % 4 == 3:  # of what it reads the frozen parameters are not written by the next step
+            torch.save([model.state_dict(), optimizer.state_dict()], Path(folder) / "checkpoint")
+            assert _resident("RssFile") > resident[-1] + 4 * 2**20 * 6
+    return resident
+
+
+def test_checkpoints_leave_nothing_in_memory(tmp_path: Path) -> None:
+    (resident,) = run(1, _saves, str(tmp_path))
+    assert max(resident[2:]) < resident[1] + 2**20
