@@ -6,21 +6,30 @@ goes on before a checkpoint is loaded, as a part of the parameters may be new.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import itertools
+import random
+import shutil
 import time
 from collections import Counter
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from numerics.compare import full
 from numerics.test_offload import OFF, Run, Trained, _rank, _same, _saved, adamw
-from ranks import run
+from ranks import run, server
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn import functional as F
 
+import zerograph
 from zerograph import _core
 from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError, ZeroGraphError
@@ -200,3 +209,72 @@ def test_after_a_failed_update_of_one_rank_all_load_a_checkpoint_and_go_on(start
     for mine, theirs in zip(first[1:], second[2:], strict=True):
         assert "ended half done (StorageError: cannot write" in mine and "load a checkpoint" in mine
         assert "rank 0 failed: StorageError: the last update ended half done" in theirs
+
+
+# ---- the process ends
+
+
+def _batch(step: int) -> Tensor:
+    return torch.randint(0, 37, (3, 8), generator=torch.Generator().manual_seed(step))
+
+
+def _trains_and_saves(folder: Path, steps: int, saves: bool, pipe: Connection) -> None:
+    """Go on from the last checkpoint; sends the number and the loss of every step, each of which is then saved."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, saved = Small(), sorted((folder / "saved").iterdir())
+    backend = zerograph.backend(stage=3, compute="eager", offload="parameters", tier="nvme", path=str(folder / "nvme"))
+    compiled, optimizer = torch.compile(model, backend=backend), adamw(model)
+    compiled(_batch(0)).backward()
+    optimizer.step()  # everything has its home
+    if saved:
+        parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+        dcp.load(parts, checkpoint_id=saved[-1])
+        set_state_dict(model, optimizer, model_state_dict=parts["model"], optim_state_dict=parts["optimizer"])
+    for step in range(int(saved[-1].name) + 1 if saved else 1, steps):
+        optimizer.zero_grad()
+        loss = compiled(_batch(step))
+        loss.backward()
+        optimizer.step()
+        pipe.send((step, loss.item()))
+        if saves:
+            parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            shutil.rmtree(folder / "writing", ignore_errors=True)
+            dcp.save(parts, checkpoint_id=folder / "writing")
+            (folder / "writing").rename(folder / "saved" / f"{step:05}")
+    pipe.close()
+
+
+def _started(folder: Path, steps: int, saves: bool) -> tuple[BaseProcess, Connection]:
+    for name in ("nvme", "saved"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    ours, theirs = server().Pipe(duplex=False)
+    process = server().Process(target=_trains_and_saves, args=(folder, steps, saves, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _told(pipe: Connection) -> Iterator[tuple[int, float]]:
+    """What a process has sent, to its end."""
+    with contextlib.suppress(EOFError):
+        while True:
+            yield pipe.recv()
+
+
+def test_a_run_that_is_killed_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    losses, last = dict[int, float](), 0
+    for _ in range(3):
+        process, pipe = _started(tmp_path / "killed", 10**5, saves=True)
+        first, loss = pipe.recv()
+        assert first in (last, last + 1)  # the last step that was told may not have been saved
+        assert not list((tmp_path / "killed" / "nvme").iterdir())
+        time.sleep(random.uniform(0.0, 0.3))
+        process.kill()
+        process.join()
+        told = {first: loss, **dict(_told(pipe))}
+        assert all(losses.setdefault(step, loss) == loss for step, loss in told.items())
+        last = max(told)
+    process, pipe = _started(tmp_path / "whole", last + 1, saves=False)
+    assert dict(_told(pipe)) == losses
+    process.join()
