@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 import zerograph
-from zerograph.core.errors import ConfigError, StorageError, UnsupportedError
+from zerograph.core.errors import ConfigError, UnsupportedError
 from zerograph.core.machine import machine_named
 from zerograph.runtime import shards
 from zerograph.runtime.torch_private import local_tensor
@@ -489,15 +489,6 @@ def _refused(folder: str) -> None:
 
 def test_stock_optimizers_whose_states_nobody_knows_are_refused(tmp_path: Path) -> None:
     run(1, _refused, str(tmp_path))
-
-
-def _unusable(folder: str) -> None:
-    with pytest.raises(StorageError):
-        Run(adamw, stage=3, **OFF, path=folder).backward()
-
-
-def test_a_folder_that_does_not_exist_is_said_at_the_first_call(tmp_path: Path) -> None:
-    run(2, _unusable, str(tmp_path / "missing"))
 
 
 @pytest.mark.parametrize(

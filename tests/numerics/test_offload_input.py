@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -162,21 +164,43 @@ def test_one_rank_with_less_room_is_an_error_on_all(tmp_path: Path) -> None:
     assert first.startswith("RankError") and "nvme=64 KiB" in first
 
 
-def _cannot_write(path: str) -> None:
-    with pytest.raises(StorageError):
-        Run(adamw, **ALL, path=path).backward()
-
-
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    file = tmp_path / "file"
+def _unusable(folder: str) -> list[tuple[int | None, str]]:
+    file, found = Path(folder) / "file", []
     file.write_text("")
-    run(1, _cannot_write, str(file))
+    # /sys is one that root may not write to either.
+    for path, nvme in ((str(file), None), (f"{folder}/missing", None), ("/sys/kernel", None), (folder, "900TiB")):
+        with pytest.raises(StorageError) as caught:
+            Run(adamw, **ALL, path=path, nvme=nvme).backward()
+        assert caught.value.filename == path and caught.value.hint
+        found.append((caught.value.errno, str(caught.value)))
+    return found
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    run(1, _cannot_write, str(tmp_path))
+def test_folders_that_cannot_be_used_are_said_at_the_first_call(tmp_path: Path) -> None:
+    ((file, missing, readonly, full),) = run(1, _unusable, str(tmp_path))
+    assert (file[0], missing[0], full[0]) == (errno.ENOTDIR, errno.ENOENT, errno.ENOSPC)
+    assert readonly[0] in (errno.EACCES, errno.EPERM, errno.EROFS)
+    assert "needed are 989560.4 GB" in full[1] and "offload less" in full[1]
+
+
+def stock(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _in_float64(folder: str) -> None:
+    results = []
+    for more in ({"stage": 3}, {**ALL, "path": folder}):
+        training = Run(stock, whole=torch.float64, **more)
+        training.steps(3)
+        results.append(training.result())
+    _same(*results)
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no folder in memory")
+def test_float64_and_a_folder_in_memory() -> None:
+    """No kernel of ZeroGraph's updates float64; torch's do."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        run(2, _in_float64, folder)
 
 
 def _resident(kind: str) -> int:
