@@ -187,6 +187,29 @@ def stock(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
+def _two_backends_in_turn(folder: str) -> None:
+    """Offload that is asked for after the first call, by a backend beside the first one."""
+    results = []
+    for away in (False, True):
+        training = Run(adamw, stage=3)
+        training.steps(1)
+        if away:
+            first = training.compiled
+            other = zerograph.backend(compute="eager", bucket_size="20KiB", **ALL, path=folder)
+            second = torch.compile(training.model, backend=other)
+            for training.compiled in (second, first, second):
+                training.steps(1)
+            assert other._store.bytes()["parameters"] > 0
+        else:
+            training.steps(3)
+        results.append(training.result())
+    _same(*results)
+
+
+def test_offload_after_the_first_call(tmp_path: Path) -> None:
+    run(1, _two_backends_in_turn, str(tmp_path))
+
+
 def _in_float64(folder: str) -> None:
     results = []
     for more in ({"stage": 3}, {**ALL, "path": folder}):
