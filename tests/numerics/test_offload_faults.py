@@ -134,11 +134,11 @@ def _every_transfer(folder: str, engine: str) -> Counter[str]:
                 training.load()
             training.step()
             _same(training.outcome(), truth)
-            # What is short is transferred to its end.
-            training.load()
-            training.inject(point, nth, FaultEffect.cut, 4096)
-            training.step()
-            _same(training.outcome(), truth)
+            if nth % 3 == 0:  # what is short is transferred to its end
+                training.load()
+                training.inject(point, nth, FaultEffect.cut, 4096)
+                training.step()
+                _same(training.outcome(), truth)
         failed[point.name] = nth - 1
     return failed
 
