@@ -68,7 +68,8 @@ def train(config: Config, steps: int, batch: int, backend: zerograph.Backend) ->
     count = sum(p.numel() for p in model.parameters())
     print(f"{count / 1e9:.2f} B parameters made in {time.perf_counter() - begin:.0f} s, peak {peak():.2f} GB")
     model.compile(backend=backend)
-    optimizer = zerograph.optim.AdamW(model.parameters(), lr=1e-5)
+    # The first steps of Adam move each weight by the whole rate, which deeper and wider models bear less of.
+    optimizer = zerograph.optim.AdamW(model.parameters(), lr=min(1e-5, 3e3 / count))
     text, _ = load()
     losses = []
     for x, y in batches(text, steps, batch, LENGTH, seed=0):

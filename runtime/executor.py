@@ -100,6 +100,9 @@ class Executor:
         try:
             if self.sequence:
                 self.comm.enter(Entry(self.name, self.sequence, self.cache.steps))
+            self.store.refuse_half_done()
+            if program.kind != "backward":
+                self.store.drop_pages()
             self.cache.enter(program.kind, self.comm.generation if self.sequence else 0)
             if self.trims and self.sequence:
                 self.comm.trim()
@@ -118,6 +121,7 @@ class Executor:
             self.hold.state = held
             if self.comm is not None:
                 self.comm.abort(reason_of(error))
+            registers.clear()  # which the traceback holds
             raise
         self.telemetry.finished(program.kind)
         return [None if r is None else registers[r] for r in program.outputs]

@@ -7,6 +7,7 @@ run without a GPU: whoever does not wait for a copy reads not-a-number.
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -17,16 +18,17 @@ class HostMemory:
     """The host of one device."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="zerograph-copy")
+        self._process, self._thread = -1, ThreadPoolExecutor(1)
 
     def start(self, source: Tensor, target: Tensor) -> Future[None]:
         """Begin to copy ``source`` to ``target``; nobody may write to either, or read the second, until ``result()`` of
         what is returned."""
-        if target.is_floating_point():
-            target.fill_(torch.nan)
+        if self._process != os.getpid():  # a fork has no threads
+            self._process, self._thread = os.getpid(), ThreadPoolExecutor(1, thread_name_prefix="zerograph-copy")
+        target.fill_(torch.nan)
         return self._thread.submit(_copy, target, source)
 
 
-@torch.no_grad()
+@torch.inference_mode()  # in which tensors of the caller's may be made, and which threads do not inherit
 def _copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source)

@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -359,6 +359,13 @@ class Arena:
                 mapping = _core.FileMapping([(self._slabs[slab].fd, place, size) for slab, place, _, size in parts])
             self._mappings[extent] = mapping
         return mapping
+
+    def drop_pages(self, extents: Iterable[Extent]) -> None:
+        """Keep nothing of what was touched through mappings in this process's memory; the system's cache may."""
+        for extent in extents:
+            mapping = self._mappings.get(extent)
+            if mapping is not None:
+                mapping.drop(0, extent.bytes)
 
     def _prepare(self, ticket: Ticket, mapping: _core.FileMapping | None, offset: int) -> None:
         """What was written through a mapping reaches the disk before direct I/O reads there, or writes over it."""

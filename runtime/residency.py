@@ -43,6 +43,10 @@ class StepCount:
         # torch's hooks are global: without the weak reference every backend would live to the end of the process.
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
+    def begin_again(self) -> None:
+        """A checkpoint was loaded, by all ranks alike: whatever steps they had taken before counts no longer."""
+        self.own = 0
+
     def _stepped(self, optimizer: Optimizer) -> None:
         self.value += 1
         moving = (p for group in optimizer.param_groups if group.get("lr") != 0 for p in group["params"])

@@ -1,7 +1,7 @@
 """Where what belongs to the parameters of a backend lives: nobody else knows of tiers.
 
 On the host are ordinary tensors: parameters, their gradients, and whatever an optimizer keeps of them. What is gathered
-of them is copied to the device, and stays there where only they themselves have left.
+is a copy on the device: one that stays there, or where parameters have left too, one for each gather.
 
 What is on NVMe lies in extents of one arena. The shards of a bucket lie there one behind another, so that an update
 moves many small ones in one transfer. Each kind of state (a moment, a master copy) has an extent of its own, in which a
@@ -15,7 +15,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 import torch
@@ -86,6 +86,7 @@ class ShardStore:
         arena: with everything that is on NVMe; None while nothing is.
         host: beside the device; None where both are one memory.
         changes: how often homes were given.
+        half_done: by optimizer, why its last update changed a part of what is on NVMe; until it loads a checkpoint.
     """
 
     def __init__(self, params: Mapping[str, Tensor], open_arena: Callable[[int], Arena]) -> None:
@@ -106,23 +107,26 @@ class ShardStore:
         self._spilled: SpilledGradients | None = None
         self._ring: list[Tensor] = []
         self._fetched = BufferPool(huge_tensor)
+        self._copied_up = BufferPool(_memory)
         self._arriving: list[Future[None]] = []  # gradients, at the host
         self._arrived: dict[tuple[str, ...], Tensor] = {}  # by whose they are, memory of the last gradients
         self.arena: Arena | None = None
         self.changes = 0
+        self.half_done: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
 
     def settle(
-        self, plan: Plan, moments: int, rest: Homes | None = None, moved: Callable[[Tensor], None] = lambda _: None
+        self, plan: Plan, moments: int, moved: Callable[[Tensor], None] = lambda _: None, rest: Homes | None = None
     ) -> None:
         """Give homes to the parameters of ``plan`` that have none yet.
 
-        With their states alone, only float32 parameters of which 16 bits compute leave: they are masters, of which
-        programs gather copies. A copy of others would take the same room, or more.
+        On the host are all parameters that are updated there. To NVMe with their states alone only float32 parameters
+        leave of which 16 bits compute: they are masters, of which programs gather copies. A copy of others would take
+        the same room, or more.
 
         Args:
             moments: tensors of float32 that an optimizer keeps of each parameter, for which room is reserved.
-            rest: how far parameters may leave that later plans hold; as far as those of ``plan``, unless given.
             moved: hears of each parameter that has other memory now, also where a later one fails.
+            rest: how far parameters may leave that later plans hold; as far as those of ``plan``, unless given.
 
         Raises:
             StorageError: there is no room.
@@ -177,7 +181,15 @@ class ShardStore:
         leaving = [p for p in params if away or p.is_master]
         if leaving:
             size = block.elements * block.dtype.itemsize
-            self._parameters[block] = self._allocated(size, f"parameters of bucket {block.name}")
+            extent = self._allocated(size, f"parameters of bucket {block.name}")
+            try:
+                for param in leaving:
+                    self._carry(param, block, extent)
+            except BaseException:  # all of them are where they were
+                assert self.arena is not None
+                self.arena.free(extent)
+                raise
+            self._parameters[block] = extent
         if away and any(p.is_master for p in leaving):
             self._copied[block] = self._allocated(block.elements * 2, f"copies of bucket {block.name}")
         for param in leaving:
@@ -233,8 +245,19 @@ class ShardStore:
         if extent is not None and self.arena is not None:
             self.arena.map(extent).drop(0, tensor.nbytes)
 
+    def _carry(self, described: Param, block: Block, extent: Extent) -> None:
+        """Write the values of a parameter to its bucket's extent."""
+        assert self.arena is not None
+        local = local_tensor(self._params[described.name])
+        offset, early = block.begins[described.name] * local.dtype.itemsize, self._early.get(local.data_ptr())
+        if early is not None:
+            self._move(early, extent, offset, local.nbytes)
+        else:
+            flat = local.detach().as_strided((local.numel(),), (1,))  # dense, in whatever order
+            self.arena.wait(self.arena.write(extent, flat, offset=offset))
+
     def _leave(self, described: Param, block: Block, away: bool) -> None:
-        """Move a parameter to its bucket's extent; of a master, keep a copy that computes."""
+        """Let a parameter be what its bucket's extent holds of it; of a master, keep a copy that computes."""
         assert self.arena is not None
         param = self._params[described.name]
         local, extent = local_tensor(param), self._parameters[block]
@@ -245,11 +268,7 @@ class ShardStore:
             self._copies[described.name] = _Copy(copy, dtype, versions(param) if not away else None)
         early = self._early.pop(local.data_ptr(), None)
         if early is not None:
-            self._move(early, extent, offset, local.nbytes)
             self._extents.add(early)  # which is free when nobody maps it
-        else:
-            flat = local.detach().as_strided((local.numel(),), (1,))  # dense, in whatever order
-            self.arena.wait(self.arena.write(extent, flat, offset=offset))
         home = mapped_tensor(self.arena, extent, param.dtype, (local.numel(),), offset)
         set_local(param, home.as_strided(local.shape, local.stride()))
         self._away[described.name] = home.data_ptr()
@@ -279,6 +298,7 @@ class ShardStore:
         if not self._away:
             return Fetch(list(shards))
         fetch, reads, found = Fetch([]), dict[Extent, tuple[Block, torch.dtype, list[str]]](), dict[str, Tensor]()
+        above: dict[str, Tensor] = {}  # on the host
         for param, shard in zip(params, shards, strict=True):
             name = param.name
             copy = self._fresh(name)
@@ -289,10 +309,7 @@ class ShardStore:
                 self._land(copy)
                 found[name] = copy.tensor
             elif name in self._on_host:
-                source = shard.detach() if copy is None or copy.cast is None else copy.cast
-                memory = self._fetched.take(source.nbytes).view(source.dtype)
-                found[name] = memory.as_strided(source.shape, source.stride())
-                fetch.copies.append(self._there().start(source, found[name]))
+                above[name] = shard.detach() if copy is None or copy.cast is None else copy.cast
             else:
                 block = self._blocks[name]
                 kept = (self._parameters[block], block.dtype)
@@ -301,6 +318,11 @@ class ShardStore:
         for extent, (block, dtype, names) in reads.items():
             for run in block.reads(names):
                 found |= self._read(extent, block, dtype, run, fetch.under_way)
+        if above:
+            room = self._copied_up.take(sum(map(_apart, above.values())))
+            for (name, source), target in zip(above.items(), _laid_out(room, above.values()), strict=True):
+                found[name] = target
+                fetch.copies.append(self._there().start(source, target))
         fetch.shards = [found[p.name] for p in params]
         return fetch
 
@@ -319,15 +341,18 @@ class ShardStore:
 
     def _land(self, copy: _Copy) -> None:
         """Let what is gathered of a copy on the device have its values."""
-        under_way, copy.under_way = copy.under_way, None
-        if under_way is not None:
-            under_way.result()
+        if copy.under_way is not None:
+            copy.under_way.result()  # if that raises, as Ctrl-C does, nobody takes the copy for whole
+            copy.under_way = None
 
-    def _upload(self, local: Tensor, copy: _Copy) -> None:
+    def _upload(self, name: str, copy: _Copy) -> None:
         """Begin to bring a copy on the device the values that its parameter has on the host."""
         if copy.tensor is not None:
             self._land(copy)
-            copy.under_way = self._there().start(local if copy.cast is None else copy.cast, copy.tensor)
+            # A lone rank's gather is the copy itself: somebody may still look at it.
+            if not memory_is_unshared(copy.tensor):
+                copy.tensor = torch.empty_like(copy.tensor)
+            copy.under_way = self._there().start(local_tensor(self._params[name]).detach(), copy.tensor)
 
     def _read(
         self, extent: Extent, block: Block, dtype: torch.dtype, run: Run, under_way: list[Ticket]
@@ -353,7 +378,7 @@ class ShardStore:
             if name in self._on_host:
                 if copy.cast is not None:
                     copy.cast.copy_(local_tensor(param).detach())
-                self._upload(local_tensor(param).detach(), copy)
+                self._upload(name, copy)
             elif copy.tensor is not None:
                 copy.tensor.copy_(local_tensor(param).detach())
             else:
@@ -402,7 +427,7 @@ class ShardStore:
         for name, copy in self._having_copies(params):
             copy.seen = versions(self._params[name])
             if name in self._on_host:
-                self._upload(local_tensor(self._params[name]).detach(), copy)
+                self._upload(name, copy)
 
     def touched(self, params: Iterable[Tensor]) -> None:
         """Something has written to ``params`` that versions may not show: their copies are stale."""
@@ -435,16 +460,19 @@ class ShardStore:
     def _spill_to_host(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         if not grads:
             return {}
-        found, place, key = dict[str, Tensor | None](), 0, tuple(grads)
-        size, room = sum(map(_apart, grads.values())), self._arrived.get(key)
+        key, size = tuple(grads), sum(map(_apart, grads.values()))
+        room, found = self._arrived.get(key), dict[str, Tensor | None]()
         # What is still a gradient, or is kept by the user in whatever tensor, is never written over.
         if room is None or len(room) != size or not memory_is_unshared(room):
-            room = self._arrived[key] = torch.empty(size, dtype=torch.uint8)
-        for name, grad in grads.items():
-            home = room[place : place + grad.nbytes].view(grad.dtype).as_strided(grad.shape, grad.stride())
+            room = self._arrived[key] = _memory(size)
+        # Laid out as their parameters are: gradients may be slices of something, or expanded.
+        likes = [
+            torch.empty_like(local_tensor(self._params[name]), dtype=g.dtype, device="meta")
+            for name, g in grads.items()
+        ]
+        for (name, grad), home in zip(grads.items(), _laid_out(room, likes), strict=True):
             self._arriving.append(self._there().start(grad, home))
-            found[name] = home
-            place += _apart(grad)
+            found[name] = home.data  # with a version of its own: autograd adds to each
         return found
 
     def _spill_to_nvme(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
@@ -478,10 +506,25 @@ class ShardStore:
 
     def abandon(self) -> None:
         """A program failed: wait for what it wrote, whatever becomes of it."""
-        while self._arriving:
-            self._arriving.pop().result()
+        wait(self._arriving)
+        self._arriving.clear()
         if self._spilled is not None:
             self._spilled.abandon()
+
+    def drop_pages(self) -> None:
+        """Give back the memory of what somebody touched since the last step: a stock optimizer, a checkpoint."""
+        if self.arena is not None:
+            self.arena.drop_pages(self._parameters.values())
+
+    def refuse_half_done(self) -> None:
+        """Raises:
+        StorageError: an update ended half done.
+        """
+        for why in self.half_done.values():
+            raise StorageError(
+                f"the last update ended half done ({why}): some parameters and states on NVMe are those after it",
+                "load a checkpoint of the model and of its optimizer",
+            )
 
     def gradients(self, block: Block) -> tuple[Extent, int] | None:
         """Where the last gradients of ``block`` are, and the address of their mapping; None where they are in memory,
@@ -494,7 +537,7 @@ class ShardStore:
 
     @property
     def spills(self) -> bool:
-        """Whether gradients leave the device."""
+        """Whether gradients go to NVMe."""
         return self._spilled is not None
 
     # ---- states of optimizers
@@ -623,6 +666,19 @@ class ShardStore:
             "optimizer states": sum(extent.bytes for extent in states),
         }
         return {what: size for what, size in held.items() if size}
+
+
+@torch.inference_mode(False)  # an evaluation's memory serves training afterwards
+def _memory(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8)
+
+
+def _laid_out(room: Tensor, likes: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Dense tensors as ``likes``, one behind another in ``room``."""
+    place = 0
+    for like in likes:
+        yield room[place : place + like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
+        place += _apart(like)
 
 
 def _apart(tensor: Tensor) -> int:

@@ -77,7 +77,7 @@ class SpilledGradients:
         extent = self._extents.get(block)
         if fresh and (extent is None or any(self._is_kept(name, extent) for name in fresh)):
             if extent is not None:
-                self._left.append(extent)
+                self._left.append(self._extents.pop(block))
             extent = self._extents[block] = self._made(block)
         for into in dict.fromkeys(self._given[name].extent for name in adds):
             for run in block.runs([name for name in adds if self._given[name].extent is into]):

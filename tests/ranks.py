@@ -51,7 +51,7 @@ def run(
 
 class _Group:
     def __init__(self, world_size: int) -> None:
-        context = _server()
+        context = server()
         self.alive, self.calls = True, 0
         handle, store = tempfile.mkstemp(prefix="zerograph-test-store-")
         os.close(handle)
@@ -95,7 +95,7 @@ class _Group:
             process.join()
 
 
-def _server() -> mp.context.ForkServerContext:
+def server() -> mp.context.ForkServerContext:
     """Where ranks are forked from. OpenMP reads its number of threads when torch is imported."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch", "zerograph.compiler.driver"])

@@ -66,6 +66,7 @@ class Backend:
             self._telemetry,
             self._communicator,
             self._store,
+            self._steps,
         )
         # A graph without parameters may come before the model that tells what to compile for: it needs no other rank.
         alone = replace(config, plan=None, memory=None, stage=config.sharding, offload="none")
@@ -93,7 +94,7 @@ class Backend:
                 if "backward" in frame.programs:
                     # Not while anything is traced. What leaves has other memory then, which nobody has assigned.
                     rest = frame.plan.farthest if self.config.plan is not None else farthest(self.config)
-                    self._store.settle(frame.plan, MOMENTS, rest, lambda param: self._optimizers.remember([param]))
+                    self._store.settle(frame.plan, MOMENTS, lambda param: self._optimizers.remember([param]), rest)
                 return compiled
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -108,17 +109,18 @@ class Backend:
                 f"what belongs to a model on {device.type} cannot leave it yet",
                 "offload works on the CPU; train without it, or see `zerograph plan --offload`",
             )
-        if "host" in away:
-            if not machine_of(self.config, device).has_host:
-                raise ConfigError(
-                    "the memory of a CPU's host is its device's: nothing would leave it",
-                    'tier="nvme" with path="/folder/on/a/disk"; for tests, machine= may be one with "split": true',
-                )
-            if "nvme" in away:
-                raise UnsupportedError(
-                    "a plan that has something on the host and something on NVMe cannot be run yet",
-                    "plan with one tier: `zerograph plan --offload ... --tier nvme`",
-                )
+        split = self.config.machine is not None and self.config.machine.split
+        if "host" in away and not split:
+            raise ConfigError(
+                "the memory of a CPU's host is its device's: nothing would leave it",
+                'tier="nvme" with path="/folder/on/a/disk"; for tests, machine= may be one with "split": true',
+            )
+        if "nvme" in away and split:
+            raise UnsupportedError(
+                f"{self.config.machine} counts as split, and NVMe behind another memory is not reached yet",
+                'tier="host", or a machine that is not split',
+            )
+        if split:
             self._store.host = HostMemory()
         self._segments.prepare(device)
         ranks = Ranks.connect(self.config, device)
@@ -151,7 +153,7 @@ class Backend:
     def refresh(self) -> None:
         """Parameters were changed in a way that counts nowhere (``.data``, ``torch._foreach_mul_``): gather them anew.
 
-        Needed where copies of masters on NVMe are gathered; elsewhere parameters are what is gathered.
+        Needed where copies are gathered: of masters on NVMe or the host. Elsewhere it is the parameters themselves.
         """
         self._store.touched(self._adoption.params.values())
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from ranks import run
 from torch import nn
 from torch.optim import Optimizer
 
+import zerograph
 from zerograph.core.errors import StorageError, UnsupportedError, ZeroGraphError
 
 ALL = {"stage": 3, **OFF, "offload": "parameters"}
@@ -160,18 +163,92 @@ def test_one_rank_with_less_room_is_an_error_on_all(tmp_path: Path) -> None:
     assert first == second and first.startswith("InfeasibleError") and "may use 60.2 KiB" in first
 
 
-def _cannot_write(path: str) -> None:
-    with pytest.raises(StorageError):
-        Run(adamw, **ALL, path=path).backward()
-
-
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    file = tmp_path / "file"
+def _unusable(folder: str) -> list[tuple[int | None, str]]:
+    file, found = Path(folder) / "file", []
     file.write_text("")
-    run(1, _cannot_write, str(file))
+    # /sys is one that root may not write to either.
+    for path, nvme in ((str(file), None), (f"{folder}/missing", None), ("/sys/kernel", None), (folder, "900TiB")):
+        with pytest.raises(StorageError) as caught:
+            Run(adamw, **ALL, path=path, nvme=nvme).backward()
+        assert caught.value.filename == path and caught.value.hint
+        found.append((caught.value.errno, str(caught.value)))
+    return found
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    run(1, _cannot_write, str(tmp_path))
+def test_folders_that_cannot_be_used_are_said_at_the_first_call(tmp_path: Path) -> None:
+    ((file, missing, readonly, full),) = run(1, _unusable, str(tmp_path))
+    assert (file[0], missing[0], full[0]) == (errno.ENOTDIR, errno.ENOENT, errno.ENOSPC)
+    assert readonly[0] in (errno.EACCES, errno.EPERM, errno.EROFS)
+    assert "needed are 989560.4 GB" in full[1] and "offload less" in full[1]
+
+
+def stock(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def _two_backends_in_turn(folder: str) -> None:
+    """Offload that is asked for after the first call, by a backend beside the first one."""
+    results = []
+    for away in (False, True):
+        training = Run(adamw, stage=3)
+        training.steps(1)
+        if away:
+            first = training.compiled
+            other = zerograph.backend(compute="eager", bucket_size="20KiB", **ALL, path=folder)
+            second = torch.compile(training.model, backend=other)
+            for training.compiled in (second, first, second):
+                training.steps(1)
+            assert other._store.bytes()["parameters"] > 0
+        else:
+            training.steps(3)
+        results.append(training.result())
+    _same(*results)
+
+
+def test_offload_after_the_first_call(tmp_path: Path) -> None:
+    run(1, _two_backends_in_turn, str(tmp_path))
+
+
+def _in_float64(folder: str) -> None:
+    results = []
+    for more in ({"stage": 3}, {**ALL, "path": folder}):
+        training = Run(stock, whole=torch.float64, **more)
+        training.steps(3)
+        results.append(training.result())
+    _same(*results)
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no folder in memory")
+def test_float64_and_a_folder_in_memory() -> None:
+    """No kernel of ZeroGraph's updates float64; torch's do."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        run(2, _in_float64, folder)
+
+
+def _resident(kind: str) -> int:
+    """Bytes of this process's memory, of ``kind``: RssFile is what it has touched of files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:"))
+
+
+def _saves(folder: str) -> list[int]:
+    size, resident = 1024, list[int]()
+    model = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(6)))
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(False)
+    compiled = torch.compile(model, backend=zerograph.backend(compute="eager", **ALL, path=folder))
+    optimizer = zerograph.optim.AdamW(model.parameters())
+    for step in range(12):
+        compiled(torch.ones(2, size)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        resident.append(_resident("RssFile"))
+        if step % 4 == 3:  # of what it reads the frozen parameters are not written by the next step
+            torch.save([model.state_dict(), optimizer.state_dict()], Path(folder) / "checkpoint")
+            assert _resident("RssFile") > resident[-1] + 4 * 2**20 * 6
+    return resident
+
+
+def test_checkpoints_leave_nothing_in_memory(tmp_path: Path) -> None:
+    (resident,) = run(1, _saves, str(tmp_path))
+    assert max(resident[2:]) < resident[1] + 2**20

@@ -141,7 +141,7 @@ def test_what_is_said_to_fit_then_does_fit_when_it_is_done(
 def test_twice_the_ranks_share_one_host() -> None:
     step = step_of([Layer(rows=2**24)] * 4)
     search = Search(step, Wish("auto", 4, offload="optimizer", tier="host"), MACHINE)
-    budget: dict[Tier, int] = {"device": 10**12, "host": 150 * 2**20, "nvme": 0}  # 256 MiB of states and gradients on each of 4
+    budget: dict[Tier, int] = {"device": 10**12, "host": 150 * 2**20, "nvme": 0}  # of 258 MiB on each of 4
     error = infeasible(search, step, MACHINE, budget)
     assert "world size 8: 129 MiB less, not enough alone" in error.hint
 

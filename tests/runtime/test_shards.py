@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError
 from zerograph.core.plan import Bucket, Homes, Param, Plan
 from zerograph.runtime.extents import ALIGNMENT
@@ -157,3 +159,25 @@ def test_what_nobody_gathers_stays(params: dict[str, nn.Parameter], tmp_path: Pa
     address = a.data_ptr()
     store.settle(plan_of((described("a", a, "bfloat16", sharded=False),), world_size=1), 2)
     assert a.data_ptr() == address and store.places() == {} and store.arena is None
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3])
+def test_a_parameter_that_cannot_be_written_stays_and_can_leave_later(
+    nth: int, params: dict[str, nn.Parameter], tmp_path: Path
+) -> None:
+    arena = Arena([tmp_path], 2**20)
+    store, before = ShardStore(params, lambda _: arena), {name: p.detach().clone() for name, p in params.items()}
+    told = [described(name, params[name]) for name in ("a", "b", "frozen")]
+    plan = plan_of(tuple(told[:2]), tuple(told[2:]), homes=Homes("nvme", "nvme", "nvme"))
+    arena._engine.inject([(FaultPoint.write, nth, 1, FaultEffect.error, errno.ENOSPC)])
+    moved: list[torch.Tensor] = []
+    with pytest.raises(StorageError, match="No space left"):
+        store.settle(plan, 2, moved.append)
+    assert len(moved) == (2 if nth == 3 else 0)  # a bucket leaves as a whole
+    for _ in range(2):
+        for one in told:
+            (found,) = store.finish_fetch(store.start_fetch([one], [params[one.name]]))
+            assert torch.equal(found, before[one.name]) and torch.equal(params[one.name], before[one.name])
+        store.settle(plan, 2, moved.append)
+    assert len(moved) == 3 and all(arena.maps(params[one.name]) for one in told)
+    assert sum(store.bytes().values()) == arena.size - arena.free_bytes

@@ -88,6 +88,27 @@ def test_a_gradient_that_is_kept_stays_as_it_is(setting) -> None:  # type: ignor
     assert backward.spilled.bytes < before
 
 
+def test_a_gradient_for_which_there_was_no_room_costs_nothing_later(setting, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    params, backward = setting
+
+    def full(size: int, what: str) -> None:
+        raise StorageError("no room")
+
+    backward(1).backward()
+    kept, params["b"].grad = params["b"].grad, None
+    with monkeypatch.context() as patch:
+        patch.setattr(backward.spilled, "_allocate", full)
+        with pytest.raises(StorageError):
+            backward(2).backward()
+    del kept
+    for seed in (3, 4):
+        for p in params.values():
+            p.grad = None
+        backward.spilled.reclaim()
+        backward(seed).backward()
+        assert torch.equal(params["b"].grad, expected(seed))
+
+
 def test_autograd_grad_leaves_grad_alone(setting) -> None:  # type: ignore[no-untyped-def]
     params, backward = setting
     backward(1).backward()

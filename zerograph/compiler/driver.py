@@ -39,6 +39,7 @@ from zerograph.compiler.torch_private import (
     trace_and_split,
 )
 from zerograph.compiler.unfold import Joint, Repeat
+from zerograph.compiler.whole_parameters import compute_with_whole, explaining_mixtures
 from zerograph.core.garbage import without_gc
 from zerograph.graph.layers import name_model
 from zerograph.graph.nodes import Pair
@@ -62,7 +63,7 @@ def compile_frame(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], plann
         with made.segments.kernels_in_background(made.device):
             compiled = entry.load(frame)
             if compiled is None:
-                with entry.noting():
+                with entry.noting(), explaining_mixtures(gm, inputs):
                     compiled = _compile(frame, gm, rows)
         if made.agreement is not None:  # not before every kernel exists: a rank that fails has promised nothing
             for program in frame.programs.values():
@@ -172,6 +173,7 @@ def _checked(
     frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]
 ) -> tuple[list[Any], Callable[[Callable[..., Any]], Callable[..., Any]]]:
     """Refuse what cannot be compiled; returns the inputs to trace with, and how a compiled function gets them."""
+    compute_with_whole(gm, inputs)
     refuse_mutations(gm)
     name_model(gm)
     frame.plain = plain(value for value in inputs if isinstance(value, nn.Parameter))

@@ -21,6 +21,7 @@ from zerograph.optim.torch_private import register_failed_step_hook
 from zerograph.runtime.comm import Communicator
 from zerograph.runtime.entry import reason_of
 from zerograph.runtime.hold import GradientHold
+from zerograph.runtime.residency import StepCount
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.telemetry import Telemetry
 
@@ -47,12 +48,13 @@ class OptimizerCheck:
         telemetry: Telemetry,
         communicator: Callable[[], Communicator | None],
         store: ShardStore,
+        steps: StepCount,
     ) -> None:
         """``params`` are the ids of the backend's own, ``replaced`` what was in their places before, ``skipped`` finds
         those that should be its own and are not, ``communicator`` how the ranks communicate that hold them, ``store``
-        knows where their states live.
+        knows where their states live, ``steps`` counts what the ranks have taken alike.
         """
-        self._telemetry, self._communicator, self._store = telemetry, communicator, store
+        self._telemetry, self._communicator, self._store, self._steps = telemetry, communicator, store, steps
         self._params, self._replaced, self._skipped, self._hold = params, replaced, skipped, hold
         self._memory: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
         self._passed: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
@@ -77,6 +79,13 @@ class OptimizerCheck:
             if live is not None:
                 live._failed(optimizer, error)
 
+        def after_load(optimizer: Optimizer) -> None:
+            live = check()
+            if live is not None:
+                live._steps.begin_again()
+                live._store.half_done.pop(optimizer, None)
+
+        self._after_load = after_load
         weakref.finalize(self, register_optimizer_step_pre_hook(before_step).remove)
         weakref.finalize(self, register_optimizer_step_post_hook(after_step).remove)
         weakref.finalize(self, register_failed_step_hook(failed_step).remove)
@@ -108,7 +117,7 @@ class OptimizerCheck:
                     f"{type(optimizer).__name__} holds parameters of two backends that keep states on NVMe",
                     "make an optimizer for each model",
                 )
-        if known is None or mine.arena is not None:
+        if known is None or mine.arena is not None or mine.host is not None:
             optimizer.store = mine
 
     def _failed(self, optimizer: Optimizer, error: BaseException) -> None:
@@ -149,6 +158,8 @@ class OptimizerCheck:
         self._refuse_replaced(optimizer)
         self._refuse_skipped(optimizer, foreign)
         self._refuse_not_elementwise(optimizer)
+        if optimizer not in self._passed:
+            optimizer.register_load_state_dict_post_hook(self._after_load)
         self._passed[optimizer] = looked_at
 
     def stepped(self) -> list[Optimizer]:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerograph import _core
-from zerograph.core.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
+from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.optim.clip import power_sum
 from zerograph.optim.parts import GroupParts, Member, Part, parts_of
 from zerograph.optim.stream import Stored, Stream
@@ -172,11 +172,8 @@ class HostOptimizer(Optimizer):
             self._running = None
 
     def _start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
-        if self._stream is not None and self._stream.failed:
-            raise StorageError(
-                f"the last update ended half done ({self._stream.failed}): some states on NVMe are those after it",
-                "load a checkpoint of the model and this optimizer",
-            )
+        if self.store is not None:
+            self.store.refuse_half_done()
         layouts = [self._layout(i, group) for i, group in enumerate(self.param_groups)]
         grads = [layout.gradients() for layout in layouts]
         factor = self._factor(layouts, grads, grad_scale, clip)

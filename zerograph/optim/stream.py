@@ -7,6 +7,7 @@ order, whatever groups their parameters are in: a transfer at a chunk's edge the
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -75,17 +76,13 @@ class _Chunk:
 
 
 class Stream:
-    """The update of some parts, again and again.
-
-    Attributes:
-        failed: why the last one ended half done; empty when it did not.
-    """
+    """The update of some parts, again and again."""
 
     def __init__(self, owner: Optimizer, store: ShardStore, stored: Sequence[Stored]) -> None:
         assert store.arena is not None
+        self._owner = weakref.ref(owner)
         self._store, self._arena, self.parts = store, store.arena, [s.part for s in stored]
         self._gradients: dict[Block, tuple[Extent, int] | None] = {}  # of this update
-        self.failed = ""
         # Of members in several chunks: their counts, and copies that all chunks but the last increment.
         self._counts: list[tuple[Tensor, Tensor]] = []
         self._chunks: list[_Chunk] = []
@@ -187,7 +184,9 @@ class Stream:
         try:
             self._run(lambda chunk: _core.update(self._calls(chunk, rules, grads), factor))
         except BaseException as error:
-            self.failed = reason_of(error)
+            owner = self._owner()
+            assert owner is not None  # its step runs
+            self._store.half_done[owner] = reason_of(error)
             self._abandon()
             raise
 

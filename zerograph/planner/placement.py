@@ -27,7 +27,8 @@ class Shards:
 
     Attributes:
         copy: shards of trainable parameters in the compute dtype, of those that are copied.
-        alike: those of them that compute in the dtype of their masters.
+        alike: those of them that need no copy beside their masters.
+        beside: bytes of these masters.
         shared: shards of the others, which are gathered themselves.
         frozen: shards of parameters that are not trained.
         gradient: of their reduced gradients.
@@ -36,6 +37,7 @@ class Shards:
 
     copy: int
     alike: int
+    beside: int
     shared: int
     frozen: int
     gradient: int
@@ -49,7 +51,8 @@ class Shards:
         shards, masters = (sum(shard_bytes(p, world_size) for p in some) for some in (trained, copied))
         return cls(
             copy=sum(copy_bytes(p, world_size) for p in copied),
-            alike=sum(shard_bytes(p, world_size) for p in copied if not p.is_master),
+            alike=sum(copy_bytes(p, world_size) for p in copied if not p.is_master),
+            beside=sum(shard_bytes(p, world_size) for p in copied if not p.is_master),
             shared=shards - masters,
             frozen=sum(shard_bytes(p, world_size) for p in params if p.sharded and not p.trainable),
             gradient=shards,
@@ -64,8 +67,9 @@ class Shards:
             self,
             copy=self.copy - self.alike,
             alike=0,
-            shared=self.shared + self.alike,
-            optimizer=self.optimizer - self.alike,
+            beside=0,
+            shared=self.shared + self.beside,
+            optimizer=self.optimizer - self.beside,
         )
 
     @property

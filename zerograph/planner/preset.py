@@ -186,7 +186,7 @@ class _Step:
         if self.earlier:
             for bucket in self.plan.buckets:
                 for param in bucket.params:
-                    away = self.homes.spilled if param.sharded else "device"
+                    away = self.homes.spilled if param.sharded and self.stage > 1 else "device"
                     whole = param.elements * ITEM_SIZE[param.reduce_dtype]
                     self.held[away, "gradient"] += shard_bytes(param, world) if self.stage > 1 else whole
 

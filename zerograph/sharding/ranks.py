@@ -23,7 +23,7 @@ class Ranks:
         device: where this rank's shards live.
         size: how many ranks there are.
         mesh: the mesh of them; None without a process group.
-        communicator: the transport; None where one rank gathers nothing, as nothing is off its device.
+        communicator: the transport; None before there is a model.
         agreement: how they agree on what they compile; None where there is one rank, and where ranks are simulated.
     """
 
@@ -38,7 +38,7 @@ class Ranks:
         """Find the mesh and connect to the other ranks, who all call this."""
         mesh = resolve_mesh(config, device.type)
         if mesh is None or mesh.size() == 1:
-            return cls(device, mesh=mesh, communicator=LoneCommunicator() if config.offloads else None)
+            return cls(device, mesh=mesh, communicator=LoneCommunicator())
         group = mesh.get_group()
         find_inf_on_all_ranks()
         agreement = Agreement.open(group, device, config.plan)

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dispatch import found_inf_reduce_handler
 
-from zerograph.core.errors import ZeroGraphError
+from zerograph.core.errors import StorageError, ZeroGraphError
 
 # Compiled models
 
@@ -60,6 +60,8 @@ def errors_reach_users() -> Iterator[None]:
         clear = type(base.__name__, (base, ShortenTraceback), members)
         result = clear(*error.args)
         result.hint, result.first_useful_frame = error.hint, None
+        if isinstance(error, StorageError):
+            result.errno, result.filename = error.errno, error.filename
         raise result from error.__cause__
 
 
