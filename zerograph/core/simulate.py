@@ -25,7 +25,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from zerograph.core.buffers import FreeBuffers
+from zerograph.core.buffers import GatherBuffers
 from zerograph.core.machine import TIERS, Tier
 from zerograph.core.planfile import Holding
 from zerograph.core.program import (
@@ -263,6 +263,12 @@ class Tasks:
         """Memory is free at the end of ``task``."""
         self.events[tier].append((self.ends[task], 2 * task + 1, task, -size))
 
+    def hold(self, size: int, gather: int, first: int, last: int, free: bool) -> None:
+        """The buffer of ``gather`` holds memory of the device from ``first`` to the end of ``last``, or of all (-1)."""
+        self.take("device", size, first)
+        if last >= 0:
+            self.give("device", size, last)
+
     def described(self) -> Iterator[Span]:
         """Each of them, for people."""
         for index, (instruction, program) in enumerate(self.instructions):
@@ -297,7 +303,9 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
     run = Tasks()
     starts, ends, events = run.starts, run.ends, run.events
     known, overlaps = costs.known, costs.overlaps
-    buffers = _Buffers(run, cells) if costs.uses_buffers_again else None
+    buffers = None
+    if costs.uses_buffers_again:
+        buffers = GatherBuffers(run.streams, run.hold if cells is None else cells.hold_buffer)
     coming = buffers.coming if buffers is not None else {}
     whole: dict[tuple[int, int], int] = {}  # bucket and tile -> the task that gathered it
     slots: dict[int, tuple[int, list[int], list[int]]] = {}  # place -> register, who worked there before, and who does
@@ -419,84 +427,6 @@ def _gathers_again(program: Program, whole: Container[tuple[int, int]]) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class _Buffer:
-    """Memory of the bucket that task ``gather`` brings, or brought last; so since the end of task ``since``."""
-
-    nbytes: int
-    gather: int
-    since: int
-
-
-class _Buffers:
-    """The buffers of gathered buckets.
-
-    Attributes:
-        coming: by gather that nobody has waited for, its bytes.
-    """
-
-    def __init__(self, run: Tasks, cells: _Cells | None) -> None:
-        self.coming: dict[int, int] = {}
-        self._run, self._cells = run, cells
-        self._taken: dict[tuple[int, int], _Buffer] = {}  # by bucket and tile
-        self._free = FreeBuffers[_Buffer]()
-        # Of a bucket or free buffer: bytes, the gather, the tasks behind which it begins and ends, whether it is free.
-        self._held: list[tuple[int, int, int, int, bool]] = []
-
-    def take(self, part: tuple[int, int], gather: int, last: int) -> None:
-        """What ``gather`` brings is waited for behind the task ``last``."""
-        size = self.coming.pop(gather)
-        buffer, gone = self._free.take(size)
-        for other in gone:
-            self._hold(other, last, free=True)
-        if buffer is None:
-            buffer = _Buffer(size, gather, last)
-        else:
-            self._hold(buffer, last, free=True)
-            buffer.gather = gather
-        self._taken[part] = buffer
-
-    def give(self, part: tuple[int, int], last: int) -> bool:
-        """A bucket or tile is let go of behind ``last``; whether it had a buffer."""
-        buffer = self._taken.pop(part, None)
-        if buffer is not None:
-            self._hold(buffer, last, free=False)
-            self._free.add(buffer)
-        return buffer is not None
-
-    def trim(self, last: int) -> None:
-        """All that are free go."""
-        for buffer in self._free.clear():
-            self._hold(buffer, last, free=True)
-
-    def finish(self) -> None:
-        """What is there stays, and all that was is told."""
-        run, cells, tasks = self._run, self._cells, len(self._run.starts)
-        for buffer in self._taken.values():
-            self._hold(buffer, tasks, free=False)
-        self.trim(tasks)
-        for size, gather, since, until, free in self._held:
-            first = since + 1
-            # Moves may begin late; the next compute waits for all others.
-            while first < tasks and run.streams[first] not in ("compute", "gather", "reduce"):
-                first += 1
-            if first >= tasks:
-                continue
-            last = until if until < tasks else -1
-            if cells is not None:
-                cells.held_by_gather(size, gather, first, last, free)
-                continue
-            run.take("device", size, first)
-            if last >= 0:
-                run.give("device", size, last)
-
-    def _hold(self, buffer: _Buffer, last: int, *, free: bool) -> None:
-        # Between two tasks it is as if it were not.
-        if buffer.since < last:
-            self._held.append((buffer.nbytes, buffer.gather, buffer.since, last, free))
-            buffer.since = last
-
-
-@dataclass(slots=True, eq=False)
 class _Cell:
     """Memory of one storage while it lives; ``readers`` are registers of it that are alive."""
 
@@ -609,7 +539,7 @@ class _Cells:
         if cell is not None:
             self._give(cell, task)
 
-    def held_by_gather(self, size: int, gather: int, first: int, last: int, free: bool) -> None:
+    def hold_buffer(self, size: int, gather: int, first: int, last: int, free: bool) -> None:
         """The buffer that task ``gather`` filled is its bucket's from ``first`` to ``last``, or ``free``."""
         instruction, program = self._run.instructions[gather]
         name, module = program.label(instruction), program.module(instruction)
