@@ -43,6 +43,11 @@ class BufferPool:
         self._taken: list[Tensor] = []
         self._free = FreeBuffers[Tensor]()
 
+    @property
+    def bytes(self) -> int:
+        """In use, and free."""
+        return sum(map(Tensor.numel, self._buffers))
+
     def trim(self) -> None:
         """Let go of the free buffers."""
         self._find_free()

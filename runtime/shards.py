@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from zerograph.core.errors import StorageError
 from zerograph.core.plan import Bucket, Homes, Param, Plan
+from zerograph.core.slots import SLOT, SLOTS, slot_bytes
 from zerograph.core.units import format_bytes
 from zerograph.runtime.blocks import UNIT, Block, Place, Run
 from zerograph.runtime.buffers import ALIGNMENT, BufferPool, torch_dtype
@@ -113,7 +114,9 @@ class ShardStore:
         self.changes = 0
         self.half_done: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
 
-    def settle(self, plan: Plan, moments: int, moved: Callable[[Tensor], None] = lambda _: None) -> None:
+    def settle(
+        self, plan: Plan, moments: int, rest: Homes | None = None, moved: Callable[[Tensor], None] = lambda _: None
+    ) -> None:
         """Give homes to the parameters of ``plan`` that have none yet.
 
         On the host are all parameters that are updated there. To NVMe with their states alone only float32 parameters
@@ -122,11 +125,14 @@ class ShardStore:
 
         Args:
             moments: tensors of float32 that an optimizer keeps of each parameter, for which room is reserved.
+            rest: how far parameters may leave that later plans hold; as far as those of ``plan``, unless given.
             moved: hears of each parameter that has other memory now, also where a later one fails.
 
         Raises:
             StorageError: there is no room.
         """
+        own = {param.name: bucket.homes for bucket in plan.buckets for param in bucket.params}
+        masters = any(p.is_master for b in plan.buckets for p in b.params)
         for bucket in plan.buckets:
             if bucket.homes.optimizer == "host":
                 self._move_to_host(bucket)
@@ -138,9 +144,11 @@ class ShardStore:
             for param in new if away else [p for p in new if p.trainable]:
                 kinds.setdefault((param.trainable, param.dtype), []).append(param)
             for params in kinds.values():
-                self.reserve(plan.farthest, any(p.is_master for b in plan.buckets for p in b.params), moments)
+                self.reserve(own, rest or plan.farthest, masters, moments)
                 self._house(bucket, params, moved)
                 self.changes += 1
+        for name in own if self._early else ():
+            self._bring_back(name, moved)
 
     def _there(self) -> HostMemory:
         assert self.host is not None  # where a plan has something on the host
@@ -189,11 +197,14 @@ class ShardStore:
             moved(self._params[param.name])
         self._blocks.update(dict.fromkeys(block.begins, block))
 
-    def reserve(self, homes: Homes, masters: bool, moments: int, *, early: bool = False) -> None:
+    def reserve(
+        self, own: Mapping[str, Homes], rest: Homes, masters: bool, moments: int, *, early: bool = False
+    ) -> None:
         """Make room for all of the model, where there is none yet: other frames read the rest of it.
 
         Args:
-            homes: of all of it.
+            own: homes by parameter, as far as they are known.
+            rest: homes of the others.
             masters: 16 bits compute, so that parameters in float32 are masters.
             moments: as :meth:`settle` has it.
             early: parameters will lie apart at first, until they are moved to their buckets.
@@ -203,8 +214,12 @@ class ShardStore:
         """
         if self.arena is not None:
             return
-        away, single, total = homes.parameters == "nvme", torch.float32.itemsize, 0
-        for param in self._params.values():
+        single, total = torch.float32.itemsize, 0
+        for name, param in self._params.items():
+            homes = own.get(name, rest)
+            if homes.optimizer != "nvme":
+                continue
+            away = homes.parameters == "nvme"
             copied = masters and param.dtype == torch.float32
             each = param.itemsize * ((away or copied) + early) + torch.bfloat16.itemsize * (away and copied)
             if param.requires_grad:
@@ -257,6 +272,15 @@ class ShardStore:
         home = mapped_tensor(self.arena, extent, param.dtype, (local.numel(),), offset)
         set_local(param, home.as_strided(local.shape, local.stride()))
         self._away[described.name] = home.data_ptr()
+
+    def _bring_back(self, name: str, moved: Callable[[Tensor], None]) -> None:
+        """Put a parameter that :meth:`early` has made, and that stays, into memory."""
+        local = local_tensor(self._params[name])
+        early = self._early.pop(local.data_ptr(), None)
+        if early is not None:
+            set_local(self._params[name], local.detach().clone())
+            self._extents.add(early)
+            moved(self._params[name])
 
     def _move(self, source: Extent, target: Extent, offset: int, size: int) -> None:
         """Copy ``size`` bytes of an extent to a place in another one, a slot at a time."""
@@ -604,8 +628,7 @@ class ShardStore:
         if not self._ring:
             # Before there are blocks, room for one as large as any may be.
             largest = max((block.elements for block in self._blocks.values()), default=SLOT)
-            unit, all_of_it = (MOST_KINDS * n * torch.float32.itemsize for n in (UNIT, largest))
-            size = min(max(SLOT, unit), all_of_it)
+            size = max(slot_bytes(largest, SLOT), slot_bytes(UNIT))
             self._ring = [huge_tensor(size) for _ in range(SLOTS)]
             assert self.arena is not None
             for slot in self._ring:
@@ -627,6 +650,11 @@ class ShardStore:
     def slots(self) -> int:
         """Bytes of the slots that states pass through."""
         return sum(slot.nbytes for slot in self._ring)
+
+    @property
+    def fetched(self) -> int:
+        """Bytes of the buffers that shards are read into."""
+        return self._fetched.bytes
 
     def bytes(self) -> dict[str, int]:
         """On NVMe, by what they are for."""
@@ -656,14 +684,3 @@ def _laid_out(room: Tensor, likes: Iterable[Tensor]) -> Iterator[Tensor]:
 def _apart(tensor: Tensor) -> int:
     """Bytes of ``tensor``, so that vector loads of what follows it are aligned."""
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-
-
-SLOTS = 3
-"""One being read, one in use, one being written."""
-
-SLOT = 64 * 2**20
-"""Bytes of one slot; no less than a unit of each kind takes."""
-
-MOST_KINDS = 7
-"""That an update has of the parameters of a bucket at a time: they themselves, their gradients, masters, copies, and at
-most three moments."""

@@ -8,7 +8,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import fx, nn
 from zerograph.compiler.compilation import Compilation
 from zerograph.compiler.driver import compile_frame
 from zerograph.compiler.frame import Frame, traced_function
-from zerograph.compiler.frame_plan import MOMENTS, Planner, homes_of, machine_of
+from zerograph.compiler.frame_plan import MOMENTS, Planner, farthest, machine_of
 from zerograph.compiler.recording import Recording
 from zerograph.compiler.report import BucketReport, Report
 from zerograph.compiler.segments import SegmentCache
@@ -26,7 +25,6 @@ from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
-from zerograph.core.units import format_bytes
 from zerograph.optim.check import OptimizerCheck
 from zerograph.runtime.comm import Communicator
 from zerograph.runtime.executor import Runtime
@@ -59,7 +57,7 @@ class Backend:
         # The same sets and dicts for all: adoption fills them when a model comes, and everyone sees it.
         self._steps = StepCount(self._adoption.known)
         self._hold = GradientHold(self._adoption.params)
-        self._store = ShardStore(self._adoption.params, partial(_open_arena, config))
+        self._store = ShardStore(self._adoption.params, self._open_arena)
         self._optimizers = OptimizerCheck(
             self._adoption.known,
             self._adoption.replaced,
@@ -71,7 +69,7 @@ class Backend:
             self._steps,
         )
         # A graph without parameters may come before the model that tells what to compile for: it needs no other rank.
-        alone = replace(config, plan=None, memory=None, stage=config.sharding)
+        alone = replace(config, plan=None, memory=None, stage=config.sharding, offload="none")
         self._compile_for(Ranks(torch.device("cpu")), alone)
         self._recording: Recording | None = None
         self._given: object = self  # what torch.compile has for the backend: this one, or the function that made it
@@ -95,7 +93,8 @@ class Backend:
                 compiled = compile_frame(frame, gm, example_inputs, self._planner)
                 if "backward" in frame.programs:
                     # Not while anything is traced. What leaves has other memory then, which nobody has assigned.
-                    self._store.settle(frame.plan, MOMENTS, lambda param: self._optimizers.remember([param]))
+                    rest = frame.plan.farthest if self.config.plan is not None else farthest(self.config)
+                    self._store.settle(frame.plan, MOMENTS, rest, lambda param: self._optimizers.remember([param]))
                 return compiled
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -135,7 +134,9 @@ class Backend:
             cache = GatheredCache(plan, steps, hold)
             return Runtime(index, ranks.communicator, cache, hold, telemetry, self._store, ranks.device, code)
 
-        self._planner = Planner(config, ranks.size, self._adoption.params, ranks.device, ranks.agreement)
+        self._planner = Planner(
+            config, ranks.size, self._adoption.params, ranks.device, ranks.agreement, folders=config.path
+        )
         self._compilation = Compilation(
             world_size=ranks.size,
             segments=self._segments,
@@ -145,6 +146,9 @@ class Backend:
             agreement=ranks.agreement,
             tied=self._adoption.tied,
         )
+
+    def _open_arena(self, size: int) -> Arena:
+        return Arena(self.config.path, self.config.nvme or min(size, self._planner.room))
 
     def refresh(self) -> None:
         """Parameters were changed in a way that counts nowhere (``.data``, ``torch._foreach_mul_``): gather them anew.
@@ -255,15 +259,6 @@ class Backend:
         )
 
 
-def _open_arena(config: Config, size: int) -> Arena:
-    if config.nvme is not None and config.nvme < size:
-        raise ConfigError(
-            f"nvme={format_bytes(config.nvme)}: masters and states of this rank take {format_bytes(size)}",
-            "give that or more, or leave it out",
-        )
-    return Arena(config.path, config.nvme or size)
-
-
 def _adopt_early() -> None:
     """Dynamo is about to trace a frame."""
     model, given = called_model() or (None, None)
@@ -288,21 +283,22 @@ def backend(**options: Any) -> Backend:
             every repeated layer only the inputs are saved, as with ``torch.utils.checkpoint`` around each), or a number
             from 0 to 1: that share of the layers fully. Layers are modules with a number in their name. Regions of the
             user's own ``torch.utils.checkpoint`` stay as they are.
-        offload: "none" or "optimizer": its states, and masters of parameters that compute in another dtype, leave the
-            device (docs/offload.md). "gradients" (those too), "parameters" (all of it) and "auto" are planned and
-            forecast by ``zerograph plan --offload``, and refused here; so is "optimizer" beside ``memory``.
-        tier: where that goes. "nvme" can be run, "host" is planned only.
-        path: folder on NVMe to keep it in, or a list of folders, over which it is striped.
-        nvme: bytes that a rank reserves there, ``"500GiB"`` or a number; default: a master and two moments of each of
-            its parameters.
+        offload: what leaves the device between its uses (docs/offload.md): "none"; "optimizer", its states, and masters
+            of parameters that compute in another dtype; "gradients", those too; "parameters", all of it; or "auto", per
+            bucket what has to leave for the step to fit ``memory``, and nothing where it fits without. Runs on CPUs.
+        tier: where that goes. "nvme" can be run, "host" is planned only. Default: NVMe.
+        path: folder on NVMe to keep it in, or a list of folders, over which it is striped; needed with ``offload``.
+        nvme: bytes that a rank may use there and reserves, ``"500GiB"`` or a number; default: room for two moments of
+            each of its parameters, a master and what else leaves, out of what is free, shared by the host's ranks.
         compute: "inductor", or "eager" to run the same program with uncompiled segments, for debugging.
         plan: path of a file that ``zerograph plan -o`` wrote. Its decisions (stage, buckets and their residency,
             prefetch, recomputation) are used as they are, so those arguments have no place beside it. A training step
             with other parameters, dtypes or ranks than those that were planned is refused, as are ranks with different
             plans. Batch and sequence may differ.
         memory: device memory that a rank may use, ``"70GiB"`` or bytes; 6% of it are left free. Whatever of residency
-            (``stage="auto"``), recomputation (``recompute="auto"``), ``bucket_size`` and ``prefetch`` is not given is
-            then chosen for the least predicted step time that fits. Default at stage "auto": all of a GPU.
+            (``stage="auto"``), recomputation (``recompute="auto"``), offload (``offload="auto"``), ``bucket_size`` and
+            ``prefetch`` is not given is then chosen for the least predicted step time that fits. Default at stage
+            "auto": all of a GPU.
         machine: what predictions go by: the name of a preset, or a file that ``zerograph bench -o`` wrote. Default:
             the preset closest to the device.
 
@@ -394,10 +390,10 @@ def materialize(model: nn.Module, init: Init = None, files: Sequence[str | os.Pa
     owner = _BY_MODEL.get(model)
     if owner is None:
         return fill(model, None, init, files)
-    homes = homes_of(owner.config)
+    homes = owner._planner.homes_before()
     leaves = homes.parameters == "nvme"
     if leaves:
-        owner._store.reserve(homes, owner.config.casts, MOMENTS, early=True)
+        owner._store.reserve({}, homes, owner.config.casts, MOMENTS, early=True)
     return fill(model, owner._adoption, init, files, owner._store if leaves else None)
 
 

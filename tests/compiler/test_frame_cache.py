@@ -198,6 +198,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "a budget": {"memory": "1GiB"},
     "another budget": {"memory": "2GiB"},
     "a budget and what is given": {"memory": "1GiB", "prefetch": 1},
+    "a budget and offload": {"memory": "1GiB", "offload": "auto", "path": "/tmp"},
     "another machine": {"memory": "1GiB", "machine": "h100-80gb"},
     "more tokens": {"ids": torch.arange(34).view(2, 17)},
     "other strides": {"ids": torch.arange(32).view(16, 2).t()},
@@ -332,11 +333,11 @@ def start(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"stage": "auto", "memory": "1GiB"}, {"offload": "optimizer", "tier": "nvme"}],
+    [{}, {"stage": "auto", "memory": "1GiB"}, {"stage": "auto", "memory": "1GiB", "offload": "optimizer"}],
     ids=["rules", "search", "offload"],
 )
 def test_ranks_load_and_disagree(options: dict[str, Any], tmp_path: Path) -> None:
-    if "tier" in options:
+    if "offload" in options:
         options = {**options, "path": str(tmp_path)}
     first = start(tmp_path, **options)
     assert first[0] == [1, 1]

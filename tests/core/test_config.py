@@ -12,10 +12,11 @@ from graphs import fake_world
 from torch.distributed.device_mesh import init_device_mesh
 
 import zerograph
+from zerograph.compiler.frame_plan import farthest, homes_of
 from zerograph.core.config import OFFLOAD, OFFLOAD_TIERS, Config
 from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.core.machine import TIERS, machine_named
-from zerograph.core.plan import OFFLOADS, Homes, level_at
+from zerograph.core.plan import DEVICE, OFFLOADS, Homes, level_at
 
 WRONG: list[tuple[str, Any, str]] = [
     ("stage", 4, 'stage must be 0, 1, 2, 3 or "auto", got 4'),
@@ -128,10 +129,15 @@ def test_errors_have_one_base() -> None:
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "gradients", "parameters", "auto"])
-@pytest.mark.parametrize("tier", [None, "host"])
-def test_what_is_planned_and_not_run_yet_is_refused(offload: str, tier: str | None) -> None:
-    with pytest.raises(ConfigError, match="no backend runs it yet"):
+@pytest.mark.parametrize("tier", [None, "nvme"])
+def test_offload_goes_to_nvme_which_needs_a_folder(offload: str, tier: str | None) -> None:
+    with pytest.raises(ConfigError, match="needs a folder to be kept in"):
         zerograph.backend(offload=offload, tier=tier)
+    config = zerograph.backend(offload=offload, tier=tier, path="/tmp", memory="1GiB").config
+    assert config.offloads and config.searches
+    homes = farthest(config)
+    assert homes.away == {"nvme"}
+    assert homes_of(config) == (DEVICE if offload == "auto" else homes)
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, "optimizer"), (1, "gradients"), (2, "parameters")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 from planner.steps import Layer, step_of, transformer
 
 from zerograph.core.errors import ConfigError
+from zerograph.core.executable import Executable
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
-from zerograph.core.plan import Plan
+from zerograph.core.plan import Homes, Plan
 from zerograph.core.planfile import Holding
 from zerograph.core.simulate import simulate
+from zerograph.core.slots import SLOT, SLOTS
 from zerograph.core.step import Step
 from zerograph.planner import knobs
 from zerograph.planner.forecasts import forecast_sketch
@@ -256,8 +259,34 @@ def test_another_tier_never_makes_a_plan_slower(layers: list[Layer]) -> None:
         assert found is not None and found.seconds <= candidate.seconds and found.peaks[1:] == (0, 0)
 
 
+@settings(max_examples=5, deadline=None)
+@given(layers=st.one_of(_SMALL, _MIXED), offload=st.sampled_from(["optimizer", "parameters", "auto"]))
+def test_a_backend_is_given_what_it_can_execute(layers: list[Layer], offload: Any) -> None:
+    cpu, runs = machine_named("cpu"), Executable.on(machine_named("cpu"))
+    wish = replace(WISH, offload=offload, executable=runs)
+    search = Search(step_of(layers), wish, cpu)
+    assert not any(runs.missing(candidate.plan) for candidate in search.best)
+    away = {tier for c in search.best for b in c.plan.buckets for tier in b.homes.away}
+    assert away == {"nvme"} or offload == "auto"
+    if offload == "auto":  # what stays in memory is updated faster
+        found = search.within({"device": 2**60, "nvme": 2**60})
+        assert found is not None and {b.homes for b in found.plan.buckets} == {Homes()}
+    with pytest.raises(ConfigError, match=f"on {MACHINE.name} nothing can leave the device yet"):
+        Search(step_of(layers), replace(wish, executable=Executable.on(MACHINE)), MACHINE)
+
+
+@pytest.mark.parametrize(("rows", "slot"), [(2**24, 7 * 4 * 2**21), (2**26, SLOT)])
+def test_slots_count_on_a_cpu_where_states_leave(rows: int, slot: int) -> None:
+    """Of 4 bytes for each of seven kinds of the elements that a rank has of the largest bucket, at most."""
+    wish = replace(
+        WISH, bucket_size=2**22, prefetch=0, offload="parameters", executable=Executable.on(machine_named("cpu"))
+    )
+    for best in Search(step_of([Layer(rows=rows)] * 2), wish, machine_named("cpu")).best:
+        assert best.held == SLOTS * slot < best.peak  # beside them nothing is held from step to step
+
+
 def test_nothing_is_offloaded_to_a_tier_that_is_not_there() -> None:
-    step, cpu = step_of([Layer(rows=2**20)] * 2), machine_named("cpu")
+    step, cpu = step_of([Layer(rows=2**26)] * 8), machine_named("cpu")
     for machine, tiers in ((cpu, {"nvme"}), (replace(cpu, nvme_capacity=0), set()), (NO_NVME, {"host"})):
         search = Search(step, OFFLOAD, machine)
         used = {t for c in search.best for b in c.plan.buckets for t in (b.homes.optimizer, b.homes.parameters)}

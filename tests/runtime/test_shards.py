@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,37 @@ def test_extents_of_optimizers_that_are_gone_are_used_again(params: dict[str, nn
     kept = []
     with pytest.raises(StorageError, match=r"no room for .* they are for m\d of bucket b0(?s:.*)nvme="):
         kept.extend(store.state(other, place, f"m{i}", torch.float32, params["b"], 0.0) for i in range(9))
+
+
+def test_what_was_made_on_nvme_and_stays_is_brought_into_memory(
+    params: dict[str, nn.Parameter], tmp_path: Path
+) -> None:
+    store = store_of(tmp_path, params)
+    away, names = Homes("nvme", "nvme", "nvme"), ("a", "b")
+    store.reserve({}, away, masters=False, moments=2, early=True)
+    assert store.arena is not None
+    wanted = {name: params[name].detach().clone() for name in names}
+    for name in names:
+        early = store.early(params[name])
+        params[name].data = early.copy_(wanted[name])
+    leaves, stays = (Bucket(i, name, (described(name, params[name]),), "use") for i, name in enumerate(names))
+    told = list[torch.Tensor]()
+    store.settle(Plan(3, 2, (replace(leaves, homes=away), stays), 1), 2, moved=told.append)
+    assert [any(p is params[name] for p in told) for name in names] == [True, True]
+    assert [store.arena.maps(params[name]) for name in names] == [True, False]
+    assert all(torch.equal(params[name], wanted[name]) for name in names)
+    del early
+    store._reclaim()
+    assert store.arena.size - store.arena.free_bytes == UNIT * 4  # what leaves, in its bucket's place
+
+
+def test_room_is_reserved_for_what_leaves(params: dict[str, nn.Parameter], tmp_path: Path) -> None:
+    store = store_of(tmp_path, params)
+    store.reserve({"a": Homes()}, Homes(), masters=False, moments=2)
+    assert store.arena is not None and store.arena.size == 0
+    store.arena = None
+    store.reserve({"b": NVME}, Homes(), masters=False, moments=2)
+    assert store.arena.size == 3 * UNIT * 2 * 4  # 5000 elements in whole units, two moments
 
 
 def test_the_first_plan_decides(params: dict[str, nn.Parameter], tmp_path: Path) -> None:

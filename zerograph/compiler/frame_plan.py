@@ -9,9 +9,11 @@ be compiled by one rank alone: they keep the plan.
 from __future__ import annotations
 
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,9 +22,11 @@ from torch.distributed.tensor import DTensor
 from zerograph.compiler.agreement import Agreement
 from zerograph.compiler.capture import dtype_name
 from zerograph.compiler.compilation import Plain
+from zerograph.compiler.room import disks, room_for_each
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, InfeasibleError
-from zerograph.core.machine import Machine, Precision, preset_for
+from zerograph.core.executable import Executable
+from zerograph.core.machine import Machine, Precision, Tier, preset_for
 from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Plan
 from zerograph.core.step import Param, Step
 from zerograph.core.units import format_bytes, format_seconds
@@ -30,7 +34,8 @@ from zerograph.planner import plan_step, refuse_world_size, replay
 from zerograph.planner.check import require_plan
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.infeasible import infeasible
-from zerograph.planner.rates import state_bytes
+from zerograph.planner.placement import Shards, on_nvme
+from zerograph.planner.rates import shard_bytes, state_bytes
 from zerograph.planner.replay import restricted_to_step
 from zerograph.planner.search import Search, Wish
 
@@ -50,6 +55,7 @@ class Planner:
 
     Attributes:
         searched: bytes that the last plan found by a search was predicted to need.
+        room: bytes that each rank may reserve on NVMe.
     """
 
     def __init__(
@@ -60,17 +66,19 @@ class Planner:
         device: torch.device,
         agreement: Agreement | None = None,
         moments: int = MOMENTS,
+        folders: Sequence[str] = (),
     ) -> None:
-        """All ranks call this together: the smallest budget of all counts.
+        """All ranks call this together: the smallest budgets of all count.
 
         Args:
             params: the sharded parameters of the model by name, now and later.
             device: where the model lives.
             moments: tensors that the optimizer keeps per parameter.
+            folders: on NVMe, for what leaves the device; without them its room is not looked at.
 
         Raises:
-            ConfigError: the plan to replay is for another number of ranks, or ``stage="auto"`` comes without ``memory``
-                on a CPU, of which other processes need their share.
+            ConfigError: the plan to replay is for another number of ranks, or something is to be searched without
+                ``memory`` on a CPU, of which other processes need their share.
         """
         # Before the first frame: a plan for other ranks would be found wrong only after minutes of tracing.
         if config.plan is not None:
@@ -81,27 +89,29 @@ class Planner:
         self._plans: dict[tuple[str, tuple[Param, ...]], Plan] = {}
         self._found: tuple[Step, Found] | None = None  # by the last search
         self._asked: Counter[str] = Counter()
-        self._budget = 0
-        self._machine: Machine
-        if config.searches:
-            self._look_at(device)
+        self._machine = machine_of(config, device)
+        self._budget, self.room = 0, sys.maxsize
+        if config.searches or config.offloads:
+            self._learn_budgets(device, folders)
 
-    def _look_at(self, device: torch.device) -> None:
-        """Learn the budget and the machine."""
+    def _learn_budgets(self, device: torch.device, folders: Sequence[str]) -> None:
         config = self._config
         memory = config.memory
         # A GPU is this rank's alone; a CPU's memory is shared with other ranks, so that its part must be told.
         if memory is None and device.type == "cuda":
             memory = torch.cuda.get_device_properties(device).total_memory
-        if memory is None:
+        if memory is None and config.searches:
+            wish = 'stage="auto"' if config.stage == "auto" else 'offload="auto"'
             raise ConfigError(
-                f'stage="auto" on {device.type} needs to be told how much memory a rank may use',
-                'for example zerograph.backend(stage="auto", memory="8GiB")',
+                f"{wish} on {device.type} needs to be told how much memory a rank may use",
+                f'for example zerograph.backend({wish}, memory="8GiB")',
             )
-        budgets = self._agreement.answers("budget", memory) if self._agreement is not None else [memory]
+        mine: dict[str, Any] = {"memory": memory, "nvme": config.nvme or sys.maxsize, "disks": disks(folders)}
+        told = self._agreement.answers("budget", mine) if self._agreement is not None else [mine]
         # The smallest: all ranks run one plan, which must fit each of them.
-        self._budget = int(min(budgets) * (1 - RESERVE))
-        self._machine = machine_of(config, device)
+        if memory is not None:
+            self._budget = int(min(one["memory"] for one in told) * (1 - RESERVE))
+        self.room = min(room_for_each([one["disks"] for one in told]), *(one["nvme"] for one in told))
 
     def plan(self, code: str, step: Step, plain: Sequence[Plain]) -> Plan:
         """The plan for ``step``; nothing of it has been carried out yet.
@@ -119,7 +129,61 @@ class Planner:
         if self._config.plan is None:
             found = restricted_to_step(found, step)
         require_plan(step, found, _REPLAYED if self._config.plan is not None else _REPORT)
+        self._require_room(on_nvme(found, self._moments, self._staging) if step.training else {})
         return found
+
+    def _require_room(self, kept: Mapping[str, int]) -> None:
+        """Refuse what takes more room on NVMe than there is, on all ranks alike: they count the largest shards, and
+        know the least room of all.
+
+        Args:
+            kept: bytes by what they are for.
+        """
+        need, have = sum(kept.values()), self._on_nvme
+        if need <= have:
+            return
+        parts = ", ".join(f"{format_bytes(size)} of {what}" for what, size in kept.items() if size)
+        enough = f"{-(-need // int((1 - RESERVE) * 2**20))}MiB"
+        raise InfeasibleError(
+            f"the plan keeps {format_bytes(need)} on NVMe per rank ({parts}) and may use {format_bytes(have)}, the "
+            "reserve taken off",
+            f"give each rank nvme={enough!r} in folders that have it, offload less, or use more ranks",
+        )
+
+    @property
+    def _on_nvme(self) -> int:
+        return int(self.room * (1 - RESERVE))
+
+    @property
+    def _staging(self) -> Tier:
+        return "host" if self._machine.has_host else "device"
+
+    @property
+    def budget(self) -> int | dict[Tier, int]:
+        """Bytes that a searched plan may need: of the device, or of each tier where something may leave it."""
+        if self._config.offload == "none":
+            return self._budget
+        # No more than could ever go there, so that plans do not depend on what else is on a disk with room enough.
+        most = sum(p.numel() * (p.element_size() + 4) * (self._moments + 3) for p in self._params.values())
+        host = self._machine.budget(self._world_size, RESERVE)["host"]
+        return {"device": self._budget, "host": host, "nvme": min(self._on_nvme, most)}
+
+    def homes_before(self) -> Homes:
+        """Where parameters are materialized, before anything is planned.
+
+        What ``offload="auto"`` comes to is not known then: they begin on NVMe where memory cannot hold them all.
+
+        Raises:
+            InfeasibleError: NVMe cannot hold them.
+        """
+        homes, params = homes_of(self._config), [_param(name, p) for name, p in self._params.items()]
+        if self._config.offload == "auto" and sum(shard_bytes(p, self._world_size) for p in params) > self._budget:
+            homes = farthest(self._config)
+        if homes.parameters == "nvme":
+            shards = Shards.of(params, self._world_size, self._moments, self._staging)
+            # They lie apart at first, and are then copied to their buckets' places.
+            self._require_room({"parameters, twice": 2 * shards.fetched, "optimizer states": shards.optimizer})
+        return homes
 
     def _decided(self, code: str, step: Step, plain: Sequence[Plain]) -> Plan:
         if self._config.plan is not None:
@@ -138,7 +202,7 @@ class Planner:
         config = {f.name: getattr(self._config, f.name) for f in fields(self._config) if f.name != "mesh"}
         facts: list[object] = [config | {"given": sorted(self._config.given)}, self._world_size, self._moments]
         if self._config.searches:
-            facts += [self._budget, self._machine, [_param(name, p) for name, p in self._params.items()]]
+            facts += [self.budget, self._machine, [_param(name, p) for name, p in self._params.items()]]
         return repr(facts)
 
     def found(self, step: Step) -> Found | None:
@@ -151,6 +215,7 @@ class Planner:
         Where plans are searched, other ranks may be searching: this one then takes part in their agreement.
         """
         if not self._config.searches or not step.training:
+            self._require_room(on_nvme(plan, self._moments, self._staging))
             return True
         if found is not None:
             self._found = (step, found)
@@ -213,11 +278,11 @@ class Planner:
         return known
 
     def _searched(self, step: Step, states: int) -> Found:
-        wish = Wish.of(self._config, self._world_size)
-        search = Search(step, wish, self._machine, states=states, moments=self._moments)
-        found = search.within(self._budget)
+        wish = Wish.of(self._config, self._world_size, executable=Executable.on(self._machine))
+        search, budget = Search(step, wish, self._machine, states=states, moments=self._moments), self.budget
+        found = search.within(budget)
         if found is None:
-            raise infeasible(search, step, self._machine, self._budget)
+            raise infeasible(search, step, self._machine, budget)
         self.searched = found.peak
         log.info(
             "plan: %s predicted per step, peak %s of %s",
@@ -237,14 +302,24 @@ class Planner:
 
 
 def homes_of(config: Config) -> Homes:
-    """Where ``offload`` and ``tier`` put all shards, or a plan that is replayed, where it puts all alike."""
+    """Where ``offload`` and ``tier`` put all shards, or a plan that is replayed, where it puts all alike; what
+    ``offload="auto"`` chooses is known once a step is planned."""
     if config.plan is not None:
         homes = {bucket.homes for bucket in config.plan.plan.buckets}
         return homes.pop() if len(homes) == 1 else DEVICE
-    if config.tier is None or config.offload == "auto":
+    if config.offload == "auto":
         return DEVICE
-    gone = OFFLOADS[1 : OFFLOADS.index(config.offload) + 1]  # each with those before it
-    return Homes(**dict.fromkeys(gone, config.tier))
+    return _away(config, OFFLOADS.index(config.offload))
+
+
+def farthest(config: Config) -> Homes:
+    """The farthest homes that a plan may give: all that the stage shards leaves, where plans choose that."""
+    return _away(config, config.sharding) if config.offload == "auto" else homes_of(config)
+
+
+def _away(config: Config, level: int) -> Homes:
+    """Homes of what leaves at so many of :data:`~zerograph.core.plan.OFFLOADS`, each with those before it."""
+    return Homes(**dict.fromkeys(OFFLOADS[1 : level + 1], config.target))
 
 
 def machine_of(config: Config, device: torch.device) -> Machine:

@@ -197,7 +197,8 @@ class Recording:
 
 
 def _held(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], store: ShardStore) -> int:
-    """Bytes of parameters, gradients and optimizer states that are on the device before the step."""
+    """Bytes of parameters, gradients and optimizer states that are on the device before the step, and of what the store
+    keeps there for others, which torch's allocator does not see."""
     names = {id(param): name for name, param in params.items()}
     held: list[tuple[str, Tensor]] = [(name, param) for name, param in params.items()]
     held += [(name, param.grad) for name, param in params.items() if param.grad is not None]
@@ -209,7 +210,7 @@ def _held(params: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer], s
         storage = tensor.untyped_storage()
         # By storage, not by tensor: reduced gradients of a bucket are views of one buffer.
         storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())
+    return sum(storages.values()) + store.slots + store.fetched
 
 
 def _tensors(state: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -49,15 +49,16 @@ class Config:
             user's own ``torch.utils.checkpoint`` regions; "full": all of every repeated layer but its inputs; a number
             from 0 to 1: that share of the layers fully, evenly spread, the others as in "auto".
         offload: what leaves the device between its uses, each with those before it: nothing ("none"), optimizer states,
-            gradients, parameters; "auto" chooses per bucket, which ``zerograph plan`` does and a backend refuses.
-        tier: where it goes, "host" or "nvme"; None leaves that to the planner.
+            gradients, parameters; "auto" chooses per bucket what has to leave for the step to fit ``memory``.
+        tier: where it goes, "host" or "nvme"; None leaves that to the planner, which on a CPU has NVMe alone.
         path: folders on NVMe, over which what goes there is striped.
-        nvme: bytes that a rank reserves there; None is what the plan needs.
+        nvme: bytes that a rank reserves there; None is what the plan needs, if the folders have that.
         compute: "inductor" compiles the segments between collectives; "eager" runs the same program uncompiled.
         plan: what a plan file decided, in place of rules; ``stage`` and ``prefetch`` are then the plan's.
         memory: bytes of device memory that a rank may use. What was left free is then searched for the fastest step
             that fits: residencies at stage "auto", recomputation per layer when that is "auto", bucket size and
-            prefetch unless they were given. None searches nothing, but at stage "auto" stands for all of a GPU.
+            prefetch unless they were given, and what leaves with ``offload="auto"``. None searches nothing, but is
+            all of a GPU where something is "auto".
         machine: how fast compute and links are, for that search; None is the preset closest to the device.
         given: names of the arguments that the user gave.
     """
@@ -94,7 +95,12 @@ class Config:
     def away(self) -> frozenset[Tier]:
         """The tiers beside the device that something lives on between its uses."""
         replayed = [bucket.homes.away for bucket in self.plan.plan.buckets] if self.plan is not None else []
-        return frozenset[Tier]().union(*replayed, {self.tier} if self.tier is not None else ())
+        return frozenset[Tier]().union(*replayed, {self.target} if self.offload != "none" else ())
+
+    @property
+    def target(self) -> Tier:
+        """Where ``offload`` moves what leaves: to ``tier``, or what a backend can run."""
+        return self.tier or ("host" if self.machine is not None and self.machine.split else "nvme")
 
     @property
     def casts(self) -> bool:
@@ -104,7 +110,7 @@ class Config:
     @property
     def searches(self) -> bool:
         """Whether plans are searched under a budget, not made by rule."""
-        return self.stage == "auto" or self.memory is not None
+        return self.stage == "auto" or self.offload == "auto" or self.memory is not None
 
     @classmethod
     def of(cls, **options: Any) -> Config:
@@ -169,34 +175,18 @@ class Config:
             f"tier={self.tier!r} is given, and offload is none",
             'say what goes there, for example offload="optimizer"',
         )
-        if self.offload != "auto":
-            # First what no stage could do, then what no backend does yet: the second error would hide the first.
-            level_at(self.sharding, self.offload)
-        _require(
-            self.offload != "auto",
-            "offload='auto' is planned and forecast, but no backend runs it yet",
-            "see what it would do with `zerograph plan MODEL --offload auto`; the others run",
-        )
-        _require(
-            self.offload == "none" or self.tier is not None,
-            f"offload={self.offload!r} does not say where to",
-            'tier="nvme" with path="/folder/on/a/disk", or tier="host"',
-        )
-        _require(
-            self.offload == "none" or not self.searches,
-            "offload together with memory= or stage='auto' is planned, but no backend runs it yet",
-            "give a stage from 1 to 3 without memory=, or the file of a plan that can be run with plan=",
-        )
+        # First what no stage could do, then what no backend does yet: the second error would hide the first.
+        level_at(self.sharding, "optimizer" if self.offload == "auto" else self.offload)
         _require(
             "nvme" not in self.away or bool(self.path),
-            "states on NVMe need a folder to be kept in",
-            'path="/folder/on/a/disk", or several in a list, over which they are striped',
+            "what is offloaded to NVMe needs a folder to be kept in",
+            'path="/folder/on/a/disk", or several in a list, over which it is striped',
         )
         given = [name for name in ("path", "nvme") if getattr(self, name)]
         _require(
             "nvme" in self.away or not given,
             f"{' and '.join(given)} given, and nothing goes to NVMe",
-            'say what goes there: offload="optimizer", tier="nvme"',
+            'say what goes there: offload="optimizer", or offload="auto" with memory=',
         )
 
 
@@ -264,8 +254,8 @@ def _replayed(options: dict[str, Any]) -> dict[str, Any]:
     _require(
         not unexecuted,
         f"the plan {os.fspath(path)} has {unexecuted}, which no backend runs yet",
-        "make one that can be run: `zerograph plan MODEL` without --offload; of a CPU's machine file with --tier nvme, "
-        "of a split one with --tier host",
+        "make one that can be run: `zerograph plan MODEL` without --offload; or have the backend plan what it can run, "
+        'with offload="auto" and memory=',
     )
     machine = {"machine": file.machine} if file.machine.split else {}
     return {"plan": GivenPlan(os.fspath(path), plan), "stage": plan.stage, "prefetch": plan.prefetch, **machine}

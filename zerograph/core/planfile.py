@@ -14,6 +14,7 @@ from typing import Any
 
 from zerograph.core.columns import from_table, table, unpacked
 from zerograph.core.errors import ConfigError
+from zerograph.core.executable import Executable
 from zerograph.core.filekinds import refuse_other_kind
 from zerograph.core.linediff import unified
 from zerograph.core.machine import Machine, Tier
@@ -123,14 +124,7 @@ class PlanFile:
     @property
     def unexecuted(self) -> str:
         """What the plan needs that nothing executes yet, for people; empty when the plan can be run."""
-        plan = self.plan
-        # Nothing leaves a GPU, and NVMe behind another memory on the host is not reached.
-        far = {"nvme"} if self.machine.split else {"host"} if self.machine.device == "cpu" else {"host", "nvme"}
-        homes = next((f"{b.homes} (bucket {b.name})" for b in plan.buckets if not b.homes.away.isdisjoint(far)), "")
-        saved = next((f"activations of {name} on {tier}" for name, tier in plan.offload), "")
-        tiles = next((f"{b.tiles} tiles of {b.params[0].name}" for b in plan.buckets if b.tiles > 1), "")
-        loss = f"head and loss in {plan.loss_tiles} tiles" if plan.loss_tiles > 1 else ""
-        return "; ".join(each for each in (homes, saved, tiles, loss) if each)
+        return Executable.on(self.machine).missing(self.plan)
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, one line, with a digest of everything else in it."""

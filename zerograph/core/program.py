@@ -248,10 +248,15 @@ class Read(_Move):
 
 @dataclass(frozen=True, slots=True)
 class HostUpdate(_Move):
-    """The optimizer's pass over a bucket or tile whose states live off the device; ``bytes`` are read and written."""
+    """The optimizer's pass over a bucket or tile whose states live off the device; ``bytes`` are read and written.
+
+    Attributes:
+        updated: how many parameters these are of.
+    """
 
     stream = "cpu_update"
     operation = "update"
+    updated: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 
 from zerograph import _core
 from zerograph.core.errors import StorageError
+from zerograph.core.slots import SLOTS
 from zerograph.optim.parts import Member, Part, address
 from zerograph.optim.tensors import TAGS, Gradients
 from zerograph.runtime.blocks import UNIT, Block, Place
 from zerograph.runtime.entry import reason_of
 from zerograph.runtime.extents import Extent
 from zerograph.runtime.nvme import Priority, Ticket
-from zerograph.runtime.shards import COPY, GRADIENT, PARAMETER, SLOTS, ShardStore
+from zerograph.runtime.shards import COPY, GRADIENT, PARAMETER, ShardStore
 
 
 class Stored(NamedTuple):

@@ -90,15 +90,18 @@ def update_program(plan: Plan, kept: Mapping[str, int], streams: Rates | None = 
     With ``streams``, the rates of a machine, states off the device are updated there, bucket by bucket.
     Without, all of it is one instruction, as a recording sees it.
     """
-    away = [b.index for b in plan.buckets if b.homes.optimizer != "device"] if streams is not None else []
-    whole = device_update([bucket.params for bucket in plan.buckets], away, plan.world_size, kept)
     names, instructions, registers = [bucket.name for bucket in plan.buckets], list[Instruction](), Registers()
+    away = list[int]()
     if streams is not None:
         known = _Known(names, streams, registers, plan.buckets, kept)
-        for number, bucket in enumerate(index for index in away if known.bucket_parts(index, 1)[0].shards.optimizer):
+        there = (b.index for b in plan.buckets if b.homes.optimizer != "device")
+        away = [index for index in there if known.bucket_parts(index, 1)[0].shards.optimizer]
+        for number, bucket in enumerate(away):
             instructions += host_update(known, bucket, 0, 1, plan.buckets[bucket].homes, number, -1, -1)
-    if whole.sizes or not instructions:
-        instructions.append(whole)
+    whole = device_update([bucket.params for bucket in plan.buckets], away, plan.world_size, kept)
+    if whole.sizes or not away:
+        last = streams is not None and streams.staging != "device"
+        instructions.insert(len(instructions) if last else 0, whole)  # as sketches have it
     contents = registers.contents
     return Program("update", 0, len(contents), tuple(instructions), (), (), contents, names)
 

@@ -147,7 +147,7 @@ def _turn(change: Change, search: Search, machine: Machine, need: int, short: in
 def changes(search: Search, step: Step, machine: Machine, budget: Budget) -> Iterator[Change]:
     """Every single change of what the user fixed, of the batch, and of the world."""
     wish, states = search.wish, search.states
-    for text, changed in (*_fixed(wish), *((text + _PLANNED, w) for text, w in _placements(wish, machine))):
+    for text, changed in (*_fixed(wish), *_placements(wish, machine)):
         # Ways hold what is saved and tiled; where a change touches neither, counting them again would give the same.
         same = changed.recompute == wish.recompute and changed.tiles == wish.tiles
         yield Change(text, step, changed, budget, states, search.ways if same else ())
@@ -214,15 +214,19 @@ def _half(work: Work) -> Work:
 
 
 def _placements(wish: Wish, machine: Machine) -> Iterator[tuple[str, Wish]]:
-    """Every other offload, to each tier there is, and tiles."""
+    """Every other offload, to each tier there is, and tiles; with a note where the plan need not be executable."""
     if wish.offload == "none" and not wish.tiles and wish.sharding == 3:
-        yield "tiling of large operators", replace(wish, tile=True)
+        yield "tiling of large operators" + _PLANNED, replace(wish, tile=True, executable=None)
     if wish.offload == "auto":
-        if wish.tier is not None:
-            yield "offload to any tier", replace(wish, tier=None)
+        if wish.executable is not None:
+            yield "offload of activations too, and tiles" + _PLANNED, replace(wish, executable=None)
+        elif wish.tier is not None:
+            yield "offload to any tier" + _PLANNED, replace(wish, tier=None)
         return
     kinds: list[Offload] = [kind for level, kind in enumerate(OFFLOADS) if 0 < level <= wish.sharding]
     for tier in TIERS[1:]:
+        run = wish.executable is not None and tier in wish.executable.tiers
         for kind in kinds if machine.capacity(tier, wish.world_size) else ():
             if (kind, tier) != (wish.offload, wish.tier) and not (wish.offload == kind and wish.tier is None):
-                yield f'offload="{kind}", tier="{tier}"', replace(wish, offload=kind, tier=tier)
+                other = replace(wish, offload=kind, tier=tier, executable=wish.executable if run else None)
+                yield f'offload="{kind}", tier="{tier}"' + ("" if run else _PLANNED), other

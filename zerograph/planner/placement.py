@@ -9,13 +9,14 @@ and so do shards that are not trained unless the parameters leave.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Homes, Plan, tile_rows
 from zerograph.core.planfile import Holding
 from zerograph.core.simulate import Memory
+from zerograph.core.slots import SLOTS, slot_bytes
 from zerograph.core.step import Kind, Param
 from zerograph.planner.rates import Rates, copy_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
 
@@ -109,6 +110,7 @@ class BucketPart:
         gradients: bytes of the full gradients that a reduction frees.
         own: bytes of the whole that shards on the device, or copies of these, are where it is gathered in place.
         shards: what can leave the device.
+        updated: parameters whose states can.
     """
 
     name: str
@@ -119,6 +121,7 @@ class BucketPart:
     gradients: int
     own: int
     shards: Shards
+    updated: int
 
 
 def bucket_parts(
@@ -154,9 +157,36 @@ def bucket_parts(
             gradients=part(gradients, tile),
             own=part(own, tile),
             shards=Shards(*(part(size, tile) for size in astuple(moved))),
+            updated=sum(p.sharded for p in trainable),
         )
         for tile in range(tiles)
     )
+
+
+def on_nvme(plan: Plan, moments: int, staging: Tier) -> dict[str, int]:
+    """Bytes that a rank keeps on NVMe under ``plan``, by what they are for."""
+    found = dict.fromkeys(("parameters", "gradients", "optimizer states"), 0)
+    for bucket in plan.buckets:
+        homes = bucket.homes
+        shards = Shards.of(bucket.params, plan.world_size, moments, staging).at(homes)
+        found["parameters"] += shards.fetched * (homes.parameters == "nvme")
+        found["gradients"] += shards.gradient * (homes.gradients == "nvme")
+        found["optimizer states"] += shards.optimizer * (homes.optimizer == "nvme")
+    return found
+
+
+def streamed(params: Sequence[Param], world_size: int) -> int:
+    """Elements of this rank that an update of ``params`` streams where their states are on NVMe."""
+    return sum(p.chunk_elements(world_size) for p in params if p.sharded and p.trainable)
+
+
+def ring_bytes(buckets: Iterable[tuple[Homes, int]], staging: Tier) -> int:
+    """Bytes of the slots that pass what NVMe has of some buckets, given their homes and what :func:`streamed` counts.
+
+    On a CPU only: plans that stage on the host have a buffer for each bucket or tile.
+    """
+    away = (elements for homes, elements in buckets if homes.optimizer == "nvme") if staging == "device" else ()
+    return SLOTS * slot_bytes(max(away, default=0))
 
 
 def between_steps(plan: Plan, kept: Mapping[str, int], staging: Tier) -> Iterator[Holding]:
@@ -185,3 +215,6 @@ def between_steps(plan: Plan, kept: Mapping[str, int], staging: Tier) -> Iterato
         for what, kind, tier, size in found:
             if size:
                 yield Holding(f"{what} of {bucket.name}", kind, tier, size, -1, -1, bucket.name)
+    ring = ring_bytes(((b.homes, streamed(b.params, plan.world_size)) for b in plan.buckets), staging)
+    if ring:
+        yield Holding("slots that states pass through", "temporary", staging, ring, -1, -1)

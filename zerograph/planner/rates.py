@@ -63,7 +63,7 @@ class Rates:
             case Update(sizes=sizes):
                 return sum(map(self.machine.update.seconds, sizes))
             case HostUpdate():
-                return self.host_update(instruction.bytes)
+                return self.host_update(instruction.bytes, instruction.updated)
             case Spill():
                 return self.transfer("d2h", instruction.bytes)
             case Fetch():
@@ -106,9 +106,14 @@ class Rates:
             link = replace(link, rate=min(link.rate, machine.nvme_both / 2))
         return link.seconds(size * self._sharers)
 
-    def host_update(self, traffic: float) -> float:
-        """An update on the host that reads and writes ``traffic`` bytes, while all ranks of the node do the same."""
-        return WAKE + traffic * self._sharers / self.machine.cpu_optimizer
+    def host_update(self, traffic: float, updated: int) -> float:
+        """An update of so many parameters on the host that reads and writes ``traffic`` bytes, while all ranks of the
+        node do the same."""
+        seconds, update = WAKE + traffic * self._sharers / self.machine.cpu_optimizer, self.machine.update
+        if self.staging != "device":
+            return seconds
+        # The same processor updates what is in memory, by the same code: no update gets faster by leaving it.
+        return max(seconds, updated * update.latency + traffic / update.rate)
 
     @property
     def _sharers(self) -> int:

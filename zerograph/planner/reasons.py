@@ -144,7 +144,7 @@ def _leaves(bucket: Bucket, rates: Rates, moments: int) -> str:
     shards = Shards.of(bucket.params, rates.world_size, moments, rates.staging).at(bucket.homes)
     freed = -sum(size for tier, size in shards.moved(bucket.homes) if tier == "device")
     freed += shards.gradient if bucket.homes.spilled != "device" else 0
-    update = rates.host_update(shards.traffic)
+    update = rates.host_update(shards.traffic, sum(p.sharded and p.trainable for p in bucket.params))
     if "nvme" in (bucket.homes.optimizer, bucket.homes.parameters):
         update = max(update, rates.transfer("nvme_write", shards.optimizer))
     return f"it frees {format_bytes(freed)} of the device, and its update takes {format_seconds(update)} there"

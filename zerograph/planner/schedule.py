@@ -23,7 +23,7 @@ from zerograph.core.program import Compute, Register, Segment, Update
 from zerograph.core.simulate import Costs, Memory
 from zerograph.core.step import Kind, Param, Phase
 from zerograph.core.stretch import Stretch
-from zerograph.planner.placement import BucketPart, bucket_parts
+from zerograph.planner.placement import BucketPart, bucket_parts, ring_bytes, streamed
 from zerograph.planner.rates import Rates, device_update, kept_states
 from zerograph.planner.regions import Atom, Life, Profile
 
@@ -138,6 +138,7 @@ class Scheduler:
         self._later: dict[tuple[object, ...], tuple[PhaseWork, ...]] = {}  # the same, with gathers that wait
         self._saved: dict[tuple[object, ...], SavedRegisters] = {}
         self._held: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        self._streamed = [streamed(params, rates.world_size) for params in buckets]
 
     def levels(self, plan: Plan) -> tuple[int, ...]:
         """The level of every layer of the profile under ``plan``."""
@@ -182,7 +183,8 @@ class Scheduler:
         for bucket in plan.buckets:
             for tier, size in self.bucket_parts(bucket.index, 1)[0].shards.moved(bucket.homes):
                 found[tier] = found.get(tier, 0) + size
-        return tuple(found.items())
+        homes, staging = (bucket.homes for bucket in plan.buckets), self.rates.staging
+        return *found.items(), (staging, ring_bytes(zip(homes, self._streamed, strict=True), staging))
 
     def update(self, host: Sequence[int]) -> Update:
         """The update on the device, when the states of the buckets ``host`` live off it."""

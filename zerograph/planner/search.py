@@ -27,6 +27,8 @@ from math import prod
 from typing import Any, Literal, NamedTuple
 
 from zerograph.core.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Recompute
+from zerograph.core.errors import ConfigError
+from zerograph.core.executable import Executable
 from zerograph.core.garbage import without_gc
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Offload, Plan, compute_dtype
@@ -91,6 +93,7 @@ class Wish:
             than a bucket may be tiled.
         tier: where it goes, "host" or "nvme"; None leaves that open.
         tile: whether large parameters may be tiled; None as ``offload`` has it.
+        executable: what the one who runs the plan can carry out, and nothing else is searched; None searches all.
     """
 
     stage: Literal[0, 1, 2, 3, "auto"]
@@ -101,18 +104,19 @@ class Wish:
     offload: Offload | Literal["auto"] = "none"
     tier: Tier | None = None
     tile: bool | None = None
+    executable: Executable | None = None
 
     @classmethod
     def of(cls, config: Config, world_size: int, **fixed: Any) -> Wish:
-        """What was given to ``config``; ``fixed`` are further fields."""
-        return cls(
-            config.stage,
-            world_size,
-            bucket_size=config.bucket_size if "bucket_size" in config.given else None,
-            prefetch=config.prefetch if "prefetch" in config.given else None,
-            recompute=config.recompute,
-            **fixed,
-        )
+        """What was given to ``config``; ``fixed`` are further fields, or other values of them."""
+        given = {
+            "bucket_size": config.bucket_size if "bucket_size" in config.given else None,
+            "prefetch": config.prefetch if "prefetch" in config.given else None,
+            "recompute": config.recompute,
+            "offload": config.offload,
+            "tier": config.tier,
+        }
+        return cls(config.stage, world_size, **given | fixed)
 
     @property
     def sharding(self) -> int:
@@ -123,7 +127,28 @@ class Wish:
     def tiles(self) -> bool:
         """Whether tilings are looked at: only what is gathered for each use can be tiled."""
         wanted = self.offload != "none" if self.tile is None else self.tile
-        return wanted and self.sharding == 3
+        return wanted and self.sharding == 3 and (self.executable is None or self.executable.tiles)
+
+    @property
+    def activations(self) -> bool:
+        """Whether saved activations may leave the device, where something may."""
+        return self.executable is None or self.executable.activations
+
+    def tiers(self, machine: Machine) -> tuple[Tier, ...]:
+        """Where something may go that leaves the device.
+
+        Raises:
+            ConfigError: offloading was asked for, and the machine has no such tier, or nobody carries it out there.
+        """
+        found = open_tiers(machine, self.world_size, self.offload, self.tier)
+        if self.executable is None or self.offload == "none":
+            return found
+        run = tuple(tier for tier in found if tier in self.executable.tiers)
+        if not run:
+            raise ConfigError(
+                f"on {machine.name} nothing can leave the device yet", "offload runs on CPUs, with shards on NVMe"
+            )
+        return run
 
 
 class Way(NamedTuple):
@@ -163,7 +188,7 @@ class Search:
             like = within if within is not None and _same_ways(wish, within.wish) else None
             self.ways: list[Way] = _ways(Graph(step), wish, machine) if like is None else like.ways
             self.states = sum(state_bytes(step.params, wish.world_size, moments)) if states is None else states
-            self.tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
+            self.tiers = wish.tiers(machine)
             self.homes = open_homes(wish.offload, self.tiers, wish.sharding)
             # The first way has the loss whole: the plans without offload and tiles are of that one.
             known = [] if like is None else like._every_space
@@ -389,8 +414,10 @@ def _all_knobs(space: Space, wish: Wish, homes: Sequence[Homes], tiers: Sequence
     if wish.tiles:
         found.append(knobs.tiles(space))
     if tiers and space.scheduler.profile.training:
-        found += (knobs.homes(space, homes), knobs.layers_away(space, tiers), knobs.activations_away(space, tiers))
-        found.append(knobs.of_step("fetch_ahead", FETCHES, fine=True))
+        found.append(knobs.homes(space, homes))
+        if wish.activations:
+            found += (knobs.layers_away(space, tiers), knobs.activations_away(space, tiers))
+            found.append(knobs.of_step("fetch_ahead", FETCHES, fine=True))
     return found
 
 
@@ -410,7 +437,7 @@ def smallest(
     """
     # The smallest buckets need the least: fewer bytes are whole at a time.
     wish = replace(wish, bucket_size=BUCKET_SIZES[0] if wish.bucket_size is None else wish.bucket_size)
-    tiers = open_tiers(machine, wish.world_size, wish.offload, wish.tier)
+    tiers = wish.tiers(machine)
     homes = open_homes(wish.offload, tiers, wish.sharding)
     with without_gc():
         return [

@@ -306,7 +306,11 @@ class _Sketch:
         """The optimizer, when all gradients are there: what lives on the device beside the rest."""
         scheduler, buckets = self.scheduler, self.buckets
         host = [bucket for bucket in self._by_readiness() if buckets[bucket].homes.optimizer != "device"]
-        updates = 0
+        update, updates = scheduler.update(host), 0
+        here = [update] if update.sizes or not host else []
+        # On a CPU the same processor updates both, one after the other; what is read for the second is read then.
+        if self.rates.staging == "device":
+            self.instructions += here
         for bucket in host:
             tiles = buckets[bucket].tiles
             for tile, part in enumerate(self.parts[bucket]):
@@ -318,9 +322,8 @@ class _Sketch:
                         host_update, bucket, tile, tiles, buckets[bucket].homes, updates, gradient, self.norm
                     )
                     updates += 1
-        update = scheduler.update(host)
-        if update.sizes or not host:
-            self.instructions.append(update)
+        if self.rates.staging != "device":
+            self.instructions += here
 
     def _by_readiness(self) -> list[int]:
         """All buckets, those whose gradients were reduced first before the others."""
@@ -523,7 +526,9 @@ def host_update(
     def staged(what: str, size: int, kind: Kind) -> tuple[int, ...]:
         key = ("staged", what, bucket, tile, tiles)
         name = f"staged {what} of {part.label}"
-        return (scheduler.registers.get(key, name, size, kind, staging),) if size else ()
+        # On a CPU all of it passes through slots, which are held from step to step.
+        held = size if staging != "device" else 0
+        return (scheduler.registers.get(key, name, held, kind, staging),) if size else ()
 
     instructions: list[Instruction] = []
     gradients = staged("gradient", shards.gradient, "gradient") if copies else ()
@@ -546,7 +551,17 @@ def host_update(
     inputs = (*start, *(() if copies else arrived), *gradients, *states)
     instructions.append(
         HostUpdate(
-            "states", part.label, module, shards.traffic, inputs, (*states, *copy), gradients, bucket, tile, slot
+            "states",
+            part.label,
+            module,
+            shards.traffic,
+            inputs,
+            (*states, *copy),
+            gradients,
+            bucket,
+            tile,
+            slot,
+            updated=part.updated,
         )
     )
     if states:

@@ -1,0 +1,26 @@
+"""Ranks share what is free on the disks that they write to."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from zerograph.compiler.room import disks, room_for_each
+
+
+def test_folders_are_told_by_their_file_system(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (here, free), (same, _) = disks([str(tmp_path), str(tmp_path / "a")])
+    room = os.statvfs(tmp_path)
+    assert here == same and 0 < free <= room.f_blocks * room.f_frsize
+    assert disks([str(tmp_path / "missing")]) == [] == disks([])
+
+
+def test_ranks_share_what_is_free() -> None:
+    assert room_for_each([[("a", 100)]]) == 100
+    assert room_for_each([[("a", 100)], [("a", 90)]]) == 45  # of one host: the least that any of them saw
+    assert room_for_each([[("a", 100)], [("b", 300)]]) == 100  # of two hosts: the least counts
+    assert room_for_each([[("a", 100), ("b", 300)]]) == 200  # stripes are as long on each
+    assert room_for_each([[("a", 100), ("a", 100)], [("a", 100)]]) == 33
+    assert room_for_each([[("a", 100)], []]) == 100 and room_for_each([[], []]) == sys.maxsize

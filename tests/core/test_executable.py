@@ -1,0 +1,40 @@
+"""What backends carry out, told once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zerograph.core.executable import Executable
+from zerograph.core.machine import machine_named
+from zerograph.core.plan import Bucket, Homes, Param, Plan
+
+PARAM = Param("a.weight", (64, 4), "float32", "float32", "float32", True, True)
+PLAN = Plan(3, 2, (Bucket(0, "a", (PARAM,), "use"),), 1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "cpu", "cuda"),
+    [
+        (PLAN, "", ""),
+        (
+            replace(PLAN, buckets=(replace(PLAN.buckets[0], homes=Homes(optimizer="nvme")),)),
+            "",
+            "optimizer on nvme (bucket a)",
+        ),
+        (
+            replace(PLAN, buckets=(replace(PLAN.buckets[0], homes=Homes("host", "host", "nvme"), tiles=2),)),
+            "parameters and gradients on host, optimizer on nvme (bucket a); 2 tiles of a.weight",
+            "parameters and gradients on host, optimizer on nvme (bucket a); 2 tiles of a.weight",
+        ),
+        (
+            replace(PLAN, offload=(("blocks.0", "nvme"),), loss_tiles=3),
+            "activations of blocks.0 on nvme; head and loss in 3 tiles",
+            "activations of blocks.0 on nvme; head and loss in 3 tiles",
+        ),
+    ],
+)
+def test_what_is_missing(plan: Plan, cpu: str, cuda: str) -> None:
+    assert Executable.on(machine_named("cpu")).missing(plan) == cpu
+    assert Executable.on(machine_named("h100-80gb")).missing(plan) == cuda

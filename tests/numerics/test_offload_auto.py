@@ -1,0 +1,149 @@
+"""Plans that a backend searches with offload train to the bit as in memory, within what they may use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from numerics.test_offload import Run, _accumulates_and_evaluates, _rank, _same, adamw
+from ranks import run
+from torch import Tensor, nn
+
+import zerograph
+from zerograph.core import slots
+from zerograph.core.errors import ConfigError, InfeasibleError
+from zerograph.core.executable import Executable
+from zerograph.core.machine import machine_named
+from zerograph.core.plan import DEVICE
+from zerograph.core.step import Step
+from zerograph.planner.estimate import RESERVE
+from zerograph.planner.search import Search, Wish
+from zerograph.runtime import shards
+
+
+def _small_slots() -> None:
+    """So small that a bucket that leaves frees more than they take."""
+    slots.SLOT = shards.SLOT = 2**16
+
+
+@pytest.fixture(autouse=True)
+def _slot() -> Iterator[None]:
+    before = slots.SLOT
+    yield
+    slots.SLOT = shards.SLOT = before
+
+
+def _tight(step: Step, world_size: int, bucket_size: int = 20 * 2**10) -> int:
+    """Memory in which some buckets have to leave and others need not."""
+    wish = Wish(
+        "auto", world_size, bucket_size=bucket_size, offload="auto", executable=Executable.on(machine_named("cpu"))
+    )
+    search = Search(step, wish, machine_named("cpu"))
+    fastest = {c.peak: search.within(c.peak) for c in search.best}
+    homes = {peak: {bucket.homes for bucket in c.plan.buckets} for peak, c in fastest.items() if c is not None}
+    mixed = [peak for peak, each in homes.items() if len(each) > 1 and DEVICE in each]
+    return int(mixed[len(mixed) // 2] / (1 - RESERVE)) + 1
+
+
+def _as_in_memory(folder: str) -> None:
+    _small_slots()
+    plain = Run(adamw, stage=3)
+    _accumulates_and_evaluates(plain)
+    steps = [frame.step for frame in plain.backend.frames if frame.step.training]
+    memory = _tight(steps[0], 2)
+    away = Run(adamw, stage="auto", offload="auto", path=folder, memory=memory, machine="cpu")
+    _accumulates_and_evaluates(away)
+    _same(away.result(), plain.result())
+    plan = away.backend.plan
+    homes = {bucket.homes for bucket in plan.buckets}
+    assert DEVICE in homes and len(homes) > 1 and not Executable.on(machine_named("cpu")).missing(plan)
+    assert away.backend._store.bytes()["optimizer states"] > 0
+
+
+def test_a_searched_plan_trains_as_in_memory(tmp_path: Path) -> None:
+    run(2, _as_in_memory, str(tmp_path))
+
+
+class Deep(nn.Sequential):
+    """Shards that are many times what a step needs at a time."""
+
+    def __init__(self) -> None:
+        super().__init__(*(nn.Linear(128, 128) for _ in range(24)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(x).relu()
+        return x.square().mean()
+
+
+def _deep(**options: Any) -> tuple[list[float], zerograph.Backend, int]:
+    """Losses of a few steps from the meta device on, and bytes that parameters began with on NVMe."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model = Deep()
+    backend = zerograph.backend(compute="eager", bucket_size="64KiB", machine="cpu", **options)
+    zerograph.shard(model, backend)
+    zerograph.materialize(model)
+    early = sum(extent.bytes for extent in backend._store._early.values())
+    model.compile(backend=backend)
+    optimizer, losses = adamw(model), []
+    for seed in range(3):
+        loss = model(torch.randn(4, 128, generator=torch.Generator().manual_seed(seed)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, backend, early
+
+
+def _materialized(folder: str) -> None:
+    _small_slots()
+    auto: dict[str, Any] = {"offload": "auto", "path": folder}
+    plain, roomy, early = _deep(**auto, memory="1GiB")
+    assert early == 0 and not roomy._store.bytes()
+    size = sum(p.numel() * 4 for p in roomy._adoption.params.values())
+    losses, tight, early = _deep(**auto, memory=size)
+    assert losses == plain and early >= size
+    assert {bucket.homes.parameters for bucket in tight.plan.buckets} == {"nvme"} and not tight._store._early
+
+
+def test_what_memory_cannot_hold_is_materialized_on_nvme(tmp_path: Path) -> None:
+    run(1, _materialized, str(tmp_path))
+
+
+def _nothing_fits(folder: str) -> list[str]:
+    """Errors of all ranks alike, before anything has left."""
+    said = []
+    on_nvme = {"offload": "parameters", "path": folder}
+    for options in (
+        {**on_nvme, "memory": "64KiB"},
+        {**on_nvme, "memory": "1GiB", "nvme": "64KiB"},
+        {**on_nvme, "nvme": "64KiB" if _rank() else "64MiB"},
+    ):
+        training = Run(adamw, stage=3, **options)  # type: ignore[arg-type]
+        with pytest.raises(InfeasibleError) as caught:
+            training.steps(1)
+        assert training.backend._store.arena is None
+        said.append(str(caught.value))
+    return said
+
+
+def test_a_plan_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    device, nvme, told = zip(*run(2, _nothing_fits, str(tmp_path), timeout=120), strict=True)
+    for text in device:
+        assert "of device memory per rank at least and may use 60.2 KiB" in text and "what would help" in text
+    for text in nvme:
+        assert "of nvme memory per rank" in text and "may use 60.2 KiB" in text and "more nvme memory" in text
+    for text in told:
+        assert "on NVMe per rank" in text and "of optimizer states" in text and "hint: give each rank nvme=" in text
+
+
+def test_a_cpu_needs_to_be_told_its_memory(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    compiled = torch.compile(model, backend=zerograph.backend(offload="auto", path=tmp_path))
+    with pytest.raises(ConfigError, match='offload="auto" on cpu needs to be told how much memory'):
+        compiled(torch.zeros(1, 4))

@@ -1,0 +1,39 @@
+"""How much room there is on NVMe for each of the ranks that share it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+Disk = tuple[str, int]
+"""What tells a file system apart from those of other hosts, and bytes that are free on it."""
+
+
+def disks(folders: Iterable[str]) -> list[Disk]:
+    """The file system of each of ``folders``; whoever opens files there says what is wrong with one."""
+    host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() if folders else ""
+    found = []
+    for folder in folders:
+        try:
+            room = os.statvfs(folder)
+            found.append((f"{host} {os.stat(folder).st_dev}", room.f_bavail * room.f_frsize))
+        except OSError:
+            continue
+    return found
+
+
+def room_for_each(told: Sequence[Sequence[Disk]]) -> int:
+    """Bytes that every rank may reserve, where each reserves as many in each of its folders.
+
+    Args:
+        told: the folders' file systems, by rank.
+    """
+    users = Counter(disk for own in told for disk, _ in own)
+    free: dict[str, int] = {}
+    for disk, size in (one for own in told for one in own):
+        free[disk] = min(size, free.get(disk, size))  # ranks look one after another, while others write
+    rooms = (len(own) * min(free[disk] // users[disk] for disk, _ in own) for own in told if own)
+    return min(rooms, default=sys.maxsize)
