@@ -46,7 +46,7 @@ class BufferPool:
     @property
     def bytes(self) -> int:
         """In use, and free."""
-        return sum(map(Tensor.numel, self._buffers))
+        return sum(buffer.nbytes for buffer in (*self._taken, *self._free))
 
     def trim(self) -> None:
         """Let go of the free buffers."""

@@ -39,7 +39,7 @@ def test_what_is_chosen_fits_best_and_what_is_passed_over_twice_goes(turns: list
             del passed_over[chosen]
         assert set(gone) == {b for b, times in passed_over.items() if times}
         passed_over = {b: times + 1 for b, times in passed_over.items() if not times}
-        assert len(free) == len(passed_over)
+        assert len(list(free)) == len(passed_over)
     assert set(free.clear()) == set(passed_over) and not free
 
 

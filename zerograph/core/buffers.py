@@ -5,7 +5,7 @@ Which one a bucket gets, and when a free one goes, is the same rule for the runt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -34,8 +34,9 @@ class FreeBuffers(Generic[B]):
         self._fresh: list[B] = []  # free since the last time that one was chosen
         self._passed: list[B] = []  # those that were free then, and not chosen
 
-    def __len__(self) -> int:
-        return len(self._fresh) + len(self._passed)
+    def __iter__(self) -> Iterator[B]:
+        yield from self._passed
+        yield from self._fresh
 
     def add(self, buffer: B) -> None:
         """Nothing reads ``buffer`` any more."""
