@@ -40,7 +40,7 @@ def test_what_is_chosen_fits_best_and_what_is_passed_over_twice_goes(turns: list
         assert set(gone) == {b for b, times in passed_over.items() if times}
         passed_over = {b: times + 1 for b, times in passed_over.items() if not times}
         assert len(list(free)) == len(passed_over)
-    assert set(free.clear()) == set(passed_over) and not free
+    assert set(free.clear()) == set(passed_over) and not list(free)
 
 
 def forecast(programs: list[tuple[str, list[Instruction]]], sizes: list[int], overlaps: bool = False) -> Forecast:
