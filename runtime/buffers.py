@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zerograph.core.buffers import FreeBuffers
 from zerograph.core.plan import Param
 from zerograph.runtime.torch_private import memory_is_unshared
 
@@ -39,33 +40,37 @@ class BufferPool:
     def __init__(self, allocate: Callable[[int], Tensor] = lambda size: torch.empty(size, dtype=torch.uint8)) -> None:
         """``allocate`` makes new memory of so many bytes."""
         self._allocate = allocate
-        self._buffers: list[Tensor] = []
-        self._passed: set[int] = set()  # ids of those that were free at the last take, and not taken
+        self._taken: list[Tensor] = []
+        self._free = FreeBuffers[Tensor]()
 
     @property
     def bytes(self) -> int:
         """In use, and free."""
-        return sum(map(Tensor.numel, self._buffers))
+        return sum(buffer.nbytes for buffer in (*self._taken, *self._free))
 
     def trim(self) -> None:
         """Let go of the free buffers."""
-        self._buffers = [b for b in self._buffers if not memory_is_unshared(b)]
-        self._passed = set()
+        self._find_free()
+        self._free.clear()
 
     def take(self, size: int) -> Tensor:
-        """Uninitialized memory of ``size`` bytes.
-
-        A free buffer that is not chosen stays for one more time, as buckets may take turns in size, and then goes: an
-        embedding's would wait for the next step.
-        """
-        free = [b for b in self._buffers if memory_is_unshared(b)]
-        # A quarter larger at most: a small bucket must not hold a large one's memory.
-        fits = [b for b in free if size <= b.numel() <= size + size // 4]
-        chosen = min(fits, key=Tensor.numel) if fits else self._allocate(size)
-        left = {id(b) for b in free if b is not chosen}
-        gone, self._passed = left & self._passed | {id(chosen)}, left - self._passed
-        self._buffers = [*(b for b in self._buffers if id(b) not in gone), chosen]
+        """Uninitialized memory of ``size`` bytes."""
+        self._find_free()
+        # What goes is gone before new memory is asked for.
+        chosen = self._free.take(size)[0]
+        if chosen is None:
+            chosen = self._allocate(size)
+        self._taken.append(chosen)
         return chosen[:size]
+
+    def _find_free(self) -> None:
+        taken = []
+        for buffer in self._taken:
+            if memory_is_unshared(buffer):
+                self._free.add(buffer)
+            else:
+                taken.append(buffer)
+        self._taken = taken
 
 
 def allocate_full(

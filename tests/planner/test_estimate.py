@@ -15,11 +15,13 @@ from planner.formulas import checkpoint_bytes, layer_bytes, layout_of, model_sta
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import PRESETS, TIERS, Machine, Tier, machine_named
 from zerograph.core.plan import Offload
+from zerograph.core.program import Reduce
 from zerograph.planner.estimate import Question, Row, estimate_rows, fastest
 from zerograph.planner.largest_estimate import WHATS, largest_estimate
-from zerograph.planner.preset import DEEP, Outcome, Preset
+from zerograph.planner.preset import DEEP, Outcome, Preset, _Part, _Step
 from zerograph.planner.shortage import shortage
 from zerograph.planner.sizes import ModelSize
+from zerograph.planner.sketch import sketch
 from zerograph.planner.strategy import ACTIVATIONS, Activations, Stage, Strategy, placements
 from zerograph.planner.training import OPTIMIZERS, Attention, Optimizer, Training
 
@@ -330,6 +332,24 @@ def test_more_memory_never_makes_a_fitting_row_not_fit(question: Question, more:
 
 def _place(row: Row) -> tuple[int, str, str]:
     return row.strategy.stage, row.strategy.offload, row.strategy.tier
+
+
+@pytest.mark.parametrize(("tier", "world"), [("device", 4), ("host", 1), ("host", 4), ("nvme", 1), ("nvme", 4)])
+def test_tiles_of_a_tied_embedding_leave_the_gradient_that_the_whole_leaves(tier: Tier, world: int) -> None:
+    """The head's tile is reduced first, and the embedding's is added to it."""
+    size, training = ModelSize.of(layers=2, hidden=4096, vocab=50_000), replace(PAPER, bucket_size=100 * 2**20)
+    left, reductions = [], []
+    for tiles in (1, 4):
+        home: dict[str, object] = {"offload": "parameters", "tier": tier} if tier != "device" else {}
+        part = _Part(size, training, V100, world, Strategy(stage=3, tiles=tiles, **home), layers=2)  # type: ignore[arg-type]
+        step = _Step(part)
+        programs = sketch(step.scheduler, step.plan)[:2]
+        embedding = next(b.index for b in step.plan.buckets if b.params[0].name == "embed.weight")
+        reductions.append(sum(isinstance(i, Reduce) and i.bucket == embedding for i in programs[1].instructions))
+        run = step.run(programs, "gradient")
+        left.append({at: sum(size for *_, size in events) for at, events in run.events.items()})
+    assert reductions == [1, 2 * 4]
+    assert left[0] == left[1] and left[0][tier] > 0
 
 
 @given(question=QUESTIONS, what=st.sampled_from(WHATS))

@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
-import torch
+import weakref
+from dataclasses import dataclass, field
 
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerograph.core.machine import machine_named
+from zerograph.core.program import Compute, Free, Gather, Instruction, Program, Register, Segment, WaitGather
+from zerograph.core.simulate import simulate
+from zerograph.planner.rates import Rates
 from zerograph.runtime.buffers import BufferPool
+
+
+@dataclass
+class Allocator:
+    """Memory that is counted while it lives."""
+
+    _made: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+
+    def __call__(self, size: int) -> torch.Tensor:
+        self._made.append(weakref.ref(made := torch.empty(size, dtype=torch.uint8)))
+        return made
+
+    def alive(self) -> list[int]:
+        return sorted(made.nbytes for each in self._made if (made := each()) is not None)
 
 
 def test_a_buffer_that_nothing_reads_is_used_again() -> None:
@@ -22,13 +45,14 @@ def test_a_kept_view_is_never_overwritten() -> None:
 
 
 def test_a_free_buffer_goes_when_it_was_passed_over_twice() -> None:
-    pool = BufferPool()
+    allocator = Allocator()
+    pool = BufferPool(allocator)
     embedding = pool.take(10_000)
     del embedding
     sizes = []
     for _ in range(3):
         pool.take(1000)
-        sizes.append(sorted(map(len, pool._buffers)))
+        sizes.append(allocator.alive())
     assert sizes == [[1000, 10_000], [1000], [1000]]
 
 
@@ -47,8 +71,45 @@ def test_buckets_that_take_turns_in_size_keep_their_memory() -> None:
 
 
 def test_what_is_read_stays() -> None:
-    pool = BufferPool()
+    allocator = Allocator()
+    pool = BufferPool(allocator)
     read = pool.take(10_000)
     for _ in range(3):
         pool.take(1000)
-    assert sorted(map(len, pool._buffers)) == [1000, 10_000] and len(read) == 10_000
+    pool.trim()
+    assert allocator.alive() == [10_000] and len(read) == 10_000
+
+
+def test_what_goes_is_gone_before_new_memory_is_asked_for() -> None:
+    asked: list[list[int]] = []
+    allocator = Allocator()
+
+    def allocate(size: int) -> torch.Tensor:
+        asked.append(allocator.alive())
+        return allocator(size)
+
+    pool = BufferPool(allocate)
+    for size in (1000, 3000, 9000):
+        pool.take(size)
+    assert asked == [[], [1000], [3000]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from([1000, 1100, 1249, 1250, 1251, 3000])), max_size=20))
+def test_forecasts_count_what_the_pool_holds(uses: list[tuple[int, int]]) -> None:
+    """Of each use, a bucket that is freed before it, if it is there, and the size of the one that is gathered."""
+    allocator = Allocator()
+    pool, taken = BufferPool(allocator), dict[int, torch.Tensor]()
+    instructions, held = list[Instruction](), list[int]()
+    for bucket, (earlier, size) in enumerate(uses):
+        if (gone := bucket - 1 - earlier) in taken:
+            del taken[gone]
+            instructions.append(Free(gone, (gone,), (gone,)))
+        taken[bucket] = pool.take(size)
+        instructions += [Gather(bucket, (), (), bucket), WaitGather(bucket, bucket, ()), Compute(0, (), ())]
+        held.append(sum(allocator.alive()))
+    contents = [Register(f"bucket {i}", size, i, "gathered") for i, (_, size) in enumerate(uses)]
+    program = Program("inference", 0, len(uses), instructions, (), [Segment("", 1)], contents, carries=True)
+    found, holdings = simulate([program], Rates(machine_named("cpu"), 2, "float32"))
+    computing = [span for span in found.spans if span.stream == "compute"]
+    assert [sum(h.bytes for h in holdings if h.held_at(s.start, found.spans)) for s in computing] == held
+    assert not held or found.peaks["device"].bytes == max(held)

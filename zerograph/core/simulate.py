@@ -11,6 +11,8 @@ Every rule of a step is told here, once, for programs that the planner sketches 
   that names one dead; what a segment holds meanwhile is told in :mod:`zerograph.core.stretch`. What a wait writes was
   taken when the transfer began that it waits for, and what a collective reads is given back at its end; where nothing
   overlaps, at that of what computes before the wait.
+- Where buckets use buffers again, as between CPU ranks, a gathered one takes its buffer when it is waited for.
+  :mod:`zerograph.core.buffers` says which; a free one is memory until it goes.
 - A staging buffer is one place of a ring: whoever works in it waits for all that worked in what was there before.
 """
 
@@ -18,11 +20,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
+from zerograph.core.buffers import GatherBuffers
 from zerograph.core.machine import TIERS, Tier
 from zerograph.core.planfile import Holding
 from zerograph.core.program import (
@@ -37,6 +40,7 @@ from zerograph.core.program import (
     Timed,
     Update,
     Wait,
+    WaitGather,
 )
 from zerograph.core.runfile import Measured
 from zerograph.core.step import Kind
@@ -59,6 +63,10 @@ class CostModel(Protocol):
     @property
     def overlaps(self) -> bool:
         """Whether collectives run beside compute."""
+
+    @property
+    def uses_buffers_again(self) -> bool:
+        """Whether gathered buckets take turns in the same memory."""
 
     def seconds(self, instruction: Timed, segments: Sequence[Segment]) -> float:
         """Of one instruction, of a program with these segments."""
@@ -127,7 +135,7 @@ class Costs:
 
     def __init__(self, rates: CostModel, measured: Measured | None = None) -> None:
         self.rates, self.measured = rates, measured
-        self.overlaps = rates.overlaps
+        self.overlaps, self.uses_buffers_again = rates.overlaps, rates.uses_buffers_again
         self.known: dict[int, _Fact] = {}  # by identity; the fact keeps its instruction alive
 
     def learn(self, instruction: Instruction, program: Program) -> _Fact:
@@ -157,7 +165,7 @@ class Costs:
             role = _WAIT
         if isinstance(instruction, Timed):
             seconds = self._seconds(instruction, program.segments)
-        if isinstance(instruction, (Gather, Free)):
+        if isinstance(instruction, (Gather, WaitGather, Free)):
             key = (instruction.bucket, instruction.tile)
         place = instruction.slot if isinstance(instruction, Move) else None
         fact = _Fact(
@@ -200,7 +208,7 @@ class _Fact(NamedTuple):
     writes: tuple[int, ...]
     takes: Memory
     gives: Memory
-    part: tuple[int, int]  # of a gather and a free: bucket and tile
+    part: tuple[int, int]  # of a gather, its wait and a free: bucket and tile
     slot: int | None
     kept: bool
     replaced: int  # bytes of what dies in it that are free from its start
@@ -255,6 +263,12 @@ class Tasks:
         """Memory is free at the end of ``task``."""
         self.events[tier].append((self.ends[task], 2 * task + 1, task, -size))
 
+    def hold(self, size: int, gather: int, first: int, last: int, free: bool) -> None:
+        """The buffer of ``gather`` holds memory of the device from ``first`` to the end of ``last``, or of all (-1)."""
+        self.take("device", size, first)
+        if last >= 0:
+            self.give("device", size, last)
+
     def described(self) -> Iterator[Span]:
         """Each of them, for people."""
         for index, (instruction, program) in enumerate(self.instructions):
@@ -289,6 +303,10 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
     run = Tasks()
     starts, ends, events = run.starts, run.ends, run.events
     known, overlaps = costs.known, costs.overlaps
+    buffers = None
+    if costs.uses_buffers_again:
+        buffers = GatherBuffers(run.streams, run.hold if cells is None else cells.hold_buffer)
+    coming = buffers.coming if buffers is not None else {}
     whole: dict[tuple[int, int], int] = {}  # bucket and tile -> the task that gathered it
     slots: dict[int, tuple[int, list[int], list[int]]] = {}  # place -> register, who worked there before, and who does
     ready: dict[int, int] = {}  # register -> the task that writes it
@@ -296,9 +314,12 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
     waits: list[int] = []  # what the next compute waits for
     last = computed = -1  # the task that computed last, and the one before
     for program in programs:
-        run.programs.append(len(starts))
+        begin = len(starts)
+        run.programs.append(begin)
         if not program.carries:
             ready = {}
+        if buffers is not None and program.kind == "backward" and not _gathers_again(program, whole):
+            buffers.trim(last)
         if cells is not None:
             cells.enter(program, run)
         for each in program.instructions:
@@ -309,6 +330,8 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
                 waits.append(task)
                 for register in writes:
                     ready[register] = task
+                if task in coming:
+                    buffers.take(part, task, last)  # type: ignore[union-attr]  # else nothing is coming
                 begun = collectives.pop(task, None)
                 # Where nothing overlaps, the wait is what reads them: they are there until then.
                 read = task if overlaps or last < task else last
@@ -322,10 +345,17 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
                         events[tier].append((ends[read], 2 * read + 1, read, -size))
                 continue
             if role == _FREE:
-                if not kept and whole.pop(part, None) is not None:
+                gathered = None if kept else whole.pop(part, None)
+                if gathered is not None:
                     if cells is not None:
                         # Where nothing has computed yet, the first task stands in.
                         cells.freed(part, max(last, 0))
+                    if buffers is not None and buffers.give(part, last):
+                        # Kept from the forward on: it would wait for the next one, and whatever is free with it.
+                        if program.kind == "backward" and gathered < begin:
+                            buffers.trim(last)
+                        continue
+                    if cells is not None:
                         continue
                     for tier, size in gives:
                         events[tier].append((ends[last], 2 * last + 1, last, -size))
@@ -342,6 +372,8 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
                         ready[writes[0]] = whole[part]
                         continue
                     whole[part] = task
+                    if buffers is not None and takes:
+                        coming[task], takes = takes[0][1], ()
                 after = [last] if last >= 0 else []
             for register in reads:
                 if register in ready:
@@ -374,7 +406,7 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
             if cells is not None:
                 run.instructions.append((instruction, program))  # type: ignore[arg-type]  # the others were dealt with
                 run.after.append(tuple(sorted(set(after))))
-                cells.ran(instruction, program, task)
+                cells.ran(instruction, program, task, buffered=task in coming)
                 continue
             # What takes no time takes and gives at one moment: in that order, so that its memory counts in the peak.
             order = LATE if end != start else 2 * task
@@ -382,9 +414,16 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
                 events[tier].append((start, order, task, size))
             for tier, size in gives:
                 events[tier].append((end, 2 * task + 1, task, -size))
+    if buffers is not None:
+        buffers.finish()
     if cells is not None:
         cells.finish()
     return run
+
+
+def _gathers_again(program: Program, whole: Container[tuple[int, int]]) -> bool:
+    """Whether ``program`` gathers anything that is not whole already."""
+    return any(isinstance(each, Gather) and (each.bucket, each.tile) not in whole for each in program.instructions)
 
 
 @dataclass(slots=True, eq=False)
@@ -443,8 +482,9 @@ class _Cells:
             if content.storage in self._at:
                 self._at[content.storage].readers += 1
 
-    def ran(self, instruction: Instruction, program: Program, task: int) -> None:
-        """``instruction`` takes what it writes at its start, and gives what is dead at its end."""
+    def ran(self, instruction: Instruction, program: Program, task: int, *, buffered: bool) -> None:
+        """``instruction`` takes what it writes at its start, and gives what is dead at its end; a ``buffered`` gather
+        takes its buffer later."""
         module, source = program.module(instruction), instruction.source if isinstance(instruction, Compute) else ""
         for register in instruction.writes:
             if register not in instruction.reads:
@@ -460,8 +500,10 @@ class _Cells:
         if isinstance(instruction, Gather):
             cell = self._at.get(self._storage(instruction.out))
             if cell is not None:
-                cell.gathered = True
+                cell.gathered, cell.name = True, program.label(instruction)
                 self._whole[instruction.bucket, instruction.tile] = cell
+                if buffered:
+                    cell.bytes = 0  # the buffer is told of by itself
         if not isinstance(instruction, Collective):
             for register in instruction.dead:
                 self._die(register, task)
@@ -496,6 +538,15 @@ class _Cells:
         cell = self._whole.pop(part, None)
         if cell is not None:
             self._give(cell, task)
+
+    def hold_buffer(self, size: int, gather: int, first: int, last: int, free: bool) -> None:
+        """The buffer that task ``gather`` filled is its bucket's from ``first`` to ``last``, or ``free``."""
+        instruction, program = self._run.instructions[gather]
+        name, module = program.label(instruction), program.module(instruction)
+        kind: Kind = "temporary" if free else "gathered"
+        self.holdings.append(
+            Holding(f"free buffer, of {name} before" if free else name, kind, "device", size, first, last, module)
+        )
 
     def finish(self) -> None:
         """What nothing gave back lives to the end."""

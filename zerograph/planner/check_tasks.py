@@ -141,11 +141,12 @@ def use(file: PlanFile) -> Iterator[Found]:
 def gathers(file: PlanFile) -> Iterator[Found]:
     """No bucket is gathered while it is whole, and no more tiles are whole at a time than are gathered ahead."""
     spans, whole = file.forecast.spans, defaultdict[Part, list[tuple[float, float]]](list)
+    part_of = {span.label: (span.bucket, span.tile) for span in spans if span.operation == "gather"}
     for holding in file.holdings:
-        if holding.kind == "gathered" and 0 <= holding.first < len(spans) and -1 <= holding.last < len(spans):
+        held = 0 <= holding.first < len(spans) and -1 <= holding.last < len(spans)
+        if held and holding.kind == "gathered" and holding.name in part_of:
             end = file.forecast.seconds if holding.last == -1 else spans[holding.last].end
-            first = spans[holding.first]
-            whole[first.bucket, first.tile].append((first.start, end))
+            whole[part_of[holding.name]].append((spans[holding.first].start, end))
     for part, times in whole.items():
         for (_, end), (start, _) in pairwise(sorted(times)):
             if start < end:

@@ -84,8 +84,10 @@ class _Watch:
                 case Reduce(bucket=bucket, tile=tile, tiles=tiles):
                     if bucket in tilable and tile == tiles - 1:
                         self.held.append(_Held(bucket, gradients[bucket], task, early=False))
+        # Then a bucket takes memory when it is needed, but for what it fetches.
+        late = space.scheduler.costs.uses_buffers_again
         for gather, (bucket, first) in brought.items():
-            if gather in self.used:
+            if gather in self.used and (first < gather or not late):
                 self.held.append(_Held(bucket, first, self.used[gather], early=True))
 
 

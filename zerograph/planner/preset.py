@@ -207,10 +207,11 @@ class _Step:
         return walk(masked, Costs(scheduler.rates))
 
     def reading_back(self, program: Program) -> Program:
-        """``program``, in which gradients are added to those of earlier micro-batches where these are on NVMe."""
+        """``program``, in which gradients are added to earlier ones where these are on NVMe: of earlier micro-batches,
+        or of the same tile of a tied embedding, whose gradient is made twice."""
         instructions: list[Instruction] = []
         for each in program.instructions:
-            if isinstance(each, Write) and each.what == "gradient":
+            if isinstance(each, Write) and each.what == "gradient" and (self.earlier or each.writes[0] in each.reads):
                 key = ("earlier", each.bucket, each.tile, each.label)
                 # Where they are added up there is memory: the staging buffer, or the reduced gradient's.
                 back = self.scheduler.registers.get(key, f"earlier {each.what} of {each.label}", 0, "gradient")
@@ -272,7 +273,7 @@ def _measured(part: _Part) -> Numbers:
     """Peaks of each part and tier; how long streams work, and passes and update take."""
     step = _Step(part)
     first = sketch(step.scheduler, step.plan, BUFFERS)
-    programs = [step.reading_back(one) for one in first] if step.earlier else first
+    programs = [step.reading_back(one) for one in first]
     run = step.run(programs)
     found: dict[tuple[str, ...], float] = {("peak", *at): level for at, (level, _) in _peaks(step, run).items()}
     end, more = run.programs[2], step.accumulates - 1

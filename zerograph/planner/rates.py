@@ -42,6 +42,11 @@ class Rates:
         """Whether collectives run beside compute; CPU ranks carry them with the cores that compute."""
         return self.machine.device != "cpu"
 
+    @property
+    def uses_buffers_again(self) -> bool:
+        """Whether gathered buckets take turns in the same memory, as with the transport between the ranks of a CPU."""
+        return self.machine.device == "cpu" and self.world_size > 1
+
     def seconds(self, instruction: Timed, segments: Sequence[Segment]) -> float:
         """One instruction of a program with these segments."""
         match instruction:

@@ -78,6 +78,7 @@ class _Sketch:
         self.fetched: set[int] = set()  # buckets whose gathers follow
         self.under_way: list[tuple[Reduce, bool]] = []  # not waited for; whether gradients then leave the device
         self.reduced: dict[int, None] = {}  # buckets, in the order in which their gradients were reduced
+        self.summed: set[tuple[int, int]] = set()  # buckets and tiles of which a gradient was reduced
         self.spilled: dict[tuple[int, int], int] = {}  # bucket and tile -> the register of its gradient, away from here
         # Layer or activation -> region -> registers of what of it is away until then.
         self.waiting: dict[str, dict[int, list[int]]] = {}
@@ -244,13 +245,16 @@ class _Sketch:
         part = self.parts[bucket][tile]
         # A bucket whose gradients are whole on every rank has none that could leave.
         leaves = homes.spilled != "device" and part.shards.gradient > 0
-        reduce = self._once(_reduce, bucket, tile, tiles, leaves, grads)
+        again = (bucket, tile) in self.summed  # a tied parameter's tiles: the head's gradient, then the embedding's
+        self.summed.add((bucket, tile))
+        reduce = self._once(_reduce, bucket, tile, tiles, leaves, grads, again and not leaves)
         self.under_way.append((reduce, leaves))
         self.instructions.append(reduce)
         if leaves:
             key, name = ("away", bucket, tile, tiles, homes.spilled), f"gradient of {part.label}"
             away = self.registers.get(key, name, part.shards.gradient, "gradient", homes.spilled)
-            self._down("gradient", part.label, bucket, tile, (reduce.out,), (away,), homes.spilled)
+            there = (away,) if again else ()
+            self._down("gradient", part.label, bucket, tile, (reduce.out,), (away,), homes.spilled, there)
             self.spilled[bucket, tile] = away
 
     def _wait_reduce(self, last: bool = False) -> None:
@@ -285,14 +289,15 @@ class _Sketch:
                 self.arriving.setdefault(region, []).append(self._once(_wait_fetch, back[0]))
 
     def _down(
-        self, what: str, label: str, bucket: int, tile: int, here: tuple[int, ...], away: tuple[int, ...], tier: Tier
-    ) -> None:
-        """Move what is in registers on the device to ``away`` on ``tier``."""
+        self, what: str, label: str, bucket: int, tile: int, here: tuple[int, ...], away: tuple[int, ...], tier: Tier,
+        there: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        """Move what is in registers on the device to ``away`` on ``tier``; what is ``there`` already it is added to."""
         slot = -1
         if tier == "nvme" and self.rates.staging == "host":
             slot = _slot(self.scheduler, "spill", self.spills)
             self.spills += 1
-        self.instructions += self._once(_down, what, label, bucket, tile, here, away, tier, slot)
+        self.instructions += self._once(_down, what, label, bucket, tile, here, away, tier, slot, there)
         self.leaving.append(away[0])
         if len(self.leaving) > self.most_leaving:
             self.instructions.append(self._once(_wait_fetch, self.leaving.popleft()))
@@ -452,28 +457,31 @@ def _fetched(
 
 def _down(
     scheduler: Scheduler, what: str, label: str, bucket: int, tile: int, here: tuple[int, ...], away: tuple[int, ...],
-    tier: Tier, slot: int,
+    tier: Tier, slot: int, there: tuple[int, ...],
 ) -> list[Instruction]:  # fmt: skip
-    """Move registers on the device to ``away`` on ``tier``."""
+    """Move registers on the device to ``away`` on ``tier``, of which those ``there`` hold something already."""
     contents = scheduler.registers.contents
     size = sum(contents[register].bytes for register in here)
     module = scheduler.names[bucket] if bucket >= 0 else layer_of_activation(label) or label
     if scheduler.rates.staging == "device":
-        return [Write(what, label, module, size, here, away, here, bucket, tile)]
+        return [Write(what, label, module, size, here + there, away, here, bucket, tile)]
     if tier != "nvme":
-        return [Spill(what, label, module, size, here, away, here, bucket, tile)]
+        return [Spill(what, label, module, size, here + there, away, here, bucket, tile)]
     kind = contents[away[0]].kind
     staged = (scheduler.registers.get(("staged", away), f"{what} of {label}", size, kind, "host"),)
     return [
         Spill(what, label, module, size, here, staged, here, bucket, tile, slot),
-        Write(what, label, module, size, staged, away, staged, bucket, tile, slot),
+        Write(what, label, module, size, staged + there, away, staged, bucket, tile, slot),
     ]
 
 
-def _reduce(scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: bool, grads: tuple[int, ...]) -> Reduce:
+def _reduce(
+    scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: bool, grads: tuple[int, ...], again: bool
+) -> Reduce:
     part = scheduler.bucket_parts(bucket, tiles)[tile]
     out = _reduced(scheduler, bucket, tile, tiles, leaves)
-    return Reduce(bucket, (), grads, out, grads, part.summed, tile, tiles)
+    reads = (*grads, out) if again else grads  # it is added to what is there
+    return Reduce(bucket, (), reads, out, grads, part.summed, tile, tiles)
 
 
 def _wait_reduce(scheduler: Scheduler, reduce: Reduce, leaves: bool, last: bool) -> WaitReduce:
