@@ -468,6 +468,17 @@ def test_checks_find_what_is_wrong_with_moves() -> None:
     assert "and whole until" in found(again)["gathers"]
 
 
+def test_buckets_of_one_layer_that_share_a_name_may_be_whole_together() -> None:
+    step = step_of([Layer(rows=1024)] * 3)
+    plan = ruled(step, bucket_size=1)
+    one = replace(plan, buckets=tuple(replace(bucket, name="blocks") for bucket in plan.buckets))
+    file = file_of(step, one, GPU)
+    assert len(plan.buckets) == 3 and check_file(file) == []
+    gathered = next(h for h in file.holdings if h.kind == "gathered")
+    often = replace(file, holdings=(*file.holdings, *[gathered] * 3))
+    assert {v.check for v in check_file(often)} == {"gathers"}
+
+
 # What the planner hands out ------------------------------------------------------------------------------------------
 
 

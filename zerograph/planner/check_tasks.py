@@ -140,22 +140,24 @@ def use(file: PlanFile) -> Iterator[Found]:
 
 def gathers(file: PlanFile) -> Iterator[Found]:
     """No bucket is gathered while it is whole, and no more tiles are whole at a time than are gathered ahead."""
-    spans, whole = file.forecast.spans, defaultdict[Part, list[tuple[float, float]]](list)
-    part_of = {span.label: (span.bucket, span.tile) for span in spans if span.operation == "gather"}
+    spans, whole = file.forecast.spans, defaultdict[str, list[tuple[float, float]]](list)
+    # Buckets of one layer may share a name.
+    there = Counter(_label(file.plan, part)[1] for bucket in file.plan.buckets for part in parts(bucket))
     for holding in file.holdings:
         held = 0 <= holding.first < len(spans) and -1 <= holding.last < len(spans)
-        if held and holding.kind == "gathered" and holding.name in part_of:
+        if held and holding.kind == "gathered" and holding.name in there:
             end = file.forecast.seconds if holding.last == -1 else spans[holding.last].end
-            whole[part_of[holding.name]].append((spans[holding.first].start, end))
-    for part, times in whole.items():
-        for (_, end), (start, _) in pairwise(sorted(times)):
-            if start < end:
-                _, label = _label(file.plan, part)
-                yield None, label, f"{label} is gathered at {start:g} s, and whole until {end:g} s"
+            whole[holding.name].append((spans[holding.first].start, end))
+    for label, times in whole.items():
+        if _most_at_a_time(times) > there[label]:
+            at_once = ((start, end) for (_, end), (start, _) in pairwise(sorted(times)) if start < end)
+            start, end = next(at_once)
+            yield None, label, f"{label} is gathered at {start:g} s, and whole until {end:g} s"
     for bucket, ahead in zip(file.plan.buckets, file.plan.ahead(), strict=True):
         if bucket.tiles > 1:
-            most = _most_at_a_time([time for part in parts(bucket) for time in whole[part]])
-            if most > ahead + 1:
+            labels = [_label(file.plan, part)[1] for part in parts(bucket)]
+            most = _most_at_a_time([time for label in labels for time in whole[label]])
+            if most > (ahead + 1) * there[labels[0]]:
                 text = f"{most} tiles of {bucket.name} are whole at a time, {ahead + 1} may be"
                 yield None, bucket.name, text
 
