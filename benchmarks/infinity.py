@@ -2,9 +2,9 @@
 
     python benchmarks/infinity.py --directory DIR [--parameters 3000000000] [--steps 3] [--compare]
 
-Prediction. Memory holds what computes: two buckets that are whole, three slots of 64 MiB, torch itself (0.4 GB), and what
-layers save for the backward (86 MB each at 2,560 columns): under 6 GB at 3 B parameters. A step waits for the disk: it
-reads parameters twice, and once more with gradients and moments in the update, and writes all of that once.
+Prediction. Memory holds what computes: two buckets that are whole, three slots of 64 MiB, torch itself (0.4 GB), and
+what layers save for the backward (86 MB each at 2,560 columns): under 6 GB at 3 B parameters. A step waits for the
+disk: it reads parameters twice, and once more with gradients and moments in the update, and writes all of that once.
 
 Method. The model is built on the meta device, and its shards are made on NVMe one after another. Each step trains on
 other text: the sources of Python's standard library. The peak is the process's own (VmHWM), with mapped pages. A model

@@ -243,15 +243,16 @@ def test_a_cpu_has_one_memory() -> None:
 def _fails() -> str:
     training = Run(adamw, stage=3, **BEYOND)
     training.steps(1)
-    if _rank() == 0:
-
-        def fails(*_: Any) -> None:
-            raise MemoryError("no room")
-
-        host._copy = fails
-    with pytest.raises((MemoryError, zerograph.core.errors.RankError)) as caught:
-        training.backward()
+    with pytest.MonkeyPatch.context() as patch:
+        if _rank() == 0:
+            patch.setattr(host, "_copy", _no_room)
+        with pytest.raises((MemoryError, zerograph.core.errors.RankError)) as caught:
+            training.backward()
     return type(caught.value).__name__
+
+
+def _no_room(*_: Any) -> None:
+    raise MemoryError("no room")
 
 
 def test_a_copy_that_fails_is_an_error_on_all_ranks() -> None:

@@ -138,8 +138,8 @@ def test_offload_moves_states_and_leaves_a_copy_to_gather() -> None:
         offload: {tier: total(model_states(size, layout, Strategy(3, offload, "host"), 4), tier) for tier in _TIERS}
         for offload in OFFLOADS[1:]
     }
-    assert found["optimizer"] == {"device": (2 + 4) * GB // 4, "host": 12 * GB // 4}
-    assert found["gradients"] == {"device": 2 * GB // 4, "host": 16 * GB // 4}
+    # Gradients are where the masters are.
+    assert found["optimizer"] == found["gradients"] == {"device": 2 * GB // 4, "host": 16 * GB // 4}
     assert found["parameters"] == {"device": 0, "host": 18 * GB // 4}
 
 

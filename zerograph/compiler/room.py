@@ -19,7 +19,8 @@ def disks(folders: Iterable[str]) -> list[Disk]:
     for folder in folders:
         try:
             room = os.statvfs(folder)
-            found.append((f"{host} {os.stat(folder).st_dev}", room.f_bavail * room.f_frsize))
+            if room.f_blocks:  # else it is no place for files at all
+                found.append((f"{host} {os.stat(folder).st_dev}", room.f_bavail * room.f_frsize))
         except OSError:
             continue
     return found
