@@ -117,7 +117,7 @@ class Backend:
             )
         if "nvme" in away and split:
             raise UnsupportedError(
-                f"{self.config.machine} counts as split, and NVMe behind another memory is not reached yet",
+                "the machine counts as split, and NVMe behind another memory is not reached yet",
                 'tier="host", or a machine that is not split',
             )
         if split:

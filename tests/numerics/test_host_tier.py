@@ -240,6 +240,11 @@ def test_a_cpu_has_one_memory() -> None:
         run(2, _refused, {"offload": "optimizer", "tier": "host"})
 
 
+def test_nvme_behind_another_memory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match=r"NVMe behind another memory is not reached yet(?s:.*)tier=.host"):
+        run(1, _refused, {**HOST, "tier": "nvme", "path": str(tmp_path)})
+
+
 def _fails() -> str:
     training = Run(adamw, stage=3, **BEYOND)
     training.steps(1)
