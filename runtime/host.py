@@ -18,15 +18,16 @@ class HostMemory:
     """The host of one device."""
 
     def __init__(self) -> None:
-        self._process, self._thread = -1, ThreadPoolExecutor(1)
+        self._threads: dict[int, ThreadPoolExecutor] = {}  # by process: a fork has none of its parent's
 
     def start(self, source: Tensor, target: Tensor) -> Future[None]:
         """Begin to copy ``source`` to ``target``; nobody may write to either, or read the second, until ``result()`` of
         what is returned."""
-        if self._process != os.getpid():  # a fork has no threads
-            self._process, self._thread = os.getpid(), ThreadPoolExecutor(1, thread_name_prefix="zerograph-copy")
+        thread = self._threads.get(os.getpid())
+        if thread is None:
+            thread = self._threads[os.getpid()] = ThreadPoolExecutor(1, thread_name_prefix="zerograph-copy")
         target.fill_(torch.nan)
-        return self._thread.submit(_copy, target, source)
+        return thread.submit(_copy, target, source)
 
 
 @torch.inference_mode()  # in which tensors of the caller's may be made, and which threads do not inherit

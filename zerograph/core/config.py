@@ -88,8 +88,7 @@ class Config:
     @property
     def offloads(self) -> bool:
         """Whether something lives off the device between its uses."""
-        replayed = self.plan is not None and any(bucket.homes.away for bucket in self.plan.plan.buckets)
-        return self.offload != "none" or replayed
+        return bool(self.away)
 
     @property
     def away(self) -> frozenset[Tier]:
