@@ -81,7 +81,7 @@ def allocate_full(
     for p in params:
         offsets.append(end)
         size = world_size * p.chunk_elements(world_size) * torch_dtype(p.compute_dtype).itemsize
-        end += -(-size // ALIGNMENT) * ALIGNMENT
+        end += aligned(size)
     buffer = pool.take(end) if pool is not None else torch.empty(end, dtype=torch.uint8, device=device)
     padded = []
     for p, offset in zip(params, offsets, strict=True):
@@ -90,6 +90,11 @@ def allocate_full(
         padded.append(buffer[offset : offset + count * dtype.itemsize].view(dtype))
     tensors = [flat[: p.elements].view(p.shape) for p, flat in zip(params, padded, strict=True)]
     return Full(buffer, padded, tensors)
+
+
+def aligned(size: int) -> int:
+    """``size`` bytes and what it takes for the next tensor to start at a multiple of :data:`ALIGNMENT`."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 def torch_dtype(name: str) -> torch.dtype:

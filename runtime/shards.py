@@ -27,7 +27,7 @@ from zerograph.core.plan import Bucket, Homes, Param, Plan
 from zerograph.core.slots import SLOT, SLOTS, slot_bytes
 from zerograph.core.units import format_bytes
 from zerograph.runtime.blocks import UNIT, Block, Place, Run
-from zerograph.runtime.buffers import ALIGNMENT, BufferPool, torch_dtype
+from zerograph.runtime.buffers import BufferPool, aligned, torch_dtype
 from zerograph.runtime.extents import Extent
 from zerograph.runtime.host import HostMemory
 from zerograph.runtime.nvme import Arena, Priority, Ticket, huge_tensor
@@ -319,7 +319,7 @@ class ShardStore:
             for run in block.reads(names):
                 found |= self._read(extent, block, dtype, run, fetch.under_way)
         if above:
-            room = self._copied_up.take(sum(map(_apart, above.values())))
+            room = self._copied_up.take(sum(aligned(source.nbytes) for source in above.values()))
             for (name, source), target in zip(above.items(), _laid_out(room, above.values()), strict=True):
                 found[name] = target
                 fetch.copies.append(self._there().start(source, target))
@@ -460,7 +460,7 @@ class ShardStore:
     def _spill_to_host(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         if not grads:
             return {}
-        key, size = tuple(grads), sum(map(_apart, grads.values()))
+        key, size = tuple(grads), sum(aligned(grad.nbytes) for grad in grads.values())
         room, found = self._arrived.get(key), dict[str, Tensor | None]()
         # What is still a gradient, or is kept by the user in whatever tensor, is never written over.
         if room is None or len(room) != size or not memory_is_unshared(room):
@@ -678,9 +678,4 @@ def _laid_out(room: Tensor, likes: Iterable[Tensor]) -> Iterator[Tensor]:
     place = 0
     for like in likes:
         yield room[place : place + like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
-        place += _apart(like)
-
-
-def _apart(tensor: Tensor) -> int:
-    """Bytes of ``tensor``, so that vector loads of what follows it are aligned."""
-    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        place += aligned(like.nbytes)
