@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <thread>
 #include <utility>
@@ -284,6 +285,21 @@ Status drop_pages(const Mapping& map, std::uint64_t offset, std::uint64_t bytes)
   if (bytes == 0) return {};
   if (madvise(map.data() + begin, offset + bytes - begin, MADV_DONTNEED) != 0)
     return failed("cannot drop pages of a mapping", errno, {});
+  return {};
+}
+
+Status any_resident(const Mapping& map, std::uint64_t offset, std::uint64_t bytes, bool& out) {
+  if (offset > map.bytes() || bytes > map.bytes() - offset)
+    return fail(Code::invalid, "the mapping has " + number(map.bytes()) + " bytes");
+  out = false;
+  std::array<unsigned char, 4096> resident;  // of as many pages, the lowest bit of each
+  const std::uint64_t end = offset + bytes;
+  for (std::uint64_t begin = offset / kPage * kPage; begin < end && !out; begin += resident.size() * kPage) {
+    const std::uint64_t size = std::min<std::uint64_t>(resident.size() * kPage, end - begin);
+    if (mincore(map.data() + begin, size, resident.data()) != 0)
+      return failed("cannot ask which pages of a mapping are in memory", errno, {});
+    out = std::any_of(resident.begin(), resident.begin() + (size + kPage - 1) / kPage, [](auto page) { return page & 1; });
+  }
   return {};
 }
 

@@ -66,5 +66,7 @@ struct FilePart {
 Status map_files(const std::vector<FilePart>& parts, Mapping& out);
 // The pages of the mapping are read from the file again when they are next used.
 Status drop_pages(const Mapping& map, std::uint64_t offset, std::uint64_t bytes);
+// Whether any of the pages is in the system's cache, as each one is that somebody read or wrote through the mapping.
+Status any_resident(const Mapping& map, std::uint64_t offset, std::uint64_t bytes, bool& out);
 
 }  // namespace zg

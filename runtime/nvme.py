@@ -367,6 +367,16 @@ class Arena:
             if mapping is not None:
                 mapping.drop(0, extent.bytes)
 
+    def is_touched(self, extent: Extent, offset: int, size: int) -> bool:
+        """Whether somebody may have read or written some bytes of an extent through its mapping since they were last
+        transferred to: always where direct I/O is not possible, and as long as the system keeps what was touched."""
+        mapping = self._mappings.get(extent)
+        return mapping is not None and mapping.any_resident(offset, size)
+
+    def modified(self) -> list[int]:
+        """When the files were last written to, in whatever way, in ticks of the system's clock: milliseconds."""
+        return [os.fstat(slab.fd).st_mtime_ns for slab in self._slabs]
+
     def _prepare(self, ticket: Ticket, mapping: _core.FileMapping | None, offset: int) -> None:
         """What was written through a mapping reaches the disk before direct I/O reads there, or writes over it."""
         if mapping is None:

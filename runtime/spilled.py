@@ -59,6 +59,8 @@ class SpilledGradients:
         self._names: dict[int, str] = {}  # by address of what was given
         self._under_way: list[Ticket | None] = [None] * len(ring)
         self._turn = 0
+        self._sums: dict[str, list[float]] | None = None  # of gradients as they left; None until somebody asks
+        self._written: list[int] = []  # when the files were, at the end of the last spill
 
     def spill(self, block: Block, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """Begin to write gradients of parameters of ``block``; they are free to go.
@@ -69,6 +71,8 @@ class SpilledGradients:
         Raises:
             StorageError: there is no room, or a transfer failed.
         """
+        for name in grads if self._sums else ():
+            self._sums.pop(name, None)
         adds = [name for name in grads if self._is_here(name)]
         if adds:
             direct = accumulated_directly()
@@ -85,20 +89,37 @@ class SpilledGradients:
         for run in block.runs(fresh):
             assert extent is not None
             self._move(block, extent, run, grads, add=False)
+        if self._sums is not None:
+            self._sums |= {name: _squares(self._flat(name, grads[name])) for name in fresh}
         return {name: None if name in adds else self._give(block, name) for name in grads}
 
     def squares(self, address: int) -> list[float] | None:
         """Sums of squares of the gradient at ``address``, as ``_core.squares`` has them; None where none is here.
 
-        They are read each time: much that writes to gradients counts in no version (``GradScaler.unscale_``, ``.data``,
-        and of DTensors what changes their parts).
+        Once they have been asked for they are taken as gradients leave, and again only of those that may have been
+        touched since: much that writes to gradients counts in no version (``GradScaler.unscale_``, ``.data``, and of
+        DTensors what changes their parts), but all of it goes through mappings.
         """
         name = self._names.get(address, "")
         given, grad = self._given.get(name), self._params[name].grad if name else None
         if given is None or grad is None or local_tensor(grad).data_ptr() != given.address or not given.memory:
             return None
         self.wait()
-        return self._summed(given.block, name, given.extent)
+        if self._sums is None:
+            self._sums = {}
+        known = self._sums.get(name)
+        if known is None or self._is_touched(name, given):
+            known = self._summed(given.block, name, given.extent)
+        return known
+
+    def _is_touched(self, name: str, given: _Given) -> bool:
+        # Pages that were touched may be gone again, but then the files are newer. These tick in milliseconds, in which
+        # no page goes.
+        if self._written != self._arena.modified():
+            return True
+        block, size = given.block, given.block.dtype.itemsize
+        begin, end = block.begins[name] * size, block.ends[name] * size
+        return self._arena.is_touched(given.extent, begin, end - begin)
 
     def _summed(self, block: Block, name: str, extent: Extent) -> list[float]:
         found, size = list[float](), block.dtype.itemsize
@@ -116,8 +137,11 @@ class SpilledGradients:
         Raises:
             StorageError: a transfer failed.
         """
+        wrote = any(self._under_way)
         for turn in range(len(self._ring)):
             self._settle(turn)
+        if wrote:
+            self._written = self._arena.modified()
 
     def abandon(self) -> None:
         """Wait for what is under way, whatever becomes of it."""

@@ -225,6 +225,14 @@ void bind_memory(py::module_& m) {
             run([&] { return drop_pages(memory.map, offset, bytes); });
           },
           py::arg("offset"), py::arg("bytes"))
+      .def(
+          "any_resident",
+          [](const FileMemory& memory, std::uint64_t offset, std::uint64_t bytes) {
+            bool found = false;
+            run([&] { return any_resident(memory.map, offset, bytes, found); });
+            return found;
+          },
+          py::arg("offset"), py::arg("bytes"))
       .def_buffer([](const FileMemory& memory) { return view(memory); });
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from zerograph import _core
 from zerograph.core.errors import StorageError
 from zerograph.runtime.blocks import Block
+from zerograph.runtime.extents import Extent
 from zerograph.runtime.nvme import Arena, huge_tensor
 from zerograph.runtime.spilled import PIECE, SpilledGradients
 
@@ -158,6 +160,50 @@ def test_squares_are_those_of_what_is_there(setting) -> None:  # type: ignore[no
     for name in ("a", "b"):
         assert backward.spilled.squares(params[name].grad.data_ptr()) == squares(name)
     assert backward.spilled.squares(params["a"].data_ptr()) is None
+
+
+def test_squares_are_read_again_of_what_was_touched_only(setting, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    params, backward = setting
+    spilled, arena, grad = backward.spilled, backward.arena, lambda: params["b"].grad
+    read: list[str] = []
+    summed = spilled._summed
+
+    def read_again(block: Block, name: str, extent: Extent) -> list[float]:
+        read.append(name)
+        return summed(block, name, extent)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(spilled, "_summed", read_again)
+
+    def reads() -> bool:
+        found, there = spilled.squares(grad().data_ptr()), grad().clone()
+        assert found == _core.squares([(there.data_ptr(), _core.DType.float32, there.numel())])
+        again = bool(read)
+        read.clear()
+        return again
+
+    backward(1).backward()
+    assert reads()  # until somebody asks nothing is summed
+    params["b"].grad = None
+    backward(2).backward()
+    if all(slab.direct for slab in arena._slabs):
+        found = spilled.squares(grad().data_ptr())
+        assert found and not read
+    grad().data.mul_(2)
+    assert reads()
+    # The system takes what was touched from its cache, as it may at any time.
+    params["b"].grad = None
+    backward(3).backward()
+    time.sleep(0.02)  # a tick of the files' clock, and less than the system takes to do that
+    torch._foreach_mul_([grad()], 3)
+    extent = spilled._given["b"].extent
+    for slab in arena._slabs:
+        slab.flush(0, slab.bytes)
+    arena.map(extent).drop(0, extent.bytes)
+    for slab in arena._slabs:
+        slab.drop(0, slab.bytes)
+    assert reads()
+    backward(4).backward()  # added to what is there
+    assert reads()
 
 
 def test_a_failed_transfer_is_an_error_and_leaves_nothing_under_way(setting) -> None:  # type: ignore[no-untyped-def]

@@ -117,3 +117,23 @@ def test_a_view_outlives_the_arena(tmp_path: Path) -> None:
     gc.collect()
     view += 1
     assert (view == 4).all()
+
+
+@pytest.mark.parametrize(
+    "touch", [lambda view: view[7].item(), lambda view: view.data.fill_(1)], ids=["read", "written"]
+)
+def test_what_was_touched_through_a_view_is_known_until_it_is_transferred_to(tmp_path: Path, touch) -> None:  # type: ignore[no-untyped-def]
+    with Arena([tmp_path], 2**21) as arena:
+        extent, there = arena.allocate(2**20), huge_tensor(2**20)
+        assert not arena.is_touched(extent, 0, 2**20)  # nobody maps it
+        view = mapped_tensor(arena, extent, torch.uint8, (2**20,))
+        arena.wait(arena.write(extent, there))
+        assert arena.is_touched(extent, 0, 2**20) is not arena.direct
+        touch(view)
+        assert arena.is_touched(extent, 0, 2**12)
+        arena.wait(arena.read(extent, there))
+        assert arena.is_touched(extent, 0, 2**12)
+        arena.wait(arena.write(extent, there))
+        assert arena.is_touched(extent, 0, 2**20) is not arena.direct
+        with pytest.raises(ValueError, match="the mapping has"):
+            arena.is_touched(extent, 2**20, 2**12)
