@@ -71,8 +71,9 @@ class SpilledGradients:
         Raises:
             StorageError: there is no room, or a transfer failed.
         """
-        for name in grads if self._sums else ():
-            self._sums.pop(name, None)
+        if self._sums is not None:
+            for name in grads:
+                self._sums.pop(name, None)
         adds = [name for name in grads if self._is_here(name)]
         if adds:
             direct = accumulated_directly()
