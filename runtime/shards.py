@@ -15,7 +15,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -27,39 +27,19 @@ from zerograph.core.plan import Bucket, Homes, Param, Plan
 from zerograph.core.slots import SLOT, SLOTS, slot_bytes
 from zerograph.core.units import format_bytes
 from zerograph.runtime.blocks import UNIT, Block, Place, Run
-from zerograph.runtime.buffers import BufferPool, aligned, torch_dtype
+from zerograph.runtime.buffers import BufferPool, torch_dtype
 from zerograph.runtime.extents import Extent
-from zerograph.runtime.host import HostMemory
+from zerograph.runtime.hosted import Copy, HostShards
 from zerograph.runtime.nvme import Arena, Priority, Ticket, huge_tensor
 from zerograph.runtime.spilled import SpilledGradients
 from zerograph.runtime.store import mapped_tensor
-from zerograph.runtime.torch_private import local_tensor, memory_is_unshared, set_local, versions
+from zerograph.runtime.torch_private import local_tensor, set_local, versions
 
 log = logging.getLogger(__name__)
 
 PARAMETER, COPY, GRADIENT = "parameter", "copy", "gradient"
 """What :meth:`ShardStore.extent` calls the parameters themselves, their copies in the compute dtype, and their
 gradients: no optimizer has these for a state's name."""
-
-
-@dataclass(slots=True)
-class _Copy:
-    """What is gathered in place of a parameter that left the device.
-
-    Attributes:
-        tensor: its values in the compute dtype, on the device; None where they are brought there for each gather.
-        dtype: the compute dtype.
-        seen: the parameter's versions when it had these values; None once something has stepped on it that versions do
-            not show.
-        cast: the values on the host, beside a parameter there of another dtype: what is brought to the device.
-        under_way: what brings ``tensor`` its values of now.
-    """
-
-    tensor: Tensor | None
-    dtype: torch.dtype
-    seen: tuple[int, int] | None
-    cast: Tensor | None = None
-    under_way: Future[None] | None = None
 
 
 @dataclass(slots=True)
@@ -84,7 +64,7 @@ class ShardStore:
 
     Attributes:
         arena: with everything that is on NVMe; None while nothing is.
-        host: beside the device; None where both are one memory.
+        host: what is there; None where its memory is the device's.
         changes: how often homes were given.
         half_done: by optimizer, why its last update changed a part of what is on NVMe; until it loads a checkpoint.
     """
@@ -92,7 +72,7 @@ class ShardStore:
     def __init__(self, params: Mapping[str, Tensor], open_arena: Callable[[int], Arena]) -> None:
         """``params`` are the outward parameters by name, now and later; ``open_arena`` makes room for so many bytes."""
         self._params, self._open = params, open_arena
-        self.host: HostMemory | None = None
+        self.host: HostShards | None = None
         self._blocks: dict[str, Block] = {}  # by parameter, of those of which anything is on NVMe
         self._away: dict[str, int] = {}  # by parameter that is itself on the host or NVMe, its address there
         self._on_host: set[str] = set()  # of these, those on the host
@@ -103,13 +83,10 @@ class ShardStore:
         self._early: dict[int, Extent] = {}  # by the address of its mapping, what was there before homes were given
         self._parameters: dict[Block, Extent] = {}
         self._copied: dict[Block, Extent] = {}
-        self._copies: dict[str, _Copy] = {}  # by parameter
+        self._copies: dict[str, Copy] = {}  # by parameter
         self._spilled: SpilledGradients | None = None
         self._ring: list[Tensor] = []
         self._fetched = BufferPool(huge_tensor)
-        self._copied_up = BufferPool(_memory)
-        self._arriving: list[Future[None]] = []  # gradients, at the host
-        self._arrived: dict[tuple[str, ...], Tensor] = {}  # by whose they are, memory of the last gradients
         self.arena: Arena | None = None
         self.changes = 0
         self.half_done: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
@@ -150,7 +127,7 @@ class ShardStore:
         for name in own if self._early else ():
             self._bring_back(name, moved)
 
-    def _there(self) -> HostMemory:
+    def _there(self) -> HostShards:
         assert self.host is not None  # where a plan has something on the host
         return self.host
 
@@ -163,14 +140,11 @@ class ShardStore:
             self._copy(name)
             if not described.sharded or name in self._away or not (away or described.trainable):
                 continue
-            param, dtype = self._params[name], torch_dtype(described.compute_dtype)
-            local = local_tensor(param).detach()  # on a split machine it is there already
-            copy = local.to(dtype, copy=True) if not away else None
-            cast = local.to(dtype) if away and described.is_master else None
-            self._away[name] = local.data_ptr()
+            copy = self._there().copy_of(described, away=away)
+            self._away[name] = local_tensor(self._params[name]).data_ptr()
             self._on_host.add(name)
-            if copy is not None or cast is not None:
-                self._copies[name] = _Copy(copy, dtype, versions(param), cast)
+            if copy is not None:
+                self._copies[name] = copy
             self.changes += 1
 
     def _house(self, bucket: Bucket, params: Sequence[Param], moved: Callable[[Tensor], None]) -> None:
@@ -265,7 +239,7 @@ class ShardStore:
         if described.is_master:
             dtype = torch_dtype(described.compute_dtype)
             copy = local.detach().to(dtype) if not away else None
-            self._copies[described.name] = _Copy(copy, dtype, versions(param) if not away else None)
+            self._copies[described.name] = Copy(copy, dtype, versions(param) if not away else None)
         early = self._early.pop(local.data_ptr(), None)
         if early is not None:
             self._extents.add(early)  # which is free when nobody maps it
@@ -306,7 +280,7 @@ class ShardStore:
             if not shard.numel() or shard.data_ptr() != self._away.get(name):
                 found[name] = shard
             elif copy is not None and copy.tensor is not None:
-                self._land(copy)
+                copy.land()
                 found[name] = copy.tensor
             elif name in self._on_host:
                 above[name] = shard.detach() if copy is None or copy.cast is None else copy.cast
@@ -319,10 +293,7 @@ class ShardStore:
             for run in block.reads(names):
                 found |= self._read(extent, block, dtype, run, fetch.under_way)
         if above:
-            room = self._copied_up.take(sum(aligned(source.nbytes) for source in above.values()))
-            for (name, source), target in zip(above.items(), _laid_out(room, above.values()), strict=True):
-                found[name] = target
-                fetch.copies.append(self._there().start(source, target))
+            found |= self._there().fetch(above, fetch.copies)
         fetch.shards = [found[p.name] for p in params]
         return fetch
 
@@ -339,21 +310,6 @@ class ShardStore:
             fetch.copies.pop().result()
         return fetch.shards
 
-    def _land(self, copy: _Copy) -> None:
-        """Let what is gathered of a copy on the device have its values."""
-        if copy.under_way is not None:
-            copy.under_way.result()  # if that raises, as Ctrl-C does, nobody takes the copy for whole
-            copy.under_way = None
-
-    def _upload(self, name: str, copy: _Copy) -> None:
-        """Begin to bring a copy on the device the values that its parameter has on the host."""
-        if copy.tensor is not None:
-            self._land(copy)
-            # A lone rank's gather is the copy itself: somebody may still look at it.
-            if not memory_is_unshared(copy.tensor):
-                copy.tensor = torch.empty_like(copy.tensor)
-            copy.under_way = self._there().start(local_tensor(self._params[name]).detach(), copy.tensor)
-
     def _read(
         self, extent: Extent, block: Block, dtype: torch.dtype, run: Run, under_way: list[Ticket]
     ) -> dict[str, Tensor]:
@@ -367,7 +323,7 @@ class ShardStore:
             found[name] = part.as_strided(like.shape, like.stride(), part.storage_offset())
         return found
 
-    def _fresh(self, name: str) -> _Copy | None:
+    def _fresh(self, name: str) -> Copy | None:
         """The copy that is gathered in place of a parameter, with its values of now; None where it has none."""
         copy = self._copy(name)
         if copy is None:
@@ -378,7 +334,7 @@ class ShardStore:
             if name in self._on_host:
                 if copy.cast is not None:
                     copy.cast.copy_(local_tensor(param).detach())
-                self._upload(name, copy)
+                self._there().upload(name, copy)
             elif copy.tensor is not None:
                 copy.tensor.copy_(local_tensor(param).detach())
             else:
@@ -397,7 +353,7 @@ class ShardStore:
             offset = (block.begins[name] + begin) * dtype.itemsize
             self.arena.wait(self.arena.write(self._copied[block], cast, offset=offset))
 
-    def _copy(self, name: str) -> _Copy | None:
+    def _copy(self, name: str) -> Copy | None:
         if name in self._away and local_tensor(self._params[name]).data_ptr() != self._away[name]:
             del self._away[name]  # model.to(dtype) has given it other memory
             self._on_host.discard(name)
@@ -427,14 +383,14 @@ class ShardStore:
         for name, copy in self._having_copies(params):
             copy.seen = versions(self._params[name])
             if name in self._on_host:
-                self._upload(name, copy)
+                self._there().upload(name, copy)
 
     def touched(self, params: Iterable[Tensor]) -> None:
         """Something has written to ``params`` that versions may not show: their copies are stale."""
         for _, copy in self._having_copies(params):
             copy.seen = None
 
-    def _having_copies(self, params: Iterable[Tensor]) -> Iterator[tuple[str, _Copy]]:
+    def _having_copies(self, params: Iterable[Tensor]) -> Iterator[tuple[str, Copy]]:
         if self._copies:
             names = self._names()
             known = (names.get(id(param), "") for param in params)
@@ -452,28 +408,11 @@ class ShardStore:
             StorageError: there is no room, or a transfer failed.
         """
         made = {p.name: grad for p, grad in zip(params, grads, strict=True)}
-        given = self._spill_to_host({name: grad for name, grad in made.items() if name in self._on_host})
+        there = {name: grad for name, grad in made.items() if name in self._on_host}
+        given: dict[str, Tensor | None] = dict(self._there().spill(there)) if there else {}
         given |= self._spill_to_nvme({name: grad for name, grad in made.items() if name in self._blocks})
         # model.to(dtype) has brought the others here.
         return [given.get(name, grad) for name, grad in made.items()]
-
-    def _spill_to_host(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-        if not grads:
-            return {}
-        key, size = tuple(grads), sum(aligned(grad.nbytes) for grad in grads.values())
-        room, found = self._arrived.get(key), dict[str, Tensor | None]()
-        # What is still a gradient, or is kept by the user in whatever tensor, is never written over.
-        if room is None or len(room) != size or not memory_is_unshared(room):
-            room = self._arrived[key] = _memory(size)
-        # Laid out as their parameters are: gradients may be slices of something, or expanded.
-        likes = [
-            torch.empty_like(local_tensor(self._params[name]), dtype=g.dtype, device="meta")
-            for name, g in grads.items()
-        ]
-        for (name, grad), home in zip(grads.items(), _laid_out(room, likes), strict=True):
-            self._arriving.append(self._there().start(grad, home))
-            found[name] = home.data  # with a version of its own: autograd adds to each
-        return found
 
     def _spill_to_nvme(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         if not grads:
@@ -499,15 +438,15 @@ class ShardStore:
         Raises:
             StorageError: a transfer failed.
         """
-        while self._arriving:
-            self._arriving.pop().result()
+        if self.host is not None:
+            self.host.wait_for_gradients()
         if self._spilled is not None:
             self._spilled.wait()
 
     def abandon(self) -> None:
         """A program failed: wait for what it wrote, whatever becomes of it."""
-        wait(self._arriving)
-        self._arriving.clear()
+        if self.host is not None:
+            self.host.abandon()
         if self._spilled is not None:
             self._spilled.abandon()
 
@@ -666,16 +605,3 @@ class ShardStore:
             "optimizer states": sum(extent.bytes for extent in states),
         }
         return {what: size for what, size in held.items() if size}
-
-
-@torch.inference_mode(False)  # an evaluation's memory serves training afterwards
-def _memory(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8)
-
-
-def _laid_out(room: Tensor, likes: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Dense tensors as ``likes``, one behind another in ``room``."""
-    place = 0
-    for like in likes:
-        yield room[place : place + like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
-        place += aligned(like.nbytes)
