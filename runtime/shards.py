@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 
 from zerograph.core.errors import StorageError
 from zerograph.core.plan import Bucket, Homes, Param, Plan
-from zerograph.core.slots import SLOT, SLOTS, slot_bytes
+from zerograph.core.slots import ITEM, SLOT, SLOTS, slot_bytes
 from zerograph.core.units import format_bytes
 from zerograph.runtime.blocks import UNIT, Block, Place, Run
 from zerograph.runtime.buffers import BufferPool, torch_dtype
@@ -59,6 +60,16 @@ class _Kind:
     given: set[int] = field(default_factory=set)
 
 
+class ReadsAhead(Protocol):
+    """An update that streams states through the store's slots."""
+
+    def read_ahead(self) -> None:
+        """Begin to read what comes first into all slots but the last."""
+
+    def forget(self) -> None:
+        """Leave the slots to others."""
+
+
 class ShardStore:
     """The homes of one backend's parameters; they are given once, by the first plan that has some for a parameter.
 
@@ -86,6 +97,8 @@ class ShardStore:
         self._copies: dict[str, Copy] = {}  # by parameter
         self._spilled: SpilledGradients | None = None
         self._ring: list[Tensor] = []
+        self.next_update: Callable[[], ReadsAhead | None] = lambda: None
+        self._ahead: ReadsAhead | None = None
         self._fetched = BufferPool(huge_tensor)
         self.arena: Arena | None = None
         self.changes = 0
@@ -419,7 +432,7 @@ class ShardStore:
             return {}
         assert self.arena is not None
         if self._spilled is None:
-            self._spilled = SpilledGradients(self._params, self.arena, self.ring, self._allocated)
+            self._spilled = SpilledGradients(self._params, self.arena, self._gradient_slots, self._allocated)
         by_block: dict[Block, dict[str, Tensor]] = {}
         given: dict[str, Tensor | None] = {}
         for name, grad in grads.items():
@@ -431,6 +444,19 @@ class ShardStore:
         for block, own in by_block.items():
             given |= self._spilled.spill(block, own)
         return given
+
+    def read_ahead(self) -> None:
+        """A backward begins: what the update behind it needs first may come now."""
+        update = self.next_update()
+        if update is not None and self._ahead is None:
+            self._ahead = update
+            update.read_ahead()
+
+    def take_slots(self, update: ReadsAhead | None = None) -> None:
+        """The slots are wanted, by ``update`` or somebody else, or what was read ahead may be old."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead is not update:
+            ahead.forget()
 
     def wait_for_gradients(self) -> None:
         """Return when all that :meth:`spill` began is done.
@@ -452,6 +478,7 @@ class ShardStore:
 
     def drop_pages(self) -> None:
         """Give back the memory of what somebody touched since the last step: a stock optimizer, a checkpoint."""
+        self.take_slots()  # a step that was skipped
         if self.arena is not None:
             self.arena.drop_pages(self._parameters.values())
 
@@ -574,9 +601,17 @@ class ShardStore:
                 self.arena.register(slot)
         return self._ring
 
+    @property
+    def _gradient_slots(self) -> list[Tensor]:
+        """Parts of the last slot: while gradients leave, states are read ahead into the others."""
+        *_, last = self.ring
+        size = len(last) // SLOTS // (UNIT * ITEM) * UNIT * ITEM
+        return [last[i * size : (i + 1) * size] for i in range(SLOTS)]
+
     def _slot(self) -> Tensor:
         """One of the ring, in which nothing is under way."""
         self.wait_for_gradients()
+        self.take_slots()
         return self.ring[0]
 
     def on_device(self, held: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
