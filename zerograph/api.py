@@ -115,11 +115,6 @@ class Backend:
                 "the memory of a CPU's host is its device's: nothing would leave it",
                 'tier="nvme" with path="/folder/on/a/disk"; for tests, machine= may be one with "split": true',
             )
-        if "nvme" in away and split:
-            raise UnsupportedError(
-                "the machine counts as split, and NVMe behind another memory is not reached yet",
-                'tier="host", or a machine that is not split',
-            )
         if split:
             self._store.host = HostShards(self._adoption.params)
         self._segments.prepare(device)
@@ -145,6 +140,7 @@ class Backend:
             runtime_for=runtime_for,
             agreement=ranks.agreement,
             tied=self._adoption.tied,
+            staging=self._planner.staging,
         )
 
     def _open_arena(self, size: int) -> Arena:

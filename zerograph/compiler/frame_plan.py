@@ -129,7 +129,7 @@ class Planner:
         if self._config.plan is None:
             found = restricted_to_step(found, step)
         require_plan(step, found, _REPLAYED if self._config.plan is not None else _REPORT)
-        self._require_room(on_nvme(found, self._moments, self._staging) if step.training else {})
+        self._require_room(on_nvme(found, self._moments, self.staging) if step.training else {})
         return found
 
     def _require_room(self, kept: Mapping[str, int]) -> None:
@@ -155,7 +155,8 @@ class Planner:
         return int(self.room * (1 - RESERVE))
 
     @property
-    def _staging(self) -> Tier:
+    def staging(self) -> Tier:
+        """The tier whose memory NVMe reads and writes."""
         return "host" if self._machine.has_host else "device"
 
     @property
@@ -180,7 +181,7 @@ class Planner:
         if self._config.offload == "auto" and sum(shard_bytes(p, self._world_size) for p in params) > self._budget:
             homes = farthest(self._config)
         if homes.parameters == "nvme":
-            shards = Shards.of(params, self._world_size, self._moments, self._staging)
+            shards = Shards.of(params, self._world_size, self._moments, self.staging)
             # They lie apart at first, and are then copied to their buckets' places.
             self._require_room({"parameters, twice": 2 * shards.fetched, "optimizer states": shards.optimizer})
         return homes
@@ -215,7 +216,7 @@ class Planner:
         Where plans are searched, other ranks may be searching: this one then takes part in their agreement.
         """
         if not self._config.searches or not step.training:
-            self._require_room(on_nvme(plan, self._moments, self._staging))
+            self._require_room(on_nvme(plan, self._moments, self.staging))
             return True
         if found is not None:
             self._found = (step, found)
@@ -278,7 +279,8 @@ class Planner:
         return known
 
     def _searched(self, step: Step, states: int) -> Found:
-        wish = Wish.of(self._config, self._world_size, executable=Executable.on(self._machine))
+        runs = Executable.on(self._machine, nvme=bool(self._config.path))
+        wish = Wish.of(self._config, self._world_size, executable=runs)
         search, budget = Search(step, wish, self._machine, states=states, moments=self._moments), self.budget
         found = search.within(budget)
         if found is None:

@@ -50,7 +50,8 @@ class Config:
             from 0 to 1: that share of the layers fully, evenly spread, the others as in "auto".
         offload: what leaves the device between its uses, each with those before it: nothing ("none"), optimizer states,
             gradients, parameters; "auto" chooses per bucket what has to leave for the step to fit ``memory``.
-        tier: where it goes, "host" or "nvme"; None leaves that to the planner, which on a CPU has NVMe alone.
+        tier: where it goes, "host" or "nvme"; None leaves that to the planner, which on a CPU has NVMe alone, unless
+            its machine is split.
         path: folders on NVMe, over which what goes there is striped.
         nvme: bytes that a rank reserves there; None is what the plan needs, if the folders have that.
         compute: "inductor" compiles the segments between collectives; "eager" runs the same program uncompiled.
@@ -94,12 +95,19 @@ class Config:
     def away(self) -> frozenset[Tier]:
         """The tiers beside the device that something lives on between its uses."""
         replayed = [bucket.homes.away for bucket in self.plan.plan.buckets] if self.plan is not None else []
-        return frozenset[Tier]().union(*replayed, {self.target} if self.offload != "none" else ())
+        chosen = {self.target} if self.offload != "none" else set()
+        if chosen and self.tier is None and self.searches and self._split:
+            chosen.add("host")
+        return frozenset[Tier]().union(*replayed, chosen)
 
     @property
     def target(self) -> Tier:
-        """Where ``offload`` moves what leaves: to ``tier``, or what a backend can run."""
-        return self.tier or ("host" if self.machine is not None and self.machine.split else "nvme")
+        """The farthest that ``offload`` moves what leaves: to ``tier``, or what a backend can run."""
+        return self.tier or ("host" if self._split and not self.path else "nvme")
+
+    @property
+    def _split(self) -> bool:
+        return self.machine is not None and self.machine.split
 
     @property
     def casts(self) -> bool:
