@@ -52,6 +52,7 @@ class Config:
             gradients, parameters; "auto" chooses per bucket what has to leave for the step to fit ``memory``.
         tier: where it goes, "host" or "nvme"; None leaves that to the planner, which on a CPU has NVMe alone, unless
             its machine is split.
+        host_memory: bytes of the host's memory that a rank may use; None is its share of what is free.
         path: folders on NVMe, over which what goes there is striped.
         nvme: bytes that a rank reserves there; None is what the plan needs, if the folders have that.
         compute: "inductor" compiles the segments between collectives; "eager" runs the same program uncompiled.
@@ -73,6 +74,7 @@ class Config:
     recompute: Recompute = "auto"
     offload: Offload | Literal["auto"] = "none"
     tier: Literal["host", "nvme"] | None = None
+    host_memory: int | None = None
     path: tuple[str, ...] = ()
     nvme: int | None = None
     compute: Literal["inductor", "eager"] = "inductor"
@@ -195,12 +197,21 @@ class Config:
             f"{' and '.join(given)} given, and nothing goes to NVMe",
             'say what goes there: offload="optimizer", or offload="auto" with memory=',
         )
+        _require(
+            "host" in self.away or self.host_memory is None,
+            "host_memory given, and nothing goes to the host",
+            "leave it out: memory= is the device's, which on a CPU is the host's",
+        )
+
+
+_SIZES = (("bucket_size", "32MiB"), ("memory", "70GiB"), ("host_memory", "100GiB"), ("nvme", "500GiB"))
+"""Arguments that are bytes, with an example."""
 
 
 def _sizes(options: dict[str, Any]) -> dict[str, int]:
     return {
         name: _size(name, options[name], example)
-        for name, example in (("bucket_size", "32MiB"), ("memory", "70GiB"), ("nvme", "500GiB"))
+        for name, example in _SIZES
         if name in options and (name == "bucket_size" or options[name] is not None)
     }
 
