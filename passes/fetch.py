@@ -5,8 +5,9 @@ and the gather follows where its bucket is needed,
 
     pending = zg.fetch(shards, bucket); ...; here = zg.wait_fetch(pending, shards, bucket); zg.gather(here, bucket)
 
-as a gather that waits for the disk would keep the device from computing. Safe for the reason that a gather may move:
-shards do not change within a graph. What is fetched belongs to the gather alone.
+as a gather that waits for the disk would keep the device from computing. Whether shards pass through the host's memory
+on their way is lowering's to know. Safe for the reason that a gather may move: shards do not change within a
+graph. What is fetched belongs to the gather alone.
 """
 
 from __future__ import annotations

@@ -73,6 +73,9 @@ class Executor:
         self.cache, self.hold, self.telemetry = runtime.cache, runtime.hold, runtime.telemetry
         self.store = runtime.store
         self.fetched = {i.bucket for i in program.instructions if isinstance(i, Read | Fetch)}
+        written = {r for i in program.instructions if isinstance(i, Write) for r in i.reads}
+        self.read = {r for i in program.instructions if isinstance(i, Read) for r in i.writes}
+        self.staged = {r for i in program.instructions if isinstance(i, Spill) for r in i.writes if r in written}
         self.spills = any(isinstance(i, Write | Spill) for i in program.instructions)
         # No gather of such a backward finds its bucket freed: what the transport keeps is of no use before the forward.
         again = (i.bucket for i in program.instructions if isinstance(i, Gather))
@@ -183,10 +186,19 @@ class Executor:
             if self.program.kind == "backward" and not self.cache.gathers_again(instruction.bucket):
                 self.comm.trim()  # it would wait for the next forward
 
-    def _fetch(self, instruction: Read | Fetch, registers: list[Any]) -> None:
+    def _read(self, instruction: Read | Fetch, registers: list[Any]) -> None:
         whole = self.cache.lookup(instruction.bucket, instruction.params) is not None
         shards = [registers[r] for r in instruction.reads]
-        registers[instruction.writes[0]] = None if whole else self.store.start_fetch(instruction.params, shards)
+        registers[instruction.writes[0]] = None if whole else self.store.start_read(instruction.params, shards)
+
+    def _fetch(self, instruction: Fetch, registers: list[Any]) -> None:
+        (out,) = instruction.writes
+        if instruction.reads[0] in self.read:  # on its way from NVMe
+            registers[out] = registers[instruction.reads[0]]
+        else:
+            self._read(instruction, registers)
+        if registers[out] is not None:
+            registers[out] = self.store.lift(registers[out])
 
     def _wait_fetch(self, instruction: WaitFetch, registers: list[Any]) -> None:
         pending = registers[instruction.pending]
@@ -197,7 +209,8 @@ class Executor:
     def _spill(self, instruction: Write | Spill, registers: list[Any]) -> None:
         grads: list[Tensor] = [registers[r] for r in instruction.reads]
         # What no_sync holds back is whole, and here; autograd gets marks in its place.
-        there = grads if self.hold.active else self.store.spill(instruction.params, grads)
+        moves = self.store.stage if instruction.writes[0] in self.staged else self.store.spill
+        there = grads if self.hold.active else moves(instruction.params, grads)
         for register, tensor in zip(instruction.writes, there, strict=True):
             registers[register] = tensor
 
@@ -225,7 +238,7 @@ _METHODS: dict[type, str] = {
     Free: "_free",
     Reduce: "_reduce",
     WaitReduce: "_wait_reduce",
-    Read: "_fetch",
+    Read: "_read",
     Fetch: "_fetch",
     WaitFetch: "_wait_fetch",
     Write: "_spill",

@@ -8,6 +8,7 @@ run without a GPU: whoever does not wait for a copy reads not-a-number.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -20,16 +21,29 @@ class HostMemory:
     def __init__(self) -> None:
         self._threads: dict[int, ThreadPoolExecutor] = {}  # by process: a fork has none of its parent's
 
-    def start(self, source: Tensor, target: Tensor) -> Future[None]:
+    def start(self, source: Tensor, target: Tensor, arrived: Callable[[], None] = lambda: None) -> Future[None]:
         """Begin to copy ``source`` to ``target``; nobody may write to either, or read the second, until ``result()`` of
-        what is returned."""
+        what is returned. ``arrived`` is called first, in the thread, and returns when ``source`` has its values."""
+        target.fill_(torch.nan)
+
+        def job() -> None:
+            arrived()
+            _copy(target, source)
+
+        return self.run(job)
+
+    def run(self, job: Callable[[], None]) -> Future[None]:
+        """Have ``job`` done where copies are made, after all that was begun before."""
         thread = self._threads.get(os.getpid())
         if thread is None:
             thread = self._threads[os.getpid()] = ThreadPoolExecutor(1, thread_name_prefix="zerograph-copy")
-        target.fill_(torch.nan)
-        return thread.submit(_copy, target, source)
+        return thread.submit(_run, job)
 
 
 @torch.inference_mode()  # in which tensors of the caller's may be made, and which threads do not inherit
+def _run(job: Callable[[], None]) -> None:
+    job()
+
+
 def _copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source)

@@ -1,19 +1,22 @@
-"""What of a backend's parameters is in the host's memory: shards that programs fetch, copies on the device that follow
-them, and gradients that a backward spills."""
+"""What of a backend's parameters is in the host's memory beside a device's: shards that programs fetch, copies on the
+device that follow them, gradients that a backward spills, and what passes there on its way to and from NVMe."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from zerograph.core.plan import Param
+from zerograph.core.plan import Homes, Param
 from zerograph.runtime.buffers import BufferPool, aligned, torch_dtype
 from zerograph.runtime.host import HostMemory
 from zerograph.runtime.torch_private import local_tensor, memory_is_unshared, versions
+
+K = TypeVar("K")
 
 
 @dataclass(slots=True)
@@ -25,7 +28,8 @@ class Copy:
         dtype: the compute dtype.
         seen: the parameter's versions when it had these values; None once something has stepped on it that versions do
             not show.
-        cast: the values on the host, beside a parameter there of another dtype: what is brought to the device.
+        cast: the values on the host, where the parameter has another dtype, or is on NVMe: what is brought to the
+            device.
         under_way: what brings ``tensor`` its values of now.
     """
 
@@ -41,58 +45,78 @@ class Copy:
             self.under_way.result()  # if that raises, as Ctrl-C does, nobody takes the copy for whole
             self.under_way = None
 
+    def renew(self) -> None:
+        """Let ``tensor`` be memory that may be written over: a lone rank's gather is the copy itself, and somebody may
+        still look at it."""
+        if self.tensor is not None:
+            self.land()
+            if not memory_is_unshared(self.tensor):
+                self.tensor = torch.empty_like(self.tensor)
+
 
 class HostShards:
-    """What one store has there, and moves between there and the device."""
+    """What one store has there, and moves between there and the device.
+
+    Attributes:
+        memory: makes the copies.
+    """
 
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         """``params`` are the outward parameters by name."""
-        self._params, self._memory = params, HostMemory()
-        self._fetched = BufferPool(_memory)
+        self._params, self.memory = params, HostMemory()
+        self._fetched, self._staged = BufferPool(_memory), BufferPool(_memory)
         self._arriving: list[Future[None]] = []  # gradients
         self._arrived: dict[tuple[str, ...], Tensor] = {}  # by whose they are, memory of the last gradients
 
-    def copy_of(self, described: Param, *, away: bool) -> Copy | None:
-        """What is gathered of a parameter that is on the host from now on: on the device, or if its shards are to be
-        ``away`` from there, beside it; None where that is the parameter itself."""
+    def copy_of(self, described: Param, homes: Homes) -> Copy | None:
+        """What is gathered of a parameter that is off the device from now on, of values that are now in memory: on the
+        device or on the host; None where that is the parameter itself."""
         param, dtype = self._params[described.name], torch_dtype(described.compute_dtype)
-        local = local_tensor(param).detach()  # on a split machine it is there already
-        if not away:
+        local = local_tensor(param).detach()  # on a split machine it is on the host already
+        if homes.parameters == "device":
             return Copy(local.to(dtype, copy=True), dtype, versions(param))
-        return Copy(None, dtype, versions(param), local.to(dtype)) if described.is_master else None
+        # What is not trained is not updated, and so lives where it is gathered from.
+        apart = described.trainable and homes.parameters != homes.optimizer
+        return Copy(None, dtype, versions(param), local.to(dtype, copy=True)) if apart or described.is_master else None
 
     def upload(self, name: str, copy: Copy) -> None:
-        """Begin to bring a copy on the device the values that its parameter has on the host."""
+        """Begin to bring a copy on the device the values that its parameter has off it."""
+        copy.renew()
         if copy.tensor is not None:
-            copy.land()
-            # A lone rank's gather is the copy itself: somebody may still look at it.
-            if not memory_is_unshared(copy.tensor):
-                copy.tensor = torch.empty_like(copy.tensor)
-            copy.under_way = self._memory.start(local_tensor(self._params[name]).detach(), copy.tensor)
+            copy.under_way = self.memory.start(local_tensor(self._params[name]).detach(), copy.tensor)
 
-    def fetch(self, sources: Mapping[str, Tensor], under_way: list[Future[None]]) -> dict[str, Tensor]:
-        """Begin to copy shards to memory on the device."""
+    def fetch(
+        self, sources: Mapping[K, Tensor], arrived: Callable[[], None], under_way: list[Future[None]]
+    ) -> dict[K, Tensor]:
+        """Begin to copy shards to memory on the device, which are on the host when ``arrived`` returns."""
         room, found = self._fetched.take(sum(aligned(source.nbytes) for source in sources.values())), {}
-        for (name, source), target in zip(sources.items(), _laid_out(room, sources.values()), strict=True):
-            found[name] = target
-            under_way.append(self._memory.start(source, target))
+        for (key, source), target in zip(sources.items(), _laid_out(room, sources.values()), strict=True):
+            found[key] = target
+            under_way.append(self.memory.start(source, target, arrived))
         return found
 
     def spill(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Begin to copy gradients to the host; returns what autograd gets in their places."""
-        key, size, found = tuple(grads), sum(aligned(grad.nbytes) for grad in grads.values()), {}
+        """Begin to copy gradients to the host, where they stay; returns what autograd gets in their places."""
+        key, size = tuple(grads), _bytes(grads)
         room = self._arrived.get(key)
         # What is still a gradient, or is kept by the user in whatever tensor, is never written over.
         if room is None or len(room) != size or not memory_is_unshared(room):
             room = self._arrived[key] = _memory(size)
+        # With versions of their own: autograd adds to each.
+        return {name: home.data for name, home in self._down(grads, room).items()}
+
+    def stage(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Begin to copy gradients to the host, from where they are written."""
+        return self._down(grads, self._staged.take(_bytes(grads)))
+
+    def _down(self, grads: Mapping[str, Tensor], room: Tensor) -> dict[str, Tensor]:
         # Laid out as their parameters are: gradients may be slices of something, or expanded.
         likes = [
             torch.empty_like(local_tensor(self._params[name]), dtype=g.dtype, device="meta")
             for name, g in grads.items()
         ]
-        for (name, grad), home in zip(grads.items(), _laid_out(room, likes), strict=True):
-            self._arriving.append(self._memory.start(grad, home))
-            found[name] = home.data  # with a version of its own: autograd adds to each
+        found = dict(zip(grads, _laid_out(room, likes), strict=True))
+        self._arriving += [self.memory.start(grad, found[name]) for name, grad in grads.items()]
         return found
 
     def wait_for_gradients(self) -> None:
@@ -109,6 +133,10 @@ class HostShards:
 @torch.inference_mode(False)  # an evaluation's memory serves training afterwards
 def _memory(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8)
+
+
+def _bytes(grads: Mapping[str, Tensor]) -> int:
+    return sum(aligned(grad.nbytes) for grad in grads.values())
 
 
 def _laid_out(room: Tensor, likes: Iterable[Tensor]) -> Iterator[Tensor]:

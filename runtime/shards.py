@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zerograph.core.errors import StorageError
+from zerograph.core.machine import Tier
 from zerograph.core.plan import Bucket, Homes, Param, Plan
 from zerograph.core.slots import ITEM, SLOT, SLOTS, slot_bytes
 from zerograph.core.units import format_bytes
@@ -45,10 +46,18 @@ gradients: no optimizer has these for a state's name."""
 
 @dataclass(slots=True)
 class Fetch:
-    """Shards, of which some may be on their way from NVMe or the host."""
+    """Shards, of which some may be on their way to the device.
+
+    Attributes:
+        under_way: reads from NVMe.
+        on_host: places in ``shards`` of those that are on the host, or are read to there, and are to be copied from
+            there.
+        copies: from there.
+    """
 
     shards: list[Tensor]
     under_way: list[Ticket] = field(default_factory=list)
+    on_host: list[int] = field(default_factory=list)
     copies: list[Future[None]] = field(default_factory=list)
 
 
@@ -85,6 +94,7 @@ class ShardStore:
         self._params, self._open = params, open_arena
         self.host: HostShards | None = None
         self._blocks: dict[str, Block] = {}  # by parameter, of those of which anything is on NVMe
+        self._gradients: dict[Block, Tier] = {}  # where those of its parameters go
         self._away: dict[str, int] = {}  # by parameter that is itself on the host or NVMe, its address there
         self._on_host: set[str] = set()  # of these, those on the host
         # By bucket, name and dtype. Not by parameter and name alone: two optimizers may hold one parameter.
@@ -109,9 +119,10 @@ class ShardStore:
     ) -> None:
         """Give homes to the parameters of ``plan`` that have none yet.
 
-        On the host are all parameters that are updated there. To NVMe with their states alone only float32 parameters
-        leave of which 16 bits compute: they are masters, of which programs gather copies. A copy of others would take
-        the same room, or more.
+        On the host are all parameters that are updated there, and untrained ones that live there. On NVMe are all whose
+        states are, where the host has another memory than the device. Where it has not, with their states alone only
+        float32 parameters leave of which 16 bits compute: they are masters, of which programs gather copies. A copy of
+        others would take the same room, or more.
 
         Args:
             moments: tensors of float32 that an optimizer keeps of each parameter, for which room is reserved.
@@ -124,8 +135,8 @@ class ShardStore:
         own = {param.name: bucket.homes for bucket in plan.buckets for param in bucket.params}
         masters = any(p.is_master for b in plan.buckets for p in b.params)
         for bucket in plan.buckets:
-            if bucket.homes.optimizer == "host":
-                self._move_to_host(bucket)
+            if "host" in (bucket.homes.parameters, bucket.homes.optimizer):
+                self._move_to_host(bucket, moved)
             if bucket.homes.optimizer != "nvme":
                 continue
             new = [p for p in bucket.params if p.sharded and p.name not in self._blocks]
@@ -144,16 +155,17 @@ class ShardStore:
         assert self.host is not None  # where a plan has something on the host
         return self.host
 
-    def _move_to_host(self, bucket: Bucket) -> None:
-        """Give parameters of a bucket their home on the host, where they are updated; what is gathered of them follows,
-        on the device or beside them."""
-        away = bucket.homes.parameters == "host"
+    def _move_to_host(self, bucket: Bucket, moved: Callable[[Tensor], None]) -> None:
+        """Give parameters of a bucket their home on the host, where they are updated, or live and are not; what is
+        gathered of them follows, on the device or beside them."""
+        homes = bucket.homes
         for described in bucket.params:
-            name = described.name
+            name, home = described.name, homes.optimizer if described.trainable else homes.parameters
             self._copy(name)
-            if not described.sharded or name in self._away or not (away or described.trainable):
+            if not described.sharded or name in self._away or home != "host":
                 continue
-            copy = self._there().copy_of(described, away=away)
+            self._bring_back(name, moved)
+            copy = self._there().copy_of(described, homes)
             self._away[name] = local_tensor(self._params[name]).data_ptr()
             self._on_host.add(name)
             if copy is not None:
@@ -165,7 +177,7 @@ class ShardStore:
         counts = {p.name: local_tensor(self._params[p.name]).numel() for p in params}
         block = Block.of(bucket.name, torch_dtype(params[0].dtype), counts)
         away = bucket.homes.parameters == "nvme"
-        leaving = [p for p in params if away or p.is_master]
+        leaving = [p for p in params if away or p.is_master or self.host is not None]
         if leaving:
             size = block.elements * block.dtype.itemsize
             extent = self._allocated(size, f"parameters of bucket {block.name}")
@@ -180,9 +192,10 @@ class ShardStore:
         if away and any(p.is_master for p in leaving):
             self._copied[block] = self._allocated(block.elements * 2, f"copies of bucket {block.name}")
         for param in leaving:
-            self._leave(param, block, away)
+            self._leave(param, block, bucket.homes)
             moved(self._params[param.name])
         self._blocks.update(dict.fromkeys(block.begins, block))
+        self._gradients[block] = bucket.homes.gradients
 
     def reserve(
         self, own: Mapping[str, Homes], rest: Homes, masters: bool, moments: int, *, early: bool = False
@@ -207,7 +220,7 @@ class ShardStore:
             if homes.optimizer != "nvme":
                 continue
             away = homes.parameters == "nvme"
-            copied = masters and param.dtype == torch.float32
+            copied = (masters and param.dtype == torch.float32) or (self.host is not None and param.requires_grad)
             each = param.itemsize * ((away or copied) + early) + torch.bfloat16.itemsize * (away and copied)
             if param.requires_grad:
                 # Of 16 bits an optimizer may keep a master.
@@ -243,16 +256,22 @@ class ShardStore:
             flat = local.detach().as_strided((local.numel(),), (1,))  # dense, in whatever order
             self.arena.wait(self.arena.write(extent, flat, offset=offset))
 
-    def _leave(self, described: Param, block: Block, away: bool) -> None:
-        """Let a parameter be what its bucket's extent holds of it; of a master, keep a copy that computes."""
+    def _leave(self, described: Param, block: Block, homes: Homes) -> None:
+        """Let a parameter be what its bucket's extent holds of it; keep a copy that computes where it is a master, or
+        its home is nearer."""
         assert self.arena is not None
         param = self._params[described.name]
         local, extent = local_tensor(param), self._parameters[block]
         offset = block.begins[described.name] * param.dtype.itemsize
-        if described.is_master:
-            dtype = torch_dtype(described.compute_dtype)
-            copy = local.detach().to(dtype) if not away else None
-            self._copies[described.name] = Copy(copy, dtype, versions(param) if not away else None)
+        copy, dtype = None, torch_dtype(described.compute_dtype)
+        if homes.parameters == "nvme" and described.is_master:
+            copy = Copy(None, dtype, None)
+        elif homes.parameters != "nvme" and self.host is not None:
+            copy = self.host.copy_of(described, homes)
+        elif described.is_master:
+            copy = Copy(local.detach().to(dtype), dtype, versions(param))
+        if copy is not None:
+            self._copies[described.name] = copy
         early = self._early.pop(local.data_ptr(), None)
         if early is not None:
             self._extents.add(early)  # which is free when nobody maps it
@@ -281,11 +300,16 @@ class ShardStore:
     # ---- what programs gather
 
     def start_fetch(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Fetch:
-        """Begin to bring here what programs gather of ``params``, whose outward ``shards`` are given."""
+        """Begin to bring to the device what programs gather of ``params``, whose outward ``shards`` are given."""
+        return self.lift(self.start_read(params, shards))
+
+    def start_read(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Fetch:
+        """Begin to bring from NVMe to the host, or to a device that has no other memory, what :meth:`lift` brings to
+        the device."""
         if not self._away:
             return Fetch(list(shards))
         fetch, reads, found = Fetch([]), dict[Extent, tuple[Block, torch.dtype, list[str]]](), dict[str, Tensor]()
-        above: dict[str, Tensor] = {}  # on the host
+        on_host = set[str]()
         for param, shard in zip(params, shards, strict=True):
             name = param.name
             copy = self._fresh(name)
@@ -295,8 +319,12 @@ class ShardStore:
             elif copy is not None and copy.tensor is not None:
                 copy.land()
                 found[name] = copy.tensor
+            elif copy is not None and copy.cast is not None:
+                found[name] = copy.cast
+                on_host.add(name)
             elif name in self._on_host:
-                above[name] = shard.detach() if copy is None or copy.cast is None else copy.cast
+                found[name] = shard.detach()
+                on_host.add(name)
             else:
                 block = self._blocks[name]
                 kept = (self._parameters[block], block.dtype)
@@ -305,10 +333,26 @@ class ShardStore:
         for extent, (block, dtype, names) in reads.items():
             for run in block.reads(names):
                 found |= self._read(extent, block, dtype, run, fetch.under_way)
-        if above:
-            found |= self._there().fetch(above, fetch.copies)
+            if self.host is not None:
+                on_host.update(names)
         fetch.shards = [found[p.name] for p in params]
+        fetch.on_host = [place for place, p in enumerate(params) if p.name in on_host]
         return fetch
+
+    def lift(self, fetch: Fetch) -> Fetch:
+        """Begin to copy to the device what of ``fetch`` is on the host, or will be."""
+        if fetch.on_host:
+            reads, fetch.under_way = fetch.under_way, []
+            sources = {place: fetch.shards[place] for place in fetch.on_host}
+            targets = self._there().fetch(sources, lambda: self._wait_for(reads), fetch.copies)
+            fetch.shards = [targets.get(place, shard) for place, shard in enumerate(fetch.shards)]
+            fetch.on_host = []
+        return fetch
+
+    def _wait_for(self, reads: Sequence[Ticket]) -> None:
+        for ticket in reads:
+            assert self.arena is not None
+            self.arena.wait(ticket)
 
     def finish_fetch(self, fetch: Fetch) -> list[Tensor]:
         """The shards, in the dtype that they live in.
@@ -316,9 +360,7 @@ class ShardStore:
         Raises:
             StorageError: a transfer failed.
         """
-        while fetch.under_way:
-            assert self.arena is not None
-            self.arena.wait(fetch.under_way.pop())
+        self._wait_for(fetch.under_way)
         while fetch.copies:
             fetch.copies.pop().result()
         return fetch.shards
@@ -344,10 +386,10 @@ class ShardStore:
         param = self._params[name]
         now = versions(param)
         if copy.seen != now:
-            if name in self._on_host:
-                if copy.cast is not None:
-                    copy.cast.copy_(local_tensor(param).detach())
-                self._there().upload(name, copy)
+            if copy.cast is not None:
+                copy.cast.copy_(local_tensor(param).detach())
+            elif copy.tensor is not None and self.host is not None:
+                self.host.upload(name, copy)
             elif copy.tensor is not None:
                 copy.tensor.copy_(local_tensor(param).detach())
             else:
@@ -379,7 +421,21 @@ class ShardStore:
         copy = self._copy(name)
         if copy is None:
             return None
-        return copy.cast if name in self._on_host else copy.tensor
+        # On a split machine an update on the host writes what is there; what is elsewhere follows.
+        if self.host is not None:
+            return copy.cast if name in self._on_host else None
+        return copy.tensor
+
+    def begin_to_follow(self, name: str) -> Tensor | None:
+        """The copy, flat, that is to be brought the values that an update streams of a parameter on NVMe; None where
+        it has none, or streams that too. It counts as stale until :meth:`updated` says otherwise."""
+        copy = self._copy(name) if self.host is not None else None
+        if copy is None:
+            return None
+        copy.seen = None
+        copy.renew()
+        found = copy.tensor if copy.cast is None else copy.cast
+        return found.as_strided((found.numel(),), (1,)) if found is not None else None
 
     def streamed(self, param: Tensor) -> tuple[tuple[str, torch.dtype], ...]:
         """What is on NVMe of ``param`` besides states: it itself, and its copy."""
@@ -387,7 +443,8 @@ class ShardStore:
         copy = self._copy(name)
         if name not in self._away or name in self._on_host:
             return ()
-        copies = ((COPY, copy.dtype),) if copy is not None and copy.tensor is None else ()
+        streams = copy is not None and copy.tensor is None and copy.cast is None
+        copies = ((COPY, copy.dtype),) if copy is not None and streams else ()
         return ((PARAMETER, param.dtype), *copies)
 
     def updated(self, params: Iterable[Tensor]) -> None:
@@ -421,18 +478,28 @@ class ShardStore:
             StorageError: there is no room, or a transfer failed.
         """
         made = {p.name: grad for p, grad in zip(params, grads, strict=True)}
-        there = {name: grad for name, grad in made.items() if name in self._on_host}
-        given: dict[str, Tensor | None] = dict(self._there().spill(there)) if there else {}
-        given |= self._spill_to_nvme({name: grad for name, grad in made.items() if name in self._blocks})
+        away: dict[Tier, dict[str, Tensor]] = {}
+        for name, grad in made.items():
+            home: Tier = "host" if name in self._on_host else "device"
+            if name in self._blocks:
+                home = self._gradients[self._blocks[name]]
+            away.setdefault(home, {})[name] = grad
+        given: dict[str, Tensor | None] = dict(self._there().spill(away["host"])) if "host" in away else {}
+        given |= self._spill_to_nvme(away.get("nvme", {}))
         # model.to(dtype) has brought the others here.
         return [given.get(name, grad) for name, grad in made.items()]
+
+    def stage(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor]:
+        """Begin to copy gradients to the host, from where :meth:`spill` moves them on."""
+        return list(self._there().stage({p.name: grad for p, grad in zip(params, grads, strict=True)}).values())
 
     def _spill_to_nvme(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         if not grads:
             return {}
         assert self.arena is not None
         if self._spilled is None:
-            self._spilled = SpilledGradients(self._params, self.arena, self._gradient_slots, self._allocated)
+            copies = self.host.memory if self.host is not None else None
+            self._spilled = SpilledGradients(self._params, self.arena, self._gradient_slots, self._allocated, copies)
         by_block: dict[Block, dict[str, Tensor]] = {}
         given: dict[str, Tensor | None] = {}
         for name, grad in grads.items():
@@ -496,6 +563,10 @@ class ShardStore:
         """Where the last gradients of ``block`` are, and the address of their mapping; None where they are in memory,
         or nobody holds them."""
         return self._spilled.home(block) if self._spilled is not None else None
+
+    def stay(self, block: Block) -> bool:
+        """Whether the gradients of ``block`` are on a device that has another memory than the host, which updates."""
+        return self.host is not None and self._gradients[block] == "device"
 
     def squares(self, address: int) -> list[float] | None:
         """Sums of squares of the gradient at ``address`` (see :mod:`~zerograph.runtime.spilled`); else None."""

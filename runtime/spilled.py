@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as finished
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,6 +20,7 @@ from zerograph import _core
 from zerograph.core.errors import StorageError
 from zerograph.runtime.blocks import UNIT, Block, Run
 from zerograph.runtime.extents import Extent
+from zerograph.runtime.host import HostMemory
 from zerograph.runtime.nvme import Arena, Ticket, huge_tensor
 from zerograph.runtime.store import mapped_tensor
 from zerograph.runtime.torch_private import (
@@ -49,9 +53,11 @@ class SpilledGradients:
         arena: Arena,
         ring: Sequence[Tensor],
         allocate: Callable[[int, str], Extent],
+        host: HostMemory | None = None,
     ) -> None:
         """``params`` are the outward parameters by name; ``ring`` are registered slots; ``allocate`` makes an extent of
-        so many bytes for what it says."""
+        so many bytes for what it says; ``host``, where that is another memory than the device's, brings gradients to
+        the slots."""
         self._params, self._arena, self._ring, self._allocate = params, arena, ring, allocate
         self._extents: dict[Block, Extent] = {}  # where new gradients are written
         self._left: list[Extent] = []  # where others are, which the user kept
@@ -60,7 +66,8 @@ class SpilledGradients:
         self._under_way: list[Ticket | None] = [None] * len(ring)
         self._turn = 0
         self._sums: dict[str, list[float]] | None = None  # of gradients as they left; None until somebody asks
-        self._written: list[int] = []  # when the files were, at the end of the last spill
+        self._stamp: list[int] = []  # when the files were last written to, at the end of the last spill
+        self._host, self._begun = host, list[Future[None]]()
 
     def spill(self, block: Block, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """Begin to write gradients of parameters of ``block``; they are free to go.
@@ -86,11 +93,11 @@ class SpilledGradients:
             extent = self._extents[block] = self._made(block)
         for into in dict.fromkeys(self._given[name].extent for name in adds):
             for run in block.runs([name for name in adds if self._given[name].extent is into]):
-                self._move(block, into, run, grads, add=True)
+                self._begin(partial(self._move, block, into, run, grads, add=True))
         for run in block.runs(fresh):
             assert extent is not None
-            self._move(block, extent, run, grads, add=False)
-        if self._sums is not None:
+            self._begin(partial(self._move, block, extent, run, grads, add=False))
+        if self._sums is not None and self._host is None:
             self._sums |= {name: _squares(self._flat(name, grads[name])) for name in fresh}
         return {name: None if name in adds else self._give(block, name) for name in grads}
 
@@ -116,7 +123,7 @@ class SpilledGradients:
     def _is_touched(self, name: str, given: _Given) -> bool:
         # Pages that were touched may be gone again, but then the files are newer. These tick in milliseconds, in which
         # no page goes.
-        if self._written != self._arena.modified():
+        if self._stamp != self._arena.modified():
             return True
         block, size = given.block, given.block.dtype.itemsize
         begin, end = block.begins[name] * size, block.ends[name] * size
@@ -138,14 +145,14 @@ class SpilledGradients:
         Raises:
             StorageError: a transfer failed.
         """
-        wrote = any(self._under_way)
-        for turn in range(len(self._ring)):
-            self._settle(turn)
-        if wrote:
-            self._written = self._arena.modified()
+        while self._begun:
+            self._begun.pop(0).result()
+        self._written()
 
     def abandon(self) -> None:
         """Wait for what is under way, whatever becomes of it."""
+        finished(self._begun)
+        self._begun.clear()
         for turn in range(len(self._ring)):
             with contextlib.suppress(StorageError):  # the first error is on its way to the caller
                 self._settle(turn)
@@ -198,12 +205,19 @@ class SpilledGradients:
         self._names[flat.data_ptr()] = name
         return flat.as_strided(like.shape, like.stride())
 
+    def _begin(self, move: Callable[[], None]) -> None:
+        """Where gradients come from another memory, what writes them waits for the thread that copies them here."""
+        if self._host is None:
+            move()
+        else:
+            self._begun.append(self._host.run(move))
+
     def _move(self, block: Block, extent: Extent, run: Run, grads: Mapping[str, Tensor], *, add: bool) -> None:
         """Write the gradients of ``run``, or add them to what is there, a slot at a time."""
         flat = {name: self._flat(name, grads[name]) for name in run.names}
         ragged = run.begin % UNIT or run.end % UNIT
         if ragged:
-            self.wait()  # for what else writes to the same block of the disk
+            self._written()  # also what else writes to the same block of the disk
         most = len(self._ring[0].view(block.dtype))
         for begin in range(run.begin, run.end, most):
             end, offset = min(begin + most, run.end), begin * block.dtype.itemsize
@@ -220,7 +234,7 @@ class SpilledGradients:
             self._under_way[self._turn] = self._arena.write(extent, chunk, offset=offset)
             self._turn = (self._turn + 1) % len(self._ring)
         if ragged:
-            self.wait()
+            self._written()
 
     def _flat(self, name: str, grad: Tensor) -> Tensor:
         """The elements of ``grad`` in the order in which those of its parameter lie."""
@@ -228,6 +242,13 @@ class SpilledGradients:
         if grad.stride() != like.stride():
             grad = torch.empty_strided(like.shape, like.stride(), dtype=grad.dtype).copy_(grad)
         return grad.as_strided((grad.numel(),), (1,))
+
+    def _written(self) -> None:
+        wrote = any(self._under_way)
+        for turn in range(len(self._ring)):
+            self._settle(turn)
+        if wrote:
+            self._stamp = self._arena.modified()
 
     def _settle(self, turn: int) -> None:
         ticket, self._under_way[turn] = self._under_way[turn], None

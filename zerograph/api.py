@@ -19,6 +19,7 @@ from zerograph.compiler.frame import Frame, traced_function
 from zerograph.compiler.frame_plan import MOMENTS, Planner, farthest, machine_of
 from zerograph.compiler.recording import Recording
 from zerograph.compiler.report import BucketReport, Report
+from zerograph.compiler.room import memory_here
 from zerograph.compiler.segments import SegmentCache
 from zerograph.compiler.torch_private import graph_breaks
 from zerograph.core.config import Config
@@ -115,11 +116,6 @@ class Backend:
                 "the memory of a CPU's host is its device's: nothing would leave it",
                 'tier="nvme" with path="/folder/on/a/disk"; for tests, machine= may be one with "split": true',
             )
-        if "nvme" in away and split:
-            raise UnsupportedError(
-                "the machine counts as split, and NVMe behind another memory is not reached yet",
-                'tier="host", or a machine that is not split',
-            )
         if split:
             self._store.host = HostShards(self._adoption.params)
         self._segments.prepare(device)
@@ -135,7 +131,13 @@ class Backend:
             return Runtime(index, ranks.communicator, cache, hold, telemetry, self._store, ranks.device, code)
 
         self._planner = Planner(
-            config, ranks.size, self._adoption.params, ranks.device, ranks.agreement, folders=config.path
+            config,
+            ranks.size,
+            self._adoption.params,
+            ranks.device,
+            ranks.agreement,
+            folders=config.path,
+            host=[memory_here()] if "host" in config.away else (),
         )
         self._compilation = Compilation(
             world_size=ranks.size,
@@ -145,6 +147,7 @@ class Backend:
             runtime_for=runtime_for,
             agreement=ranks.agreement,
             tied=self._adoption.tied,
+            staging=self._planner.staging,
         )
 
     def _open_arena(self, size: int) -> Arena:
@@ -287,6 +290,8 @@ def backend(**options: Any) -> Backend:
             of parameters that compute in another dtype; "gradients", those too; "parameters", all of it; or "auto", per
             bucket what has to leave for the step to fit ``memory``, and nothing where it fits without. Runs on CPUs.
         tier: where that goes: "nvme", the default; "host" only on a ``machine`` that counts as split.
+        host_memory: bytes of the host's memory that a rank may use for that, ``"100GiB"`` or a number; default: what is
+            free, shared by the host's ranks, and no more than ``machine`` says.
         path: folder on NVMe to keep it in, or a list of folders, over which it is striped; needed with ``offload``.
         nvme: bytes that a rank may use there and reserves, ``"500GiB"`` or a number; default: room for two moments of
             each of its parameters, a master and what else leaves, out of what is free, shared by the host's ranks.

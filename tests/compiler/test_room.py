@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from zerograph.compiler.room import disks, room_for_each
+from zerograph.compiler.room import disks, memory_here, room_for_each
 
 
 def test_folders_are_told_by_their_file_system(tmp_path: Path) -> None:
@@ -15,6 +15,12 @@ def test_folders_are_told_by_their_file_system(tmp_path: Path) -> None:
     room = os.statvfs(tmp_path)
     assert here == same and 0 < free <= room.f_blocks * room.f_frsize
     assert disks([str(tmp_path / "missing")]) == [] == disks([])
+
+
+def test_memory_is_told_by_its_host(tmp_path: Path) -> None:
+    (here, free), ((disk, _),) = memory_here(), disks([str(tmp_path)])
+    assert here.split()[0] == disk.split()[0] and here != disk
+    assert 0 < free < os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def test_ranks_share_what_is_free() -> None:

@@ -128,6 +128,16 @@ def test_errors_have_one_base() -> None:
     assert issubclass(ConfigError, ZeroGraphError)
 
 
+def test_the_hosts_memory_is_told_where_something_goes_there() -> None:
+    split: dict[str, Any] = {"machine": dataclasses.replace(machine_named("cpu"), split=True), "offload": "optimizer"}
+    assert Config.of(**split, host_memory="3KiB").host_memory == 3072
+    with pytest.raises(ConfigError, match="host_memory: 'much'"):
+        Config.of(**split, host_memory="much")
+    for options in ({}, {"offload": "optimizer", "path": "/tmp"}, {**split, "path": "/tmp"}):
+        with pytest.raises(ConfigError, match="host_memory given, and nothing goes to the host"):
+            Config.of(**options, host_memory=2**30)
+
+
 @pytest.mark.parametrize("offload", ["optimizer", "gradients", "parameters", "auto"])
 @pytest.mark.parametrize("tier", [None, "nvme"])
 def test_offload_goes_to_nvme_which_needs_a_folder(offload: str, tier: str | None) -> None:

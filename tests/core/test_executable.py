@@ -38,3 +38,13 @@ PLAN = Plan(3, 2, (Bucket(0, "a", (PARAM,), "use"),), 1)
 def test_what_is_missing(plan: Plan, cpu: str, cuda: str) -> None:
     assert Executable.on(machine_named("cpu")).missing(plan) == cpu
     assert Executable.on(machine_named("h100-80gb")).missing(plan) == cuda
+
+
+def test_where_something_may_go_on_a_split_machine() -> None:
+    split = replace(machine_named("cpu"), split=True)
+    assert Executable.on(split).tiers == ("host", "nvme") and Executable.on(split, nvme=False).tiers == ("host",)
+    beyond = replace(PLAN, buckets=(replace(PLAN.buckets[0], homes=Homes("host", "host", "nvme")),))
+    assert Executable.on(split).missing(beyond) == ""
+    assert Executable.on(split, nvme=False).missing(beyond) == (
+        "parameters and gradients on host, optimizer on nvme (bucket a)"
+    )

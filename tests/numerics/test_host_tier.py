@@ -1,7 +1,7 @@
-"""Training with what a device has no room for on the host equals training without, to the bit.
+"""Training with what a device has no room for on the host, or on NVMe behind it, equals training without, to the bit.
 
 Its host counts as a second memory (``Machine.split``): copies between the two are real and go on in a thread.
-More optimizers and placements are in test_offload.py.
+More optimizers and placements are in test_offload.py and test_random_plans.py.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from numerics.compare import full
 from numerics.test_offload import (
+    BEHIND,
     HOST,
     Net,
     Run,
@@ -46,6 +47,14 @@ from zerograph.runtime.torch_private import local_tensor
 BEYOND = {**HOST, "offload": "parameters"}
 
 
+def beyond(tier: str, folder: Path) -> dict[str, Any]:
+    """Options by which all that can leaves the device."""
+    return BEYOND if tier == "host" else {**BEHIND, "offload": "parameters", "path": str(folder)}
+
+
+tiers = pytest.mark.parametrize("tier", ["host", "nvme"])
+
+
 class Odd(nn.Module):
     """Its gradients are slices of one tensor, and expanded; and it returns a view of a parameter."""
 
@@ -59,9 +68,9 @@ class Odd(nn.Module):
         return y.square().sum() + (y + self.shift).sum(), self.left[:2]
 
 
-def _odd(offload: str) -> None:
+def _odd(away: dict[str, Any]) -> None:
     found = []
-    for more in ({}, {**HOST, "offload": offload}):
+    for more in ({}, away):
         torch._dynamo.reset()
         torch.manual_seed(0)
         model = Odd()
@@ -84,18 +93,18 @@ def _odd(offload: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found[0][1:], found[1][1:], strict=True))
 
 
+@tiers
 @pytest.mark.parametrize("offload", ["gradients", "parameters"])
-def test_odd_gradients_views_and_inference(offload: str) -> None:
-    run(1, _odd, offload)
+def test_odd_gradients_views_and_inference(offload: str, tier: str, tmp_path: Path) -> None:
+    run(1, _odd, beyond(tier, tmp_path) | {"offload": offload})
 
 
-def _alike(trains: Callable[[Run], None], make: Any = adamw, **options: Any) -> Run:
-    """Train in one memory, and with everything on the host; returns the latter."""
-    here, host = (Run(make, **{"stage": 3, **options, **more}) for more in ({}, BEYOND))
-    for training in (here, host):
+def _alike(trains: Callable[[Run], None], away: dict[str, Any], make: Any = adamw, **options: Any) -> None:
+    """Train in one memory, and with everything ``away`` from the device."""
+    here, there = (Run(make, **{"stage": 3, **options, **more}) for more in ({}, away))
+    for training in (here, there):
         trains(training)
-    _same(here.result(), host.result())
-    return host
+    _same(here.result(), there.result())
 
 
 def _unusual_steps(training: Run) -> None:
@@ -103,21 +112,20 @@ def _unusual_steps(training: Run) -> None:
         trains(training)
 
 
-def _unusual() -> None:
-    _alike(_unusual_steps, dtype=torch.bfloat16)
+def _in_bfloat16(trains: Callable[[Run], None], away: dict[str, Any]) -> None:
+    _alike(trains, away, dtype=torch.bfloat16)
 
 
-def test_unusual_steps_are_the_same_to_the_bit() -> None:
-    run(2, _unusual)
+@tiers
+@pytest.mark.parametrize("offload", ["optimizer", "parameters"])
+def test_unusual_steps_are_the_same_to_the_bit(offload: str, tier: str, tmp_path: Path) -> None:
+    run(2, _in_bfloat16, _unusual_steps, beyond(tier, tmp_path) | {"offload": offload})
 
 
+@tiers
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_other_world_sizes(world_size: int) -> None:
-    run(world_size, _alike_everywhere)
-
-
-def _alike_everywhere() -> None:
-    _alike(_accumulates_and_evaluates, dtype=torch.bfloat16)
+def test_other_world_sizes(world_size: int, tier: str, tmp_path: Path) -> None:
+    run(world_size, _in_bfloat16, _accumulates_and_evaluates, beyond(tier, tmp_path))
 
 
 def _gradients(training: Run) -> None:
@@ -143,17 +151,14 @@ def _gradients(training: Run) -> None:
     training.steps(2)
 
 
-def _asks_for_gradients() -> None:
-    _alike(_gradients)
-
-
+@tiers
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_however_they_are_asked_for(world_size: int) -> None:
-    run(world_size, _asks_for_gradients)
+def test_gradients_however_they_are_asked_for(world_size: int, tier: str, tmp_path: Path) -> None:
+    run(world_size, _alike, _gradients, beyond(tier, tmp_path))
 
 
-def _resumed(folder: str) -> None:
-    first = Run(groups, stage=3, dtype=torch.bfloat16, **BEYOND)
+def _resumed(folder: str, away: dict[str, Any]) -> None:
+    first = Run(groups, stage=3, dtype=torch.bfloat16, **away)
     first.steps(3)
     model, optimizer = get_state_dict(first.model, first.optimizer)
     dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
@@ -170,11 +175,12 @@ def _resumed(folder: str) -> None:
         second.optimizer.load_state_dict(copy.deepcopy(kept[1]))
         second.steps(2)
 
-    _alike(resumes, groups, dtype=torch.bfloat16)
+    _alike(resumes, away, groups, dtype=torch.bfloat16)
 
 
-def test_checkpoints_load_at_either_home(tmp_path: Path) -> None:
-    run(2, _resumed, str(tmp_path / "checkpoint"))
+@tiers
+def test_checkpoints_load_at_either_home(tier: str, tmp_path: Path) -> None:
+    run(2, _resumed, str(tmp_path / "checkpoint"), beyond(tier, tmp_path))
 
 
 def _memory_of_gradients() -> None:
@@ -238,11 +244,6 @@ def _refused(options: dict[str, Any]) -> None:
 def test_a_cpu_has_one_memory() -> None:
     with pytest.raises(RankFailure, match=r"nothing would leave it(?s:.*)tier=.nvme"):
         run(2, _refused, {"offload": "optimizer", "tier": "host"})
-
-
-def test_nvme_behind_another_memory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RankFailure, match=r"NVMe behind another memory is not reached yet(?s:.*)tier=.host"):
-        run(1, _refused, {**HOST, "tier": "nvme", "path": str(tmp_path)})
 
 
 def _fails() -> str:

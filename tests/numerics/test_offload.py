@@ -31,6 +31,8 @@ from zerograph.runtime.torch_private import local_tensor
 OFF = {"offload": "optimizer", "tier": "nvme"}
 HOST = {"offload": "optimizer", "tier": "host", "machine": replace(machine_named("cpu"), split=True)}
 """On a CPU whose host counts as another memory: what does not wait for a copy computes with not-a-number."""
+BEHIND = {**HOST, "tier": "nvme"}
+"""On NVMe behind that."""
 
 
 class Net(nn.Module):
@@ -225,20 +227,22 @@ HOMES: list[tuple[dict[str, Any], str, list[Callable[[nn.Module], Optimizer]]]] 
 def _each_equal(
     makes: list[Callable[[nn.Module], Optimizer]], folder: str, options: dict[str, Any], offload: str
 ) -> dict[str, tuple[int, int]]:
-    """One model in memory, and two whose parts are on NVMe and on the host, train with each optimizer, from the same
-    start."""
+    """One model in memory, and three whose parts are on NVMe, on the host, and on NVMe behind a host, train with each
+    optimizer, from the same start."""
     shards.SLOT = 32 * 2**10
-    homes = ({}, {**OFF, "offload": offload, "path": folder}, {**HOST, "offload": offload})
-    here, nvme, host = runs = [Run(makes[0], **options, **more) for more in homes]
+    away = {"offload": offload, "path": folder}
+    homes = ({}, {**OFF, **away}, {**HOST, "offload": offload}, {**BEHIND, **away})
+    here, nvme, host, behind = runs = [Run(makes[0], **options, **more) for more in homes]
     start = {name: full(value) for name, value in here.model.state_dict().items()}
     found = {}
     for make in makes:
         for training in runs:
             training.begin_again(make, start)
             _accumulates_and_evaluates(training)
-        for training in (nvme, host):
+        for training in (nvme, host, behind):
             _same(here.result(), training.result())
         found[make.__name__] = _on_nvme(nvme), sum(nvme.backend._store.bytes().values())
+        assert _on_nvme(behind) == found[make.__name__][0]
     assert "embedding.weight" in host.backend._store._on_host
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from numerics.test_offload import Run, _accumulates_and_evaluates, _rank, _same, adamw
+from numerics.test_offload import HOST, Run, _accumulates_and_evaluates, _rank, _same, adamw
 from ranks import run
 from torch import Tensor, nn
 
@@ -36,14 +36,17 @@ def _slot() -> Iterator[None]:
     slots.SLOT = shards.SLOT = before
 
 
-def _tight(step: Step, machine: Machine) -> int:
-    """Memory in which some buckets have to leave, and not all alike."""
-    wish = Wish("auto", 2, bucket_size=20 * 2**10, offload="auto", executable=Executable.on(machine))
+def _tight(step: Step, machine: Machine, runs: Executable) -> dict[str, int]:
+    """Memory in which some buckets have to leave, and not all alike, to all tiers that there are."""
+    wish = Wish("auto", 2, bucket_size=20 * 2**10, offload="auto", executable=runs)
     search = Search(step, wish, machine)
-    fastest = {c.peak: search.within({**machine.budget(2), "device": c.peak}) for c in search.best}
-    homes = {peak: {bucket.homes for bucket in c.plan.buckets} for peak, c in fastest.items() if c is not None}
-    mixed = [peak for peak, each in homes.items() if len(each) > 1]
-    return int(mixed[len(mixed) // 2] / (1 - RESERVE)) + 1
+    for device, host in sorted({(c.peaks[0], c.peaks[1]) for c in search.best}, key=sum):
+        fastest = search.within({**machine.budget(2), "device": device, "host": host})
+        homes = {bucket.homes for bucket in fastest.plan.buckets} if fastest is not None else set()
+        if len(homes) > 1 and {tier for each in homes for tier in each.away} == {*runs.tiers}:
+            least = {"memory": device, "host_memory": host} if "host" in runs.tiers else {"memory": device}
+            return {name: int(size / (1 - RESERVE)) + 1 for name, size in least.items()}
+    raise AssertionError("no such memory")
 
 
 def _as_in_memory(folder: str) -> None:
@@ -51,15 +54,16 @@ def _as_in_memory(folder: str) -> None:
     plain = Run(adamw, stage=3)
     _accumulates_and_evaluates(plain)
     step = next(frame.step for frame in plain.backend.frames if frame.step.training)
-    cpu = machine_named("cpu")
-    for machine, more in ((cpu, {"path": folder}), (replace(cpu, split=True), {})):
-        memory = _tight(step, machine)
-        away = Run(adamw, stage="auto", offload="auto", memory=memory, machine=machine, **more)
+    cpu, split = machine_named("cpu"), replace(machine_named("cpu"), split=True)
+    for machine, more in ((cpu, {"path": folder}), (split, {}), (split, {"path": folder})):
+        runs = Executable.on(machine, nvme="path" in more)
+        tight = _tight(step, machine, runs)
+        away = Run(adamw, stage="auto", offload="auto", machine=machine, **tight, **more)
         _accumulates_and_evaluates(away)
         _same(away.result(), plain.result())
         plan = away.backend.plan
-        assert len({bucket.homes for bucket in plan.buckets}) > 1 and not Executable.on(machine).missing(plan)
-        assert {*plan.farthest.away} == {*Executable.on(machine).tiers}
+        assert len({bucket.homes for bucket in plan.buckets}) > 1 and not runs.missing(plan)
+        assert {tier for bucket in plan.buckets for tier in bucket.homes.away} == {*runs.tiers}
         assert ("optimizer states" in away.backend._store.bytes()) is ("path" in more)
 
 
@@ -123,6 +127,8 @@ def _nothing_fits(folder: str) -> list[str]:
         {**on_nvme, "memory": "64KiB"},
         {**on_nvme, "memory": "1GiB", "nvme": "64KiB"},
         {**on_nvme, "nvme": "64KiB" if _rank() else "64MiB"},
+        {**HOST, "offload": "parameters", "host_memory": "64KiB" if _rank() else "64MiB"},
+        {**HOST, "offload": "auto", "memory": "160KiB", "host_memory": "64KiB" if _rank() else "64MiB", "tier": "host"},
     ):
         training = Run(adamw, stage=3, **options)  # type: ignore[arg-type]
         with pytest.raises(InfeasibleError) as caught:
@@ -133,13 +139,17 @@ def _nothing_fits(folder: str) -> list[str]:
 
 
 def test_a_plan_that_does_not_fit_is_refused_on_all_ranks(tmp_path: Path) -> None:
-    device, nvme, told = zip(*run(2, _nothing_fits, str(tmp_path), timeout=120), strict=True)
+    device, nvme, told, host, searched = zip(*run(2, _nothing_fits, str(tmp_path), timeout=120), strict=True)
     for text in device:
         assert "of device memory per rank at least and may use 60.2 KiB" in text and "what would help" in text
     for text in nvme:
         assert "of nvme memory per rank" in text and "may use 60.2 KiB" in text and "more nvme memory" in text
     for text in told:
         assert "on NVMe per rank" in text and "of optimizer states" in text and "hint: give each rank nvme=" in text
+    for text in host:
+        assert "on the host per rank" in text and "of gradients" in text and "hint: give each rank host_memory=" in text
+    for text in searched:
+        assert "of host memory per rank" in text and "may use 60.2 KiB" in text
 
 
 def test_a_cpu_needs_to_be_told_its_memory(tmp_path: Path) -> None:

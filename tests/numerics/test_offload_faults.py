@@ -18,12 +18,13 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from numerics.compare import full
-from numerics.test_offload import OFF, Run, Trained, _rank, _same, _saved, adamw
+from numerics.test_offload import BEHIND, OFF, Run, Trained, _rank, _same, _saved, adamw
 from ranks import run, server
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -57,8 +58,8 @@ class Faulty(Run):
 
     net = Small
 
-    def __init__(self, folder: str) -> None:
-        super().__init__(adamw, stage=3, **{**OFF, "offload": "parameters"}, path=folder)
+    def __init__(self, folder: str, away: dict[str, Any]) -> None:
+        super().__init__(adamw, stage=3, **{**away, "offload": "parameters"}, path=folder)
         self.steps(1)
         self.start = {name: full(value).clone() for name, value in self.model.state_dict().items()}
         self.states, self.batch = _saved(self.optimizer), self.batches.get_state()
@@ -109,11 +110,11 @@ class Faulty(Run):
         return bool(self.backend._store.half_done)
 
 
-def _every_transfer(folder: str, engine: str) -> Counter[str]:
+def _every_transfer(folder: str, engine: str, away: dict[str, Any]) -> Counter[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ZEROGRAPH_IO", engine)
         patch.setattr(shards, "SLOT", 32 * 2**10)
-        training = Faulty(folder)
+        training = Faulty(folder, away)
     training.step()
     truth, failed = training.outcome(), Counter[str]()
     for point in (FaultPoint.read, FaultPoint.write):
@@ -144,8 +145,9 @@ def _every_transfer(folder: str, engine: str) -> Counter[str]:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_any_transfer_of_a_step_may_fail(engine: str, tmp_path: Path) -> None:
-    (failed,) = run(1, _every_transfer, str(tmp_path), engine)
+@pytest.mark.parametrize("away", [OFF, BEHIND], ids=["nvme", "behind a host"])
+def test_any_transfer_of_a_step_may_fail(engine: str, away: dict[str, Any], tmp_path: Path) -> None:
+    (failed,) = run(1, _every_transfer, str(tmp_path), engine, away)
     places = {f"{kind} {micro}" for kind in ("forward", "backward") for micro in range(2)}
     assert places | {"update", "update half done", "read", "write"} == failed.keys()
     assert failed["read"] > 20 and failed["write"] > 10
@@ -160,8 +162,8 @@ AT_PLACES = [
 """The first read of an update is for the norm, which all ranks take before any changes a parameter."""
 
 
-def _on_one_rank(folder: str) -> list[str]:
-    training, told = Faulty(folder), list[str]()
+def _on_one_rank(folder: str, away: dict[str, Any]) -> list[str]:
+    training, told = Faulty(folder, away), list[str]()
     training.step()
     truth = training.outcome()
     for point, place in AT_PLACES:
@@ -176,8 +178,11 @@ def _on_one_rank(folder: str) -> list[str]:
     return told
 
 
-def test_a_transfer_that_fails_on_one_rank_is_an_error_on_all_who_then_go_on(tmp_path: Path) -> None:
-    first, second = run(2, _on_one_rank, str(tmp_path), timeout=60)
+@pytest.mark.parametrize("away", [OFF, BEHIND], ids=["nvme", "behind a host"])
+def test_a_transfer_that_fails_on_one_rank_is_an_error_on_all_who_then_go_on(
+    away: dict[str, Any], tmp_path: Path
+) -> None:
+    first, second = run(2, _on_one_rank, str(tmp_path), away, timeout=60)
     for (_, place), mine, theirs in zip(AT_PLACES, first, second, strict=True):
         assert mine.startswith(f"StorageError in {place}: cannot ")
         assert theirs.startswith(f"RankError in {place}: ") and "rank 0 failed: " in theirs
@@ -186,7 +191,7 @@ def test_a_transfer_that_fails_on_one_rank_is_an_error_on_all_who_then_go_on(tmp
 
 def _update_of_one_rank(folder: str, starts: bool) -> list[str]:
     """One rank has updated everything, the other one a part."""
-    training = Faulty(folder)
+    training = Faulty(folder, OFF)
     training.starts = starts
     training.step()
     truth = training.outcome()

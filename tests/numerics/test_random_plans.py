@@ -1,19 +1,20 @@
-"""Plans drawn at random, each bucket in memory or in part on NVMe, train to the bit as without one."""
+"""Plans drawn at random, each bucket in memory or in part on NVMe or the host, train to the bit as without one."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from numerics.test_offload import Net, Run, Trained, _same, adamw, groups
+from numerics.test_offload import HOST, Net, Run, Trained, _same, adamw, groups
 from ranks import run
 from torch import Tensor, nn
 
-from zerograph.core.machine import machine_named
+from zerograph.core.machine import TIERS, machine_named
 from zerograph.core.plan import OFFLOADS, Homes
 from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.forecast import forecast_file
@@ -23,8 +24,9 @@ SLOTS = 2**10, 2**16
 """Bytes of a slot: smaller than parameters, and larger than buckets."""
 
 
-def drawn(path: Path, seed: int, world_size: int) -> dict[str, Any]:
-    """Write a plan, and return what a backend needs to run it."""
+def drawn(path: Path, seed: int, world_size: int, split: bool) -> dict[str, Any]:
+    """Write a plan, for a machine whose host is a second memory if it is ``split``; returns what a backend needs to run
+    it."""
     draw = Random(seed)
     stage, dtype = draw.choice([1, 2, 3, 3, 3]), draw.choice([None, torch.bfloat16])
 
@@ -33,16 +35,20 @@ def drawn(path: Path, seed: int, world_size: int) -> dict[str, Any]:
 
     options = {"bucket_size": draw.choice([1, 3000, "8KiB", "20KiB"]), "prefetch": draw.randint(0, 3)}
     given = {} if dtype is None else {"dtype": dtype}
-    away = {"offload": OFFLOADS[stage], "tier": "nvme", "path": str(path.parent)}
+    machine = HOST["machine"] if split else machine_named("cpu")
+    away = {"offload": OFFLOADS[stage], "tier": "nvme", "path": str(path.parent), "machine": machine}
     found = compile_only(make, world_size=world_size, stage=stage, **away, **given, **options)
-    file = forecast_file("tests", found, machine_named("cpu"))
-    ways = [Homes(**dict.fromkeys(OFFLOADS[1 : n + 1], "nvme")) for n in range(stage + 1)]
+    file = forecast_file("tests", found, machine)
+    every = [Homes(*tiers) for tiers in product(TIERS if split else ("device", "nvme"), repeat=3)]
+    ways = [homes for homes in every if homes.in_order and homes.least_stage <= stage]
     buckets = []
     for bucket in file.plan.buckets:
         trains = any(p.trainable for p in bucket.params)
         # Of what does not train only the parameters leave.
-        homes = draw.choice(ways if trains else [ways[0], *ways[3:]])
+        homes = draw.choice(ways if trains else [h for h in ways if h == Homes() or h.parameters != "device"])
         buckets.append(replace(bucket, homes=homes, ahead=draw.randint(0, file.plan.prefetch)))
+    if not any("nvme" in bucket.homes.away for bucket in buckets):
+        buckets[0] = replace(buckets[0], homes=ways[-1])
     plan = replace(file.plan, buckets=tuple(buckets), reductions=draw.randint(1, 3))
     path.write_text(replace(file, plan=plan).to_json())
     return {"plan": path, **given}
@@ -72,8 +78,9 @@ def _equal(options: dict[str, Any], folder: str, slot: int, seed: int) -> dict[s
 
 
 @pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("split", [False, True], ids=["nvme", "host and nvme"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_random_plan_trains_as_in_memory(world_size: int, seed: int, tmp_path: Path) -> None:
-    options = drawn(tmp_path / "plan.json", seed, world_size)
+def test_a_random_plan_trains_as_in_memory(world_size: int, split: bool, seed: int, tmp_path: Path) -> None:
+    options = drawn(tmp_path / "plan.json", seed, world_size, split)
     sizes = run(world_size, _equal, options, str(tmp_path), SLOTS[seed % len(SLOTS)], seed)
     assert any(sizes)

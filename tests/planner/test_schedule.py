@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,8 +21,8 @@ from planner.test_forecasts import Stack
 from torch import Tensor, nn
 
 import zerograph
-from zerograph.core.machine import machine_named
-from zerograph.core.plan import OFFLOADS, Homes
+from zerograph.core.machine import TIERS, Machine, machine_named
+from zerograph.core.plan import Homes
 from zerograph.core.planfile import Holding
 from zerograph.core.simulate import simulate
 from zerograph.core.timeline import Forecast
@@ -162,13 +163,15 @@ def test_a_schedule_agrees_with_the_programs(
 
 
 DISK = machine_named("cpu")
+SPLIT = replace(DISK, name="split", split=True)
 
 
-def with_homes(path: Path, seed: int, found: Compiled) -> Path:
+def with_homes(path: Path, seed: int, found: Compiled, machine: Machine) -> Path:
     """The plan of what was compiled, with buckets that live anywhere between memory and NVMe."""
     draw = Random(seed)
-    file = forecast_file("tests", found, DISK)
-    ways = [Homes(**dict.fromkeys(OFFLOADS[1 : n + 1], "nvme")) for n in range(len(OFFLOADS))]
+    file = forecast_file("tests", found, machine)
+    every = (Homes(*tiers) for tiers in product(TIERS if machine.split else ("device", "nvme"), repeat=3))
+    ways = [homes for homes in every if homes.in_order]
     buckets = tuple(
         replace(bucket, homes=draw.choice(ways), ahead=draw.randint(0, file.plan.prefetch))
         for bucket in file.plan.buckets
@@ -178,27 +181,31 @@ def with_homes(path: Path, seed: int, found: Compiled) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "options", "tolerance"),
+    ("machine", "world_size", "options", "tolerance"),
     [
-        (1, {"bucket_size": "4MiB", "dtype": torch.bfloat16}, 0.03),
-        (1, {"bucket_size": "16MiB", "dtype": torch.float32, "prefetch": 2}, 0.03),
-        (4, {"bucket_size": "2MiB", "prefetch": 2}, 0.1),  # layers are cut: what crosses a cut is another activation
-        (4, {"bucket_size": "16MiB", "dtype": torch.bfloat16}, 0.03),
+        (DISK, 1, {"bucket_size": "4MiB", "dtype": torch.bfloat16}, 0.03),
+        (DISK, 1, {"bucket_size": "16MiB", "dtype": torch.float32, "prefetch": 2}, 0.03),
+        (DISK, 4, {"bucket_size": "2MiB", "prefetch": 2}, 0.1),  # layers are cut: another activation crosses a cut
+        (DISK, 4, {"bucket_size": "16MiB", "dtype": torch.bfloat16}, 0.03),
+        (SPLIT, 1, {"bucket_size": "16MiB", "dtype": torch.bfloat16}, 0.03),
+        (SPLIT, 1, {"bucket_size": "16MiB", "dtype": torch.float32, "prefetch": 2}, 0.03),
+        (SPLIT, 4, {"bucket_size": "2MiB", "prefetch": 2}, 0.1),
+        (SPLIT, 4, {"bucket_size": "16MiB", "dtype": torch.bfloat16}, 0.03),
     ],
-    ids=str,
+    ids=lambda value: value.title if isinstance(value, Machine) else str(value),
 )
-def test_a_schedule_over_memory_and_nvme_agrees_with_the_programs(
-    tmp_path: Path, world_size: int, options: dict[str, Any], tolerance: float
+def test_a_schedule_over_several_tiers_agrees_with_the_programs(
+    tmp_path: Path, machine: Machine, world_size: int, options: dict[str, Any], tolerance: float
 ) -> None:
-    away = {"offload": "parameters", "tier": "nvme", "path": str(tmp_path)}
+    away = {"offload": "parameters", "tier": "nvme", "path": str(tmp_path), "machine": machine}
     whole = compile_only(GPT, world_size=world_size, batch=4, seq=128, **away, **options)
     for seed in range(2):
-        path = with_homes(tmp_path / f"{seed}.json", seed, whole)
+        path = with_homes(tmp_path / f"{seed}.json", seed, whole, machine)
         more = {"dtype": options["dtype"]} if "dtype" in options else {}
         frame = compile_only(GPT, world_size=world_size, batch=4, seq=128, plan=path, path=str(tmp_path), **more).frame
         plan = frame.plan
-        rates = Rates(DISK, world_size, plan.compute_dtype)
-        true = forecast_programs([frame.programs["forward"], frame.programs["backward"]], plan, DISK).forecast
+        rates = Rates(machine, world_size, plan.compute_dtype)
+        true = forecast_programs([frame.programs["forward"], frame.programs["backward"]], plan, machine).forecast
         scheduler = Scheduler(
             profile_of(frame.step, plan), [b.params for b in plan.buckets], [b.name for b in plan.buckets], rates
         )
@@ -206,6 +213,8 @@ def test_a_schedule_over_memory_and_nvme_agrees_with_the_programs(
         assert len({bucket.homes for bucket in plan.buckets}) > 1
         assert ours.seconds == pytest.approx(true.seconds, rel=0.05)
         assert ours.peaks["device"].bytes == pytest.approx(true.peaks["device"].bytes, rel=tolerance)
+        if machine.split:
+            assert ours.peaks["host"].bytes == pytest.approx(true.peaks["host"].bytes, rel=tolerance)
         assert ours.peaks["nvme"].bytes == true.peaks["nvme"].bytes
         for operation in ("read", "write", "fetch", "spill"):
             assert moved(ours, operation) == pytest.approx(moved(true, operation), rel=0.03), operation

@@ -11,6 +11,7 @@ from torch import fx
 
 from zerograph.compiler.agreement import Agreement
 from zerograph.compiler.segments import SegmentCache
+from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
 from zerograph.core.step import Step
 from zerograph.runtime.executor import Runtime
@@ -37,6 +38,7 @@ class Compilation:
         tied: of each parameter that the model has several names for, the other ones.
         moments: tensors that the optimizer is taken to keep per parameter; it may be made later than plans.
         folds: whether a few of many layers that are alike are traced in place of all.
+        staging: the tier whose memory NVMe reads and writes: the host's, where that is not the device's.
         text_of: a graph as text, to show what passes did to it; empty where nobody reads it.
     """
 
@@ -49,4 +51,5 @@ class Compilation:
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     moments: int = 2
     folds: bool = True
+    staging: Tier = "device"
     text_of: Callable[[fx.GraphModule], str] = lambda _: ""

@@ -125,7 +125,8 @@ def to_program(frame: Frame, kind: Kind, gm: fx.GraphModule) -> tuple[Callee, ..
     # Several passes follow, and each would otherwise write the graph's Python anew; nobody ever calls it.
     gm = lazily_coded(gm)
     rewrite(frame, kind, gm, kind, "graph")
-    program, segments = lower(gm, kind, frame.compilation.segments, frame.plan)
+    made = frame.compilation
+    program, segments = lower(gm, kind, made.segments, frame.plan, made.staging)
     frame.programs[kind] = program
     frame.seconds += time.perf_counter() - start
     log.debug("frame %d %s:\n%s", frame.index, kind, program)

@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from zerograph.compiler.agreement import Agreement
 from zerograph.compiler.capture import dtype_name
 from zerograph.compiler.compilation import Plain
-from zerograph.compiler.room import disks, room_for_each
+from zerograph.compiler.room import Disk, disks, room_for_each
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.executable import Executable
-from zerograph.core.machine import Machine, Precision, Tier, preset_for
+from zerograph.core.machine import TIERS, Machine, Precision, Tier, preset_for
 from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Plan
 from zerograph.core.step import Param, Step
 from zerograph.core.units import format_bytes, format_seconds
@@ -34,7 +34,7 @@ from zerograph.planner import plan_step, refuse_world_size, replay
 from zerograph.planner.check import require_plan
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.infeasible import infeasible
-from zerograph.planner.placement import Shards, on_nvme
+from zerograph.planner.placement import Shards, kept_on
 from zerograph.planner.rates import shard_bytes, state_bytes
 from zerograph.planner.replay import restricted_to_step
 from zerograph.planner.search import Search, Wish
@@ -67,6 +67,7 @@ class Planner:
         agreement: Agreement | None = None,
         moments: int = MOMENTS,
         folders: Sequence[str] = (),
+        host: Sequence[Disk] = (),
     ) -> None:
         """All ranks call this together: the smallest budgets of all count.
 
@@ -75,6 +76,7 @@ class Planner:
             device: where the model lives.
             moments: tensors that the optimizer keeps per parameter.
             folders: on NVMe, for what leaves the device; without them its room is not looked at.
+            host: the host's memory, for the same; likewise.
 
         Raises:
             ConfigError: the plan to replay is for another number of ranks, or something is to be searched without
@@ -90,11 +92,11 @@ class Planner:
         self._found: tuple[Step, Found] | None = None  # by the last search
         self._asked: Counter[str] = Counter()
         self._machine = machine_of(config, device)
-        self._budget, self.room = 0, sys.maxsize
+        self._budget, self._host, self.room = 0, sys.maxsize, sys.maxsize
         if config.searches or config.offloads:
-            self._learn_budgets(device, folders)
+            self._learn_budgets(device, folders, host)
 
-    def _learn_budgets(self, device: torch.device, folders: Sequence[str]) -> None:
+    def _learn_budgets(self, device: torch.device, folders: Sequence[str], host: Sequence[Disk]) -> None:
         config = self._config
         memory = config.memory
         # A GPU is this rank's alone; a CPU's memory is shared with other ranks, so that its part must be told.
@@ -106,11 +108,18 @@ class Planner:
                 f"{wish} on {device.type} needs to be told how much memory a rank may use",
                 f'for example zerograph.backend({wish}, memory="8GiB")',
             )
-        mine: dict[str, Any] = {"memory": memory, "nvme": config.nvme or sys.maxsize, "disks": disks(folders)}
+        mine: dict[str, Any] = {
+            "memory": memory,
+            "host": config.host_memory or self._machine.capacity("host", self._world_size),
+            "free": host if config.host_memory is None else (),
+            "nvme": config.nvme or sys.maxsize,
+            "disks": disks(folders),
+        }
         told = self._agreement.answers("budget", mine) if self._agreement is not None else [mine]
         # The smallest: all ranks run one plan, which must fit each of them.
         if memory is not None:
             self._budget = int(min(one["memory"] for one in told) * (1 - RESERVE))
+        self._host = min(room_for_each([one["free"] for one in told]), *(one["host"] for one in told))
         self.room = min(room_for_each([one["disks"] for one in told]), *(one["nvme"] for one in told))
 
     def plan(self, code: str, step: Step, plain: Sequence[Plain]) -> Plan:
@@ -129,33 +138,39 @@ class Planner:
         if self._config.plan is None:
             found = restricted_to_step(found, step)
         require_plan(step, found, _REPLAYED if self._config.plan is not None else _REPORT)
-        self._require_room(on_nvme(found, self._moments, self._staging) if step.training else {})
+        if step.training:
+            self._require_room_of(found)
         return found
 
-    def _require_room(self, kept: Mapping[str, int]) -> None:
-        """Refuse what takes more room on NVMe than there is, on all ranks alike: they count the largest shards, and
-        know the least room of all.
+    def _require_room_of(self, plan: Plan) -> None:
+        for tier in TIERS[1:]:
+            self._require_room(tier, kept_on(tier, plan, self._moments, self.staging))
+
+    def _require_room(self, tier: Tier, kept: Mapping[str, int]) -> None:
+        """Refuse what takes more room off the device than there is, on all ranks alike: they count the largest shards,
+        and know the least room of all.
 
         Args:
             kept: bytes by what they are for.
         """
-        need, have = sum(kept.values()), self._on_nvme
+        need, have = sum(kept.values()), self._room_on(tier)
         if need <= have:
             return
         parts = ", ".join(f"{format_bytes(size)} of {what}" for what, size in kept.items() if size)
-        enough = f"{-(-need // int((1 - RESERVE) * 2**20))}MiB"
+        enough = repr(f"{-(-need // int((1 - RESERVE) * 2**20))}MiB")
+        more = f"nvme={enough} in folders that have it" if tier == "nvme" else f"host_memory={enough}"
         raise InfeasibleError(
-            f"the plan keeps {format_bytes(need)} on NVMe per rank ({parts}) and may use {format_bytes(have)}, the "
-            "reserve taken off",
-            f"give each rank nvme={enough!r} in folders that have it, offload less, or use more ranks",
+            f"the plan keeps {format_bytes(need)} {'on NVMe' if tier == 'nvme' else 'on the host'} per rank ({parts}) "
+            f"and may use {format_bytes(have)}, the reserve taken off",
+            f"give each rank {more}, offload less, or use more ranks",
         )
 
-    @property
-    def _on_nvme(self) -> int:
-        return int(self.room * (1 - RESERVE))
+    def _room_on(self, tier: Tier) -> int:
+        return int((self.room if tier == "nvme" else self._host) * (1 - RESERVE))
 
     @property
-    def _staging(self) -> Tier:
+    def staging(self) -> Tier:
+        """The tier whose memory NVMe reads and writes."""
         return "host" if self._machine.has_host else "device"
 
     @property
@@ -165,8 +180,7 @@ class Planner:
             return self._budget
         # No more than could ever go there, so that plans do not depend on what else is on a disk with room enough.
         most = sum(p.numel() * (p.element_size() + 4) * (self._moments + 3) for p in self._params.values())
-        host = self._machine.budget(self._world_size, RESERVE)["host"]
-        return {"device": self._budget, "host": host, "nvme": min(self._on_nvme, most)}
+        return {"device": self._budget, **{tier: min(self._room_on(tier), most) for tier in TIERS[1:]}}
 
     def homes_before(self) -> Homes:
         """Where parameters are materialized, before anything is planned.
@@ -180,9 +194,10 @@ class Planner:
         if self._config.offload == "auto" and sum(shard_bytes(p, self._world_size) for p in params) > self._budget:
             homes = farthest(self._config)
         if homes.parameters == "nvme":
-            shards = Shards.of(params, self._world_size, self._moments, self._staging)
+            shards = Shards.of(params, self._world_size, self._moments, self.staging)
             # They lie apart at first, and are then copied to their buckets' places.
-            self._require_room({"parameters, twice": 2 * shards.fetched, "optimizer states": shards.optimizer})
+            kept = {"parameters, twice": 2 * shards.fetched, "optimizer states": shards.optimizer}
+            self._require_room("nvme", kept)
         return homes
 
     def _decided(self, code: str, step: Step, plain: Sequence[Plain]) -> Plan:
@@ -215,7 +230,7 @@ class Planner:
         Where plans are searched, other ranks may be searching: this one then takes part in their agreement.
         """
         if not self._config.searches or not step.training:
-            self._require_room(on_nvme(plan, self._moments, self._staging))
+            self._require_room_of(plan)
             return True
         if found is not None:
             self._found = (step, found)
@@ -278,7 +293,8 @@ class Planner:
         return known
 
     def _searched(self, step: Step, states: int) -> Found:
-        wish = Wish.of(self._config, self._world_size, executable=Executable.on(self._machine))
+        runs = Executable.on(self._machine, nvme=bool(self._config.path))
+        wish = Wish.of(self._config, self._world_size, executable=runs)
         search, budget = Search(step, wish, self._machine, states=states, moments=self._moments), self.budget
         found = search.within(budget)
         if found is None:

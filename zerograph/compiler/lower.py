@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,10 +47,15 @@ from zerograph.graph.torch_private import LOOKUP_SEED, changes_inputs
 from zerograph.planner.rates import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
 
 
-def lower(gm: fx.GraphModule, kind: str, cache: SegmentCache, plan: Plan) -> tuple[Program, tuple[Callee, ...]]:
-    """The program that ``gm`` stands for, which passes rewrote by ``plan``, and the callables of its segments."""
+def lower(
+    gm: fx.GraphModule, kind: str, cache: SegmentCache, plan: Plan, staging: Tier = "device"
+) -> tuple[Program, tuple[Callee, ...]]:
+    """The program that ``gm`` stands for, which passes rewrote by ``plan``, and the callables of its segments.
+
+    What goes to NVMe and comes from there passes through memory on ``staging``.
+    """
     _keep_together(gm.graph)
-    return _Lowering(gm, kind, cache, plan).run()
+    return _Lowering(gm, kind, cache, plan, staging).run()
 
 
 def _keep_together(graph: fx.Graph) -> None:
@@ -67,8 +73,8 @@ def _keep_together(graph: fx.Graph) -> None:
 
 
 class _Lowering:
-    def __init__(self, gm: fx.GraphModule, kind: str, cache: SegmentCache, plan: Plan) -> None:
-        self.gm, self.kind, self.cache, self.plan = gm, kind, cache, plan
+    def __init__(self, gm: fx.GraphModule, kind: str, cache: SegmentCache, plan: Plan, staging: Tier) -> None:
+        self.gm, self.kind, self.cache, self.plan, self.staging = gm, kind, cache, plan, staging
         self.registers: dict[Any, int] = {}  # of nodes, and of constants that the graph returns
         self.instructions: list[Instruction] = []
         self.segments: dict[str, int] = {}
@@ -175,28 +181,48 @@ class _Lowering:
                 instruction = WaitReduce(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
             case ops.FETCH:
                 size, out = sum(fetched_bytes(p, self.plan.world_size) for p in info.params), self._register(node)
-                home = self.plan.buckets[info.bucket].homes.parameters
-                kind = Read if home == "nvme" else Fetch
+                home, reads = self.plan.buckets[info.bucket].homes.parameters, self._regs(node.args[0])
                 if home == "host":
-                    self.tiers |= dict.fromkeys(self._regs(node.args[0]), home)
-                instruction, self.bytes[out] = self._move(kind, "shard", node, size, (out,)), size
+                    self.tiers |= dict.fromkeys(reads, home)
+                elif self.staging == "host":
+                    staged = self._staged(node, [size])
+                    self.instructions.append(self._move(Read, "shard", node, size, reads, staged))
+                    home, reads = "host", staged
+                kind = Read if home == "nvme" else Fetch
+                instruction, self.bytes[out] = self._move(kind, "shard", node, size, reads, (out,)), size
             case ops.WAIT_FETCH:
                 pending = self.registers[node.args[0]]  # type: ignore[index]
                 instruction = WaitFetch(pending, outs)
                 self.shared |= dict.fromkeys(outs, pending)
             case _:
-                size = sum(shard_bytes(p, self.plan.world_size) for p in info.params)
-                home = self.plan.buckets[info.bucket].homes.spilled
+                sizes = [shard_bytes(p, self.plan.world_size) for p in info.params]
+                home, reads = self.plan.buckets[info.bucket].homes.spilled, self._regs(node.args[0])
                 self.tiers |= dict.fromkeys(outs, home)
-                instruction = self._move(Write if home == "nvme" else Spill, "gradient", node, size, outs)
+                if home == "nvme" and self.staging == "host":
+                    staged = self._staged(node, sizes)
+                    self.instructions.append(self._move(Spill, "gradient", node, sum(sizes), reads, staged))
+                    reads = staged
+                instruction = self._move(Write if home == "nvme" else Spill, "gradient", node, sum(sizes), reads, outs)
         self.instructions.append(instruction)
 
+    def _staged(self, node: fx.Node, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Registers on the host for what moves between the device and NVMe."""
+        found = tuple(self._register(f"staged_{node.name}_{k}") for k in range(len(sizes)))
+        self.tiers |= dict.fromkeys(found, "host")
+        self.bytes |= zip(found, sizes, strict=True)
+        return found
+
     def _move(
-        self, kind: type[Read | Fetch | Write | Spill], what: str, node: fx.Node, size: int, outs: tuple[int, ...]
+        self,
+        kind: type[Read | Fetch | Write | Spill],
+        what: str,
+        node: fx.Node,
+        size: int,
+        reads: tuple[int, ...],
+        outs: tuple[int, ...],
     ) -> Instruction:
         info = node.meta["zg"]
         name = self.plan.buckets[info.bucket].name
-        reads = self._regs(node.args[0])
         return kind(what, name, name, size, reads, outs, bucket=info.bucket, params=info.params)
 
     def _flush(self, nodes: list[fx.Node]) -> None:

@@ -1,4 +1,4 @@
-"""How much room there is on NVMe for each of the ranks that share it."""
+"""How much room there is on NVMe and in the host's memory for each of the ranks that share it."""
 
 from __future__ import annotations
 
@@ -9,21 +9,31 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 Disk = tuple[str, int]
-"""What tells a file system apart from those of other hosts, and bytes that are free on it."""
+"""What tells a file system, or the memory of a host, apart from those of other hosts, and bytes that are free on it."""
+
+
+def memory_here() -> Disk:
+    """The memory of this host, and what of it programs may still take."""
+    import psutil
+
+    return f"{_host()} memory", psutil.virtual_memory().available
 
 
 def disks(folders: Iterable[str]) -> list[Disk]:
     """The file system of each of ``folders``; whoever opens files there says what is wrong with one."""
-    host = Path("/proc/sys/kernel/random/boot_id").read_text().strip() if folders else ""
     found = []
     for folder in folders:
         try:
             room = os.statvfs(folder)
             if room.f_blocks:  # else it is no place for files at all
-                found.append((f"{host} {os.stat(folder).st_dev}", room.f_bavail * room.f_frsize))
+                found.append((f"{_host()} {os.stat(folder).st_dev}", room.f_bavail * room.f_frsize))
         except OSError:
             continue
     return found
+
+
+def _host() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 def room_for_each(told: Sequence[Sequence[Disk]]) -> int:

@@ -50,7 +50,9 @@ class Config:
             from 0 to 1: that share of the layers fully, evenly spread, the others as in "auto".
         offload: what leaves the device between its uses, each with those before it: nothing ("none"), optimizer states,
             gradients, parameters; "auto" chooses per bucket what has to leave for the step to fit ``memory``.
-        tier: where it goes, "host" or "nvme"; None leaves that to the planner, which on a CPU has NVMe alone.
+        tier: where it goes, "host" or "nvme"; None leaves that to the planner, which on a CPU has NVMe alone, unless
+            its machine is split.
+        host_memory: bytes of the host's memory that a rank may use; None is its share of what is free.
         path: folders on NVMe, over which what goes there is striped.
         nvme: bytes that a rank reserves there; None is what the plan needs, if the folders have that.
         compute: "inductor" compiles the segments between collectives; "eager" runs the same program uncompiled.
@@ -72,6 +74,7 @@ class Config:
     recompute: Recompute = "auto"
     offload: Offload | Literal["auto"] = "none"
     tier: Literal["host", "nvme"] | None = None
+    host_memory: int | None = None
     path: tuple[str, ...] = ()
     nvme: int | None = None
     compute: Literal["inductor", "eager"] = "inductor"
@@ -94,12 +97,19 @@ class Config:
     def away(self) -> frozenset[Tier]:
         """The tiers beside the device that something lives on between its uses."""
         replayed = [bucket.homes.away for bucket in self.plan.plan.buckets] if self.plan is not None else []
-        return frozenset[Tier]().union(*replayed, {self.target} if self.offload != "none" else ())
+        chosen = {self.target} if self.offload != "none" else set()
+        if chosen and self.tier is None and self.searches and self._split:
+            chosen.add("host")
+        return frozenset[Tier]().union(*replayed, chosen)
 
     @property
     def target(self) -> Tier:
-        """Where ``offload`` moves what leaves: to ``tier``, or what a backend can run."""
-        return self.tier or ("host" if self.machine is not None and self.machine.split else "nvme")
+        """The farthest that ``offload`` moves what leaves: to ``tier``, or what a backend can run."""
+        return self.tier or ("host" if self._split and not self.path else "nvme")
+
+    @property
+    def _split(self) -> bool:
+        return self.machine is not None and self.machine.split
 
     @property
     def casts(self) -> bool:
@@ -187,12 +197,21 @@ class Config:
             f"{' and '.join(given)} given, and nothing goes to NVMe",
             'say what goes there: offload="optimizer", or offload="auto" with memory=',
         )
+        _require(
+            "host" in self.away or self.host_memory is None,
+            "host_memory given, and nothing goes to the host",
+            "leave it out: memory= is the device's, which on a CPU is the host's",
+        )
+
+
+_SIZES = (("bucket_size", "32MiB"), ("memory", "70GiB"), ("host_memory", "100GiB"), ("nvme", "500GiB"))
+"""Arguments that are bytes, with an example."""
 
 
 def _sizes(options: dict[str, Any]) -> dict[str, int]:
     return {
         name: _size(name, options[name], example)
-        for name, example in (("bucket_size", "32MiB"), ("memory", "70GiB"), ("nvme", "500GiB"))
+        for name, example in _SIZES
         if name in options and (name == "bucket_size" or options[name] is not None)
     }
 

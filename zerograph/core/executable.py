@@ -24,14 +24,16 @@ class Executable:
     tiles: bool = False
 
     @classmethod
-    def on(cls, machine: Machine) -> Executable:
-        """What a backend carries out on ``machine``.
+    def on(cls, machine: Machine, *, nvme: bool = True) -> Executable:
+        """What a backend carries out on ``machine``; nothing leaves a GPU yet.
 
-        Nothing leaves a GPU yet, and NVMe behind another memory on the host is not reached.
+        Args:
+            nvme: whether it has a folder on NVMe.
         """
         if machine.device != "cpu":
             return cls(())
-        return cls(("host",) if machine.split else ("nvme",))
+        there: dict[Tier, bool] = {"host": machine.split, "nvme": nvme}
+        return cls(tuple(tier for tier, runs in there.items() if runs))
 
     def missing(self, plan: Plan) -> str:
         """What ``plan`` needs beyond that, for people; empty when it can be run."""

@@ -1,8 +1,11 @@
 """The update of parameters whose states are on NVMe: read, update, write, in chunks through a ring of slots.
 
 While one chunk is updated, the next ones are read and the one before is written. The first ones are read before, but
-for their gradients, while a backward runs. Chunks are cut from the buckets' own
-order, whatever groups their parameters are in: a transfer at a chunk's edge then never touches what another chunk has.
+for their gradients, while a backward runs. Beside a device with another memory than the host's, gradients that stayed
+there come to the slots too, and copies that are gathered are brought from them what was updated.
+
+Chunks are cut from the buckets' own order, whatever groups their parameters are in: a transfer at a chunk's edge then
+never touches what another chunk has.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -68,9 +72,11 @@ class _Chunk:
     begin: int
     end: int
     kinds: list[_Slotted]
+    parameter: _Slotted | None
     gradient: _Slotted | None
     works: list[_Work]
     under_way: list[Ticket] = field(default_factory=list)
+    copies: list[Future[None]] = field(default_factory=list)
     is_ahead: bool = False  # its slot has everything but gradients, or will have
 
     def view(self, kind: _Slotted) -> Tensor:
@@ -84,11 +90,16 @@ class Stream:
         assert store.arena is not None
         self._owner = weakref.ref(owner)
         self._store, self._arena, self.parts = store, store.arena, [s.part for s in stored]
-        self._gradients: dict[Block, tuple[Extent, int] | None] = {}  # of this update
+        # Of this update, where gradients are on NVMe, and by place of a parameter what follows it elsewhere.
+        self._gradients: dict[Block, tuple[Extent, int] | None] = {}
+        self._follow: dict[Place, Tensor] = {}
         # Of members in several chunks: their counts, and copies that all chunks but the last increment.
         self._counts: list[tuple[Tensor, Tensor]] = []
         self._chunks: list[_Chunk] = []
+        places = {_place(m) for part in self.parts for m in part.members}
         blocks = dict.fromkeys(_place(m).block for part in self.parts for m in part.members)
+        begun = ((Place(block, begin), name) for block in blocks for name, begin in block.begins.items())
+        self._names = {p: name for p, name in begun if p in places and p.block.ends[name] > p.begin}
         for block in blocks:
             self._cut(owner, store, block, stored)
 
@@ -101,7 +112,7 @@ class Stream:
             if _place(member).block is block
             for kind in _kept(member, part, slots)
         )
-        if store.spills:
+        if store.spills or store.stay(block):
             wanted[GRADIENT, block.dtype] = None
         most = ring[0].nbytes // max(1, sum(dtype.itemsize for _, dtype in wanted)) // UNIT * UNIT
         for name, dtype in wanted:
@@ -114,7 +125,8 @@ class Stream:
             works = list(self._works(stored, block, begin, end, slot, kinds))
             if works:
                 kept = [kind for kind in kinds.values() if kind.extent is not None]
-                self._chunks.append(_Chunk(block, slot, begin, end, kept, kinds.get((GRADIENT, block.dtype)), works))
+                own, gradient = (kinds.get((name, block.dtype)) for name in (PARAMETER, GRADIENT))
+                self._chunks.append(_Chunk(block, slot, begin, end, kept, own, gradient, works))
 
     def _works(
         self,
@@ -186,7 +198,8 @@ class Stream:
             for ticket in chunk.under_way:
                 with contextlib.suppress(StorageError):  # the first error is on its way to the caller
                     self._arena.wait(ticket)
-            chunk.under_way, chunk.is_ahead = [], False
+            wait(chunk.copies)
+            chunk.under_way, chunk.copies, chunk.is_ahead = [], [], False
 
     def run(self, rules: Sequence[_core.Rule], grads: Sequence[Gradients], factor: float) -> None:
         """Update everything that has a gradient, and return when all is written.
@@ -207,8 +220,13 @@ class Stream:
         for copy, count in self._counts:
             copy.copy_(count)
         self._gradients = {chunk.block: self._store.gradients(chunk.block) for chunk in self._chunks if chunk.gradient}
+        copied = {place: self._store.begin_to_follow(name) for place, name in self._names.items()}
+        self._follow = {place: copy for place, copy in copied.items() if copy is not None}
         try:
-            self._run(lambda chunk: _core.update(self._calls(chunk, rules, grads), factor))
+            self._run(
+                lambda chunk: self._read(chunk, grads),
+                lambda chunk: _core.update(self._calls(chunk, rules, grads), factor),
+            )
         except BaseException as error:
             owner = self._owner()
             assert owner is not None  # its step runs
@@ -216,11 +234,11 @@ class Stream:
             self.forget()
             raise
 
-    def _run(self, update: Callable[[_Chunk], _core.Ticket]) -> None:
+    def _run(self, read: Callable[[_Chunk], None], update: Callable[[_Chunk], _core.Ticket]) -> None:
         chunks = self._chunks
         ahead = min(SLOTS - 1, len(chunks))
         for chunk in chunks[:ahead]:
-            self._start(self._arena.read, chunk)
+            read(chunk)
         for i, chunk in enumerate(chunks):
             self._settle(chunk)
             ticket = update(chunk)
@@ -228,10 +246,11 @@ class Stream:
                 if i + ahead < len(chunks):
                     if i:
                         self._settle(chunks[i - 1])  # in whose slot the next one is read
-                    self._start(self._arena.read, chunks[i + ahead])
+                    read(chunks[i + ahead])
             finally:
                 ticket.wait()
             self._start(self._arena.write, chunk)
+            self._bring_copies(chunk)
         for chunk in chunks[-SLOTS:]:
             self._settle(chunk)
         self._store.next_update = weakref.ref(self)
@@ -264,9 +283,46 @@ class Stream:
             return 0
         size, home = part.grad_dtype.itemsize, self._gradients.get(chunk.block)
         begin = _place(part.members[piece.member]).begin
-        if chunk.gradient is not None and home is not None and address == home[1] + begin * size:
+        on_nvme = home is not None and address == home[1] + begin * size
+        if chunk.gradient is not None and (on_nvme or self._comes(chunk, part)):
             return chunk.slot.data_ptr() + chunk.gradient.at + (begin + piece.first - chunk.begin) * size
         return address + piece.first * size  # the user's own, or one that was kept from an earlier backward
+
+    def _read(self, chunk: _Chunk, grads: Sequence[Gradients]) -> None:
+        self._start(self._arena.read, chunk)
+        for work in chunk.works:
+            part, own = self.parts[work.part], grads[work.part].tensors
+            if chunk.gradient is None or not self._comes(chunk, part):
+                continue
+            for piece in work.pieces:
+                grad = own[piece.member]
+                if grad is not None:
+                    begin = _place(part.members[piece.member]).begin
+                    self._copy(chunk, chunk.gradient, begin, _flat(grad), piece.first, piece.size, here=True)
+
+    def _comes(self, chunk: _Chunk, part: Part) -> bool:
+        """Whether gradients of ``part`` come from the device to the slot of ``chunk``."""
+        # model.to(dtype) has brought those of another dtype here.
+        return self._store.stay(chunk.block) and part.grad_dtype == chunk.block.dtype
+
+    def _bring_copies(self, chunk: _Chunk) -> None:
+        """Begin to copy what was updated to where it is gathered from."""
+        for place, copy in self._follow.items():
+            first = max(chunk.begin, place.begin) - place.begin
+            size = min(chunk.end - place.begin, len(copy)) - first
+            if place.block is chunk.block and size > 0 and chunk.parameter is not None:
+                self._copy(chunk, chunk.parameter, place.begin, copy, first, size, here=False)
+
+    def _copy(
+        self, chunk: _Chunk, kind: _Slotted, begin: int, flat: Tensor, first: int, size: int, *, here: bool
+    ) -> None:
+        """Begin to copy ``size`` elements from the ``first`` one of a tensor, whose parameter has its place at
+        ``begin``, to the slot of ``chunk``, or from there."""
+        at = begin + first - chunk.begin
+        pair = flat[first : first + size], chunk.view(kind).view(kind.dtype)[at : at + size]
+        source, target = pair if here else pair[::-1]
+        assert self._store.host is not None
+        chunk.copies.append(self._store.host.memory.start(source, target))
 
     def _start(self, transfer: Callable[..., Ticket], chunk: _Chunk) -> None:
         kinds = [(kind, kind.extent) for kind in chunk.kinds if not chunk.is_ahead]
@@ -291,6 +347,13 @@ class Stream:
         while chunk.under_way:
             self._arena.wait(chunk.under_way[-1])
             chunk.under_way.pop()
+        while chunk.copies:
+            chunk.copies.pop().result()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor, in whatever order they lie."""
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _place(member: Member) -> Place:

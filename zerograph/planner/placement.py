@@ -163,15 +163,15 @@ def bucket_parts(
     )
 
 
-def on_nvme(plan: Plan, moments: int, staging: Tier) -> dict[str, int]:
-    """Bytes that a rank keeps on NVMe under ``plan``, by what they are for."""
+def kept_on(tier: Tier, plan: Plan, moments: int, staging: Tier) -> dict[str, int]:
+    """Bytes that a rank keeps on ``tier``, which is not the device, under ``plan``, by what they are for."""
     found = dict.fromkeys(("parameters", "gradients", "optimizer states"), 0)
     for bucket in plan.buckets:
         homes = bucket.homes
         shards = Shards.of(bucket.params, plan.world_size, moments, staging).at(homes)
-        found["parameters"] += shards.fetched * (homes.parameters == "nvme")
-        found["gradients"] += shards.gradient * (homes.gradients == "nvme")
-        found["optimizer states"] += shards.optimizer * (homes.optimizer == "nvme")
+        found["parameters"] += shards.fetched * (homes.parameters == tier)
+        found["gradients"] += shards.gradient * (homes.spilled == tier)
+        found["optimizer states"] += shards.optimizer * (homes.optimizer == tier)
     return found
 
 

@@ -205,7 +205,7 @@ class _Sketch:
             self.whole.add(bucket)
             if self._gathers_late(bucket):
                 self.fetched.add(bucket)
-                self.instructions.append(self._once(_fetch, bucket, self.buckets[bucket].homes.parameters))
+                self.instructions += self._once(_fetch, bucket, self.buckets[bucket].homes.parameters)
             else:
                 self._bring(bucket, 0)
 
@@ -403,11 +403,11 @@ def _bring(scheduler: Scheduler, bucket: int, tile: int, tiles: int, home: Tier,
     return *instructions, Gather(bucket, (), shards, whole, (), part.whole, tile, tiles)
 
 
-def _fetch(scheduler: Scheduler, bucket: int, home: Tier) -> Instruction:
+def _fetch(scheduler: Scheduler, bucket: int, home: Tier) -> list[Instruction]:
     """Fetch the shards of a bucket on a CPU: those of a lone rank into the whole, which they are."""
     part, name = scheduler.bucket_parts(bucket, 1)[0], scheduler.names[bucket]
-    size, kind = part.shards.fetched, Read if home == "nvme" else Fetch
-    return kind("shard", part.label, name, size, (), (_shards(scheduler, bucket),), (), bucket)
+    shards = (_shards(scheduler, bucket),)
+    return _fetched(scheduler, "shard", part.label, name, part.shards.fetched, (), (), shards, home, bucket, 0)
 
 
 def _gather_fetched(scheduler: Scheduler, bucket: int) -> Instruction:
