@@ -26,6 +26,7 @@ from zerograph.core.errors import StorageError
 from zerograph.core.plan import Bucket, Homes, Param, Plan
 from zerograph.core.slots import SLOT, SLOTS, slot_bytes
 from zerograph.core.units import format_bytes
+from zerograph.runtime.background import Background
 from zerograph.runtime.blocks import UNIT, Block, Place, Run
 from zerograph.runtime.buffers import BufferPool, aligned, torch_dtype
 from zerograph.runtime.extents import Extent
@@ -86,7 +87,7 @@ class ShardStore:
         arena: with everything that is on NVMe; None while nothing is.
         host: beside the device; None where both are one memory.
         changes: how often homes were given.
-        half_done: by optimizer, why its last update changed a part of what is on NVMe; until it loads a checkpoint.
+        half_done: by optimizer, why its last update changed a part of its parameters; until it loads a checkpoint.
     """
 
     def __init__(self, params: Mapping[str, Tensor], open_arena: Callable[[int], Arena]) -> None:
@@ -108,6 +109,7 @@ class ShardStore:
         self._ring: list[Tensor] = []
         self._fetched = BufferPool(huge_tensor)
         self._copied_up = BufferPool(_memory)
+        self._background = Background("zerograph-update")
         self._arriving: list[Future[None]] = []  # gradients, at the host
         self._arrived: dict[tuple[str, ...], Tensor] = {}  # by whose they are, memory of the last gradients
         self.arena: Arena | None = None
@@ -445,17 +447,17 @@ class ShardStore:
 
     # ---- gradients
 
-    def spill(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Begin to move gradients to their homes; returns what autograd gets in their places.
+    def spill(self, params: Sequence[Param], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Begin to move gradients to their homes, where there are some; returns what autograd gets in their places.
 
         Raises:
             StorageError: there is no room, or a transfer failed.
         """
-        made = {p.name: grad for p, grad in zip(params, grads, strict=True)}
+        made = {p.name: grad for p, grad in zip(params, grads, strict=True) if grad is not None}
         given = self._spill_to_host({name: grad for name, grad in made.items() if name in self._on_host})
         given |= self._spill_to_nvme({name: grad for name, grad in made.items() if name in self._blocks})
         # model.to(dtype) has brought the others here.
-        return [given.get(name, grad) for name, grad in made.items()]
+        return [given.get(p.name, grad) for p, grad in zip(params, grads, strict=True)]
 
     def _spill_to_host(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         if not grads:
@@ -489,6 +491,7 @@ class ShardStore:
                 by_block.setdefault(block, {})[name] = grad
             else:
                 given[name] = grad  # model.to(dtype) has brought the parameter here
+        self._background.wait()  # for the slots
         for block, own in by_block.items():
             given |= self._spilled.spill(block, own)
         return given
@@ -503,6 +506,26 @@ class ShardStore:
             self._arriving.pop().result()
         if self._spilled is not None:
             self._spilled.wait()
+
+    def arrival(self) -> Callable[[], None]:
+        """What waits for the gradients that are on their way to the host now."""
+        arriving = list(self._arriving)
+
+        def arrive() -> None:
+            for copy in arriving:
+                copy.result()
+
+        return arrive
+
+    def in_background(self, work: Callable[[], None]) -> Future[None]:
+        """Begin ``work``, which may use the slots, beside the caller: no other work uses them meanwhile."""
+        if self._spilled is not None:
+            self._spilled.wait()
+        return self._background.start(work)
+
+    def wait_for_background(self) -> None:
+        """Return when no work beside the caller uses the slots."""
+        self._background.wait()
 
     def abandon(self) -> None:
         """A program failed: wait for what it wrote, whatever becomes of it."""
@@ -522,7 +545,7 @@ class ShardStore:
         """
         for why in self.half_done.values():
             raise StorageError(
-                f"the last update ended half done ({why}): some parameters and states on NVMe are those after it",
+                f"the last update ended half done ({why}): some parameters and states are those after it",
                 "load a checkpoint of the model and of its optimizer",
             )
 
@@ -533,7 +556,10 @@ class ShardStore:
 
     def squares(self, address: int) -> list[float] | None:
         """Sums of squares of the gradient at ``address`` (see :mod:`~zerograph.runtime.spilled`); else None."""
-        return self._spilled.squares(address) if self._spilled is not None else None
+        if self._spilled is None:
+            return None
+        self._background.wait()  # for the slots
+        return self._spilled.squares(address)
 
     @property
     def spills(self) -> bool:
@@ -637,6 +663,7 @@ class ShardStore:
 
     def _slot(self) -> Tensor:
         """One of the ring, in which nothing is under way."""
+        self._background.wait()
         self.wait_for_gradients()
         return self.ring[0]
 

@@ -26,7 +26,9 @@ from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.optim.check import OptimizerCheck
+from zerograph.optim.host import HostOptimizer
 from zerograph.runtime.comm import Communicator
+from zerograph.runtime.early import EarlyUpdates
 from zerograph.runtime.executor import Runtime
 from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.host import HostMemory
@@ -68,6 +70,7 @@ class Backend:
             self._store,
             self._steps,
         )
+        self._early = EarlyUpdates(self._adoption.params, self._overlapping)
         # A graph without parameters may come before the model that tells what to compile for: it needs no other rank.
         alone = replace(config, plan=None, memory=None, stage=config.sharding, offload="none")
         self._compile_for(Ranks(torch.device("cpu")), alone)
@@ -132,7 +135,8 @@ class Backend:
 
         def runtime_for(index: int, code: str, plan: Plan) -> Runtime:
             cache = GatheredCache(plan, steps, hold)
-            return Runtime(index, ranks.communicator, cache, hold, telemetry, self._store, ranks.device, code)
+            comm, store, early = ranks.communicator, self._store, self._early
+            return Runtime(index, comm, cache, hold, telemetry, store, ranks.device, code, early)
 
         self._planner = Planner(
             config, ranks.size, self._adoption.params, ranks.device, ranks.agreement, folders=config.path
@@ -149,6 +153,16 @@ class Backend:
 
     def _open_arena(self, size: int) -> Arena:
         return Arena(self.config.path, self.config.nvme or min(size, self._planner.room))
+
+    def _overlapping(self) -> list[HostOptimizer]:
+        """Optimizers that update the model inside of its backwards."""
+        found = self._optimizers.overlapping()
+        if found and self.config.sharding == 0:
+            raise ConfigError(
+                f"{type(found[0]).__name__}(overlap=True) at stage 0, whose programs read parameters to the end",
+                "stage=1, or leave overlap out",
+            )
+        return found
 
     def refresh(self) -> None:
         """Parameters were changed in a way that counts nowhere (``.data``, ``torch._foreach_mul_``): gather them anew.

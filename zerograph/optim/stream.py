@@ -178,6 +178,7 @@ class Stream:
         Raises:
             StorageError: a transfer failed. Some chunks have been updated and others not.
         """
+        self._store.wait_for_background()  # which passes through the same slots
         for copy, count in self._counts:
             copy.copy_(count)
         self._gradients = {chunk.block: self._store.gradients(chunk.block) for chunk in self._chunks if chunk.gradient}
