@@ -156,11 +156,13 @@ class Backend:
 
     def _overlapping(self) -> list[HostOptimizer]:
         """Optimizers that update the model inside of its backwards."""
-        found = self._optimizers.overlapping()
-        if found and self.config.sharding == 0:
+        found, ranks = self._optimizers.overlapping(), self._adoption.ranks
+        alone = ranks is not None and ranks.size == 1 and not self.config.offloads
+        if found and (alone or self.config.sharding == 0):
+            where = "on one process that offloads nothing" if alone else "at stage 0"
             raise ConfigError(
-                f"{type(found[0]).__name__}(overlap=True) at stage 0, whose programs read parameters to the end",
-                "stage=1, or leave overlap out",
+                f"{type(found[0]).__name__}(overlap=True) {where}, where parameters are read until a backward ends",
+                "leave overlap out there; it needs stage 1, 2 or 3 on several processes, or offload=",
             )
         return found
 

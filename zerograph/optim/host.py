@@ -442,8 +442,7 @@ class HostOptimizer(Optimizer):
                 raise ConfigError(
                     f"{name}(overlap=True): no backend of zerograph has sharded its parameters, so that no backward "
                     "updates them",
-                    "compile the model with zerograph.backend(...); on one process give that dtype= or offload=, or "
-                    "leave overlap out",
+                    "compile the model with zerograph.backend(...), on one process with offload=, or leave overlap out",
                 )
             raise ZeroGraphError(
                 f"{name}.step() without a backward since the last one", "call step() once after each backward"
