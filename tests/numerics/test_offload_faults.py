@@ -59,6 +59,9 @@ class Faulty(Run):
 
     def __init__(self, folder: str) -> None:
         super().__init__(adamw, stage=3, **{**OFF, "offload": "parameters"}, path=folder)
+        self.begins()
+
+    def begins(self) -> None:
         self.steps(1)
         self.start = {name: full(value).clone() for name, value in self.model.state_dict().items()}
         self.states, self.batch = _saved(self.optimizer), self.batches.get_state()

@@ -34,6 +34,7 @@ from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.blocks import Place
 from zerograph.runtime.comm import Communicator, sum_over_ranks
 from zerograph.runtime.early import Arrival
+from zerograph.runtime.entry import reason_of
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor
 
@@ -221,7 +222,11 @@ class HostOptimizer(Optimizer):
         if self._running is not None:
             self._running.wait()
             self._running = None
-        self.wait_early(0)
+        try:
+            self.wait_early(0)
+        except BaseException as error:
+            self.abandon_early(reason_of(error))
+            raise
 
     def _start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
         if self.store is not None:
@@ -447,7 +452,6 @@ class HostOptimizer(Optimizer):
             raise ZeroGraphError(
                 f"{name}.step() without a backward since the last one", "call step() once after each backward"
             )
-        self.wait_early(0)
 
     def _refuse_scaling(self, grad_scale: float | Tensor | None, clip: float | None) -> None:
         given = {"clip": clip, "grad_scale": grad_scale, "GradScaler": self.__dict__.get("found_inf")}
