@@ -23,25 +23,27 @@ Arrival = Callable[[], None]
 
 
 class Updater(Protocol):
-    """An optimizer that updates inside of backwards.
+    """An optimizer that updates inside of backwards; ``str`` of it is its name.
 
     Attributes:
         updated: parameters, by ``id``, that it has updated since its last step.
-        iteration: counts its steps.
-        param_groups: as torch has them.
+        iteration: another object from step to step.
     """
 
     updated: set[int]
-    iteration: int
-    param_groups: list[dict[str, list[Tensor]]]
+    iteration: object
 
-    def update_early(self, grads: Sequence[tuple[Tensor, Tensor]], arrival: Arrival | None) -> None:
+    @property
+    def params(self) -> list[Tensor]:
+        """All that it has."""
+
+    def start(self, grads: Sequence[tuple[Tensor, Tensor]], arrival: Arrival | None) -> None:
         """Begin to update parameters by these gradients of this rank's parts of them."""
 
-    def wait_early(self, most: int) -> None:
+    def wait(self, most: int) -> None:
         """Return when no more than ``most`` such updates are under way."""
 
-    def abandon_early(self, why: str) -> None:
+    def abandon(self, why: str) -> None:
         """A backward failed: what was updated cannot be taken back. Nothing is under way any more then."""
 
 
@@ -54,8 +56,8 @@ class EarlyUpdates:
         self._params, self._find = params, find
         self._owners: dict[int, Updater] = {}  # by ``id`` of the parameter, when the last program began
         # By parameter, with the iteration of its owner in which that was so:
-        self._read: dict[str, tuple[int, int]] = {}  # forwards that read it and whose backward has not run
-        self._left: dict[str, int] = {}  # autograd has a gradient of it
+        self._read: dict[str, tuple[object, int]] = {}  # forwards that read it and whose backward has not run
+        self._left: dict[str, object] = {}  # autograd has a gradient of it
         self._taken: dict[int, tuple[list[tuple[str, Tensor]], list[Arrival]]] = {}  # by bucket
         self._in_backward = False
 
@@ -72,7 +74,7 @@ class EarlyUpdates:
             owner = self._owners.get(key)
             if owner is not None and key in owner.updated:
                 raise ZeroGraphError(
-                    f"a {kind} reads {name}, which the last backward has updated, before {type(owner).__name__}.step()",
+                    f"a {kind} reads {name}, which the last backward has updated, before {owner}.step()",
                     "with overlap=True call step() after each backward; add up micro-batches inside of "
                     "backend.no_sync(), or make the optimizer without overlap",
                 )
@@ -81,7 +83,7 @@ class EarlyUpdates:
     def _found(self) -> dict[int, Updater]:
         owners: dict[int, Updater] = {}
         for owner in self._find():
-            for param in (p for group in owner.param_groups for p in group["params"]):
+            for param in owner.params:
                 if owners.setdefault(id(param), owner) is not owner:
                     raise ConfigError(
                         f"a parameter of shape {list(param.shape)} belongs to two optimizers with overlap=True",
@@ -103,8 +105,8 @@ class EarlyUpdates:
         self._owners = {}  # optimizers may go
 
     def _reads(self, name: str, owner: Updater) -> int:
-        iteration, reads = self._read.get(name, (0, 0))
-        return reads if iteration == owner.iteration else 0
+        iteration, reads = self._read.get(name, (None, 0))
+        return reads if iteration is owner.iteration else 0
 
     def take(
         self,
@@ -137,7 +139,7 @@ class EarlyUpdates:
             return False
         if (
             self._reads(name, owner) == 1
-            and self._left.get(name) != owner.iteration
+            and self._left.get(name) is not owner.iteration
             and id(param) in direct
             and not has_gradient_hooks(param)
             and (param.grad is None or is_mark(param.grad))
@@ -154,20 +156,20 @@ class EarlyUpdates:
             param = self._params[name]
             by_owner.setdefault(self._owners[id(param)], []).append((param, grad))
         for owner, grads in by_owner.items():
-            owner.update_early(grads, _all(arrivals) if arrivals else None)
+            owner.start(grads, _all(arrivals) if arrivals else None)
             for param, _ in grads:
                 param.grad = None  # the mark of what no_sync held back
 
     def wait(self, most: int) -> None:
         """Return when no optimizer has more than ``most`` updates under way: their gradients take memory."""
         for owner in dict.fromkeys(self._owners.values()):
-            owner.wait_early(most)
+            owner.wait(most)
 
     def abandon(self, why: str) -> None:
         """The program that began last failed."""
         self._taken.clear()
         for owner in dict.fromkeys(self._owners.values()) if self._in_backward else ():
-            owner.abandon_early(why)
+            owner.abandon(why)
         self._ends()
 
 

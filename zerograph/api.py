@@ -26,7 +26,7 @@ from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.optim.check import OptimizerCheck
-from zerograph.optim.host import HostOptimizer
+from zerograph.optim.overlap import EarlySteps
 from zerograph.runtime.comm import Communicator
 from zerograph.runtime.early import EarlyUpdates
 from zerograph.runtime.executor import Runtime
@@ -154,14 +154,14 @@ class Backend:
     def _open_arena(self, size: int) -> Arena:
         return Arena(self.config.path, self.config.nvme or min(size, self._planner.room))
 
-    def _overlapping(self) -> list[HostOptimizer]:
+    def _overlapping(self) -> list[EarlySteps]:
         """Optimizers that update the model inside of its backwards."""
         found, ranks = self._optimizers.overlapping(), self._adoption.ranks
         alone = ranks is not None and ranks.size == 1 and not self.config.offloads
         if found and (alone or self.config.sharding == 0):
             where = "on one process that offloads nothing" if alone else "at stage 0"
             raise ConfigError(
-                f"{type(found[0]).__name__}(overlap=True) {where}, where parameters are read until a backward ends",
+                f"{found[0]}(overlap=True) {where}, where parameters are read until a backward ends",
                 "leave overlap out there; it needs stage 1, 2 or 3 on several processes, or offload=",
             )
         return found

@@ -77,11 +77,11 @@ def _with_and_without(make: Make, trains: Callable[[Run], None] = _trains, **opt
 def _late(training: Run) -> set[str]:
     """Parameters that no backward updates."""
     training.backward()
-    params, updated = dict(training.model.named_parameters()), training.optimizer.updated
+    params, updated = dict(training.model.named_parameters()), training.optimizer.early.updated
     assert all(p.grad is None for p in params.values() if id(p) in updated)
     late = {name for name, p in params.items() if p.requires_grad and id(p) not in updated}
     training.optimizer.step()
-    assert not training.optimizer.updated
+    assert not training.optimizer.early.updated
     return late
 
 

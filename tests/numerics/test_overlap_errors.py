@@ -52,12 +52,12 @@ def _misused(training: Run) -> None:
     loss = training.compiled(tokens)
     before = [full(p.detach()).clone() for p in training.model.parameters()]
     torch.autograd.grad(loss, [p for p in training.model.parameters() if p.requires_grad])
-    assert not opt.updated
+    assert not opt.early.updated
     assert all(torch.equal(full(p.detach()), b) for p, b in zip(training.model.parameters(), before, strict=True))
-    opt.iteration += 1  # what a step does: the forward is forgotten
+    opt.early.stepped()  # the forward is forgotten, as by a step
     loss = training.compiled(tokens)
     loss.backward(retain_graph=True)
-    assert opt.updated
+    assert opt.early.updated
     with pytest.raises((ZeroGraphError, RuntimeError), match=r"has updated|modified by an inplace operation"):
         loss.backward()
     opt.step()
@@ -113,7 +113,8 @@ def _unusual(training: Run) -> set[str]:
 
     def steps(times: int = 1) -> None:
         for _ in range(times):
-            updated = getattr(training.optimizer, "updated", set())
+            early: Any = training.optimizer.early  # type: ignore[attr-defined]
+            updated = early.updated if early is not None else set()
             found.update(n for n, p in params.items() if p.requires_grad and id(p) not in updated)
             training.optimizer.step()
             training.optimizer.zero_grad()

@@ -15,7 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zerograph.core.errors import ShardingError, UnsupportedError, ZeroGraphError
 from zerograph.optim.clip import is_split
-from zerograph.optim.host import HostOptimizer, overlapping
+from zerograph.optim.host import HostOptimizer
+from zerograph.optim.overlap import EarlySteps, overlapping
 from zerograph.optim.stock import make_states
 from zerograph.optim.torch_private import register_failed_step_hook
 from zerograph.runtime.comm import Communicator
@@ -103,12 +104,15 @@ class OptimizerCheck:
             self._bring_states_home(optimizer)
             self._telemetry.updating()
 
-    def overlapping(self) -> list[HostOptimizer]:
-        """The optimizers that update parameters of the backend inside of backwards, looked at as before a step."""
-        found = [optimizer for optimizer in overlapping() if self._holds_own(optimizer)]
-        for optimizer in found:
-            self._look_at(optimizer)
-            self._bring_states_home(optimizer)
+    def overlapping(self) -> list[EarlySteps]:
+        """Of the optimizers that update parameters of the backend inside of backwards, looked at as before a step."""
+        found = []
+        for early in overlapping():
+            optimizer = early.optimizer
+            if isinstance(optimizer, Optimizer) and self._holds_own(optimizer):
+                self._look_at(optimizer)
+                self._bring_states_home(optimizer)
+                found.append(early)
         return found
 
     def _bring_states_home(self, optimizer: Optimizer) -> None:

@@ -7,14 +7,12 @@ once and writes what changed. What lies on a device goes to torch's kernels mean
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import logging
 import math
-import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerograph import _core
-from zerograph.core.errors import CheckpointError, ConfigError, StorageError, UnsupportedError, ZeroGraphError
+from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.optim.clip import power_sum
-from zerograph.optim.parts import GroupParts, Member, Part, parts_of
+from zerograph.optim.overlap import EarlySteps
+from zerograph.optim.parts import GroupParts, Member, Part, Row, parts_of
 from zerograph.optim.stream import Stored, Stream
 from zerograph.optim.tensors import TAGS, Gradients, GroupLayout, sum_of, uses_kernels
 from zerograph.optim.torch_private import hooked_step, tell_failed_step
@@ -34,33 +33,10 @@ from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.blocks import Place
 from zerograph.runtime.comm import Communicator, sum_over_ranks
 from zerograph.runtime.early import Arrival
-from zerograph.runtime.entry import reason_of
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor
 
 log = logging.getLogger(__name__)
-
-_OVERLAPPING: weakref.WeakSet[HostOptimizer] = weakref.WeakSet()
-# Of all backends: an optimizer is made before it or its model is known to one, and each looks for its own.
-
-
-def overlapping() -> list[HostOptimizer]:
-    """The living optimizers that update inside of backwards."""
-    return list(_OVERLAPPING)
-
-
-class _Row(NamedTuple):
-    """Parameters of a group that are updated together.
-
-    Attributes:
-        key: under which their plan is kept.
-        group: that they are in.
-    """
-
-    key: tuple[int, ...]
-    group: Mapping[str, Any]
-    layout: GroupLayout
-    grads: Gradients
 
 
 class HostOptimizer(Optimizer):
@@ -70,8 +46,7 @@ class HostOptimizer(Optimizer):
         skipped: how many steps were skipped because a gradient was not finite.
         grad_norm: norm of all gradients, unscaled and before clipping, in the last step that took it (one with ``clip``
             or with ``skip_nonfinite``); the same on every rank.
-        updated: by ``id``, parameters that were updated inside of backwards since the last step; only with ``overlap``.
-        iteration: counts steps, as far as these see it.
+        early: updates inside of backwards; None without ``overlap``.
         communicator, store: of the backend whose sharded parameters these are, which sets them before each step.
     """
 
@@ -115,10 +90,9 @@ class HostOptimizer(Optimizer):
             )
         self.master, self.moments, self.skip_nonfinite, self.overlap = master, moments, skip_nonfinite, overlap
         self.skipped, self.grad_norm = 0, math.nan
-        self._begin_anew()
         super().__init__(params, **torchs)
+        self._begin_anew()
         self._refuse_differentiable()
-        self._register()
 
     def _begin_anew(self) -> None:
         """Know nothing of parameters, states and updates."""
@@ -126,15 +100,7 @@ class HostOptimizer(Optimizer):
         self._plans: dict[tuple[int, ...], GroupParts] = {}
         self._streams: dict[tuple[int, ...], Stream] = {}  # by ``id`` of their parts
         self._running: PendingUpdate | None = None
-        self._early: list[PendingUpdate] = []
-        self._groups_of: dict[int, int] = {}  # by ``id`` of a parameter, in the backward that runs
-        self._values: list[dict[str, Any]] = []  # of the groups, then
-        self.updated: set[int] = set()
-        self.iteration: int = self.__dict__.get("iteration", 0) + 1
-
-    def _register(self) -> None:
-        if self.overlap:
-            _OVERLAPPING.add(self)
+        self.early = EarlySteps(self) if self.overlap else None
 
     # What an algorithm says of itself.
 
@@ -197,8 +163,8 @@ class HostOptimizer(Optimizer):
         self._settle()
         loss = None
         if closure is not None:
-            if self.overlap:
-                self._refuse("a closure")
+            if self.early is not None:
+                self.early.refuse("a closure")
             with torch.enable_grad():
                 loss = closure()
         self._start(grad_scale, clip).wait()
@@ -222,37 +188,34 @@ class HostOptimizer(Optimizer):
         if self._running is not None:
             self._running.wait()
             self._running = None
-        try:
-            self.wait_early(0)
-        except BaseException as error:
-            self.abandon_early(reason_of(error))
-            raise
+        if self.early is not None:
+            self.early.settle()
 
     def _start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
         if self.store is not None:
             self.store.refuse_half_done()
-        if self.overlap:
-            self._refuse_scaling(grad_scale, clip)
-            self._end_early()
-        rows = [row for i in range(len(self.param_groups)) for row in self._rows(i)]
+        given = {"clip": clip, "grad_scale": grad_scale, "GradScaler": self.__dict__.get("found_inf")}
+        done = self.early.end([what for what, value in given.items() if value is not None]) if self.early else set()
+        rows = [row for i in range(len(self.param_groups)) for row in self._rows(i, done)]
         factor = self._factor(rows, grad_scale, clip)
         if factor is None:
             self.skipped += 1
             return PendingUpdate(None, ())
-        pending = self._update(rows, factor)
-        self.updated, self.iteration = set(), self.iteration + 1
+        pending = self.update(rows, factor)
+        if self.early is not None:
+            self.early.stepped()
         return pending
 
-    def _rows(self, index: int) -> list[_Row]:
-        """What of a group a step updates: all that no backward has updated."""
-        group, params = self.param_groups[index], self.param_groups[index]["params"]
-        if self.updated:
-            params = [p for p in params if id(p) not in self.updated]
-        layout = self._layout((index,), group, params)
+    def _rows(self, index: int, done: Container[int]) -> list[Row]:
+        """What of a group a step updates: all that backwards have not ``done``, by ``id``."""
+        group = self.param_groups[index]
+        params = [p for p in group["params"] if id(p) not in done] if done else group["params"]
+        layout = self.layout((index,), group, params)
         grads = layout.gradients()
-        return [_Row((index,), group, layout, grads)] if not self.updated or any(grads.addresses) else []
+        return [Row((index,), group, layout, grads)] if not done or any(grads.addresses) else []
 
-    def _layout(self, key: tuple[int, ...], group: Mapping[str, Any], params: Sequence[Tensor]) -> GroupLayout:
+    def layout(self, key: tuple[int, ...], group: Mapping[str, Any], params: Sequence[Tensor]) -> GroupLayout:
+        """Of some ``params`` of a group, kept under ``key``."""
         layout = self._layouts.get(key)
         if layout is None or not layout.describes(params):
             layout = self._layouts[key] = GroupLayout(group, params)
@@ -260,7 +223,7 @@ class HostOptimizer(Optimizer):
 
     def _factor(
         self,
-        rows: Sequence[_Row],
+        rows: Sequence[Row],
         grad_scale: float | Tensor | None,
         clip: float | None,
     ) -> float | None:
@@ -283,7 +246,7 @@ class HostOptimizer(Optimizer):
         ratio = clip / (norm + 1e-6) if clip is not None else 1.0
         return (1.0 if ratio > 1.0 else ratio) / scale  # a norm that is not a number stays one
 
-    def _norm(self, rows: Sequence[_Row]) -> float:
+    def _norm(self, rows: Sequence[Row]) -> float:
         """Norm of all gradients of all ranks, in one pass over this rank's and one scalar reduction."""
         layouts = [row.layout for row in rows]
         groups = frozenset[ProcessGroup]().union(*(layout.process_groups for layout in layouts))
@@ -303,7 +266,7 @@ class HostOptimizer(Optimizer):
                 dist.all_reduce(split, group=group)
         return math.sqrt(float(split) + float(whole))
 
-    def _squares(self, rows: Sequence[_Row], split: bool) -> Tensor:
+    def _squares(self, rows: Sequence[Row], split: bool) -> Tensor:
         """Sum of squares of this rank's gradients, those that are split or those that are whole."""
         pieces = [piece for row in rows for piece in row.layout.pieces(row.grads, split)]
         known: list[float] = []
@@ -315,7 +278,7 @@ class HostOptimizer(Optimizer):
         elsewhere = [grad for row in rows for grad in row.layout.elsewhere(row.grads, split)]
         return power_sum(elsewhere, 2.0).double() + total if elsewhere else total
 
-    def _update(self, rows: Sequence[_Row], factor: float, arrival: Arrival | None = None) -> PendingUpdate:
+    def update(self, rows: Sequence[Row], factor: float, arrival: Arrival | None = None) -> PendingUpdate:
         """Begin to update; where there is an ``arrival``, gradients are read after it, by what waits."""
         # By identity: whoever replaced a parameter's dict has replaced tensors whose addresses kernels hold.
         states = set(map(id, self.state.values()))
@@ -342,6 +305,11 @@ class HostOptimizer(Optimizer):
             return PendingUpdate(None, touched, arriving, self._tell_updated)
         return PendingUpdate(_core.update(calls, factor) if calls else None, touched, stream, self._tell_updated)
 
+    def leave_half_done(self, why: str) -> None:
+        """An update ended half done: nothing goes on before a checkpoint is loaded."""
+        if self.store is not None:
+            self.store.half_done[self] = why
+
     def _tell_updated(self, params: Iterable[Tensor]) -> None:
         if self.store is not None:
             self.store.updated(params)
@@ -366,108 +334,9 @@ class HostOptimizer(Optimizer):
         if part.mastered:
             torch._foreach_copy_([m.local for m in members], [m.target for m in members])
 
-    # Inside of backwards.
-
-    @torch.no_grad()
-    def update_early(self, grads: Sequence[tuple[Tensor, Tensor]], arrival: Arrival | None) -> None:
-        """Begin to update parameters by gradients of this rank's parts of them, while the backward goes on.
-
-        Args:
-            grads: the parameters, each with its whole gradient.
-            arrival: waits for what of ``grads`` is on its way to where it is updated.
-
-        Raises:
-            UnsupportedError: a parameter or gradient that cannot be updated; none of ``grads`` has been then.
-            StorageError: there is no room for states, or an earlier update failed.
-        """
-        if not self.updated:
-            self._groups_of = {id(p): i for i, group in enumerate(self.param_groups) for p in group["params"]}
-            self._values = list(map(_values_of, self.param_groups))
-        while self._early and self._early[0].done():
-            self._early.pop(0).wait()
-        by_group: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        for param, grad in grads:
-            by_group.setdefault(self._groups_of[id(param)], []).append((param, grad))
-        rows = []
-        for index, pairs in by_group.items():
-            params, group = [param for param, _ in pairs], self.param_groups[index]
-            key = (index, *map(id, params))
-            layout = self._layout(key, group, params)
-            rows.append(_Row(key, group, layout, layout.gradients_of([grad for _, grad in pairs])))
-        pending = self._update(rows, 1.0, arrival)
-        if self.store is not None:
-            pending.stream_beside(self.store.in_background)
-        self._early.append(pending)
-        self.updated.update(id(param) for param, _ in grads)
-        # Whatever autograd has saved of them is not what it was.
-        torch.autograd.graph.increment_version([local_tensor(param) for param, _ in grads])
-
-    def wait_early(self, most: int) -> None:
-        """Return when no more than ``most`` updates of a backward are under way.
-
-        Raises:
-            StorageError: a transfer failed, and a part of the states on NVMe is updated.
-        """
-        while len(self._early) > most:
-            self._early.pop(0).wait()
-
-    def abandon_early(self, why: str) -> None:
-        """A backward failed: what it has updated cannot be taken back, so that nothing goes on before a checkpoint is
-        loaded. Nothing is under way any more then."""
-        for pending in self._early:
-            with contextlib.suppress(StorageError):  # the first error is on its way to the caller
-                pending.wait()
-        self._early = []
-        if self.updated and self.store is not None:
-            self.store.half_done[self] = why
-        self.updated, self.iteration = set(), self.iteration + 1
-
-    def _end_early(self) -> None:
-        """What a step has to do with updates of backwards: see that they are what it would have done, and wait."""
-        name = type(self).__name__
-        if self.updated and list(map(_values_of, self.param_groups)) != self._values:
-            raise ConfigError(
-                f"a group of {name} was changed between backward and step: with overlap=True the backward has updated "
-                "parameters by what it was before",
-                "let schedulers step after the optimizer: backward(), optimizer.step(), scheduler.step()",
-            )
-        params = [p for group in self.param_groups for p in group["params"]]
-        second = [p for p in params if p.grad is not None and id(p) in self.updated]
-        if second:
-            self.abandon_early("a gradient came from outside of the compiled model")
-            raise ZeroGraphError(
-                f"{len(second)} parameters got a gradient from outside of the compiled model, after {name} had updated "
-                f"them in the same backward, the first of shape {list(second[0].shape)}",
-                "compute with them inside of the model only, or give them to an optimizer without overlap; then load a "
-                "checkpoint",
-            )
-        moves = any(group.get("lr") != 0 for group in self.param_groups)  # DCP steps without, to make states
-        if moves and not self.updated and all(p.grad is None for p in params):
-            if self.store is None:
-                raise ConfigError(
-                    f"{name}(overlap=True): no backend of zerograph has sharded its parameters, so that no backward "
-                    "updates them",
-                    "compile the model with zerograph.backend(...), on one process with offload=, or leave overlap out",
-                )
-            raise ZeroGraphError(
-                f"{name}.step() without a backward since the last one", "call step() once after each backward"
-            )
-
-    def _refuse_scaling(self, grad_scale: float | Tensor | None, clip: float | None) -> None:
-        given = {"clip": clip, "grad_scale": grad_scale, "GradScaler": self.__dict__.get("found_inf")}
-        for what, value in given.items():
-            if value is not None:
-                self._refuse(what)
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise ConfigError(
-            f"{what} with overlap=True: backwards update parameters, before all gradients are known",
-            f"leave {what} out, or make {type(self).__name__} without overlap",
-        )
-
     # State.
 
-    def _plan(self, row: _Row, states: set[int]) -> GroupParts:
+    def _plan(self, row: Row, states: set[int]) -> GroupParts:
         key, group, layout, grads = row
         plan = self._plans.get(key)
         slots, store = self._slots(group), self.store
@@ -591,7 +460,6 @@ class HostOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._begin_anew()
-        self._register()
         self._refuse_differentiable()
         # torch calls this at the end of load_state_dict, when it has rounded the states, and for copies and pickles.
         loading = self.__dict__.get("_loading")
@@ -623,12 +491,6 @@ def _update_arrived(arrival: Arrival, calls: Sequence[Any], factor: float, strea
         _core.update(calls, factor).wait()
     if stream is not None:
         stream()
-
-
-def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says of its updates, as numbers that stay."""
-    own = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
-    return {name: float(value) if isinstance(value, Tensor) else value for name, value in own.items()}
 
 
 def unscaled(grads: list[Tensor], scale: Tensor | None) -> list[Tensor]:
