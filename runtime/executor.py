@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from zerograph.core.program import (
     Write,
 )
 from zerograph.runtime.comm import Communicator
+from zerograph.runtime.early import EarlyUpdates
 from zerograph.runtime.entry import Entry, reason_of
 from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.residency import GatheredCache
@@ -48,6 +49,7 @@ class Runtime:
         store: where shards live, of all frames of the backend.
         device: where segments run.
         code: the user's function that was compiled, for messages.
+        early: parameters that are updated inside of backwards, of all frames of the backend.
     """
 
     frame: int
@@ -58,6 +60,7 @@ class Runtime:
     store: ShardStore
     device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
     code: str = "the model"
+    early: EarlyUpdates = field(default_factory=lambda: EarlyUpdates({}, lambda: ()))
 
 
 class Executor:
@@ -71,7 +74,7 @@ class Executor:
         self.runtime, self.frame = runtime, runtime.frame
         self.comm: Communicator = runtime.comm  # type: ignore[assignment]  # None where programs have no collectives
         self.cache, self.hold, self.telemetry = runtime.cache, runtime.hold, runtime.telemetry
-        self.store = runtime.store
+        self.store, self.early = runtime.store, runtime.early
         self.fetched = {i.bucket for i in program.instructions if isinstance(i, Read | Fetch)}
         written = {r for i in program.instructions if isinstance(i, Write) for r in i.reads}
         self.read = {r for i in program.instructions if isinstance(i, Read) for r in i.writes}
@@ -85,11 +88,13 @@ class Executor:
         # 60 bits: it travels in a signed 64-bit integer. 0 stands for no collectives, where ranks need not meet.
         self.sequence = int(program.digest[:15], 16) if any(program.collectives()) else 0
         self.name = f"{program.kind} of {runtime.code}"
+        self.names = {p.name for i in program.instructions if isinstance(i, Gather | Reduce) for p in i.params}
+        self.hosted = {p.name for i in program.instructions if isinstance(i, Spill) for p in i.params}
+        reduced = {i.bucket for i in program.instructions if isinstance(i, Reduce)}
+        last = {getattr(i, "bucket", None): i for i in program.instructions}
+        self.last = {id(last[bucket]) for bucket in reduced}
         # Looked up once, not for every instruction of every step.
-        self.instructions = [
-            (instruction, getattr(self, _METHODS[type(instruction)]), instruction.dead)
-            for instruction in program.instructions
-        ]
+        self.instructions = [(i, self._method(i), i.dead) for i in program.instructions]
 
     def __call__(self, args: list[Any]) -> list[Any]:
         """Run the program once: on all ranks to its end, or on none (:mod:`zerograph.runtime.meeting`)."""
@@ -101,12 +106,13 @@ class Executor:
             registers[register] = None
         held = self.hold.state
         try:
+            self.early.enter(program.kind, self.names)
             if self.sequence:
                 self.comm.enter(Entry(self.name, self.sequence, self.cache.steps))
             self.store.refuse_half_done()
             if program.kind != "backward":
                 self.store.drop_pages()
-            elif not self.hold.active:
+            elif not (self.hold.active or self.early.active):
                 self.store.read_ahead()
             self.cache.enter(program.kind, self.comm.generation if self.sequence else 0)
             if self.trims and self.sequence:
@@ -119,10 +125,12 @@ class Executor:
                 self.store.wait_for_gradients()
             if self.sequence:
                 self.comm.leave()
+            self.early.leave(program.kind, self.names)
         # Ctrl-C too: the others wait for this rank, and a bucket that is half gathered must not count as whole.
         except BaseException as error:
             self.cache.clear()
             self.store.abandon()
+            self.early.abandon(reason_of(error))
             self.hold.state = held
             if self.comm is not None:
                 self.comm.abort(reason_of(error))
@@ -149,6 +157,15 @@ class Executor:
                     torch.accelerator.synchronize()
 
         return marked
+
+    def _method(self, instruction: Instruction) -> Callable[..., None]:
+        run: Callable[..., None] = getattr(self, _METHODS[type(instruction)])
+        return partial(self._update_after, run) if id(instruction) in self.last else run
+
+    def _update_after(self, run: Callable[..., None], instruction: Reduce, registers: list[Any]) -> None:
+        """``run``, of the last instruction of a bucket, which may then be updated."""
+        run(instruction, registers)
+        self.early.start(instruction.bucket)
 
     def _compute(self, instruction: Compute, registers: list[Any]) -> None:
         args = [registers[r] for r in instruction.args]
@@ -207,29 +224,43 @@ class Executor:
             registers[register] = tensor
 
     def _spill(self, instruction: Write | Spill, registers: list[Any]) -> None:
-        grads: list[Tensor] = [registers[r] for r in instruction.reads]
+        there: list[Tensor | None] = [registers[r] for r in instruction.reads]
         # What no_sync holds back is whole, and here; autograd gets marks in its place.
-        moves = self.store.stage if instruction.writes[0] in self.staged else self.store.spill
-        there = grads if self.hold.active else moves(instruction.params, grads)
+        if not self.hold.active:
+            moves = self.store.stage if instruction.writes[0] in self.staged else self.store.spill
+            there = moves(instruction.params, there)
+            if isinstance(instruction, Spill):
+                there = self.early.take(instruction.bucket, instruction.params, there, self.store.arrival())
+            else:
+                self.early.wait(_UNSPILLED)
         for register, tensor in zip(instruction.writes, there, strict=True):
             registers[register] = tensor
 
     def _reduce(self, instruction: Reduce, registers: list[Any]) -> None:
         grads: list[Tensor] = [registers[r] for r in instruction.grads]
         if self.hold.active:
-            registers[instruction.out] = (False, self.hold.add(instruction.params, grads, self.comm))
+            registers[instruction.out] = (None, self.hold.add(instruction.params, grads, self.comm))
         else:
             registers[instruction.out] = (
-                True,
+                instruction.params,
                 self.comm.start_reduce(instruction.params, self.hold.take(instruction.params, grads)),
             )
 
     def _wait_reduce(self, instruction: WaitReduce, registers: list[Any]) -> None:
-        in_flight, pending = registers[instruction.pending]
-        results = self.comm.finish_reduce(pending) if in_flight else pending
+        params, pending = registers[instruction.pending]
+        results: list[Tensor | None] = pending
+        if params is not None:
+            results = list(self.comm.finish_reduce(pending))
+            here = [k for k, p in enumerate(params) if p.name not in self.hosted]
+            left = self.early.take(instruction.bucket, [params[k] for k in here], [results[k] for k in here])
+            for k, grad in zip(here, left, strict=True):
+                results[k] = grad
         for register, tensor in zip(instruction.outs, results, strict=True):
             registers[register] = tensor
 
+
+_UNSPILLED = 2
+"""Updates inside of a backward that may be under way where gradients are to leave memory."""
 
 _METHODS: dict[type, str] = {
     Compute: "_compute",

@@ -106,9 +106,8 @@ class GradientHold:
     def _follow(self, name: str) -> None:
         """Let a hook record what each backward leaves in ``.grad``; once for each tensor that bears the name."""
         param = self._params[name]
-        if param.__dict__.get("_zg_followed"):
+        if "_zg_followed" in param.__dict__:
             return
-        param.__dict__["_zg_followed"] = True
         # A hook lives as long as its parameter, and must not keep a backend that is gone, with its gradients.
         hold = weakref.ref(self)
 
@@ -117,7 +116,7 @@ class GradientHold:
             if live is not None and name in live._held:
                 live._accumulated(name, p)
 
-        param.register_post_accumulate_grad_hook(accumulated)
+        param.__dict__["_zg_followed"] = param.register_post_accumulate_grad_hook(accumulated).id
 
     def _accumulated(self, name: str, param: Tensor) -> None:
         if not self.active:  # a backward that no program reduced: the model ran uncompiled
@@ -176,6 +175,12 @@ class GradientHold:
                 f"the first of {self.names[0]}",
                 "run the backward of the last micro-batch outside of no_sync()",
             )
+
+
+def is_mark(grad: Tensor) -> bool:
+    """Whether a ``.grad`` has nothing but the marks of a gradient that was held back."""
+    local = _local(grad)
+    return not local.numel() or _is_marked(local)
 
 
 def _nothing(param: Param, grad: Tensor, comm: Communicator) -> Tensor:

@@ -119,6 +119,16 @@ class HostShards:
         self._arriving += [self.memory.start(grad, found[name]) for name, grad in grads.items()]
         return found
 
+    def arrival(self) -> Callable[[], None]:
+        """What waits for the gradients that are on their way now."""
+        arriving = list(self._arriving)
+
+        def arrive() -> None:
+            for copy in arriving:
+                copy.result()
+
+        return arrive
+
     def wait_for_gradients(self) -> None:
         """Return when all are here."""
         while self._arriving:

@@ -28,6 +28,7 @@ from zerograph.core.machine import Tier
 from zerograph.core.plan import Bucket, Homes, Param, Plan
 from zerograph.core.slots import ITEM, SLOT, SLOTS, slot_bytes
 from zerograph.core.units import format_bytes
+from zerograph.runtime.background import Background
 from zerograph.runtime.blocks import UNIT, Block, Place, Run
 from zerograph.runtime.buffers import BufferPool, torch_dtype
 from zerograph.runtime.extents import Extent
@@ -86,7 +87,7 @@ class ShardStore:
         arena: with everything that is on NVMe; None while nothing is.
         host: what is there; None where its memory is the device's.
         changes: how often homes were given.
-        half_done: by optimizer, why its last update changed a part of what is on NVMe; until it loads a checkpoint.
+        half_done: by optimizer, why its last update changed a part of its parameters; until it loads a checkpoint.
     """
 
     def __init__(self, params: Mapping[str, Tensor], open_arena: Callable[[int], Arena]) -> None:
@@ -110,6 +111,7 @@ class ShardStore:
         self.next_update: Callable[[], ReadsAhead | None] = lambda: None
         self._ahead: ReadsAhead | None = None
         self._fetched = BufferPool(huge_tensor)
+        self._background = Background("zerograph-update")
         self.arena: Arena | None = None
         self.changes = 0
         self.half_done: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
@@ -471,13 +473,13 @@ class ShardStore:
 
     # ---- gradients
 
-    def spill(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """Begin to move gradients to their homes; returns what autograd gets in their places.
+    def spill(self, params: Sequence[Param], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Begin to move gradients to their homes, where there are some; returns what autograd gets in their places.
 
         Raises:
             StorageError: there is no room, or a transfer failed.
         """
-        made = {p.name: grad for p, grad in zip(params, grads, strict=True)}
+        made = {p.name: grad for p, grad in zip(params, grads, strict=True) if grad is not None}
         away: dict[Tier, dict[str, Tensor]] = {}
         for name, grad in made.items():
             home: Tier = "host" if name in self._on_host else "device"
@@ -487,11 +489,12 @@ class ShardStore:
         given: dict[str, Tensor | None] = dict(self._there().spill(away["host"])) if "host" in away else {}
         given |= self._spill_to_nvme(away.get("nvme", {}))
         # model.to(dtype) has brought the others here.
-        return [given.get(name, grad) for name, grad in made.items()]
+        return [given.get(p.name, grad) for p, grad in zip(params, grads, strict=True)]
 
-    def stage(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor]:
+    def stage(self, params: Sequence[Param], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Begin to copy gradients to the host, from where :meth:`spill` moves them on."""
-        return list(self._there().stage({p.name: grad for p, grad in zip(params, grads, strict=True)}).values())
+        made = {p.name: grad for p, grad in zip(params, grads, strict=True) if grad is not None}
+        return [*self._there().stage(made).values()]
 
     def _spill_to_nvme(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         if not grads:
@@ -508,6 +511,7 @@ class ShardStore:
                 by_block.setdefault(block, {})[name] = grad
             else:
                 given[name] = grad  # model.to(dtype) has brought the parameter here
+        self._background.wait()  # for the slots
         for block, own in by_block.items():
             given |= self._spilled.spill(block, own)
         return given
@@ -536,6 +540,20 @@ class ShardStore:
         if self._spilled is not None:
             self._spilled.wait()
 
+    def arrival(self) -> Callable[[], None]:
+        """What waits for the gradients that are on their way to the host now."""
+        return self._there().arrival()
+
+    def in_background(self, work: Callable[[], None]) -> Future[None]:
+        """Begin ``work``, which may use the slots, beside the caller: no other work uses them meanwhile."""
+        if self._spilled is not None:
+            self._spilled.wait()
+        return self._background.start(work)
+
+    def wait_for_background(self) -> None:
+        """Return when no work beside the caller uses the slots."""
+        self._background.wait()
+
     def abandon(self) -> None:
         """A program failed: wait for what it wrote, whatever becomes of it."""
         if self.host is not None:
@@ -555,7 +573,7 @@ class ShardStore:
         """
         for why in self.half_done.values():
             raise StorageError(
-                f"the last update ended half done ({why}): some parameters and states on NVMe are those after it",
+                f"the last update ended half done ({why}): some parameters and states are those after it",
                 "load a checkpoint of the model and of its optimizer",
             )
 
@@ -570,7 +588,10 @@ class ShardStore:
 
     def squares(self, address: int) -> list[float] | None:
         """Sums of squares of the gradient at ``address`` (see :mod:`~zerograph.runtime.spilled`); else None."""
-        return self._spilled.squares(address) if self._spilled is not None else None
+        if self._spilled is None:
+            return None
+        self._background.wait()  # for the slots
+        return self._spilled.squares(address)
 
     @property
     def spills(self) -> bool:
@@ -681,6 +702,7 @@ class ShardStore:
 
     def _slot(self) -> Tensor:
         """One of the ring, in which nothing is under way."""
+        self._background.wait()
         self.wait_for_gradients()
         self.take_slots()
         return self.ring[0]

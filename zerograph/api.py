@@ -27,7 +27,9 @@ from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.optim.check import OptimizerCheck
+from zerograph.optim.overlap import EarlySteps
 from zerograph.runtime.comm import Communicator
+from zerograph.runtime.early import EarlyUpdates
 from zerograph.runtime.executor import Runtime
 from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.hosted import HostShards
@@ -69,6 +71,7 @@ class Backend:
             self._store,
             self._steps,
         )
+        self._early = EarlyUpdates(self._adoption.params, self._overlapping)
         # A graph without parameters may come before the model that tells what to compile for: it needs no other rank.
         alone = replace(config, plan=None, memory=None, stage=config.sharding, offload="none")
         self._compile_for(Ranks(torch.device("cpu")), alone)
@@ -128,7 +131,8 @@ class Backend:
 
         def runtime_for(index: int, code: str, plan: Plan) -> Runtime:
             cache = GatheredCache(plan, steps, hold)
-            return Runtime(index, ranks.communicator, cache, hold, telemetry, self._store, ranks.device, code)
+            comm, store, early = ranks.communicator, self._store, self._early
+            return Runtime(index, comm, cache, hold, telemetry, store, ranks.device, code, early)
 
         self._planner = Planner(
             config,
@@ -152,6 +156,18 @@ class Backend:
 
     def _open_arena(self, size: int) -> Arena:
         return Arena(self.config.path, self.config.nvme or min(size, self._planner.room))
+
+    def _overlapping(self) -> list[EarlySteps]:
+        """Optimizers that update the model inside of its backwards."""
+        found, ranks = self._optimizers.overlapping(), self._adoption.ranks
+        alone = ranks is not None and ranks.size == 1 and not self.config.offloads
+        if found and (alone or self.config.sharding == 0):
+            where = "on one process that offloads nothing" if alone else "at stage 0"
+            raise ConfigError(
+                f"{found[0]}(overlap=True) {where}, where parameters are read until a backward ends",
+                "leave overlap out there; it needs stage 1, 2 or 3 on several processes, or offload=",
+            )
+        return found
 
     def refresh(self) -> None:
         """Parameters were changed in a way that counts nowhere (``.data``, ``torch._foreach_mul_``): gather them anew.

@@ -60,6 +60,9 @@ class Faulty(Run):
 
     def __init__(self, folder: str, away: dict[str, Any]) -> None:
         super().__init__(adamw, stage=3, **{**away, "offload": "parameters"}, path=folder)
+        self.begins()
+
+    def begins(self) -> None:
         self.steps(1)
         self.start = {name: full(value).clone() for name, value in self.model.state_dict().items()}
         self.states, self.batch = _saved(self.optimizer), self.batches.get_state()

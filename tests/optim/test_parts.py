@@ -21,7 +21,7 @@ def step(optimizer: Any, *without: Tensor) -> GroupParts:
     for p in optimizer.param_groups[0]["params"]:
         p.grad = None if any(p is w for w in without) else torch.ones_like(p)
     optimizer.step()
-    return optimizer._plans[0]
+    return optimizer._plans[(0,)]
 
 
 def test_a_part_is_of_one_dtype() -> None:

@@ -31,6 +31,7 @@ class Adagrad(HostOptimizer, torch.optim.Adagrad):
         *,
         master: torch.dtype | None = None,
         skip_nonfinite: bool = True,
+        overlap: bool = False,
         **torchs: Any,
     ) -> None:
         super().__init__(
@@ -42,6 +43,7 @@ class Adagrad(HostOptimizer, torch.optim.Adagrad):
             eps=eps,
             master=master,
             skip_nonfinite=skip_nonfinite,
+            overlap=overlap,
             **torchs,
         )
         for param, state in self.state.items():  # torch has made sums in the parameters' dtype, which may round them

@@ -30,6 +30,7 @@ class _AdamUpdate(HostOptimizer):
         master: torch.dtype | None = None,
         moments: torch.dtype | None = None,
         skip_nonfinite: bool = True,
+        overlap: bool = False,
         **torchs: Any,
     ) -> None:
         if amsgrad and moments == torch.bfloat16:
@@ -47,6 +48,7 @@ class _AdamUpdate(HostOptimizer):
             master=master,
             moments=moments,
             skip_nonfinite=skip_nonfinite,
+            overlap=overlap,
             **torchs,
         )
 

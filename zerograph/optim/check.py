@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zerograph.core.errors import ShardingError, UnsupportedError, ZeroGraphError
 from zerograph.optim.clip import is_split
 from zerograph.optim.host import HostOptimizer
+from zerograph.optim.overlap import EarlySteps, overlapping
 from zerograph.optim.stock import make_states
 from zerograph.optim.torch_private import register_failed_step_hook
 from zerograph.runtime.comm import Communicator
@@ -103,6 +104,17 @@ class OptimizerCheck:
             self._bring_states_home(optimizer)
             self._telemetry.updating()
 
+    def overlapping(self) -> list[EarlySteps]:
+        """Of the optimizers that update parameters of the backend inside of backwards, looked at as before a step."""
+        found = []
+        for early in overlapping():
+            optimizer = early.optimizer
+            if isinstance(optimizer, Optimizer) and self._holds_own(optimizer):
+                self._look_at(optimizer)
+                self._bring_states_home(optimizer)
+                found.append(early)
+        return found
+
     def _bring_states_home(self, optimizer: Optimizer) -> None:
         """Let ``optimizer`` keep states where the backend says."""
         if not isinstance(optimizer, HostOptimizer):
@@ -148,9 +160,12 @@ class OptimizerCheck:
         """
         if all(group.get("lr") == 0 for group in optimizer.param_groups):
             return  # DCP steps once without moving anything, to make the state
-        self._refuse_assigned(optimizer)
         if self._hold.names and self._holds_own(optimizer):
             self._hold.refuse_step()
+        self._look_at(optimizer)
+
+    def _look_at(self, optimizer: Optimizer) -> None:
+        self._refuse_assigned(optimizer)
         foreign = {id(p) for p in _params_of(optimizer) if id(p) not in self._params and p.grad is not None}
         looked_at = len(self._params), len(foreign)
         if self._passed.get(optimizer) == looked_at:

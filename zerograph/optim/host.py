@@ -11,7 +11,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,13 +24,15 @@ from torch.optim import Optimizer
 from zerograph import _core
 from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.optim.clip import power_sum
-from zerograph.optim.parts import GroupParts, Member, Part, parts_of
+from zerograph.optim.overlap import EarlySteps
+from zerograph.optim.parts import GroupParts, Member, Part, Row, parts_of
 from zerograph.optim.stream import Stored, Stream
 from zerograph.optim.tensors import TAGS, Gradients, GroupLayout, sum_of, uses_kernels
 from zerograph.optim.torch_private import hooked_step, tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.blocks import Place
 from zerograph.runtime.comm import Communicator, sum_over_ranks
+from zerograph.runtime.early import Arrival
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor
 
@@ -44,6 +46,7 @@ class HostOptimizer(Optimizer):
         skipped: how many steps were skipped because a gradient was not finite.
         grad_norm: norm of all gradients, unscaled and before clipping, in the last step that took it (one with ``clip``
             or with ``skip_nonfinite``); the same on every rank.
+        early: updates inside of backwards; None without ``overlap``.
         communicator, store: of the backend whose sharded parameters these are, which sets them before each step.
     """
 
@@ -58,13 +61,15 @@ class HostOptimizer(Optimizer):
         *,
         master: torch.dtype | None,
         skip_nonfinite: bool,
+        overlap: bool = False,
         moments: torch.dtype | None = None,
         **torchs: Any,
     ) -> None:
         """``torchs`` are the arguments of the optimizer of torch.optim.
 
         Raises:
-            ConfigError: ``master`` is neither None nor float32, ``moments`` neither float32 nor bfloat16.
+            ConfigError: ``master`` is neither None nor float32, ``moments`` neither float32 nor bfloat16;
+                ``overlap`` beside ``skip_nonfinite``.
             UnsupportedError: ``differentiable=True``.
         """
         if master not in (None, torch.float32):
@@ -77,14 +82,25 @@ class HostOptimizer(Optimizer):
                 f"moments={moments}: moments are kept in torch.float32 or torch.bfloat16 only",
                 "leave moments out for torch.float32; moments=torch.bfloat16 takes half the memory",
             )
-        self.master, self.moments, self.skip_nonfinite = master, moments, skip_nonfinite
+        if overlap and skip_nonfinite:
+            raise ConfigError(
+                "overlap=True updates parameters before all gradients are known, and skip_nonfinite=True, which is the "
+                "default, decides by all of them",
+                "skip_nonfinite=False beside overlap=True: values that are not finite then go into parameters",
+            )
+        self.master, self.moments, self.skip_nonfinite, self.overlap = master, moments, skip_nonfinite, overlap
         self.skipped, self.grad_norm = 0, math.nan
-        self._layouts: dict[int, GroupLayout] = {}
-        self._plans: dict[int, GroupParts] = {}
-        self._stream: Stream | None = None
-        self._running: PendingUpdate | None = None
         super().__init__(params, **torchs)
+        self._begin_anew()
         self._refuse_differentiable()
+
+    def _begin_anew(self) -> None:
+        """Know nothing of parameters, states and updates."""
+        self._layouts: dict[tuple[int, ...], GroupLayout] = {}
+        self._plans: dict[tuple[int, ...], GroupParts] = {}
+        self._streams: dict[tuple[int, ...], Stream] = {}  # by ``id`` of their parts
+        self._running: PendingUpdate | None = None
+        self.early = EarlySteps(self) if self.overlap else None
 
     # What an algorithm says of itself.
 
@@ -147,6 +163,8 @@ class HostOptimizer(Optimizer):
         self._settle()
         loss = None
         if closure is not None:
+            if self.early is not None:
+                self.early.refuse("a closure")
             with torch.enable_grad():
                 loss = closure()
         self._start(grad_scale, clip).wait()
@@ -170,28 +188,42 @@ class HostOptimizer(Optimizer):
         if self._running is not None:
             self._running.wait()
             self._running = None
+        if self.early is not None:
+            self.early.settle()
 
     def _start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
         if self.store is not None:
             self.store.refuse_half_done()
-        layouts = [self._layout(i, group) for i, group in enumerate(self.param_groups)]
-        grads = [layout.gradients() for layout in layouts]
-        factor = self._factor(layouts, grads, grad_scale, clip)
+        given = {"clip": clip, "grad_scale": grad_scale, "GradScaler": self.__dict__.get("found_inf")}
+        done = self.early.end([what for what, value in given.items() if value is not None]) if self.early else set()
+        rows = [row for i in range(len(self.param_groups)) for row in self._rows(i, done)]
+        factor = self._factor(rows, grad_scale, clip)
         if factor is None:
             self.skipped += 1
             return PendingUpdate(None, ())
-        return self._update(layouts, grads, factor)
+        pending = self.update(rows, factor)
+        if self.early is not None:
+            self.early.stepped()
+        return pending
 
-    def _layout(self, index: int, group: Mapping[str, Any]) -> GroupLayout:
-        layout = self._layouts.get(index)
-        if layout is None or not layout.describes(group["params"]):
-            layout = self._layouts[index] = GroupLayout(group)
+    def _rows(self, index: int, done: Container[int]) -> list[Row]:
+        """What of a group a step updates: all that backwards have not ``done``, by ``id``."""
+        group = self.param_groups[index]
+        params = [p for p in group["params"] if id(p) not in done] if done else group["params"]
+        layout = self.layout((index,), group, params)
+        grads = layout.gradients()
+        return [Row((index,), group, layout, grads)] if not done or any(grads.addresses) else []
+
+    def layout(self, key: tuple[int, ...], group: Mapping[str, Any], params: Sequence[Tensor]) -> GroupLayout:
+        """Of some ``params`` of a group, kept under ``key``."""
+        layout = self._layouts.get(key)
+        if layout is None or not layout.describes(params):
+            layout = self._layouts[key] = GroupLayout(group, params)
         return layout
 
     def _factor(
         self,
-        layouts: Sequence[GroupLayout],
-        grads: Sequence[Gradients],
+        rows: Sequence[Row],
         grad_scale: float | Tensor | None,
         clip: float | None,
     ) -> float | None:
@@ -208,21 +240,22 @@ class HostOptimizer(Optimizer):
             )
         if clip is None and (found_inf is not None or not self.skip_nonfinite):
             return 1.0 / scale
-        self.grad_norm = norm = self._norm(layouts, grads) / scale
+        self.grad_norm = norm = self._norm(rows) / scale
         if self.skip_nonfinite and not math.isfinite(norm):
             return None
         ratio = clip / (norm + 1e-6) if clip is not None else 1.0
         return (1.0 if ratio > 1.0 else ratio) / scale  # a norm that is not a number stays one
 
-    def _norm(self, layouts: Sequence[GroupLayout], grads: Sequence[Gradients]) -> float:
+    def _norm(self, rows: Sequence[Row]) -> float:
         """Norm of all gradients of all ranks, in one pass over this rank's and one scalar reduction."""
+        layouts = [row.layout for row in rows]
         groups = frozenset[ProcessGroup]().union(*(layout.process_groups for layout in layouts))
         if len(groups) > 1:
             raise UnsupportedError(
                 f"parameters are split over {len(groups)} process groups, and their norm is one reduction over one",
                 "make an optimizer for each, or one with skip_nonfinite=False",
             )
-        split, whole = (self._squares(layouts, grads, split) for split in (True, False))
+        split, whole = (self._squares(rows, split) for split in (True, False))
         for group in groups:
             where = next(t.device for layout in layouts for t, s in zip(layout.locals, layout.split, strict=True) if s)
             # To the device over which its group communicates.
@@ -233,53 +266,62 @@ class HostOptimizer(Optimizer):
                 dist.all_reduce(split, group=group)
         return math.sqrt(float(split) + float(whole))
 
-    def _squares(self, layouts: Sequence[GroupLayout], grads: Sequence[Gradients], split: bool) -> Tensor:
+    def _squares(self, rows: Sequence[Row], split: bool) -> Tensor:
         """Sum of squares of this rank's gradients, those that are split or those that are whole."""
-        pairs = list(zip(layouts, grads, strict=True))
-        pieces = [piece for layout, own in pairs for piece in layout.pieces(own, split)]
+        pieces = [piece for row in rows for piece in row.layout.pieces(row.grads, split)]
         known: list[float] = []
         if self.store is not None and self.store.spills:
             there = {piece: self.store.squares(piece[0]) for piece in pieces}
             known = list(itertools.chain.from_iterable(s for s in there.values() if s is not None))
             pieces = [piece for piece in pieces if there[piece] is None]
         total = torch.tensor(sum_of([*known, *_core.squares(pieces)]), dtype=torch.float64)
-        elsewhere = [grad for layout, own in pairs for grad in layout.elsewhere(own, split)]
+        elsewhere = [grad for row in rows for grad in row.layout.elsewhere(row.grads, split)]
         return power_sum(elsewhere, 2.0).double() + total if elsewhere else total
 
-    def _update(self, layouts: Sequence[GroupLayout], grads: Sequence[Gradients], factor: float) -> PendingUpdate:
+    def update(self, rows: Sequence[Row], factor: float, arrival: Arrival | None = None) -> PendingUpdate:
+        """Begin to update; where there is an ``arrival``, gradients are read after it, by what waits."""
         # By identity: whoever replaced a parameter's dict has replaced tensors whose addresses kernels hold.
         states = set(map(id, self.state.values()))
-        plans = [self._plan(i, layout, own, states) for i, (layout, own) in enumerate(zip(layouts, grads, strict=True))]
+        plans = [self._plan(row, states) for row in rows]
         calls, touched, stored, apart = [], [], [], []
-        for plan, group, present in zip(plans, self.param_groups, grads, strict=True):
+        for plan, row in zip(plans, rows, strict=True):
             for part in plan.parts:
-                own = present.of(part.indices)
+                own = row.grads.of(part.indices)
                 part.follow_copies()
                 touched.append((part, own))
                 if part.stored:
                     stored.append(Stored(part, plan.slots))
-                    apart.append((self._rule(group), own))
+                    apart.append((self._rule(row.group), own))
                 elif part.tensors is None:
-                    self._on_device(group, part, own, factor)
+                    self._on_device(row.group, part, own, factor)
                 else:
                     tag = TAGS[part.grad_dtype]
-                    calls.append((self._rule(group), part.tensors, own.addresses, tag, part.fresh))
+                    calls.append((self._rule(row.group), part.tensors, own.addresses, tag, part.fresh))
         if calls or stored:
             _tell_target()
-        ticket = _core.update(calls, factor) if calls else None
-        if self.store is None:
-            return PendingUpdate(ticket, touched)
-        stream = self._streamed(self.store, stored, apart, factor) if stored else None
-        return PendingUpdate(ticket, touched, stream, self.store.updated)
+        stream = self._streamed(self.store, stored, apart, factor) if stored and self.store is not None else None
+        if arrival is not None:
+            arriving = functools.partial(_update_arrived, arrival, calls, factor, stream)
+            return PendingUpdate(None, touched, arriving, self._tell_updated)
+        return PendingUpdate(_core.update(calls, factor) if calls else None, touched, stream, self._tell_updated)
+
+    def leave_half_done(self, why: str) -> None:
+        """An update ended half done: nothing goes on before a checkpoint is loaded."""
+        if self.store is not None:
+            self.store.half_done[self] = why
+
+    def _tell_updated(self, params: Iterable[Tensor]) -> None:
+        if self.store is not None:
+            self.store.updated(params)
 
     def _streamed(
         self, store: ShardStore, stored: list[Stored], apart: list[tuple[_core.Rule, Gradients]], factor: float
     ) -> Callable[[], None]:
         """What updates parts whose states are on NVMe."""
-        parts = [s.part for s in stored]
-        if self._stream is None or list(map(id, self._stream.parts)) != list(map(id, parts)):
-            self._stream = Stream(self, store, stored)
-        return functools.partial(self._stream.run, [rule for rule, _ in apart], [own for _, own in apart], factor)
+        key = tuple(id(s.part) for s in stored)
+        if key not in self._streams:
+            self._streams[key] = Stream(self, store, stored)
+        return functools.partial(self._streams[key].run, [rule for rule, _ in apart], [own for _, own in apart], factor)
 
     def _on_device(self, group: Mapping[str, Any], part: Part, grads: Gradients, factor: float) -> None:
         pairs = [(m, g) for m, g in zip(part.members, grads.tensors, strict=True) if g is not None]
@@ -294,15 +336,17 @@ class HostOptimizer(Optimizer):
 
     # State.
 
-    def _plan(self, index: int, layout: GroupLayout, grads: Gradients, states: set[int]) -> GroupParts:
-        group, plan = self.param_groups[index], self._plans.get(index)
+    def _plan(self, row: Row, states: set[int]) -> GroupParts:
+        key, group, layout, grads = row
+        plan = self._plans.get(key)
         slots, store = self._slots(group), self.store
         homes = (store, store.changes if store is not None else 0)
         if plan is None or not plan.holds(layout, slots, grads, states, homes):
             known = plan.members_of(layout, self.state) if plan is not None else ()
             places = store.places() if store is not None else {}
             parts = parts_of(layout, grads, known, lambda i: self._member(group, layout, i, slots, places))
-            plan = self._plans[index] = GroupParts(layout, slots, parts, self.state, homes)
+            plan = self._plans[key] = GroupParts(layout, slots, parts, self.state, homes)
+            self._streams.clear()  # of parts that are gone
         return plan
 
     def _member(
@@ -410,12 +454,12 @@ class HostOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._settle()
-        kept = ("master", "moments", "skip_nonfinite", "skipped", "grad_norm")
+        kept = ("master", "moments", "skip_nonfinite", "overlap", "skipped", "grad_norm")
         return super().__getstate__() | {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self._layouts, self._plans, self._running, self._stream = {}, {}, None, None
         super().__setstate__(state)
+        self._begin_anew()
         self._refuse_differentiable()
         # torch calls this at the end of load_state_dict, when it has rounded the states, and for copies and pickles.
         loading = self.__dict__.get("_loading")
@@ -439,6 +483,14 @@ class HostOptimizer(Optimizer):
                 f"{type(self).__name__}(differentiable=True): autograd cannot look into native kernels",
                 "use the optimizer of torch.optim to differentiate through its steps",
             )
+
+
+def _update_arrived(arrival: Arrival, calls: Sequence[Any], factor: float, stream: Callable[[], None] | None) -> None:
+    arrival()
+    if calls:
+        _core.update(calls, factor).wait()
+    if stream is not None:
+        stream()
 
 
 def unscaled(grads: list[Tensor], scale: Tensor | None) -> list[Tensor]:

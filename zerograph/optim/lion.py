@@ -41,6 +41,7 @@ class Lion(HostOptimizer):
         maximize: bool = False,
         master: torch.dtype | None = None,
         skip_nonfinite: bool = True,
+        overlap: bool = False,
     ) -> None:
         if not (lr >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
             raise ConfigError(
@@ -48,7 +49,7 @@ class Lion(HostOptimizer):
                 "lr and weight_decay are not negative, betas are at least 0 and less than 1",
             )
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, master=master, skip_nonfinite=skip_nonfinite, defaults=defaults)
+        super().__init__(params, master=master, skip_nonfinite=skip_nonfinite, overlap=overlap, defaults=defaults)
 
     def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg",)

@@ -6,7 +6,7 @@ import itertools
 import operator
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,6 +97,21 @@ class Part:
         if self.mastered:
             self._versions = [t._version for t in self.watched]
         return changed
+
+
+class Row(NamedTuple):
+    """Parameters of a group that are updated together.
+
+    Attributes:
+        key: under which their parts are kept.
+        group: that they are in.
+        layout, grads: of these parameters.
+    """
+
+    key: tuple[int, ...]
+    group: Mapping[str, Any]
+    layout: GroupLayout
+    grads: Gradients
 
 
 Homes = tuple[ShardStore | None, int]

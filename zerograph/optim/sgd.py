@@ -33,6 +33,7 @@ class SGD(HostOptimizer, torch.optim.SGD):
         *,
         master: torch.dtype | None = None,
         skip_nonfinite: bool = True,
+        overlap: bool = False,
         **torchs: Any,
     ) -> None:
         super().__init__(
@@ -44,6 +45,7 @@ class SGD(HostOptimizer, torch.optim.SGD):
             nesterov=nesterov,
             master=master,
             skip_nonfinite=skip_nonfinite,
+            overlap=overlap,
             **torchs,
         )
 

@@ -211,6 +211,7 @@ class Stream:
         Raises:
             StorageError: a transfer failed. Some chunks have been updated and others not, unless it was one ahead.
         """
+        self._store.wait_for_background()  # which passes through the same slots
         self._store.take_slots(self)
         try:
             self._confirm()

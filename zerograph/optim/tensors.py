@@ -97,9 +97,11 @@ class GroupLayout:
         changes: how often one of ``dtypes`` changed.
     """
 
-    def __init__(self, group: Mapping[str, Any]) -> None:
-        self.params: list[Tensor] = list(group["params"])
-        self.names: Sequence[str] = group.get("param_names", ())
+    def __init__(self, group: Mapping[str, Any], params: Sequence[Tensor] | None = None) -> None:
+        """``params`` are those of ``group`` that are meant; all, unless given."""
+        self.params: list[Tensor] = list(group["params"] if params is None else params)
+        names = dict(zip(map(id, group["params"]), group.get("param_names", ()), strict=False))
+        self.names: Sequence[str] = [names[id(p)] for p in self.params if id(p) in names]
         self.locals = [local_tensor(p) for p in self.params]
         self.split = [isinstance(p, DTensor) and any(isinstance(x, Shard) for x in p.placements) for p in self.params]
         self.dtypes: list[torch.dtype | None] = [None] * len(self.params)
@@ -173,6 +175,10 @@ class GroupLayout:
                 local_tensor(g) if type(g) is DTensor and g.placements is seen else self._local(i, g)
                 for i, (g, seen) in rows
             ]
+        return self.gradients_of(found)
+
+    def gradients_of(self, found: list[Tensor | None]) -> Gradients:
+        """The same of this rank's parts of gradients."""
         complete = all(map(operator.is_not, found, itertools.repeat(None)))  # `in` would compare tensors
         if not self._as_before(found):
             found = [g if g is None else self._examined(i, g) for i, g in enumerate(found)]

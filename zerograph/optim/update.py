@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 
 from torch import Tensor
 
@@ -23,11 +24,19 @@ class PendingUpdate:
     ) -> None:
         """``stream`` updates what is on NVMe, in the thread that waits; ``updated`` hears of all that was."""
         self._ticket, self._touched, self._stream, self._updated = ticket, touched, stream, updated
+        self._beside: Future[None] | None = None
         self.failed: Callable[[BaseException], None] = lambda _: None  # hears of an error in wait()
+
+    def stream_beside(self, start: Callable[[Callable[[], None]], Future[None]]) -> None:
+        """Let ``stream`` run beside the caller, where ``start`` begins it; :meth:`wait` then waits for it."""
+        if self._stream is not None:
+            self._beside = start(self._stream)
+            self._stream = self._beside.result
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
-        return self._stream is None and (self._ticket is None or self._ticket.done())
+        streamed = self._stream is None or (self._beside is not None and self._beside.done())
+        return streamed and (self._ticket is None or self._ticket.done())
 
     def wait(self) -> None:
         """Return once everything is updated. A second call does nothing.

@@ -1,0 +1,39 @@
+"""One thread that works beside the caller's."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import torch
+
+
+class Background:
+    """What it is given runs one after another, in a thread that is made when it is first needed."""
+
+    def __init__(self, name: str) -> None:
+        """``name`` is what debuggers call the thread."""
+        self._name = name
+        self._threads: dict[int, ThreadPoolExecutor] = {}  # by process: a fork has none of its parent's
+        self._under_way: list[Future[None]] = []
+        self._here = threading.local()
+
+    def start(self, work: Callable[[], None]) -> Future[None]:
+        """Begin ``work``; ``result()`` of what is returned waits for it, and raises what it raised."""
+        thread = self._threads.get(os.getpid())
+        if thread is None:
+            thread = self._threads[os.getpid()] = ThreadPoolExecutor(1, self._name, self._begin)
+            self._under_way.clear()
+        self._under_way = [future for future in self._under_way if not future.done()]
+        self._under_way.append(thread.submit(torch.no_grad()(work)))
+        return self._under_way[-1]
+
+    def wait(self) -> None:
+        """Return when nothing is under way, whatever became of it; at once in the thread itself."""
+        if not hasattr(self._here, "is_own"):
+            wait(self._under_way)
+
+    def _begin(self) -> None:
+        self._here.is_own = True

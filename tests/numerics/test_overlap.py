@@ -1,0 +1,147 @@
+"""Updates inside of backwards (``overlap=True``) equal those of ``step()`` to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from numerics.test_offload import HOST, OFF, Run, _same
+from ranks import run
+from torch import nn
+from torch.optim import Optimizer
+
+import zerograph
+from zerograph.runtime import shards
+
+Make = Callable[[nn.Module], Optimizer]
+
+
+def adamw(model: nn.Module, **options: Any) -> Optimizer:
+    return zerograph.optim.AdamW(model.parameters(), lr=1e-2, skip_nonfinite=False, **options)
+
+
+def groups(model: nn.Module, **options: Any) -> Optimizer:
+    """Parameters of one bucket in two groups, interleaved; one group has a learning rate that is a tensor."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    return zerograph.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": torch.tensor(3e-3)}],
+        lr=1e-2, amsgrad=True, skip_nonfinite=False, **options,
+    )  # fmt: skip
+
+
+def mastered(model: nn.Module, **options: Any) -> Optimizer:
+    return adamw(model, master=torch.float32, **options)
+
+
+def momentum(model: nn.Module, **options: Any) -> Optimizer:
+    return zerograph.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5, skip_nonfinite=False, **options)
+
+
+def lion(model: nn.Module, **options: Any) -> Optimizer:
+    return zerograph.optim.Lion(model.parameters(), lr=1e-3, skip_nonfinite=False, **options)
+
+
+def adagrad(model: nn.Module, **options: Any) -> Optimizer:
+    return zerograph.optim.Adagrad(model.parameters(), lr=0.1, skip_nonfinite=False, **options)
+
+
+def _trains(training: Run) -> None:
+    """Twenty steps, with an evaluation and held gradients in between."""
+    training.steps(8)
+    training.model.eval()
+    with torch.no_grad():
+        training.compiled(torch.zeros(2, 8, dtype=torch.long))
+    training.model.train()
+    for _ in range(2):
+        for _ in range(2):
+            with training.backend.no_sync():
+                training.backward()
+        training.steps(1)
+    training.steps(10)
+
+
+def _with_and_without(make: Make, trains: Callable[[Run], None] = _trains, **options: Any) -> Run:
+    """Train with and without; returns the former."""
+    without, overlapping = (Run(partial(make, overlap=overlap), **options) for overlap in (False, True))
+    for training in (without, overlapping):
+        trains(training)
+    _same(without.result(), overlapping.result())
+    return overlapping
+
+
+def _late(training: Run) -> set[str]:
+    """Parameters that no backward updates."""
+    training.backward()
+    params, updated = dict(training.model.named_parameters()), training.optimizer.early.updated
+    assert all(p.grad is None for p in params.values() if id(p) in updated)
+    late = {name for name, p in params.items() if p.requires_grad and id(p) not in updated}
+    training.optimizer.step()
+    assert not training.optimizer.early.updated
+    return late
+
+
+def _equal(make: Make, options: dict[str, Any]) -> set[str]:
+    shards.SLOT = 32 * 2**10
+    return _late(_with_and_without(make, **options))
+
+
+WHOLE = {"few", "scale"}
+"""Parameters that every rank holds whole."""
+BF16 = {"dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (adamw, {"stage": 1}),
+        (groups, {"stage": 2, **BF16}),
+        (groups, {"stage": 3}),
+        (momentum, {"stage": 3}),
+        (adagrad, {"stage": 3, **BF16}),
+        (lion, {"stage": 2}),
+        (mastered, {"stage": 3, "whole": torch.bfloat16}),
+    ],
+)
+def test_in_memory(make: Make, options: dict[str, Any]) -> None:
+    assert all(late <= WHOLE for late in run(2, _equal, make, options))
+
+
+def test_four_ranks() -> None:
+    assert all(late <= WHOLE for late in run(4, _equal, groups, {"stage": 3, **BF16}))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "make", "offload", "options"),
+    [
+        (1, adamw, "optimizer", {"stage": 1}),
+        (2, groups, "optimizer", {"stage": 3, **BF16}),
+        (1, lion, "gradients", {"stage": 3}),
+        (2, groups, "gradients", {"stage": 2}),
+        (2, momentum, "parameters", {"stage": 3}),
+        (1, groups, "parameters", {"stage": 3, **BF16}),
+        (4, groups, "parameters", {"stage": 3, **BF16}),
+        (2, mastered, "parameters", {"stage": 3, "whole": torch.bfloat16}),
+    ],
+)
+def test_on_nvme(world_size: int, make: Make, offload: str, options: dict[str, Any], tmp_path: Path) -> None:
+    there = {**OFF, "offload": offload, "path": str(tmp_path), **options}
+    assert all(late <= WHOLE for late in run(world_size, _equal, make, there))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "make", "offload", "options"),
+    [
+        (2, adamw, "optimizer", {"stage": 1}),
+        (2, groups, "gradients", {"stage": 2, **BF16}),
+        (1, groups, "parameters", BF16),
+        (2, momentum, "parameters", {}),
+    ],
+)
+def test_on_the_host(world_size: int, make: Make, offload: str, options: dict[str, Any]) -> None:
+    there = {**HOST, "offload": offload, "stage": 3, **options}
+    assert all(late <= WHOLE for late in run(world_size, _equal, make, there))
