@@ -30,6 +30,7 @@ from zerograph.runtime.comm import Communicator
 from zerograph.runtime.entry import Entry, reason_of
 from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.residency import GatheredCache
+from zerograph.runtime.saved import Returning
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.telemetry import Telemetry, label
 
@@ -73,7 +74,9 @@ class Executor:
         self.cache, self.hold, self.telemetry = runtime.cache, runtime.hold, runtime.telemetry
         self.store = runtime.store
         self.fetched = {i.bucket for i in program.instructions if isinstance(i, Read | Fetch)}
-        self.spills = any(isinstance(i, Write | Spill) for i in program.instructions)
+        moved = {(type(i), i.what) for i in program.instructions if isinstance(i, Read | Fetch | Write | Spill)}
+        self.spills = not moved.isdisjoint({(Write, "gradient"), (Spill, "gradient")})
+        self.offloads = any(what == "activations" for _, what in moved)
         # No gather of such a backward finds its bucket freed: what the transport keeps is of no use before the forward.
         again = (i.bucket for i in program.instructions if isinstance(i, Gather))
         self.trims = program.kind == "backward" and not any(map(self.cache.gathers_again, again))
@@ -84,7 +87,7 @@ class Executor:
         self.name = f"{program.kind} of {runtime.code}"
         # Looked up once, not for every instruction of every step.
         self.instructions = [
-            (instruction, getattr(self, _METHODS[type(instruction)]), instruction.dead)
+            (instruction, getattr(self, _method(instruction)), instruction.dead)
             for instruction in program.instructions
         ]
 
@@ -112,6 +115,8 @@ class Executor:
                     registers[register] = None
             if self.spills:
                 self.store.wait_for_gradients()
+            if self.offloads:
+                self.store.saved.end(program.kind)
             if self.sequence:
                 self.comm.leave()
         # Ctrl-C too: the others wait for this rank, and a bucket that is half gathered must not count as whole.
@@ -188,9 +193,22 @@ class Executor:
 
     def _wait_fetch(self, instruction: WaitFetch, registers: list[Any]) -> None:
         pending = registers[instruction.pending]
-        shards = self.store.finish_fetch(pending) if pending is not None else [None] * len(instruction.outs)
-        for register, tensor in zip(instruction.outs, shards, strict=True):
+        found: Sequence[Tensor | None] = [None] * len(instruction.outs)
+        if isinstance(pending, Returning):
+            found = self.store.saved.finish(pending)
+        elif pending is not None:
+            found = self.store.finish_fetch(pending)
+        for register, tensor in zip(instruction.outs, found, strict=True):
             registers[register] = tensor
+
+    def _spill_saved(self, instruction: Write | Spill, registers: list[Any]) -> None:
+        away = self.store.saved.spill([registers[r] for r in instruction.reads], instruction.moves[1])
+        for register, tensor in zip(instruction.writes, away, strict=True):
+            registers[register] = tensor
+
+    def _fetch_saved(self, instruction: Read | Fetch, registers: list[Any]) -> None:
+        away = [registers[r] for r in instruction.reads]
+        registers[instruction.writes[0]] = self.store.saved.fetch(away, instruction.moves[0])
 
     def _spill(self, instruction: Write | Spill, registers: list[Any]) -> None:
         grads: list[Tensor] = [registers[r] for r in instruction.reads]
@@ -229,6 +247,13 @@ _METHODS: dict[type, str] = {
     Write: "_spill",
     Spill: "_spill",
 }
+
+
+def _method(instruction: Instruction) -> str:
+    """The name of the executor's method that runs it."""
+    if isinstance(instruction, Read | Fetch | Write | Spill) and instruction.what == "activations":
+        return "_spill_saved" if isinstance(instruction, Write | Spill) else "_fetch_saved"
+    return _METHODS[type(instruction)]
 
 
 def _unread_inputs(program: Program) -> list[int]:

@@ -26,7 +26,8 @@ class HostMemory:
         thread = self._threads.get(os.getpid())
         if thread is None:
             thread = self._threads[os.getpid()] = ThreadPoolExecutor(1, thread_name_prefix="zerograph-copy")
-        target.fill_(torch.nan)
+        # All bits of a byte: not-a-number in any dtype that looks at it.
+        target.fill_(torch.nan if target.is_floating_point() else 0xFF)
         return thread.submit(_copy, target, source)
 
 

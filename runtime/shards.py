@@ -31,6 +31,7 @@ from zerograph.runtime.buffers import BufferPool, aligned, torch_dtype
 from zerograph.runtime.extents import Extent
 from zerograph.runtime.host import HostMemory
 from zerograph.runtime.nvme import Arena, Priority, Ticket, huge_tensor
+from zerograph.runtime.saved import SavedActivations
 from zerograph.runtime.spilled import SpilledGradients
 from zerograph.runtime.store import mapped_tensor
 from zerograph.runtime.torch_private import local_tensor, memory_is_unshared, set_local, versions
@@ -85,6 +86,7 @@ class ShardStore:
     Attributes:
         arena: with everything that is on NVMe; None while nothing is.
         host: beside the device; None where both are one memory.
+        saved: activations that wait for the backward off the device.
         changes: how often homes were given.
         half_done: by optimizer, why its last update changed a part of what is on NVMe; until it loads a checkpoint.
     """
@@ -93,6 +95,7 @@ class ShardStore:
         """``params`` are the outward parameters by name, now and later; ``open_arena`` makes room for so many bytes."""
         self._params, self._open = params, open_arena
         self.host: HostMemory | None = None
+        self.saved = SavedActivations(lambda: self.host)
         self._blocks: dict[str, Block] = {}  # by parameter, of those of which anything is on NVMe
         self._away: dict[str, int] = {}  # by parameter that is itself on the host or NVMe, its address there
         self._on_host: set[str] = set()  # of these, those on the host
@@ -115,7 +118,12 @@ class ShardStore:
         self.half_done: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
 
     def settle(
-        self, plan: Plan, moments: int, moved: Callable[[Tensor], None] = lambda _: None, rest: Homes | None = None
+        self,
+        plan: Plan,
+        moments: int,
+        moved: Callable[[Tensor], None] = lambda _: None,
+        rest: Homes | None = None,
+        activations: int = 0,
     ) -> None:
         """Give homes to the parameters of ``plan`` that have none yet.
 
@@ -127,12 +135,18 @@ class ShardStore:
             moments: tensors of float32 that an optimizer keeps of each parameter, for which room is reserved.
             moved: hears of each parameter that has other memory now, also where a later one fails.
             rest: how far parameters may leave that later plans hold; as far as those of ``plan``, unless given.
+            activations: bytes of those that wait on NVMe for one backward.
 
         Raises:
             StorageError: there is no room.
         """
         own = {param.name: bucket.homes for bucket in plan.buckets for param in bucket.params}
         masters = any(p.is_master for b in plan.buckets for p in b.params)
+        if activations > self.saved.room:
+            self.reserve(own, rest or plan.farthest, masters, moments, activations=activations)
+            if activations > self.saved.room:  # another one was made before they were known
+                self.saved.arena = self._open(activations)
+                self.saved.room = self.saved.arena.size
         for bucket in plan.buckets:
             if bucket.homes.optimizer == "host":
                 self._move_to_host(bucket)
@@ -198,7 +212,14 @@ class ShardStore:
         self._blocks.update(dict.fromkeys(block.begins, block))
 
     def reserve(
-        self, own: Mapping[str, Homes], rest: Homes, masters: bool, moments: int, *, early: bool = False
+        self,
+        own: Mapping[str, Homes],
+        rest: Homes,
+        masters: bool,
+        moments: int,
+        *,
+        early: bool = False,
+        activations: int = 0,
     ) -> None:
         """Make room for all of the model, where there is none yet: other frames read the rest of it.
 
@@ -208,6 +229,7 @@ class ShardStore:
             masters: 16 bits compute, so that parameters in float32 are masters.
             moments: as :meth:`settle` has it.
             early: parameters will lie apart at first, until they are moved to their buckets.
+            activations: as :meth:`settle` has it.
 
         Raises:
             StorageError: there is no room.
@@ -227,7 +249,8 @@ class ShardStore:
                 each += (moments + (param.itemsize < single)) * single
                 each += param.itemsize * (homes.gradients == "nvme")
             total += -(-local_tensor(param).numel() // UNIT) * UNIT * each
-        self.arena = self._open(total)
+        self.arena = self._open(total + activations)
+        self.saved.arena, self.saved.room = self.arena, self.arena.size - total
         log.info("room on NVMe: %s", format_bytes(self.arena.size))
 
     def early(self, like: Tensor) -> Tensor:
@@ -508,6 +531,7 @@ class ShardStore:
         """A program failed: wait for what it wrote, whatever becomes of it."""
         wait(self._arriving)
         self._arriving.clear()
+        self.saved.abandon()
         if self._spilled is not None:
             self._spilled.abandon()
 
@@ -664,6 +688,7 @@ class ShardStore:
             "copies": sum(extent.bytes for extent in self._copied.values()),
             "gradients": self._spilled.bytes if self._spilled is not None else 0,
             "optimizer states": sum(extent.bytes for extent in states),
+            "activations": self.saved.bytes,
         }
         return {what: size for what, size in held.items() if size}
 

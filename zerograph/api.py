@@ -32,6 +32,7 @@ from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.host import HostMemory
 from zerograph.runtime.nvme import Arena
 from zerograph.runtime.residency import GatheredCache, StepCount
+from zerograph.runtime.saved import room_for
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.telemetry import Telemetry
 from zerograph.sharding import adopt
@@ -69,7 +70,9 @@ class Backend:
             self._steps,
         )
         # A graph without parameters may come before the model that tells what to compile for: it needs no other rank.
-        alone = replace(config, plan=None, memory=None, stage=config.sharding, offload="none")
+        alone = replace(
+            config, plan=None, memory=None, stage=config.sharding, offload="none", activations="keep"
+        )
         self._compile_for(Ranks(torch.device("cpu")), alone)
         self._recording: Recording | None = None
         self._given: object = self  # what torch.compile has for the backend: this one, or the function that made it
@@ -94,7 +97,9 @@ class Backend:
                 if "backward" in frame.programs:
                     # Not while anything is traced. What leaves has other memory then, which nobody has assigned.
                     rest = frame.plan.farthest if self.config.plan is not None else farthest(self.config)
-                    self._store.settle(frame.plan, MOMENTS, lambda param: self._optimizers.remember([param]), rest)
+                    moved = lambda param: self._optimizers.remember([param])  # noqa: E731
+                    away = room_for(frame.programs["forward"])
+                    self._store.settle(frame.plan, MOMENTS, moved, rest, away)
                 return compiled
 
     def __reduce__(self) -> tuple[Any, ...]:

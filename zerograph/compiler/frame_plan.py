@@ -91,7 +91,7 @@ class Planner:
         self._asked: Counter[str] = Counter()
         self._machine = machine_of(config, device)
         self._budget, self.room = 0, sys.maxsize
-        if config.searches or config.offloads:
+        if config.searches or config.away:
             self._learn_budgets(device, folders)
 
     def _learn_budgets(self, device: torch.device, folders: Sequence[str]) -> None:
@@ -268,6 +268,7 @@ class Planner:
             prefetch=config.prefetch,
             recompute=config.recompute,
             homes=homes_of(config) if step.training else DEVICE,
+            saved=config.saved,
         )
 
     def _search(self, step: Step, states: int) -> Found:

@@ -31,7 +31,7 @@ class Executable:
         """
         if machine.device != "cpu":
             return cls(())
-        return cls(("host",) if machine.split else ("nvme",))
+        return cls(("host",) if machine.split else ("nvme",), activations=True)
 
     def missing(self, plan: Plan) -> str:
         """What ``plan`` needs beyond that, for people; empty when it can be run."""
@@ -40,9 +40,8 @@ class Executable:
     def _missing(self, plan: Plan) -> Iterator[str]:
         away = (b for b in plan.buckets if not b.homes.away <= {*self.tiers})
         yield from (f"{b.homes} (bucket {b.name})" for b in [*away][:1])
-        if plan.offload and not self.activations:
-            name, tier = plan.offload[0]
-            yield f"activations of {name} on {tier}"
+        saved = (one for one in plan.offload if not self.activations or one[1] not in self.tiers)
+        yield from (f"activations of {name} on {tier}" for name, tier in [*saved][:1])
         if not self.tiles:
             yield from [f"{b.tiles} tiles of {b.params[0].name}" for b in plan.buckets if b.tiles > 1][:1]
             if plan.loss_tiles > 1:
