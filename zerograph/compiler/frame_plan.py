@@ -34,6 +34,7 @@ from zerograph.planner import plan_step, refuse_world_size, replay
 from zerograph.planner.check import require_plan
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.infeasible import infeasible
+from zerograph.planner.offloaded import offloaded
 from zerograph.planner.placement import Shards, on_nvme
 from zerograph.planner.rates import shard_bytes, state_bytes
 from zerograph.planner.replay import restricted_to_step
@@ -129,8 +130,14 @@ class Planner:
         if self._config.plan is None:
             found = restricted_to_step(found, step)
         require_plan(step, found, _REPLAYED if self._config.plan is not None else _REPORT)
-        self._require_room(on_nvme(found, self._moments, self._staging) if step.training else {})
+        self._require_room(self._kept_on_nvme(step, found))
         return found
+
+    def _kept_on_nvme(self, step: Step, plan: Plan) -> dict[str, int]:
+        if not step.training:
+            return {}
+        kept = on_nvme(plan, self._moments, self._staging)
+        return kept | {"activations": offloaded(step, plan).get("nvme", 0)}
 
     def _require_room(self, kept: Mapping[str, int]) -> None:
         """Refuse what takes more room on NVMe than there is, on all ranks alike: they count the largest shards, and
@@ -158,13 +165,17 @@ class Planner:
     def _staging(self) -> Tier:
         return "host" if self._machine.has_host else "device"
 
-    @property
-    def budget(self) -> int | dict[Tier, int]:
-        """Bytes that a searched plan may need: of the device, or of each tier where something may leave it."""
+    def budget(self, step: Step | None = None) -> int | dict[Tier, int]:
+        """Bytes that a searched plan may need: of the device, or of each tier where something may leave it.
+
+        Args:
+            step: that is planned; without it what it could save is not counted.
+        """
         if self._config.offload == "none":
             return self._budget
         # No more than could ever go there, so that plans do not depend on what else is on a disk with room enough.
         most = sum(p.numel() * (p.element_size() + 4) * (self._moments + 3) for p in self._params.values())
+        most += sum(value.bytes for value in step.values) if step is not None else 0
         host = self._machine.budget(self._world_size, RESERVE)["host"]
         return {"device": self._budget, "host": host, "nvme": min(self._on_nvme, most)}
 
@@ -202,7 +213,7 @@ class Planner:
         config = {f.name: getattr(self._config, f.name) for f in fields(self._config) if f.name != "mesh"}
         facts: list[object] = [config | {"given": sorted(self._config.given)}, self._world_size, self._moments]
         if self._config.searches:
-            facts += [self.budget, self._machine, [_param(name, p) for name, p in self._params.items()]]
+            facts += [self.budget(), self._machine, [_param(name, p) for name, p in self._params.items()]]
         return repr(facts)
 
     def found(self, step: Step) -> Found | None:
@@ -215,7 +226,7 @@ class Planner:
         Where plans are searched, other ranks may be searching: this one then takes part in their agreement.
         """
         if not self._config.searches or not step.training:
-            self._require_room(on_nvme(plan, self._moments, self._staging))
+            self._require_room(self._kept_on_nvme(step, plan))
             return True
         if found is not None:
             self._found = (step, found)
@@ -280,7 +291,7 @@ class Planner:
 
     def _searched(self, step: Step, states: int) -> Found:
         wish = Wish.of(self._config, self._world_size, executable=Executable.on(self._machine))
-        search, budget = Search(step, wish, self._machine, states=states, moments=self._moments), self.budget
+        search, budget = Search(step, wish, self._machine, states=states, moments=self._moments), self.budget(step)
         found = search.within(budget)
         if found is None:
             raise infeasible(search, step, self._machine, budget)
