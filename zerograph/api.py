@@ -292,7 +292,12 @@ def backend(**options: Any) -> Backend:
             of parameters that compute in another dtype; "gradients", those too; "parameters", all of it; or "auto", per
             bucket what has to leave for the step to fit ``memory``, and nothing where it fits without. Runs on CPUs.
         tier: where that goes: "nvme", the default; "host" only on a ``machine`` that counts as split.
-        path: folder on NVMe to keep it in, or a list of folders, over which it is striped; needed with ``offload``.
+        activations: where what the forward saves of repeated layers waits for the backward: "keep" keeps it on the
+            device; "nvme" moves it there layer by layer, and back before its layer's backward; "host" runs only on a
+            ``machine`` that counts as split. "auto" keeps it, unless ``offload`` moves something and ``memory`` is
+            given: then it is chosen by layer.
+        path: folder on NVMe to keep it in, or a list of folders, over which it is striped; needed where something goes
+            there.
         nvme: bytes that a rank may use there and reserves, ``"500GiB"`` or a number; default: room for two moments of
             each of its parameters, a master and what else leaves, out of what is free, shared by the host's ranks.
         compute: "inductor", or "eager" to run the same program with uncompiled segments, for debugging.

@@ -222,9 +222,8 @@ class _Lowering:
 
     def _describe_saved(self, info: Saved, tensors: Any, outs: tuple[int, ...]) -> None:
         """Registers ``outs`` hold what ``tensors`` do, on another tier."""
-        for out, first, tensor, size in zip(outs, info.memory, tensors, info.bytes, strict=True):
-            self.names[out], self.shared[out] = tensor.name, outs[first]
-            self.bytes[out] = size or self.bytes[outs[first]]
+        for out, first, tensor in zip(outs, info.memory, tensors, strict=True):
+            self.names[out], self.shared[out], self.bytes[out] = tensor.name, outs[first], info.bytes[first]
 
     def _flush(self, nodes: list[fx.Node]) -> None:
         """Make a segment of the compute nodes between two cuts."""
