@@ -69,7 +69,11 @@ def mixed(path: Path, world: int, stage: int, machine: Machine) -> Path:
     return path
 
 
-def _all_ways(stage: int, plans: dict[bool, Path], folder: str) -> dict[str, int]:
+FEW = ("on NVMe", "on the host", "the inputs on NVMe", "mixed on NVMe")
+"""Those that are tried at every stage."""
+
+
+def _all_ways(stage: int, plans: dict[bool, Path], folder: str, chosen: tuple[str, ...]) -> dict[str, int]:
     losses, grads, _ = train(stage=stage)
     nvme, host = {"activations": "nvme", "path": folder}, {"activations": "host", "machine": SPLIT}
     ways: dict[str, dict[str, Any]] = {
@@ -82,7 +86,7 @@ def _all_ways(stage: int, plans: dict[bool, Path], folder: str) -> dict[str, int
         "mixed on the host": {"plan": plans[True]},
     }
     bytes_away = {}
-    for way, options in ways.items():
+    for way, options in ((way, ways[way]) for way in chosen or ways):
         ours, theirs, backend = train(**options)
         assert ours == losses, way
         assert_same(theirs, grads)
@@ -95,6 +99,9 @@ def test_where_activations_wait_changes_no_bit(world: int, stage: int, tmp_path:
     plans = {split: tmp_path / f"{split}.json" for split in (False, True)}
     for split, path in plans.items():
         mixed(path, world, stage, replace(machine_named("cpu"), split=split))
-    for sizes in run(world, _all_ways, stage, plans, str(tmp_path), timeout=300):
-        assert sizes["everything on NVMe"] >= sizes["on NVMe"] > sizes["mixed on NVMe"] >= sizes["the inputs on NVMe"] > 0
-        assert sizes["computed again"] == sizes["on the host"] == sizes["mixed on the host"] == 0
+    chosen = () if (world, stage) in ((1, 0), (2, 3)) else FEW
+    for sizes in run(world, _all_ways, stage, plans, str(tmp_path), chosen, timeout=300):
+        assert sizes["on NVMe"] > sizes["mixed on NVMe"] >= sizes["the inputs on NVMe"] > 0 == sizes["on the host"]
+        if not chosen:
+            assert sizes["everything on NVMe"] >= sizes["on NVMe"]
+            assert sizes["computed again"] == sizes["mixed on the host"] == 0
