@@ -2,14 +2,13 @@
 
     python benchmarks/activations.py --directory DIR [--seq 128 512] [--rounds 5] [--json FILE]
 
-Prediction. With activations on NVMe the resident peak falls by as much as the forecast of the programs does, within 5% of
-the peak, and further than with recompute="full" where layers are not long. Where the forecast hides the transfers, they
-cost at most 5% of the step: the processor copies what is written into aligned memory once (a byte each way per byte), in a
-thread beside the one that computes.
+Prediction. With activations on NVMe the resident peak falls by as much as the forecast of the programs does, within 5%
+of the peak. Where the forecast hides the transfers, they cost at most 5% of the step: the processor copies what is
+written into aligned memory once, in a thread beside the one that computes.
 
-Method. One process per variant, stage 0 on one rank, a GPT and AdamW. Two variants at a time take steps in turns, and ratios
-are taken within a round; the values are medians. The peak is the kernel's VmHWM over steps after the first ones. CPU
-seconds are those of the process, the thread that copies included.
+Method. One process per variant, stage 0 on one rank, a GPT and AdamW. Two variants at a time take steps in turns, and
+ratios are taken within a round; the values are medians. The peak is the kernel's VmHWM over steps after the first ones.
+CPU seconds are those of the process, the thread that copies included.
 """
 
 from __future__ import annotations
@@ -51,14 +50,15 @@ def main() -> None:
             (before, seconds), (after, more) = forecasts["kept"], forecasts[way]
             fell, predicted = found["kept"] - found["other"], before - after
             print(
-                f"  {way}: peak {found['kept'] / 1e6:.0f} -> {found['other'] / 1e6:.0f} MB, falls by {fell / 1e6:.0f} "
-                f"({predicted / 1e6:.0f} forecast: {abs(fell - predicted) / found['kept']:.1%} of the peak apart); "
+                f"  {way}: peak {found['kept'] / 1e6:.0f} -> {found['other'] / 1e6:.0f} MB, "
+                f"falls by {fell / 1e6:.0f} ({predicted / 1e6:.0f} forecast: {abs(fell - predicted) / found['kept']:.1%} of the peak apart); "
                 f"step {found['wall']:.3f} of kept by the clock, {found['cpu']:.3f} by CPU seconds "
                 f"({more / seconds:.3f} forecast)"
             )
             if args.json:
-                append_json(args.json, {"benchmark": "activations", "command": " ".join(sys.argv), "machine": facts,
-                                        "way": way, "seq": seq, "measured": found, "forecast": [before, after]})  # fmt: skip
+                result = {"way": way, "seq": seq, "measured": found, "forecast": [before, after]}
+                told = {"benchmark": "activations", "command": " ".join(sys.argv), "machine": facts}
+                append_json(args.json, told | result)
 
 
 def arguments() -> argparse.Namespace:
@@ -90,18 +90,20 @@ def forecast(work: Workload, machine: str, options: dict[str, str]) -> tuple[int
 
 def beside(kept: Crew, other: Crew, rounds: int, timeout: float) -> dict[str, float]:
     """Resident peaks of two crews, and the medians of their ratios by the clock and by CPU seconds."""
-    for crew in (kept, other):
+    crews = {"kept": kept, "other": other}
+    for crew in crews.values():
         crew.call("imports", timeout=timeout)
         crew.call("build", timeout=timeout)
         crew.call("steps", 2, 0, timeout=timeout)
         crew.call("reset_peak")
     wall, processor = [], []
     for number in range(rounds):
-        told = {crew: crew.call("steps", 1, 0, timeout=timeout)[0] for crew in (kept, other)[:: 1 - 2 * (number % 2)]}
-        mine, theirs = told[other], told[kept]
+        order = ("kept", "other") if number % 2 else ("other", "kept")
+        told = {name: crews[name].call("steps", 1, 0, timeout=timeout)[0] for name in order}
+        mine, theirs = told["other"], told["kept"]
         wall.append(sum(mine["phases"][0]) / sum(theirs["phases"][0]))
         processor.append(mine["cpu"] / theirs["cpu"])
-    peaks = {name: crew.call("memory")[0]["peak"] for name, crew in (("kept", kept), ("other", other))}
+    peaks = {name: crew.call("memory")[0]["peak"] for name, crew in crews.items()}
     return {**peaks, "wall": statistics.median(wall), "cpu": statistics.median(processor)}
 
 

@@ -162,9 +162,7 @@ class _Return:
                 reader.replace_input_with(tensor, back)
 
 
-def _together(
-    owners: Sequence[fx.Node], groups: _Groups, tier_of: Mapping[str, Tier]
-) -> tuple[list[fx.Node], Saved]:
+def _together(owners: Sequence[fx.Node], groups: _Groups, tier_of: Mapping[str, Tier]) -> tuple[list[fx.Node], Saved]:
     """The saved tensors that look at ``owners``, and the fact about them."""
     tensors, sizes, memory = list[fx.Node](), list[int](), list[int]()
     for owner in owners:

@@ -87,8 +87,7 @@ class Executor:
         self.name = f"{program.kind} of {runtime.code}"
         # Looked up once, not for every instruction of every step.
         self.instructions = [
-            (instruction, getattr(self, _method(instruction)), instruction.dead)
-            for instruction in program.instructions
+            (instruction, getattr(self, _method(instruction)), instruction.dead) for instruction in program.instructions
         ]
 
     def __call__(self, args: list[Any]) -> list[Any]:

@@ -97,8 +97,9 @@ class SavedActivations:
         found = list(tensors)
         for span in _spans(tensors):
             home = self._to_nvme(span.bytes) if tier == "nvme" else self._to_host(span.bytes)
-            for k in span.members if home is not None else ():
-                found[k] = _as(tensors[k], span.bytes, home)
+            if home is not None:
+                for k in span.members:
+                    found[k] = _as(tensors[k], span.bytes, home)
         return found
 
     def _to_nvme(self, source: Tensor) -> Tensor | None:
@@ -236,7 +237,7 @@ def _spans(tensors: Iterable[Tensor]) -> Iterator[_Span]:
     for k, tensor in enumerate(tensors):
         if not tensor.numel():
             continue
-        first = tensor.storage_offset() * tensor.itemsize
+        first = int(tensor.storage_offset()) * tensor.itemsize
         steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         key = tensor.untyped_storage().data_ptr()
         begin, end, members = found.get(key, (first, 0, []))
@@ -244,7 +245,7 @@ def _spans(tensors: Iterable[Tensor]) -> Iterator[_Span]:
     for begin, end, members in found.values():
         begin -= begin % _WIDEST  # so that elements of any dtype begin at whole ones of it
         storage = tensors[members[0]].untyped_storage()
-        yield _Span(torch.empty(0, dtype=torch.uint8).set_(storage, begin, (end - begin,)), members)
+        yield _Span(torch.empty(0, dtype=torch.uint8).set_(storage, begin, (end - begin,), (1,)), members)
 
 
 _WIDEST = torch.complex128.itemsize

@@ -70,9 +70,7 @@ class Backend:
             self._steps,
         )
         # A graph without parameters may come before the model that tells what to compile for: it needs no other rank.
-        alone = replace(
-            config, plan=None, memory=None, stage=config.sharding, offload="none", activations="keep"
-        )
+        alone = replace(config, plan=None, memory=None, stage=config.sharding, offload="none", activations="keep")
         self._compile_for(Ranks(torch.device("cpu")), alone)
         self._recording: Recording | None = None
         self._given: object = self  # what torch.compile has for the backend: this one, or the function that made it

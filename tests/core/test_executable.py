@@ -30,11 +30,22 @@ PLAN = Plan(3, 2, (Bucket(0, "a", (PARAM,), "use"),), 1)
         ),
         (
             replace(PLAN, offload=(("blocks.0", "nvme"),), loss_tiles=3),
+            "head and loss in 3 tiles",
             "activations of blocks.0 on nvme; head and loss in 3 tiles",
-            "activations of blocks.0 on nvme; head and loss in 3 tiles",
+        ),
+        (
+            replace(PLAN, offload=(("blocks.0", "host"), ("blocks.1", "nvme"))),
+            "activations of blocks.0 on host",
+            "activations of blocks.0 on host",
         ),
     ],
 )
 def test_what_is_missing(plan: Plan, cpu: str, cuda: str) -> None:
     assert Executable.on(machine_named("cpu")).missing(plan) == cpu
     assert Executable.on(machine_named("h100-80gb")).missing(plan) == cuda
+
+
+def test_a_split_machine_has_a_host_and_no_nvme() -> None:
+    split = Executable.on(replace(machine_named("cpu"), split=True))
+    assert split.missing(replace(PLAN, offload=(("blocks.0", "host"),))) == ""
+    assert split.missing(replace(PLAN, offload=(("blocks.0", "nvme"),))) == "activations of blocks.0 on nvme"

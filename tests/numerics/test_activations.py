@@ -13,7 +13,6 @@ import torch.distributed as dist
 from numerics.compare import Values, assert_same, full, mine, seeded
 from numerics.test_recompute import LENGTH, ROWS, Model
 from ranks import run
-from torch import nn
 
 import zerograph
 from zerograph.core.machine import Machine, machine_named

@@ -132,6 +132,10 @@ def test_nothing_is_changed_where_nothing_leaves() -> None:
 def test_a_named_activation_that_is_gone_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     both = pair()
     with caplog.at_level(logging.WARNING):
-        assert offload(both, planned(("blocks.1:tanh", "nvme"), ("blocks.0:relu", "nvme"), ("blocks.1:sin", "nvme"))) == 1
+        assert (
+            offload(both, planned(("blocks.1:tanh", "nvme"), ("blocks.0:relu", "nvme"), ("blocks.1:sin", "nvme"))) == 1
+        )
     (record,) = caplog.records
-    assert record.getMessage().startswith("blocks.0:relu, blocks.1:tanh, which the plan moves off the device, is not in")
+    assert record.getMessage().startswith(
+        "blocks.0:relu, blocks.1:tanh, which the plan moves off the device, is not in"
+    )

@@ -53,7 +53,9 @@ def test_what_comes_back_is_what_left_with_its_strides(saved: SavedActivations, 
     saved.end("forward")
     for _ in range(2):  # as of a graph that is retained
         back = saved.finish(saved.fetch(away, tier))
-        assert [(t.shape, t.stride(), t.dtype) for t in back] == layouts == [(t.shape, t.stride(), t.dtype) for t in away]
+        assert (
+            [(t.shape, t.stride(), t.dtype) for t in back] == layouts == [(t.shape, t.stride(), t.dtype) for t in away]
+        )
         assert all(torch.equal(a, b) for a, b in zip(back, wanted, strict=True))
         # One memory moves once: views look at one again.
         assert len({t.untyped_storage().data_ptr() for t in away[:3]}) == 1
@@ -161,8 +163,8 @@ def test_whoever_does_not_wait_for_the_host_reads_not_a_number(
 def test_a_disk_that_fails_is_an_error_and_what_comes_next_works(saved: SavedActivations) -> None:
     assert saved.arena is not None
     saved.arena._engine.inject([(FaultPoint.write, 1, 1, FaultEffect.error, 28)])
+    saved.spill([torch.ones(5000)], "nvme")
     with pytest.raises(StorageError, match="cannot write"):
-        saved.spill([torch.ones(5000)], "nvme")
         saved.end("forward")
     saved.abandon()
     away = saved.spill([torch.ones(5000)], "nvme")

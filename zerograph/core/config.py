@@ -109,7 +109,7 @@ class Config:
     @property
     def saved(self) -> Tier:
         """Where what layers save waits for the backward, unless a plan says otherwise."""
-        return "device" if self.activations in ("auto", "keep") else self.activations
+        return self.activations if self.activations in ("host", "nvme") else "device"
 
     @property
     def target(self) -> Tier:
