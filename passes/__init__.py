@@ -15,6 +15,7 @@ from zerograph.passes.gather import gather
 from zerograph.passes.hoist import hoist
 from zerograph.passes.localize import localize
 from zerograph.passes.name_activations import name_activations
+from zerograph.passes.offload import offload
 from zerograph.passes.order_saved import order_saved
 from zerograph.passes.prefetch import prefetch
 from zerograph.passes.recompute import recompute
@@ -55,8 +56,9 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("joint", recompute),
     # the partitioner splits it
     Pass("pair", order_saved),
-    # first of all, as an operator that moves into a layer reads that layer's parameters in its visit
-    Pass("forward", hoist),
+    # before anything looks at who reads what last, and in which visit
+    Pass("pair", hoist),
+    Pass("pair", offload),
     Pass("graph", gather),
     Pass("graph", prefetch),
     Pass("graph", fetch),
@@ -79,6 +81,7 @@ __all__ = [
     "hoist",
     "localize",
     "name_activations",
+    "offload",
     "order_saved",
     "prefetch",
     "recompute",

@@ -16,15 +16,16 @@ import operator
 from torch import fx
 
 from zerograph.core.plan import Plan
-from zerograph.graph.nodes import readings_of_overwritten
+from zerograph.graph.nodes import Pair, readings_of_overwritten
 from zerograph.graph.torch_private import OpOverload
 
 
-def hoist(forward: fx.GraphModule, plan: Plan | None = None) -> int:
-    """Move operators of the backward in the graph ``forward`` up to their inputs; returns how many have moved.
+def hoist(pair: Pair, plan: Plan | None = None) -> int:
+    """Move operators of the backward in the forward up to their inputs; returns how many have moved.
 
     Reads no plan.
     """
+    forward = pair.forward
     nodes = list(forward.graph.nodes)
     stay = set(readings_of_overwritten(nodes))
     placed: set[fx.Node] = set()

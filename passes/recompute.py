@@ -5,11 +5,12 @@ Gathered parameters, always: every ``unshard`` marker, and every cheap operator 
 collective is a matter of residency, decided by the runtime's cache.
 
 Activations, as planned: all of a recomputed layer but what enters and leaves it, as ``torch.utils.checkpoint`` around
-the layer would, and but for those that the plan saves by name. Safe because operators are pure: random ones either read
-a seed that is saved, or are replayed by the partitioner with the state of the generator. What must run once stays out,
-and so does what reads an input that the forward overwrites (a counter in a buffer): torch 2.13 reads such inputs again,
-changed, in its own recomputations too, and computes wrong gradients; here the first reading is saved, under every plan.
-Regions of ``torch.utils.checkpoint`` come with tags of their own, and those win.
+the layer would, and but for those that the plan saves by name. Of other layers, what the plan names to wait off the
+device is saved. Safe because operators are pure: random ones either read a seed that is saved, or are replayed by the
+partitioner with the state of the generator. What must run once stays out, and so does what reads an input that the
+forward overwrites (a counter in a buffer): torch 2.13 reads such inputs again, changed, in its own recomputations too,
+and computes wrong gradients; here the first reading is saved, under every plan. Regions of ``torch.utils.checkpoint``
+come with tags of their own, and those win.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from zerograph.core.plan import Plan
-from zerograph.core.step import layers_of
+from zerograph.core.step import layer_of_activation, layers_of
 from zerograph.graph.layers import module_of
 from zerograph.graph.nodes import Activation, backward_nodes, is_size, is_view, readings_of_overwritten
 from zerograph.graph.ops import UNSHARD
@@ -52,6 +53,7 @@ def recompute(gm: fx.GraphModule, plan: Plan) -> int:
         _save_all(forward)
     if plan.recompute:
         _recompute_layers(forward, frozenset(plan.recompute), frozenset(plan.save))
+    _save_offloaded(forward, plan)
     return sum("recompute" in n.meta for n in gm.graph.nodes if n not in before)
 
 
@@ -105,6 +107,19 @@ def _recompute_layers(forward: list[fx.Node], layers: frozenset[str], save: froz
             _save(named[name])
     if missing := sorted(save - named.keys()):
         log.warning("%s, which the plan saves, is not in the graph: it is recomputed", ", ".join(missing))
+
+
+def _save_offloaded(forward: list[fx.Node], plan: Plan) -> None:
+    """Save the activations that wait off the device, but for those of layers that are recomputed."""
+    away = {name for name, _ in plan.offload if layer_of_activation(name) not in plan.recompute}
+    for node in forward if away else ():
+        fact = node.meta.get("zg")
+        if isinstance(fact, Activation) and fact.name in away and node.meta.keys().isdisjoint(_TAGS):
+            _save(node)
+
+
+_TAGS = ("recompute", "ac_graph_id")
+"""What nodes have of which it is decided already whether they are saved, by the user's own regions or above."""
 
 
 def _layers(forward: list[fx.Node]) -> dict[fx.Node, str]:

@@ -31,6 +31,7 @@ from zerograph.runtime.early import EarlyUpdates
 from zerograph.runtime.entry import Entry, reason_of
 from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.residency import GatheredCache
+from zerograph.runtime.saved import Returning
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.telemetry import Telemetry, label
 
@@ -76,10 +77,14 @@ class Executor:
         self.cache, self.hold, self.telemetry = runtime.cache, runtime.hold, runtime.telemetry
         self.store, self.early = runtime.store, runtime.early
         self.fetched = {i.bucket for i in program.instructions if isinstance(i, Read | Fetch)}
-        written = {r for i in program.instructions if isinstance(i, Write) for r in i.reads}
+        gradients = [i for i in program.instructions if isinstance(i, Write | Spill) and i.what == "gradient"]
+        written = {r for i in gradients if isinstance(i, Write) for r in i.reads}
         self.read = {r for i in program.instructions if isinstance(i, Read) for r in i.writes}
-        self.staged = {r for i in program.instructions if isinstance(i, Spill) for r in i.writes if r in written}
-        self.spills = any(isinstance(i, Write | Spill) for i in program.instructions)
+        self.staged = {r for i in gradients if isinstance(i, Spill) for r in i.writes if r in written}
+        self.spills = bool(gradients)
+        self.offloads = any(
+            isinstance(i, Write | Spill | Read | Fetch) and i.what == "activations" for i in program.instructions
+        )
         # No gather of such a backward finds its bucket freed: what the transport keeps is of no use before the forward.
         again = (i.bucket for i in program.instructions if isinstance(i, Gather))
         self.trims = program.kind == "backward" and not any(map(self.cache.gathers_again, again))
@@ -123,6 +128,8 @@ class Executor:
                     registers[register] = None
             if self.spills:
                 self.store.wait_for_gradients()
+            if self.offloads:
+                self.store.saved.end(program.kind)
             if self.sequence:
                 self.comm.leave()
             self.early.leave(program.kind, self.names)
@@ -159,7 +166,7 @@ class Executor:
         return marked
 
     def _method(self, instruction: Instruction) -> Callable[..., None]:
-        run: Callable[..., None] = getattr(self, _METHODS[type(instruction)])
+        run: Callable[..., None] = getattr(self, _method(instruction))
         return partial(self._update_after, run) if id(instruction) in self.last else run
 
     def _update_after(self, run: Callable[..., None], instruction: Reduce, registers: list[Any]) -> None:
@@ -219,9 +226,22 @@ class Executor:
 
     def _wait_fetch(self, instruction: WaitFetch, registers: list[Any]) -> None:
         pending = registers[instruction.pending]
-        shards = self.store.finish_fetch(pending) if pending is not None else [None] * len(instruction.outs)
-        for register, tensor in zip(instruction.outs, shards, strict=True):
+        found: Sequence[Tensor | None] = [None] * len(instruction.outs)
+        if isinstance(pending, Returning):
+            found = self.store.saved.finish(pending)
+        elif pending is not None:
+            found = self.store.finish_fetch(pending)
+        for register, tensor in zip(instruction.outs, found, strict=True):
             registers[register] = tensor
+
+    def _spill_saved(self, instruction: Write | Spill, registers: list[Any]) -> None:
+        away = self.store.saved.spill([registers[r] for r in instruction.reads], instruction.moves[1])
+        for register, tensor in zip(instruction.writes, away, strict=True):
+            registers[register] = tensor
+
+    def _fetch_saved(self, instruction: Read | Fetch, registers: list[Any]) -> None:
+        away = [registers[r] for r in instruction.reads]
+        registers[instruction.writes[0]] = self.store.saved.fetch(away, instruction.moves[0])
 
     def _spill(self, instruction: Write | Spill, registers: list[Any]) -> None:
         there: list[Tensor | None] = [registers[r] for r in instruction.reads]
@@ -275,6 +295,13 @@ _METHODS: dict[type, str] = {
     Write: "_spill",
     Spill: "_spill",
 }
+
+
+def _method(instruction: Instruction) -> str:
+    """The name of the executor's method that runs it."""
+    if isinstance(instruction, Read | Fetch | Write | Spill) and instruction.what == "activations":
+        return "_spill_saved" if isinstance(instruction, Write | Spill) else "_fetch_saved"
+    return _METHODS[type(instruction)]
 
 
 def _unread_inputs(program: Program) -> list[int]:

@@ -24,7 +24,8 @@ class HostMemory:
     def start(self, source: Tensor, target: Tensor, arrived: Callable[[], None] = lambda: None) -> Future[None]:
         """Begin to copy ``source`` to ``target``; nobody may write to either, or read the second, until ``result()`` of
         what is returned. ``arrived`` is called first, in the thread, and returns when ``source`` has its values."""
-        target.fill_(torch.nan)
+        # All bits of a byte: not-a-number in any dtype that looks at it.
+        target.fill_(torch.nan if target.is_floating_point() else 0xFF)
 
         def job() -> None:
             arrived()

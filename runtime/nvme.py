@@ -181,7 +181,7 @@ class Arena:
     def maps(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` shows an extent of this arena."""
         address = tensor.data_ptr()
-        return any(m.address <= address < m.address + extent.bytes for extent, m in self._mappings.items())
+        return any(m.address <= address < m.address + extent.bytes for extent, m in self._mapped())
 
     # ---- transfers
 
@@ -232,7 +232,7 @@ class Arena:
         if offset < 0 or offset + size > extent.bytes:
             raise ValueError(f"{size} bytes at offset {offset} do not fit into {extent}")
         address = tensor.data_ptr()
-        for other, mapping in self._mappings.items():
+        for other, mapping in self._mapped():
             if mapping.address < address + size and address < mapping.address + other.bytes:
                 raise ValueError("a tensor that maps an extent cannot be transferred itself\n\nhint: clone() it")
         return size
@@ -357,8 +357,14 @@ class Arena:
             parts = self._parts(extent.offset, extent.room)
             with _explained():
                 mapping = _core.FileMapping([(self._slabs[slab].fd, place, size) for slab, place, _, size in parts])
-            self._mappings[extent] = mapping
+            with self._counting:
+                self._mappings[extent] = mapping
         return mapping
+
+    def _mapped(self) -> list[tuple[Extent, _core.FileMapping]]:
+        """Extents with their mappings; other threads may map more meanwhile."""
+        with self._counting:
+            return list(self._mappings.items())
 
     def drop_pages(self, extents: Iterable[Extent]) -> None:
         """Keep nothing of what was touched through mappings in this process's memory; the system's cache may."""
@@ -394,7 +400,7 @@ class Arena:
         if ticket.direction is Direction.read or not self._mappings:
             return
         first, last = ticket.offset, ticket.offset + ticket.bytes
-        for extent, mapping in list(self._mappings.items()):
+        for extent, mapping in self._mapped():
             begin, end = max(first, extent.offset), min(last, extent.offset + extent.bytes)
             if begin < end:
                 mapping.drop(begin - extent.offset, end - begin)

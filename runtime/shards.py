@@ -34,6 +34,7 @@ from zerograph.runtime.buffers import BufferPool, torch_dtype
 from zerograph.runtime.extents import Extent
 from zerograph.runtime.hosted import Copy, HostShards
 from zerograph.runtime.nvme import Arena, Priority, Ticket, huge_tensor
+from zerograph.runtime.saved import SavedActivations
 from zerograph.runtime.spilled import SpilledGradients
 from zerograph.runtime.store import mapped_tensor
 from zerograph.runtime.torch_private import local_tensor, set_local, versions
@@ -86,6 +87,7 @@ class ShardStore:
     Attributes:
         arena: with everything that is on NVMe; None while nothing is.
         host: what is there; None where its memory is the device's.
+        saved: activations that wait for the backward off the device.
         changes: how often homes were given.
         half_done: by optimizer, why its last update changed a part of its parameters; until it loads a checkpoint.
     """
@@ -94,6 +96,7 @@ class ShardStore:
         """``params`` are the outward parameters by name, now and later; ``open_arena`` makes room for so many bytes."""
         self._params, self._open = params, open_arena
         self.host: HostShards | None = None
+        self.saved = SavedActivations(lambda: self.host.memory if self.host is not None else None)
         self._blocks: dict[str, Block] = {}  # by parameter, of those of which anything is on NVMe
         self._gradients: dict[Block, Tier] = {}  # where those of its parameters go
         self._away: dict[str, int] = {}  # by parameter that is itself on the host or NVMe, its address there
@@ -117,7 +120,12 @@ class ShardStore:
         self.half_done: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
 
     def settle(
-        self, plan: Plan, moments: int, moved: Callable[[Tensor], None] = lambda _: None, rest: Homes | None = None
+        self,
+        plan: Plan,
+        moments: int,
+        moved: Callable[[Tensor], None] = lambda _: None,
+        rest: Homes | None = None,
+        activations: int = 0,
     ) -> None:
         """Give homes to the parameters of ``plan`` that have none yet.
 
@@ -130,12 +138,18 @@ class ShardStore:
             moments: tensors of float32 that an optimizer keeps of each parameter, for which room is reserved.
             moved: hears of each parameter that has other memory now, also where a later one fails.
             rest: how far parameters may leave that later plans hold; as far as those of ``plan``, unless given.
+            activations: bytes of those that wait on NVMe for one backward.
 
         Raises:
             StorageError: there is no room.
         """
         own = {param.name: bucket.homes for bucket in plan.buckets for param in bucket.params}
         masters = any(p.is_master for b in plan.buckets for p in b.params)
+        if activations > self.saved.room:
+            self.reserve(own, rest or plan.farthest, masters, moments, activations=activations)
+            if activations > self.saved.room:  # another one was made before they were known
+                self.saved.arena = self._open(activations)
+                self.saved.room = self.saved.arena.size
         for bucket in plan.buckets:
             if "host" in (bucket.homes.parameters, bucket.homes.optimizer):
                 self._move_to_host(bucket, moved)
@@ -200,7 +214,14 @@ class ShardStore:
         self._gradients[block] = bucket.homes.gradients
 
     def reserve(
-        self, own: Mapping[str, Homes], rest: Homes, masters: bool, moments: int, *, early: bool = False
+        self,
+        own: Mapping[str, Homes],
+        rest: Homes,
+        masters: bool,
+        moments: int,
+        *,
+        early: bool = False,
+        activations: int = 0,
     ) -> None:
         """Make room for all of the model, where there is none yet: other frames read the rest of it.
 
@@ -210,6 +231,7 @@ class ShardStore:
             masters: 16 bits compute, so that parameters in float32 are masters.
             moments: as :meth:`settle` has it.
             early: parameters will lie apart at first, until they are moved to their buckets.
+            activations: as :meth:`settle` has it.
 
         Raises:
             StorageError: there is no room.
@@ -229,7 +251,8 @@ class ShardStore:
                 each += (moments + (param.itemsize < single)) * single
                 each += param.itemsize * (homes.gradients == "nvme")
             total += -(-local_tensor(param).numel() // UNIT) * UNIT * each
-        self.arena = self._open(total)
+        self.arena = self._open(total + activations)
+        self.saved.arena, self.saved.room = self.arena, self.arena.size - total
         log.info("room on NVMe: %s", format_bytes(self.arena.size))
 
     def early(self, like: Tensor) -> Tensor:
@@ -558,6 +581,7 @@ class ShardStore:
         """A program failed: wait for what it wrote, whatever becomes of it."""
         if self.host is not None:
             self.host.abandon()
+        self.saved.abandon()
         if self._spilled is not None:
             self._spilled.abandon()
 
@@ -731,5 +755,6 @@ class ShardStore:
             "copies": sum(extent.bytes for extent in self._copied.values()),
             "gradients": self._spilled.bytes if self._spilled is not None else 0,
             "optimizer states": sum(extent.bytes for extent in states),
+            "activations": self.saved.bytes,
         }
         return {what: size for what, size in held.items() if size}

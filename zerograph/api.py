@@ -35,6 +35,7 @@ from zerograph.runtime.hold import GradientHold
 from zerograph.runtime.hosted import HostShards
 from zerograph.runtime.nvme import Arena
 from zerograph.runtime.residency import GatheredCache, StepCount
+from zerograph.runtime.saved import room_for
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.telemetry import Telemetry
 from zerograph.sharding import adopt
@@ -73,7 +74,7 @@ class Backend:
         )
         self._early = EarlyUpdates(self._adoption.params, self._overlapping)
         # A graph without parameters may come before the model that tells what to compile for: it needs no other rank.
-        alone = replace(config, plan=None, memory=None, stage=config.sharding, offload="none")
+        alone = replace(config, plan=None, memory=None, stage=config.sharding, offload="none", activations="keep")
         self._compile_for(Ranks(torch.device("cpu")), alone)
         self._recording: Recording | None = None
         self._given: object = self  # what torch.compile has for the backend: this one, or the function that made it
@@ -98,7 +99,9 @@ class Backend:
                 if "backward" in frame.programs:
                     # Not while anything is traced. What leaves has other memory then, which nobody has assigned.
                     rest = frame.plan.farthest if self.config.plan is not None else farthest(self.config)
-                    self._store.settle(frame.plan, MOMENTS, lambda param: self._optimizers.remember([param]), rest)
+                    moved = lambda param: self._optimizers.remember([param])  # noqa: E731
+                    away = room_for(frame.programs["forward"])
+                    self._store.settle(frame.plan, MOMENTS, moved, rest, away)
                 return compiled
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -308,7 +311,12 @@ def backend(**options: Any) -> Backend:
         tier: where that goes: "nvme", the default; "host" only on a ``machine`` that counts as split.
         host_memory: bytes of the host's memory that a rank may use for that, ``"100GiB"`` or a number; default: what is
             free, shared by the host's ranks, and no more than ``machine`` says.
-        path: folder on NVMe to keep it in, or a list of folders, over which it is striped; needed with ``offload``.
+        activations: where what the forward saves of repeated layers waits for the backward: "keep" keeps it on the
+            device; "nvme" moves it there layer by layer, and back before its layer's backward; "host" runs only on a
+            ``machine`` that counts as split. "auto" keeps it, unless ``offload`` moves something and ``memory`` is
+            given: then it is chosen by layer.
+        path: folder on NVMe to keep it in, or a list of folders, over which it is striped; needed where something goes
+            there.
         nvme: bytes that a rank may use there and reserves, ``"500GiB"`` or a number; default: room for two moments of
             each of its parameters, a master and what else leaves, out of what is free, shared by the host's ranks.
         compute: "inductor", or "eager" to run the same program with uncompiled segments, for debugging.

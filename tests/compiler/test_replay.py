@@ -202,6 +202,16 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
             assert difference in message
 
 
+def test_activations_that_are_not_made_here_are_named(tmp_path: Path) -> None:
+    path = planned(tmp_path / "plan.json", world=1, dtype="float32")
+    file = read_plan(path)
+    away = (("blocks.7", "nvme"), ("blocks.0", "nvme"), ("blocks.0.up:relu#9", "nvme"))
+    path.write_text(replace(file, plan=replace(file.plan, offload=away)).to_json())
+    (message,) = run(1, _error_of, path, Deep, {"dtype": torch.float32, "path": str(tmp_path)})
+    assert "activations of blocks.7 leave the device in the plan, and are not made here" in message
+    assert "activations of blocks.0.up:relu#9 leave" in message and "blocks.0 leave" not in message
+
+
 def _different_plans(paths: list[Path | None]) -> str:
     path = paths[dist.get_rank()]
     backend = zerograph.backend(compute="eager") if path is None else zerograph.backend(plan=path, compute="eager")

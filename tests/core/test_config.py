@@ -150,6 +150,21 @@ def test_offload_goes_to_nvme_which_needs_a_folder(offload: str, tier: str | Non
     assert homes_of(config) == (DEVICE if offload == "auto" else homes)
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_activations_may_leave_alone(stage: int) -> None:
+    with pytest.raises(ConfigError, match="needs a folder to be kept in"):
+        zerograph.backend(stage=stage, activations="nvme")
+    with pytest.raises(ConfigError, match="activations must be one of"):
+        zerograph.backend(stage=stage, activations="disk")
+    with pytest.raises(ConfigError, match="path given, and nothing goes to NVMe"):
+        zerograph.backend(stage=stage, activations="keep", path="/tmp")
+    config = zerograph.backend(stage=stage, activations="nvme", path="/tmp").config
+    assert config.away == {"nvme"} and config.saved == "nvme" and not config.offloads
+    assert homes_of(config) == DEVICE
+    assert zerograph.backend(activations="host").config.away == {"host"}
+    assert not zerograph.backend(activations="auto").config.away
+
+
 @pytest.mark.parametrize(("stage", "offload"), [(0, "optimizer"), (1, "gradients"), (2, "parameters")])
 def test_what_a_stage_does_not_shard_cannot_be_offloaded(stage: int, offload: str) -> None:
     with pytest.raises(ConfigError, match=f"stage {stage} cannot offload {offload}, which it does not shard"):

@@ -30,8 +30,13 @@ PLAN = Plan(3, 2, (Bucket(0, "a", (PARAM,), "use"),), 1)
         ),
         (
             replace(PLAN, offload=(("blocks.0", "nvme"),), loss_tiles=3),
+            "head and loss in 3 tiles",
             "activations of blocks.0 on nvme; head and loss in 3 tiles",
-            "activations of blocks.0 on nvme; head and loss in 3 tiles",
+        ),
+        (
+            replace(PLAN, offload=(("blocks.0", "host"), ("blocks.1", "nvme"))),
+            "activations of blocks.0 on host",
+            "activations of blocks.0 on host",
         ),
     ],
 )
@@ -48,3 +53,9 @@ def test_where_something_may_go_on_a_split_machine() -> None:
     assert Executable.on(split, nvme=False).missing(beyond) == (
         "parameters and gradients on host, optimizer on nvme (bucket a)"
     )
+
+
+def test_activations_go_where_one_copy_brings_them() -> None:
+    split = Executable.on(replace(machine_named("cpu"), split=True))
+    assert split.missing(replace(PLAN, offload=(("blocks.0", "host"),))) == ""
+    assert split.missing(replace(PLAN, offload=(("blocks.0", "nvme"),))) == "activations of blocks.0 on nvme"

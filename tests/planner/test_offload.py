@@ -17,15 +17,18 @@ from planner.formulas import STAGING, checkpoint_bytes, layer_bytes, layout_of, 
 from planner.steps import Layer, of_kinds, profile_of, step_of
 
 from zerograph.core.errors import ZeroGraphError
+from zerograph.core.executable import Executable
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.plan import Bucket, Homes, Offload, Plan, tile_rows
 from zerograph.core.planfile import PlanFile
+from zerograph.core.program import Write
 from zerograph.core.simulate import Memory, time_and_peaks
 from zerograph.core.step import Step
 from zerograph.core.timeline import Forecast
 from zerograph.planner.check_file import check_file
 from zerograph.planner.forecasts import forecast_sketch
 from zerograph.planner.homes import HOMES
+from zerograph.planner.offloaded import offloaded
 from zerograph.planner.placement import Shards, bucket_parts
 from zerograph.planner.plan_file import file_from_sketch
 from zerograph.planner.rates import Rates, gathered_bytes, state_bytes
@@ -81,6 +84,36 @@ def test_what_nothing_executes_yet_is_told() -> None:
 
 
 # Against the formulas ------------------------------------------------------------------------------------------------
+
+
+def test_activations_of_a_cpu_can_be_run_where_its_tier_is() -> None:
+    step = step_of([Layer(rows=1024)] * 2)
+    plan = replace(ruled(step), offload=(("blocks.0", "nvme"),))
+    assert file_of(step, plan, CPU).unexecuted == ""
+
+
+def test_what_waits_off_the_device_is_what_sketches_move() -> None:
+    for recompute, save in (((), ()), (("blocks.1",), ()), (("blocks.0", "blocks.1", "blocks.2"), ())):
+        step = step_of([Layer(rows=1024)] * 3)
+        plan = replace(
+            ruled(step), recompute=recompute, save=save, offload=(("blocks.0", "nvme"), ("blocks.1", "nvme"))
+        )
+        forward = sketch(scheduler_of(step, plan, CPU), plan)[0]
+        moved = sum(i.bytes for i in forward.instructions if isinstance(i, Write) and i.what == "activations")
+        assert offloaded(step, plan) == {"nvme": moved} and moved > 0
+
+
+def test_a_search_may_be_told_where_activations_wait() -> None:
+    """Anywhere, where the plan can be run and something may leave; else where they were told to."""
+    step, machine = step_of([Layer(rows=256, inside=2 * MIB)] * 4), replace(CPU, device_memory=10**12)
+    executable = Executable.on(machine)
+    kept = Search(step, Wish(3, 2, offload="auto", saved="device", executable=executable), machine)
+    assert not any(candidate.plan.offload for candidate in kept.best)
+    free = Search(step, Wish(3, 2, offload="auto", executable=executable), machine)
+    assert any(candidate.plan.offload for candidate in free.best)
+    assert free.smallest.peak < kept.smallest.peak
+    told = Search(step, Wish(3, 2, saved="nvme", executable=executable), machine)
+    assert all(len(candidate.plan.offload) == 4 for candidate in told.best)
 
 
 def half(step: Step) -> Step:

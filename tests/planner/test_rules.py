@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zerograph.core.config import Recompute
+from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
 from zerograph.core.step import Op, Param, Step
 from zerograph.planner import plan_step
@@ -102,10 +103,10 @@ def test_layers() -> None:
     assert layer_of_param("weights.0") == ""  # an entry of a ParameterList is no layer
 
 
-def recomputed(recompute: Recompute, modules: list[str], training: bool = True) -> Plan:
+def recomputed(recompute: Recompute, modules: list[str], training: bool = True, saved: Tier = "device") -> Plan:
     ops = tuple(Op(f"op{i}", "mm", "forward", (), (f"op{i}",), module=module) for i, module in enumerate(modules))
     step = Step(ops=ops, values=(), params=(), training=training)
-    return plan_step(step, stage=3, world_size=4, bucket_size=64, prefetch=1, recompute=recompute)
+    return plan_step(step, stage=3, world_size=4, bucket_size=64, prefetch=1, recompute=recompute, saved=saved)
 
 
 _LAYERS = ["embed", *(f"h.{i}.{part}" for i in range(4) for part in ("attn", "mlp.0")), "norm", ""]
@@ -149,3 +150,14 @@ def test_a_graph_without_layers_is_told_of_once(caplog: pytest.LogCaptureFixture
         assert recomputed("full", ["up", "down"]).recompute == ()
     (record,) = caplog.records
     assert record.getMessage().startswith("recompute='full': this graph has no repeated layers")
+
+
+def test_activations_of_all_layers_leave_in_training_alone(caplog: pytest.LogCaptureFixture) -> None:
+    assert recomputed("auto", _LAYERS, saved="nvme").offload == tuple((f"h.{i}", "nvme") for i in range(4))
+    assert (
+        recomputed("auto", _LAYERS).offload == recomputed("auto", _LAYERS, training=False, saved="nvme").offload == ()
+    )
+    with caplog.at_level(logging.WARNING, "zerograph"):
+        assert recomputed("auto", ["up", "down"], saved="nvme").offload == ()
+    (record,) = caplog.records
+    assert record.getMessage().startswith("activations='nvme': this graph has no repeated layers")

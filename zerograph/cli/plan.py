@@ -14,7 +14,7 @@ from zerograph.cli.size_options import SIZES, sizes
 from zerograph.cli.terminal import progress, show_lines
 from zerograph.cli.verbosity import model_code, verbose_option
 from zerograph.cli.view.screen import show_summary
-from zerograph.core.config import OFFLOAD, OFFLOAD_TIERS
+from zerograph.core.config import ACTIVATIONS, OFFLOAD, OFFLOAD_TIERS
 from zerograph.core.errors import ConfigError
 from zerograph.core.files import check_writable
 from zerograph.core.machine import DTYPES, PRECISIONS, machine_from
@@ -39,6 +39,7 @@ def _stage(text: str) -> int | str:
 _OFFLOADED = (
     "What may leave the device; each includes those before it. Of such plans those with optimizer states on NVMe run."
 )
+_SAVED = "Where what layers save waits for the backward; auto keeps it on the device, or chooses with --offload."
 _CHOSEN = "chosen at stage auto and with --offload"
 RECOMPUTE = Parsed("auto|none|full|0..1", _recompute)
 STAGE = Parsed("0|1|2|3|auto", _stage)
@@ -72,6 +73,7 @@ STAGE = Parsed("0|1|2|3|auto", _stage)
 @click.option("--largest", "what", type=click.Choice(["batch", "seq"]), help="Solve for the largest that fits.")
 @click.option("--offload", type=click.Choice(OFFLOAD), default="none", show_default=True, help=_OFFLOADED)
 @click.option("--tier", type=click.Choice(OFFLOAD_TIERS), help="Offload there only.  [default: chosen]")
+@click.option("--activations", type=click.Choice(ACTIVATIONS), default="auto", show_default=True, help=_SAVED)
 @click.option("--moments", type=click.IntRange(0), default=2, show_default=True, help="Optimizer states a parameter.")
 @click.option("--whole", is_flag=True, help="Trace every layer, where a few would speak for all.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan file here.")

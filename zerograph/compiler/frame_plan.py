@@ -34,6 +34,7 @@ from zerograph.planner import plan_step, refuse_world_size, replay
 from zerograph.planner.check import require_plan
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.infeasible import infeasible
+from zerograph.planner.offloaded import offloaded
 from zerograph.planner.placement import Shards, kept_on
 from zerograph.planner.rates import shard_bytes, state_bytes
 from zerograph.planner.replay import restricted_to_step
@@ -93,7 +94,7 @@ class Planner:
         self._asked: Counter[str] = Counter()
         self._machine = machine_of(config, device)
         self._budget, self._host, self.room = 0, sys.maxsize, sys.maxsize
-        if config.searches or config.offloads:
+        if config.searches or config.away:
             self._learn_budgets(device, folders, host)
 
     def _learn_budgets(self, device: torch.device, folders: Sequence[str], host: Sequence[Disk]) -> None:
@@ -139,12 +140,14 @@ class Planner:
             found = restricted_to_step(found, step)
         require_plan(step, found, _REPLAYED if self._config.plan is not None else _REPORT)
         if step.training:
-            self._require_room_of(found)
+            self._require_room_of(step, found)
         return found
 
-    def _require_room_of(self, plan: Plan) -> None:
+    def _require_room_of(self, step: Step, plan: Plan) -> None:
+        saved = offloaded(step, plan)
         for tier in TIERS[1:]:
-            self._require_room(tier, kept_on(tier, plan, self._moments, self.staging))
+            kept = kept_on(tier, plan, self._moments, self.staging)
+            self._require_room(tier, kept | {"activations": saved.get(tier, 0)})
 
     def _require_room(self, tier: Tier, kept: Mapping[str, int]) -> None:
         """Refuse what takes more room off the device than there is, on all ranks alike: they count the largest shards,
@@ -173,13 +176,17 @@ class Planner:
         """The tier whose memory NVMe reads and writes."""
         return "host" if self._machine.has_host else "device"
 
-    @property
-    def budget(self) -> int | dict[Tier, int]:
-        """Bytes that a searched plan may need: of the device, or of each tier where something may leave it."""
+    def budget(self, step: Step | None = None) -> int | dict[Tier, int]:
+        """Bytes that a searched plan may need: of the device, or of each tier where something may leave it.
+
+        Args:
+            step: that is planned; without it what it could save is not counted.
+        """
         if self._config.offload == "none":
             return self._budget
         # No more than could ever go there, so that plans do not depend on what else is on a disk with room enough.
         most = sum(p.numel() * (p.element_size() + 4) * (self._moments + 3) for p in self._params.values())
+        most += sum(value.bytes for value in step.values) if step is not None else 0
         return {"device": self._budget, **{tier: min(self._room_on(tier), most) for tier in TIERS[1:]}}
 
     def homes_before(self) -> Homes:
@@ -217,7 +224,7 @@ class Planner:
         config = {f.name: getattr(self._config, f.name) for f in fields(self._config) if f.name != "mesh"}
         facts: list[object] = [config | {"given": sorted(self._config.given)}, self._world_size, self._moments]
         if self._config.searches:
-            facts += [self.budget, self._machine, [_param(name, p) for name, p in self._params.items()]]
+            facts += [self.budget(), self._machine, [_param(name, p) for name, p in self._params.items()]]
         return repr(facts)
 
     def found(self, step: Step) -> Found | None:
@@ -230,7 +237,8 @@ class Planner:
         Where plans are searched, other ranks may be searching: this one then takes part in their agreement.
         """
         if not self._config.searches or not step.training:
-            self._require_room_of(plan)
+            if step.training:
+                self._require_room_of(step, plan)
             return True
         if found is not None:
             self._found = (step, found)
@@ -283,6 +291,7 @@ class Planner:
             prefetch=config.prefetch,
             recompute=config.recompute,
             homes=homes_of(config) if step.training else DEVICE,
+            saved=config.saved,
         )
 
     def _search(self, step: Step, states: int) -> Found:
@@ -295,7 +304,7 @@ class Planner:
     def _searched(self, step: Step, states: int) -> Found:
         runs = Executable.on(self._machine, nvme=bool(self._config.path))
         wish = Wish.of(self._config, self._world_size, executable=runs)
-        search, budget = Search(step, wish, self._machine, states=states, moments=self._moments), self.budget
+        search, budget = Search(step, wish, self._machine, states=states, moments=self._moments), self.budget(step)
         found = search.within(budget)
         if found is None:
             raise infeasible(search, step, self._machine, budget)

@@ -38,11 +38,11 @@ from zerograph.core.program import (
     Write,
     stays_whole,
 )
-from zerograph.core.step import Kind
+from zerograph.core.step import Kind, layer_of_activation
 from zerograph.graph import ops
 from zerograph.graph.costs import bytes_of, flops_of, memory_inside, memory_owner, moved_bytes
 from zerograph.graph.layers import layer_of_node, layer_starts, module_of
-from zerograph.graph.nodes import is_size  # arithmetic that every segment which needs it repeats
+from zerograph.graph.nodes import Saved, is_size  # arithmetic that every segment which needs it repeats
 from zerograph.graph.torch_private import LOOKUP_SEED, changes_inputs
 from zerograph.planner.rates import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
 
@@ -82,6 +82,7 @@ class _Lowering:
         self.callables: list[Callee] = []
         self.bytes: dict[int, int] = {}  # of registers whose nodes do not tell: transfers under way
         self.shared: dict[int, int] = {}  # registers in the memory of another one
+        self.names: dict[int, str] = {}  # of registers that stand for what another node made
         self.tiers: dict[int, Tier] = {}  # of registers that are not on the device
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.symbols = _symbol_inputs(gm.graph)
@@ -129,7 +130,7 @@ class _Lowering:
             # Registers of views refer to memory that another one holds: bytes are counted once, by storage.
             owner = memory_owner(key) if isinstance(key, fx.Node) else key
             storage = first.setdefault(owner, self.shared.get(index, index))
-            name = key.name if isinstance(key, fx.Node) else str(key[1])
+            name = self.names.get(index) or (key.name if isinstance(key, fx.Node) else str(key[1]))
             size = bytes_of(owner.meta.get("val")) if isinstance(owner, fx.Node) else 0
             found.append(
                 Register(name, self.bytes.get(index, size), storage, _kind(key), self.tiers.get(index, "device"))
@@ -194,6 +195,20 @@ class _Lowering:
                 pending = self.registers[node.args[0]]  # type: ignore[index]
                 instruction = WaitFetch(pending, outs)
                 self.shared |= dict.fromkeys(outs, pending)
+            case ops.SPILL_SAVED:
+                instruction = self._move_saved(Write if info.tier == "nvme" else Spill, info, node.args[0], outs)
+                self.tiers |= dict.fromkeys(outs, info.tier)
+                self._describe_saved(info, node.args[0], outs)
+            case ops.FETCH_SAVED:
+                out = self._register(node)
+                instruction = self._move_saved(Read if info.tier == "nvme" else Fetch, info, node.args[0], (out,))
+                self.tiers |= dict.fromkeys(instruction.reads, info.tier)
+                self.bytes[out] = instruction.bytes
+            case ops.WAIT_FETCH_SAVED:
+                pending = self.registers[node.args[0]]  # type: ignore[index]
+                instruction = WaitFetch(pending, outs)
+                self._describe_saved(info, node.args[1], outs)
+                self.shared |= dict.fromkeys(outs, pending)
             case _:
                 sizes = [shard_bytes(p, self.plan.world_size) for p in info.params]
                 home, reads = self.plan.buckets[info.bucket].homes.spilled, self._regs(node.args[0])
@@ -224,6 +239,17 @@ class _Lowering:
         info = node.meta["zg"]
         name = self.plan.buckets[info.bucket].name
         return kind(what, name, name, size, reads, outs, bucket=info.bucket, params=info.params)
+
+    def _move_saved(
+        self, kind: type[Read | Fetch | Write | Spill], info: Saved, tensors: Any, outs: tuple[int, ...]
+    ) -> Read | Fetch | Write | Spill:
+        module = layer_of_activation(info.label) or info.label
+        return kind("activations", info.label, module, sum(info.bytes), self._regs(tensors), outs)
+
+    def _describe_saved(self, info: Saved, tensors: Any, outs: tuple[int, ...]) -> None:
+        """Registers ``outs`` hold what ``tensors`` do, on another tier."""
+        for out, first, tensor in zip(outs, info.memory, tensors, strict=True):
+            self.names[out], self.shared[out], self.bytes[out] = tensor.name, outs[first], info.bytes[first]
 
     def _flush(self, nodes: list[fx.Node]) -> None:
         """Make a segment of the compute nodes between two cuts."""
@@ -309,6 +335,8 @@ def _kind(key: Any) -> Kind:
         return "gathered"
     if key.target is ops.FETCH:
         return "param"
+    if key.target is ops.FETCH_SAVED:
+        return "activation"
     if _is_result(key):
         return _UNPACKED[key.args[0].target]  # type: ignore[union-attr]
     return "temporary"
@@ -319,6 +347,8 @@ _UNPACKED: dict[Any, Kind] = {
     ops.WAIT_FETCH: "param",
     ops.WAIT_REDUCE: "gradient",
     ops.SPILL: "gradient",
+    ops.SPILL_SAVED: "activation",
+    ops.WAIT_FETCH_SAVED: "activation",
 }
 """The operators that return several tensors, and what these are."""
 

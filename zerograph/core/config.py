@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import Machine, Tier, machine_from
-from zerograph.core.plan import OFFLOADS, GivenPlan, Offload, level_at
+from zerograph.core.plan import OFFLOADS, Bucket, GivenPlan, Offload, level_at
 from zerograph.core.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ DEFAULT_PREFETCH = 1
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 OFFLOAD = (*OFFLOADS, "auto")
 OFFLOAD_TIERS = ("host", "nvme")
-PLANNED = ("stage", "bucket_size", "prefetch", "recompute", "memory", "machine", "offload", "tier")
+ACTIVATIONS = ("auto", "keep", *OFFLOAD_TIERS)
+PLANNED = ("stage", "bucket_size", "prefetch", "recompute", "memory", "machine", "offload", "tier", "activations")
 """Arguments that say what a plan decides, and so have no place beside ``plan``."""
 
 
@@ -53,6 +54,9 @@ class Config:
         tier: where it goes, "host" or "nvme"; None leaves that to the planner, which on a CPU has NVMe alone, unless
             its machine is split.
         host_memory: bytes of the host's memory that a rank may use; None is its share of what is free.
+        activations: where what the forward saves of repeated layers waits for the backward: on the device ("keep"), on
+            the "host" or on "nvme"; "auto" keeps it, unless ``offload`` moves something and a plan is searched, which
+            then chooses by layer.
         path: folders on NVMe, over which what goes there is striped.
         nvme: bytes that a rank reserves there; None is what the plan needs, if the folders have that.
         compute: "inductor" compiles the segments between collectives; "eager" runs the same program uncompiled.
@@ -75,6 +79,7 @@ class Config:
     offload: Offload | Literal["auto"] = "none"
     tier: Literal["host", "nvme"] | None = None
     host_memory: int | None = None
+    activations: Literal["auto", "keep", "host", "nvme"] = "auto"
     path: tuple[str, ...] = ()
     nvme: int | None = None
     compute: Literal["inductor", "eager"] = "inductor"
@@ -90,17 +95,27 @@ class Config:
 
     @property
     def offloads(self) -> bool:
-        """Whether something lives off the device between its uses."""
-        return bool(self.away)
+        """Whether shards live off the device between their uses."""
+        return self.offload != "none" or any(bucket.homes.away for bucket in self._buckets)
+
+    @property
+    def _buckets(self) -> tuple[Bucket, ...]:
+        return self.plan.plan.buckets if self.plan is not None else ()
 
     @property
     def away(self) -> frozenset[Tier]:
         """The tiers beside the device that something lives on between its uses."""
-        replayed = [bucket.homes.away for bucket in self.plan.plan.buckets] if self.plan is not None else []
+        replayed = [bucket.homes.away for bucket in self._buckets]
+        saved = {tier for _, tier in self.plan.plan.offload} if self.plan is not None else {self.saved}
         chosen = {self.target} if self.offload != "none" else set()
         if chosen and self.tier is None and self.searches and self._split:
             chosen.add("host")
-        return frozenset[Tier]().union(*replayed, chosen)
+        return frozenset[Tier]().union(*replayed, saved, chosen) - {"device"}
+
+    @property
+    def saved(self) -> Tier:
+        """Where what layers save waits for the backward, unless a plan says otherwise."""
+        return self.activations if self.activations in ("host", "nvme") else "device"
 
     @property
     def target(self) -> Tier:
@@ -180,6 +195,11 @@ class Config:
             'offload="optimizer", tier="host" keeps optimizer states in host memory',
         )
         _require(
+            self.activations in ACTIVATIONS,
+            f"activations must be one of {ACTIVATIONS}, got {self.activations!r}",
+            '"nvme" moves what layers save for the backward to the folders of path=',
+        )
+        _require(
             self.tier is None or self.offload != "none",
             f"tier={self.tier!r} is given, and offload is none",
             'say what goes there, for example offload="optimizer"',
@@ -195,7 +215,7 @@ class Config:
         _require(
             "nvme" in self.away or not given,
             f"{' and '.join(given)} given, and nothing goes to NVMe",
-            'say what goes there: offload="optimizer", or offload="auto" with memory=',
+            'say what goes there: offload="optimizer", activations="nvme", or offload="auto" with memory=',
         )
         _require(
             "host" in self.away or self.host_memory is None,

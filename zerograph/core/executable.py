@@ -15,12 +15,12 @@ class Executable:
 
     Attributes:
         tiers: beside the device, that shards may live on.
-        activations: whether saved activations may leave the device.
+        activations: where saved activations may wait that one copy brings there.
         tiles: whether parameters and the loss may be in tiles.
     """
 
     tiers: tuple[Tier, ...]
-    activations: bool = False
+    activations: tuple[Tier, ...] = ()
     tiles: bool = False
 
     @classmethod
@@ -33,7 +33,8 @@ class Executable:
         if machine.device != "cpu":
             return cls(())
         there: dict[Tier, bool] = {"host": machine.split, "nvme": nvme}
-        return cls(tuple(tier for tier, runs in there.items() if runs))
+        tiers = tuple(tier for tier, runs in there.items() if runs)
+        return cls(tiers, tiers[:1])
 
     def missing(self, plan: Plan) -> str:
         """What ``plan`` needs beyond that, for people; empty when it can be run."""
@@ -42,9 +43,8 @@ class Executable:
     def _missing(self, plan: Plan) -> Iterator[str]:
         away = (b for b in plan.buckets if not b.homes.away <= {*self.tiers})
         yield from (f"{b.homes} (bucket {b.name})" for b in [*away][:1])
-        if plan.offload and not self.activations:
-            name, tier = plan.offload[0]
-            yield f"activations of {name} on {tier}"
+        saved = (one for one in plan.offload if one[1] not in self.activations)
+        yield from (f"activations of {name} on {tier}" for name, tier in [*saved][:1])
         if not self.tiles:
             yield from [f"{b.tiles} tiles of {b.params[0].name}" for b in plan.buckets if b.tiles > 1][:1]
             if plan.loss_tiles > 1:

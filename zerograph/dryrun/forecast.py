@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, InfeasibleError
-from zerograph.core.machine import Machine, Tier
+from zerograph.core.executable import Executable
+from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import Offload
 from zerograph.core.planfile import PlanFile
 from zerograph.core.step import Dimension, Step
@@ -60,6 +61,8 @@ def plan_file(
             all tiers of ``machine``, and forecast from its schedule: no program can be lowered for it yet.
         fold: see :func:`zerograph.dryrun.compile_only.compile_only`.
         options: further arguments of :func:`zerograph.backend`. At stage "auto" the plan fills ``machine``'s memory.
+            Plans with ``activations`` on a tier that no program reaches on ``machine`` are forecast like others that
+            are offloaded.
 
     Raises:
         ConfigError: a tier without offload, ``memory`` with it, or an offload that the stage or the machine does not
@@ -71,7 +74,12 @@ def plan_file(
     refuse_offload(offload, tier, machine, world, options.get("stage", 3))
     if offload != "none" and memory is not None:
         raise ConfigError("memory cannot be given with offload", "give a machine with that memory")
-    if offload != "none":
+    saved = options.get("activations", "auto")
+    if saved == "nvme":
+        options |= {"path": "."}  # to which nothing is written
+    if offload != "none" or saved not in ("auto", "keep", *Executable.on(machine).tiers):
+        if saved in TIERS:
+            open_tiers(machine, world, "optimizer", saved)  # which refuses what is not there
         config = Config.of(**options)
         wish = Wish.of(config, world, offload=offload, tier=tier)
         compiled = compile_only(

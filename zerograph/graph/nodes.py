@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from zerograph.core.errors import InvariantError
+from zerograph.core.machine import Tier
 from zerograph.core.plan import Param
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 from zerograph.graph.torch_private import OpOverload
@@ -35,6 +36,22 @@ class Activation:
     """The fact on operators of the forward: what plans call their result."""
 
     name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The fact on every ``zg::`` node that moves what the forward saves: of whom, to or from which tier.
+
+    Attributes:
+        label: the layer or activation that the plan names.
+        bytes: by tensor, of the memory that it looks at; 0 where an earlier one looks at the same.
+        memory: by tensor, the first one that looks at the same memory.
+    """
+
+    label: str
+    tier: Tier
+    bytes: tuple[int, ...]
+    memory: tuple[int, ...]
 
 
 class Pair(NamedTuple):

@@ -26,6 +26,9 @@ _LIB.define("wait_fetch(Tensor pending, Tensor[] shards, int bucket) -> Tensor[]
 _LIB.define("reduce(Tensor[] grads, int bucket) -> Tensor")
 _LIB.define("wait_reduce(Tensor pending, Tensor[] grads, int bucket) -> Tensor[]")
 _LIB.define("spill(Tensor[] grads, int bucket) -> Tensor[]")
+_LIB.define("spill_saved(Tensor[] saved) -> Tensor[]")
+_LIB.define("fetch_saved(Tensor[] away) -> Tensor")
+_LIB.define("wait_fetch_saved(Tensor pending, Tensor[] away) -> Tensor[]")
 
 
 def world_size(group: str) -> int:
@@ -123,4 +126,8 @@ WAIT_REDUCE = torch.ops.zg.wait_reduce.default
 FETCH = torch.ops.zg.fetch.default
 WAIT_FETCH = torch.ops.zg.wait_fetch.default
 SPILL = torch.ops.zg.spill.default
+SPILL_SAVED = torch.ops.zg.spill_saved.default
+FETCH_SAVED = torch.ops.zg.fetch_saved.default
+WAIT_FETCH_SAVED = torch.ops.zg.wait_fetch_saved.default
 INSTRUCTIONS = frozenset({GATHER, WAIT_GATHER, FREE, REDUCE, WAIT_REDUCE, FETCH, WAIT_FETCH, SPILL})
+INSTRUCTIONS |= {SPILL_SAVED, FETCH_SAVED, WAIT_FETCH_SAVED}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Bucket, GivenPlan, Plan
-from zerograph.core.step import Param, Step, layer_of
+from zerograph.core.step import Param, Step, layer_of, layer_of_activation
 
 _SHOWN = 6
 """Differences that an error names; more are counted."""
@@ -25,7 +25,7 @@ def replay(given: GivenPlan, step: Step) -> Plan:
     if not step.training:
         return _for_evaluation(given, step)
     if not step.params and given.plan.buckets:
-        return replace(given.plan, buckets=(), recompute=(), save=())
+        return replace(given.plan, buckets=(), recompute=(), save=(), offload=())
     planned = {p.name: p for bucket in given.plan.buckets for p in bucket.params}
     _refuse(given, [*_parameters(planned, {p.name: p for p in step.params}), *_layers(given.plan, step)])
     return given.plan
@@ -35,11 +35,14 @@ def restricted_to_step(plan: Plan, step: Step) -> Plan:
     """``plan`` without the saved activations that ``step`` does not make.
 
     The plan may be that of another program of the frame, or of another rank; in evaluation a dropout makes nothing, for
-    one. Which activations of a layer are saved decides no collective, so ranks may differ in that.
+    one. Which activations of a layer are saved, and where, decides no collective, so ranks may differ in that.
     """
-    made = {op.activation for op in step.ops} if plan.save else set()
+    if not plan.save and not plan.offload:
+        return plan
+    made = {op.activation for op in step.ops}
     save = tuple(name for name in plan.save if name in made)
-    return plan if save == plan.save else replace(plan, save=save)
+    offload = tuple((name, tier) for name, tier in plan.offload if name in made or not layer_of_activation(name))
+    return replace(plan, save=save, offload=offload if step.training else ())
 
 
 def refuse_world_size(given: GivenPlan, world_size: int) -> None:
@@ -67,7 +70,7 @@ def _for_evaluation(given: GivenPlan, step: Step) -> Plan:
     # Buckets stand in order of first use, which evaluation may change.
     kept.sort(key=lambda bucket: min(first[p.name] for p in bucket.params))
     buckets: list[Bucket] = [replace(bucket, index=index) for index, bucket in enumerate(kept)]
-    return replace(given.plan, buckets=tuple(buckets), recompute=(), save=())
+    return replace(given.plan, buckets=tuple(buckets), recompute=(), save=(), offload=())
 
 
 _NOT_READ = "is in the plan, and the model does not read it"
@@ -101,12 +104,14 @@ _FIELDS = {
 
 
 def _layers(plan: Plan, step: Step) -> Iterator[str]:
-    layers = {layer_of(op.module) for op in step.passes} if plan.recompute else set()
+    layers = {layer_of(op.module) for op in step.passes} if plan.recompute or plan.offload else set()
     yield from (
         f"layer {layer} is recomputed in the plan, and not here" for layer in plan.recompute if layer not in layers
     )
     made = {op.activation for op in step.ops}
     yield from (f"{name} is saved in the plan, and not made here" for name in plan.save if name not in made)
+    off = (name for name, _ in plan.offload if name not in layers and name not in made)
+    yield from (f"activations of {name} leave the device in the plan, and are not made here" for name in off)
 
 
 def _refuse(given: GivenPlan, differences: list[str]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from zerograph.core.config import Recompute
+from zerograph.core.machine import Tier
 from zerograph.core.plan import DEVICE, Bucket, Homes, Plan, Residency
 from zerograph.core.step import Param, Step, layer_of
 
@@ -28,6 +29,7 @@ def plan_step(
     prefetch: int,
     recompute: Recompute = "auto",
     homes: Homes = DEVICE,
+    saved: Tier = "device",
 ) -> Plan:
     """The plan for ``step`` at a fixed stage.
 
@@ -39,6 +41,7 @@ def plan_step(
         prefetch: buckets gathered ahead.
         recompute: which activations the backward computes again, see :class:`~zerograph.core.config.Config`.
         homes: of buckets with trained parameters.
+        saved: where what repeated layers save waits for the backward.
     """
     residency: Residency = "use" if stage == 3 else "step"
     buckets = tuple(
@@ -52,6 +55,7 @@ def plan_step(
         prefetch=prefetch,
         recompute=_recomputed(step, recompute),
         save_others=recompute == "none",
+        offload=tuple((layer, saved) for layer in _layers(step, f"activations={saved!r}")) if saved != "device" else (),
     )
 
 
@@ -68,18 +72,22 @@ def layer_of_param(name: str) -> str:
 def _recomputed(step: Step, recompute: Recompute) -> tuple[str, ...]:
     """The layers that are recomputed fully: the share that was asked for, evenly spread over the depth."""
     share = _SHARES[recompute] if isinstance(recompute, str) else recompute
-    if not share or not step.training:
-        return ()
-    layers = list(dict.fromkeys(layer for op in step.passes if (layer := layer_of(op.module))))
-    if not layers:
-        log.warning(
-            "recompute=%r: this graph has no repeated layers (modules in nn.ModuleList or nn.Sequential), so nothing "
-            "is recomputed that the partitioner would save; use torch.utils.checkpoint to say what to recompute",
-            recompute,
-        )
+    layers = _layers(step, f"recompute={recompute!r}") if share else []
     count = int(share * len(layers) + 0.5)
     # As evenly as whole numbers allow: layers at which the running share passes the next whole number.
     return tuple(layer for i, layer in enumerate(layers) if (i + 1) * count // len(layers) > i * count // len(layers))
+
+
+def _layers(step: Step, asked: str) -> list[str]:
+    """The repeated layers of a training step; warns where what was ``asked`` of them finds none."""
+    layers = list(dict.fromkeys(layer for op in step.passes if (layer := layer_of(op.module)))) if step.training else []
+    if step.training and not layers:
+        log.warning(
+            "%s: this graph has no repeated layers (modules in nn.ModuleList or nn.Sequential), so what the "
+            "partitioner would save is saved as ever; use torch.utils.checkpoint to say what to recompute",
+            asked,
+        )
+    return layers
 
 
 _SHARES = {"auto": 0.0, "none": 0.0, "full": 1.0}

@@ -92,6 +92,7 @@ class Wish:
             or "auto", per bucket. Unless it is none, saved activations may leave too, per layer, and parameters larger
             than a bucket may be tiled.
         tier: where it goes, "host" or "nvme"; None leaves that open.
+        saved: where what repeated layers save waits for the backward; None leaves that open where something may leave.
         tile: whether large parameters may be tiled; None as ``offload`` has it.
         executable: what the one who runs the plan can carry out, and nothing else is searched; None searches all.
     """
@@ -103,6 +104,7 @@ class Wish:
     recompute: Recompute = "auto"
     offload: Offload | Literal["auto"] = "none"
     tier: Tier | None = None
+    saved: Tier | None = None
     tile: bool | None = None
     executable: Executable | None = None
 
@@ -115,6 +117,7 @@ class Wish:
             "recompute": config.recompute,
             "offload": config.offload,
             "tier": config.tier,
+            "saved": None if config.activations == "auto" else config.saved,
         }
         return cls(config.stage, world_size, **given | fixed)
 
@@ -131,8 +134,8 @@ class Wish:
 
     @property
     def activations(self) -> bool:
-        """Whether saved activations may leave the device, where something may."""
-        return self.executable is None or self.executable.activations
+        """Whether the search chooses which saved activations leave the device, where something may."""
+        return self.saved is None and (self.executable is None or bool(self.executable.activations))
 
     def tiers(self, machine: Machine) -> tuple[Tier, ...]:
         """Where something may go that leaves the device.
@@ -374,7 +377,9 @@ def _look(wish: Wish, few: Sequence[Space], tiers: Sequence[Tier]) -> Look:
 
 def _fixed_once(wish: Wish, tiers: Sequence[Tier]) -> Iterator[Wish]:
     """What ``wish`` becomes with one thing fixed; none where something is."""
-    if (wish.stage, wish.prefetch, wish.recompute, wish.offload, wish.tier) == ("auto", None, "auto", "auto", None):
+    if (wish.stage, wish.prefetch, wish.recompute, wish.offload, wish.tier, wish.saved) == (
+        *("auto", None, "auto", "auto", None, None),
+    ):
         yield from (replace(wish, prefetch=prefetch) for prefetch in PREFETCHES)
         yield from (replace(wish, offload=kind) for kind in OFFLOADS[1:])
         yield from (replace(wish, tier=tier) for tier in tiers)
@@ -383,7 +388,8 @@ def _fixed_once(wish: Wish, tiers: Sequence[Tier]) -> Iterator[Wish]:
 
 
 def _same_ways(wish: Wish, other: Wish) -> bool:
-    return (wish.recompute, wish.tiles, wish.bucket_size) == (other.recompute, other.tiles, other.bucket_size)
+    ours, theirs = ((one.recompute, one.tiles, one.bucket_size, one.saved) for one in (wish, other))
+    return ours == theirs
 
 
 def _staying(space: Space, wish: Wish) -> list[Knob]:
@@ -400,6 +406,8 @@ def _staying(space: Space, wish: Wish) -> list[Knob]:
         found.append(knobs.starts(space, prefetches[-1]))
     if profile.training and rates.overlaps and wish.world_size > 1:
         found.append(knobs.of_step("reductions", UNDER_WAY, fine=True))
+    if profile.training and wish.saved not in (None, "device"):
+        found.append(knobs.of_step("fetch_ahead", FETCHES, fine=True))
     return found
 
 
@@ -416,7 +424,9 @@ def _all_knobs(space: Space, wish: Wish, homes: Sequence[Homes], tiers: Sequence
     if tiers and space.scheduler.profile.training:
         found.append(knobs.homes(space, homes))
         if wish.activations:
-            found += (knobs.layers_away(space, tiers), knobs.activations_away(space, tiers))
+            # Where something may go that a program moves in one step.
+            near = tiers if wish.executable is None else [t for t in tiers if t in wish.executable.activations]
+            found += (knobs.layers_away(space, near), knobs.activations_away(space, near))
             found.append(knobs.of_step("fetch_ahead", FETCHES, fine=True))
     return found
 
@@ -498,6 +508,7 @@ def _spaces(
             bucket_size=size,
             prefetch=DEFAULT_PREFETCH if wish.prefetch is None else wish.prefetch,
             recompute=wish.recompute,
+            saved=wish.saved or "device",
         )
         plan = replace(plan, loss_tiles=way.loss_tiles)
         # A model smaller than a bucket gets the same buckets for several sizes.

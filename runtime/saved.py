@@ -1,0 +1,263 @@
+"""Activations that wait for the backward off the device: on NVMe or the host.
+
+What the forward saves in their place are ordinary tensors: mappings of extents, or memory of the host. Nothing but
+autograd and the user refers to them, so that their room is free when both have let go: after a backward, after the last
+one of a graph that is retained, or when a loss is dropped.
+
+The forward waits for no copy before its end. Memory is free when its copy is done, whatever the device computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerograph.core.errors import StorageError
+from zerograph.core.machine import Tier
+from zerograph.core.program import Program, Write
+from zerograph.core.units import format_bytes
+from zerograph.runtime.buffers import BufferPool
+from zerograph.runtime.extents import ALIGNMENT, Extent
+from zerograph.runtime.host import HostMemory
+from zerograph.runtime.nvme import Arena, Priority, Ticket, huge_tensor
+from zerograph.runtime.store import mapped_tensor
+from zerograph.runtime.torch_private import memory_is_unshared
+
+log = logging.getLogger(__name__)
+
+
+def room_for(program: Program) -> int:
+    """Bytes on NVMe that what ``program`` saves takes there."""
+    moves = (i for i in program.instructions if isinstance(i, Write) and i.what == "activations")
+    saved = (program.contents[register] for move in moves for register in dict.fromkeys(move.writes))
+    homes = {content.storage: content.bytes for content in saved}
+    return sum(map(_aligned, homes.values()))
+
+
+class _Span(NamedTuple):
+    """The bytes of one memory that some of a list of tensors look at, and their places in the list."""
+
+    bytes: Tensor
+    members: list[int]
+
+
+class Returning(NamedTuple):
+    """Tensors on their way back; ``away`` keeps the room that they come from."""
+
+    here: list[Tensor]
+    away: Sequence[Tensor]
+    reads: list[tuple[Arena, Ticket]]
+    copies: list[Future[None]]
+
+
+class _Slot(NamedTuple):
+    """An extent and where it is."""
+
+    arena: Arena
+    extent: Extent
+
+    @property
+    def is_free(self) -> bool:
+        return not self.arena.is_mapped(self.extent)
+
+
+class SavedActivations:
+    """Those of one backend.
+
+    Attributes:
+        arena: where they go on NVMe; None while nothing does.
+        room: bytes that they may take there.
+    """
+
+    def __init__(self, host: Callable[[], HostMemory | None]) -> None:
+        """``host`` is asked for when something goes there."""
+        self._host = host
+        self.arena: Arena | None = None
+        self.room = 0
+        self._slots: dict[int, list[_Slot]] = {}  # by bytes
+        self._at: dict[int, _Slot] = {}  # by the address of its mapping
+        self._on_host: dict[int, list[Tensor]] = {}  # by size
+        self._returning = BufferPool(huge_tensor)
+        self._leaving: list[Future[None]] = []
+        self._threads: dict[int, ThreadPoolExecutor] = {}  # by process: a fork has none of its parent's
+        self._told = False
+
+    def spill(self, tensors: Sequence[Tensor], tier: Tier) -> list[Tensor]:
+        """Begin to move ``tensors``, which nobody writes to any more; returns what stands for them.
+
+        Raises:
+            StorageError: a transfer failed.
+        """
+        found = list(tensors)
+        for span in _spans(tensors):
+            home = self._to_nvme(span.bytes) if tier == "nvme" else self._to_host(span.bytes)
+            if home is not None:
+                for k in span.members:
+                    found[k] = _as(tensors[k], span.bytes, home)
+        return found
+
+    def _to_nvme(self, source: Tensor) -> Tensor | None:
+        slot = self._free_slot(source.nbytes)
+        if slot is None:
+            return None
+        home = mapped_tensor(slot.arena, slot.extent, torch.uint8, (source.nbytes,))
+        self._at[home.data_ptr()] = slot
+        # In a thread, which lets go of the memory when the disk has it.
+        self._leaving.append(self._thread().submit(slot.arena.wait, slot.arena.write(slot.extent, source)))
+        return home
+
+    def _free_slot(self, size: int) -> _Slot | None:
+        """Room for ``size`` bytes; None where there is none, which is told once."""
+        assert self.arena is not None  # where a plan has something there
+        found = next((slot for slot in self._slots.get(size, ()) if slot.is_free), None)
+        if found is not None:
+            return found
+        if self.bytes + _aligned(size) > self.room:
+            self._let_go()
+        if self.bytes + _aligned(size) <= self.room:
+            try:
+                found = _Slot(self.arena, self.arena.allocate(size))
+            except StorageError:
+                pass  # in pieces: other shapes have left holes
+            else:
+                self._slots.setdefault(size, []).append(found)
+                return found
+        if not self._told:
+            self._told = True
+            log.warning(
+                "activations stay in memory where they do not find the %s on NVMe that one forward was planned to need:"
+                " others wait for their backwards too, or the batch is larger; zerograph.backend(nvme=...) gives more",
+                format_bytes(self.room),
+            )
+        return None
+
+    def _let_go(self) -> None:
+        """Free the extents in which nothing waits."""
+        kept: dict[int, list[_Slot]] = {}
+        for size, slots in self._slots.items():
+            for slot in slots:
+                if slot.is_free:
+                    slot.arena.free(slot.extent)
+                else:
+                    kept.setdefault(size, []).append(slot)
+        self._slots = kept
+        there = {slot.extent for slots in kept.values() for slot in slots}
+        self._at = {address: slot for address, slot in self._at.items() if slot.extent in there}
+
+    def _to_host(self, source: Tensor) -> Tensor:
+        host = self._host()
+        assert host is not None  # where a plan has something there
+        slots = self._on_host.setdefault(source.nbytes, [])
+        home = next((slot for slot in slots if memory_is_unshared(slot)), None)
+        if home is None:
+            home = torch.empty(source.nbytes, dtype=torch.uint8)
+            slots.append(home)
+        self._leaving.append(host.start(source, home))
+        return home
+
+    def fetch(self, away: Sequence[Tensor], tier: Tier) -> Returning:
+        """Begin to bring back what ``away`` stand for; what was left on the device, or a hook has brought back, is
+        there."""
+        found = Returning(list(away), away, [], [])
+        coming = [(span, self._slot_of(span.bytes) if tier == "nvme" else None) for span in _spans(away)]
+        coming = [(span, slot) for span, slot in coming if tier != "nvme" or slot is not None]
+        memory = self._returning.take(sum(_aligned(span.bytes.nbytes) for span, _ in coming))
+        begin = 0
+        for span, slot in coming:
+            target = memory[begin : begin + span.bytes.nbytes]
+            begin += _aligned(target.nbytes)
+            if slot is not None:
+                found.reads.append((slot.arena, slot.arena.read(slot.extent, target, Priority.now)))
+            else:
+                host = self._host()
+                assert host is not None
+                found.copies.append(host.start(span.bytes, target))
+            for k in span.members:
+                found.here[k] = _as(away[k], span.bytes, target)
+        return found
+
+    def finish(self, returning: Returning) -> list[Tensor]:
+        """The tensors, back on the device.
+
+        Raises:
+            StorageError: a transfer failed.
+        """
+        for arena, ticket in returning.reads:
+            arena.wait(ticket)
+        for copy in returning.copies:
+            copy.result()
+        return returning.here
+
+    def end(self, kind: str) -> None:
+        """A program of that kind is at its end: anyone may read now what a forward saved, as hooks on saved tensors do.
+
+        Raises:
+            StorageError: a transfer failed.
+        """
+        while self._leaving:
+            self._leaving.pop(0).result()
+        if kind == "backward":
+            self._returning.trim()  # it would wait for the next backward
+
+    def abandon(self) -> None:
+        """A program failed: wait for what leaves, whatever becomes of it."""
+        wait(self._leaving)
+        self._leaving.clear()
+
+    @property
+    def bytes(self) -> int:
+        """On NVMe."""
+        slots = (slot for slots in self._slots.values() for slot in slots)
+        return sum(slot.extent.room for slot in slots if slot.arena is self.arena)
+
+    def _slot_of(self, memory: Tensor) -> _Slot | None:
+        """The slot that ``memory`` maps; None where it is something else."""
+        address = memory.untyped_storage().data_ptr()
+        slot = self._at.get(address)
+        mapped = slot is not None and not slot.is_free and slot.arena.map(slot.extent).address == address
+        return slot if mapped else None
+
+    def _thread(self) -> ThreadPoolExecutor:
+        thread = self._threads.get(os.getpid())
+        if thread is None:
+            thread = self._threads[os.getpid()] = ThreadPoolExecutor(1, thread_name_prefix="zerograph-saved")
+        return thread
+
+
+def _spans(tensors: Iterable[Tensor]) -> Iterator[_Span]:
+    """Each memory that ``tensors`` look at, from the first byte to the last; what is empty has none."""
+    found: dict[int, tuple[int, int, list[int]]] = {}
+    tensors = list(tensors)
+    for k, tensor in enumerate(tensors):
+        if not tensor.numel():
+            continue
+        first = int(tensor.storage_offset()) * tensor.itemsize
+        steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        key = tensor.untyped_storage().data_ptr()
+        begin, end, members = found.get(key, (first, 0, []))
+        found[key] = min(begin, first), max(end, first + (steps + 1) * tensor.itemsize), [*members, k]
+    for begin, end, members in found.values():
+        begin -= begin % _WIDEST  # so that elements of any dtype begin at whole ones of it
+        storage = tensors[members[0]].untyped_storage()
+        yield _Span(torch.empty(0, dtype=torch.uint8).set_(storage, begin, (end - begin,), (1,)), members)
+
+
+_WIDEST = torch.complex128.itemsize
+
+
+def _as(tensor: Tensor, source: Tensor, memory: Tensor) -> Tensor:
+    """What ``tensor`` is in ``source``, in a copy of that in other ``memory``."""
+    begin = tensor.storage_offset() * tensor.itemsize - source.storage_offset() + memory.storage_offset()
+    return torch.empty(0, dtype=tensor.dtype).set_(
+        memory.untyped_storage(), begin // tensor.itemsize, tensor.shape, tensor.stride()
+    )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

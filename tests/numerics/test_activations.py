@@ -1,0 +1,106 @@
+"""Where saved activations wait for the backward changes nothing that is computed: losses and gradients are the same to
+the bit on the device, computed again, on the host and on NVMe."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from numerics.compare import Values, assert_same, full, mine, seeded
+from numerics.test_recompute import LENGTH, ROWS, Model
+from ranks import run
+
+import zerograph
+from zerograph.core.machine import Machine, machine_named
+from zerograph.core.step import layer_of_activation
+from zerograph.dryrun.compile_only import compile_only
+from zerograph.dryrun.forecast import forecast_file
+
+STEPS = 20
+SPLIT = replace(machine_named("cpu"), split=True)
+LAYERS = 3
+Losses = list[float]
+
+
+def model() -> Model:
+    """Attention and dropout in every layer, and a region of torch.utils.checkpoint."""
+    return Model(dropout=0.3, region=True, layers=LAYERS)
+
+
+def train(steps: int = STEPS, make: Any = model, **options: Any) -> tuple[Losses, Values, zerograph.api.Backend]:
+    """Losses of this rank, the last gradients, and the backend."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = make()
+    given = {} if "plan" in options else {"bucket_size": "8KB"}
+    backend = zerograph.backend(**{"compute": "eager", **given, **options})
+    net.compile(backend=backend)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    losses, grads = [], Values()
+    for step in range(steps):
+        torch.manual_seed(step)  # of masks
+        loss = net(mine([torch.randn(ROWS * dist.get_world_size(), LENGTH, 5, generator=seeded(step))])[0])
+        loss = loss.square().mean()
+        loss.backward()
+        losses.append(loss.item())
+        grads = {name: full(p.grad) for name, p in net.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, grads, backend
+
+
+def mixed(path: Path, world: int, stage: int, machine: Machine) -> Path:
+    """A plan with a layer that is kept, one that is computed again, and one that leaves in part; and all streams."""
+    tier = "host" if machine.split else "nvme"
+    found = compile_only(
+        lambda: (model(), (torch.empty(ROWS, LENGTH, 5),)), world_size=world, stage=stage, bucket_size="8KB"
+    )
+    made = {op.activation for op in found.frame.step.ops}
+    away = tuple((name, tier) for name in ("blocks.1", "blocks.2:where.self#2", "blocks.2:clone#4"))
+    assert {name for name, _ in away if layer_of_activation(name)} <= made
+    file = forecast_file("tests", found, machine)
+    plan = replace(file.plan, recompute=("blocks.1",), save=("blocks.1:where.self#2",), offload=away, fetch_ahead=2)
+    path.write_text(replace(file, plan=plan).to_json())
+    return path
+
+
+FEW = ("on NVMe", "on the host", "the inputs on NVMe", "mixed on NVMe")
+"""Those that are tried at every stage."""
+
+
+def _all_ways(stage: int, plans: dict[bool, Path], folder: str, chosen: tuple[str, ...]) -> dict[str, int]:
+    losses, grads, _ = train(stage=stage)
+    nvme, host = {"activations": "nvme", "path": folder}, {"activations": "host", "machine": SPLIT}
+    ways: dict[str, dict[str, Any]] = {
+        "computed again": {"stage": stage, "recompute": "full"},
+        "on NVMe": {"stage": stage, **nvme},
+        "on the host": {"stage": stage, **host},
+        "the inputs on NVMe": {"stage": stage, "recompute": "full", **nvme},
+        "everything on NVMe": {"stage": stage, "recompute": "none", **nvme},
+        "mixed on NVMe": {"plan": plans[False], "path": folder},
+        "mixed on the host": {"plan": plans[True]},
+    }
+    bytes_away = {}
+    for way, options in ((way, ways[way]) for way in chosen or ways):
+        ours, theirs, backend = train(**options)
+        assert ours == losses, way
+        assert_same(theirs, grads)
+        bytes_away[way] = backend._store.saved.bytes
+    return bytes_away
+
+
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)])
+def test_where_activations_wait_changes_no_bit(world: int, stage: int, tmp_path: Path) -> None:
+    plans = {split: tmp_path / f"{split}.json" for split in (False, True)}
+    for split, path in plans.items():
+        mixed(path, world, stage, replace(machine_named("cpu"), split=split))
+    chosen = () if (world, stage) in ((1, 0), (2, 3)) else FEW
+    for sizes in run(world, _all_ways, stage, plans, str(tmp_path), chosen, timeout=300):
+        assert sizes["on NVMe"] > sizes["mixed on NVMe"] >= sizes["the inputs on NVMe"] > 0 == sizes["on the host"]
+        if not chosen:
+            assert sizes["everything on NVMe"] >= sizes["on NVMe"]
+            assert sizes["computed again"] == sizes["mixed on the host"] == 0
