@@ -109,6 +109,8 @@ class Executor:
             self.store.refuse_half_done()
             if program.kind != "backward":
                 self.store.drop_pages()
+            elif not self.hold.active:
+                self.store.read_ahead()
             self.cache.enter(program.kind, self.comm.generation if self.sequence else 0)
             if self.trims and self.sequence:
                 self.comm.trim()

@@ -15,8 +15,9 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,43 +25,23 @@ from torch.optim import Optimizer
 
 from zerograph.core.errors import StorageError
 from zerograph.core.plan import Bucket, Homes, Param, Plan
-from zerograph.core.slots import SLOT, SLOTS, slot_bytes
+from zerograph.core.slots import ITEM, SLOT, SLOTS, slot_bytes
 from zerograph.core.units import format_bytes
 from zerograph.runtime.background import Background
 from zerograph.runtime.blocks import UNIT, Block, Place, Run
-from zerograph.runtime.buffers import BufferPool, aligned, torch_dtype
+from zerograph.runtime.buffers import BufferPool, torch_dtype
 from zerograph.runtime.extents import Extent
-from zerograph.runtime.host import HostMemory
+from zerograph.runtime.hosted import Copy, HostShards
 from zerograph.runtime.nvme import Arena, Priority, Ticket, huge_tensor
 from zerograph.runtime.spilled import SpilledGradients
 from zerograph.runtime.store import mapped_tensor
-from zerograph.runtime.torch_private import local_tensor, memory_is_unshared, set_local, versions
+from zerograph.runtime.torch_private import local_tensor, set_local, versions
 
 log = logging.getLogger(__name__)
 
 PARAMETER, COPY, GRADIENT = "parameter", "copy", "gradient"
 """What :meth:`ShardStore.extent` calls the parameters themselves, their copies in the compute dtype, and their
 gradients: no optimizer has these for a state's name."""
-
-
-@dataclass(slots=True)
-class _Copy:
-    """What is gathered in place of a parameter that left the device.
-
-    Attributes:
-        tensor: its values in the compute dtype, on the device; None where they are brought there for each gather.
-        dtype: the compute dtype.
-        seen: the parameter's versions when it had these values; None once something has stepped on it that versions do
-            not show.
-        cast: the values on the host, beside a parameter there of another dtype: what is brought to the device.
-        under_way: what brings ``tensor`` its values of now.
-    """
-
-    tensor: Tensor | None
-    dtype: torch.dtype
-    seen: tuple[int, int] | None
-    cast: Tensor | None = None
-    under_way: Future[None] | None = None
 
 
 @dataclass(slots=True)
@@ -80,12 +61,22 @@ class _Kind:
     given: set[int] = field(default_factory=set)
 
 
+class ReadsAhead(Protocol):
+    """An update that streams states through the store's slots."""
+
+    def read_ahead(self) -> None:
+        """Begin to read what comes first into all slots but the last."""
+
+    def forget(self) -> None:
+        """Leave the slots to others."""
+
+
 class ShardStore:
     """The homes of one backend's parameters; they are given once, by the first plan that has some for a parameter.
 
     Attributes:
         arena: with everything that is on NVMe; None while nothing is.
-        host: beside the device; None where both are one memory.
+        host: what is there; None where its memory is the device's.
         changes: how often homes were given.
         half_done: by optimizer, why its last update changed a part of its parameters; until it loads a checkpoint.
     """
@@ -93,7 +84,7 @@ class ShardStore:
     def __init__(self, params: Mapping[str, Tensor], open_arena: Callable[[int], Arena]) -> None:
         """``params`` are the outward parameters by name, now and later; ``open_arena`` makes room for so many bytes."""
         self._params, self._open = params, open_arena
-        self.host: HostMemory | None = None
+        self.host: HostShards | None = None
         self._blocks: dict[str, Block] = {}  # by parameter, of those of which anything is on NVMe
         self._away: dict[str, int] = {}  # by parameter that is itself on the host or NVMe, its address there
         self._on_host: set[str] = set()  # of these, those on the host
@@ -104,14 +95,16 @@ class ShardStore:
         self._early: dict[int, Extent] = {}  # by the address of its mapping, what was there before homes were given
         self._parameters: dict[Block, Extent] = {}
         self._copied: dict[Block, Extent] = {}
-        self._copies: dict[str, _Copy] = {}  # by parameter
+        self._copies: dict[str, Copy] = {}  # by parameter
         self._spilled: SpilledGradients | None = None
         self._ring: list[Tensor] = []
+        # Updates run in the same order in each step. What ran last, and what ran behind each:
+        self._last_update: Callable[[], ReadsAhead | None] = lambda: None
+        self._behind: weakref.WeakKeyDictionary[ReadsAhead, Callable[[], ReadsAhead | None]]
+        self._behind = weakref.WeakKeyDictionary()
+        self._ahead: ReadsAhead | None = None
         self._fetched = BufferPool(huge_tensor)
-        self._copied_up = BufferPool(_memory)
         self._background = Background("zerograph-update")
-        self._arriving: list[Future[None]] = []  # gradients, at the host
-        self._arrived: dict[tuple[str, ...], Tensor] = {}  # by whose they are, memory of the last gradients
         self.arena: Arena | None = None
         self.changes = 0
         self.half_done: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
@@ -152,7 +145,7 @@ class ShardStore:
         for name in own if self._early else ():
             self._bring_back(name, moved)
 
-    def _there(self) -> HostMemory:
+    def _there(self) -> HostShards:
         assert self.host is not None  # where a plan has something on the host
         return self.host
 
@@ -165,14 +158,11 @@ class ShardStore:
             self._copy(name)
             if not described.sharded or name in self._away or not (away or described.trainable):
                 continue
-            param, dtype = self._params[name], torch_dtype(described.compute_dtype)
-            local = local_tensor(param).detach()  # on a split machine it is there already
-            copy = local.to(dtype, copy=True) if not away else None
-            cast = local.to(dtype) if away and described.is_master else None
-            self._away[name] = local.data_ptr()
+            copy = self._there().copy_of(described, away=away)
+            self._away[name] = local_tensor(self._params[name]).data_ptr()
             self._on_host.add(name)
-            if copy is not None or cast is not None:
-                self._copies[name] = _Copy(copy, dtype, versions(param), cast)
+            if copy is not None:
+                self._copies[name] = copy
             self.changes += 1
 
     def _house(self, bucket: Bucket, params: Sequence[Param], moved: Callable[[Tensor], None]) -> None:
@@ -267,7 +257,7 @@ class ShardStore:
         if described.is_master:
             dtype = torch_dtype(described.compute_dtype)
             copy = local.detach().to(dtype) if not away else None
-            self._copies[described.name] = _Copy(copy, dtype, versions(param) if not away else None)
+            self._copies[described.name] = Copy(copy, dtype, versions(param) if not away else None)
         early = self._early.pop(local.data_ptr(), None)
         if early is not None:
             self._extents.add(early)  # which is free when nobody maps it
@@ -308,7 +298,7 @@ class ShardStore:
             if not shard.numel() or shard.data_ptr() != self._away.get(name):
                 found[name] = shard
             elif copy is not None and copy.tensor is not None:
-                self._land(copy)
+                copy.land()
                 found[name] = copy.tensor
             elif name in self._on_host:
                 above[name] = shard.detach() if copy is None or copy.cast is None else copy.cast
@@ -321,10 +311,7 @@ class ShardStore:
             for run in block.reads(names):
                 found |= self._read(extent, block, dtype, run, fetch.under_way)
         if above:
-            room = self._copied_up.take(sum(aligned(source.nbytes) for source in above.values()))
-            for (name, source), target in zip(above.items(), _laid_out(room, above.values()), strict=True):
-                found[name] = target
-                fetch.copies.append(self._there().start(source, target))
+            found |= self._there().fetch(above, fetch.copies)
         fetch.shards = [found[p.name] for p in params]
         return fetch
 
@@ -341,21 +328,6 @@ class ShardStore:
             fetch.copies.pop().result()
         return fetch.shards
 
-    def _land(self, copy: _Copy) -> None:
-        """Let what is gathered of a copy on the device have its values."""
-        if copy.under_way is not None:
-            copy.under_way.result()  # if that raises, as Ctrl-C does, nobody takes the copy for whole
-            copy.under_way = None
-
-    def _upload(self, name: str, copy: _Copy) -> None:
-        """Begin to bring a copy on the device the values that its parameter has on the host."""
-        if copy.tensor is not None:
-            self._land(copy)
-            # A lone rank's gather is the copy itself: somebody may still look at it.
-            if not memory_is_unshared(copy.tensor):
-                copy.tensor = torch.empty_like(copy.tensor)
-            copy.under_way = self._there().start(local_tensor(self._params[name]).detach(), copy.tensor)
-
     def _read(
         self, extent: Extent, block: Block, dtype: torch.dtype, run: Run, under_way: list[Ticket]
     ) -> dict[str, Tensor]:
@@ -369,7 +341,7 @@ class ShardStore:
             found[name] = part.as_strided(like.shape, like.stride(), part.storage_offset())
         return found
 
-    def _fresh(self, name: str) -> _Copy | None:
+    def _fresh(self, name: str) -> Copy | None:
         """The copy that is gathered in place of a parameter, with its values of now; None where it has none."""
         copy = self._copy(name)
         if copy is None:
@@ -380,7 +352,7 @@ class ShardStore:
             if name in self._on_host:
                 if copy.cast is not None:
                     copy.cast.copy_(local_tensor(param).detach())
-                self._upload(name, copy)
+                self._there().upload(name, copy)
             elif copy.tensor is not None:
                 copy.tensor.copy_(local_tensor(param).detach())
             else:
@@ -399,7 +371,7 @@ class ShardStore:
             offset = (block.begins[name] + begin) * dtype.itemsize
             self.arena.wait(self.arena.write(self._copied[block], cast, offset=offset))
 
-    def _copy(self, name: str) -> _Copy | None:
+    def _copy(self, name: str) -> Copy | None:
         if name in self._away and local_tensor(self._params[name]).data_ptr() != self._away[name]:
             del self._away[name]  # model.to(dtype) has given it other memory
             self._on_host.discard(name)
@@ -429,14 +401,14 @@ class ShardStore:
         for name, copy in self._having_copies(params):
             copy.seen = versions(self._params[name])
             if name in self._on_host:
-                self._upload(name, copy)
+                self._there().upload(name, copy)
 
     def touched(self, params: Iterable[Tensor]) -> None:
         """Something has written to ``params`` that versions may not show: their copies are stale."""
         for _, copy in self._having_copies(params):
             copy.seen = None
 
-    def _having_copies(self, params: Iterable[Tensor]) -> Iterator[tuple[str, _Copy]]:
+    def _having_copies(self, params: Iterable[Tensor]) -> Iterator[tuple[str, Copy]]:
         if self._copies:
             names = self._names()
             known = (names.get(id(param), "") for param in params)
@@ -454,35 +426,18 @@ class ShardStore:
             StorageError: there is no room, or a transfer failed.
         """
         made = {p.name: grad for p, grad in zip(params, grads, strict=True) if grad is not None}
-        given = self._spill_to_host({name: grad for name, grad in made.items() if name in self._on_host})
+        there = {name: grad for name, grad in made.items() if name in self._on_host}
+        given: dict[str, Tensor | None] = dict(self._there().spill(there)) if there else {}
         given |= self._spill_to_nvme({name: grad for name, grad in made.items() if name in self._blocks})
         # model.to(dtype) has brought the others here.
         return [given.get(p.name, grad) for p, grad in zip(params, grads, strict=True)]
-
-    def _spill_to_host(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-        if not grads:
-            return {}
-        key, size = tuple(grads), sum(aligned(grad.nbytes) for grad in grads.values())
-        room, found = self._arrived.get(key), dict[str, Tensor | None]()
-        # What is still a gradient, or is kept by the user in whatever tensor, is never written over.
-        if room is None or len(room) != size or not memory_is_unshared(room):
-            room = self._arrived[key] = _memory(size)
-        # Laid out as their parameters are: gradients may be slices of something, or expanded.
-        likes = [
-            torch.empty_like(local_tensor(self._params[name]), dtype=g.dtype, device="meta")
-            for name, g in grads.items()
-        ]
-        for (name, grad), home in zip(grads.items(), _laid_out(room, likes), strict=True):
-            self._arriving.append(self._there().start(grad, home))
-            found[name] = home.data  # with a version of its own: autograd adds to each
-        return found
 
     def _spill_to_nvme(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         if not grads:
             return {}
         assert self.arena is not None
         if self._spilled is None:
-            self._spilled = SpilledGradients(self._params, self.arena, self.ring, self._allocated)
+            self._spilled = SpilledGradients(self._params, self.arena, self._gradient_slots, self._allocated)
         by_block: dict[Block, dict[str, Tensor]] = {}
         given: dict[str, Tensor | None] = {}
         for name, grad in grads.items():
@@ -496,46 +451,71 @@ class ShardStore:
             given |= self._spilled.spill(block, own)
         return given
 
+    def read_ahead(self) -> None:
+        """A backward begins: what the update behind it needs first may come now."""
+        if self._background.is_idle:
+            self._read_next()
+
+    def _read_next(self) -> None:
+        last = self._last_update()
+        update = self._behind[last]() if last is not None else None
+        if update is not None and self._ahead is None:
+            self._ahead = update
+            update.read_ahead()
+
+    def has_run(self, update: ReadsAhead) -> None:
+        """An update has streamed states through the slots; the next one is the one that came behind it before, or it
+        itself where none did."""
+        last, self._last_update = self._last_update(), weakref.ref(update)
+        if last is not None:
+            self._behind[last] = weakref.ref(update)
+        self._behind.setdefault(update, weakref.ref(update))
+
+    def take_slots(self, update: ReadsAhead | None = None) -> None:
+        """The slots are wanted, by ``update`` or somebody else, or what was read ahead may be old."""
+        self._background.wait()
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead is not update:
+            ahead.forget()
+
     def wait_for_gradients(self) -> None:
         """Return when all that :meth:`spill` began is done.
 
         Raises:
             StorageError: a transfer failed.
         """
-        while self._arriving:
-            self._arriving.pop().result()
+        if self.host is not None:
+            self.host.wait_for_gradients()
         if self._spilled is not None:
             self._spilled.wait()
 
     def arrival(self) -> Callable[[], None]:
         """What waits for the gradients that are on their way to the host now."""
-        arriving = list(self._arriving)
+        return self._there().arrival()
 
-        def arrive() -> None:
-            for copy in arriving:
-                copy.result()
-
-        return arrive
-
-    def in_background(self, work: Callable[[], None]) -> Future[None]:
-        """Begin ``work``, which may use the slots, beside the caller: no other work uses them meanwhile."""
+    def in_background(self, work: Callable[[], None], *, more: bool = False) -> Future[None]:
+        """Begin ``work``, which may use the slots, beside the caller: no other work uses them meanwhile. If ``more``
+        will come soon, what it needs is read ahead behind it."""
         if self._spilled is not None:
             self._spilled.wait()
-        return self._background.start(work)
 
-    def wait_for_background(self) -> None:
-        """Return when no work beside the caller uses the slots."""
-        self._background.wait()
+        def works() -> None:
+            work()
+            if more:
+                self._read_next()
+
+        return self._background.start(works)
 
     def abandon(self) -> None:
         """A program failed: wait for what it wrote, whatever becomes of it."""
-        wait(self._arriving)
-        self._arriving.clear()
+        if self.host is not None:
+            self.host.abandon()
         if self._spilled is not None:
             self._spilled.abandon()
 
     def drop_pages(self) -> None:
         """Give back the memory of what somebody touched since the last step: a stock optimizer, a checkpoint."""
+        self.take_slots()  # a step that was skipped
         if self.arena is not None:
             self.arena.drop_pages(self._parameters.values())
 
@@ -661,10 +641,17 @@ class ShardStore:
                 self.arena.register(slot)
         return self._ring
 
+    @property
+    def _gradient_slots(self) -> list[Tensor]:
+        """Parts of the last slot: while gradients leave, states are read ahead into the others."""
+        *_, last = self.ring
+        size = len(last) // SLOTS // (UNIT * ITEM) * UNIT * ITEM
+        return [last[i * size : (i + 1) * size] for i in range(SLOTS)]
+
     def _slot(self) -> Tensor:
         """One of the ring, in which nothing is under way."""
-        self._background.wait()
         self.wait_for_gradients()
+        self.take_slots()
         return self.ring[0]
 
     def on_device(self, held: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
@@ -693,16 +680,3 @@ class ShardStore:
             "optimizer states": sum(extent.bytes for extent in states),
         }
         return {what: size for what, size in held.items() if size}
-
-
-@torch.inference_mode(False)  # an evaluation's memory serves training afterwards
-def _memory(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8)
-
-
-def _laid_out(room: Tensor, likes: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Dense tensors as ``likes``, one behind another in ``room``."""
-    place = 0
-    for like in likes:
-        yield room[place : place + like.nbytes].view(like.dtype).as_strided(like.shape, like.stride())
-        place += aligned(like.nbytes)

@@ -31,7 +31,7 @@ from zerograph.runtime.comm import Communicator
 from zerograph.runtime.early import EarlyUpdates
 from zerograph.runtime.executor import Runtime
 from zerograph.runtime.hold import GradientHold
-from zerograph.runtime.host import HostMemory
+from zerograph.runtime.hosted import HostShards
 from zerograph.runtime.nvme import Arena
 from zerograph.runtime.residency import GatheredCache, StepCount
 from zerograph.runtime.shards import ShardStore
@@ -124,7 +124,7 @@ class Backend:
                 'tier="host", or a machine that is not split',
             )
         if split:
-            self._store.host = HostMemory()
+            self._store.host = HostShards(self._adoption.params)
         self._segments.prepare(device)
         ranks = Ranks.connect(self.config, device)
         self._compile_for(ranks, self.config)

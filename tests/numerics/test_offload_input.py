@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import shutil
@@ -46,6 +47,32 @@ def _skips_a_step(training: Run) -> None:
     training.steps(2)
 
 
+def _changes_states_before_the_step(training: Run) -> None:
+    """What an update needs first is read while the backward runs, which must not undo this."""
+    training.steps(2)
+    training.backward()
+    with torch.no_grad():
+        for param in training.model.parameters():
+            param.mul_(0.5)
+            if "exp_avg" in training.optimizer.state[param]:  # the forward reads it
+                training.optimizer.state[param]["exp_avg"].data.add_(1e-3)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.steps(1)
+
+
+def _loads_between_backward_and_step(training: Run) -> None:
+    training.steps(2)
+    model, states = (copy.deepcopy(part.state_dict()) for part in (training.model, training.optimizer))
+    training.steps(1)
+    training.backward()
+    training.model.load_state_dict(model)
+    training.optimizer.load_state_dict(states)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.steps(1)
+
+
 def _removes_the_folder(training: Run) -> None:
     training.steps(1)
     if training.backend.config.path:
@@ -58,7 +85,16 @@ def _each(folder: str, trains: Callable[[Run], None]) -> None:
     _both(folder, adamw, trains)
 
 
-@pytest.mark.parametrize("trains", [_twice_through_one_graph, _skips_a_step, _removes_the_folder])
+@pytest.mark.parametrize(
+    "trains",
+    [
+        _twice_through_one_graph,
+        _skips_a_step,
+        _removes_the_folder,
+        _changes_states_before_the_step,
+        _loads_between_backward_and_step,
+    ],
+)
 def test_loops_that_do_something_else(trains: Callable[[Run], None], tmp_path: Path) -> None:
     folder = tmp_path / "away"
     folder.mkdir()

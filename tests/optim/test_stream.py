@@ -19,6 +19,7 @@ from zerograph import _core
 from zerograph.core.errors import StorageError
 from zerograph.core.plan import Bucket, Homes, Param, Plan
 from zerograph.runtime import shards
+from zerograph.runtime.extents import Extent
 from zerograph.runtime.nvme import Arena
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor
@@ -47,9 +48,20 @@ def stored(params: dict[str, nn.Parameter], buckets: int, folder: Path) -> Shard
     return store
 
 
-def train(optimizer: Optimizer, params: dict[str, nn.Parameter], missing: list[bool]) -> None:
+def train(
+    optimizer: Optimizer,
+    params: dict[str, nn.Parameter],
+    missing: list[bool],
+    touched: str = "",
+    store: ShardStore | None = None,
+) -> None:
     for step in range(3):
         generator = torch.Generator().manual_seed(step)
+        if store is not None:
+            store.read_ahead()
+        for state in optimizer.state.values():
+            if touched in state:
+                state[touched].mul_(0.9)
         for index, param in enumerate(params.values()):
             param.grad = torch.randn(param.shape, generator=generator)
             if step == 1 and missing[index % len(missing)]:
@@ -64,9 +76,10 @@ def train(optimizer: Optimizer, params: dict[str, nn.Parameter], missing: list[b
     slot=st.integers(32, 600),
     make=st.sampled_from(sorted(MAKE)),
     missing=st.lists(st.booleans(), min_size=1, max_size=3),
+    touched=st.sampled_from(["", "exp_avg", "sum"]),
 )
 def test_chunks_of_any_size_give_the_same_bits(
-    sizes: list[int], buckets: int, slot: int, make: str, missing: list[bool], tmp_path: Path
+    sizes: list[int], buckets: int, slot: int, make: str, missing: list[bool], touched: str, tmp_path: Path
 ) -> None:
     before, shards.SLOT = shards.SLOT, slot * 1024
     try:
@@ -74,8 +87,8 @@ def test_chunks_of_any_size_give_the_same_bits(
         mine, theirs = MAKE[make](here.values()), MAKE[make](there.values())
         store = stored(there, buckets, tmp_path)
         theirs.store = store  # type: ignore[attr-defined]  # as a backend sets it
-        train(mine, here, missing)
-        train(theirs, there, missing)
+        train(mine, here, missing, touched)
+        train(theirs, there, missing, touched, store)
         for name, param in here.items():
             assert torch.equal(param, there[name]), name
             for state, value in mine.state[param].items():
@@ -102,6 +115,45 @@ def test_a_failed_transfer_ends_the_update_and_leaves_nothing_under_way(
     assert not store.arena._live  # type: ignore[union-attr]
     with pytest.raises(StorageError, match="ended half done"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("touches", [False, True])
+def test_what_was_read_ahead_is_not_read_again_unless_it_was_touched(
+    touches: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = params_of([20_000, 30_000])
+    store = stored(params, 2, tmp_path)
+    optimizer = zerograph.optim.AdamW(params.values())
+    optimizer.store, arena = store, store.arena
+    assert arena is not None
+    train(optimizer, params, [False])
+    reads, read = list[Extent](), arena.read
+    monkeypatch.setattr(
+        arena, "read", lambda extent, *args, **named: reads.append(extent) or read(extent, *args, **named)
+    )
+    store.read_ahead()
+    store.read_ahead()  # of another program of this backward
+    if touches:
+        float(optimizer.state[params["p0"]]["exp_avg"].sum())
+    optimizer.step()
+    # Four of both moments in both chunks; the system brings neighbours of what is touched.
+    assert (len(reads) > 4) is (touches or not arena.direct) and not arena._live
+
+
+def test_a_failed_read_ahead_changes_nothing(tmp_path: Path) -> None:
+    params = params_of([20_000, 30_000])
+    store = stored(params, 1, tmp_path)
+    optimizer = zerograph.optim.AdamW(params.values())
+    optimizer.store = store
+    train(optimizer, params, [False])
+    before = {name: param.clone() for name, param in params.items()}
+    store.arena._engine.inject([(_core.FaultPoint.read, 1, 1, _core.FaultEffect.error, errno.EIO)])  # type: ignore[union-attr]
+    store.read_ahead()
+    with pytest.raises(StorageError, match="Input/output error"):
+        optimizer.step()
+    assert all(torch.equal(param, before[name]) for name, param in params.items())
+    optimizer.step()
+    assert not any(torch.equal(param, before[name]) for name, param in params.items())
 
 
 def test_states_are_mappings_that_a_state_dict_shows(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The update of parameters whose states are on NVMe: read, update, write, in chunks through a ring of slots.
 
-While one chunk is updated, the next ones are read and the one before is written. Chunks are cut from the buckets' own
+While one chunk is updated, the next ones are read and the one before is written. The first ones are read before, but
+for their gradients, while a backward runs. Chunks are cut from the buckets' own
 order, whatever groups their parameters are in: a transfer at a chunk's edge then never touches what another chunk has.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,6 +71,7 @@ class _Chunk:
     gradient: _Slotted | None
     works: list[_Work]
     under_way: list[Ticket] = field(default_factory=list)
+    is_ahead: bool = False  # its slot has everything but gradients, or will have
 
     def view(self, kind: _Slotted) -> Tensor:
         return self.slot[kind.at : kind.at + (self.end - self.begin) * kind.dtype.itemsize]
@@ -168,6 +170,24 @@ class Stream:
         self._counts.append((copy, member.step))
         return copy.data_ptr()
 
+    def read_ahead(self) -> None:
+        """Begin to read what the next update needs first, gradients aside.
+
+        Their slots belong to it until :meth:`run` or :meth:`forget`. Until then the store writes to none of it past its
+        mappings.
+        """
+        for chunk in self._chunks[: SLOTS - 1]:
+            chunk.is_ahead = True
+            self._transfer(self._arena.read, chunk, [(kind, kind.extent) for kind in chunk.kinds], Priority.later)
+
+    def forget(self) -> None:
+        """Have nothing read ahead, and nothing under way."""
+        for chunk in self._chunks:
+            for ticket in chunk.under_way:
+                with contextlib.suppress(StorageError):  # the first error is on its way to the caller
+                    self._arena.wait(ticket)
+            chunk.under_way, chunk.is_ahead = [], False
+
     def run(self, rules: Sequence[_core.Rule], grads: Sequence[Gradients], factor: float) -> None:
         """Update everything that has a gradient, and return when all is written.
 
@@ -176,9 +196,14 @@ class Stream:
             factor: what gradients are multiplied by.
 
         Raises:
-            StorageError: a transfer failed. Some chunks have been updated and others not.
+            StorageError: a transfer failed. Some chunks have been updated and others not, unless it was one ahead.
         """
-        self._store.wait_for_background()  # which passes through the same slots
+        self._store.take_slots(self)
+        try:
+            self._confirm()
+        except BaseException:
+            self.forget()
+            raise
         for copy, count in self._counts:
             copy.copy_(count)
         self._gradients = {chunk.block: self._store.gradients(chunk.block) for chunk in self._chunks if chunk.gradient}
@@ -188,7 +213,7 @@ class Stream:
             owner = self._owner()
             assert owner is not None  # its step runs
             self._store.half_done[owner] = reason_of(error)
-            self._abandon()
+            self.forget()
             raise
 
     def _run(self, update: Callable[[_Chunk], _core.Ticket]) -> None:
@@ -209,14 +234,18 @@ class Stream:
             self._start(self._arena.write, chunk)
         for chunk in chunks[-SLOTS:]:
             self._settle(chunk)
+        self._store.has_run(self)
 
-    def _abandon(self) -> None:
-        """Wait for what is under way, so that nothing reads or writes slots any more."""
-        for chunk in self._chunks:
-            for ticket in chunk.under_way:
-                with contextlib.suppress(StorageError):  # the first error is on its way to the caller
-                    self._arena.wait(ticket)
-            chunk.under_way = []
+    def _confirm(self) -> None:
+        """Keep of what was read ahead only what nobody has touched since: a checkpoint that was loaded, the user."""
+        for chunk in self._chunks[: SLOTS - 1]:
+            if chunk.is_ahead:
+                self._settle(chunk)
+                chunk.is_ahead = not any(
+                    kind.extent is not None
+                    and self._arena.is_touched(kind.extent, chunk.begin * kind.dtype.itemsize, chunk.view(kind).nbytes)
+                    for kind in chunk.kinds
+                )
 
     def _calls(
         self, chunk: _Chunk, rules: Sequence[_core.Rule], grads: Sequence[Gradients]
@@ -240,13 +269,23 @@ class Stream:
         return address + piece.first * size  # the user's own, or one that was kept from an earlier backward
 
     def _start(self, transfer: Callable[..., Ticket], chunk: _Chunk) -> None:
-        kinds = [(kind, kind.extent) for kind in chunk.kinds]
+        kinds = [(kind, kind.extent) for kind in chunk.kinds if not chunk.is_ahead]
         home = self._gradients.get(chunk.block)
         if transfer == self._arena.read and chunk.gradient is not None and home is not None:
             kinds.append((chunk.gradient, home[0]))
+        chunk.is_ahead = False
+        self._transfer(transfer, chunk, kinds, Priority.now)
+
+    def _transfer(
+        self,
+        transfer: Callable[..., Ticket],
+        chunk: _Chunk,
+        kinds: Iterable[tuple[_Slotted, Extent | None]],
+        priority: Priority,
+    ) -> None:
         for kind, extent in kinds:  # one by one: what is under way must be known if the next one raises
             offset = chunk.begin * kind.dtype.itemsize
-            chunk.under_way.append(transfer(extent, chunk.view(kind), Priority.now, offset=offset))
+            chunk.under_way.append(transfer(extent, chunk.view(kind), priority, offset=offset))
 
     def _settle(self, chunk: _Chunk) -> None:
         while chunk.under_way:
