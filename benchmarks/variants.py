@@ -128,8 +128,8 @@ def zerograph_stage(stage: int | str) -> Callable[[GPT, Workload, Options], Trai
 
 
 def zerograph_nvme(stage: int, offload: str) -> Callable[[GPT, Workload, Options], Trainer]:
-    """What is offloaded in files of a folder (`path`), and the optimizer that streams states: with `overlap=true`
-    inside of the backward; `overlap=false` is to compare with, as neither takes the gradients' norm."""
+    """What is offloaded in files of a folder (`path`), and the optimizer that streams states; with `overlap=true` in
+    the backward. To compare that with there is `overlap=false`: neither takes the norm of the gradients."""
 
     def build(model: GPT, work: Workload, options: Options) -> Trainer:
         import zerograph

@@ -35,5 +35,10 @@ class Background:
         if not hasattr(self._here, "is_own"):
             wait(self._under_way)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way."""
+        return all(future.done() for future in self._under_way)
+
     def _begin(self) -> None:
         self._here.is_own = True

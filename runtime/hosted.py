@@ -119,8 +119,13 @@ class HostShards:
         self._arriving += [self.memory.start(grad, found[name]) for name, grad in grads.items()]
         return found
 
+    def wait_for_gradients(self) -> None:
+        """Return when all are here."""
+        while self._arriving:
+            self._arriving.pop().result()
+
     def arrival(self) -> Callable[[], None]:
-        """What waits for the gradients that are on their way now."""
+        """What waits for those that are on their way now."""
         arriving = list(self._arriving)
 
         def arrive() -> None:
@@ -128,11 +133,6 @@ class HostShards:
                 copy.result()
 
         return arrive
-
-    def wait_for_gradients(self) -> None:
-        """Return when all are here."""
-        while self._arriving:
-            self._arriving.pop().result()
 
     def abandon(self) -> None:
         """Wait for gradients under way, whatever becomes of them."""

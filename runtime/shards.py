@@ -111,7 +111,10 @@ class ShardStore:
         self._copies: dict[str, Copy] = {}  # by parameter
         self._spilled: SpilledGradients | None = None
         self._ring: list[Tensor] = []
-        self.next_update: Callable[[], ReadsAhead | None] = lambda: None
+        # Updates run in the same order in each step. What ran last, and what ran behind each:
+        self._last_update: Callable[[], ReadsAhead | None] = lambda: None
+        self._behind: weakref.WeakKeyDictionary[ReadsAhead, Callable[[], ReadsAhead | None]]
+        self._behind = weakref.WeakKeyDictionary()
         self._ahead: ReadsAhead | None = None
         self._fetched = BufferPool(huge_tensor)
         self._background = Background("zerograph-update")
@@ -541,13 +544,27 @@ class ShardStore:
 
     def read_ahead(self) -> None:
         """A backward begins: what the update behind it needs first may come now."""
-        update = self.next_update()
+        if self._background.is_idle:
+            self._read_next()
+
+    def _read_next(self) -> None:
+        last = self._last_update()
+        update = self._behind[last]() if last is not None else None
         if update is not None and self._ahead is None:
             self._ahead = update
             update.read_ahead()
 
+    def has_run(self, update: ReadsAhead) -> None:
+        """An update has streamed states through the slots; the next one is the one that came behind it before, or it
+        itself where none did."""
+        last, self._last_update = self._last_update(), weakref.ref(update)
+        if last is not None:
+            self._behind[last] = weakref.ref(update)
+        self._behind.setdefault(update, weakref.ref(update))
+
     def take_slots(self, update: ReadsAhead | None = None) -> None:
         """The slots are wanted, by ``update`` or somebody else, or what was read ahead may be old."""
+        self._background.wait()
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead is not update:
             ahead.forget()
@@ -567,15 +584,18 @@ class ShardStore:
         """What waits for the gradients that are on their way to the host now."""
         return self._there().arrival()
 
-    def in_background(self, work: Callable[[], None]) -> Future[None]:
-        """Begin ``work``, which may use the slots, beside the caller: no other work uses them meanwhile."""
+    def in_background(self, work: Callable[[], None], *, more: bool = False) -> Future[None]:
+        """Begin ``work``, which may use the slots, beside the caller: no other work uses them meanwhile. If ``more``
+        will come soon, what it needs is read ahead behind it."""
         if self._spilled is not None:
             self._spilled.wait()
-        return self._background.start(work)
 
-    def wait_for_background(self) -> None:
-        """Return when no work beside the caller uses the slots."""
-        self._background.wait()
+        def works() -> None:
+            work()
+            if more:
+                self._read_next()
+
+        return self._background.start(works)
 
     def abandon(self) -> None:
         """A program failed: wait for what it wrote, whatever becomes of it."""
@@ -726,7 +746,6 @@ class ShardStore:
 
     def _slot(self) -> Tensor:
         """One of the ring, in which nothing is under way."""
-        self._background.wait()
         self.wait_for_gradients()
         self.take_slots()
         return self.ring[0]

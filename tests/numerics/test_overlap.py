@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zerograph
+from zerograph.optim.stream import Stream
 from zerograph.runtime import shards
 
 Make = Callable[[nn.Module], Optimizer]
@@ -145,3 +147,27 @@ def test_on_nvme(world_size: int, make: Make, offload: str, options: dict[str, A
 def test_on_the_host(world_size: int, make: Make, offload: str, options: dict[str, Any]) -> None:
     there = {**HOST, "offload": offload, "stage": 3, **options}
     assert all(late <= WHOLE for late in run(world_size, _equal, make, there))
+
+
+def _reads_ahead(folder: str) -> tuple[int, Counter[str]]:
+    shards.SLOT = 32 * 2**10
+    training = Run(partial(adamw, overlap=True), stage=3, path=folder, **{**OFF, "offload": "gradients"})
+    training.steps(3)
+    called = Counter[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("read_ahead", "forget", "run"):
+            method = getattr(Stream, name)
+            patch.setattr(Stream, name, partialmethod(_counted, called, name, method))
+        training.backward()
+        training.optimizer.step()
+    return len(training.optimizer._streams), called
+
+
+def _counted(stream: Stream, called: Counter[str], name: str, method: Callable[..., Any], *args: Any) -> Any:
+    called[name] += 1
+    return method(stream, *args)
+
+
+def test_states_of_the_next_bucket_are_read_ahead(tmp_path: Path) -> None:
+    ((buckets, called),) = run(1, _reads_ahead, str(tmp_path))
+    assert called == {"read_ahead": buckets, "run": buckets} and buckets > 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
@@ -48,6 +49,7 @@ class EarlySteps:
     def __init__(self, optimizer: Owner) -> None:
         self.optimizer = optimizer
         self._under_way: list[PendingUpdate] = []
+        self._begun = self._begun_before = 0  # in this iteration, and in the last one
         self._groups: dict[int, int] = {}  # by ``id`` of a parameter, in the backward that runs
         self._values: list[dict[str, Any]] = []  # of the groups, then
         self.updated: set[int] = set()
@@ -90,8 +92,10 @@ class EarlySteps:
             layout = opt.layout(key, group, params)
             rows.append(Row(key, group, layout, layout.gradients_of([grad for _, grad in pairs])))
         pending = opt.update(rows, 1.0, arrival)
+        self._begun += 1
         if opt.store is not None:
-            pending.stream_beside(opt.store.in_background)
+            more = self._begun < self._begun_before
+            pending.stream_beside(functools.partial(opt.store.in_background, more=more))
         self._under_way.append(pending)
         self.updated.update(id(param) for param, _ in grads)
         # Whatever autograd has saved of them is not what it was.
@@ -180,6 +184,7 @@ class EarlySteps:
     def stepped(self) -> None:
         """The step has begun to update the rest: what comes now is of the next one."""
         self.updated, self.iteration = set(), object()
+        self._begun, self._begun_before = 0, self._begun
 
 
 _LIVING: weakref.WeakSet[EarlySteps] = weakref.WeakSet()

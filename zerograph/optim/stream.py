@@ -211,7 +211,6 @@ class Stream:
         Raises:
             StorageError: a transfer failed. Some chunks have been updated and others not, unless it was one ahead.
         """
-        self._store.wait_for_background()  # which passes through the same slots
         self._store.take_slots(self)
         try:
             self._confirm()
@@ -254,7 +253,7 @@ class Stream:
             self._bring_copies(chunk)
         for chunk in chunks[-SLOTS:]:
             self._settle(chunk)
-        self._store.next_update = weakref.ref(self)
+        self._store.has_run(self)
 
     def _confirm(self) -> None:
         """Keep of what was read ahead only what nobody has touched since: a checkpoint that was loaded, the user."""
