@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from numerics.test_recompute import LENGTH, ROWS, Model
 from ranks import run
 
 import zerograph
-from zerograph.core.machine import Machine, machine_named
+from zerograph.core.machine import Machine, Tier, machine_named
+from zerograph.core.plan import OFFLOADS, Homes
 from zerograph.core.step import layer_of_activation
 from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.forecast import forecast_file
@@ -104,3 +106,76 @@ def test_where_activations_wait_changes_no_bit(world: int, stage: int, tmp_path:
         if not chosen:
             assert sizes["everything on NVMe"] >= sizes["on NVMe"]
             assert sizes["computed again"] == sizes["mixed on the host"] == 0
+
+
+def drawn(path: Path, seed: int, world: int) -> dict[str, Any]:
+    """Write a plan in which anything may wait anywhere, and return what a backend needs to run it."""
+    draw = Random(seed)
+    stage, split = draw.choice([0, 1, 2, 3]), draw.random() < 0.4
+    tier: Tier = "host" if split else "nvme"
+    rules = {"stage": stage, "recompute": draw.choice(["auto", "none"]), "prefetch": draw.randint(0, 2)}
+    options: dict[str, Any] = {**rules, "bucket_size": draw.choice([1, "4KiB", "32KiB"])}
+    shape = (ROWS, LENGTH, 5)
+    found = compile_only(lambda: (model(), (torch.empty(shape),)), world_size=world, **options)
+    file = forecast_file("tests", found, SPLIT if split else machine_named("cpu"))
+    names: dict[str, set[str]] = {}
+    for op in found.frame.step.ops:
+        names.setdefault(layer_of_activation(op.activation), set()).add(op.activation)
+    recompute, save, offload = [], list[str](), list[tuple[str, Tier]]()
+    for layer in [f"blocks.{i}" for i in range(LAYERS)]:
+        again = draw.random() < 0.4
+        recompute += [layer] * again
+        save += draw.sample(sorted(names[layer]), 3 * again)
+        offload += [(layer, tier)] * (draw.random() < 0.5)
+        offload += [(name, tier) for name in draw.sample(sorted(names[layer]), draw.randint(0, 6))]
+    decided = {"recompute": tuple(recompute), "save": tuple(save), "offload": tuple(offload)}
+    homes = Homes(**dict.fromkeys(OFFLOADS[1 : draw.randint(0, stage) + 1], tier)) if world > 1 else Homes()
+    buckets = tuple(replace(b, homes=homes if any(p.sharded for p in b.params) else b.homes) for b in file.plan.buckets)
+    plan = replace(file.plan, **decided, buckets=buckets, fetch_ahead=draw.randint(1, 4))
+    path.write_text(replace(file, plan=plan).to_json())
+    away = {"path": str(path.parent)} if not split and (offload or homes.away) else {}
+    return {"plan": path, **away, "rules": options}
+
+
+def _as_kept(drawn: dict[str, Any]) -> None:
+    losses, grads, _ = train(3, **drawn.pop("rules"))
+    ours, theirs, _ = train(3, **drawn)
+    assert ours == losses
+    assert_same(theirs, grads)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_random_plan_gives_the_same_bits(world: int, seed: int, tmp_path: Path) -> None:
+    run(world, _as_kept, drawn(tmp_path / "plan.json", seed, world))
+
+
+def _of_transformers(folder: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="the optional extra transformers is not installed")
+    small = {"vocab_size": 67, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
+    llama = transformers.LlamaConfig(**small, num_hidden_layers=6, num_key_value_heads=1)
+    gpt2 = transformers.GPT2Config(vocab_size=67, n_embd=16, n_layer=2, n_head=2, n_positions=32)
+    for make, compute in (
+        (lambda: transformers.LlamaForCausalLM(llama), "eager"),  # of six layers four are traced; keys are returned
+        (lambda: transformers.GPT2LMHeadModel(gpt2), "inductor"),  # with dropout
+    ):
+        found = []
+        for more in ({}, {"activations": "nvme", "path": folder}):
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            net = make().train()
+            backend = zerograph.backend(stage=3, compute=compute, **more)
+            net.compile(backend=backend)
+            for step in range(2):
+                torch.manual_seed(step)
+                ids = torch.randint(1, 67, (2, 9), generator=seeded(step))
+                loss = net(input_ids=ids, labels=ids).loss
+                loss.backward()
+            found.append((loss.item(), {name: full(p.grad) for name, p in net.named_parameters()}))
+        assert found[0][0] == found[1][0]
+        assert_same(found[0][1], found[1][1])
+        assert backend._store.saved.bytes > 0
+
+
+def test_models_of_transformers(tmp_path: Path) -> None:
+    run(2, _of_transformers, str(tmp_path), timeout=300)
