@@ -1,7 +1,8 @@
 """Training with what a device has no room for on the host, or on NVMe behind it, equals training without, to the bit.
 
 Its host counts as a second memory (``Machine.split``): copies between the two are real and go on in a thread.
-More optimizers and placements are in test_offload.py and test_random_plans.py.
+More optimizers and placements are in test_offload.py and test_random_plans.py. What is there is kept by
+``runtime/hosted.py``.
 """
 
 from __future__ import annotations

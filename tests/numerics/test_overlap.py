@@ -1,4 +1,7 @@
-"""Updates inside of backwards (``overlap=True``) equal those of ``step()`` to the bit."""
+"""Updates inside of backwards (``overlap=True``) equal those of ``step()`` to the bit.
+
+They are begun by ``runtime/early.py``, and made by ``optim/overlap.py``.
+"""
 
 from __future__ import annotations
 

@@ -110,6 +110,8 @@ class Adam(_AdamUpdate, torch.optim.Adam):
         moments: dtype of ``exp_avg`` and ``exp_avg_sq``, float32 if None; ``torch.bfloat16`` halves them.
         skip_nonfinite: skip steps with a gradient that is not finite, on all ranks, and count them in ``skipped``.
             Needs one more read of the gradients before the update, as ``clip`` does.
+        overlap: let backwards update parameters as their gradients are reduced (docs/optim.md); needs a backend of
+            zerograph, and ``skip_nonfinite=False``.
 
     Raises:
         ValueError: torch refuses a value. ConfigError, UnsupportedError: as :class:`HostOptimizer` says.
