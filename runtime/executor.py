@@ -76,7 +76,7 @@ class Executor:
         self.fetched = {i.bucket for i in program.instructions if isinstance(i, Read | Fetch)}
         moved = {(type(i), i.what) for i in program.instructions if isinstance(i, Read | Fetch | Write | Spill)}
         self.spills = not moved.isdisjoint({(Write, "gradient"), (Spill, "gradient")})
-        self.offloads = any(what == "activations" for _, what in moved)
+        self.offloads = not moved.isdisjoint({(Write, "activations"), (Spill, "activations")})
         # No gather of such a backward finds its bucket freed: what the transport keeps is of no use before the forward.
         again = (i.bucket for i in program.instructions if isinstance(i, Gather))
         self.trims = program.kind == "backward" and not any(map(self.cache.gathers_again, again))
@@ -115,7 +115,7 @@ class Executor:
             if self.spills:
                 self.store.wait_for_gradients()
             if self.offloads:
-                self.store.saved.end(program.kind)
+                self.store.saved.wait()
             if self.sequence:
                 self.comm.leave()
         # Ctrl-C too: the others wait for this rank, and a bucket that is half gathered must not count as whole.
