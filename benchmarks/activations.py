@@ -44,6 +44,8 @@ def main() -> None:
         }
         forecasts = {way: forecast(work, args.machine, options) for way, options in {"kept": {}, **ways}.items()}
         for way, options in ways.items():
+            if args.only and way not in args.only:
+                continue
             spec = ":".join([KEPT, *(f"{name}={value}" for name, value in options.items())])
             with Crew(KEPT, work, 1) as kept, Crew(spec, work, 1) as other:
                 found = beside(kept, other, args.rounds, args.timeout)
@@ -51,7 +53,8 @@ def main() -> None:
             fell, predicted = found["kept"] - found["other"], before - after
             print(
                 f"  {way}: peak {found['kept'] / 1e6:.0f} -> {found['other'] / 1e6:.0f} MB, "
-                f"falls by {fell / 1e6:.0f} ({predicted / 1e6:.0f} forecast: {abs(fell - predicted) / found['kept']:.1%} of the peak apart); "
+                f"falls by {fell / 1e6:.0f} ({predicted / 1e6:.0f} forecast: "
+                f"{abs(fell - predicted) / found['kept']:.1%} of the peak apart); "
                 f"step {found['wall']:.3f} of kept by the clock, {found['cpu']:.3f} by CPU seconds "
                 f"({more / seconds:.3f} forecast)"
             )
@@ -70,6 +73,7 @@ def arguments() -> argparse.Namespace:
     add("--dim", type=int, default=1024)
     add("--batch", type=int, default=4)
     add("--seq", type=int, nargs="+", default=[128, 512])
+    add("--only", nargs="+", help="of the ways, by name")
     add("--rounds", type=int, default=5)
     add("--timeout", type=float, default=1200)
     add("--json", type=Path, help="append the results to this JSON Lines file")

@@ -77,14 +77,12 @@ class Executor:
         self.cache, self.hold, self.telemetry = runtime.cache, runtime.hold, runtime.telemetry
         self.store, self.early = runtime.store, runtime.early
         self.fetched = {i.bucket for i in program.instructions if isinstance(i, Read | Fetch)}
-        gradients = [i for i in program.instructions if isinstance(i, Write | Spill) and i.what == "gradient"]
+        away = [i for i in program.instructions if isinstance(i, Write | Spill)]
+        gradients = [i for i in away if i.what == "gradient"]
         written = {r for i in gradients if isinstance(i, Write) for r in i.reads}
         self.read = {r for i in program.instructions if isinstance(i, Read) for r in i.writes}
         self.staged = {r for i in gradients if isinstance(i, Spill) for r in i.writes if r in written}
-        self.spills = bool(gradients)
-        self.offloads = any(
-            isinstance(i, Write | Spill | Read | Fetch) and i.what == "activations" for i in program.instructions
-        )
+        self.spills, self.offloads = bool(gradients), any(i.what == "activations" for i in away)
         # No gather of such a backward finds its bucket freed: what the transport keeps is of no use before the forward.
         again = (i.bucket for i in program.instructions if isinstance(i, Gather))
         self.trims = program.kind == "backward" and not any(map(self.cache.gathers_again, again))
@@ -129,7 +127,7 @@ class Executor:
             if self.spills:
                 self.store.wait_for_gradients()
             if self.offloads:
-                self.store.saved.end(program.kind)
+                self.store.saved.wait()
             if self.sequence:
                 self.comm.leave()
             self.early.leave(program.kind, self.names)

@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -22,10 +23,9 @@ from zerograph.core.errors import StorageError
 from zerograph.core.machine import Tier
 from zerograph.core.program import Program, Write
 from zerograph.core.units import format_bytes
-from zerograph.runtime.buffers import BufferPool
 from zerograph.runtime.extents import ALIGNMENT, Extent
 from zerograph.runtime.host import HostMemory
-from zerograph.runtime.nvme import Arena, Priority, Ticket, huge_tensor
+from zerograph.runtime.nvme import Arena, Priority, Ticket
 from zerograph.runtime.store import mapped_tensor
 from zerograph.runtime.torch_private import memory_is_unshared
 
@@ -83,7 +83,6 @@ class SavedActivations:
         self._slots: dict[int, list[_Slot]] = {}  # by bytes
         self._at: dict[int, _Slot] = {}  # by the address of its mapping
         self._on_host: dict[int, list[Tensor]] = {}  # by size
-        self._returning = BufferPool(huge_tensor)
         self._leaving: list[Future[None]] = []
         self._threads: dict[int, ThreadPoolExecutor] = {}  # by process: a fork has none of its parent's
         self._told = False
@@ -167,11 +166,8 @@ class SavedActivations:
         found = Returning(list(away), away, [], [])
         coming = [(span, self._slot_of(span.bytes) if tier == "nvme" else None) for span in _spans(away)]
         coming = [(span, slot) for span, slot in coming if tier != "nvme" or slot is not None]
-        memory = self._returning.take(sum(_aligned(span.bytes.nbytes) for span, _ in coming))
-        begin = 0
         for span, slot in coming:
-            target = memory[begin : begin + span.bytes.nbytes]
-            begin += _aligned(target.nbytes)
+            target = _memory(span.bytes.nbytes)
             if slot is not None:
                 found.reads.append((slot.arena, slot.arena.read(slot.extent, target, Priority.now)))
             else:
@@ -194,20 +190,18 @@ class SavedActivations:
             copy.result()
         return returning.here
 
-    def end(self, kind: str) -> None:
-        """A program of that kind is at its end: anyone may read now what a forward saved, as hooks on saved tensors do.
+    def wait(self) -> None:
+        """Return when all that :meth:`spill` began is done: anyone may read then what stands for it, as hooks do.
 
         Raises:
             StorageError: a transfer failed.
         """
         while self._leaving:
             self._leaving.pop(0).result()
-        if kind == "backward":
-            self._returning.trim()  # it would wait for the next backward
 
     def abandon(self) -> None:
         """A program failed: wait for what leaves, whatever becomes of it."""
-        wait(self._leaving)
+        futures.wait(self._leaving)
         self._leaving.clear()
 
     @property
@@ -257,6 +251,17 @@ def _as(tensor: Tensor, source: Tensor, memory: Tensor) -> Tensor:
     return torch.empty(0, dtype=tensor.dtype).set_(
         memory.untyped_storage(), begin // tensor.itemsize, tensor.shape, tensor.stride()
     )
+
+
+def _memory(size: int) -> Tensor:
+    """Memory for what comes back, where the disk writes to it directly.
+
+    Each tensor has its own, as before it left: it takes the place that another layer's has left behind, and goes when
+    it is read last.
+    """
+    room = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+    begin = -room.data_ptr() % ALIGNMENT
+    return room[begin : begin + size]
 
 
 def _aligned(size: int) -> int:

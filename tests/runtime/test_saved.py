@@ -50,7 +50,7 @@ def test_what_comes_back_is_what_left_with_its_strides(saved: SavedActivations, 
     wanted = [tensor.clone(memory_format=torch.preserve_format) for tensor in tensors]
     layouts = [(t.shape, t.stride(), t.dtype) for t in tensors]
     away = saved.spill(tensors, tier)
-    saved.end("forward")
+    saved.wait()
     for _ in range(2):  # as of a graph that is retained
         back = saved.finish(saved.fetch(away, tier))
         assert (
@@ -67,13 +67,13 @@ def test_an_extent_is_used_again_when_everybody_has_let_go(saved: SavedActivatio
     for step in range(5):
         tensors = [torch.full((1000,), float(step)), torch.full((3000,), float(step))]
         away = saved.spill(tensors, "nvme")
-        saved.end("forward")
+        saved.wait()
         first = away.pop(0)
         del away
         again = saved.spill([torch.full((3000,), -1.0)], "nvme")
-        saved.end("forward")
+        saved.wait()
         assert torch.equal(saved.finish(saved.fetch([first], "nvme"))[0], tensors[0])
-        saved.end("backward")
+        saved.wait()
         del first, again
     assert saved.bytes == 4096 + 12288
 
@@ -87,7 +87,7 @@ def test_what_finds_no_room_stays_in_memory_and_is_told_once(
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             away += saved.spill(tensors, "nvme")
-            saved.end("forward")
+            saved.wait()
     assert [t.data_ptr() == tensors[k % 3].data_ptr() for k, t in enumerate(away)] == [False] * 2 + [True] * 4
     back = saved.finish(saved.fetch(away, "nvme"))
     assert all(torch.equal(t, tensors[k % 3]) for k, t in enumerate(back))
@@ -98,7 +98,7 @@ def test_what_finds_no_room_stays_in_memory_and_is_told_once(
 def test_other_sizes_take_the_room_of_those_that_are_gone(saved: SavedActivations) -> None:
     for rows in (100, 900, 250, 640):
         away = saved.spill([torch.ones(rows, 256)], "nvme")
-        saved.end("forward")
+        saved.wait()
         assert saved.arena is not None and saved.arena.maps(away[0]) and saved.bytes <= ROOM
         assert torch.equal(saved.finish(saved.fetch(away, "nvme"))[0], torch.ones(rows, 256))
         del away
@@ -107,7 +107,7 @@ def test_other_sizes_take_the_room_of_those_that_are_gone(saved: SavedActivation
 @pytest.mark.parametrize("tier", TIERS)
 def test_what_a_hook_has_brought_back_is_taken_as_it_is(saved: SavedActivations, tier: Tier) -> None:
     away = saved.spill([torch.arange(5000.0)], tier)
-    saved.end("forward")
+    saved.wait()
     copies = [tensor.clone() for tensor in away]
     del away
     assert torch.equal(saved.finish(saved.fetch(copies, tier))[0], torch.arange(5000.0))
@@ -127,7 +127,7 @@ def test_memory_is_free_when_its_copy_is_done_though_nobody_waits(saved: SavedAc
     del owner
     gc.collect()
     assert freed.wait(10)
-    saved.end("forward")
+    saved.wait()
     assert torch.equal(away[0], tensor)
 
 
@@ -144,7 +144,7 @@ def test_whoever_does_not_wait_for_the_host_reads_not_a_number(
 ) -> None:
     goes = threading.Event()
     away = saved.spill([torch.ones(100)], "host")
-    saved.end("forward")
+    saved.wait()
     host = saved._host()
     assert host is not None
     started = host.start
@@ -165,10 +165,10 @@ def test_a_disk_that_fails_is_an_error_and_what_comes_next_works(saved: SavedAct
     saved.arena._engine.inject([(FaultPoint.write, 1, 1, FaultEffect.error, 28)])
     saved.spill([torch.ones(5000)], "nvme")
     with pytest.raises(StorageError, match="cannot write"):
-        saved.end("forward")
+        saved.wait()
     saved.abandon()
     away = saved.spill([torch.ones(5000)], "nvme")
-    saved.end("forward")
+    saved.wait()
     saved.arena._engine.inject([(FaultPoint.read, 1, 1, FaultEffect.error, 5)])
     with pytest.raises(StorageError, match="cannot read"):
         saved.finish(saved.fetch(away, "nvme"))

@@ -203,12 +203,10 @@ class _Lowering:
                 out = self._register(node)
                 instruction = self._move_saved(Read if info.tier == "nvme" else Fetch, info, node.args[0], (out,))
                 self.tiers |= dict.fromkeys(instruction.reads, info.tier)
-                self.bytes[out] = instruction.bytes
             case ops.WAIT_FETCH_SAVED:
                 pending = self.registers[node.args[0]]  # type: ignore[index]
                 instruction = WaitFetch(pending, outs)
                 self._describe_saved(info, node.args[1], outs)
-                self.shared |= dict.fromkeys(outs, pending)
             case _:
                 sizes = [shard_bytes(p, self.plan.world_size) for p in info.params]
                 home, reads = self.plan.buckets[info.bucket].homes.spilled, self._regs(node.args[0])
