@@ -371,7 +371,8 @@ class GroupCommunicator:
 
     def _padded_shard(self, param: Param, shard: Tensor) -> Tensor:
         dtype, length = torch_dtype(param.compute_dtype), param.chunk_elements(self.world_size)
-        if shard.dtype == dtype and shard.numel() == length and shard.is_contiguous():
+        here = shard.device.type == self.device.type
+        if here and shard.dtype == dtype and shard.numel() == length and shard.is_contiguous():
             return shard.detach().view(-1)
         send = torch.zeros(length, dtype=dtype, device=self.device)
         send[: shard.numel()] = shard.reshape(-1)

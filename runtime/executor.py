@@ -73,7 +73,9 @@ class Executor:
         self.cache, self.hold, self.telemetry = runtime.cache, runtime.hold, runtime.telemetry
         self.store = runtime.store
         self.fetched = {i.bucket for i in program.instructions if isinstance(i, Read | Fetch)}
-        self.spills = any(isinstance(i, Write | Spill) for i in program.instructions)
+        self.spilled = {i.bucket for i in program.instructions if isinstance(i, Write | Spill)}
+        self.spills = bool(self.spilled)
+        self.params_reduced = {i.bucket: i.params for i in program.instructions if isinstance(i, Reduce)}
         # No gather of such a backward finds its bucket freed: what the transport keeps is of no use before the forward.
         again = (i.bucket for i in program.instructions if isinstance(i, Gather))
         self.trims = program.kind == "backward" and not any(map(self.cache.gathers_again, again))
@@ -112,6 +114,7 @@ class Executor:
                     registers[register] = None
             if self.spills:
                 self.store.wait_for_gradients()
+            self.store.wait_for_parameters()
             if self.sequence:
                 self.comm.leave()
         # Ctrl-C too: the others wait for this rank, and a bucket that is half gathered must not count as whole.
@@ -212,6 +215,9 @@ class Executor:
     def _wait_reduce(self, instruction: WaitReduce, registers: list[Any]) -> None:
         in_flight, pending = registers[instruction.pending]
         results = self.comm.finish_reduce(pending) if in_flight else pending
+        params = self.params_reduced[instruction.bucket]
+        if in_flight and instruction.bucket not in self.spilled and self.store.left_behind(params):
+            results, self.spills = self.store.spill(params, results), True
         for register, tensor in zip(instruction.outs, results, strict=True):
             registers[register] = tensor
 

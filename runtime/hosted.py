@@ -3,17 +3,21 @@ them, and gradients that a backward spills."""
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zerograph.core.plan import Param
-from zerograph.runtime.buffers import BufferPool, aligned, torch_dtype
-from zerograph.runtime.host import HostMemory
+from zerograph.runtime.buffers import aligned, torch_dtype
+from zerograph.runtime.host import HostMemory, Transfer
 from zerograph.runtime.torch_private import local_tensor, memory_is_unshared, versions
+
+LEAVING = 2
+"""Buckets of gradients on their way at most: the device waits before it makes more, so that their memory is bounded."""
 
 
 @dataclass(slots=True)
@@ -33,82 +37,103 @@ class Copy:
     dtype: torch.dtype
     seen: tuple[int, int] | None
     cast: Tensor | None = None
-    under_way: Future[None] | None = None
+    under_way: Transfer | None = None
 
     def land(self) -> None:
         """Let ``tensor`` have its values."""
         if self.under_way is not None:
-            self.under_way.result()  # if that raises, as Ctrl-C does, nobody takes the copy for whole
+            self.under_way.wait()  # if that raises, as Ctrl-C does, nobody takes the copy for whole
             self.under_way = None
 
 
 class HostShards:
     """What one store has there, and moves between there and the device."""
 
-    def __init__(self, params: Mapping[str, Tensor]) -> None:
+    def __init__(self, params: Mapping[str, Tensor], memory: HostMemory) -> None:
         """``params`` are the outward parameters by name."""
-        self._params, self._memory = params, HostMemory()
-        self._fetched = BufferPool(_memory)
-        self._arriving: list[Future[None]] = []  # gradients
+        self._params, self._memory = params, memory
+        self._leaving: deque[Transfer] = deque()  # gradients
+        self._rising: list[Transfer] = []  # parameters
         self._arrived: dict[tuple[str, ...], Tensor] = {}  # by whose they are, memory of the last gradients
+
+    def is_home(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is on the host, where that can be seen: on a split machine all is in one memory."""
+        return tensor.device.type != self._memory.device.type
 
     def copy_of(self, described: Param, *, away: bool) -> Copy | None:
         """What is gathered of a parameter that is on the host from now on: on the device, or if its shards are to be
         ``away`` from there, beside it; None where that is the parameter itself."""
         param, dtype = self._params[described.name], torch_dtype(described.compute_dtype)
-        local = local_tensor(param).detach()  # on a split machine it is there already
+        local = local_tensor(param).detach()
+        cast = None
+        if described.is_master:
+            cast = home_for(torch.empty_like(local, dtype=dtype, device="meta"), self._memory).copy_(local)
         if not away:
-            return Copy(local.to(dtype, copy=True), dtype, versions(param))
-        return Copy(None, dtype, versions(param), local.to(dtype)) if described.is_master else None
+            return Copy(local.to(self._memory.device, dtype, copy=True), dtype, versions(param), cast)
+        return Copy(None, dtype, versions(param), cast) if cast is not None else None
 
-    def upload(self, name: str, copy: Copy) -> None:
-        """Begin to bring a copy on the device the values that its parameter has on the host."""
-        if copy.tensor is not None:
+    def upload(self, names: Mapping[str, Copy]) -> None:
+        """Begin to bring copies on the device the values that their parameters have on the host."""
+        for name, copy in names.items():
+            if copy.tensor is None:
+                continue
             copy.land()
             # A lone rank's gather is the copy itself: somebody may still look at it.
             if not memory_is_unshared(copy.tensor):
                 copy.tensor = torch.empty_like(copy.tensor)
-            copy.under_way = self._memory.start(local_tensor(self._params[name]).detach(), copy.tensor)
+            source = local_tensor(self._params[name]).detach() if copy.cast is None else copy.cast
+            copy.under_way = self._memory.start([(source, copy.tensor)])
+            self._rising.append(copy.under_way)
 
-    def fetch(self, sources: Mapping[str, Tensor], under_way: list[Future[None]]) -> dict[str, Tensor]:
+    def fetch(self, sources: Mapping[str, Tensor], under_way: list[Transfer]) -> dict[str, Tensor]:
         """Begin to copy shards to memory on the device."""
-        room, found = self._fetched.take(sum(aligned(source.nbytes) for source in sources.values())), {}
-        for (name, source), target in zip(sources.items(), _laid_out(room, sources.values()), strict=True):
-            found[name] = target
-            under_way.append(self._memory.start(source, target))
+        room = self._memory.above(sum(aligned(source.nbytes) for source in sources.values()))
+        found = dict(zip(sources, _laid_out(room, sources.values()), strict=True))
+        under_way.append(self._memory.start([(sources[name], target) for name, target in found.items()]))
+        self._rising.append(under_way[-1])
         return found
+
+    def wait_for_parameters(self) -> None:
+        """Return when nothing of the host's is read any more: its owner may write to it."""
+        while self._rising:
+            self._rising.pop().arrive()
 
     def spill(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Begin to copy gradients to the host; returns what autograd gets in their places."""
-        key, size, found = tuple(grads), sum(aligned(grad.nbytes) for grad in grads.values()), {}
+        key, size = tuple(grads), sum(aligned(grad.nbytes) for grad in grads.values())
         room = self._arrived.get(key)
         # What is still a gradient, or is kept by the user in whatever tensor, is never written over.
         if room is None or len(room) != size or not memory_is_unshared(room):
-            room = self._arrived[key] = _memory(size)
+            room = self._arrived[key] = self._memory.room(size)
         # Laid out as their parameters are: gradients may be slices of something, or expanded.
         likes = [
             torch.empty_like(local_tensor(self._params[name]), dtype=g.dtype, device="meta")
             for name, g in grads.items()
         ]
-        for (name, grad), home in zip(grads.items(), _laid_out(room, likes), strict=True):
-            self._arriving.append(self._memory.start(grad, home))
-            found[name] = home.data  # with a version of its own: autograd adds to each
-        return found
+        homes = list(_laid_out(room, likes))
+        while len(self._leaving) >= LEAVING:
+            self._leaving.popleft().wait()
+        self._leaving.append(self._memory.start(list(zip(grads.values(), homes, strict=True))))
+        # With a version of its own: autograd adds to each.
+        return {name: home.data for name, home in zip(grads, homes, strict=True)}
 
     def wait_for_gradients(self) -> None:
-        """Return when all are here."""
-        while self._arriving:
-            self._arriving.pop().result()
+        """Return when all are here: transfers end in the order in which they begin."""
+        while self._leaving:
+            self._leaving.popleft().arrive()
 
     def abandon(self) -> None:
-        """Wait for gradients under way, whatever becomes of them."""
-        wait(self._arriving)
-        self._arriving.clear()
+        """Wait for what is under way, whatever becomes of it."""
+        for transfers in (self._leaving, self._rising):
+            while transfers:
+                with contextlib.suppress(Exception):
+                    transfers.pop().arrive()
 
 
-@torch.inference_mode(False)  # an evaluation's memory serves training afterwards
-def _memory(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8)
+def home_for(like: Tensor, host: HostMemory) -> Tensor:
+    """Memory on the host for a dense tensor as ``like``."""
+    (home,) = _laid_out(host.room(like.nbytes), [like])
+    return home
 
 
 def _laid_out(room: Tensor, likes: Iterable[Tensor]) -> Iterator[Tensor]:

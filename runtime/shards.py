@@ -15,7 +15,6 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +28,7 @@ from zerograph.core.units import format_bytes
 from zerograph.runtime.blocks import UNIT, Block, Place, Run
 from zerograph.runtime.buffers import BufferPool, torch_dtype
 from zerograph.runtime.extents import Extent
+from zerograph.runtime.host import Transfer
 from zerograph.runtime.hosted import Copy, HostShards
 from zerograph.runtime.nvme import Arena, Priority, Ticket, huge_tensor
 from zerograph.runtime.spilled import SpilledGradients
@@ -48,7 +48,7 @@ class Fetch:
 
     shards: list[Tensor]
     under_way: list[Ticket] = field(default_factory=list)
-    copies: list[Future[None]] = field(default_factory=list)
+    copies: list[Transfer] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -269,7 +269,7 @@ class ShardStore:
 
     def start_fetch(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Fetch:
         """Begin to bring here what programs gather of ``params``, whose outward ``shards`` are given."""
-        if not self._away:
+        if not self._away and self.host is None:
             return Fetch(list(shards))
         fetch, reads, found = Fetch([]), dict[Extent, tuple[Block, torch.dtype, list[str]]](), dict[str, Tensor]()
         above: dict[str, Tensor] = {}  # on the host
@@ -278,7 +278,10 @@ class ShardStore:
             copy = self._fresh(name)
             # Of another memory is what torch.func.functional_call has put in a parameter's place.
             if not shard.numel() or shard.data_ptr() != self._away.get(name):
-                found[name] = shard
+                if self.host is not None and self.host.is_home(shard):
+                    above[name] = shard.detach()  # nothing was planned yet
+                else:
+                    found[name] = shard
             elif copy is not None and copy.tensor is not None:
                 copy.land()
                 found[name] = copy.tensor
@@ -307,7 +310,7 @@ class ShardStore:
             assert self.arena is not None
             self.arena.wait(fetch.under_way.pop())
         while fetch.copies:
-            fetch.copies.pop().result()
+            fetch.copies.pop().wait()
         return fetch.shards
 
     def _read(
@@ -333,8 +336,9 @@ class ShardStore:
         if copy.seen != now:
             if name in self._on_host:
                 if copy.cast is not None:
+                    self._there().wait_for_parameters()
                     copy.cast.copy_(local_tensor(param).detach())
-                self._there().upload(name, copy)
+                self._there().upload({name: copy})
             elif copy.tensor is not None:
                 copy.tensor.copy_(local_tensor(param).detach())
             else:
@@ -380,10 +384,13 @@ class ShardStore:
     def updated(self, params: Iterable[Tensor]) -> None:
         """The copies of ``params`` have been written together with them; those on the device of what is on the host
         follow from now on."""
+        rising = {}
         for name, copy in self._having_copies(params):
             copy.seen = versions(self._params[name])
             if name in self._on_host:
-                self._there().upload(name, copy)
+                rising[name] = copy
+        if rising:
+            self._there().upload(rising)
 
     def touched(self, params: Iterable[Tensor]) -> None:
         """Something has written to ``params`` that versions may not show: their copies are stale."""
@@ -408,11 +415,18 @@ class ShardStore:
             StorageError: there is no room, or a transfer failed.
         """
         made = {p.name: grad for p, grad in zip(params, grads, strict=True)}
-        there = {name: grad for name, grad in made.items() if name in self._on_host}
+        there = {name: grad for name, grad in made.items() if name in self._on_host or self._is_apart(name)}
         given: dict[str, Tensor | None] = dict(self._there().spill(there)) if there else {}
         given |= self._spill_to_nvme({name: grad for name, grad in made.items() if name in self._blocks})
         # model.to(dtype) has brought the others here.
         return [given.get(name, grad) for name, grad in made.items()]
+
+    def left_behind(self, params: Sequence[Param]) -> bool:
+        """Whether one of ``params`` is in another memory than what a backward makes, as an earlier plan has it."""
+        return any(self._is_apart(p.name) for p in params)
+
+    def _is_apart(self, name: str) -> bool:
+        return self.host is not None and self.host.is_home(local_tensor(self._params[name]))
 
     def _spill_to_nvme(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         if not grads:
@@ -431,6 +445,11 @@ class ShardStore:
         for block, own in by_block.items():
             given |= self._spilled.spill(block, own)
         return given
+
+    def wait_for_parameters(self) -> None:
+        """Return when no program reads what is on the host any more."""
+        if self.host is not None:
+            self.host.wait_for_parameters()
 
     def wait_for_gradients(self) -> None:
         """Return when all that :meth:`spill` began is done.
@@ -582,7 +601,8 @@ class ShardStore:
     def on_device(self, held: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
         """Of local tensors that belong to a parameter, by name, those on the device, and copies there of others."""
         arena = self.arena
-        here = [t for name, t in held if name not in self._on_host and (arena is None or not arena.maps(t))]
+        there = {*self._on_host, *(name for name in self._params if self._is_apart(name))}
+        here = [t for name, t in held if name not in there and (arena is None or not arena.maps(t))]
         return here + [copy.tensor for copy in self._copies.values() if copy.tensor is not None]
 
     @property

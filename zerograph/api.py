@@ -29,6 +29,7 @@ from zerograph.optim.check import OptimizerCheck
 from zerograph.runtime.comm import Communicator
 from zerograph.runtime.executor import Runtime
 from zerograph.runtime.hold import GradientHold
+from zerograph.runtime.host import SplitHost
 from zerograph.runtime.hosted import HostShards
 from zerograph.runtime.nvme import Arena
 from zerograph.runtime.residency import GatheredCache, StepCount
@@ -38,7 +39,7 @@ from zerograph.sharding import adopt
 from zerograph.sharding.adoption import Adoption
 from zerograph.sharding.materialize import Init, fill
 from zerograph.sharding.ranks import Ranks
-from zerograph.sharding.torch_private import before_traces, called_model, errors_reach_users, original
+from zerograph.sharding.torch_private import Retrace, before_traces, called_model, errors_reach_users, original
 
 
 class Backend:
@@ -91,11 +92,16 @@ class Backend:
             self._frames.append(frame)
             with self._together(frame.code):
                 compiled = compile_frame(frame, gm, example_inputs, self._planner)
-                if "backward" in frame.programs:
+                late = self._adoption.late(frame.plan) if "backward" in frame.programs else {}
+                if "backward" in frame.programs and not late:
                     # Not while anything is traced. What leaves has other memory then, which nobody has assigned.
                     rest = frame.plan.farthest if self.config.plan is not None else farthest(self.config)
                     self._store.settle(frame.plan, MOMENTS, lambda param: self._optimizers.remember([param]), rest)
-                return compiled
+            if late:
+                self._frames.pop()
+                self._adoption.leave(late)
+                raise Retrace
+            return compiled
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are fresh backends with the same arguments: programs belong to one model."""
@@ -104,13 +110,12 @@ class Backend:
     def _connect(self, device: torch.device) -> Ranks:
         """Connect to the other ranks: with them there is all that frames are compiled for."""
         away = self.config.away
-        if away and device.type != "cpu":
-            raise UnsupportedError(
-                f"what belongs to a model on {device.type} cannot leave it yet",
-                "offload works on the CPU; train without it, or see `zerograph plan --offload`",
-            )
         split = self.config.machine is not None and self.config.machine.split
-        if "host" in away and not split:
+        if "nvme" in away and device.type != "cpu":
+            raise UnsupportedError(
+                f"what belongs to a model on {device.type} cannot be kept on NVMe yet", 'tier="host", or a CPU'
+            )
+        if "host" in away and device.type == "cpu" and not split:
             raise ConfigError(
                 "the memory of a CPU's host is its device's: nothing would leave it",
                 'tier="nvme" with path="/folder/on/a/disk"; for tests, machine= may be one with "split": true',
@@ -120,10 +125,10 @@ class Backend:
                 "the machine counts as split, and NVMe behind another memory is not reached yet",
                 'tier="host", or a machine that is not split',
             )
-        if split:
-            self._store.host = HostShards(self._adoption.params)
         self._segments.prepare(device)
         ranks = Ranks.connect(self.config, device)
+        if split or ranks.host is not None:
+            self._store.host = HostShards(self._adoption.params, ranks.host or SplitHost())
         self._compile_for(ranks, self.config)
         return ranks
 

@@ -27,11 +27,9 @@ class Executable:
     def on(cls, machine: Machine) -> Executable:
         """What a backend carries out on ``machine``.
 
-        Nothing leaves a GPU yet, and NVMe behind another memory on the host is not reached.
+        NVMe behind another memory on the host is not reached.
         """
-        if machine.device != "cpu":
-            return cls(())
-        return cls(("host",) if machine.split else ("nvme",))
+        return cls(("host",) if machine.has_host else ("nvme",))
 
     def missing(self, plan: Plan) -> str:
         """What ``plan`` needs beyond that, for people; empty when it can be run."""
