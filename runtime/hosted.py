@@ -16,6 +16,9 @@ from zerograph.runtime.buffers import aligned, torch_dtype
 from zerograph.runtime.host import HostMemory, Transfer
 from zerograph.runtime.torch_private import local_tensor, memory_is_unshared, versions
 
+SLOTS = 3
+"""Parameters whose casts are on their way up at most, before the host makes more."""
+
 LEAVING = 2
 """Buckets of gradients on their way at most: the device waits before it makes more, so that their memory is bounded."""
 
@@ -54,6 +57,7 @@ class HostShards:
         self._params, self._memory = params, memory
         self._leaving: deque[Transfer] = deque()  # gradients
         self._rising: list[Transfer] = []  # parameters
+        self._slots: deque[tuple[Tensor, Transfer]] = deque()  # masters in the compute dtype
         self._arrived: dict[tuple[str, ...], Tensor] = {}  # by whose they are, memory of the last gradients
 
     def is_home(self, tensor: Tensor) -> bool:
@@ -65,12 +69,12 @@ class HostShards:
         ``away`` from there, beside it; None where that is the parameter itself."""
         param, dtype = self._params[described.name], torch_dtype(described.compute_dtype)
         local = local_tensor(param).detach()
-        cast = None
-        if described.is_master:
-            cast = home_for(torch.empty_like(local, dtype=dtype, device="meta"), self._memory).copy_(local)
         if not away:
-            return Copy(local.to(self._memory.device, dtype, copy=True), dtype, versions(param), cast)
-        return Copy(None, dtype, versions(param), cast) if cast is not None else None
+            return Copy(local.to(self._memory.device, dtype, copy=True), dtype, versions(param))
+        if not described.is_master:
+            return None
+        cast = home_for(torch.empty_like(local, dtype=dtype, device="meta"), self._memory).copy_(local)
+        return Copy(None, dtype, versions(param), cast)
 
     def upload(self, names: Mapping[str, Copy]) -> None:
         """Begin to bring copies on the device the values that their parameters have on the host."""
@@ -81,9 +85,23 @@ class HostShards:
             # A lone rank's gather is the copy itself: somebody may still look at it.
             if not memory_is_unshared(copy.tensor):
                 copy.tensor = torch.empty_like(copy.tensor)
-            source = local_tensor(self._params[name]).detach() if copy.cast is None else copy.cast
+            source, room = local_tensor(self._params[name]).detach(), None
+            if source.dtype != copy.dtype:
+                room = self._slot(copy.tensor.nbytes)
+                (cast,) = _laid_out(room, [copy.tensor])
+                source = cast.copy_(source)  # by the host: fewer bytes go up
             copy.under_way = self._memory.start([(source, copy.tensor)])
             self._rising.append(copy.under_way)
+            if room is not None:
+                self._slots.append((room, copy.under_way))
+
+    def _slot(self, size: int) -> Tensor:
+        """Memory for what is on its way up, used in turn."""
+        if len(self._slots) < SLOTS:
+            return self._memory.room(size)
+        room, under_way = self._slots.popleft()
+        under_way.arrive()
+        return room if len(room) >= size else self._memory.room(size)
 
     def fetch(self, sources: Mapping[str, Tensor], under_way: list[Transfer]) -> dict[str, Tensor]:
         """Begin to copy shards to memory on the device."""
@@ -121,6 +139,16 @@ class HostShards:
         """Return when all are here: transfers end in the order in which they begin."""
         while self._leaving:
             self._leaving.popleft().arrive()
+
+    @property
+    def gradients(self) -> int:
+        """Bytes that hold the last gradients, or the next."""
+        return sum(len(room) for room in self._arrived.values())
+
+    @property
+    def slots(self) -> int:
+        """Bytes that casts pass through on their way up."""
+        return sum(len(room) for room, _ in self._slots)
 
     def abandon(self) -> None:
         """Wait for what is under way, whatever becomes of it."""

@@ -615,6 +615,21 @@ class ShardStore:
         """Bytes of the buffers that shards are read into."""
         return self._fetched.bytes
 
+    def on_host(self) -> dict[str, int]:
+        """Bytes on the host, of what is a memory of its own, by what they are for; without states, which are the
+        optimizer's."""
+        if self.host is None:
+            return {}
+        there = {*self._on_host, *(name for name in self._params if self._is_apart(name))}
+        casts = [copy.cast for copy in self._copies.values() if copy.cast is not None]
+        held = {
+            "parameters": sum(local_tensor(self._params[name]).nbytes for name in there),
+            "copies": sum(cast.nbytes for cast in casts),
+            "gradients": self.host.gradients,
+            "slots": self.host.slots,
+        }
+        return {what: size for what, size in held.items() if size}
+
     def bytes(self) -> dict[str, int]:
         """On NVMe, by what they are for."""
         states = [kind.extent for kinds in self._kinds.values() for kind in kinds.values()]

@@ -133,7 +133,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     asked. Seen in 2.11, 2.13."""
     try:
         return float(group._get_backend(device).options._timeout.total_seconds())
-    except RuntimeError:  # a backend without options
+    except (RuntimeError, AttributeError):  # a backend without options
         return float(dist.constants.default_pg_timeout.total_seconds())
 
 

@@ -260,6 +260,7 @@ class Backend:
             peak_whole_buckets=self._telemetry.peak_whole,
             on_nvme=self._store.bytes(),
             slots=self._store.slots,
+            on_host=self._store.on_host(),
             recorded=self._recording.beside_forecast() if self._recording is not None else None,
         )
 

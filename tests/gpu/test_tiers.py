@@ -23,6 +23,7 @@ def _here(case: Callable[..., Any], *args: Any) -> Any:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     Run.device = torch.device(device.type, 0)
+    torch.zeros(1, device=Run.device)  # before a mesh takes the rank's number for its device's
     return case(*args)
 
 
@@ -72,6 +73,7 @@ def _moves() -> None:
     training.steps(1)
     weight = training.model.layers[0][0].weight
     before = local_tensor(weight).data_ptr()
+    assert training.backend.report().on_host.keys() == {"parameters", "gradients"}
     assert training.model.to(Run.device).layers[0][0].weight is weight
     assert (weight.is_cpu, local_tensor(weight).data_ptr()) == (True, before)
     with pytest.raises(ShardingError, match="cannot move to cpu"):
