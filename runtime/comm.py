@@ -227,7 +227,7 @@ class GroupCommunicator:
         self._connected = self.meeting.generation  # even if it fails: nobody connects twice in a generation
         store = dist.PrefixStore(f"gloo/{self.meeting.generation}", self.meeting.store)
         timeout = timedelta(seconds=self.meeting.timeout)
-        self.group = self.reduce_group = gloo_group(store, self.rank, self.world_size, timeout)
+        self.group = self.reduce_group = gloo_group(store, self.rank, self.world_size, timeout, self.device)
 
     @property
     def generation(self) -> int:

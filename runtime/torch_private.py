@@ -142,12 +142,15 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def gloo_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A group over gloo, for the CPU, that is in none of torch's tables. ``dist.new_group`` needs all ranks of the
-    default group, and would take up the connections of one that failed. Seen in 2.11, 2.13."""
+def gloo_group(
+    store: dist.Store, rank: int, world_size: int, timeout: timedelta, device: torch.device
+) -> dist.ProcessGroup:
+    """A group over gloo, for the CPU and ``device``, that is in none of torch's tables. ``dist.new_group`` needs all
+    ranks of the default group, and would take up the connections of one that failed. Seen in 2.11, 2.13."""
     group = dist.ProcessGroup(store, rank, world_size)
     backend = dist.ProcessGroupGloo(store, rank, world_size, timeout)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    for kind in {"cpu", device.type}:
+        group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, backend)
     return group
 
 

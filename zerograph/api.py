@@ -291,8 +291,8 @@ def backend(**options: Any) -> Backend:
             user's own ``torch.utils.checkpoint`` stay as they are.
         offload: what leaves the device between its uses (docs/offload.md): "none"; "optimizer", its states, and masters
             of parameters that compute in another dtype; "gradients", those too; "parameters", all of it; or "auto", per
-            bucket what has to leave for the step to fit ``memory``, and nothing where it fits without. Runs on CPUs.
-        tier: where that goes: "nvme", the default; "host" only on a ``machine`` that counts as split.
+            bucket what has to leave for the step to fit ``memory``, and nothing where it fits without.
+        tier: where that goes: "nvme", the default, on CPUs; "host" on GPUs, and on a ``machine`` that counts as split.
         path: folder on NVMe to keep it in, or a list of folders, over which it is striped; needed with ``offload``.
         nvme: bytes that a rank may use there and reserves, ``"500GiB"`` or a number; default: room for two moments of
             each of its parameters, a master and what else leaves, out of what is free, shared by the host's ranks.

@@ -54,7 +54,8 @@ def test_process_groups(group: dist.ProcessGroup) -> None:
     assert torch_private.backend_name(group, CPU) == "gloo"
     assert torch_private.timeout_of(group, CPU) == 77
     store = torch_private.default_store()
-    own = torch_private.gloo_group(dist.PrefixStore("own", store), 0, 1, timedelta(seconds=5))
+    own = torch_private.gloo_group(dist.PrefixStore("own", store), 0, 1, timedelta(seconds=5), torch.device("cuda"))
+    assert torch_private.backend_name(own, torch.device("cuda")) == torch_private.backend_name(own, CPU) == "gloo"
     value = torch.ones(2)
     own.allreduce([value]).wait()
     assert value.tolist() == [1, 1] and own is not group
