@@ -227,7 +227,7 @@ class GroupCommunicator:
         self._connected = self.meeting.generation  # even if it fails: nobody connects twice in a generation
         store = dist.PrefixStore(f"gloo/{self.meeting.generation}", self.meeting.store)
         timeout = timedelta(seconds=self.meeting.timeout)
-        self.group = self.reduce_group = gloo_group(store, self.rank, self.world_size, timeout)
+        self.group = self.reduce_group = gloo_group(store, self.rank, self.world_size, timeout, self.device)
 
     @property
     def generation(self) -> int:
@@ -371,7 +371,8 @@ class GroupCommunicator:
 
     def _padded_shard(self, param: Param, shard: Tensor) -> Tensor:
         dtype, length = torch_dtype(param.compute_dtype), param.chunk_elements(self.world_size)
-        if shard.dtype == dtype and shard.numel() == length and shard.is_contiguous():
+        here = shard.device.type == self.device.type
+        if here and shard.dtype == dtype and shard.numel() == length and shard.is_contiguous():
             return shard.detach().view(-1)
         send = torch.zeros(length, dtype=dtype, device=self.device)
         send[: shard.numel()] = shard.reshape(-1)

@@ -82,6 +82,7 @@ class Executor:
         written = {r for i in gradients if isinstance(i, Write) for r in i.reads}
         self.read = {r for i in program.instructions if isinstance(i, Read) for r in i.writes}
         self.staged = {r for i in gradients if isinstance(i, Spill) for r in i.writes if r in written}
+        self.spilled = {i.bucket for i in gradients}
         self.spills, self.offloads = bool(gradients), any(i.what == "activations" for i in away)
         # No gather of such a backward finds its bucket freed: what the transport keeps is of no use before the forward.
         again = (i.bucket for i in program.instructions if isinstance(i, Gather))
@@ -128,6 +129,7 @@ class Executor:
                 self.store.wait_for_gradients()
             if self.offloads:
                 self.store.saved.wait()
+            self.store.wait_for_parameters()
             if self.sequence:
                 self.comm.leave()
             self.early.leave(program.kind, self.names)
@@ -269,10 +271,13 @@ class Executor:
         results: list[Tensor | None] = pending
         if params is not None:
             results = list(self.comm.finish_reduce(pending))
-            here = [k for k, p in enumerate(params) if p.name not in self.hosted]
-            left = self.early.take(instruction.bucket, [params[k] for k in here], [results[k] for k in here])
-            for k, grad in zip(here, left, strict=True):
-                results[k] = grad
+            if instruction.bucket not in self.spilled and self.store.left_behind(params):
+                results, self.spills = self.store.spill(params, results), True
+            else:
+                here = [k for k, p in enumerate(params) if p.name not in self.hosted]
+                left = self.early.take(instruction.bucket, [params[k] for k in here], [results[k] for k in here])
+                for k, grad in zip(here, left, strict=True):
+                    results[k] = grad
         for register, tensor in zip(instruction.outs, results, strict=True):
             registers[register] = tensor
 

@@ -60,7 +60,7 @@ class GradientHold:
         for param, total in zip(params, self._merged(params, grads), strict=True):
             self._held[param.name] = (param, total)
             self._follow(param.name)
-        return [_nothing(p, g, comm) for p, g in zip(params, grads, strict=True)]
+        return [_nothing(p, local_tensor(self._params[p.name]).device, comm) for p in params]
 
     def take(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor]:
         """``grads`` of a synchronized backward, plus what was held for the same parameters, which is no longer.
@@ -159,7 +159,8 @@ class GradientHold:
             self.state = before
             raise
         for param, result in zip(params, results, strict=True):
-            _local(self._params[param.name].grad).add_(result)  # type: ignore[arg-type]
+            left = _local(self._params[param.name].grad)
+            left.add_(result.to(left.device))
 
     def refuse_step(self) -> None:
         """Raises:
@@ -183,9 +184,9 @@ def is_mark(grad: Tensor) -> bool:
     return not local.numel() or _is_marked(local)
 
 
-def _nothing(param: Param, grad: Tensor, comm: Communicator) -> Tensor:
+def _nothing(param: Param, device: torch.device, comm: Communicator) -> Tensor:
     shape = shard_shape(param, comm.rank, comm.world_size)
-    return torch.full(shape, -0.0, dtype=torch_dtype(param.dtype), device=grad.device)
+    return torch.full(shape, -0.0, dtype=torch_dtype(param.dtype), device=device)
 
 
 def _local(grad: Tensor | None) -> Any:

@@ -1,37 +1,146 @@
-"""The host's memory beside a device's: copies between the two that go on while the device computes.
-
-No GPU is served yet. A CPU has one memory; on a machine that is said to be split
-(:attr:`~zerograph.core.machine.Machine.split`) a thread copies within it, so that programs which move between the two
-run without a GPU: whoever does not wait for a copy reads not-a-number.
-"""
+"""The host's memory beside a device's: copies between the two that go on while the device computes."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from zerograph.runtime.buffers import BufferPool
 
-class HostMemory:
-    """The host of one device."""
+log = logging.getLogger(__name__)
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""Sources and targets of one transfer, of which one are on the host and the others on the device."""
+
+
+class Transfer(Protocol):
+    """Copies under way. Until they are waited for nobody may write to either side, or read the targets."""
+
+    def wait(self) -> None:
+        """Let whatever the device does from here on find the targets complete."""
+
+    def arrive(self) -> None:
+        """Return when the targets are complete."""
+
+
+class HostMemory(Protocol):
+    """The host of one device.
+
+    Attributes:
+        device: the other memory.
+    """
+
+    device: torch.device
+
+    def room(self, size: int) -> Tensor:
+        """So many bytes on the host, which the device can copy from and to by itself."""
+
+    def above(self, size: int) -> Tensor:
+        """So many bytes on the device."""
+
+    def start(self, pairs: Pairs, arrived: Callable[[], None] = ...) -> Transfer:
+        """Begin to copy each source to its target, once the device has done all that it was told before, and
+        ``arrived()`` has returned: sources have their values then."""
+
+
+class AcceleratorHost:
+    """The host of an accelerator, with a stream of its own for each direction.
+
+    A transfer begins when the compute stream has come to where it was started, so that memory is used again in its
+    order. Compute waits for the event at a transfer's end, and for nothing else; whoever holds a transfer keeps its
+    tensors alive until then, so that the allocator needs to know of no second stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._up, self._down = torch.Stream(device=device), torch.Stream(device=device)
+
+    @torch.inference_mode(False)  # an evaluation's memory serves training afterwards
+    def room(self, size: int) -> Tensor:
+        """See :class:`HostMemory`; page-locked."""
+        try:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as error:  # a limit on locked memory
+            _warn_of_pageable(str(error).partition("\n")[0])
+            return torch.empty(size, dtype=torch.uint8)
+
+    def above(self, size: int) -> Tensor:
+        """See :class:`HostMemory`; torch's allocator keeps it between steps."""
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+    def start(self, pairs: Pairs, arrived: Callable[[], None] = lambda: None) -> _Event:
+        """See :class:`HostMemory`."""
+        arrived()
+        stream = self._down if pairs[0][1].is_cpu else self._up
+        stream.wait_stream(torch.accelerator.current_stream(self.device))
+        with stream:
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+        return _Event(stream.record_event(), self.device, pairs)
+
+
+class _Event:
+    def __init__(self, end: torch.Event, device: torch.device, pairs: Pairs) -> None:
+        self._end, self._device, self._pairs = end, device, pairs
+
+    def wait(self) -> None:
+        """See :class:`Transfer`."""
+        torch.accelerator.current_stream(self._device).wait_event(self._end)
+        self._pairs = ()  # what uses their memory from here on does so after the transfer
+
+    def arrive(self) -> None:
+        """See :class:`Transfer`."""
+        self._end.synchronize()
+
+
+@functools.cache
+def _warn_of_pageable(reason: str) -> None:
+    log.warning(
+        "the host's memory cannot be page-locked (%s): copies to and from the device wait for the processor, and take "
+        "two to three times as long; raise the limit on locked memory (ulimit -l)",
+        reason,
+    )
+
+
+class SplitHost:
+    """The host of a CPU that is said to be split (:attr:`~zerograph.core.machine.Machine.split`).
+
+    A thread copies within its one memory, so that programs which move between the two run without a GPU. Whoever does
+    not wait for a copy reads not-a-number.
+    """
 
     def __init__(self) -> None:
+        self.device = torch.device("cpu")
         self._threads: dict[int, ThreadPoolExecutor] = {}  # by process: a fork has none of its parent's
+        self._above = BufferPool(self.room)
 
-    def start(self, source: Tensor, target: Tensor, arrived: Callable[[], None] = lambda: None) -> Future[None]:
-        """Begin to copy ``source`` to ``target``; nobody may write to either, or read the second, until ``result()`` of
-        what is returned. ``arrived`` is called first, in the thread, and returns when ``source`` has its values."""
-        # All bits of a byte: not-a-number in any dtype that looks at it.
-        target.fill_(torch.nan if target.is_floating_point() else 0xFF)
+    @torch.inference_mode(False)
+    def room(self, size: int) -> Tensor:
+        """See :class:`HostMemory`."""
+        return torch.empty(size, dtype=torch.uint8)
+
+    def above(self, size: int) -> Tensor:
+        """See :class:`HostMemory`; used again when nothing reads it."""
+        return self._above.take(size)
+
+    def start(self, pairs: Pairs, arrived: Callable[[], None] = lambda: None) -> _Copying:
+        """See :class:`HostMemory`."""
+        for _, target in pairs:
+            # All bits of a byte: not-a-number in any dtype that looks at it.
+            target.fill_(torch.nan if target.is_floating_point() else 0xFF)
 
         def job() -> None:
             arrived()
-            _copy(target, source)
+            _copy(pairs)
 
-        return self.run(job)
+        return _Copying(self.run(job))
 
     def run(self, job: Callable[[], None]) -> Future[None]:
         """Have ``job`` done where copies are made, after all that was begun before."""
@@ -41,10 +150,22 @@ class HostMemory:
         return thread.submit(_run, job)
 
 
+class _Copying:
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        """See :class:`Transfer`."""
+        self._future.result()
+
+    arrive = wait
+
+
 @torch.inference_mode()  # in which tensors of the caller's may be made, and which threads do not inherit
 def _run(job: Callable[[], None]) -> None:
     job()
 
 
-def _copy(target: Tensor, source: Tensor) -> None:
-    target.copy_(source)
+def _copy(pairs: Pairs) -> None:
+    for source, target in pairs:
+        target.copy_(source)

@@ -3,8 +3,9 @@ device that follow them, gradients that a backward spills, and what passes there
 
 from __future__ import annotations
 
+import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,10 +14,16 @@ from torch import Tensor
 
 from zerograph.core.plan import Homes, Param
 from zerograph.runtime.buffers import BufferPool, aligned, torch_dtype
-from zerograph.runtime.host import HostMemory
+from zerograph.runtime.host import HostMemory, Transfer
 from zerograph.runtime.torch_private import local_tensor, memory_is_unshared, versions
 
 K = TypeVar("K")
+
+SLOTS = 3
+"""Parameters whose casts are on their way up at most, before the host makes more."""
+
+LEAVING = 2
+"""Buckets of gradients on their way at most: the device waits before it makes more, so that their memory is bounded."""
 
 
 @dataclass(slots=True)
@@ -37,12 +44,12 @@ class Copy:
     dtype: torch.dtype
     seen: tuple[int, int] | None
     cast: Tensor | None = None
-    under_way: Future[None] | None = None
+    under_way: Transfer | None = None
 
     def land(self) -> None:
         """Let ``tensor`` have its values."""
         if self.under_way is not None:
-            self.under_way.result()  # if that raises, as Ctrl-C does, nobody takes the copy for whole
+            self.under_way.wait()  # if that raises, as Ctrl-C does, nobody takes the copy for whole
             self.under_way = None
 
     def renew(self) -> None:
@@ -61,39 +68,70 @@ class HostShards:
         memory: makes the copies.
     """
 
-    def __init__(self, params: Mapping[str, Tensor]) -> None:
+    def __init__(self, params: Mapping[str, Tensor], memory: HostMemory) -> None:
         """``params`` are the outward parameters by name."""
-        self._params, self.memory = params, HostMemory()
-        self._fetched, self._staged = BufferPool(_memory), BufferPool(_memory)
-        self._arriving: list[Future[None]] = []  # gradients
+        self._params, self.memory = params, memory
+        self._staged = BufferPool(memory.room)  # gradients that are written from there
+        self._leaving: deque[Transfer] = deque()  # gradients
+        self._rising: list[Transfer] = []  # parameters
+        self._slots: deque[tuple[Tensor, Transfer]] = deque()  # masters in the compute dtype
         self._arrived: dict[tuple[str, ...], Tensor] = {}  # by whose they are, memory of the last gradients
+
+    def is_home(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is on the host, where that can be seen: on a split machine all is in one memory."""
+        return tensor.device.type != self.memory.device.type
 
     def copy_of(self, described: Param, homes: Homes) -> Copy | None:
         """What is gathered of a parameter that is off the device from now on, of values that are now in memory: on the
         device or on the host; None where that is the parameter itself."""
         param, dtype = self._params[described.name], torch_dtype(described.compute_dtype)
-        local = local_tensor(param).detach()  # on a split machine it is on the host already
+        local = local_tensor(param).detach()
         if homes.parameters == "device":
-            return Copy(local.to(dtype, copy=True), dtype, versions(param))
+            return Copy(local.to(self.memory.device, dtype, copy=True), dtype, versions(param))
         # What is not trained is not updated, and so lives where it is gathered from.
-        apart = described.trainable and homes.parameters != homes.optimizer
-        return Copy(None, dtype, versions(param), local.to(dtype, copy=True)) if apart or described.is_master else None
+        if not described.is_master and not (described.trainable and homes.parameters != homes.optimizer):
+            return None
+        cast = home_for(torch.empty_like(local, dtype=dtype, device="meta"), self.memory).copy_(local)
+        return Copy(None, dtype, versions(param), cast)
 
-    def upload(self, name: str, copy: Copy) -> None:
-        """Begin to bring a copy on the device the values that its parameter has off it."""
-        copy.renew()
-        if copy.tensor is not None:
-            copy.under_way = self.memory.start(local_tensor(self._params[name]).detach(), copy.tensor)
+    def upload(self, names: Mapping[str, Copy]) -> None:
+        """Begin to bring copies on the device the values that their parameters have off it."""
+        for name, copy in names.items():
+            copy.renew()
+            if copy.tensor is None:
+                continue
+            source, room = local_tensor(self._params[name]).detach(), None
+            if source.dtype != copy.dtype:
+                room = self._slot(copy.tensor.nbytes)
+                (cast,) = _laid_out(room, [copy.tensor])
+                source = cast.copy_(source)  # by the host: fewer bytes go up
+            copy.under_way = self.memory.start([(source, copy.tensor)])
+            self._rising.append(copy.under_way)
+            if room is not None:
+                self._slots.append((room, copy.under_way))
+
+    def _slot(self, size: int) -> Tensor:
+        """Memory for what is on its way up, used in turn."""
+        if len(self._slots) < SLOTS:
+            return self.memory.room(size)
+        room, under_way = self._slots.popleft()
+        under_way.arrive()
+        return room if len(room) >= size else self.memory.room(size)
 
     def fetch(
-        self, sources: Mapping[K, Tensor], arrived: Callable[[], None], under_way: list[Future[None]]
+        self, sources: Mapping[K, Tensor], arrived: Callable[[], None], under_way: list[Transfer]
     ) -> dict[K, Tensor]:
         """Begin to copy shards to memory on the device, which are on the host when ``arrived`` returns."""
-        room, found = self._fetched.take(sum(aligned(source.nbytes) for source in sources.values())), {}
-        for (key, source), target in zip(sources.items(), _laid_out(room, sources.values()), strict=True):
-            found[key] = target
-            under_way.append(self.memory.start(source, target, arrived))
+        room = self.memory.above(sum(aligned(source.nbytes) for source in sources.values()))
+        found = dict(zip(sources, _laid_out(room, sources.values()), strict=True))
+        under_way.append(self.memory.start([(sources[key], target) for key, target in found.items()], arrived))
+        self._rising.append(under_way[-1])
         return found
+
+    def wait_for_parameters(self) -> None:
+        """Return when nothing of the host's is read any more: its owner may write to it."""
+        while self._rising:
+            self._rising.pop().arrive()
 
     def spill(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Begin to copy gradients to the host, where they stay; returns what autograd gets in their places."""
@@ -101,7 +139,7 @@ class HostShards:
         room = self._arrived.get(key)
         # What is still a gradient, or is kept by the user in whatever tensor, is never written over.
         if room is None or len(room) != size or not memory_is_unshared(room):
-            room = self._arrived[key] = _memory(size)
+            room = self._arrived[key] = self.memory.room(size)
         # With versions of their own: autograd adds to each.
         return {name: home.data for name, home in self._down(grads, room).items()}
 
@@ -116,33 +154,48 @@ class HostShards:
             for name, g in grads.items()
         ]
         found = dict(zip(grads, _laid_out(room, likes), strict=True))
-        self._arriving += [self.memory.start(grad, found[name]) for name, grad in grads.items()]
+        while len(self._leaving) >= LEAVING:
+            self._leaving.popleft().wait()
+        self._leaving.append(self.memory.start([(grad, found[name]) for name, grad in grads.items()]))
         return found
 
     def wait_for_gradients(self) -> None:
-        """Return when all are here."""
-        while self._arriving:
-            self._arriving.pop().result()
+        """Return when all are here: transfers end in the order in which they begin."""
+        while self._leaving:
+            self._leaving.popleft().arrive()
+
+    @property
+    def gradients(self) -> int:
+        """Bytes that hold the last gradients, or the next."""
+        return sum(len(room) for room in self._arrived.values())
+
+    @property
+    def slots(self) -> int:
+        """Bytes that casts pass through on their way up."""
+        return sum(len(room) for room, _ in self._slots)
 
     def arrival(self) -> Callable[[], None]:
         """What waits for those that are on their way now."""
-        arriving = list(self._arriving)
+        leaving = list(self._leaving)
 
         def arrive() -> None:
-            for copy in arriving:
-                copy.result()
+            for transfer in leaving:
+                transfer.arrive()
 
         return arrive
 
     def abandon(self) -> None:
-        """Wait for gradients under way, whatever becomes of them."""
-        wait(self._arriving)
-        self._arriving.clear()
+        """Wait for what is under way, whatever becomes of it."""
+        for transfers in (self._leaving, self._rising):
+            while transfers:
+                with contextlib.suppress(Exception):
+                    transfers.pop().arrive()
 
 
-@torch.inference_mode(False)  # an evaluation's memory serves training afterwards
-def _memory(size: int) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8)
+def home_for(like: Tensor, host: HostMemory) -> Tensor:
+    """Memory on the host for a dense tensor as ``like``."""
+    (home,) = _laid_out(host.room(like.nbytes), [like])
+    return home
 
 
 def _bytes(grads: Mapping[str, Tensor]) -> int:

@@ -9,11 +9,11 @@ The forward waits for no copy before its end. Memory is free when its copy is do
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from zerograph.core.machine import Tier
 from zerograph.core.program import Program, Write
 from zerograph.core.units import format_bytes
 from zerograph.runtime.extents import ALIGNMENT, Extent
-from zerograph.runtime.host import HostMemory
+from zerograph.runtime.host import HostMemory, Transfer
 from zerograph.runtime.nvme import Arena, Priority, Ticket
 from zerograph.runtime.store import mapped_tensor
 from zerograph.runtime.torch_private import memory_is_unshared
@@ -53,7 +53,7 @@ class Returning(NamedTuple):
     here: list[Tensor]
     away: Sequence[Tensor]
     reads: list[tuple[Arena, Ticket]]
-    copies: list[Future[None]]
+    copies: list[Transfer]
 
 
 class _Slot(NamedTuple):
@@ -83,7 +83,7 @@ class SavedActivations:
         self._slots: dict[int, list[_Slot]] = {}  # by bytes
         self._at: dict[int, _Slot] = {}  # by the address of its mapping
         self._on_host: dict[int, list[Tensor]] = {}  # by size
-        self._leaving: list[Future[None]] = []
+        self._leaving: list[Callable[[], None]] = []  # each waits for one
         self._threads: dict[int, ThreadPoolExecutor] = {}  # by process: a fork has none of its parent's
         self._told = False
 
@@ -108,7 +108,7 @@ class SavedActivations:
         home = mapped_tensor(slot.arena, slot.extent, torch.uint8, (source.nbytes,))
         self._at[home.data_ptr()] = slot
         # In a thread, which lets go of the memory when the disk has it.
-        self._leaving.append(self._thread().submit(slot.arena.wait, slot.arena.write(slot.extent, source)))
+        self._leaving.append(self._thread().submit(slot.arena.wait, slot.arena.write(slot.extent, source)).result)
         return home
 
     def _free_slot(self, size: int) -> _Slot | None:
@@ -155,9 +155,9 @@ class SavedActivations:
         slots = self._on_host.setdefault(source.nbytes, [])
         home = next((slot for slot in slots if memory_is_unshared(slot)), None)
         if home is None:
-            home = torch.empty(source.nbytes, dtype=torch.uint8)
+            home = host.room(source.nbytes)
             slots.append(home)
-        self._leaving.append(host.start(source, home))
+        self._leaving.append(host.start([(source, home)]).arrive)
         return home
 
     def fetch(self, away: Sequence[Tensor], tier: Tier) -> Returning:
@@ -173,7 +173,7 @@ class SavedActivations:
             else:
                 host = self._host()
                 assert host is not None
-                found.copies.append(host.start(span.bytes, target))
+                found.copies.append(host.start([(span.bytes, target)]))
             for k in span.members:
                 found.here[k] = _as(away[k], span.bytes, target)
         return found
@@ -187,7 +187,7 @@ class SavedActivations:
         for arena, ticket in returning.reads:
             arena.wait(ticket)
         for copy in returning.copies:
-            copy.result()
+            copy.wait()
         return returning.here
 
     def wait(self) -> None:
@@ -197,12 +197,13 @@ class SavedActivations:
             StorageError: a transfer failed.
         """
         while self._leaving:
-            self._leaving.pop(0).result()
+            self._leaving.pop(0)()
 
     def abandon(self) -> None:
         """A program failed: wait for what leaves, whatever becomes of it."""
-        futures.wait(self._leaving)
-        self._leaving.clear()
+        while self._leaving:
+            with contextlib.suppress(Exception):  # the first error is on its way to the caller
+                self._leaving.pop()()
 
     @property
     def bytes(self) -> int:

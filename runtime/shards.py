@@ -32,6 +32,7 @@ from zerograph.runtime.background import Background
 from zerograph.runtime.blocks import UNIT, Block, Place, Run
 from zerograph.runtime.buffers import BufferPool, torch_dtype
 from zerograph.runtime.extents import Extent
+from zerograph.runtime.host import SplitHost, Transfer
 from zerograph.runtime.hosted import Copy, HostShards
 from zerograph.runtime.nvme import Arena, Priority, Ticket, huge_tensor
 from zerograph.runtime.saved import SavedActivations
@@ -60,7 +61,7 @@ class Fetch:
     shards: list[Tensor]
     under_way: list[Ticket] = field(default_factory=list)
     on_host: list[int] = field(default_factory=list)
-    copies: list[Future[None]] = field(default_factory=list)
+    copies: list[Transfer] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -334,7 +335,7 @@ class ShardStore:
     def start_read(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Fetch:
         """Begin to bring from NVMe to the host, or to a device that has no other memory, what :meth:`lift` brings to
         the device."""
-        if not self._away:
+        if not self._away and self.host is None:
             return Fetch(list(shards))
         fetch, reads, found = Fetch([]), dict[Extent, tuple[Block, torch.dtype, list[str]]](), dict[str, Tensor]()
         on_host = set[str]()
@@ -344,6 +345,9 @@ class ShardStore:
             # Of another memory is what torch.func.functional_call has put in a parameter's place.
             if not shard.numel() or shard.data_ptr() != self._away.get(name):
                 found[name] = shard
+                if self.host is not None and self.host.is_home(shard):
+                    found[name] = shard.detach()  # nothing was planned yet
+                    on_host.add(name)
             elif copy is not None and copy.tensor is not None:
                 copy.land()
                 found[name] = copy.tensor
@@ -390,7 +394,7 @@ class ShardStore:
         """
         self._wait_for(fetch.under_way)
         while fetch.copies:
-            fetch.copies.pop().result()
+            fetch.copies.pop().wait()
         return fetch.shards
 
     def _read(
@@ -415,9 +419,10 @@ class ShardStore:
         now = versions(param)
         if copy.seen != now:
             if copy.cast is not None:
+                self._there().wait_for_parameters()
                 copy.cast.copy_(local_tensor(param).detach())
             elif copy.tensor is not None and self.host is not None:
-                self.host.upload(name, copy)
+                self.host.upload({name: copy})
             elif copy.tensor is not None:
                 copy.tensor.copy_(local_tensor(param).detach())
             else:
@@ -478,10 +483,13 @@ class ShardStore:
     def updated(self, params: Iterable[Tensor]) -> None:
         """The copies of ``params`` have been written together with them; those on the device of what is on the host
         follow from now on."""
+        rising = {}
         for name, copy in self._having_copies(params):
             copy.seen = versions(self._params[name])
             if name in self._on_host:
-                self._there().upload(name, copy)
+                rising[name] = copy
+        if rising:
+            self._there().upload(rising)
 
     def touched(self, params: Iterable[Tensor]) -> None:
         """Something has written to ``params`` that versions may not show: their copies are stale."""
@@ -508,7 +516,7 @@ class ShardStore:
         made = {p.name: grad for p, grad in zip(params, grads, strict=True) if grad is not None}
         away: dict[Tier, dict[str, Tensor]] = {}
         for name, grad in made.items():
-            home: Tier = "host" if name in self._on_host else "device"
+            home: Tier = "host" if name in self._on_host or self._is_apart(name) else "device"
             if name in self._blocks:
                 home = self._gradients[self._blocks[name]]
             away.setdefault(home, {})[name] = grad
@@ -522,12 +530,20 @@ class ShardStore:
         made = {p.name: grad for p, grad in zip(params, grads, strict=True) if grad is not None}
         return [*self._there().stage(made).values()]
 
+    def left_behind(self, params: Sequence[Param]) -> bool:
+        """Whether one of ``params`` is in another memory than what a backward makes, as an earlier plan has it."""
+        return any(self._is_apart(p.name) for p in params)
+
+    def _is_apart(self, name: str) -> bool:
+        return self.host is not None and self.host.is_home(local_tensor(self._params[name]))
+
     def _spill_to_nvme(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         if not grads:
             return {}
         assert self.arena is not None
         if self._spilled is None:
             copies = self.host.memory if self.host is not None else None
+            assert copies is None or isinstance(copies, SplitHost)  # NVMe behind an accelerator is refused
             self._spilled = SpilledGradients(self._params, self.arena, self._gradient_slots, self._allocated, copies)
         by_block: dict[Block, dict[str, Tensor]] = {}
         given: dict[str, Tensor | None] = {}
@@ -568,6 +584,11 @@ class ShardStore:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead is not update:
             ahead.forget()
+
+    def wait_for_parameters(self) -> None:
+        """Return when no program reads what is on the host any more."""
+        if self.host is not None:
+            self.host.wait_for_parameters()
 
     def wait_for_gradients(self) -> None:
         """Return when all that :meth:`spill` began is done.
@@ -753,7 +774,8 @@ class ShardStore:
     def on_device(self, held: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
         """Of local tensors that belong to a parameter, by name, those on the device, and copies there of others."""
         arena = self.arena
-        here = [t for name, t in held if name not in self._on_host and (arena is None or not arena.maps(t))]
+        there = {*self._on_host, *(name for name in self._params if self._is_apart(name))}
+        here = [t for name, t in held if name not in there and (arena is None or not arena.maps(t))]
         return here + [copy.tensor for copy in self._copies.values() if copy.tensor is not None]
 
     @property
@@ -765,6 +787,21 @@ class ShardStore:
     def fetched(self) -> int:
         """Bytes of the buffers that shards are read into."""
         return self._fetched.bytes
+
+    def on_host(self) -> dict[str, int]:
+        """Bytes on the host, of what is a memory of its own, by what they are for; without states, which are the
+        optimizer's."""
+        if self.host is None:
+            return {}
+        there = {*self._on_host, *(name for name in self._params if self._is_apart(name))}
+        casts = [copy.cast for copy in self._copies.values() if copy.cast is not None]
+        held = {
+            "parameters": sum(local_tensor(self._params[name]).nbytes for name in there),
+            "copies": sum(cast.nbytes for cast in casts),
+            "gradients": self.host.gradients,
+            "slots": self.host.slots,
+        }
+        return {what: size for what, size in held.items() if size}
 
     def bytes(self) -> dict[str, int]:
         """On NVMe, by what they are for."""

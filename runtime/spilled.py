@@ -20,7 +20,7 @@ from zerograph import _core
 from zerograph.core.errors import StorageError
 from zerograph.runtime.blocks import UNIT, Block, Run
 from zerograph.runtime.extents import Extent
-from zerograph.runtime.host import HostMemory
+from zerograph.runtime.host import SplitHost
 from zerograph.runtime.nvme import Arena, Ticket, huge_tensor
 from zerograph.runtime.store import mapped_tensor
 from zerograph.runtime.torch_private import (
@@ -53,7 +53,7 @@ class SpilledGradients:
         arena: Arena,
         ring: Sequence[Tensor],
         allocate: Callable[[int, str], Extent],
-        host: HostMemory | None = None,
+        host: SplitHost | None = None,
     ) -> None:
         """``params`` are the outward parameters by name; ``ring`` are registered slots; ``allocate`` makes an extent of
         so many bytes for what it says; ``host``, where that is another memory than the device's, brings gradients to

@@ -6,7 +6,7 @@ public name does, and where it was seen: 2.11 in torch's sources, 2.13 by the te
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -14,7 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -30,6 +33,22 @@ def set_local(tensor: Tensor, local: Tensor) -> None:
         tensor._local_tensor = local  # type: ignore[attr-defined]
     else:
         tensor.data = local
+
+
+def as_dtensor(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], stride: Sequence[int]
+) -> DTensor:
+    """A DTensor of which this rank has ``local``, wherever that is. ``DTensor.from_local`` moves it to the mesh's
+    device. Seen in 2.13."""
+    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    return DTensor(local, DTensorSpec(mesh, tuple(placements), tensor_meta=meta), requires_grad=False)  # type: ignore[arg-type, call-arg]
+
+
+def placed_as(local: Tensor, param: Tensor) -> Tensor:
+    """``local``, this rank's part of something of the shape of ``param``, as a tensor that is placed as that is."""
+    if not isinstance(param, DTensor):
+        return local
+    return as_dtensor(local, param.device_mesh, param.placements, param.shape, param.stride())
 
 
 def versions(tensor: Tensor) -> tuple[int, int]:
@@ -115,7 +134,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     asked. Seen in 2.11, 2.13."""
     try:
         return float(group._get_backend(device).options._timeout.total_seconds())
-    except RuntimeError:  # a backend without options
+    except (RuntimeError, AttributeError):  # a backend without options
         return float(dist.constants.default_pg_timeout.total_seconds())
 
 
@@ -124,13 +143,28 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def gloo_group(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroup:
-    """A group over gloo, for the CPU, that is in none of torch's tables. ``dist.new_group`` needs all ranks of the
-    default group, and would take up the connections of one that failed. Seen in 2.11, 2.13."""
+def gloo_group(
+    store: dist.Store, rank: int, world_size: int, timeout: timedelta, device: torch.device
+) -> dist.ProcessGroup:
+    """A group over gloo, for the CPU and ``device``, that is in none of torch's tables. ``dist.new_group`` needs all
+    ranks of the default group, and would take up the connections of one that failed. Seen in 2.11, 2.13."""
     group = dist.ProcessGroup(store, rank, world_size)
     backend = dist.ProcessGroupGloo(store, rank, world_size, timeout)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    for kind in {"cpu", device.type}:
+        group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, backend)
     return group
+
+
+def reach_host(group: dist.ProcessGroup) -> None:
+    """Let ``group`` communicate what is on the host, over gloo, if it cannot; all its ranks call this. Which devices a
+    group reaches is said when it is made, and NCCL's alone has no CPU. Seen in 2.13."""
+    cpu = torch.device("cpu")
+    try:
+        group._get_backend(cpu)
+    except RuntimeError:
+        store = dist.PrefixStore(f"zerograph/host/{group.group_name}", default_store())
+        backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), dist.constants.default_pg_timeout)
+        group._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, backend)
 
 
 def coalescing(group: dist.ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:

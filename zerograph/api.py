@@ -32,6 +32,7 @@ from zerograph.runtime.comm import Communicator
 from zerograph.runtime.early import EarlyUpdates
 from zerograph.runtime.executor import Runtime
 from zerograph.runtime.hold import GradientHold
+from zerograph.runtime.host import SplitHost
 from zerograph.runtime.hosted import HostShards
 from zerograph.runtime.nvme import Arena
 from zerograph.runtime.residency import GatheredCache, StepCount
@@ -42,7 +43,7 @@ from zerograph.sharding import adopt
 from zerograph.sharding.adoption import Adoption
 from zerograph.sharding.materialize import Init, fill
 from zerograph.sharding.ranks import Ranks
-from zerograph.sharding.torch_private import before_traces, called_model, errors_reach_users, original
+from zerograph.sharding.torch_private import Retrace, before_traces, called_model, errors_reach_users, original
 
 
 class Backend:
@@ -96,13 +97,18 @@ class Backend:
             self._frames.append(frame)
             with self._together(frame.code):
                 compiled = compile_frame(frame, gm, example_inputs, self._planner)
-                if "backward" in frame.programs:
+                late = self._adoption.late(frame.plan) if "backward" in frame.programs else {}
+                if "backward" in frame.programs and not late:
                     # Not while anything is traced. What leaves has other memory then, which nobody has assigned.
                     rest = frame.plan.farthest if self.config.plan is not None else farthest(self.config)
                     moved = lambda param: self._optimizers.remember([param])  # noqa: E731
                     away = room_for(frame.programs["forward"])
                     self._store.settle(frame.plan, MOMENTS, moved, rest, away)
-                return compiled
+            if late:
+                self._frames.pop()
+                self._adoption.leave(late)
+                raise Retrace
+            return compiled
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are fresh backends with the same arguments: programs belong to one model."""
@@ -111,21 +117,20 @@ class Backend:
     def _connect(self, device: torch.device) -> Ranks:
         """Connect to the other ranks: with them there is all that frames are compiled for."""
         away = self.config.away
-        if away and device.type != "cpu":
-            raise UnsupportedError(
-                f"what belongs to a model on {device.type} cannot leave it yet",
-                "offload works on the CPU; train without it, or see `zerograph plan --offload`",
-            )
         split = self.config.machine is not None and self.config.machine.split
-        if "host" in away and not split:
+        if "nvme" in away and device.type != "cpu":
+            raise UnsupportedError(
+                f"what belongs to a model on {device.type} cannot be kept on NVMe yet", 'tier="host", or a CPU'
+            )
+        if "host" in away and device.type == "cpu" and not split:
             raise ConfigError(
                 "the memory of a CPU's host is its device's: nothing would leave it",
                 'tier="nvme" with path="/folder/on/a/disk"; for tests, machine= may be one with "split": true',
             )
-        if split:
-            self._store.host = HostShards(self._adoption.params)
         self._segments.prepare(device)
         ranks = Ranks.connect(self.config, device)
+        if split or ranks.host is not None:
+            self._store.host = HostShards(self._adoption.params, ranks.host or SplitHost())
         self._compile_for(ranks, self.config)
         return ranks
 
@@ -277,6 +282,7 @@ class Backend:
             peak_whole_buckets=self._telemetry.peak_whole,
             on_nvme=self._store.bytes(),
             slots=self._store.slots,
+            on_host=self._store.on_host(),
             recorded=self._recording.beside_forecast() if self._recording is not None else None,
         )
 
@@ -307,8 +313,8 @@ def backend(**options: Any) -> Backend:
             user's own ``torch.utils.checkpoint`` stay as they are.
         offload: what leaves the device between its uses (docs/offload.md): "none"; "optimizer", its states, and masters
             of parameters that compute in another dtype; "gradients", those too; "parameters", all of it; or "auto", per
-            bucket what has to leave for the step to fit ``memory``, and nothing where it fits without. Runs on CPUs.
-        tier: where that goes: "nvme", the default; "host" only on a ``machine`` that counts as split.
+            bucket what has to leave for the step to fit ``memory``, and nothing where it fits without.
+        tier: where that goes: "nvme", the default, on CPUs; "host" on GPUs, and on a ``machine`` that counts as split.
         host_memory: bytes of the host's memory that a rank may use for that, ``"100GiB"`` or a number; default: what is
             free, shared by the host's ranks, and no more than ``machine`` says.
         activations: where what the forward saves of repeated layers waits for the backward: "keep" keeps it on the

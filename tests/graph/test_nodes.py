@@ -37,7 +37,7 @@ def test_markers_are_read_in_order() -> None:
 @pytest.mark.parametrize("op", [UNSHARD, REDUCE_GRAD], ids=str)
 def test_a_spec_begins_with_the_name(op: torch._ops.OpOverload) -> None:
     arguments = [argument.name for argument in op._schema.arguments]
-    assert arguments[SPEC_AT[op] :] == ["name", "group", "dtype", "reduce_dtype", "sharded"]
+    assert arguments[SPEC_AT[op] :] == ["name", "group", "dtype", "reduce_dtype", "sharded", "device"]
 
 
 def test_views_and_those_that_change_nothing() -> None:

@@ -69,3 +69,13 @@ def test_instructions_are_never_dispatched() -> None:
 
 def test_no_group_is_one_rank() -> None:
     assert ops.world_size("") == 1
+
+
+def test_a_marker_says_where_the_full_tensor_is_of_shards_that_are_elsewhere() -> None:
+    with FakeTensorMode():
+        shard = torch.empty(4, 3, requires_grad=True)
+        there = torch.device("meta")
+        full = ops.UNSHARD(shard, [4, 3], "w", "", torch.bfloat16, torch.float32, True, there)
+        assert (full.device, full.dtype) == (there, torch.bfloat16)
+        (grad,) = torch.autograd.grad(full.float().sum(), [shard])
+        assert (grad.device, grad.dtype) == (shard.device, torch.float32)

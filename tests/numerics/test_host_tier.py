@@ -7,43 +7,38 @@ More optimizers and placements are in test_offload.py and test_random_plans.py. 
 
 from __future__ import annotations
 
-import contextlib
-import copy
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from numerics.compare import full
+from numerics.host_cases import (
+    alike_everywhere,
+    asks_for_gradients,
+    memory_of_gradients,
+    odd,
+    on_host,
+    resumed,
+    unusual,
+)
 from numerics.test_offload import (
     BEHIND,
     HOST,
     Net,
     Run,
     _accumulates_and_evaluates,
-    _becomes_bfloat16,
-    _changed_outside,
-    _clipping_and_skipping,
     _rank,
     _same,
-    _without_a_gradient,
     adamw,
-    groups,
 )
 from ranks import RankFailure, run
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.nn import functional as F
 
 import zerograph
 from zerograph.core.plan import Homes
 from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.forecast import forecast_file
 from zerograph.runtime import host
-from zerograph.runtime.torch_private import local_tensor
 
 BEYOND = {**HOST, "offload": "parameters"}
 
@@ -56,154 +51,37 @@ def beyond(tier: str, folder: Path) -> dict[str, Any]:
 tiers = pytest.mark.parametrize("tier", ["host", "nvme"])
 
 
-class Odd(nn.Module):
-    """Its gradients are slices of one tensor, and expanded; and it returns a view of a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = (nn.Parameter(torch.randn(6, n)) for n in (3, 5))
-        self.shift = nn.Parameter(torch.randn(4, 6))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = F.linear(x, torch.cat([self.left, self.right], 1))
-        return y.square().sum() + (y + self.shift).sum(), self.left[:2]
-
-
-def _odd(away: dict[str, Any]) -> None:
-    found = []
-    for more in ({}, away):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = Odd()
-        backend = zerograph.backend(stage=3, compute="eager", **more)
-        compiled, optimizer = torch.compile(model, backend=backend), adamw(model)
-        for times in range(3):
-            for held in ((False,), (True, False), (False, True, False))[times]:
-                with backend.no_sync() if held else contextlib.nullcontext():
-                    loss, view = compiled(torch.ones(4, 8))
-                    loss.backward()
-            kept = view.detach()
-            before = kept.clone()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-            with torch.inference_mode():
-                evaluated = compiled(torch.ones(2, 8).new_ones(4, 8))[0].item()
-            assert torch.equal(kept, before) or not more
-        found.append((evaluated, *(full(p.detach()) for p in model.parameters())))
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(a, b) for a, b in zip(found[0][1:], found[1][1:], strict=True))
-
-
 @tiers
 @pytest.mark.parametrize("offload", ["gradients", "parameters"])
 def test_odd_gradients_views_and_inference(offload: str, tier: str, tmp_path: Path) -> None:
-    run(1, _odd, beyond(tier, tmp_path) | {"offload": offload})
-
-
-def _alike(trains: Callable[[Run], None], away: dict[str, Any], make: Any = adamw, **options: Any) -> None:
-    """Train in one memory, and with everything ``away`` from the device."""
-    here, there = (Run(make, **{"stage": 3, **options, **more}) for more in ({}, away))
-    for training in (here, there):
-        trains(training)
-    _same(here.result(), there.result())
-
-
-def _unusual_steps(training: Run) -> None:
-    for trains in (_clipping_and_skipping, _changed_outside, _without_a_gradient, _becomes_bfloat16):
-        trains(training)
-
-
-def _in_bfloat16(trains: Callable[[Run], None], away: dict[str, Any]) -> None:
-    _alike(trains, away, dtype=torch.bfloat16)
+    run(1, odd, beyond(tier, tmp_path) | {"offload": offload})
 
 
 @tiers
 @pytest.mark.parametrize("offload", ["optimizer", "parameters"])
 def test_unusual_steps_are_the_same_to_the_bit(offload: str, tier: str, tmp_path: Path) -> None:
-    run(2, _in_bfloat16, _unusual_steps, beyond(tier, tmp_path) | {"offload": offload})
+    run(2, unusual, beyond(tier, tmp_path) | {"offload": offload})
 
 
 @tiers
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_other_world_sizes(world_size: int, tier: str, tmp_path: Path) -> None:
-    run(world_size, _in_bfloat16, _accumulates_and_evaluates, beyond(tier, tmp_path))
-
-
-def _gradients(training: Run) -> None:
-    """Of all the ways to ask for a gradient; one that is kept is never written over."""
-    training.steps(1)
-    weight, other = training.model.layers[0][0].weight, training.model.layers[1][0].bias
-    training.backward()
-    kept, before = weight.grad, full(weight.grad).clone()
-    training.optimizer.step()
-    training.optimizer.zero_grad()
-    hook = weight.register_hook(lambda grad: grad * 2)
-    training.steps(1)
-    hook.remove()
-    assert torch.equal(full(kept), before)
-    with training.backend.no_sync():
-        training.backward()
-    training.backward()
-    loss = training.compiled(torch.randint(0, 37, (3, 8), generator=training.batches))
-    found = torch.autograd.grad(loss, [weight, other])
-    training.losses += [float(full(one).double().sum()) for one in found]
-    training.steps(1)
-    training.optimizer.zero_grad(set_to_none=False)
-    training.steps(2)
+    run(world_size, alike_everywhere, beyond(tier, tmp_path))
 
 
 @tiers
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_however_they_are_asked_for(world_size: int, tier: str, tmp_path: Path) -> None:
-    run(world_size, _alike, _gradients, beyond(tier, tmp_path))
-
-
-def _resumed(folder: str, away: dict[str, Any]) -> None:
-    first = Run(groups, stage=3, dtype=torch.bfloat16, **away)
-    first.steps(3)
-    model, optimizer = get_state_dict(first.model, first.optimizer)
-    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-    kept = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict()))
-
-    def resumes(second: Run) -> None:
-        second.steps(1)
-        model, optimizer = get_state_dict(second.model, second.optimizer)
-        dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
-        set_state_dict(second.model, second.optimizer, model_state_dict=model, optim_state_dict=optimizer)
-        second.losses, second.batches = [], torch.Generator().manual_seed(99 + _rank())
-        second.steps(2)
-        second.model.load_state_dict(kept[0])
-        second.optimizer.load_state_dict(copy.deepcopy(kept[1]))
-        second.steps(2)
-
-    _alike(resumes, away, groups, dtype=torch.bfloat16)
+    run(world_size, asks_for_gradients, beyond(tier, tmp_path))
 
 
 @tiers
 def test_checkpoints_load_at_either_home(tier: str, tmp_path: Path) -> None:
-    run(2, _resumed, str(tmp_path / "checkpoint"), beyond(tier, tmp_path))
-
-
-def _memory_of_gradients() -> None:
-    training = Run(adamw, stage=3, **BEYOND)
-    training.steps(2)
-    weight = training.model.layers[0][0].weight
-
-    def address() -> int:
-        training.backward()
-        found = local_tensor(weight.grad).data_ptr()
-        training.optimizer.zero_grad()
-        return found
-
-    first = address()
-    assert address() == first
-    training.backward()
-    training.steps(1)  # to which it is added
-    assert address() == address()
+    run(2, resumed, str(tmp_path / "checkpoint"), beyond(tier, tmp_path))
 
 
 def test_memory_for_gradients_is_used_again() -> None:
-    run(1, _memory_of_gradients)
+    run(1, memory_of_gradients)
 
 
 def _planned(path: Path) -> None:
@@ -213,7 +91,7 @@ def _planned(path: Path) -> None:
     def make() -> Any:
         return Net().train(), (torch.zeros(3, 8, dtype=torch.int64),)
 
-    found = compile_only(make, world_size=2, stage=3, **BEYOND, **options)
+    found = compile_only(make, world_size=2, stage=3, **on_host(), **options)
     file = forecast_file("tests", found, HOST["machine"])
     ways = [Homes(), Homes(optimizer="host"), Homes("device", "host", "host"), Homes("host", "host", "host")]
     buckets = tuple(
@@ -248,7 +126,7 @@ def test_a_cpu_has_one_memory() -> None:
 
 
 def _fails() -> str:
-    training = Run(adamw, stage=3, **BEYOND)
+    training = Run(adamw, stage=3, **on_host())
     training.steps(1)
     with pytest.MonkeyPatch.context() as patch:
         if _rank() == 0:

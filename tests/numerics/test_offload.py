@@ -109,13 +109,14 @@ class Run:
     """One training that can be looked at in between."""
 
     net: type[nn.Module] = Net
+    device = torch.device("cpu")
 
     def __init__(
         self, make: Callable[[nn.Module], Optimizer], whole: torch.dtype | None = None, **options: Any
     ) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        self.model = self.net().to(whole) if whole is not None else self.net()
+        self.model = self.net().to(self.device, whole)
         own = {} if "plan" in options else {"bucket_size": "20KiB"}
         self.backend = zerograph.backend(compute="eager", **own, **options)
         self.compiled = torch.compile(self.model, backend=self.backend)
@@ -131,8 +132,11 @@ class Run:
         self.losses = []
         self.batches = torch.Generator().manual_seed(_rank())
 
+    def tokens(self) -> Tensor:
+        return torch.randint(0, 37, (3, 8), generator=self.batches).to(self.device)
+
     def backward(self, times: float = 1.0) -> None:
-        loss = self.compiled(torch.randint(0, 37, (3, 8), generator=self.batches))
+        loss = self.compiled(self.tokens())
         (loss * times).backward()
         self.losses.append(loss.item())
 
@@ -196,7 +200,7 @@ def _accumulates_and_evaluates(training: Run) -> None:
     training.steps(4)
     training.model.eval()
     with torch.no_grad():
-        training.compiled(torch.zeros(2, 8, dtype=torch.long))
+        training.compiled(torch.zeros(2, 8, dtype=torch.long, device=training.device))
     training.model.train()
     for _ in range(2):  # accumulation
         training.backward()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
+from ranks import run
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -52,8 +54,33 @@ def test_process_groups(group: dist.ProcessGroup) -> None:
     assert torch_private.backend_name(group, CPU) == "gloo"
     assert torch_private.timeout_of(group, CPU) == 77
     store = torch_private.default_store()
-    own = torch_private.gloo_group(dist.PrefixStore("own", store), 0, 1, timedelta(seconds=5))
+    own = torch_private.gloo_group(dist.PrefixStore("own", store), 0, 1, timedelta(seconds=5), torch.device("cuda"))
+    assert torch_private.backend_name(own, torch.device("cuda")) == torch_private.backend_name(own, CPU) == "gloo"
     value = torch.ones(2)
     own.allreduce([value]).wait()
     assert value.tolist() == [1, 1] and own is not group
     assert callable(torch_private.coalescing(group, CPU).__enter__)  # of NCCL; gloo has no coalesced all-gather
+
+
+def test_a_tensor_is_placed_as_another_where_it_is(group: dist.ProcessGroup) -> None:
+    like = DTensor.from_local(torch.zeros(4, 3), init_device_mesh("cpu", (1,)), [Shard(0)])
+    local = torch.ones(4, 3, dtype=torch.bfloat16)
+    placed = torch_private.placed_as(local, like)
+    assert isinstance(placed, DTensor) and torch_private.local_tensor(placed) is local
+    assert (placed.shape, placed.stride(), placed.dtype) == (like.shape, like.stride(), torch.bfloat16)
+    assert torch.equal((placed + like).full_tensor(), torch.ones(4, 3))
+    assert torch_private.placed_as(local, torch.zeros(4, 3)) is local
+
+
+def _reaches_host() -> list[float]:
+    group, ones = dist.new_group(backend="cuda:gloo"), torch.ones(3)
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(ones, group=group)
+    for _ in range(2):
+        torch_private.reach_host(group)
+    dist.all_reduce(ones, group=group)
+    return ones.tolist()
+
+
+def test_a_group_reaches_the_host() -> None:
+    assert run(2, _reaches_host) == [[2.0] * 3] * 2

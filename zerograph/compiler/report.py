@@ -68,6 +68,9 @@ class Report:
         on_nvme: bytes on NVMe, of this rank: parameters (masters, where these have copies), their copies in the compute
             dtype, gradients, optimizer states.
         slots: bytes of memory that updates stream them through.
+        on_host: bytes in the memory of an accelerator's host, of this rank, which its allocator does not count:
+            parameters, their copies in the compute dtype, gradients, slots; states are counted by nobody but their
+            optimizer.
         recorded: the last step that ``backend.record()`` recorded.
     """
 
@@ -84,6 +87,7 @@ class Report:
     peak_whole_buckets: int
     on_nvme: Mapping[str, int] = field(default_factory=dict)
     slots: int = 0
+    on_host: Mapping[str, int] = field(default_factory=dict)
     recorded: RecordedStep | None = None
 
     def __str__(self) -> str:
@@ -97,6 +101,8 @@ class Report:
         if self.on_nvme:
             sizes = ", ".join(f"{what} {format_bytes(size)}" for what, size in self.on_nvme.items())
             lines.append(f"  on NVMe: {sizes}; updates stream through {format_bytes(self.slots)} of memory")
+        if self.on_host:
+            lines.append(f"  on the host: {', '.join(f'{what} {format_bytes(n)}' for what, n in self.on_host.items())}")
         if self.recorded is not None:
             lines.append(f"  {self.recorded}")
             if self.recorded.resident is not None:

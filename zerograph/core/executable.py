@@ -25,16 +25,15 @@ class Executable:
 
     @classmethod
     def on(cls, machine: Machine, *, nvme: bool = True) -> Executable:
-        """What a backend carries out on ``machine``; nothing leaves a GPU yet.
+        """What a backend carries out on ``machine``.
 
         Args:
             nvme: whether it has a folder on NVMe.
         """
-        if machine.device != "cpu":
-            return cls(())
-        there: dict[Tier, bool] = {"host": machine.split, "nvme": nvme}
+        # NVMe behind the host of a GPU is not reached, and what layers save stays on it.
+        there: dict[Tier, bool] = {"host": machine.has_host, "nvme": nvme and machine.device == "cpu"}
         tiers = tuple(tier for tier, runs in there.items() if runs)
-        return cls(tiers, tiers[:1])
+        return cls(tiers, tiers[:1] if machine.device == "cpu" else ())
 
     def missing(self, plan: Plan) -> str:
         """What ``plan`` needs beyond that, for people; empty when it can be run."""

@@ -72,6 +72,7 @@ class Marker:
     dtype: torch.dtype
     reduce_dtype: torch.dtype
     sharded: bool
+    device: torch.device | None = None
 
     @property
     def source(self) -> fx.Node:

@@ -15,7 +15,8 @@ from torch import Tensor
 from zerograph.graph.torch_private import resolve_group, skip_frame
 
 _LIB = torch.library.Library("zg", "DEF")
-_SPEC = "str name, str group, ScalarType dtype, ScalarType reduce_dtype, bool sharded"
+# The device of the result, where it is another one than the argument's: shards may live on the host.
+_SPEC = "str name, str group, ScalarType dtype, ScalarType reduce_dtype, bool sharded, Device? device=None"
 _LIB.define(f"unshard(Tensor shard, int[] shape, {_SPEC}) -> Tensor")
 _LIB.define(f"reduce_grad(Tensor grad, int[] shard_shape, ScalarType shard_dtype, {_SPEC}) -> Tensor")
 _LIB.define("gather(Tensor[] shards, int bucket) -> Tensor")
@@ -42,13 +43,13 @@ skip_frame(world_size)
 
 def _unshard(
     shard: Tensor, shape: Sequence[int], name: str, group: str, dtype: torch.dtype, reduce_dtype: torch.dtype,
-    sharded: bool,
+    sharded: bool, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
     if not sharded or not group:
-        return shard.to(dtype, copy=True)  # an operator's result may not alias its input
+        return shard.to(device, dtype, copy=True)  # an operator's result may not alias its input
     world = world_size(group)
     rows = -(-shape[0] // world)
-    send = shard.new_empty((rows, *shape[1:]), dtype=dtype)
+    send = shard.new_empty((rows, *shape[1:]), dtype=dtype, device=device)
     # The last shards may be short. Equal pieces are gathered, and the surplus rows cut off.
     send[: shard.shape[0]] = shard
     functional = torch.ops._c10d_functional
@@ -57,14 +58,14 @@ def _unshard(
 
 def _unshard_fake(
     shard: Tensor, shape: Sequence[int], name: str, group: str, dtype: torch.dtype, reduce_dtype: torch.dtype,
-    sharded: bool,
+    sharded: bool, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    return shard.new_empty(shape, dtype=dtype)
+    return shard.new_empty(shape, dtype=dtype, device=device)
 
 
 def _reduce_grad(
     grad: Tensor, shard_shape: Sequence[int], shard_dtype: torch.dtype, name: str, group: str, dtype: torch.dtype,
-    reduce_dtype: torch.dtype, sharded: bool,
+    reduce_dtype: torch.dtype, sharded: bool, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
     world = world_size(group)
     functional = torch.ops._c10d_functional
@@ -72,20 +73,20 @@ def _reduce_grad(
         summed = grad.to(reduce_dtype, copy=True)
         if world > 1:
             summed = functional.wait_tensor(functional.all_reduce(summed, "sum", group))
-        return (summed / world).to(shard_dtype)
+        return (summed / world).to(device, shard_dtype)
     rows = -(-grad.shape[0] // world)
     # Zeros: the rows that pad the last shards add nothing.
     send = grad.new_zeros((rows * world, *grad.shape[1:]), dtype=reduce_dtype)
     send[: grad.shape[0]] = grad
     summed = functional.wait_tensor(functional.reduce_scatter_tensor(send, "sum", world, group))
-    return (summed[: shard_shape[0]] / world).to(shard_dtype)
+    return (summed[: shard_shape[0]] / world).to(device, shard_dtype)
 
 
 def _reduce_grad_fake(
     grad: Tensor, shard_shape: Sequence[int], shard_dtype: torch.dtype, name: str, group: str, dtype: torch.dtype,
-    reduce_dtype: torch.dtype, sharded: bool,
+    reduce_dtype: torch.dtype, sharded: bool, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    return grad.new_empty(shard_shape, dtype=shard_dtype)
+    return grad.new_empty(shard_shape, dtype=shard_dtype, device=device)
 
 
 def _pending_fake(tensors: Sequence[Tensor], bucket: int) -> Tensor:
@@ -104,13 +105,13 @@ for _name in ("gather", "fetch", "reduce"):
 
 
 def _save_shard(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    shard, _, *ctx.spec = inputs
-    ctx.shard_shape, ctx.shard_dtype = list(shard.shape), shard.dtype
+    shard, _, *ctx.spec, device = inputs
+    ctx.shard_shape, ctx.shard_dtype, ctx.home = list(shard.shape), shard.dtype, shard.device if device else None
 
 
 def _unshard_backward(ctx, grad: Tensor):  # type: ignore[no-untyped-def]
-    shard_grad = torch.ops.zg.reduce_grad(grad, ctx.shard_shape, ctx.shard_dtype, *ctx.spec)
-    return (shard_grad, *[None] * 6)
+    shard_grad = torch.ops.zg.reduce_grad(grad, ctx.shard_shape, ctx.shard_dtype, *ctx.spec, ctx.home)
+    return (shard_grad, *[None] * 7)
 
 
 torch.library.register_autograd("zg::unshard", _unshard_backward, setup_context=_save_shard, lib=_LIB)

@@ -34,7 +34,7 @@ from zerograph.runtime.blocks import Place
 from zerograph.runtime.comm import Communicator, sum_over_ranks
 from zerograph.runtime.early import Arrival
 from zerograph.runtime.shards import ShardStore
-from zerograph.runtime.torch_private import local_tensor
+from zerograph.runtime.torch_private import local_tensor, placed_as
 
 log = logging.getLogger(__name__)
 
@@ -511,15 +511,6 @@ def _counter(value: Any, device: torch.device) -> Tensor:
         return torch.tensor(float(value), dtype=torch.float32, device=device)
     value = value.to(device, torch.float32)
     return value if value.ndim == 0 else value.reshape(())
-
-
-def placed_as(local: Tensor, param: Tensor) -> Tensor:
-    """``local``, this rank's part of something, as a tensor that is placed as ``param`` is."""
-    if not isinstance(param, DTensor):
-        return local
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
 
 
 def _fitted(value: Tensor, param: Tensor, dtype: torch.dtype, name: str) -> Tensor:

@@ -10,10 +10,9 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from zerograph.core.errors import UnsupportedError
-from zerograph.optim.host import placed_as
 from zerograph.runtime.blocks import Place
 from zerograph.runtime.shards import ShardStore
-from zerograph.runtime.torch_private import local_tensor
+from zerograph.runtime.torch_private import local_tensor, placed_as
 
 
 def make_states(optimizer: Optimizer, store: ShardStore) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -29,6 +28,7 @@ from zerograph.optim.tensors import TAGS, Gradients
 from zerograph.runtime.blocks import UNIT, Block, Place
 from zerograph.runtime.entry import reason_of
 from zerograph.runtime.extents import Extent
+from zerograph.runtime.host import Transfer
 from zerograph.runtime.nvme import Priority, Ticket
 from zerograph.runtime.shards import COPY, GRADIENT, PARAMETER, ShardStore
 
@@ -76,7 +76,7 @@ class _Chunk:
     gradient: _Slotted | None
     works: list[_Work]
     under_way: list[Ticket] = field(default_factory=list)
-    copies: list[Future[None]] = field(default_factory=list)
+    copies: list[Transfer] = field(default_factory=list)
     is_ahead: bool = False  # its slot has everything but gradients, or will have
 
     def view(self, kind: _Slotted) -> Tensor:
@@ -198,7 +198,9 @@ class Stream:
             for ticket in chunk.under_way:
                 with contextlib.suppress(StorageError):  # the first error is on its way to the caller
                     self._arena.wait(ticket)
-            wait(chunk.copies)
+            for copy in chunk.copies:
+                with contextlib.suppress(Exception):
+                    copy.arrive()
             chunk.under_way, chunk.copies, chunk.is_ahead = [], [], False
 
     def run(self, rules: Sequence[_core.Rule], grads: Sequence[Gradients], factor: float) -> None:
@@ -322,7 +324,7 @@ class Stream:
         pair = flat[first : first + size], chunk.view(kind).view(kind.dtype)[at : at + size]
         source, target = pair if here else pair[::-1]
         assert self._store.host is not None
-        chunk.copies.append(self._store.host.memory.start(source, target))
+        chunk.copies.append(self._store.host.memory.start([(source, target)]))
 
     def _start(self, transfer: Callable[..., Ticket], chunk: _Chunk) -> None:
         kinds = [(kind, kind.extent) for kind in chunk.kinds if not chunk.is_ahead]
@@ -348,7 +350,7 @@ class Stream:
             self._arena.wait(chunk.under_way[-1])
             chunk.under_way.pop()
         while chunk.copies:
-            chunk.copies.pop().result()
+            chunk.copies.pop().arrive()
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -15,11 +15,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zerograph.core.config import Config
 from zerograph.core.errors import ShardingError, UnsupportedError
+from zerograph.core.plan import Plan
 from zerograph.sharding import adopt
 from zerograph.sharding.gathered import is_open
+from zerograph.sharding.host_parameters import homes_in, is_outward_there
 from zerograph.sharding.model_copies import await_updates, take_over
 from zerograph.sharding.optimizer_states import early_states
-from zerograph.sharding.parametrization import other_names, shard_parameters
+from zerograph.sharding.parametrization import leave, other_names, shard_parameters
 from zerograph.sharding.ranks import Ranks, expected
 from zerograph.sharding.torch_private import Retrace, errors_reach_users, ignore_shard_aliasing
 
@@ -106,8 +108,8 @@ class Adoption:
         if ranks.agreement is not None and any(id(p) not in self.known for p in before):
             ranks.agreement.require_same(_given(self._config, roots, objects))
         # First what is sharded already: the rest then gets names beside those.
-        new = take_over(roots, self._config, ranks.mesh, self.params)
-        new |= shard_parameters(roots, self._config, ranks.mesh, objects, {**self.params, **new})
+        new = take_over(roots, self._config, ranks, self.params)
+        new |= shard_parameters(roots, self._config, ranks, objects, {**self.params, **new})
         await_updates(roots, objects)
         self.params |= new
         self.tied |= other_names(roots, new)
@@ -118,6 +120,24 @@ class Adoption:
         if new:
             log.info("stage %s: sharded %d parameters over %d ranks", self._config.stage, len(new), ranks.size)
         return bool(new)
+
+    def late(self, plan: Plan) -> dict[str, nn.Parameter]:
+        """Parameters that ``plan``, made after they were sharded, has on the host of an accelerator, and that are not
+        there."""
+        if self.ranks is None or self.ranks.host is None:
+            return {}
+        there = [(n, self.params[n]) for n, homes in homes_in(plan) if is_outward_there(homes, self.params[n])]
+        return {name: param for name, param in there if not param.is_cpu}
+
+    @torch.inference_mode(False)
+    def leave(self, params: Mapping[str, nn.Parameter]) -> None:
+        """Put ``params`` on the host. Dynamo has to trace them there."""
+        assert self.ranks is not None
+        new = leave(params, self.ranks, adopt.live(nn.Module, Optimizer))
+        self.replace({id(old): new[name] for name, old in params.items()})
+        self._adopted(new.values())
+        self.replaced.update((p, None) for p in params.values())
+        self._traced_in_vain = True
 
     def replace(self, new: Mapping[int, nn.Parameter]) -> None:
         """Go on with other sharded parameters, given by ``id`` of those they replace."""

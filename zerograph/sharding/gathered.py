@@ -112,12 +112,14 @@ def _open(module: nn.Module, writeback: bool) -> list[_Opened]:
                 _refuse_dropped(name, writeback and not stand_ins[id(param)].writeback)
                 continue
             if id(param) not in opened:
-                opened[id(param)] = _Opened(name, param, _stand_in(name, param, writeback), [], writeback)
+                spec = owner.__dict__.get("_zg_specs", {}).get(attribute)
+                device = spec.device if spec is not None else None
+                opened[id(param)] = _Opened(name, param, _stand_in(name, param, writeback, device), [], writeback)
             opened[id(param)].at.append((owner, attribute))
     return list(opened.values())
 
 
-def _stand_in(name: str, param: nn.Parameter, writeback: bool) -> nn.Parameter:
+def _stand_in(name: str, param: nn.Parameter, writeback: bool, device: torch.device | None) -> nn.Parameter:
     enclosing = _OPEN.get(id(param))  # tied to a parameter that an enclosing context shows under another name
     if enclosing is not None:
         _refuse_dropped(name, writeback and not enclosing.writeback)
@@ -126,7 +128,7 @@ def _stand_in(name: str, param: nn.Parameter, writeback: bool) -> nn.Parameter:
         raise ShardingError(
             f"parameter {name} is on the meta device and has no values", "call zerograph.materialize(model) first"
         )
-    return nn.Parameter(full_value(param), requires_grad=param.requires_grad)
+    return nn.Parameter(full_value(param).to(device), requires_grad=param.requires_grad)
 
 
 def _refuse_dropped(name: str, dropped: bool) -> None:

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerograph.core.errors import ShardingError
 from zerograph.runtime.shards import ShardStore
+from zerograph.runtime.torch_private import placed_as
 from zerograph.sharding.adopt import live, replace_everywhere
 from zerograph.sharding.adoption import Adoption
 from zerograph.sharding.export import plain_name
@@ -34,7 +34,7 @@ Init = Callable[[nn.Module], Any] | Literal["reset_parameters"] | None
 @dataclass(slots=True)
 class Slot:
     """A parameter or buffer without memory: its names, where it lives, and this rank's part once it has values;
-    ``leaves`` if it is a shard, which may live off the device."""
+    ``leaves`` if it is a shard, which may live off the device, ``home`` if that is on the host of an accelerator."""
 
     tensor: Tensor
     persistent: bool
@@ -42,6 +42,7 @@ class Slot:
     at: list[tuple[nn.Module, str]] = field(default_factory=list)
     local: Tensor | None = None
     leaves: bool = False
+    home: bool = False
 
     @property
     def rows(self) -> int:
@@ -66,7 +67,7 @@ def fill(
             "the model on the meta device belongs to no backend yet",
             "call zerograph.shard(model, backend) first, with this very model",
         )
-    room, group = Room(adoption.ranks.device, store), group_of(model)
+    room, group = Room(adoption.ranks.device, store, adoption.ranks.host), group_of(model)
     if files:
         read_files(slots, files, room, group, strict=init is None)
     _initialize(model, slots, init if callable(init) else None, room, group)
@@ -87,6 +88,7 @@ def _empty_slots(model: nn.Module) -> list[Slot]:
                 slot.names.append(plain_name(f"{prefix}.{attribute}".lstrip(".")))
                 spec = module.__dict__.get("_zg_specs", {}).get(attribute)
                 slot.leaves |= spec is not None and spec.sharded
+                slot.home |= spec is not None and spec.device is not None
                 if (module, attribute) not in slot.at:
                     slot.at.append((module, attribute))
     return list(slots.values())
@@ -104,7 +106,7 @@ def _initialize(
     names = {module: name for name, module in model.named_modules()}
     # All shards before the first full tensor: otherwise they come to lie between the holes that those leave.
     empty = [slot for slot in slots if slot.local is None]
-    shards = {id(slot): room.empty(local_of(slot.tensor), leaves=slot.leaves) for slot in empty}
+    shards = {id(slot): room.empty(local_of(slot.tensor), leaves=slot.leaves, home=slot.home) for slot in empty}
     for unit in _units(model):
         places = {(m, a): by_place[m, a] for m in unit for a in (*m._parameters, *m._buffers) if (m, a) in by_place}
         if all(slot.local is not None for slot in places.values()):
@@ -236,7 +238,7 @@ def _install(slots: Sequence[Slot]) -> dict[int, nn.Parameter]:
             for module, attribute in slot.at:
                 module._buffers[attribute] = slot.local
             continue
-        param = nn.Parameter(_outward(slot.tensor, slot.local), requires_grad=slot.tensor.requires_grad)
+        param = nn.Parameter(placed_as(slot.local, slot.tensor), requires_grad=slot.tensor.requires_grad)
         for module, attribute in slot.at:
             module._parameters[attribute] = param
         new[id(slot.tensor)] = (slot.tensor, param)
@@ -244,11 +246,3 @@ def _install(slots: Sequence[Slot]) -> dict[int, nn.Parameter]:
     replace_everywhere(new, lambda value, _: value, live(Optimizer))
     log.info("materialized %d parameters", len(new))
     return {old: param for old, (_, param) in new.items()}
-
-
-def _outward(old: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(old, DTensor):
-        return local
-    return DTensor.from_local(
-        local, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
-    )

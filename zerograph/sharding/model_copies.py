@@ -9,20 +9,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from zerograph.core.config import Config
 from zerograph.core.errors import ShardingError, UnsupportedError
+from zerograph.runtime.torch_private import local_tensor, placed_as
 from zerograph.sharding.adopt import replace_everywhere
 from zerograph.sharding.module_classes import ShardSpec, generate_classes, present
 from zerograph.sharding.parametrization import convert_state, distribute, spec_of, unique
+from zerograph.sharding.ranks import Ranks
 from zerograph.sharding.torch_private import original
 
 
 def take_over(
-    roots: Sequence[nn.Module], config: Config, mesh: DeviceMesh | None, mine: Mapping[str, nn.Parameter]
+    roots: Sequence[nn.Module], config: Config, ranks: Ranks, mine: Mapping[str, nn.Parameter]
 ) -> dict[str, nn.Parameter]:
     """The sharded parameters of ``roots`` that are not in ``mine``, by unique name: deep copies and unpickled models.
 
@@ -36,7 +37,7 @@ def take_over(
             continue
         if id(param) not in taken:
             spec = specs[attribute]
-            _check(spec, param, config, mesh)
+            _check(spec, param, config, ranks)
             used = {f.name for f, _ in taken.values()}
             taken[id(param)] = (spec._replace(name=unique(spec.name, used, mine)), param)
         specs[attribute] = taken[id(param)][0]
@@ -52,10 +53,12 @@ def _specs_of(roots: Sequence[nn.Module]) -> Iterator[tuple[dict[str, ShardSpec]
                 yield specs, attribute, param
 
 
-def _check(spec: ShardSpec, param: nn.Parameter, config: Config, mesh: DeviceMesh | None) -> None:
+def _check(spec: ShardSpec, param: nn.Parameter, config: Config, ranks: Ranks) -> None:
     # `spec_of` refuses DTensors: asked of a plain stand-in, it says what this backend would do.
     plain = torch.empty(param.shape, dtype=param.dtype, device="meta")
-    wanted = spec_of(plain, spec.name, config, mesh)
+    wanted = spec_of(plain, spec.name, config, ranks.mesh)
+    if ranks.host is not None:
+        wanted = wanted._replace(device=spec.device)  # the first plan moves what has to
     if wanted != spec:
         differing = [f for f in ShardSpec._fields if getattr(wanted, f) != getattr(spec, f)]
         raise UnsupportedError(
@@ -136,6 +139,7 @@ def shard_alike(copy: nn.Module, model: nn.Module) -> None:
         assert plain is not None  # it was checked
         if id(plain) not in new:
             rows = distribute(plain, spec, param.device_mesh)
+            rows = placed_as(local_tensor(rows).to(param.device), param)  # an average is where its model is
             new[id(plain)] = (plain, nn.Parameter(rows, requires_grad=plain.requires_grad))
         present(owner, attribute, new[id(plain)][1], spec)
     if new:
@@ -144,7 +148,7 @@ def shard_alike(copy: nn.Module, model: nn.Module) -> None:
 
 
 def _check_alike(plain: nn.Parameter | None, param: DTensor, spec: ShardSpec) -> None:
-    wanted = f"{list(param.shape)} on {param.device.type}"
+    wanted = f"{list(param.shape)} on {(spec.device or param.device).type}"
     found = "nothing" if plain is None else f"{list(plain.shape)} on {plain.device.type}"
     if wanted != found:
         raise ShardingError(

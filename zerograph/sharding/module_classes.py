@@ -13,7 +13,7 @@ import copyreg
 import functools
 import inspect
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ class ShardSpec(NamedTuple):
         dtype: dtype of the full tensor, for gather and compute.
         reduce_dtype: dtype of the gradient's reduction over ranks.
         sharded: split by rows over the ranks of ``group``, or whole on each.
+        device: of the full tensor, where the outward parameter is on the host of an accelerator; else None.
     """
 
     name: str
@@ -47,6 +48,7 @@ class ShardSpec(NamedTuple):
     dtype: torch.dtype
     reduce_dtype: torch.dtype
     sharded: bool
+    device: torch.device | None = None
 
     def computing_in(self, dtype: torch.dtype) -> ShardSpec:
         """That of the same parameter in another compute dtype."""
@@ -109,7 +111,7 @@ class ShardedModule:
             params.update({name: everything[name] for name in order})
         for name, param in outward.items():
             spec, dtype = self._zg_specs[name], param.dtype
-            _set_values(param, fn(param.detach()), spec)
+            _set_values(param, _converted(param, fn, spec), spec)
             if spec.dtype == dtype != param.dtype:
                 self._zg_specs = {**self._zg_specs, name: spec.computing_in(param.dtype)}
         return self
@@ -146,6 +148,30 @@ def _kept(name: str, done: str) -> ShardingError:
     )
 
 
+def _converted(param: nn.Parameter, fn: Callable[[Tensor], Tensor], spec: ShardSpec) -> Tensor:
+    """What ``fn``, which converts or moves tensors, makes of ``param``.
+
+    One on the host of an accelerator stays there, and ``fn`` may not move what it computes on: ``model.cuda()`` does
+    nothing to it.
+
+    Raises:
+        ShardingError: it would compute elsewhere.
+    """
+    if spec.device is None:
+        return fn(param.detach())
+    asked = fn(torch.empty(0, dtype=param.dtype, device=spec.device))
+    if asked.device.type != spec.device.type:
+        raise _stays(spec, spec.device, asked.device)
+    return param.detach().to(asked.dtype)
+
+
+def _stays(spec: ShardSpec, own: torch.device, wanted: torch.device) -> ShardingError:
+    return ShardingError(
+        f"parameter {spec.name} is sharded on {own.type} and cannot move to {wanted.type}",
+        "move the model before its first call, or before zerograph.shard",
+    )
+
+
 def _set_values(param: nn.Parameter, values: Tensor, spec: ShardSpec) -> None:
     """Let ``param`` stand for ``values``, maybe of another dtype, and stay the object that optimizers hold.
 
@@ -153,10 +179,7 @@ def _set_values(param: nn.Parameter, values: Tensor, spec: ShardSpec) -> None:
         ShardingError: the values lie on another kind of device, where no transport was opened.
     """
     if values.device.type != param.device.type and not param.is_meta:
-        raise ShardingError(
-            f"parameter {spec.name} is sharded on {param.device.type} and cannot move to {values.device.type}",
-            "move the model before its first call, or before zerograph.shard",
-        )
+        raise _stays(spec, param.device, values.device)
     if values.dtype == param.dtype and values.device == param.device:
         if _memory(values) != _memory(param):
             param.detach().copy_(values)

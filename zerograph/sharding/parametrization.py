@@ -14,10 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from zerograph.core.config import Config
-from zerograph.core.errors import ConfigError, UnsupportedError
+from zerograph.core.errors import UnsupportedError
 from zerograph.core.units import format_bytes
-from zerograph.sharding.adopt import modules_holding, one_mesh, replace_everywhere
+from zerograph.runtime.host import HostMemory
+from zerograph.sharding.adopt import modules_holding, replace_everywhere
 from zerograph.sharding.forward import count_running_call
+from zerograph.sharding.host_parameters import homes_by_name, is_outward_there, moved
 from zerograph.sharding.module_classes import (
     ShardSpec,
     class_of,
@@ -27,6 +29,7 @@ from zerograph.sharding.module_classes import (
     present,
 )
 from zerograph.sharding.optimizer_states import early_states, share, share_states
+from zerograph.sharding.ranks import Ranks
 from zerograph.sharding.shards import as_shard, local_rows
 from zerograph.sharding.torch_private import share_hooks
 from zerograph.sharding.unsupported_modules import refuse_modules
@@ -40,7 +43,7 @@ Places = list[tuple[nn.Module, str]]
 def shard_parameters(
     roots: Sequence[nn.Module],
     config: Config,
-    mesh: DeviceMesh | None,
+    ranks: Ranks,
     objects: Sequence[Any],
     taken: Container[str] = (),
 ) -> dict[str, nn.Parameter]:
@@ -56,13 +59,19 @@ def shard_parameters(
     Raises:
         UnsupportedError: a parameter that cannot be sharded, before anything was changed.
     """
+    mesh = ranks.mesh
     refuse_modules(roots, several_ranks=mesh is not None and mesh.size() > 1)
     named, places = _owned(roots, taken)
     # Everything that may be refused comes before the first change: a model is sharded wholly or not at all.
     _make_classes(roots, places)
     specs = {name: spec_of(param, name, config, mesh) for name, param in named.items()}
+    if ranks.host is not None:
+        homes = homes_by_name(config)
+        for name, plain in named.items():
+            if specs[name].sharded and is_outward_there(homes(name), plain):
+                specs[name] = specs[name]._replace(device=ranks.device)
     _warn_of_few_rows(named, specs, mesh)
-    new = {name: _new_parameter(param, specs[name], mesh, config.sharding) for name, param in named.items()}
+    new = {name: _new_parameter(param, specs[name], ranks, config.sharding) for name, param in named.items()}
     # Before optimizers get the new parameters: then their states are split like these, which must be rank 0's by now.
     share_states(early_states(named, objects), mesh)
     for module in modules_holding(named.values(), objects):
@@ -138,20 +147,51 @@ def unique(name: str, *used: Container[str]) -> str:
     return next(c for c in candidates if not any(c in names for names in used))
 
 
-def _new_parameter(param: nn.Parameter, spec: ShardSpec, mesh: DeviceMesh | None, stage: int) -> nn.Parameter:
-    new = nn.Parameter(distribute(param, spec, mesh, stage), requires_grad=param.requires_grad)
+def _new_parameter(param: nn.Parameter, spec: ShardSpec, ranks: Ranks, stage: int) -> nn.Parameter:
+    value = distribute(param, spec, ranks.mesh, stage)
+    if spec.device is not None and ranks.host is not None and not value.is_meta:
+        value = moved(value, ranks.host)
+    new = nn.Parameter(value, requires_grad=param.requires_grad)
     if param.grad is not None:
-        new.grad = _convert_grad(param.grad, new, mesh)
-    # What libraries hang on parameters, such as marks for weight decay.
-    new.__dict__.update(param.__dict__)
-    share_hooks(param, new)
+        new.grad = _convert_grad(param.grad, new, ranks.mesh)
+    _take_marks(new, param)
     return new
+
+
+def leave(params: Mapping[str, nn.Parameter], ranks: Ranks, objects: Sequence[Any]) -> dict[str, nn.Parameter]:
+    """Put the sharded ``params`` on the host, where a plan has them that was made after they were sharded; returns the
+    outward ones that are in their places from now on, by name. No communication."""
+    assert ranks.host is not None
+    new: dict[int, tuple[Tensor, nn.Parameter]] = {}
+    for param in params.values():
+        home = nn.Parameter(moved(param, ranks.host), requires_grad=param.requires_grad)
+        if param.grad is not None:
+            home.grad = moved(param.grad, ranks.host)
+        _take_marks(home, param)
+        new[id(param)] = (param, home)
+    for module in modules_holding(params.values(), objects):
+        for attribute, held in list(module._parameters.items()):
+            if id(held) in new:
+                spec = module.__dict__["_zg_specs"][attribute]._replace(device=ranks.device)
+                present(module, attribute, new[id(held)][1], spec)
+    replace_everywhere(new, lambda value, param: _follow(value, param, ranks.host), objects)
+    return {name: new[id(param)][1] for name, param in params.items()}
+
+
+def _follow(value: Any, param: nn.Parameter, host: HostMemory) -> Any:
+    """State of an optimizer whose parameter went to the host."""
+    return moved(value, host) if isinstance(value, Tensor) and value.shape == param.shape else value
+
+
+def _take_marks(new: nn.Parameter, old: nn.Parameter) -> None:
+    new.__dict__.update(old.__dict__)  # what libraries hang on parameters, such as marks for weight decay
+    share_hooks(old, new)
 
 
 def _convert_grad(grad: Tensor, new: nn.Parameter, mesh: DeviceMesh | None) -> Tensor:
     """A gradient from before sharding: averaged over ranks, then split like its parameter."""
     if mesh is None or mesh.size() == 1:
-        return grad
+        return grad.to(new.device)
     grad = grad.detach().clone()
     if not grad.is_meta:
         dist.all_reduce(grad, group=mesh.get_group())
@@ -161,9 +201,9 @@ def _convert_grad(grad: Tensor, new: nn.Parameter, mesh: DeviceMesh | None) -> T
 
 def convert_state(value: Any, param: nn.Parameter) -> Any:
     """Optimizer state from before sharding: tensors of the parameter's shape are split like it."""
-    if isinstance(value, Tensor) and isinstance(param, DTensor) and value.shape == param.shape:
-        return as_shard(value, param)
-    return value
+    if not isinstance(value, Tensor) or value.shape != param.shape or param.is_meta:
+        return value
+    return as_shard(value, param) if isinstance(param, DTensor) else value.to(param.device)
 
 
 def _share_buffers(roots: Sequence[nn.Module], mesh: DeviceMesh | None) -> None:
@@ -215,27 +255,6 @@ def distribute(value: Tensor, spec: ShardSpec, mesh: DeviceMesh | None, stage: i
     if stage == 0:
         # Distributed all the same: it brings rank 0's values to all ranks.
         return value if value.is_meta else distribute_tensor(value, mesh, [placement]).to_local()
-    return local_rows(value, mesh, placement) if value.is_meta else distribute_tensor(value, mesh, [placement])
-
-
-def resolve_mesh(config: Config, device_type: str) -> DeviceMesh | None:
-    """The mesh to shard over: the user's, or a 1-D one over the default process group; None without any group.
-
-    Raises:
-        ConfigError: the mesh lies on another device type than the model.
-    """
-    if config.mesh is not None:
-        if config.mesh.device_type != device_type:
-            raise ConfigError(
-                f"mesh is on {config.mesh.device_type!r}, the model on {device_type!r}",
-                f'make it with init_device_mesh("{device_type}", (world_size,))',
-            )
-        if config.mesh.get_coordinate() is None:
-            raise ConfigError(
-                f"rank {dist.get_rank()} is not in the mesh, which has ranks {config.mesh.mesh.flatten().tolist()}",
-                "run the model only on ranks of its mesh, or make a mesh of all ranks",
-            )
-        return one_mesh(config.mesh)
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return one_mesh(dist.device_mesh.init_device_mesh(device_type, (dist.get_world_size(),)))
+    if value.is_meta:
+        return local_rows(value, mesh, placement, value.device)
+    return distribute_tensor(value, mesh, [placement])

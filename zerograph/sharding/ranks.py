@@ -10,9 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerograph.compiler.agreement import Agreement
 from zerograph.core.config import Config
+from zerograph.core.errors import ConfigError
 from zerograph.runtime.comm import Communicator, LoneCommunicator, connect
+from zerograph.runtime.host import AcceleratorHost, HostMemory
+from zerograph.runtime.torch_private import reach_host
+from zerograph.sharding.adopt import one_mesh
 from zerograph.sharding.grad_scaler import find_inf_on_all_ranks
-from zerograph.sharding.parametrization import resolve_mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class Ranks:
         mesh: the mesh of them; None without a process group.
         communicator: the transport; None before there is a model.
         agreement: how they agree on what they compile; None where there is one rank, and where ranks are simulated.
+        host: of an accelerator, for what leaves it; None where nothing does, and on a CPU.
     """
 
     device: torch.device
@@ -32,18 +36,22 @@ class Ranks:
     mesh: DeviceMesh | None = None
     communicator: Communicator | None = None
     agreement: Agreement | None = None
+    host: HostMemory | None = None
 
     @classmethod
     def connect(cls, config: Config, device: torch.device) -> Ranks:
         """Find the mesh and connect to the other ranks, who all call this."""
         mesh = resolve_mesh(config, device.type)
+        host = AcceleratorHost(device) if "host" in config.away and device.type != "cpu" else None
         if mesh is None or mesh.size() == 1:
-            return cls(device, mesh=mesh, communicator=LoneCommunicator())
+            return cls(device, mesh=mesh, communicator=LoneCommunicator(), host=host)
         group = mesh.get_group()
+        if host is not None:
+            reach_host(group)
         find_inf_on_all_ranks()
         agreement = Agreement.open(group, device, config.plan)
         communicator = connect(group, device, agreement.meeting if agreement is not None else None)
-        return cls(device, mesh.size(), mesh, communicator, agreement)
+        return cls(device, mesh.size(), mesh, communicator, agreement, host)
 
 
 def expected(config: Config) -> int:
@@ -51,3 +59,26 @@ def expected(config: Config) -> int:
     if config.mesh is not None:
         return config.mesh.size()
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def resolve_mesh(config: Config, device_type: str) -> DeviceMesh | None:
+    """The mesh to shard over: the user's, or a 1-D one over the default process group; None without any group.
+
+    Raises:
+        ConfigError: the mesh lies on another device type than the model.
+    """
+    if config.mesh is not None:
+        if config.mesh.device_type != device_type:
+            raise ConfigError(
+                f"mesh is on {config.mesh.device_type!r}, the model on {device_type!r}",
+                f'make it with init_device_mesh("{device_type}", (world_size,))',
+            )
+        if config.mesh.get_coordinate() is None:
+            raise ConfigError(
+                f"rank {dist.get_rank()} is not in the mesh, which has ranks {config.mesh.mesh.flatten().tolist()}",
+                "run the model only on ranks of its mesh, or make a mesh of all ranks",
+            )
+        return one_mesh(config.mesh)
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return one_mesh(dist.device_mesh.init_device_mesh(device_type, (dist.get_world_size(),)))

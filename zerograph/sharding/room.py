@@ -1,4 +1,4 @@
-"""Where the shards of a model that is materialized are made: on its device, or at once on NVMe."""
+"""Where the shards of a model that is materialized are made: on its device, or at once where they will live."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zerograph.runtime.host import HostMemory
+from zerograph.runtime.hosted import home_for
 from zerograph.runtime.shards import ShardStore
 
 
@@ -16,14 +18,19 @@ class Room:
 
     Attributes:
         device: of the model.
-        store: makes those that leave the device; None where none does.
+        store: makes those that go to NVMe; None where none does.
+        host: of the device, for those whose outward parameters are there; None where none are.
     """
 
     device: torch.device
     store: ShardStore | None = None
+    host: HostMemory | None = None
 
-    def empty(self, like: Tensor, *, leaves: bool) -> Tensor:
-        """Memory for a tensor as ``like``; ``leaves`` says whether it is a shard, and no buffer or scalar."""
+    def empty(self, like: Tensor, *, leaves: bool, home: bool) -> Tensor:
+        """Memory for a tensor as ``like``; ``leaves`` says whether it is a shard, and no buffer or scalar, ``home``
+        whether it belongs on the host of an accelerator."""
+        if self.host is not None and home:
+            return home_for(like, self.host)
         if self.store is not None and leaves and like.numel():
             return self.store.early(like)
         return torch.empty_like(like, device=self.device)

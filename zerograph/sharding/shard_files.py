@@ -26,6 +26,7 @@ class Wanted(Protocol):
     names: list[str]
     local: Tensor | None
     leaves: bool
+    home: bool
 
 
 def read_files(
@@ -116,7 +117,7 @@ def _read_all(slots: Sequence[Wanted], found: dict[int, tuple[Any, str]], room: 
 
 
 def _read(slot: Wanted, file: Any, name: str, room: Room) -> None:
-    local = room.empty(local_of(slot.tensor), leaves=slot.leaves)
+    local = room.empty(local_of(slot.tensor), leaves=slot.leaves, home=slot.home)
     if slot.tensor.ndim == 0:
         # safetensors cuts slices of at least one dimension.
         local.copy_(file.get_tensor(name))

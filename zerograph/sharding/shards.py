@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from zerograph.core.errors import ZeroGraphError
 from zerograph.graph.torch_private import resolve_group
+from zerograph.runtime.torch_private import as_dtensor
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup | None:
@@ -53,21 +54,20 @@ def local_of(param: Tensor) -> Tensor:
 
 
 def as_shard(value: Tensor, like: DTensor) -> DTensor:
-    """The rows of the full ``value`` that this rank holds of ``like``; no communication."""
-    return local_rows(value, like.device_mesh, like.placements[0])
+    """The rows of the full ``value`` that this rank holds of ``like``, where that is; no communication."""
+    return local_rows(value, like.device_mesh, like.placements[0], like.device)
 
 
-def local_rows(value: Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
-    """The rows of the full ``value`` that this rank holds when it is placed so; no communication."""
+def local_rows(value: Tensor, mesh: DeviceMesh, placement: Placement, device: torch.device) -> DTensor:
+    """The rows of the full ``value`` that this rank holds on ``device`` when it is placed so; no communication."""
     local = value
     if isinstance(placement, Shard):
         rows = -(-len(value) // mesh.size())
         local = value[mesh.get_local_rank() * rows :][:rows]
     # A clone of the rows: a view would keep the full tensor alive.
     local = local.contiguous() if local is value else local.clone(memory_format=torch.contiguous_format)
-    return DTensor.from_local(
-        local, mesh, [placement], run_check=False, shape=value.shape, stride=value.contiguous().stride()
-    )
+    local = local if local.is_meta else local.to(device)
+    return as_dtensor(local, mesh, [placement], value.shape, value.contiguous().stride())
 
 
 def full_value(param: Tensor) -> Tensor:

@@ -1,0 +1,133 @@
+"""Training with what a device has no room for on the host: the cases that a CPU with a split memory is tested by
+(tests/numerics/test_host_tier.py), on an accelerator, alone and as two gloo ranks that share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from numerics import host_cases as cases
+from numerics.test_offload import Run, _accumulates_and_evaluates, adamw, momentum, stock
+from ranks import run
+from torch import nn
+
+import zerograph
+from zerograph.core.errors import ShardingError
+from zerograph.runtime.torch_private import local_tensor
+
+
+def _here(case: Callable[..., Any], *args: Any) -> Any:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    Run.device = torch.device(device.type, 0)
+    torch.zeros(1, device=Run.device)  # before a mesh takes the rank's number for its device's
+    return case(*args)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "case", [cases.unusual, cases.alike_everywhere, cases.asks_for_gradients], ids=lambda c: c.__name__
+)
+def test_training_is_the_same(case: str, world_size: int) -> None:
+    run(world_size, _here, getattr(cases, case))
+
+
+def _odd(offload: str) -> None:
+    cases.odd(cases.on_host(offload))
+
+
+@pytest.mark.parametrize("offload", ["gradients", "parameters"])
+def test_odd_gradients_views_and_inference(offload: str) -> None:
+    run(1, _here, _odd, offload)
+
+
+def test_checkpoints_load_at_either_home(tmp_path: Path) -> None:
+    run(2, _here, cases.resumed, str(tmp_path / "checkpoint"))
+
+
+def test_memory_for_gradients_is_used_again() -> None:
+    run(1, _here, cases.memory_of_gradients)
+
+
+def _each_home(dtype: torch.dtype | None) -> None:
+    for make in (adamw, momentum, stock):
+        trained = []
+        for offload in ("optimizer", "gradients", "parameters"):
+            training = Run(make, stage=3, dtype=dtype, **cases.on_host(offload))
+            _accumulates_and_evaluates(training)
+            weight = training.model.layers[0][0].weight
+            assert weight.is_cpu and weight.grad is None
+            assert all(state.is_cpu for state in training.optimizer.state[weight].values())
+            trained.append(training.result())
+        cases._same(trained[0], trained[1])
+        cases._same(trained[0], trained[2])
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["own", "bfloat16"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_each_home_gives_the_same_bits(world_size: int, dtype: torch.dtype | None) -> None:
+    run(world_size, _here, _each_home, dtype)
+
+
+def _moves() -> None:
+    training = Run(adamw, stage=3, **cases.on_host())
+    training.steps(1)
+    weight = training.model.layers[0][0].weight
+    before = local_tensor(weight).data_ptr()
+    assert training.backend.report().on_host.keys() == {"parameters", "gradients"}
+    assert training.model.to(Run.device).layers[0][0].weight is weight
+    assert (weight.is_cpu, local_tensor(weight).data_ptr()) == (True, before)
+    with pytest.raises(ShardingError, match="cannot move to cpu"):
+        training.model.cpu()
+    with zerograph.gathered(training.model) as model:
+        assert {p.device.type for p in model.parameters()} == {Run.device.type}
+        model(training.tokens())
+    training.steps(1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_stays_on_the_device_it_computes_on(world_size: int) -> None:
+    run(world_size, _here, _moves)
+
+
+def _built_on_meta() -> None:
+    losses: list[list[float]] = []
+    for more in ({}, cases.on_host()):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+        backend = zerograph.backend(stage=3, compute="eager", **more)
+        zerograph.materialize(zerograph.shard(model, backend, device=Run.device))
+        assert all(local_tensor(p).is_pinned() for p in model.parameters()) is bool(more)
+        compiled, optimizer = torch.compile(model, backend=backend), adamw(model)
+        losses.append([])
+        for _ in range(3):
+            loss = compiled(torch.ones(4, 8, device=Run.device)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    cases.close(torch.tensor(losses[1]), torch.tensor(losses[0]))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_on_the_meta_device_is_made_on_the_host(world_size: int) -> None:
+    run(world_size, _here, _built_on_meta)
+
+
+def _chosen() -> None:
+    """The search finds out after the first trace what has to leave."""
+    own = {"stage": 3, "offload": "auto", "tier": "host", "memory": "350KiB"}
+    here, there = Run(adamw, stage=3), Run(adamw, **own)
+    for training in (here, there):
+        _accumulates_and_evaluates(training)
+    assert any(p.is_cpu for p in there.model.parameters())
+    cases.same(here.result(), there.result())
+
+
+def test_what_a_search_moves_is_traced_again() -> None:
+    run(1, _here, _chosen)
