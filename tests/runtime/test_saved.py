@@ -6,7 +6,6 @@ import gc
 import logging
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor
 from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError
 from zerograph.core.machine import Tier
-from zerograph.runtime.host import HostMemory
+from zerograph.runtime.host import Pairs, SplitHost, Transfer
 from zerograph.runtime.nvme import Arena
 from zerograph.runtime.saved import SavedActivations
 
@@ -27,7 +26,7 @@ TIERS: tuple[Tier, ...] = ("nvme", "host")
 @pytest.fixture
 def saved(tmp_path: Path) -> Iterator[SavedActivations]:
     with Arena([tmp_path], 2 * ROOM) as arena:
-        host = HostMemory()
+        host = SplitHost()
         found = SavedActivations(lambda: host)
         found.arena, found.room = arena, ROOM
         yield found
@@ -149,9 +148,9 @@ def test_whoever_does_not_wait_for_the_host_reads_not_a_number(
     assert host is not None
     started = host.start
 
-    def late(source: Tensor, target: Tensor) -> Future[None]:
+    def late(pairs: Pairs) -> Transfer:
         host._threads[next(iter(host._threads))].submit(goes.wait)
-        return started(source, target)
+        return started(pairs)
 
     monkeypatch.setattr(host, "start", late)
     returning = saved.fetch(away, "host")
