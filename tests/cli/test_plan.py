@@ -514,3 +514,13 @@ def test_a_model_file_may_have_the_name_of_a_module(tmp_path: Path) -> None:
     result = run(f"{tmp_path}/random.py:with_inputs", "--machine", "cpu")
     assert result.exit_code == 0, result.stderr
     assert sys.modules["random"] is random
+
+
+def test_activations_leave_without_a_search() -> None:
+    sized = ("--layers", "2", "--hidden", "64", "--vocab", "128", "--seq", "64", "--activations", "nvme", "--json")
+    for machine, unexecuted in (("cpu", ""), ("h100-80gb", "activations of layers.0 on nvme")):
+        result = run(*sized, "--machine", machine)
+        assert result.exit_code == 0, result.stderr
+        file = PlanFile.from_json(result.stdout)
+        assert file.plan.offload == (("layers.0", "nvme"), ("layers.1", "nvme"))
+        assert file.unexecuted == unexecuted and file.forecast.peaks["nvme"].bytes > 0
