@@ -1,0 +1,40 @@
+"""Which ranks a model is sharded over, and which meshes are refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+from torch.distributed.device_mesh import DeviceMesh
+
+import zerograph
+from zerograph.core.errors import ConfigError
+from zerograph.sharding.ranks import Ranks, expected, resolve_mesh
+
+
+def _meshes() -> str:
+    config = zerograph.backend(stage=3).config
+    mesh = resolve_mesh(config, "cpu")
+    assert mesh is not None and mesh.size() == expected(config) == 2
+    first = zerograph.backend(stage=3, mesh=DeviceMesh("cpu", [0])).config
+    assert expected(first) == 1
+    with pytest.raises(ConfigError, match="mesh is on 'cpu', the model on 'cuda'"):
+        resolve_mesh(first, "cuda")
+    if dist.get_rank() == 0:
+        ranks = Ranks.connect(first, torch.device("cpu"))
+        assert (ranks.size, ranks.agreement, ranks.host) == (1, None, None)
+        return ""
+    with pytest.raises(ConfigError) as caught:
+        resolve_mesh(first, "cpu")
+    return str(caught.value)
+
+
+def test_a_mesh_is_found_or_refused() -> None:
+    first, second = run(2, _meshes)
+    assert first == "" and "rank 1 is not in the mesh, which has ranks [0]" in second
+
+
+def test_a_process_without_a_group_is_alone() -> None:
+    config = zerograph.backend(stage=3).config
+    assert resolve_mesh(config, "cpu") is None and expected(config) == 1
