@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from zerograph.core.errors import StorageError
 from zerograph.core.machine import Tier
-from zerograph.core.plan import Bucket, Homes, Param, Plan
+from zerograph.core.plan import Bucket, Homes, Param, Plan, Update
 from zerograph.core.slots import SLOT, SLOTS, slot_bytes
 from zerograph.core.units import format_bytes
 from zerograph.runtime.blocks import UNIT, Block, Place, Run
@@ -75,6 +75,7 @@ class ShardStore:
         arena: with everything that is on NVMe; None while nothing is.
         host: what is there; None where its memory is the device's.
         changes: how often homes were given.
+        updates: where what is on the host is updated, there or on the device.
         half_done: by optimizer, why its last update changed a part of what is on NVMe; until it loads a checkpoint.
     """
 
@@ -99,6 +100,7 @@ class ShardStore:
         self._fetched = BufferPool(huge_tensor)
         self.arena: Arena | None = None
         self.changes = 0
+        self.updates: Update = "host"
         self.half_done: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
 
     def settle(
@@ -119,6 +121,7 @@ class ShardStore:
         Raises:
             StorageError: there is no room.
         """
+        self.updates = plan.update
         own = {param.name: bucket.homes for bucket in plan.buckets for param in bucket.params}
         masters = any(p.is_master for b in plan.buckets for p in b.params)
         for bucket in plan.buckets:
@@ -410,12 +413,12 @@ class ShardStore:
             return None
         # On a split machine an update on the host writes what is there; what is elsewhere follows.
         if self.host is not None:
-            return copy.cast if name in self._on_host else None
+            return copy.cast if name in self._on_host and self.updates == "host" else None
         return copy.tensor
 
     def begin_to_follow(self, name: str) -> Tensor | None:
-        """The copy, flat, that is to be brought the values that an update streams of a parameter on NVMe; None where
-        it has none, or streams that too. It counts as stale until :meth:`updated` says otherwise."""
+        """The copy, flat, that is to be brought the values that an update streams of a parameter; None where it has
+        none, or streams that too. It counts as stale until :meth:`updated` says otherwise."""
         copy = self._copy(name) if self.host is not None else None
         if copy is None:
             return None
@@ -423,6 +426,12 @@ class ShardStore:
         copy.renew()
         found = copy.tensor if copy.cast is None else copy.cast
         return found.as_strided((found.numel(),), (1,)) if found is not None else None
+
+    def lifted(self, param: Tensor) -> str:
+        """The name of ``param``, if it is on the host and updated on the device; else empty."""
+        name = self._names().get(id(param), "") if self.updates == "device" else ""
+        self._copy(name)
+        return name if name in self._on_host else ""
 
     def streamed(self, param: Tensor) -> tuple[tuple[str, torch.dtype], ...]:
         """What is on NVMe of ``param`` besides states: it itself, and its copy."""
@@ -439,7 +448,7 @@ class ShardStore:
         follow from now on."""
         for name, copy in self._having_copies(params):
             copy.seen = versions(self._params[name])
-            if name in self._on_host:
+            if name in self._on_host and self.updates == "host":
                 self._there().upload(name, copy)
 
     def touched(self, params: Iterable[Tensor]) -> None:
@@ -528,7 +537,7 @@ class ShardStore:
         """
         for why in self.half_done.values():
             raise StorageError(
-                f"the last update ended half done ({why}): some parameters and states on NVMe are those after it",
+                f"the last update ended half done ({why}): some parameters and states are those after it",
                 "load a checkpoint of the model and of its optimizer",
             )
 

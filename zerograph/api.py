@@ -290,6 +290,8 @@ def backend(**options: Any) -> Backend:
             of parameters that compute in another dtype; "gradients", those too; "parameters", all of it; or "auto", per
             bucket what has to leave for the step to fit ``memory``, and nothing where it fits without. Runs on CPUs.
         tier: where that goes: "nvme", the default; "host" only on a ``machine`` that counts as split.
+        update: where states on the host are updated: "host", beside them, or "device", through which they then pass in
+            slots and back. Not with anything on NVMe.
         host_memory: bytes of the host's memory that a rank may use for that, ``"100GiB"`` or a number; default: what is
             free, shared by the host's ranks, and no more than ``machine`` says.
         path: folder on NVMe to keep it in, or a list of folders, over which it is striped; needed with ``offload``.

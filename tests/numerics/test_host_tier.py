@@ -30,7 +30,10 @@ from numerics.test_offload import (
     _same,
     _without_a_gradient,
     adamw,
+    bf16_moments,
     groups,
+    mastered,
+    stock,
 )
 from ranks import RankFailure, run
 from torch import Tensor, nn
@@ -38,6 +41,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn import functional as F
 
 import zerograph
+from zerograph.core import slots
+from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Homes
 from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.forecast import forecast_file
@@ -110,6 +115,34 @@ def _alike(trains: Callable[[Run], None], away: dict[str, Any], make: Any = adam
 def _unusual_steps(training: Run) -> None:
     for trains in (_clipping_and_skipping, _changed_outside, _without_a_gradient, _becomes_bfloat16):
         trains(training)
+
+
+UPDATES: list[tuple[Any, str, dict[str, Any]]] = [
+    (groups, "parameters", {"dtype": torch.bfloat16}),
+    (mastered, "optimizer", {"whole": torch.bfloat16}),
+    (adamw, "optimizer", {}),
+    (bf16_moments, "parameters", {}),
+    (stock, "parameters", {"dtype": torch.bfloat16}),
+]
+
+
+def _on_the_device(trains: Callable[[Run], None], slot: int, make: Any, offload: str, options: dict[str, Any]) -> None:
+    """Update on the device, through which states pass in slots of so many bytes."""
+    before, slots.SLOT = slots.SLOT, slot
+    try:
+        _alike(trains, {**HOST, "offload": offload, "update": "device"}, make, **options)
+    finally:
+        slots.SLOT = before
+
+
+@pytest.mark.parametrize(("make", "offload", "options"), UPDATES, ids=[make.__name__ for make, *_ in UPDATES])
+def test_updates_on_the_device_are_the_same_to_the_bit(make: Any, offload: str, options: dict[str, Any]) -> None:
+    run(2, _on_the_device, _accumulates_and_evaluates, 32 * 2**10, make, offload, options)
+
+
+@pytest.mark.parametrize(("world_size", "slot"), [(1, 2**26), (4, 2**10)])
+def test_unusual_steps_that_update_on_the_device(world_size: int, slot: int) -> None:
+    run(world_size, _on_the_device, _unusual_steps, slot, adamw, "parameters", {"dtype": torch.bfloat16})
 
 
 def _in_bfloat16(trains: Callable[[Run], None], away: dict[str, Any]) -> None:
@@ -244,6 +277,12 @@ def _refused(options: dict[str, Any]) -> None:
 def test_a_cpu_has_one_memory() -> None:
     with pytest.raises(RankFailure, match=r"nothing would leave it(?s:.*)tier=.nvme"):
         run(2, _refused, {"offload": "optimizer", "tier": "host"})
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": "optimizer", "path": "/tmp"}, {**BEHIND, "path": "/tmp"}])
+def test_where_nothing_is_on_the_host_nothing_is_updated_from_there(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"nothing is kept on the host alone(?s:.*)tier=.host"):
+        zerograph.backend(**options, update="device")
 
 
 def _fails() -> str:

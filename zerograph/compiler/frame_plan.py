@@ -283,6 +283,7 @@ class Planner:
             prefetch=config.prefetch,
             recompute=config.recompute,
             homes=homes_of(config) if step.training else DEVICE,
+            update=config.update if step.training else "host",
         )
 
     def _search(self, step: Step, states: int) -> Found:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import Machine, Tier, machine_from
-from zerograph.core.plan import OFFLOADS, GivenPlan, Offload, level_at
+from zerograph.core.plan import OFFLOADS, UPDATES, GivenPlan, Offload, Update, level_at
 from zerograph.core.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ DEFAULT_PREFETCH = 1
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 OFFLOAD = (*OFFLOADS, "auto")
 OFFLOAD_TIERS = ("host", "nvme")
-PLANNED = ("stage", "bucket_size", "prefetch", "recompute", "memory", "machine", "offload", "tier")
+PLANNED = ("stage", "bucket_size", "prefetch", "recompute", "memory", "machine", "offload", "tier", "update")
 """Arguments that say what a plan decides, and so have no place beside ``plan``."""
 
 
@@ -52,6 +52,8 @@ class Config:
             gradients, parameters; "auto" chooses per bucket what has to leave for the step to fit ``memory``.
         tier: where it goes, "host" or "nvme"; None leaves that to the planner, which on a CPU has NVMe alone, unless
             its machine is split.
+        update: where states on the host are updated: "host", beside them, or "device", through which they then pass in
+            slots and back.
         host_memory: bytes of the host's memory that a rank may use; None is its share of what is free.
         path: folders on NVMe, over which what goes there is striped.
         nvme: bytes that a rank reserves there; None is what the plan needs, if the folders have that.
@@ -74,6 +76,7 @@ class Config:
     recompute: Recompute = "auto"
     offload: Offload | Literal["auto"] = "none"
     tier: Literal["host", "nvme"] | None = None
+    update: Update = "host"
     host_memory: int | None = None
     path: tuple[str, ...] = ()
     nvme: int | None = None
@@ -196,6 +199,16 @@ class Config:
             "nvme" in self.away or not given,
             f"{' and '.join(given)} given, and nothing goes to NVMe",
             'say what goes there: offload="optimizer", or offload="auto" with memory=',
+        )
+        _require(
+            self.update in UPDATES,
+            f"update must be one of {UPDATES}, got {self.update!r}",
+            '"host" updates states on the host beside them, "device" has them pass through the device',
+        )
+        _require(
+            self.update == "host" or self.away == {"host"},
+            'update="device" has states of the host pass through the device, and nothing is kept on the host alone',
+            'offload="optimizer", tier="host", which on a CPU needs a machine= with "split": true; or update="host"',
         )
         _require(
             "host" in self.away or self.host_memory is None,

@@ -18,16 +18,16 @@ class PendingUpdate:
         self,
         ticket: _core.Ticket | None,
         touched: Sequence[tuple[Part, Gradients]],
-        stream: Callable[[], None] | None = None,
+        streams: Sequence[Callable[[], None]] = (),
         updated: Callable[[Iterable[Tensor]], None] = lambda _: None,
     ) -> None:
-        """``stream`` updates what is on NVMe, in the thread that waits; ``updated`` hears of all that was."""
-        self._ticket, self._touched, self._stream, self._updated = ticket, touched, stream, updated
+        """``streams`` update what passes through slots, in the thread that waits; ``updated`` hears of all that was."""
+        self._ticket, self._touched, self._streams, self._updated = ticket, touched, streams, updated
         self.failed: Callable[[BaseException], None] = lambda _: None  # hears of an error in wait()
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
-        return self._stream is None and (self._ticket is None or self._ticket.done())
+        return not self._streams and (self._ticket is None or self._ticket.done())
 
     def wait(self) -> None:
         """Return once everything is updated. A second call does nothing.
@@ -37,9 +37,9 @@ class PendingUpdate:
         """
         ticket, self._ticket = self._ticket, None
         touched, self._touched = self._touched, ()
-        stream, self._stream = self._stream, None
+        streams, self._streams = self._streams, ()
         try:
-            if stream is not None:
+            for stream in streams:
                 stream()
         except BaseException as error:
             self.failed(error)

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from itertools import groupby
 
 from zerograph.core.config import Recompute
-from zerograph.core.plan import DEVICE, Bucket, Homes, Plan, Residency
+from zerograph.core.plan import DEVICE, Bucket, Homes, Plan, Residency, Update
 from zerograph.core.step import Param, Step, layer_of
 
 log = logging.getLogger(__name__)
@@ -28,6 +28,7 @@ def plan_step(
     prefetch: int,
     recompute: Recompute = "auto",
     homes: Homes = DEVICE,
+    update: Update = "host",
 ) -> Plan:
     """The plan for ``step`` at a fixed stage.
 
@@ -39,6 +40,7 @@ def plan_step(
         prefetch: buckets gathered ahead.
         recompute: which activations the backward computes again, see :class:`~zerograph.core.config.Config`.
         homes: of buckets with trained parameters.
+        update: where states on the host are updated.
     """
     residency: Residency = "use" if stage == 3 else "step"
     buckets = tuple(
@@ -52,6 +54,7 @@ def plan_step(
         prefetch=prefetch,
         recompute=_recomputed(step, recompute),
         save_others=recompute == "none",
+        update=update,
     )
 
 

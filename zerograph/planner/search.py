@@ -31,7 +31,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.executable import Executable
 from zerograph.core.garbage import without_gc
 from zerograph.core.machine import TIERS, Machine, Tier
-from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Offload, Plan, compute_dtype
+from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Offload, Plan, Update, compute_dtype
 from zerograph.core.simulate import on
 from zerograph.core.step import Step
 from zerograph.planner import knobs
@@ -93,6 +93,7 @@ class Wish:
             than a bucket may be tiled.
         tier: where it goes, "host" or "nvme"; None leaves that open.
         tile: whether large parameters may be tiled; None as ``offload`` has it.
+        update: where states on the host are updated; on the device only what the host has can be.
         executable: what the one who runs the plan can carry out, and nothing else is searched; None searches all.
     """
 
@@ -104,6 +105,7 @@ class Wish:
     offload: Offload | Literal["auto"] = "none"
     tier: Tier | None = None
     tile: bool | None = None
+    update: Update = "host"
     executable: Executable | None = None
 
     @classmethod
@@ -115,6 +117,7 @@ class Wish:
             "recompute": config.recompute,
             "offload": config.offload,
             "tier": config.tier,
+            "update": config.update,
         }
         return cls(config.stage, world_size, **given | fixed)
 
@@ -140,7 +143,8 @@ class Wish:
         Raises:
             ConfigError: offloading was asked for, and the machine has no such tier, or nobody carries it out there.
         """
-        found = open_tiers(machine, self.world_size, self.offload, self.tier)
+        tier = "host" if self.update == "device" else self.tier
+        found = open_tiers(machine, self.world_size, self.offload, tier)
         if self.executable is None or self.offload == "none":
             return found
         run = tuple(tier for tier in found if tier in self.executable.tiers)
@@ -498,6 +502,7 @@ def _spaces(
             bucket_size=size,
             prefetch=DEFAULT_PREFETCH if wish.prefetch is None else wish.prefetch,
             recompute=wish.recompute,
+            update=wish.update,
         )
         plan = replace(plan, loss_tiles=way.loss_tiles)
         # A model smaller than a bucket gets the same buckets for several sizes.
