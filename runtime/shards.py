@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from zerograph.core.errors import StorageError
 from zerograph.core.machine import Tier
-from zerograph.core.plan import Bucket, Homes, Param, Plan
+from zerograph.core.plan import Bucket, Homes, Param, Plan, Update
 from zerograph.core.slots import ITEM, SLOT, SLOTS, slot_bytes
 from zerograph.core.units import format_bytes
 from zerograph.runtime.background import Background
@@ -90,6 +90,7 @@ class ShardStore:
         host: what is there; None where its memory is the device's.
         saved: activations that wait for the backward off the device.
         changes: how often homes were given.
+        updates: where what is on the host is updated, there or on the device.
         half_done: by optimizer, why its last update changed a part of its parameters; until it loads a checkpoint.
     """
 
@@ -121,6 +122,7 @@ class ShardStore:
         self._background = Background("zerograph-update")
         self.arena: Arena | None = None
         self.changes = 0
+        self.updates: Update = "host"
         self.half_done: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
 
     def settle(
@@ -147,6 +149,7 @@ class ShardStore:
         Raises:
             StorageError: there is no room.
         """
+        self.updates = plan.update
         own = {param.name: bucket.homes for bucket in plan.buckets for param in bucket.params}
         masters = any(p.is_master for b in plan.buckets for p in b.params)
         if activations > self.saved.room:
@@ -456,12 +459,12 @@ class ShardStore:
             return None
         # On a split machine an update on the host writes what is there; what is elsewhere follows.
         if self.host is not None:
-            return copy.cast if name in self._on_host else None
+            return copy.cast if name in self._on_host and self.updates == "host" else None
         return copy.tensor
 
     def begin_to_follow(self, name: str) -> Tensor | None:
-        """The copy, flat, that is to be brought the values that an update streams of a parameter on NVMe; None where
-        it has none, or streams that too. It counts as stale until :meth:`updated` says otherwise."""
+        """The copy, flat, that is to be brought the values that an update streams of a parameter; None where it has
+        none, or streams that too. It counts as stale until :meth:`updated` says otherwise."""
         copy = self._copy(name) if self.host is not None else None
         if copy is None:
             return None
@@ -469,6 +472,12 @@ class ShardStore:
         copy.renew()
         found = copy.tensor if copy.cast is None else copy.cast
         return found.as_strided((found.numel(),), (1,)) if found is not None else None
+
+    def lifted(self, param: Tensor) -> str:
+        """The name of ``param``, if it is on the host and updated on the device; else empty."""
+        name = self._names().get(id(param), "") if self.updates == "device" else ""
+        self._copy(name)
+        return name if name in self._on_host else ""
 
     def streamed(self, param: Tensor) -> tuple[tuple[str, torch.dtype], ...]:
         """What is on NVMe of ``param`` besides states: it itself, and its copy."""
@@ -486,7 +495,7 @@ class ShardStore:
         rising = {}
         for name, copy in self._having_copies(params):
             copy.seen = versions(self._params[name])
-            if name in self._on_host:
+            if name in self._on_host and self.updates == "host":
                 rising[name] = copy
         if rising:
             self._there().upload(rising)

@@ -122,6 +122,8 @@ class Backend:
             raise UnsupportedError(
                 f"what belongs to a model on {device.type} cannot be kept on NVMe yet", 'tier="host", or a CPU'
             )
+        if self.config.update == "device" and device.type != "cpu":
+            raise UnsupportedError(f"states on the host cannot be updated on {device.type} yet", 'update="host"')
         if "host" in away and device.type == "cpu" and not split:
             raise ConfigError(
                 "the memory of a CPU's host is its device's: nothing would leave it",
@@ -315,6 +317,8 @@ def backend(**options: Any) -> Backend:
             of parameters that compute in another dtype; "gradients", those too; "parameters", all of it; or "auto", per
             bucket what has to leave for the step to fit ``memory``, and nothing where it fits without.
         tier: where that goes: "nvme", the default, on CPUs; "host" on GPUs, and on a ``machine`` that counts as split.
+        update: where states on the host are updated: "host", beside them, or "device", through which they then pass in
+            slots and back. Not with anything on NVMe, and not on GPUs.
         host_memory: bytes of the host's memory that a rank may use for that, ``"100GiB"`` or a number; default: what is
             free, shared by the host's ranks, and no more than ``machine`` says.
         activations: where what the forward saves of repeated layers waits for the backward: "keep" keeps it on the

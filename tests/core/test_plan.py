@@ -72,11 +72,11 @@ def test_plans_that_differ_have_different_digests(one: Plan, other: Plan) -> Non
 def test_another_version_is_refused() -> None:
     data = json.loads(Plan(3, 2, (), 1).to_json())
     for version in (4, 99, None):
-        with pytest.raises(ZeroGraphError, match=f"plan has version {version}, this ZeroGraph reads 5"):
+        with pytest.raises(ZeroGraphError, match=f"plan has version {version}, this ZeroGraph reads 6"):
             Plan.from_json(json.dumps({**data, "version": version}))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 5}', '{"version": 5, "buckets": 3}', "null"])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"version": 6}', '{"version": 6, "buckets": 3}', "null"])
 def test_what_is_no_plan_is_refused(text: str) -> None:
     with pytest.raises(ZeroGraphError, match="plan"):
         Plan.from_json(text)

@@ -7,6 +7,7 @@ More optimizers and placements are in test_offload.py and test_random_plans.py. 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from numerics.host_cases import (
+    alike,
     alike_everywhere,
     asks_for_gradients,
     memory_of_gradients,
@@ -21,6 +23,7 @@ from numerics.host_cases import (
     on_host,
     resumed,
     unusual,
+    unusual_steps,
 )
 from numerics.test_offload import (
     BEHIND,
@@ -31,10 +34,16 @@ from numerics.test_offload import (
     _rank,
     _same,
     adamw,
+    bf16_moments,
+    groups,
+    mastered,
+    stock,
 )
 from ranks import RankFailure, run
 
 import zerograph
+from zerograph.core import slots
+from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Homes
 from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.forecast import forecast_file
@@ -55,6 +64,34 @@ tiers = pytest.mark.parametrize("tier", ["host", "nvme"])
 @pytest.mark.parametrize("offload", ["gradients", "parameters"])
 def test_odd_gradients_views_and_inference(offload: str, tier: str, tmp_path: Path) -> None:
     run(1, odd, beyond(tier, tmp_path) | {"offload": offload})
+
+
+UPDATES: list[tuple[Any, str, dict[str, Any]]] = [
+    (groups, "parameters", {"dtype": torch.bfloat16}),
+    (mastered, "optimizer", {"whole": torch.bfloat16}),
+    (adamw, "optimizer", {}),
+    (bf16_moments, "parameters", {}),
+    (stock, "parameters", {"dtype": torch.bfloat16}),
+]
+
+
+def _on_the_device(trains: Callable[[Run], None], slot: int, make: Any, offload: str, options: dict[str, Any]) -> None:
+    """Update on the device, through which states pass in slots of so many bytes."""
+    before, slots.SLOT = slots.SLOT, slot
+    try:
+        alike(trains, {**HOST, "offload": offload, "update": "device"}, make, **options)
+    finally:
+        slots.SLOT = before
+
+
+@pytest.mark.parametrize(("make", "offload", "options"), UPDATES, ids=[make.__name__ for make, *_ in UPDATES])
+def test_updates_on_the_device_are_the_same_to_the_bit(make: Any, offload: str, options: dict[str, Any]) -> None:
+    run(2, _on_the_device, _accumulates_and_evaluates, 32 * 2**10, make, offload, options)
+
+
+@pytest.mark.parametrize(("world_size", "slot"), [(1, 2**26), (4, 2**10)])
+def test_unusual_steps_that_update_on_the_device(world_size: int, slot: int) -> None:
+    run(world_size, _on_the_device, unusual_steps, slot, adamw, "parameters", {"dtype": torch.bfloat16})
 
 
 @tiers
@@ -123,6 +160,12 @@ def _refused(options: dict[str, Any]) -> None:
 def test_a_cpu_has_one_memory() -> None:
     with pytest.raises(RankFailure, match=r"nothing would leave it(?s:.*)tier=.nvme"):
         run(2, _refused, {"offload": "optimizer", "tier": "host"})
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": "optimizer", "path": "/tmp"}, {**BEHIND, "path": "/tmp"}])
+def test_where_nothing_is_on_the_host_nothing_is_updated_from_there(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"nothing is kept on the host alone(?s:.*)tier=.host"):
+        zerograph.backend(**options, update="device")
 
 
 def _fails() -> str:

@@ -14,10 +14,10 @@ import zerograph
 from zerograph.core.check import check_programs
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Homes
-from zerograph.core.program import Read, Reduce, Write
+from zerograph.core.program import Fetch, Read, Reduce, Spill, Write
 from zerograph.core.runfile import Measured
 from zerograph.planner.forecasts import ProgramForecast, forecast_programs, update_program
-from zerograph.planner.rates import Rates, kept_states
+from zerograph.planner.rates import Rates, kept_states, shard_bytes
 
 WIDTH, LAYERS, WORLD = 64, 6, 4
 WEIGHT = 2 * (WIDTH * WIDTH + WIDTH) * 4  # bytes of one block
@@ -161,6 +161,26 @@ def test_nothing_is_wrong_with_the_programs(stage: int) -> None:
         "which is not there" in str(wrong) or "reduced 0 times" in str(wrong)
         for wrong in check_programs(again, backend.plan)
     )
+
+
+def test_states_on_the_host_pass_through_the_device_to_be_updated_there() -> None:
+    _, backend = seen(3)
+    machine = replace(machine_named("cpu"), split=True)
+    away = tuple(replace(b, homes=Homes("device", "host", "host")) for b in backend.plan.buckets)
+    plan = replace(backend.plan, buckets=away, update="device")
+    params = [p for bucket in plan.buckets for p in bucket.params]
+    kept, masters = kept_states(params, WORLD, 2), sum(shard_bytes(p, WORLD) for p in params)
+    update = update_program(plan, kept, Rates(machine, WORLD, "float32"))
+    moved = {kind: sum(i.bytes for i in update.instructions if isinstance(i, kind)) for kind in (Fetch, Spill)}
+    states = sum(kept.values()) + masters
+    assert moved == {Fetch: states + masters, Spill: states}  # gradients come too, and do not go back
+    programs = [backend.program["forward"], backend.program["backward"]]
+    here, there = (forecast_programs(programs, replace(plan, update=where), machine) for where in ("device", "host"))
+    updates = [span.stream for span in here.forecast.spans if span.operation == "update"]
+    assert set(updates) == {"compute"} and len(updates) == len(plan.buckets)
+    peaks = [(found.forecast.peaks["device"].bytes, found.forecast.peaks["host"].bytes) for found in (here, there)]
+    assert peaks[0][0] >= peaks[1][0] and peaks[0][1] < peaks[1][1]  # new parameters are not staged on the host
+    assert "cpu_update" in {span.stream for span in there.forecast.spans}
 
 
 def test_states_on_nvme_are_read_updated_and_written_bucket_by_bucket() -> None:

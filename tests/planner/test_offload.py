@@ -237,6 +237,8 @@ def plans(draw: st.DrawFn) -> Drawn:
     inside = [f"{layer}:{name}" for layer in recompute for name in ("up", "act")]
     save = tuple(name for name in inside if draw(st.booleans()))
     plan = replace(plan, buckets=tuple(buckets), offload=offload, recompute=recompute, save=save)
+    lifts = not any(bucket.homes.optimizer == "nvme" for bucket in buckets)
+    plan = replace(plan, update=draw(st.sampled_from(["host", "device"])) if lifts else "host")
     plan = replace(plan, fetch_ahead=draw(st.integers(1, 4)), reductions=draw(st.integers(1, 3)))
     return Drawn(step, plan, machine, draw(st.integers(0, 2)))
 

@@ -292,6 +292,7 @@ class Planner:
             recompute=config.recompute,
             homes=homes_of(config) if step.training else DEVICE,
             saved=config.saved,
+            update=config.update if step.training else "host",
         )
 
     def _search(self, step: Step, states: int) -> Found:

@@ -17,6 +17,7 @@ from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
 from zerograph.core.program import (
     Compute,
+    DeviceUpdate,
     Fetch,
     Free,
     Gather,
@@ -147,7 +148,7 @@ class _Check:
                     self.whole.discard(part)
             case Reduce():
                 self.reduced[instruction.bucket, instruction.tile] += 1
-            case HostUpdate():
+            case HostUpdate() | DeviceUpdate():
                 self.updated[instruction.bucket, instruction.tile] += 1
             case Update():
                 self.here.update(instruction.buckets)
@@ -190,5 +191,6 @@ _NEEDS: dict[type, tuple[Tier, ...]] = {
     Write: ("host", "device"),  # on a CPU these are one
     Fetch: ("host",),
     HostUpdate: ("host", "device"),
+    DeviceUpdate: _ON_DEVICE,
 }
 """The tiers on which instructions find what they read."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import Machine, Tier, machine_from
-from zerograph.core.plan import OFFLOADS, Bucket, GivenPlan, Offload, level_at
+from zerograph.core.plan import OFFLOADS, UPDATES, Bucket, GivenPlan, Offload, Update, level_at
 from zerograph.core.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 OFFLOAD = (*OFFLOADS, "auto")
 OFFLOAD_TIERS = ("host", "nvme")
 ACTIVATIONS = ("auto", "keep", *OFFLOAD_TIERS)
-PLANNED = ("stage", "bucket_size", "prefetch", "recompute", "memory", "machine", "offload", "tier", "activations")
+_LEAVES = ("offload", "tier", "update", "activations")
+PLANNED = ("stage", "bucket_size", "prefetch", "recompute", "memory", "machine", *_LEAVES)
 """Arguments that say what a plan decides, and so have no place beside ``plan``."""
 
 
@@ -53,6 +54,8 @@ class Config:
             gradients, parameters; "auto" chooses per bucket what has to leave for the step to fit ``memory``.
         tier: where it goes, "host" or "nvme"; None leaves that to the planner, which on a CPU has NVMe alone, unless
             its machine is split.
+        update: where states on the host are updated: "host", beside them, or "device", through which they then pass in
+            slots and back.
         host_memory: bytes of the host's memory that a rank may use; None is its share of what is free.
         activations: where what the forward saves of repeated layers waits for the backward: on the device ("keep"), on
             the "host" or on "nvme"; "auto" keeps it, unless ``offload`` moves something and a plan is searched, which
@@ -78,6 +81,7 @@ class Config:
     recompute: Recompute = "auto"
     offload: Offload | Literal["auto"] = "none"
     tier: Literal["host", "nvme"] | None = None
+    update: Update = "host"
     host_memory: int | None = None
     activations: Literal["auto", "keep", "host", "nvme"] = "auto"
     path: tuple[str, ...] = ()
@@ -216,6 +220,16 @@ class Config:
             "nvme" in self.away or not given,
             f"{' and '.join(given)} given, and nothing goes to NVMe",
             'say what goes there: offload="optimizer", activations="nvme", or offload="auto" with memory=',
+        )
+        _require(
+            self.update in UPDATES,
+            f"update must be one of {UPDATES}, got {self.update!r}",
+            '"host" updates states on the host beside them, "device" has them pass through the device',
+        )
+        _require(
+            self.update == "host" or self.away == {"host"},
+            'update="device" has states of the host pass through the device, and nothing is kept on the host alone',
+            'offload="optimizer", tier="host", which on a CPU needs a machine= with "split": true; or update="host"',
         )
         _require(
             "host" in self.away or self.host_memory is None,

@@ -17,6 +17,7 @@ from zerograph.core.units import is_number
 __all__ = [
     "DEVICE",
     "OFFLOADS",
+    "UPDATES",
     "VERSION",
     "Bucket",
     "GivenPlan",
@@ -25,12 +26,13 @@ __all__ = [
     "Param",
     "Plan",
     "Residency",
+    "Update",
     "compute_dtype",
     "level_at",
     "tile_rows",
 ]
 
-VERSION = 5
+VERSION = 6
 
 Residency = Literal["use", "backward", "step"]
 """How long a gathered bucket stays whole: until its last use in a graph, until its use in the backward, or until
@@ -42,6 +44,11 @@ Offload = Literal["none", "optimizer", "gradients", "parameters"]
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "gradients", "parameters")
 """What leaves the device, each with those before it. What is offloaded is sharded: the optimizer can leave from stage 1
 on, gradients from stage 2, parameters from stage 3, so that the place in here is the least stage that each needs."""
+
+
+Update = Literal["host", "device"]
+UPDATES: tuple[Update, ...] = ("host", "device")
+"""Where an update of states on the host computes."""
 
 
 def level_at(stage: int, offload: Offload) -> int:
@@ -183,6 +190,8 @@ class Plan:
         reductions: that may be under way at a time: one starts as soon as its gradients exist, and the computation
             waits then for the one so many before it. More of them hold more full gradients.
         fetch_ahead: layers before its own in the backward at which what a layer offloaded begins to come back.
+        update: where an update of states on the host computes: "host", beside them, or "device", through which they
+            pass in slots and back.
         loss_tiles: parts over tokens that the head and its loss run in, one after another, so that logits never exist
             whole; the backward computes each part again.
     """
@@ -198,6 +207,7 @@ class Plan:
     reductions: int = field(default=1, metadata={"decided": "reductions under way"})
     fetch_ahead: int = field(default=1, metadata={"decided": "layers fetched ahead"})
     loss_tiles: int = field(default=1, metadata={"decided": "tiles of the loss"})
+    update: Update = field(default="host", metadata={"decided": "where updates compute"})
 
     def ahead(self) -> tuple[int, ...]:
         """How many visits ahead the gathers of each bucket begin, at most."""
@@ -278,6 +288,8 @@ class Plan:
         layers = frozenset(self.recompute)
         whole = (name for name in self.save if layer_of_activation(name) not in layers)
         yield from (f"{name} is saved, of a layer that is not recomputed" for name in whole)
+        if self.update not in UPDATES:
+            yield f"updates on {self.update!r}"
         for bucket in self.buckets:
             yield from (f"bucket {bucket.name} {wrong}" for wrong in _mistakes(bucket, self))
         yield from (f"activations of {name} are offloaded twice" for name in _twice(name for name, _ in self.offload))
@@ -343,6 +355,8 @@ def _mistakes(bucket: Bucket, plan: Plan) -> Iterator[str]:
         yield f"has {homes}, which stage {plan.stage} does not shard"
     elif not homes.in_order:
         yield f"has {homes}: none may live farther away than gradients, nor those farther than the optimizer"
+    if plan.update == "device" and homes.optimizer == "nvme":
+        yield f"has {homes}, and is updated on the device, where states come from the host alone"
     if bucket.ahead is not None and not 0 <= bucket.ahead <= plan.prefetch:
         yield f"is gathered {bucket.ahead} visits ahead, and prefetch is {plan.prefetch}"
     # The rest is about tiles, which share one parameter's rows.

@@ -260,6 +260,19 @@ class HostUpdate(_Move):
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceUpdate(_Move):
+    """The same on the device, of states that came from the host and go back there.
+
+    Attributes:
+        updated: as :class:`HostUpdate` has it.
+    """
+
+    stream = "compute"
+    operation = "update"
+    updated: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class WaitFetch(_Instruction):
     """What computes next needs what was read or fetched into ``pending``; ``outs`` are parts of it, in its memory."""
 
@@ -277,7 +290,7 @@ class WaitFetch(_Instruction):
         return self.outs
 
 
-Move = Spill | Fetch | Write | Read | HostUpdate
+Move = Spill | Fetch | Write | Read | HostUpdate | DeviceUpdate
 Collective = Gather | Reduce
 Wait = WaitGather | WaitReduce | WaitFetch
 Timed = Compute | Update | Collective | Move
@@ -379,7 +392,7 @@ class Program:
             case Gather() | WaitGather() | Free() | Reduce() | WaitReduce():
                 name = self.buckets[instruction.bucket] if self.buckets else f"bucket {instruction.bucket}"
                 return name if instruction.tiles == 1 else f"{name} tile {instruction.tile + 1}/{instruction.tiles}"
-            case Spill() | Fetch() | Write() | Read() | HostUpdate():
+            case Spill() | Fetch() | Write() | Read() | HostUpdate() | DeviceUpdate():
                 return instruction.label
             case _:
                 return ""
@@ -399,7 +412,7 @@ class Program:
     def module(self, instruction: Instruction) -> str:
         """The module that it works for."""
         match instruction:
-            case Compute() | Spill() | Fetch() | Write() | Read() | HostUpdate():
+            case Compute() | Spill() | Fetch() | Write() | Read() | HostUpdate() | DeviceUpdate():
                 return instruction.module
             case Update():
                 return "optimizer"

@@ -22,8 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zerograph import _core
+from zerograph.core import slots
 from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.optim.clip import power_sum
+from zerograph.optim.lifted import Lifted
 from zerograph.optim.overlap import EarlySteps
 from zerograph.optim.parts import GroupParts, Member, Part, Row, parts_of
 from zerograph.optim.stream import Stored, Stream
@@ -283,7 +285,7 @@ class HostOptimizer(Optimizer):
         # By identity: whoever replaced a parameter's dict has replaced tensors whose addresses kernels hold.
         states = set(map(id, self.state.values()))
         plans = [self._plan(row, states) for row in rows]
-        calls, touched, stored, apart = [], [], [], []
+        calls, touched, stored, apart, lifted = [], [], [], [], []
         for plan, row in zip(plans, rows, strict=True):
             for part in plan.parts:
                 own = row.grads.of(part.indices)
@@ -292,6 +294,8 @@ class HostOptimizer(Optimizer):
                 if part.stored:
                     stored.append(Stored(part, plan.slots))
                     apart.append((self._rule(row.group), own))
+                elif part.lifted:
+                    lifted.append((part, self._rule(row.group), own))
                 elif part.tensors is None:
                     self._on_device(row.group, part, own, factor)
                 else:
@@ -299,11 +303,17 @@ class HostOptimizer(Optimizer):
                     calls.append((self._rule(row.group), part.tensors, own.addresses, tag, part.fresh))
         if calls or stored:
             _tell_target()
-        stream = self._streamed(self.store, stored, apart, factor) if stored and self.store is not None else None
+        streams = []
+        if stored and self.store is not None:
+            streams.append(self._streamed(self.store, stored, apart, factor))
+        if lifted and self.store is not None:
+            passing = Lifted(self, self.store, [part for part, _, _ in lifted], slots.SLOT)
+            rules, theirs = [rule for _, rule, _ in lifted], [own for _, _, own in lifted]
+            streams.append(functools.partial(passing.run, rules, theirs, factor))
         if arrival is not None:
-            arriving = functools.partial(_update_arrived, arrival, calls, factor, stream)
-            return PendingUpdate(None, touched, arriving, self._tell_updated)
-        return PendingUpdate(_core.update(calls, factor) if calls else None, touched, stream, self._tell_updated)
+            streams = [functools.partial(_update_arrived, arrival, calls, factor, streams)]
+            return PendingUpdate(None, touched, streams, self._tell_updated)
+        return PendingUpdate(_core.update(calls, factor) if calls else None, touched, streams, self._tell_updated)
 
     def leave_half_done(self, why: str) -> None:
         """An update ended half done: nothing goes on before a checkpoint is loaded."""
@@ -359,12 +369,12 @@ class HostOptimizer(Optimizer):
     ) -> Member:
         """The parameter's state, made where it is missing and brought home, in the form that the kernels take."""
         param, local, name = layout.params[index], layout.locals[index], layout.name(index)
-        place, (copy, streamed) = places.get(id(param)), self._kept_of(param)
+        place, (copy, streamed, lifted) = places.get(id(param)), self._kept_of(param)
         if not local.numel() or not (slots or streamed or self._keeps_master(param)):
             place = None  # nothing to stream
         # An empty dict in `state` would count as a state: SGD without momentum has none, in torch, too.
         if not (self._counts or slots or self._keeps_master(param)):
-            return Member(index, local, local, [], None, fresh=False, place=place, copy=copy, streamed=streamed)
+            return Member(index, local, local, [], None, False, place, copy, streamed, lifted)
         state = self.state[param]
         if self._counts:
             at = local.device if self._counts_on_device else torch.device("cpu")
@@ -389,11 +399,14 @@ class HostOptimizer(Optimizer):
                 state["master"] = _fitted(master, param, torch.float32, f"master of {name}")
             target = local_tensor(state["master"])
         states = [local_tensor(state[s]) for s in slots]
-        return Member(index, local, target, states, state.get("step"), fresh, place, copy, streamed)
+        return Member(index, local, target, states, state.get("step"), fresh, place, copy, streamed, lifted)
 
-    def _kept_of(self, param: Tensor) -> tuple[Tensor | None, tuple[tuple[str, torch.dtype], ...]]:
-        """What is gathered in place of ``param``, and what of it is on NVMe."""
-        return (self.store.copy_of(param), self.store.streamed(param)) if self.store is not None else (None, ())
+    def _kept_of(self, param: Tensor) -> tuple[Tensor | None, tuple[tuple[str, torch.dtype], ...], str]:
+        """What is gathered in place of ``param``, what of it is on NVMe, and its name if it is updated elsewhere."""
+        store = self.store
+        return (
+            (store.copy_of(param), store.streamed(param), store.lifted(param)) if store is not None else (None, (), "")
+        )
 
     def _stored(
         self, place: Place, name: str, value: Tensor | None, param: Tensor, dtype: torch.dtype, fill: float
@@ -485,11 +498,13 @@ class HostOptimizer(Optimizer):
             )
 
 
-def _update_arrived(arrival: Arrival, calls: Sequence[Any], factor: float, stream: Callable[[], None] | None) -> None:
+def _update_arrived(
+    arrival: Arrival, calls: Sequence[Any], factor: float, streams: Sequence[Callable[[], None]]
+) -> None:
     arrival()
     if calls:
         _core.update(calls, factor).wait()
-    if stream is not None:
+    for stream in streams:
         stream()
 
 

@@ -30,6 +30,8 @@ class Member:
         fresh: its momentum starts from this gradient.
         place: where its states are on NVMe; None where they are not.
         copy: in the dtype that computes, written when it is updated; None where that is not in memory here.
+        lifted: its name in the store, where its update is computed on the device and its states are on the host; else
+            empty.
         streamed: what of it passes through slots besides its states, by the store's names.
     """
 
@@ -42,6 +44,7 @@ class Member:
     place: Place | None = None
     copy: Tensor | None = None
     streamed: tuple[tuple[str, torch.dtype], ...] = ()
+    lifted: str = ""
 
 
 @dataclass(slots=True)
@@ -73,6 +76,11 @@ class Part:
     def stored(self) -> bool:
         """Whether states are on NVMe."""
         return self.members[0].place is not None
+
+    @property
+    def lifted(self) -> bool:
+        """Whether states are on the host, and updated on the device."""
+        return bool(self.members[0].lifted)
 
     def follow_copies(self) -> None:
         """Let masters follow low-precision parameters that something else has changed since the last update: where a
@@ -194,7 +202,16 @@ def parts_of(
         if dtype is None or (grad is None and index not in known):
             continue
         m = member(index)
-        kind = (m.local.device, m.local.dtype, m.target.dtype, dtype, m.place is None, m.copy is None, m.streamed)
+        kind = (
+            m.local.device,
+            m.local.dtype,
+            m.target.dtype,
+            dtype,
+            m.place is None,
+            m.copy is None,
+            m.streamed,
+            not m.lifted,
+        )
         kinds.setdefault(kind, []).append((m, dtype))
     found = []
     for alike in kinds.values():
@@ -202,7 +219,7 @@ def parts_of(
         part = Part(
             members, [m.index for m in members], _watched(layout, members), dtype, fresh=[m.fresh for m in members]
         )
-        if uses_kernels(members[0].local) and not part.stored:
+        if uses_kernels(members[0].local) and not (part.stored or part.lifted):
             part.tensors = _tensor_set(members, part.mastered)
         found.append(part)
     return found
@@ -226,6 +243,11 @@ def _tensor_set(members: Sequence[Member], mastered: bool) -> _core.TensorSet:
         TAGS[follows[0].dtype if follows else first.local.dtype],
         [address(m.step) for m in members if m.step is not None],
     )
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor, in whatever order they lie."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def address(tensor: Tensor, element: int = 0) -> int:

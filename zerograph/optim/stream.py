@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from zerograph import _core
 from zerograph.core.errors import StorageError
 from zerograph.core.slots import SLOTS
-from zerograph.optim.parts import Member, Part, address
+from zerograph.optim.parts import Member, Part, address, flat
 from zerograph.optim.tensors import TAGS, Gradients
 from zerograph.runtime.blocks import UNIT, Block, Place
 from zerograph.runtime.entry import reason_of
@@ -300,7 +300,7 @@ class Stream:
                 grad = own[piece.member]
                 if grad is not None:
                     begin = _place(part.members[piece.member]).begin
-                    self._copy(chunk, chunk.gradient, begin, _flat(grad), piece.first, piece.size, here=True)
+                    self._copy(chunk, chunk.gradient, begin, flat(grad), piece.first, piece.size, here=True)
 
     def _comes(self, chunk: _Chunk, part: Part) -> bool:
         """Whether gradients of ``part`` come from the device to the slot of ``chunk``."""
@@ -351,11 +351,6 @@ class Stream:
             chunk.under_way.pop()
         while chunk.copies:
             chunk.copies.pop().arrive()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor, in whatever order they lie."""
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _place(member: Member) -> Place:

@@ -19,23 +19,29 @@ class PendingUpdate:
         self,
         ticket: _core.Ticket | None,
         touched: Sequence[tuple[Part, Gradients]],
-        stream: Callable[[], None] | None = None,
+        streams: Sequence[Callable[[], None]] = (),
         updated: Callable[[Iterable[Tensor]], None] = lambda _: None,
     ) -> None:
-        """``stream`` updates what is on NVMe, in the thread that waits; ``updated`` hears of all that was."""
-        self._ticket, self._touched, self._stream, self._updated = ticket, touched, stream, updated
+        """``streams`` update what passes through slots, in the thread that waits; ``updated`` hears of all that was."""
+        self._ticket, self._touched, self._streams, self._updated = ticket, touched, streams, updated
         self._beside: Future[None] | None = None
         self.failed: Callable[[BaseException], None] = lambda _: None  # hears of an error in wait()
 
     def stream_beside(self, start: Callable[[Callable[[], None]], Future[None]]) -> None:
-        """Let ``stream`` run beside the caller, where ``start`` begins it; :meth:`wait` then waits for it."""
-        if self._stream is not None:
-            self._beside = start(self._stream)
-            self._stream = self._beside.result
+        """Let ``streams`` run beside the caller, where ``start`` begins them; :meth:`wait` then waits for them."""
+        streams = self._streams
+        if streams:
+
+            def run() -> None:
+                for stream in streams:
+                    stream()
+
+            self._beside = start(run)
+            self._streams = (self._beside.result,)
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
-        streamed = self._stream is None or (self._beside is not None and self._beside.done())
+        streamed = not self._streams or (self._beside is not None and self._beside.done())
         return streamed and (self._ticket is None or self._ticket.done())
 
     def wait(self) -> None:
@@ -46,9 +52,9 @@ class PendingUpdate:
         """
         ticket, self._ticket = self._ticket, None
         touched, self._touched = self._touched, ()
-        stream, self._stream = self._stream, None
+        streams, self._streams = self._streams, ()
         try:
-            if stream is not None:
+            for stream in streams:
                 stream()
         except BaseException as error:
             self.failed(error)

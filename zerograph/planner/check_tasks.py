@@ -50,13 +50,13 @@ def updates(file: PlanFile) -> Iterator[Found]:
     away = [b for b in plan.buckets if b.homes.optimizer != "device"]
     wanted = Counter(part for b in away if any(p.sharded and p.trainable for p in b.params) for part in parts(b))
     there = {bucket.index for bucket in away}
-    done = Counter((s.bucket, s.tile) for s in updated if s.stream == "cpu_update" and s.bucket in there)
+    done = Counter((s.bucket, s.tile) for s in updated if s.what == "states" and s.bucket in there)
     for part in {**wanted, **done}:
         if wanted[part] != done[part]:
             name, label = _label(plan, part)
             yield None, name, f"{label} is updated on the host {done[part]} times, not {wanted[part]}"
     here = any(b.homes.optimizer == "device" and any(p.trainable for p in b.params) for b in plan.buckets)
-    steps = sum(span.stream == "compute" for span in updated)
+    steps = sum(span.what != "states" for span in updated)
     if here and steps != 1:
         yield None, "optimizer", f"the optimizer updates what lives on the device {steps} times, not once"
 
@@ -76,6 +76,12 @@ def arrivals(file: PlanFile) -> Iterator[Found]:
             # A CPU has no host tier of its own: NVMe is read straight to where it is used.
             case "gather", _ if homes.parameters != "device":
                 wanted = [("fetch" if staged else "read", "shard")]
+            case "update", "states" if span.stream == "compute":
+                wanted = [("fetch", "states")]
+            case "fetch", "states":
+                wanted = [("spill", "gradient")]
+            case "spill", "states":
+                wanted = [("update", "states")]
             case "update", _ if homes.optimizer != "device":
                 # On a CPU plain SGD of parameters that compute in their own dtype keeps nothing anywhere else.
                 masters = staged or any(p.trainable and p.is_master for p in bucket.params)

@@ -18,7 +18,7 @@ from zerograph.planner.process_memory import Resident, resident
 from zerograph.planner.rates import Rates, device_update, kept_states
 from zerograph.planner.regions import Life, Profile
 from zerograph.planner.schedule import Registers, Scheduler
-from zerograph.planner.sketch import host_update, sketch
+from zerograph.planner.sketch import sketch, update_away
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,8 @@ def update_program(plan: Plan, kept: Mapping[str, int], streams: Rates | None = 
         there = (b.index for b in plan.buckets if b.homes.optimizer != "device")
         away = [index for index in there if known.bucket_parts(index, 1)[0].shards.optimizer]
         for number, bucket in enumerate(away):
-            instructions += host_update(known, bucket, 0, 1, plan.buckets[bucket].homes, number, -1, -1)
+            homes = plan.buckets[bucket].homes
+            instructions += update_away(known, bucket, 0, 1, plan.update, homes, number, -1, -1)
     whole = device_update([bucket.params for bucket in plan.buckets], away, plan.world_size, kept)
     if whole.sizes or not away:
         last = streams is not None and streams.staging != "device"

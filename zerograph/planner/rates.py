@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from zerograph.core.machine import Machine, Tier
 from zerograph.core.program import (
     Compute,
+    DeviceUpdate,
     Fetch,
     Gather,
     HostUpdate,
@@ -64,6 +65,9 @@ class Rates:
                 return sum(map(self.machine.update.seconds, sizes))
             case HostUpdate():
                 return self.host_update(instruction.bytes, instruction.updated)
+            case DeviceUpdate():
+                update = self.machine.update
+                return instruction.updated * update.latency + instruction.bytes / update.rate
             case Spill():
                 return self.transfer("d2h", instruction.bytes)
             case Fetch():

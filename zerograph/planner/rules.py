@@ -12,7 +12,7 @@ from itertools import groupby
 
 from zerograph.core.config import Recompute
 from zerograph.core.machine import Tier
-from zerograph.core.plan import DEVICE, Bucket, Homes, Plan, Residency
+from zerograph.core.plan import DEVICE, Bucket, Homes, Plan, Residency, Update
 from zerograph.core.step import Param, Step, layer_of
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,7 @@ def plan_step(
     recompute: Recompute = "auto",
     homes: Homes = DEVICE,
     saved: Tier = "device",
+    update: Update = "host",
 ) -> Plan:
     """The plan for ``step`` at a fixed stage.
 
@@ -42,6 +43,7 @@ def plan_step(
         recompute: which activations the backward computes again, see :class:`~zerograph.core.config.Config`.
         homes: of buckets with trained parameters.
         saved: where what repeated layers save waits for the backward.
+        update: where states on the host are updated.
     """
     residency: Residency = "use" if stage == 3 else "step"
     buckets = tuple(
@@ -56,6 +58,7 @@ def plan_step(
         recompute=_recomputed(step, recompute),
         save_others=recompute == "none",
         offload=tuple((layer, saved) for layer in _layers(step, f"activations={saved!r}")) if saved != "device" else (),
+        update=update,
     )
 
 

@@ -31,7 +31,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.executable import Executable
 from zerograph.core.garbage import without_gc
 from zerograph.core.machine import TIERS, Machine, Tier
-from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Offload, Plan, compute_dtype
+from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Offload, Plan, Update, compute_dtype
 from zerograph.core.simulate import on
 from zerograph.core.step import Step
 from zerograph.planner import knobs
@@ -94,6 +94,7 @@ class Wish:
         tier: where it goes, "host" or "nvme"; None leaves that open.
         saved: where what repeated layers save waits for the backward; None leaves that open where something may leave.
         tile: whether large parameters may be tiled; None as ``offload`` has it.
+        update: where states on the host are updated; on the device only what the host has can be.
         executable: what the one who runs the plan can carry out, and nothing else is searched; None searches all.
     """
 
@@ -106,6 +107,7 @@ class Wish:
     tier: Tier | None = None
     saved: Tier | None = None
     tile: bool | None = None
+    update: Update = "host"
     executable: Executable | None = None
 
     @classmethod
@@ -118,6 +120,7 @@ class Wish:
             "offload": config.offload,
             "tier": config.tier,
             "saved": None if config.activations == "auto" else config.saved,
+            "update": config.update,
         }
         return cls(config.stage, world_size, **given | fixed)
 
@@ -143,7 +146,8 @@ class Wish:
         Raises:
             ConfigError: offloading was asked for, and the machine has no such tier, or nobody carries it out there.
         """
-        found = open_tiers(machine, self.world_size, self.offload, self.tier)
+        tier = "host" if self.update == "device" else self.tier
+        found = open_tiers(machine, self.world_size, self.offload, tier)
         if self.executable is None or self.offload == "none":
             return found
         run = tuple(tier for tier in found if tier in self.executable.tiers)
@@ -509,6 +513,7 @@ def _spaces(
             prefetch=DEFAULT_PREFETCH if wish.prefetch is None else wish.prefetch,
             recompute=wish.recompute,
             saved=wish.saved or "device",
+            update=wish.update,
         )
         plan = replace(plan, loss_tiles=way.loss_tiles)
         # A model smaller than a bucket gets the same buckets for several sizes.

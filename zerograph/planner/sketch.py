@@ -8,7 +8,7 @@ an oversized operator follow one another, at most one more of them whole than is
 Gradients may be clipped by their norm, so no update begins before the whole backward has ended. Where optimizer states
 live off the device, updates then run on the host as a pipeline: gradients that stayed on the device come down, states
 on NVMe are read, updated and written through at most :data:`BUFFERS` staging buffers, and new parameters go up again
-where they live on the device.
+where they live on the device. Or they run on the device, through which states on the host pass in as many buffers.
 
 The search makes sketches by the thousand: instructions are made once for a
 :class:`~zerograph.planner.schedule.Scheduler` and shared, and a sketch is a list of them.
@@ -23,8 +23,10 @@ from typing import Protocol, TypeVar
 
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Homes, Plan
+from zerograph.core.plan import Update as UpdatePlace
 from zerograph.core.program import (
     Compute,
+    DeviceUpdate,
     Fetch,
     Free,
     Gather,
@@ -319,7 +321,15 @@ class _Sketch:
                     if gradient < 0 and bucket in self.reduced:
                         gradient = _reduced(scheduler, bucket, tile, tiles, False)
                     self.instructions += self._once(
-                        host_update, bucket, tile, tiles, buckets[bucket].homes, updates, gradient, self.norm
+                        update_away,
+                        bucket,
+                        tile,
+                        tiles,
+                        self.plan.update,
+                        buckets[bucket].homes,
+                        updates,
+                        gradient,
+                        self.norm,
                     )
                     updates += 1
         if self.rates.staging != "device":
@@ -504,6 +514,51 @@ class Buckets(Protocol):
 
     def bucket_parts(self, bucket: int, tiles: int) -> tuple[BucketPart, ...]:
         """A bucket in so many tiles."""
+
+
+def update_away(
+    scheduler: Buckets,
+    bucket: int,
+    tile: int,
+    tiles: int,
+    where: UpdatePlace,
+    homes: Homes,
+    number: int,
+    gradient: int,
+    norm: int,
+) -> list[Instruction]:
+    """The update of a bucket or tile whose states live off the device, computed there or on the device; the other
+    arguments are those of :func:`host_update`."""
+    update = _lifted_update if where == "device" and homes.optimizer == "host" else host_update
+    return update(scheduler, bucket, tile, tiles, homes, number, gradient, norm)
+
+
+def _lifted_update(
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradient: int, norm: int
+) -> list[Instruction]:
+    """The update on the device of a bucket or tile whose states live on the host, where its gradient is too."""
+    part, module = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
+    shards, slot, beside = part.shards.at(homes), _slot(scheduler, "update", number), homes.parameters == "host"
+
+    def lifted(what: str, size: int, kind: Kind) -> tuple[int, ...]:
+        key = ("lifted", what, bucket, tile, tiles)
+        return (scheduler.registers.get(key, f"lifted {what} of {part.label}", size, kind),) if size else ()
+
+    # New parameters that live on the device are written there; what has no copy passes through like states.
+    states = shards.optimizer + shards.shared * beside
+    gradients, kept = lifted("gradient", shards.gradient, "gradient"), lifted("states", states, "state")
+    copy = lifted("copy", shards.copy * beside, "param")
+    start, arrived = ((norm,) if norm >= 0 else ()), ((gradient,) if gradient >= 0 else ())
+    up, down = states + shards.gradient, states + shards.copy * beside
+    what, label = "states", part.label
+    return [
+        Fetch(what, label, module, up, (*start, *arrived), (*kept, *gradients), (), bucket, tile, slot),
+        DeviceUpdate(
+            what, label, module, shards.traffic, (*kept, *gradients), (*kept, *copy), gradients, bucket, tile, slot,
+            updated=part.updated,
+        ),
+        Spill(what, label, module, down, (*kept, *copy), (), (*kept, *copy), bucket, tile, slot),
+    ]  # fmt: skip
 
 
 def host_update(

@@ -1,0 +1,224 @@
+"""The update on the device of parameters whose states are on the host: copied there, updated and copied back, in chunks
+through a ring of slots.
+
+While one chunk is updated, the next ones come and the one before goes back. Kernels and arithmetic are those of an
+update on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zerograph import _core
+from zerograph.core.slots import SLOTS
+from zerograph.optim.parts import Member, Part, flat
+from zerograph.optim.tensors import TAGS, Gradients
+from zerograph.runtime.entry import reason_of
+from zerograph.runtime.host import Transfer
+from zerograph.runtime.shards import ShardStore
+
+_APART = 256
+"""Bytes: what is in a slot begins at multiples, where vector loads are aligned."""
+
+
+class _Piece(NamedTuple):
+    """Elements of a member that one chunk has, and the bytes at which they begin in its slot, by what they are: what is
+    updated, each state, the gradient, and the parameter that follows its master."""
+
+    member: int
+    first: int
+    size: int
+    at: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Chunk:
+    part: int
+    pieces: list[_Piece]
+    slot: Tensor
+    counts: list[Tensor]
+    tensors: _core.TensorSet
+    under_way: list[Transfer] = field(default_factory=list)
+
+    def settle(self) -> None:
+        """Wait for what is copied to the slot, or from it."""
+        while self.under_way:
+            self.under_way.pop().arrive()
+
+
+class Lifted:
+    """The update of some parts, again and again."""
+
+    def __init__(self, owner: Optimizer, store: ShardStore, parts: Sequence[Part], most: int) -> None:
+        """``most`` are the bytes of a slot, at most."""
+        assert store.host is not None
+        self._owner, self._store, self.parts = weakref.ref(owner), store, list(parts)
+        self._memory = store.host.memory
+        self._cuts = [(index, pieces) for index, part in enumerate(self.parts) for pieces in _cut(part, most)]
+
+    def run(self, rules: Sequence[_core.Rule], grads: Sequence[Gradients], factor: float) -> None:
+        """Update everything that has a gradient, and return when all is back on the host.
+
+        Args:
+            rules, grads: of each part.
+            factor: what gradients are multiplied by.
+        """
+        chunks: list[_Chunk] = []
+        try:
+            follow = [
+                [
+                    self._store.begin_to_follow(m.lifted) if a else None
+                    for m, a in zip(p.members, g.addresses, strict=True)
+                ]
+                for p, g in zip(self.parts, grads, strict=True)
+            ]
+            self._cut_slots(chunks)
+            self._run(chunks, rules, grads, factor, follow)
+        except BaseException as error:
+            owner = self._owner()
+            assert owner is not None  # its step runs
+            self._store.half_done[owner] = reason_of(error)
+            for chunk in chunks:
+                while chunk.under_way:
+                    with contextlib.suppress(Exception):  # the first error is on its way to the caller
+                        chunk.settle()
+            raise
+
+    def _cut_slots(self, chunks: list[_Chunk]) -> None:
+        """Slots are made for each update, so that a forward and a backward have their memory."""
+        size = max((_end(self.parts[index], pieces[-1]) for index, pieces in self._cuts), default=0)
+        ring = [torch.empty(size, dtype=torch.uint8) for _ in range(min(SLOTS, len(self._cuts)))]
+        for i, (index, pieces) in enumerate(self._cuts):
+            part, slot = self.parts[index], ring[i % SLOTS]
+            counts = [count for p in pieces if (count := _count(part.members[p.member], p)) is not None]
+            chunks.append(_Chunk(index, pieces, slot, counts, _tensors(part, pieces, slot.data_ptr(), counts)))
+
+    def _run(
+        self,
+        chunks: Sequence[_Chunk],
+        rules: Sequence[_core.Rule],
+        grads: Sequence[Gradients],
+        factor: float,
+        follow: Sequence[Sequence[Tensor | None]],
+    ) -> None:
+        ahead = min(SLOTS - 1, len(chunks))
+        for chunk in chunks[:ahead]:
+            self._lift(chunk, grads[chunk.part])
+        for i, chunk in enumerate(chunks):
+            chunk.settle()
+            ticket = _core.update([self._call(chunk, rules[chunk.part], grads[chunk.part])], factor)
+            try:
+                if i + ahead < len(chunks):
+                    if i:
+                        chunks[i - 1].settle()  # in whose slot the next one comes
+                    self._lift(chunks[i + ahead], grads[chunks[i + ahead].part])
+            finally:
+                ticket.wait()
+            self._lower(chunk, grads[chunk.part], follow[chunk.part])
+        for chunk in chunks[-SLOTS:]:
+            chunk.settle()
+
+    def _call(
+        self, chunk: _Chunk, rule: _core.Rule, grads: Gradients
+    ) -> tuple[_core.Rule, _core.TensorSet, list[int], _core.DType, list[bool]]:
+        part, begin = self.parts[chunk.part], chunk.slot.data_ptr()
+        # Kernels leave alone what has its gradient at 0.
+        at = [begin + p.at[_gradient(part)] if grads.addresses[p.member] else 0 for p in chunk.pieces]
+        fresh = [part.fresh[p.member] for p in chunk.pieces] if part.fresh else []
+        return rule, chunk.tensors, at, TAGS[part.grad_dtype], fresh
+
+    def _lift(self, chunk: _Chunk, grads: Gradients) -> None:
+        part = self.parts[chunk.part]
+        for piece in chunk.pieces:
+            member, grad = part.members[piece.member], grads.tensors[piece.member]
+            for at, tensor in zip(piece.at, (member.target, *member.states, grad), strict=False):
+                if grad is not None and tensor is not None:
+                    there, here = _pair(tensor, chunk.slot, piece, at)
+                    chunk.under_way.append(self._memory.start([(there, here)]))
+
+    def _lower(self, chunk: _Chunk, grads: Gradients, follow: Sequence[Tensor | None]) -> None:
+        part = self.parts[chunk.part]
+        for piece in chunk.pieces:
+            member, copy = part.members[piece.member], follow[piece.member]
+            if grads.tensors[piece.member] is None:
+                continue
+            pairs = [
+                _pair(tensor, chunk.slot, piece, at)
+                for at, tensor in zip(piece.at, (member.target, *member.states), strict=False)
+            ]
+            if part.mastered:
+                pairs.append(_pair(member.local, chunk.slot, piece, piece.at[-1]))
+            if copy is not None:  # which is gathered: of the parameter, the last of a master's and else the first
+                pairs.append((copy[piece.first : piece.first + piece.size], pairs[-1 if part.mastered else 0][1]))
+            chunk.under_way.append(self._memory.start([(here, there) for there, here in pairs]))
+
+
+def _pair(tensor: Tensor, slot: Tensor, piece: _Piece, at: int) -> tuple[Tensor, Tensor]:
+    """What ``piece`` has of ``tensor``: where it lives, and in its slot."""
+    there = flat(tensor)[piece.first : piece.first + piece.size]
+    return there, slot[at : at + there.nbytes].view(there.dtype)
+
+
+def _sizes(part: Part) -> list[int]:
+    """Bytes of an element of all that a slot has."""
+    first = part.members[0]
+    follows = [first.local.itemsize] if part.mastered else []
+    return [first.target.itemsize, *(s.itemsize for s in first.states), part.grad_dtype.itemsize, *follows]
+
+
+def _gradient(part: Part) -> int:
+    """The place of the gradient among these."""
+    return 1 + len(part.members[0].states)
+
+
+def _end(part: Part, piece: _Piece) -> int:
+    return piece.at[-1] + piece.size * _sizes(part)[-1]
+
+
+def _cut(part: Part, most: int) -> Iterator[list[_Piece]]:
+    """The elements of ``part``, as many at a time as a slot of ``most`` bytes holds."""
+    sizes, pieces, end = _sizes(part), list[_Piece](), 0
+    for index, member in enumerate(part.members):
+        first, count = 0, member.local.numel()
+        while first < count:
+            room = (most - end) // _APART * _APART - len(sizes) * _APART
+            size = min(count - first, max(room // sum(sizes), 0 if pieces else 1))
+            if size:
+                at = []
+                for each in sizes:
+                    at.append(end)
+                    end += -(-size * each // _APART) * _APART
+                pieces.append(_Piece(index, first, size, tuple(at)))
+                first += size
+            if first < count:
+                yield pieces
+                pieces, end = [], 0
+    if pieces:
+        yield pieces
+
+
+def _count(member: Member, piece: _Piece) -> Tensor | None:
+    """Where the kernel counts the updates of ``piece``: of several of one member the last has the member's count."""
+    last = piece.first + piece.size == member.local.numel()
+    return member.step if last or member.step is None else member.step.clone()
+
+
+def _tensors(part: Part, pieces: Sequence[_Piece], slot: int, counts: Sequence[Tensor]) -> _core.TensorSet:
+    """What kernels see of ``pieces`` in the slot at that address."""
+    first = part.members[0]
+    return _core.TensorSet(
+        [(slot + p.at[0], TAGS[first.target.dtype], p.size) for p in pieces],
+        [[slot + p.at[1 + k] for p in pieces] for k in range(len(first.states))],
+        TAGS[first.states[0].dtype] if first.states else _core.DType.float32,
+        [slot + p.at[-1] for p in pieces] if part.mastered else [],
+        TAGS[first.local.dtype],
+        [count.data_ptr() for count in counts],
+    )
