@@ -79,7 +79,7 @@ def test_moves_are_between_two_neighbouring_tiers() -> None:
         "Write": ("host", "nvme"),
         "Read": ("nvme", "host"),
     }
-    assert [type(step) for step in EACH if step.moves is None and isinstance(step, Move)] == [HostUpdate]
+    assert [type(step) for step in EACH if step.moves is None and isinstance(step, Move)] == [HostUpdate, DeviceUpdate]
 
 
 def test_what_is_read_and_written() -> None:
