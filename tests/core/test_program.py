@@ -11,6 +11,7 @@ from zerograph.core.plan import Residency
 from zerograph.core.program import (
     Collective,
     Compute,
+    DeviceUpdate,
     Fetch,
     Free,
     Gather,
