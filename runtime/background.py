@@ -17,7 +17,7 @@ class Background:
         """``name`` is what debuggers call the thread."""
         self._name = name
         self._threads: dict[int, ThreadPoolExecutor] = {}  # by process: a fork has none of its parent's
-        self._under_way: list[Future[None]] = []
+        self._under_way: dict[int, list[Future[None]]] = {}  # by process, too
         self._here = threading.local()
 
     def start(self, work: Callable[[], None]) -> Future[None]:
@@ -25,20 +25,23 @@ class Background:
         thread = self._threads.get(os.getpid())
         if thread is None:
             thread = self._threads[os.getpid()] = ThreadPoolExecutor(1, self._name, self._begin)
-            self._under_way.clear()
-        self._under_way = [future for future in self._under_way if not future.done()]
-        self._under_way.append(thread.submit(torch.no_grad()(work)))
-        return self._under_way[-1]
+        future = thread.submit(torch.no_grad()(work))
+        self._under_way[os.getpid()] = [*(f for f in self._mine if not f.done()), future]
+        return future
+
+    @property
+    def _mine(self) -> list[Future[None]]:
+        return self._under_way.get(os.getpid(), [])
 
     def wait(self) -> None:
         """Return when nothing is under way, whatever became of it; at once in the thread itself."""
         if not hasattr(self._here, "is_own"):
-            wait(self._under_way)
+            wait(self._mine)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is under way."""
-        return all(future.done() for future in self._under_way)
+        return all(future.done() for future in self._mine)
 
     def _begin(self) -> None:
         self._here.is_own = True

@@ -8,6 +8,7 @@ twice, a weight that is tied over a graph break): autograd then has its gradient
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -16,7 +17,13 @@ from torch import Tensor
 from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.core.plan import Param
 from zerograph.runtime.hold import is_mark
-from zerograph.runtime.torch_private import accumulated_directly, has_gradient_hooks, will_accumulate
+from zerograph.runtime.torch_private import (
+    accumulated_directly,
+    after_backward,
+    current_backward,
+    has_gradient_hooks,
+    will_accumulate,
+)
 
 Arrival = Callable[[], None]
 """Waits until gradients are where they are updated."""
@@ -28,14 +35,19 @@ class Updater(Protocol):
     Attributes:
         updated: parameters, by ``id``, that it has updated since its last step.
         iteration: another object from step to step.
+        backward: the number of the one that updates now; None once it has ended.
     """
 
     updated: set[int]
     iteration: object
+    backward: int | None
 
     @property
     def params(self) -> list[Tensor]:
         """All that it has."""
+
+    def backward_ended(self) -> None:
+        """It has, without an error: wait for what it has begun, before the user looks at parameters."""
 
     def start(self, grads: Sequence[tuple[Tensor, Tensor]], arrival: Arrival | None) -> None:
         """Begin to update parameters by these gradients of this rank's parts of them."""
@@ -69,6 +81,9 @@ class EarlyUpdates:
             ConfigError: one of them belongs to two optimizers that update inside of backwards.
         """
         self._owners = self._found()
+        for each in dict.fromkeys(self._owners.values()):
+            if each.backward not in (None, current_backward()):
+                each.abandon("a backward failed after it had updated parameters")
         for name in names if self._owners else ():
             key = id(self._params.get(name))
             owner = self._owners.get(key)
@@ -80,21 +95,26 @@ class EarlyUpdates:
                 )
         self._in_backward = kind == "backward"
 
-    @property
-    def active(self) -> bool:
-        """Whether parameters may be updated inside of the program that runs."""
-        return bool(self._owners)
-
     def _found(self) -> dict[int, Updater]:
+        owners, twice = self._owned()
+        if twice is not None:
+            gc.collect()  # optimizers are in reference cycles
+            owners, twice = self._owned()
+        if twice is not None:
+            raise ConfigError(
+                f"a parameter of shape {list(twice.shape)} belongs to two optimizers with overlap=True",
+                "give each parameter to one optimizer",
+            )
+        return owners
+
+    def _owned(self) -> tuple[dict[int, Updater], Tensor | None]:
+        """By ``id`` of a parameter its owner, and one parameter that has two."""
         owners: dict[int, Updater] = {}
         for owner in self._find():
             for param in owner.params:
                 if owners.setdefault(id(param), owner) is not owner:
-                    raise ConfigError(
-                        f"a parameter of shape {list(param.shape)} belongs to two optimizers with overlap=True",
-                        "give each parameter to one optimizer",
-                    )
-        return owners
+                    return owners, param
+        return owners, None
 
     def leave(self, kind: str, names: Iterable[str]) -> None:
         """The program has run."""
@@ -161,6 +181,9 @@ class EarlyUpdates:
             param = self._params[name]
             by_owner.setdefault(self._owners[id(param)], []).append((param, grad))
         for owner, grads in by_owner.items():
+            if owner.backward is None:
+                owner.backward = current_backward()
+                after_backward(owner.backward_ended)
             owner.start(grads, _all(arrivals) if arrivals else None)
             for param, _ in grads:
                 param.grad = None  # the mark of what no_sync held back

@@ -116,7 +116,7 @@ class Executor:
             self.store.refuse_half_done()
             if program.kind != "backward":
                 self.store.drop_pages()
-            elif not (self.hold.active or self.early.active):
+            elif not self.hold.active:
                 self.store.read_ahead()
             self.cache.enter(program.kind, self.comm.generation if self.sequence else 0)
             if self.trims and self.sequence:
@@ -133,14 +133,16 @@ class Executor:
             if self.sequence:
                 self.comm.leave()
             self.early.leave(program.kind, self.names)
+            if program.kind == "backward":
+                self.store.stamp()
         # Ctrl-C too: the others wait for this rank, and a bucket that is half gathered must not count as whole.
         except BaseException as error:
             self.cache.clear()
             self.store.abandon()
-            self.early.abandon(reason_of(error))
             self.hold.state = held
             if self.comm is not None:
                 self.comm.abort(reason_of(error))
+            self.early.abandon(reason_of(error))
             registers.clear()  # which the traceback holds
             raise
         self.telemetry.finished(program.kind)

@@ -71,14 +71,14 @@ class SavedActivations:
     """Those of one backend.
 
     Attributes:
-        arena: where they go on NVMe; None while nothing does.
+        arenas: where they go on NVMe.
         room: bytes that they may take there.
     """
 
     def __init__(self, host: Callable[[], HostMemory | None]) -> None:
         """``host`` is asked for when something goes there."""
         self._host = host
-        self.arena: Arena | None = None
+        self.arenas: list[Arena] = []
         self.room = 0
         self._slots: dict[int, list[_Slot]] = {}  # by bytes
         self._at: dict[int, _Slot] = {}  # by the address of its mapping
@@ -95,6 +95,8 @@ class SavedActivations:
         """
         found = list(tensors)
         for span in _spans(tensors):
+            if _stays(tensors, span):
+                continue
             home = self._to_nvme(span.bytes) if tier == "nvme" else self._to_host(span.bytes)
             if home is not None:
                 for k in span.members:
@@ -113,20 +115,16 @@ class SavedActivations:
 
     def _free_slot(self, size: int) -> _Slot | None:
         """Room for ``size`` bytes; None where there is none, which is told once."""
-        assert self.arena is not None  # where a plan has something there
         found = next((slot for slot in self._slots.get(size, ()) if slot.is_free), None)
         if found is not None:
             return found
-        if self.bytes + _aligned(size) > self.room:
-            self._let_go()
-        if self.bytes + _aligned(size) <= self.room:
-            try:
-                found = _Slot(self.arena, self.arena.allocate(size))
-            except StorageError:
-                pass  # in pieces: other shapes have left holes
-            else:
-                self._slots.setdefault(size, []).append(found)
-                return found
+        found = self._new_slot(size)
+        if found is None:
+            self.let_go()  # what other shapes have left
+            found = self._new_slot(size)
+        if found is not None:
+            self._slots.setdefault(size, []).append(found)
+            return found
         if not self._told:
             self._told = True
             log.warning(
@@ -136,7 +134,14 @@ class SavedActivations:
             )
         return None
 
-    def _let_go(self) -> None:
+    def _new_slot(self, size: int) -> _Slot | None:
+        if self.bytes + _aligned(size) <= self.room:
+            for arena in self.arenas:
+                with contextlib.suppress(StorageError):  # full, or in pieces
+                    return _Slot(arena, arena.allocate(size))
+        return None
+
+    def let_go(self) -> None:
         """Free the extents in which nothing waits."""
         kept: dict[int, list[_Slot]] = {}
         for size, slots in self._slots.items():
@@ -146,8 +151,8 @@ class SavedActivations:
                 else:
                     kept.setdefault(size, []).append(slot)
         self._slots = kept
-        there = {slot.extent for slots in kept.values() for slot in slots}
-        self._at = {address: slot for address, slot in self._at.items() if slot.extent in there}
+        there = {slot for slots in kept.values() for slot in slots}
+        self._at = {address: slot for address, slot in self._at.items() if slot in there}
 
     def _to_host(self, source: Tensor) -> Tensor:
         host = self._host()
@@ -155,6 +160,9 @@ class SavedActivations:
         slots = self._on_host.setdefault(source.nbytes, [])
         home = next((slot for slot in slots if memory_is_unshared(slot)), None)
         if home is None:
+            for size, others in self._on_host.items():  # of other shapes
+                if size != source.nbytes:
+                    others[:] = [slot for slot in others if not memory_is_unshared(slot)]
             home = host.room(source.nbytes)
             slots.append(home)
         self._leaving.append(host.start([(source, home)]).arrive)
@@ -164,7 +172,8 @@ class SavedActivations:
         """Begin to bring back what ``away`` stand for; what was left on the device, or a hook has brought back, is
         there."""
         found = Returning(list(away), away, [], [])
-        coming = [(span, self._slot_of(span.bytes) if tier == "nvme" else None) for span in _spans(away)]
+        spans = (span for span in _spans(away) if not _stays(away, span))
+        coming = [(span, self._slot_of(span.bytes) if tier == "nvme" else None) for span in spans]
         coming = [(span, slot) for span, slot in coming if tier != "nvme" or slot is not None]
         for span, slot in coming:
             target = _memory(span.bytes.nbytes)
@@ -206,10 +215,15 @@ class SavedActivations:
                 self._leaving.pop()()
 
     @property
+    def on_host(self) -> int:
+        """Bytes on the host."""
+        return sum(slot.nbytes for slots in self._on_host.values() for slot in slots)
+
+    @property
     def bytes(self) -> int:
         """On NVMe."""
         slots = (slot for slots in self._slots.values() for slot in slots)
-        return sum(slot.extent.room for slot in slots if slot.arena is self.arena)
+        return sum(slot.extent.room for slot in slots)
 
     def _slot_of(self, memory: Tensor) -> _Slot | None:
         """The slot that ``memory`` maps; None where it is something else."""
@@ -246,12 +260,18 @@ def _spans(tensors: Iterable[Tensor]) -> Iterator[_Span]:
 _WIDEST = torch.complex128.itemsize
 
 
+def _stays(tensors: Sequence[Tensor], span: _Span) -> bool:
+    """Whether one of them is the imaginary part of a conjugate: no public operator makes such a view of a copy."""
+    return any(tensors[k].is_neg() for k in span.members)
+
+
 def _as(tensor: Tensor, source: Tensor, memory: Tensor) -> Tensor:
     """What ``tensor`` is in ``source``, in a copy of that in other ``memory``."""
     begin = tensor.storage_offset() * tensor.itemsize - source.storage_offset() + memory.storage_offset()
-    return torch.empty(0, dtype=tensor.dtype).set_(
+    found = torch.empty(0, dtype=tensor.dtype).set_(
         memory.untyped_storage(), begin // tensor.itemsize, tensor.shape, tensor.stride()
     )
+    return found.conj() if tensor.is_conj() else found
 
 
 def _memory(size: int) -> Tensor:

@@ -94,8 +94,9 @@ class ShardStore:
         half_done: by optimizer, why its last update changed a part of its parameters; until it loads a checkpoint.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], open_arena: Callable[[int], Arena]) -> None:
-        """``params`` are the outward parameters by name, now and later; ``open_arena`` makes room for so many bytes."""
+    def __init__(self, params: Mapping[str, Tensor], open_arena: Callable[[int], Arena | None]) -> None:
+        """``params`` are the outward parameters by name, now and later; ``open_arena`` makes room for so many
+        bytes, None where there may be no more."""
         self._params, self._open = params, open_arena
         self.host: HostShards | None = None
         self.saved = SavedActivations(lambda: self.host.memory if self.host is not None else None)
@@ -118,6 +119,7 @@ class ShardStore:
         self._behind: weakref.WeakKeyDictionary[ReadsAhead, Callable[[], ReadsAhead | None]]
         self._behind = weakref.WeakKeyDictionary()
         self._ahead: ReadsAhead | None = None
+        self._stamp: list[int] = []  # when files were last written to, at the end of a backward
         self._fetched = BufferPool(huge_tensor)
         self._background = Background("zerograph-update")
         self.arena: Arena | None = None
@@ -144,7 +146,7 @@ class ShardStore:
             moments: tensors of float32 that an optimizer keeps of each parameter, for which room is reserved.
             moved: hears of each parameter that has other memory now, also where a later one fails.
             rest: how far parameters may leave that later plans hold; as far as those of ``plan``, unless given.
-            activations: bytes of those that wait on NVMe for one backward.
+            activations: bytes of those that wait on NVMe for one backward, of all graphs that there are by now.
 
         Raises:
             StorageError: there is no room.
@@ -154,9 +156,11 @@ class ShardStore:
         masters = any(p.is_master for b in plan.buckets for p in b.params)
         if activations > self.saved.room:
             self.reserve(own, rest or plan.farthest, masters, moments, activations=activations)
-            if activations > self.saved.room:  # another one was made before they were known
-                self.saved.arena = self._open(activations)
-                self.saved.room = self.saved.arena.size
+            lacking = activations - self.saved.room
+            more = self._open(lacking) if lacking > 0 else None  # the first one was made before they were known
+            if more is not None:
+                self.saved.arenas.append(more)
+            self.saved.room = max(self.saved.room, activations)
         for bucket in plan.buckets:
             if "host" in (bucket.homes.parameters, bucket.homes.optimizer):
                 self._move_to_host(bucket, moved)
@@ -259,7 +263,8 @@ class ShardStore:
                 each += param.itemsize * (homes.gradients == "nvme")
             total += -(-local_tensor(param).numel() // UNIT) * UNIT * each
         self.arena = self._open(total + activations)
-        self.saved.arena, self.saved.room = self.arena, self.arena.size - total
+        assert self.arena is not None  # the first one
+        self.saved.arenas, self.saved.room = [self.arena], self.arena.size - total
         log.info("room on NVMe: %s", format_bytes(self.arena.size))
 
     def early(self, like: Tensor) -> Tensor:
@@ -578,6 +583,17 @@ class ShardStore:
         if update is not None and self._ahead is None:
             self._ahead = update
             update.read_ahead()
+            self.stamp()
+
+    def stamp(self) -> None:
+        """A backward is at its end: what is written from here on, the user writes."""
+        if self.arena is not None and self._ahead is not None:
+            self._stamp = self.arena.modified()
+
+    @property
+    def is_as_left(self) -> bool:
+        """Whether nothing on NVMe was written since."""
+        return self.arena is not None and self._stamp == self.arena.modified()
 
     def has_run(self, update: ReadsAhead) -> None:
         """An update has streamed states through the slots; the next one is the one that came behind it before, or it
@@ -736,6 +752,7 @@ class ShardStore:
             self._reclaim()
             if self._spilled is not None:
                 self._spilled.reclaim(all_of_them=True)
+            self.saved.let_go()
         try:
             return self.arena.allocate(size)
         except StorageError as error:
@@ -746,6 +763,7 @@ class ShardStore:
 
     def _reclaim(self) -> None:
         """Free what belonged to optimizers that are gone."""
+        self.take_slots()  # which keep states that are to be read ahead
         assert self.arena is not None
         gc.collect()  # optimizers are in reference cycles
         held = {kind.extent for kinds in self._kinds.values() for kind in kinds.values()}
@@ -809,6 +827,7 @@ class ShardStore:
             "copies": sum(cast.nbytes for cast in casts),
             "gradients": self.host.gradients,
             "slots": self.host.slots,
+            "activations": self.saved.on_host,
         }
         return {what: size for what, size in held.items() if size}
 

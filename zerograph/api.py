@@ -24,6 +24,7 @@ from zerograph.compiler.segments import SegmentCache
 from zerograph.compiler.torch_private import graph_breaks
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
+from zerograph.core.executable import Executable
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.optim.check import OptimizerCheck
@@ -63,6 +64,7 @@ class Backend:
         self._steps = StepCount(self._adoption.known)
         self._hold = GradientHold(self._adoption.params)
         self._store = ShardStore(self._adoption.params, self._open_arena)
+        self._waiting: dict[str, int] = {}  # bytes of activations on NVMe, by the user's function
         self._optimizers = OptimizerCheck(
             self._adoption.known,
             self._adoption.replaced,
@@ -103,7 +105,8 @@ class Backend:
                     rest = frame.plan.farthest if self.config.plan is not None else farthest(self.config)
                     moved = lambda param: self._optimizers.remember([param])  # noqa: E731
                     away = room_for(frame.programs["forward"])
-                    self._store.settle(frame.plan, MOMENTS, moved, rest, away)
+                    self._waiting[frame.code] = max(away, self._waiting.get(frame.code, 0))
+                    self._store.settle(frame.plan, MOMENTS, moved, rest, sum(self._waiting.values()))
             if late:
                 self._frames.pop()
                 self._adoption.leave(late)
@@ -122,12 +125,19 @@ class Backend:
             raise UnsupportedError(
                 f"what belongs to a model on {device.type} cannot be kept on NVMe yet", 'tier="host", or a CPU'
             )
-        if self.config.update == "device" and device.type != "cpu":
+        given = self.config.plan.plan if self.config.plan is not None else None
+        if "device" in (self.config.update, given.update if given is not None else "host") and device.type != "cpu":
             raise UnsupportedError(f"states on the host cannot be updated on {device.type} yet", 'update="host"')
         if "host" in away and device.type == "cpu" and not split:
             raise ConfigError(
                 "the memory of a CPU's host is its device's: nothing would leave it",
                 'tier="nvme" with path="/folder/on/a/disk"; for tests, machine= may be one with "split": true',
+            )
+        runs = Executable.on(machine_of(self.config, device)).activations
+        for tier in sorted(self.config.saved_on - {*runs}):
+            raise UnsupportedError(
+                f"what layers save on {device.type} cannot wait on {tier} yet" + ", as it counts as split" * split,
+                f'activations="{runs[0]}"' if runs else 'activations="keep", and recompute="full" to save memory',
             )
         self._segments.prepare(device)
         ranks = Ranks.connect(self.config, device)
@@ -164,8 +174,12 @@ class Backend:
             staging=self._planner.staging,
         )
 
-    def _open_arena(self, size: int) -> Arena:
-        return Arena(self.config.path, self.config.nvme or min(size, self._planner.room))
+    def _open_arena(self, size: int) -> Arena | None:
+        held = sum(arena.size for arena in {self._store.arena, *self._store.saved.arenas} if arena is not None)
+        left = self._planner.room - held
+        if self.config.nvme:  # all at once
+            return None if held else Arena(self.config.path, self.config.nvme)
+        return Arena(self.config.path, min(size, left)) if left > 0 else None
 
     def _overlapping(self) -> list[EarlySteps]:
         """Optimizers that update the model inside of its backwards."""

@@ -249,6 +249,48 @@ def test_any_transfer_of_an_update_may_fail(tmp_path: Path) -> None:
     assert "step" in places
 
 
+def _two_optimizers(model: nn.Module, overlap: bool) -> tuple[Optimizer, Optimizer]:
+    """Of parameters that lie side by side in one bucket, one of torch's and one of ours."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    mine = zerograph.optim.AdamW(matrices, lr=1e-2, skip_nonfinite=False, overlap=overlap)
+    return mine, torch.optim.SGD(others, lr=0.1)
+
+
+def _beside_another(folder: str) -> None:
+    found = []
+    for overlap in (False, True):
+        training = Run(adamw, stage=3, path=folder, **{**OFF, "offload": "parameters"})
+        optimizers = _two_optimizers(training.model, overlap)
+        for _ in range(4):
+            training.backward()
+            for optimizer in reversed(optimizers):
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([full(value).clone() for value in training.model.state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_what_a_backward_updates_is_written_before_another_optimizer_steps(tmp_path: Path) -> None:
+    run(2, _beside_another, str(tmp_path))
+
+
+def _replaced() -> None:
+    training = Run(partial(adamw, overlap=True), stage=3)
+    training.steps(1)
+    training.optimizer = adamw(training.model, overlap=True)  # the other one is gone, or is in a reference cycle
+    training.steps(1)
+    kept, training.optimizer = training.optimizer, adamw(training.model)
+    training.backward()
+    with pytest.raises(ZeroGraphError, match="which still lives, has updated parameters of this AdamW"):
+        training.optimizer.step()
+    assert kept
+
+
+def test_an_optimizer_takes_the_place_of_another() -> None:
+    run(2, _replaced)
+
+
 def _refused(options: dict[str, Any]) -> None:
     training = Run(partial(adamw, overlap=True), **options)
     training.steps(1)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,8 +41,8 @@ def params_of(sizes: list[int]) -> dict[str, nn.Parameter]:
     return {f"p{i}": nn.Parameter(torch.randn(size, generator=generator)) for i, size in enumerate(sizes)}
 
 
-def stored(params: dict[str, nn.Parameter], buckets: int, folder: Path) -> ShardStore:
-    store = ShardStore(params, lambda size: Arena([folder], 2 * size))
+def stored(params: dict[str, nn.Parameter], buckets: int, folder: Path, times: int = 2) -> ShardStore:
+    store = ShardStore(params, lambda size: Arena([folder], times * size))
     told = [Param(n, tuple(p.shape), *["float32"] * 3, True, True) for n, p in params.items()]
     parts = [tuple(told[i::buckets]) for i in range(buckets)]
     plan = Plan(3, 1, tuple(Bucket(i, f"b{i}", p, "use", Homes(optimizer="nvme")) for i, p in enumerate(parts) if p), 1)
@@ -154,6 +156,81 @@ def test_a_failed_read_ahead_changes_nothing(tmp_path: Path) -> None:
     assert all(torch.equal(param, before[name]) for name, param in params.items())
     optimizer.step()
     assert not any(torch.equal(param, before[name]) for name, param in params.items())
+
+
+def test_a_new_optimizer_has_the_room_of_one_whose_states_are_read_ahead(tmp_path: Path) -> None:
+    params = params_of([20_000])
+    store = stored(params, 1, tmp_path, times=1)
+    optimizer = zerograph.optim.AdamW(params.values())
+    optimizer.store = store
+    train(optimizer, params, [False])
+    store.read_ahead()
+    optimizer = zerograph.optim.AdamW(params.values())
+    optimizer.store = store
+    train(optimizer, params, [False])
+
+
+def _alike(change: Callable[[Optimizer, ShardStore], None], folder: Path) -> None:
+    """``change`` something between a backward and a step: the step is as one that has read nothing ahead."""
+    found = []
+    for ahead in (False, True):
+        params = params_of([20_000, 30_000])
+        store = stored(params, 2, folder)
+        optimizer = zerograph.optim.AdamW(params.values(), lr=0.1)
+        optimizer.store = store
+        train(optimizer, params, [False])
+        if ahead:
+            store.read_ahead()
+        change(optimizer, store)
+        optimizer.step()
+        found.append([p.detach().clone() for p in params.values()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def _zeroed_and_gone_from_the_cache(optimizer: Optimizer, store: ShardStore) -> None:
+    arena = store.arena
+    assert arena is not None
+    time.sleep(0.02)  # a tick of the files' clock
+    for state in optimizer.state.values():
+        state["exp_avg"].data.zero_()
+    for extent, mapping in list(arena._mappings.items()):
+        mapping.drop(0, extent.bytes)
+    for slab in arena._slabs:
+        slab.flush(0, slab.bytes)
+        slab.drop(0, slab.bytes)
+
+
+def test_what_was_changed_counts_though_its_pages_are_gone(tmp_path: Path) -> None:
+    _alike(_zeroed_and_gone_from_the_cache, tmp_path)
+
+
+def test_reads_ahead_of_which_one_cannot_begin_are_not_taken_for_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = params_of([20_000])
+    store = stored(params, 1, tmp_path)
+    optimizer = zerograph.optim.AdamW(params.values(), lr=0.1)
+    optimizer.store, arena = store, store.arena
+    assert arena is not None
+    train(optimizer, params, [False])
+    store.ring[0].fill_(7)
+    read, calls = arena.read, itertools.count()
+
+    def second_fails(*args: Any, **named: Any) -> Any:
+        if next(calls) == 1:
+            raise StorageError("cannot begin")
+        return read(*args, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(arena, "read", second_fails)
+        with pytest.raises(StorageError):
+            store.read_ahead()
+    optimizer.step()
+    same = params_of([20_000])
+    other = zerograph.optim.AdamW(same.values(), lr=0.1)
+    train(other, same, [False])
+    other.step()
+    assert torch.equal(params["p0"], same["p0"])
 
 
 def test_states_are_mappings_that_a_state_dict_shows(tmp_path: Path) -> None:

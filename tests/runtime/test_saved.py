@@ -28,7 +28,7 @@ def saved(tmp_path: Path) -> Iterator[SavedActivations]:
     with Arena([tmp_path], 2 * ROOM) as arena:
         host = SplitHost()
         found = SavedActivations(lambda: host)
-        found.arena, found.room = arena, ROOM
+        found.arenas, found.room = [arena], ROOM
         yield found
         found.abandon()
 
@@ -39,7 +39,9 @@ def odd() -> list[Tensor]:
     masks = torch.rand(7, 33) > 0.5
     return [
         whole.t(), whole[3:9, 10:20], whole.view(torch.int32)[:, 1::3], masks, torch.randn(5, 1).expand(5, 4),
-        torch.randn(30, 20, dtype=torch.bfloat16)[::2], torch.tensor(3.5), torch.empty(0, 7), torch.arange(10_000),
+        torch.randn(30, 20, dtype=torch.bfloat16)[::2], torch.randn(8, 9, dtype=torch.complex64).conj(),
+        torch.randn(8, 9, dtype=torch.complex64).conj().imag, torch.tensor(3.5), torch.empty(0, 7),
+        torch.arange(10_000),
     ]  # fmt: skip
 
 
@@ -60,6 +62,23 @@ def test_what_comes_back_is_what_left_with_its_strides(saved: SavedActivations, 
         assert len({t.untyped_storage().data_ptr() for t in away[:3]}) == 1
         assert back[0].untyped_storage().data_ptr() == back[1].untyped_storage().data_ptr()
     assert all(torch.equal(a, b) for a, b in zip(away, wanted, strict=True))  # whoever reads them: a hook, for one
+
+
+def test_memory_of_other_shapes_on_the_host_goes(saved: SavedActivations) -> None:
+    for count in range(1000, 1050):
+        away = saved.spill([torch.ones(count)], "host")
+        saved.wait()
+        del away
+    assert saved.on_host == 4 * 1049
+
+
+def test_extents_of_other_shapes_go_where_there_is_no_room(saved: SavedActivations) -> None:
+    saved.room = 2**30  # more than the arena has
+    for size in (ROOM // 2, 3 * ROOM // 2, ROOM):
+        away = saved.spill([torch.ones(size, dtype=torch.uint8)], "nvme")
+        saved.wait()
+        assert saved.arenas[0].maps(away[0])
+        del away
 
 
 def test_an_extent_is_used_again_when_everybody_has_let_go(saved: SavedActivations) -> None:
@@ -98,7 +117,7 @@ def test_other_sizes_take_the_room_of_those_that_are_gone(saved: SavedActivation
     for rows in (100, 900, 250, 640):
         away = saved.spill([torch.ones(rows, 256)], "nvme")
         saved.wait()
-        assert saved.arena is not None and saved.arena.maps(away[0]) and saved.bytes <= ROOM
+        assert saved.arenas[0].maps(away[0]) and saved.bytes <= ROOM
         assert torch.equal(saved.finish(saved.fetch(away, "nvme"))[0], torch.ones(rows, 256))
         del away
 
@@ -160,15 +179,14 @@ def test_whoever_does_not_wait_for_the_host_reads_not_a_number(
 
 
 def test_a_disk_that_fails_is_an_error_and_what_comes_next_works(saved: SavedActivations) -> None:
-    assert saved.arena is not None
-    saved.arena._engine.inject([(FaultPoint.write, 1, 1, FaultEffect.error, 28)])
+    saved.arenas[0]._engine.inject([(FaultPoint.write, 1, 1, FaultEffect.error, 28)])
     saved.spill([torch.ones(5000)], "nvme")
     with pytest.raises(StorageError, match="cannot write"):
         saved.wait()
     saved.abandon()
     away = saved.spill([torch.ones(5000)], "nvme")
     saved.wait()
-    saved.arena._engine.inject([(FaultPoint.read, 1, 1, FaultEffect.error, 5)])
+    saved.arenas[0]._engine.inject([(FaultPoint.read, 1, 1, FaultEffect.error, 5)])
     with pytest.raises(StorageError, match="cannot read"):
         saved.finish(saved.fetch(away, "nvme"))
     assert torch.equal(saved.finish(saved.fetch(away, "nvme"))[0], torch.ones(5000))

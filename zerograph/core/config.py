@@ -109,12 +109,21 @@ class Config:
     @property
     def away(self) -> frozenset[Tier]:
         """The tiers beside the device that something lives on between its uses."""
+        return self._shards_on | self.saved_on
+
+    @property
+    def _shards_on(self) -> frozenset[Tier]:
         replayed = [bucket.homes.away for bucket in self._buckets]
-        saved = {tier for _, tier in self.plan.plan.offload} if self.plan is not None else {self.saved}
         chosen = {self.target} if self.offload != "none" else set()
         if chosen and self.tier is None and self.searches and self._split:
             chosen.add("host")
-        return frozenset[Tier]().union(*replayed, saved, chosen) - {"device"}
+        return frozenset[Tier]().union(*replayed, chosen) - {"device"}
+
+    @property
+    def saved_on(self) -> frozenset[Tier]:
+        """The tiers beside the device on which what layers save waits for the backward."""
+        saved = {tier for _, tier in self.plan.plan.offload} if self.plan is not None else {self.saved}
+        return frozenset(saved) - {"device"}
 
     @property
     def saved(self) -> Tier:
@@ -227,7 +236,7 @@ class Config:
             '"host" updates states on the host beside them, "device" has them pass through the device',
         )
         _require(
-            self.update == "host" or self.away == {"host"},
+            self.update == "host" or self._shards_on == {"host"},
             'update="device" has states of the host pass through the device, and nothing is kept on the host alone',
             'offload="optimizer", tier="host", which on a CPU needs a machine= with "split": true; or update="host"',
         )

@@ -101,8 +101,20 @@ class OptimizerCheck:
         if ranks is not None and isinstance(optimizer, HostOptimizer) and any(map(is_split, self._own(optimizer))):
             optimizer.communicator = weakref.ref(ranks)
         if self._holds_own(optimizer):
+            self._refuse_updated(optimizer)
             self._bring_states_home(optimizer)
             self._telemetry.updating()
+
+    def _refuse_updated(self, optimizer: Optimizer) -> None:
+        own = {id(p) for p in _params_of(optimizer)}
+        for early in overlapping():
+            if early is not getattr(optimizer, "early", None) and own & early.updated:
+                early.abandon(f"{type(optimizer).__name__}.step() found its parameters updated by another optimizer")
+                raise ZeroGraphError(
+                    f"{early} with overlap=True, which still lives, has updated parameters of this "
+                    f"{type(optimizer).__name__} inside of the backward",
+                    "let go of it (del optimizer; gc.collect()) before the backward, and load a checkpoint",
+                )
 
     def overlapping(self) -> list[EarlySteps]:
         """Of the optimizers that update parameters of the backend inside of backwards, looked at as before a step."""

@@ -72,15 +72,12 @@ class Lifted:
             factor: what gradients are multiplied by.
         """
         chunks: list[_Chunk] = []
+        self._cut_slots(chunks)
+        follow = [
+            [self._store.begin_to_follow(m.lifted) if a else None for m, a in zip(p.members, g.addresses, strict=True)]
+            for p, g in zip(self.parts, grads, strict=True)
+        ]
         try:
-            follow = [
-                [
-                    self._store.begin_to_follow(m.lifted) if a else None
-                    for m, a in zip(p.members, g.addresses, strict=True)
-                ]
-                for p, g in zip(self.parts, grads, strict=True)
-            ]
-            self._cut_slots(chunks)
             self._run(chunks, rules, grads, factor, follow)
         except BaseException as error:
             owner = self._owner()

@@ -11,9 +11,10 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from zerograph.core.errors import ConfigError, StorageError, ZeroGraphError
+from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.optim.parts import Row
 from zerograph.optim.tensors import GroupLayout
+from zerograph.optim.torch_private import tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.early import Arrival
 from zerograph.runtime.entry import reason_of
@@ -26,6 +27,7 @@ class Owner(Protocol):
 
     param_groups: list[dict[str, Any]]
     store: ShardStore | None
+    early: EarlySteps | None
 
     def layout(self, key: tuple[int, ...], group: Mapping[str, Any], params: Sequence[Tensor]) -> GroupLayout:
         """Of some ``params`` of a group, kept under ``key``."""
@@ -41,20 +43,34 @@ class EarlySteps:
     """An :class:`~zerograph.runtime.early.Updater`.
 
     Attributes:
-        optimizer: whose updates these are.
         updated: by ``id``, the parameters that backwards have updated since the last step.
         iteration: another object from step to step.
+        backward: the number of the one that updates now; None once it has ended.
     """
 
     def __init__(self, optimizer: Owner) -> None:
-        self.optimizer = optimizer
+        self._optimizer = weakref.ref(optimizer)
         self._under_way: list[PendingUpdate] = []
         self._begun = self._begun_before = 0  # in this iteration, and in the last one
         self._groups: dict[int, int] = {}  # by ``id`` of a parameter, in the backward that runs
         self._values: list[dict[str, Any]] = []  # of the groups, then
         self.updated: set[int] = set()
         self.iteration = object()
+        self.backward: int | None = None
         _LIVING.add(self)
+
+    @property
+    def optimizer(self) -> Owner:
+        """Whose updates these are."""
+        found = self._optimizer()
+        assert found is not None  # whoever asks has it from there, or from overlapping()
+        return found
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the optimizer is there, and these are its updates: a checkpoint that is loaded brings others."""
+        found = self._optimizer()
+        return found is not None and found.early is self
 
     def __str__(self) -> str:
         return type(self.optimizer).__name__
@@ -81,7 +97,7 @@ class EarlySteps:
             self._groups = {id(p): i for i, group in enumerate(opt.param_groups) for p in group["params"]}
             self._values = list(map(_values_of, opt.param_groups))
         while self._under_way and self._under_way[0].done():
-            self._under_way.pop(0).wait()
+            self.wait(len(self._under_way) - 1)
         by_group: dict[int, list[tuple[Tensor, Tensor]]] = {}
         for param, grad in grads:
             by_group.setdefault(self._groups[id(param)], []).append((param, grad))
@@ -92,12 +108,13 @@ class EarlySteps:
             layout = opt.layout(key, group, params)
             rows.append(Row(key, group, layout, layout.gradients_of([grad for _, grad in pairs])))
         pending = opt.update(rows, 1.0, arrival)
+        # It has begun: whatever fails from here on, these are updated.
+        self._under_way.append(pending)
+        self.updated.update(id(param) for param, _ in grads)
         self._begun += 1
         if opt.store is not None:
             more = self._begun < self._begun_before
             pending.stream_beside(functools.partial(opt.store.in_background, more=more))
-        self._under_way.append(pending)
-        self.updated.update(id(param) for param, _ in grads)
         # Whatever autograd has saved of them is not what it was.
         torch.autograd.graph.increment_version([local_tensor(param) for param, _ in grads])
 
@@ -108,7 +125,21 @@ class EarlySteps:
             StorageError: a transfer failed, and a part of the states on NVMe is updated.
         """
         while len(self._under_way) > most:
-            self._under_way.pop(0).wait()
+            self._under_way[0].wait()
+            self._under_way.pop(0)
+
+    def backward_ended(self) -> None:
+        """The backward has run to its end: wait for its updates, before the user looks at parameters or changes them.
+
+        Raises:
+            StorageError: a transfer failed, and a part of the states on NVMe is updated.
+        """
+        self.backward = None
+        try:
+            self.settle()
+        except BaseException as error:
+            tell_failed_step(self.optimizer, error)  # type: ignore[arg-type]
+            raise
 
     def settle(self) -> None:
         """Return when none is under way; after an error nothing goes on before a checkpoint is loaded."""
@@ -122,9 +153,9 @@ class EarlySteps:
         """A backward failed: what it has updated cannot be taken back, so that nothing goes on before a checkpoint is
         loaded. Nothing is under way any more then."""
         for pending in self._under_way:
-            with contextlib.suppress(StorageError):  # the first error is on its way to the caller
+            with contextlib.suppress(Exception):  # the first error is on its way to the caller
                 pending.wait()
-        self._under_way = []
+        self._under_way, self.backward = [], None
         if self.updated:
             self.optimizer.leave_half_done(why)
         self.stepped()
@@ -141,6 +172,10 @@ class EarlySteps:
         """
         for what in given:
             self.refuse(what)
+        if self.backward is not None:
+            self.abandon("a backward failed after it had updated parameters")
+            if self.optimizer.store is not None:
+                self.optimizer.store.refuse_half_done()
         if self.updated and list(map(_values_of, self.optimizer.param_groups)) != self._values:
             raise ConfigError(
                 f"a group of {self} was changed between backward and step: with overlap=True the backward has updated "
@@ -193,7 +228,7 @@ _LIVING: weakref.WeakSet[EarlySteps] = weakref.WeakSet()
 
 def overlapping() -> list[EarlySteps]:
     """Those of all living optimizers."""
-    return list(_LIVING)
+    return [early for early in _LIVING if early.is_current]
 
 
 def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -189,8 +189,8 @@ class Stream:
         mappings.
         """
         for chunk in self._chunks[: SLOTS - 1]:
-            chunk.is_ahead = True
             self._transfer(self._arena.read, chunk, [(kind, kind.extent) for kind in chunk.kinds], Priority.later)
+            chunk.is_ahead = True
 
     def forget(self) -> None:
         """Have nothing read ahead, and nothing under way."""
@@ -262,7 +262,8 @@ class Stream:
         for chunk in self._chunks[: SLOTS - 1]:
             if chunk.is_ahead:
                 self._settle(chunk)
-                chunk.is_ahead = not any(
+                # Pages that were touched may be gone again, but then the files are newer.
+                chunk.is_ahead = self._store.is_as_left and not any(
                     kind.extent is not None
                     and self._arena.is_touched(kind.extent, chunk.begin * kind.dtype.itemsize, chunk.view(kind).nbytes)
                     for kind in chunk.kinds
