@@ -17,6 +17,7 @@ from numerics.test_overlap import WHOLE, adamw
 from ranks import RankFailure, run
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 import zerograph
 from zerograph._core import FaultPoint
