@@ -330,7 +330,8 @@ def backend(**options: Any) -> Backend:
         offload: what leaves the device between its uses (docs/offload.md): "none"; "optimizer", its states, and masters
             of parameters that compute in another dtype; "gradients", those too; "parameters", all of it; or "auto", per
             bucket what has to leave for the step to fit ``memory``, and nothing where it fits without.
-        tier: where that goes: "nvme", the default, on CPUs; "host" on GPUs, and on a ``machine`` that counts as split.
+        tier: where that goes: "nvme", the default; "host", which has to be given on GPUs, and runs on a
+            ``machine`` that counts as split.
         update: where states on the host are updated: "host", beside them, or "device", through which they then pass in
             slots and back. Not with anything on NVMe, and not on GPUs.
         host_memory: bytes of the host's memory that a rank may use for that, ``"100GiB"`` or a number; default: what is
