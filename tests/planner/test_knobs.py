@@ -113,7 +113,7 @@ def test_every_decision_is_turned_by_the_search() -> None:
             moved |= {name for name in decided(Plan) if getattr(plan, name) != getattr(changed, name)}
             for old, new in zip(plan.buckets, changed.buckets, strict=True):
                 moved |= {f"bucket.{name}" for name in decided(Bucket) if getattr(old, name) != getattr(new, name)}
-    fixed = {"stage", "world_size", "save_others", "loss_tiles"}
+    fixed = {"stage", "world_size", "save_others", "loss_tiles", "update"}
     assert moved == set(decided(Plan)) - fixed | {f"bucket.{name}" for name in decided(Bucket)}
 
 

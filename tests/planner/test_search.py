@@ -272,7 +272,7 @@ def test_a_backend_is_given_what_it_can_execute(layers: list[Layer], offload: An
         found = search.within({"device": 2**60, "nvme": 2**60})
         assert found is not None and {b.homes for b in found.plan.buckets} == {Homes()}
     with pytest.raises(ConfigError, match=f"on {MACHINE.name} nothing can leave the device yet"):
-        Search(step_of(layers), replace(wish, executable=Executable.on(MACHINE)), MACHINE)
+        Search(step_of(layers), replace(wish, executable=Executable(())), MACHINE)
 
 
 @pytest.mark.parametrize(("rows", "slot"), [(2**24, 7 * 4 * 2**21), (2**26, SLOT)])

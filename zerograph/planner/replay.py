@@ -42,7 +42,8 @@ def restricted_to_step(plan: Plan, step: Step) -> Plan:
     made = {op.activation for op in step.ops}
     save = tuple(name for name in plan.save if name in made)
     offload = tuple((name, tier) for name, tier in plan.offload if name in made or not layer_of_activation(name))
-    return replace(plan, save=save, offload=offload if step.training else ())
+    offload = offload if step.training else ()
+    return plan if (save, offload) == (plan.save, plan.offload) else replace(plan, save=save, offload=offload)
 
 
 def refuse_world_size(given: GivenPlan, world_size: int) -> None:
