@@ -4,16 +4,15 @@ What the forward saves in their place are ordinary tensors: mappings of extents,
 autograd and the user refers to them, so that their room is free when both have let go: after a backward, after the last
 one of a graph that is retained, or when a loss is dropped.
 
-The forward waits for no copy before its end. Memory is free when its copy is done, whatever the device computes.
+The forward waits for no copy before its end. Memory is free when its copy is done and the next transfer begins.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -84,7 +83,6 @@ class SavedActivations:
         self._at: dict[int, _Slot] = {}  # by the address of its mapping
         self._on_host: dict[int, list[Tensor]] = {}  # by size
         self._leaving: list[Callable[[], None]] = []  # each waits for one
-        self._threads: dict[int, ThreadPoolExecutor] = {}  # by process: a fork has none of its parent's
         self._told = False
 
     def spill(self, tensors: Sequence[Tensor], tier: Tier) -> list[Tensor]:
@@ -109,8 +107,8 @@ class SavedActivations:
             return None
         home = mapped_tensor(slot.arena, slot.extent, torch.uint8, (source.nbytes,))
         self._at[home.data_ptr()] = slot
-        # In a thread, which lets go of the memory when the disk has it.
-        self._leaving.append(self._thread().submit(slot.arena.wait, slot.arena.write(slot.extent, source)).result)
+        ticket = slot.arena.write(slot.extent, source)
+        self._leaving.append(partial(slot.arena.wait, ticket))
         return home
 
     def _free_slot(self, size: int) -> _Slot | None:
@@ -231,12 +229,6 @@ class SavedActivations:
         slot = self._at.get(address)
         mapped = slot is not None and not slot.is_free and slot.arena.map(slot.extent).address == address
         return slot if mapped else None
-
-    def _thread(self) -> ThreadPoolExecutor:
-        thread = self._threads.get(os.getpid())
-        if thread is None:
-            thread = self._threads[os.getpid()] = ThreadPoolExecutor(1, thread_name_prefix="zerograph-saved")
-        return thread
 
 
 def _spans(tensors: Iterable[Tensor]) -> Iterator[_Span]:

@@ -144,7 +144,10 @@ def test_memory_is_free_when_its_copy_is_done_though_nobody_waits(saved: SavedAc
     away = saved.spill([owner], "nvme")
     del owner
     gc.collect()
-    assert freed.wait(10)
+    more = []
+    while not freed.wait(0.05):  # goes with one of the next transfers
+        assert len(more) < 200
+        more += saved.spill([torch.ones(1024)], "nvme")
     saved.wait()
     assert torch.equal(away[0], tensor)
 
