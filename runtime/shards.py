@@ -801,9 +801,14 @@ class ShardStore:
     def on_device(self, held: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
         """Of local tensors that belong to a parameter, by name, those on the device, and copies there of others."""
         arena = self.arena
-        there = {*self._on_host, *(name for name in self._params if self._is_apart(name))}
+        there = self._names_on_host
         here = [t for name, t in held if name not in there and (arena is None or not arena.maps(t))]
         return here + [copy.tensor for copy in self._copies.values() if copy.tensor is not None]
+
+    @property
+    def _names_on_host(self) -> set[str]:
+        """The parameters that are there, as their plan has it or an earlier one."""
+        return {*self._on_host, *(name for name in self._params if self._is_apart(name))}
 
     @property
     def slots(self) -> int:
@@ -820,10 +825,9 @@ class ShardStore:
         optimizer's."""
         if self.host is None:
             return {}
-        there = {*self._on_host, *(name for name in self._params if self._is_apart(name))}
         casts = [copy.cast for copy in self._copies.values() if copy.cast is not None]
         held = {
-            "parameters": sum(local_tensor(self._params[name]).nbytes for name in there),
+            "parameters": sum(local_tensor(self._params[name]).nbytes for name in self._names_on_host),
             "copies": sum(cast.nbytes for cast in casts),
             "gradients": self.host.gradients,
             "slots": self.host.slots,
