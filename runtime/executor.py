@@ -12,15 +12,18 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from zerograph.core.program import (
+    Accumulate,
     Compute,
     Fetch,
     Free,
     Gather,
     Instruction,
+    Place,
     Program,
     Read,
     Reduce,
     Spill,
+    View,
     WaitFetch,
     WaitGather,
     WaitReduce,
@@ -183,6 +186,22 @@ class Executor:
         for register, value in zip(instruction.outs, self.segments[instruction.segment](args), strict=True):
             registers[register] = value
 
+    def _view(self, instruction: View, registers: list[Any]) -> None:
+        length = instruction.end - instruction.begin
+        registers[instruction.out] = registers[instruction.source].narrow(instruction.dim, instruction.begin, length)
+
+    def _place(self, instruction: Place, registers: list[Any]) -> None:
+        tile: Tensor = registers[instruction.terms[0]]
+        if instruction.first:
+            registers[instruction.out] = tile.new_empty(instruction.shape)
+        whole: Tensor = registers[instruction.out]
+        whole.narrow(instruction.dim, instruction.begin, tile.shape[instruction.dim]).copy_(tile)
+
+    def _accumulate(self, instruction: Accumulate, registers: list[Any]) -> None:
+        terms: list[Tensor] = [registers[r] for r in instruction.terms]
+        total: Tensor | None = None if instruction.first else registers[instruction.out]
+        registers[instruction.out] = added(total, terms)
+
     def _gather(self, instruction: Gather, registers: list[Any]) -> None:
         shards = [registers[r] for r in instruction.shards]
         cached = self.cache.lookup(instruction.bucket, instruction.params)
@@ -289,6 +308,9 @@ _UNSPILLED = 2
 
 _METHODS: dict[type, str] = {
     Compute: "_compute",
+    View: "_view",
+    Place: "_place",
+    Accumulate: "_accumulate",
     Gather: "_gather",
     WaitGather: "_wait_gather",
     Free: "_free",
@@ -307,6 +329,17 @@ def _method(instruction: Instruction) -> str:
     if isinstance(instruction, Read | Fetch | Write | Spill) and instruction.what == "activations":
         return "_spill_saved" if isinstance(instruction, Write | Spill) else "_fetch_saved"
     return _METHODS[type(instruction)]
+
+
+def added(total: Tensor | None, terms: Sequence[Tensor]) -> Tensor:
+    """``total``, in place, plus the one term, or the matrix product of two; the first sum where there is none yet."""
+    if len(terms) == 2 and total is not None and total.dtype == terms[0].dtype:
+        return torch.addmm(total, *terms, out=total)
+    term = torch.mm(*terms) if len(terms) == 2 else terms[0]
+    if total is not None:
+        return total.add_(term)
+    # What is computed in 16 bits is rounded once per tile, and not once more with each sum.
+    return term.to(torch.promote_types(term.dtype, torch.float32), copy=len(terms) == 1)
 
 
 def _unread_inputs(program: Program) -> list[int]:

@@ -9,6 +9,7 @@ import pytest
 
 from zerograph.core.plan import Residency
 from zerograph.core.program import (
+    Accumulate,
     Collective,
     Compute,
     DeviceUpdate,
@@ -18,6 +19,7 @@ from zerograph.core.program import (
     HostUpdate,
     Instruction,
     Move,
+    Place,
     Program,
     Read,
     Reduce,
@@ -25,6 +27,7 @@ from zerograph.core.program import (
     Spill,
     Timed,
     Update,
+    View,
     WaitFetch,
     WaitGather,
     WaitReduce,
@@ -51,6 +54,7 @@ FORWARD = (
 EACH: tuple[Instruction, ...] = (
     *FORWARD, Reduce(0, (W, V), (1, 2), 3), WaitReduce(0, 3, (4, 5)), Update((0,), (64,), reads=(4, 5)),
     *(moving(kind) for kind in get_args(Move)), WaitFetch(2),
+    View(0, 2, 0, 1, 3), Place((2,), 3, True, shape=(4, 2)), Accumulate((1, 2), 3, False),
 )  # fmt: skip
 
 
@@ -90,6 +94,12 @@ def test_what_is_read_and_written() -> None:
         ((2,), (3,)),
         ((1, 3), (4,)),
         ((3,), ()),
+    ]
+    view, place, accumulate = EACH[-3:]
+    assert [(step.reads, step.writes) for step in (view, place, accumulate)] == [
+        ((0,), (2,)),
+        ((2,), (3,)),
+        ((1, 2, 3), (3,)),
     ]
     assert [(step.reads, step.writes) for step in (reduce, wait_reduce, update)] == [
         ((1, 2), (3,)),

@@ -15,12 +15,15 @@ from torch import Tensor
 
 from zerograph.core.plan import Bucket, Plan, Residency
 from zerograph.core.program import (
+    Accumulate,
     Compute,
     Free,
     Gather,
+    Place,
     Program,
     Reduce,
     Segment,
+    View,
     WaitGather,
     WaitReduce,
 )
@@ -132,6 +135,33 @@ def test_a_backward_reduces() -> None:
     none, grad = run([torch.tensor([1.0, 2.0, 3.0, 4.0])])
     assert none is None and torch.equal(grad, torch.tensor([1.0, 4.0]))
     assert comm.calls == ["start reduce w", "finish reduce"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiles_go_into_one_tensor(dtype: torch.dtype) -> None:
+    """Two tiles of unequal length: placed, added, and their products added, in float32."""
+    x, w = torch.randn(5, 3).to(dtype), torch.randn(5, 2).to(dtype)
+    tiles: list[Any] = []
+    for first, (begin, end) in ((True, (0, 2)), (False, (2, 5))):
+        tiles += [
+            View(0, 2, 0, begin, end),
+            View(1, 3, 0, begin, end),
+            Compute(0, (2,), (4, 5, 6)),
+            Place((4,), 7, first, shape=(5, 3), dim=0, begin=begin),
+            Accumulate((5,), 8, first),
+            Accumulate((6, 3), 9, first, dead=(2, 3, 4, 5, 6)),
+        ]
+
+    def segment(args: list[Any]) -> list[Any]:
+        (tile,) = args
+        return [2 * tile, tile.sum(0), tile.T]
+
+    run, _ = executor(program(*tiles, inputs=2, registers=10, outputs=(7, 8, 9)), segment)
+    placed, summed, product = run([x, w])
+    assert torch.equal(placed, 2 * x) and placed.dtype == dtype
+    assert summed.dtype == product.dtype == torch.float32
+    torch.testing.assert_close(summed, x[:2].sum(0).float() + x[2:].sum(0).float())
+    torch.testing.assert_close(product, (x[:2].T @ w[:2]).float() + (x[2:].T @ w[2:]).float())
 
 
 def test_registers_die_as_early_as_they_can() -> None:

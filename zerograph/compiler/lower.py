@@ -21,17 +21,20 @@ from zerograph.core.check import require_programs
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
 from zerograph.core.program import (
+    Accumulate,
     Compute,
     Fetch,
     Free,
     Gather,
     Instruction,
+    Place,
     Program,
     Read,
     Reduce,
     Register,
     Segment,
     Spill,
+    View,
     WaitFetch,
     WaitGather,
     WaitReduce,
@@ -141,7 +144,7 @@ class _Lowering:
         return self.registers.setdefault(_key(node), len(self.registers))
 
     def _regs(self, nodes: Any) -> tuple[int, ...]:
-        return tuple(self.registers[n] for n in nodes)
+        return tuple(self.registers[_key(n)] for n in nodes)
 
     def _outputs(self) -> tuple[int | None, ...]:
         output = next(iter(self.gm.graph.find_nodes(op="output")))
@@ -154,7 +157,7 @@ class _Lowering:
             self._compute_sizes([n for n in node.all_input_nodes if is_size(n) and n.op != "placeholder"])
             self._return_constants([v for v in node.args[0] if v is not None and not isinstance(v, fx.Node)])  # type: ignore[union-attr]
             return
-        info = node.meta["zg"]
+        info: Any = node.meta.get("zg")
         results = _results(node)
         outs = tuple(self._register(results[k]) for k in range(len(results)))
         match node.target:
@@ -195,6 +198,14 @@ class _Lowering:
                 pending = self.registers[node.args[0]]  # type: ignore[index]
                 instruction = WaitFetch(pending, outs)
                 self.shared |= dict.fromkeys(outs, pending)
+            case ops.VIEW:
+                source, dim, begin, end = node.args
+                instruction = View(self._regs([source])[0], self._register(node), dim, begin, end)  # type: ignore[arg-type, index]
+            case ops.PLACE:
+                _, _, shape, dim, begin = node.args
+                instruction = Place(**self._end_of_tile(node), shape=tuple(shape), dim=dim, begin=begin)  # type: ignore[arg-type]
+            case ops.ACCUMULATE:
+                instruction = Accumulate(**self._end_of_tile(node))
             case ops.SPILL_SAVED:
                 instruction = self._move_saved(Write if info.tier == "nvme" else Spill, info, node.args[0], outs)
                 self.tiers |= dict.fromkeys(outs, info.tier)
@@ -217,6 +228,18 @@ class _Lowering:
                     reads = staged
                 instruction = self._move(Write if home == "nvme" else Spill, "gradient", node, sum(sizes), reads, outs)
         self.instructions.append(instruction)
+
+    def _end_of_tile(self, node: fx.Node) -> dict[str, Any]:
+        """What ends of tiles have in common; all that make one tensor write to one register."""
+        terms, into = node.args[:2]
+        vals = [each.meta["val"] for each in terms]  # type: ignore[union-attr]
+        flops = 2 * vals[0].numel() * vals[1].shape[1] if len(vals) == 2 else 0
+        moved = 2 * bytes_of(vals) if node.target is ops.PLACE else bytes_of([*vals, node.meta["val"]])
+        module, source = _module_and_line([node])
+        return {
+            "terms": self._regs(terms), "out": self._register(node), "first": into is None, "flops": flops,
+            "moved": moved, "module": module, "source": source,
+        }  # fmt: skip
 
     def _staged(self, node: fx.Node, sizes: Sequence[int]) -> tuple[int, ...]:
         """Registers on the host for what moves between the device and NVMe."""
@@ -352,7 +375,12 @@ _UNPACKED: dict[Any, Kind] = {
 
 
 def _key(value: Any) -> Any:
+    while isinstance(value, fx.Node) and value.target in _IN_PLACE and value.args[1] is not None:
+        value = value.args[1]  # the tensor of all tiles, which the first of them made
     return value if isinstance(value, fx.Node) else (type(value), value)  # 1, 1.0 and True are equal
+
+
+_IN_PLACE = (ops.PLACE, ops.ACCUMULATE)
 
 
 def _is_result(node: fx.Node) -> bool:

@@ -24,12 +24,14 @@ from zerograph.core.machine import Machine
 from zerograph.core.plan import Plan
 from zerograph.core.program import (
     Compute,
+    Computing,
     Free,
     Gather,
     Instruction,
     Program,
     Reduce,
     Update,
+    View,
     WaitFetch,
     WaitGather,
     WaitReduce,
@@ -288,7 +290,7 @@ def _forecast(ran: Sequence[_Ran], memory: Sequence[tuple[int, int]]) -> Forecas
     for run in ran:
         instruction, program = run.instruction, run.program
         # They occupy no stream.
-        if isinstance(instruction, (Free, WaitFetch)):
+        if isinstance(instruction, (Free, View, WaitFetch)):
             continue
         segment = program.segments[instruction.segment] if isinstance(instruction, Compute) else None
         spans.append(
@@ -304,7 +306,7 @@ def _forecast(ran: Sequence[_Ran], memory: Sequence[tuple[int, int]]) -> Forecas
                 flops=segment.flops if segment is not None else 0,
                 operation=instruction.operation,
                 phase=program.kind,
-                bucket=-1 if isinstance(instruction, Compute | Update) else instruction.bucket,
+                bucket=-1 if isinstance(instruction, Computing) else instruction.bucket,
                 label="" if segment is not None else program.label(instruction),
             )
         )

@@ -16,6 +16,7 @@ from zerograph.core.errors import InvariantError
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
 from zerograph.core.program import (
+    Accumulate,
     Compute,
     DeviceUpdate,
     Fetch,
@@ -23,10 +24,12 @@ from zerograph.core.program import (
     Gather,
     HostUpdate,
     Instruction,
+    Place,
     Program,
     Reduce,
     Spill,
     Update,
+    View,
     Wait,
     WaitGather,
     Write,
@@ -183,6 +186,9 @@ class _Check:
 _ON_DEVICE: tuple[Tier, ...] = ("device",)
 _NEEDS: dict[type, tuple[Tier, ...]] = {
     Compute: _ON_DEVICE,
+    View: _ON_DEVICE,
+    Place: _ON_DEVICE,
+    Accumulate: _ON_DEVICE,
     Gather: _ON_DEVICE,
     WaitGather: _ON_DEVICE,
     Free: _ON_DEVICE,

@@ -62,6 +62,73 @@ class Compute(_Instruction):
 
 
 @dataclass(frozen=True, slots=True)
+class View(_Instruction):
+    """Look at a part of what ``source`` holds: along ``dim``, from ``begin`` to before ``end``."""
+
+    operation = "compute"
+    source: int
+    out: int
+    dim: int
+    begin: int
+    end: int
+    dead: tuple[int, ...] = ()
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.source,)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,)
+
+
+@dataclass(frozen=True, slots=True)
+class _TileEnd(_Instruction):
+    """What one tile has made goes into the tensor ``out`` of all tiles, which the first of them makes.
+
+    Attributes:
+        terms: what the tile made.
+        flops, moved: of its product, and bytes read and written.
+    """
+
+    stream = "compute"
+    operation = "compute"
+    terms: tuple[int, ...]
+    out: int
+    first: bool
+    dead: tuple[int, ...] = ()
+    flops: int = 0
+    moved: int = 0
+    module: str = ""
+    source: str = ""
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return self.terms if self.first else (*self.terms, self.out)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,)
+
+
+@dataclass(frozen=True, slots=True)
+class Place(_TileEnd):
+    """Copy the one term into ``out``, of ``shape``: along ``dim``, from ``begin`` on."""
+
+    shape: tuple[int, ...] = ()
+    dim: int = 0
+    begin: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulate(_TileEnd):
+    """Add the one term, or the matrix product of two, to ``out``, in place.
+
+    Sums are in float32 at least: 16 bits would round after every tile.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class Gather(_Instruction):
     """Start the all-gather of ``params`` of a bucket, or of a tile of it; ``out`` holds the pending transfer.
 
@@ -293,9 +360,12 @@ class WaitFetch(_Instruction):
 Move = Spill | Fetch | Write | Read | HostUpdate | DeviceUpdate
 Collective = Gather | Reduce
 Wait = WaitGather | WaitReduce | WaitFetch
-Timed = Compute | Update | Collective | Move
+TileEnd = Place | Accumulate
+Computing = Compute | Update | TileEnd
+"""Instructions that compute, and belong to no bucket."""
+Timed = Computing | Collective | Move
 """Instructions that occupy a stream."""
-Instruction = Timed | Wait | Free
+Instruction = Timed | Wait | Free | View
 
 
 def stays_whole(residency: Residency, kind: str) -> bool:
@@ -387,7 +457,7 @@ class Program:
     def label(self, instruction: Instruction) -> str:
         """Whose instruction it is, for people: a bucket, a tile of it, a layer, an activation."""
         match instruction:
-            case Compute(module=module):
+            case Compute(module=module) | Place(module=module) | Accumulate(module=module):
                 return layer_of(module) or module or "outside of layers"
             case Gather() | WaitGather() | Free() | Reduce() | WaitReduce():
                 name = self.buckets[instruction.bucket] if self.buckets else f"bucket {instruction.bucket}"
@@ -402,8 +472,12 @@ class Program:
         match instruction:
             case Compute():
                 return f"{self.kind} {self.label(instruction)}"
+            case Place() | Accumulate():
+                return f"{self.kind} {self.label(instruction)}, end of a tile"
             case Update():
                 return "optimizer update"
+            case View():
+                return "view"
             case Spill() | Fetch() | Write() | Read():
                 return f"{instruction.operation} {instruction.what} of {instruction.label}"
             case _:
@@ -412,11 +486,13 @@ class Program:
     def module(self, instruction: Instruction) -> str:
         """The module that it works for."""
         match instruction:
-            case Compute() | Spill() | Fetch() | Write() | Read() | HostUpdate() | DeviceUpdate():
+            case Compute() | Place() | Accumulate():
+                return instruction.module
+            case Spill() | Fetch() | Write() | Read() | HostUpdate() | DeviceUpdate():
                 return instruction.module
             case Update():
                 return "optimizer"
-            case WaitFetch():
+            case WaitFetch() | View():
                 return ""
             case _:
                 return self.buckets[instruction.bucket] if self.buckets else ""
@@ -449,6 +525,12 @@ def _describe(instruction: Instruction) -> str:
             return f"update       {len(instruction.sizes)} parameters"
         case WaitFetch():
             return "wait fetch"
+        case View(dim=dim, begin=begin, end=end):
+            return f"view         {begin} to {end} of dimension {dim}"
+        case Place(dim=dim, begin=begin):
+            return f"place        from {begin} of dimension {dim}"
+        case Accumulate(terms=terms):
+            return f"accumulate   {'a product' if len(terms) == 2 else 'a tile'}"
         case _:
             moved = format_bytes(instruction.bytes)
             return f"{instruction.operation:<12} {instruction.what} of {instruction.label}, {moved}"

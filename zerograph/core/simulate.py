@@ -31,6 +31,7 @@ from zerograph.core.planfile import Holding
 from zerograph.core.program import (
     Collective,
     Compute,
+    Computing,
     Free,
     Gather,
     Instruction,
@@ -38,7 +39,7 @@ from zerograph.core.program import (
     Program,
     Segment,
     Timed,
-    Update,
+    View,
     Wait,
     WaitGather,
 )
@@ -155,8 +156,10 @@ class Costs:
             takes["device"] += max(0, extra)
             gives["device"] += extra
             replaced = max(0, -extra)
-        if isinstance(instruction, (Compute, Update)):
+        if isinstance(instruction, Computing):
             role = _COMPUTE
+        elif isinstance(instruction, View):
+            role = _VIEW
         elif isinstance(instruction, Collective):
             role = _GATHER if isinstance(instruction, Gather) else _REDUCE
         elif isinstance(instruction, Move):
@@ -182,7 +185,7 @@ class Costs:
 
 
 # Numbers and not classes: `walk` is where a search spends its time, on the same instructions over and over.
-_COMPUTE, _GATHER, _REDUCE, _MOVE, _WAIT, _FREE = range(6)
+_COMPUTE, _GATHER, _REDUCE, _MOVE, _WAIT, _FREE, _VIEW = range(7)
 
 
 LATE = 1 << 62
@@ -286,8 +289,8 @@ class Tasks:
                 flops=segment.flops // segment.slices if segment is not None else 0,
                 operation=instruction.operation,
                 phase=program.kind,
-                bucket=-1 if isinstance(instruction, Compute | Update) else instruction.bucket,
-                tile=0 if isinstance(instruction, Compute | Update) else instruction.tile,
+                bucket=-1 if isinstance(instruction, Computing) else instruction.bucket,
+                tile=0 if isinstance(instruction, Computing) else instruction.tile,
                 what=instruction.what if isinstance(instruction, Move) else "",
                 label="" if segment is not None else program.label(instruction),
             )
@@ -359,6 +362,12 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
                         continue
                     for tier, size in gives:
                         events[tier].append((ends[last], 2 * last + 1, last, -size))
+                continue
+            if role == _VIEW:
+                if reads[0] in ready:
+                    ready[writes[0]] = ready[reads[0]]
+                if cells is not None:
+                    cells.viewed(instruction, max(last, 0))
                 continue
             task = len(starts)
             if role == _COMPUTE:
@@ -532,6 +541,13 @@ class _Cells:
             self._write(register, task, module, "")
         for register in (*(begun.instruction.dead if begun is not None else ()), *instruction.dead):
             self._die(register, read)
+
+    def viewed(self, instruction: Instruction, task: int) -> None:
+        """Another register refers to memory that is there; ``task`` ran last."""
+        for register in instruction.writes:
+            self._write(register, task, "", "")
+        for register in instruction.dead:
+            self._die(register, task)
 
     def freed(self, part: tuple[int, int], task: int) -> None:
         """A bucket or tile is let go of at the end of ``task``."""

@@ -30,6 +30,10 @@ _LIB.define("spill(Tensor[] grads, int bucket) -> Tensor[]")
 _LIB.define("spill_saved(Tensor[] saved) -> Tensor[]")
 _LIB.define("fetch_saved(Tensor[] away) -> Tensor")
 _LIB.define("wait_fetch_saved(Tensor pending, Tensor[] away) -> Tensor[]")
+# Tiles: a part of a tensor, a tile put in its place, and one added, or the product of two, to the sum of those before.
+_LIB.define("view(Tensor(a) source, int dim, int begin, int end) -> Tensor(a)")
+_LIB.define("place(Tensor[] terms, Tensor? into, int[] shape, int dim, int begin) -> Tensor")
+_LIB.define("accumulate(Tensor[] terms, Tensor? into) -> Tensor")
 
 
 def world_size(group: str) -> int:
@@ -130,5 +134,8 @@ SPILL = torch.ops.zg.spill.default
 SPILL_SAVED = torch.ops.zg.spill_saved.default
 FETCH_SAVED = torch.ops.zg.fetch_saved.default
 WAIT_FETCH_SAVED = torch.ops.zg.wait_fetch_saved.default
+VIEW = torch.ops.zg.view.default
+PLACE = torch.ops.zg.place.default
+ACCUMULATE = torch.ops.zg.accumulate.default
 INSTRUCTIONS = frozenset({GATHER, WAIT_GATHER, FREE, REDUCE, WAIT_REDUCE, FETCH, WAIT_FETCH, SPILL})
-INSTRUCTIONS |= {SPILL_SAVED, FETCH_SAVED, WAIT_FETCH_SAVED}
+INSTRUCTIONS |= {SPILL_SAVED, FETCH_SAVED, WAIT_FETCH_SAVED, VIEW, PLACE, ACCUMULATE}

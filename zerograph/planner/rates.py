@@ -10,11 +10,13 @@ from dataclasses import dataclass, replace
 
 from zerograph.core.machine import Machine, Tier
 from zerograph.core.program import (
+    Accumulate,
     Compute,
     DeviceUpdate,
     Fetch,
     Gather,
     HostUpdate,
+    Place,
     Read,
     Reduce,
     Segment,
@@ -59,6 +61,8 @@ class Rates:
                 # Each slice is launched by itself; the products and bytes are shared.
                 launch = self.machine.launch
                 return max(0.0, seconds - launch) / segment.slices + launch
+            case Place() | Accumulate():
+                return self.compute(instruction.flops, instruction.moved)
             case Gather() | Reduce():
                 return self.collective(instruction.bytes)
             case Update(sizes=sizes):
