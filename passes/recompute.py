@@ -25,8 +25,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zerograph.core.plan import Plan
 from zerograph.core.step import layer_of_activation, layers_of
 from zerograph.graph.layers import module_of
-from zerograph.graph.nodes import Activation, backward_nodes, is_size, is_view, readings_of_overwritten
+from zerograph.graph.nodes import Activation, backward_nodes, broken, is_size, is_view, readings_of_overwritten
 from zerograph.graph.ops import UNSHARD
+from zerograph.graph.token_region import NotByToken, head_of, region_of
 from zerograph.graph.torch_private import SEEDS, WITH_EFFECTS
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ def recompute(gm: fx.GraphModule, plan: Plan) -> int:
     if plan.recompute:
         _recompute_layers(forward, frozenset(plan.recompute), frozenset(plan.save))
     _save_offloaded(forward, plan)
+    if plan.loss_tiles > 1:
+        _recompute_loss(forward, plan)
     return sum("recompute" in n.meta for n in gm.graph.nodes if n not in before)
 
 
@@ -107,6 +110,20 @@ def _recompute_layers(forward: list[fx.Node], layers: frozenset[str], save: froz
             _save(named[name])
     if missing := sorted(save - named.keys()):
         log.warning("%s, which the plan saves, is not in the graph: it is recomputed", ", ".join(missing))
+
+
+def _recompute_loss(forward: list[fx.Node], plan: Plan) -> None:
+    """Of a loss in tiles recompute what is as large as the logits, and save what it makes for each token."""
+    found = head_of(forward, plan)
+    try:
+        region = region_of(found, set(forward).__contains__) if found is not None else None
+    except NotByToken as error:
+        raise broken(error.node, f"{error}, and the plan has its loss in {plan.loss_tiles} tiles") from None
+    for node in region.nodes if region is not None else ():
+        if region.is_large(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+        elif not is_view(node) and any(map(region.is_large, node.users)):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def _save_offloaded(forward: list[fx.Node], plan: Plan) -> None:

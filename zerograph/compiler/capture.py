@@ -26,6 +26,9 @@ from zerograph.graph.layers import module_of
 from zerograph.graph.lookups import last_of_range
 from zerograph.graph.nodes import SPEC_AT, Activation, Marker, backward_nodes, is_view, markers, output_of
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
+from zerograph.graph.token_region import NotByToken, region_of
+from zerograph.planner.liveness import Graph
+from zerograph.planner.loss import head_of
 from zerograph.planner.optimizer import with_updates
 
 
@@ -61,7 +64,24 @@ def capture(graph: fx.Graph, setting: Setting) -> Step:
         outputs=tuple(n.name for n in returned if n.op != "placeholder"),
         lookups=tuple(_lookups(graph)),
     )
+    head = head_of(Graph(step))
+    if head is not None:
+        step = replace(step, whole_logits=_whole_logits(graph, head.name, backward))
     return with_updates(step, setting.world_size, setting.moments)
+
+
+def _whole_logits(graph: fx.Graph, product: str, backward: set[fx.Node]) -> str:
+    """Why the logits that ``product`` makes cannot be made for some tokens at a time; empty where they can.
+
+    The backward that makes them again is looked at as it will be: with what it needs of the forward.
+    """
+    head = next(node for node in graph.nodes if node.name == product)
+    try:
+        forward = region_of(head, lambda node: node not in backward)
+        region_of(head, lambda node: node in backward or node in forward.tokens)
+    except NotByToken as error:
+        return f"{error} ({source_line(error.node)})"
+    return ""
 
 
 def _lookups(graph: fx.Graph) -> Iterator[Lookup]:

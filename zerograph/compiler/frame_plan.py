@@ -34,6 +34,7 @@ from zerograph.planner import plan_step, refuse_world_size, replay
 from zerograph.planner.check import require_plan
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.infeasible import infeasible
+from zerograph.planner.loss import in_loss_tiles
 from zerograph.planner.offloaded import offloaded
 from zerograph.planner.placement import Shards, kept_on
 from zerograph.planner.rates import shard_bytes, state_bytes
@@ -283,7 +284,7 @@ class Planner:
 
     def _by_rule(self, step: Step) -> Plan:
         config = self._config
-        return plan_step(
+        plan = plan_step(
             step,
             stage=config.sharding,
             world_size=self._world_size,
@@ -294,6 +295,7 @@ class Planner:
             saved=config.saved,
             update=config.update if step.training else "host",
         )
+        return plan if config.loss_tiles == "auto" else in_loss_tiles(plan, step, config.loss_tiles)
 
     def _search(self, step: Step, states: int) -> Found:
         known = self.found(step)

@@ -62,6 +62,8 @@ class Config:
             then chooses by layer.
         path: folders on NVMe, over which what goes there is striped.
         nvme: bytes that a rank reserves there; None is what the plan needs, if the folders have that.
+        loss_tiles: parts over tokens that head and loss run in, so that logits never exist whole; 1 leaves them whole,
+            "auto" does too unless a plan is searched, which then takes as few as the budget needs.
         compute: "inductor" compiles the segments between collectives; "eager" runs the same program uncompiled.
         plan: what a plan file decided, in place of rules; ``stage`` and ``prefetch`` are then the plan's.
         memory: bytes of device memory that a rank may use. What was left free is then searched for the fastest step
@@ -86,6 +88,7 @@ class Config:
     activations: Literal["auto", "keep", "host", "nvme"] = "auto"
     path: tuple[str, ...] = ()
     nvme: int | None = None
+    loss_tiles: int | Literal["auto"] = "auto"
     compute: Literal["inductor", "eager"] = "inductor"
     plan: GivenPlan | None = None
     memory: int | None = None
@@ -184,6 +187,11 @@ class Config:
             _is_recompute(self.recompute),
             f'recompute must be "auto", "none", "full" or a share of layers from 0 to 1, got {self.recompute!r}',
             'recompute="full" saves the least memory, 0.5 does the same in every other layer',
+        )
+        _require(
+            self.loss_tiles == "auto" or (type(self.loss_tiles) is int and self.loss_tiles >= 1),
+            f'loss_tiles must be "auto" or a number of tiles >= 1, got {self.loss_tiles!r}',
+            "8 makes the logits of an eighth of the tokens at a time",
         )
         _require(
             self.compute in COMPUTE,

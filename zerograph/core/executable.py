@@ -16,7 +16,7 @@ class Executable:
     Attributes:
         tiers: beside the device, that shards may live on.
         activations: where saved activations may wait that one copy brings there.
-        tiles: whether parameters and the loss may be in tiles.
+        tiles: whether parameters may be in tiles.
     """
 
     tiers: tuple[Tier, ...]
@@ -46,5 +46,3 @@ class Executable:
         yield from (f"activations of {name} on {tier}" for name, tier in [*saved][:1])
         if not self.tiles:
             yield from [f"{b.tiles} tiles of {b.params[0].name}" for b in plan.buckets if b.tiles > 1][:1]
-            if plan.loss_tiles > 1:
-                yield f"head and loss in {plan.loss_tiles} tiles"

@@ -30,9 +30,10 @@ __all__ = [
     "compute_dtype",
     "level_at",
     "tile_rows",
+    "token_tiles",
 ]
 
-VERSION = 6
+VERSION = 7
 
 Residency = Literal["use", "backward", "step"]
 """How long a gathered bucket stays whole: until its last use in a graph, until its use in the backward, or until
@@ -170,6 +171,18 @@ def tile_rows(rows: int, tiles: int) -> tuple[tuple[int, int], ...]:
     return tuple((i * rows // tiles, (i + 1) * rows // tiles) for i in range(tiles))
 
 
+def token_tiles(count: int, tiles: int) -> tuple[tuple[int, int], ...]:
+    """First and one-past-last token of each of at most ``tiles`` tiles; all have one size, but for the last."""
+    size = -(-count // max(1, tiles))
+    if size >= _LONG:
+        # So that all tiles begin at whole cache lines, and run the very same kernels.
+        size = -(-size // _ALIGNED) * _ALIGNED
+    return tuple((begin, min(begin + size, count)) for begin in range(0, count, max(1, size)))
+
+
+_LONG, _ALIGNED = 128, 16
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Everything that was decided for one frame.
@@ -194,6 +207,7 @@ class Plan:
             pass in slots and back.
         loss_tiles: parts over tokens that the head and its loss run in, one after another, so that logits never exist
             whole; the backward computes each part again.
+        head: lasting name of the logits that are cut so; empty where they are whole.
     """
 
     stage: int = field(metadata={"decided": "stage"})
@@ -208,6 +222,7 @@ class Plan:
     fetch_ahead: int = field(default=1, metadata={"decided": "layers fetched ahead"})
     loss_tiles: int = field(default=1, metadata={"decided": "tiles of the loss"})
     update: Update = field(default="host", metadata={"decided": "where updates compute"})
+    head: str = ""
 
     def ahead(self) -> tuple[int, ...]:
         """How many visits ahead the gathers of each bucket begin, at most."""
@@ -283,6 +298,8 @@ class Plan:
             yield f"activations come back {self.fetch_ahead} layers ahead"
         if self.loss_tiles < 1:
             yield f"{self.loss_tiles} tiles of the loss"
+        if bool(self.head) != (self.loss_tiles > 1):
+            yield f"{self.loss_tiles} tiles of the loss behind {self.head or 'no logits'}"
         yield from (f"{layer} is recomputed twice" for layer in _twice(self.recompute))
         yield from (f"{name} is saved twice" for name in _twice(self.save))
         layers = frozenset(self.recompute)

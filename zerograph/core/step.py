@@ -203,6 +203,7 @@ class Step:
         training: whether a backward follows.
         outputs: values that the forward returns to the user.
         lookups: tables that the model reads by position. Tracing asks nobody whether a row is there.
+        whole_logits: why logits exist for all tokens at once, whatever is planned; empty where nobody needs them.
     """
 
     ops: tuple[Op, ...]
@@ -211,6 +212,7 @@ class Step:
     training: bool
     outputs: tuple[str, ...] = ()
     lookups: tuple[Lookup, ...] = ()
+    whole_logits: str = ""
 
     @property
     def passes(self) -> tuple[Op, ...]:

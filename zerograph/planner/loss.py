@@ -8,10 +8,14 @@ other numbers, so that schedules, forecasts and checks need not know of it.)
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
+from zerograph.core.plan import Plan
 from zerograph.core.step import Op, Step
 from zerograph.planner.liveness import Graph
+
+log = logging.getLogger(__name__)
 
 MOST_LOSS_TILES = 64
 """Tiles of the loss, at most: each reads the head's weight again."""
@@ -23,6 +27,7 @@ class Head:
 
     Attributes:
         name: of the operation that makes the logits.
+        activation: lasting name of the logits.
         params: that it reads.
         large: values that hold a number per token and word, in forward and backward.
         weights: by operation that works on them, bytes of weights that each tile moves.
@@ -30,6 +35,7 @@ class Head:
     """
 
     name: str
+    activation: str
     params: tuple[str, ...]
     large: frozenset[str]
     weights: dict[str, int]
@@ -44,11 +50,11 @@ def head_of(graph: Graph) -> Head | None:
     last = max((i for i in range(graph.backward) if graph.layer[i]), default=-1)
     behind = range(last + 1, graph.backward)
     products = [i for i in behind if graph.ops[i].flops and "convolution" not in graph.ops[i].target]
-    if last < 0 or not products or not graph.step.training:
+    if last < 0 or not products or not graph.step.training or graph.step.whole_logits:
         return None
     # The vocabulary is the widest: a projection in front of the head makes less.
     product = max(products, key=lambda i: graph.size[graph.writes[i]])
-    if not graph.params_read[product]:
+    if not _weights(graph, product):
         return None
     size = graph.size[graph.writes[product]]
     large, weights = {graph.writes[product]}, {graph.ops[product].name: _weights(graph, product)}
@@ -65,12 +71,15 @@ def head_of(graph: Graph) -> Head | None:
     if any(graph.owner[value] in graph.outputs or graph.values[value].kind == "gradient" for value in large):
         return None
     names = frozenset(graph.values[value].name for value in large)
-    return Head(graph.ops[product].name, graph.params_read[product], names, weights, size)
+    return Head(
+        graph.ops[product].name, graph.activation[product], graph.params_read[product], names, weights, size
+    )  # fmt: skip
 
 
 def _weights(graph: Graph, i: int) -> int:
-    """Bytes of parameters that an operation reads."""
-    return sum(graph.values[r].bytes for r in graph.reads[i] if graph.params[graph.owner[r]])
+    """Bytes of parameters that an operation reads; those that nothing shards are inputs."""
+    owners = ((r, graph.owner[r]) for r in graph.reads[i])
+    return sum(graph.values[r].bytes for r, owner in owners if graph.params[owner] or graph.maker[owner] < 0)
 
 
 def tiled(step: Step, head: Head, tiles: int) -> Step:
@@ -93,6 +102,17 @@ def tiled(step: Step, head: Head, tiles: int) -> Step:
 
     values = tuple(replace(v, bytes=-(-v.bytes // tiles)) if v.name in head.large else v for v in step.values)
     return replace(step, ops=tuple(map(in_tiles, step.ops)), values=values)
+
+
+def in_loss_tiles(plan: Plan, step: Step, tiles: int) -> Plan:
+    """``plan`` of ``step`` with its loss in ``tiles`` parts, which the user asked for; warns where that cannot be."""
+    head = head_of(Graph(step)) if tiles > 1 and step.training else None
+    if head is not None:
+        return replace(plan, loss_tiles=tiles, head=head.activation)
+    if tiles > 1 and step.training:
+        why = step.whole_logits or "there is no loss behind logits of this graph's own"
+        log.warning("loss_tiles=%d: logits exist for all tokens at once, because %s", tiles, why)
+    return plan
 
 
 def loss_tiles(head: Head, size: int) -> tuple[int, ...]:

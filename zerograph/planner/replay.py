@@ -25,7 +25,7 @@ def replay(given: GivenPlan, step: Step) -> Plan:
     if not step.training:
         return _for_evaluation(given, step)
     if not step.params and given.plan.buckets:
-        return replace(given.plan, buckets=(), recompute=(), save=(), offload=())
+        return replace(given.plan, buckets=(), recompute=(), save=(), offload=(), loss_tiles=1, head="")
     planned = {p.name: p for bucket in given.plan.buckets for p in bucket.params}
     _refuse(given, [*_parameters(planned, {p.name: p for p in step.params}), *_layers(given.plan, step)])
     return given.plan
@@ -71,7 +71,7 @@ def _for_evaluation(given: GivenPlan, step: Step) -> Plan:
     # Buckets stand in order of first use, which evaluation may change.
     kept.sort(key=lambda bucket: min(first[p.name] for p in bucket.params))
     buckets: list[Bucket] = [replace(bucket, index=index) for index, bucket in enumerate(kept)]
-    return replace(given.plan, buckets=tuple(buckets), recompute=(), save=(), offload=())
+    return replace(given.plan, buckets=tuple(buckets), recompute=(), save=(), offload=(), loss_tiles=1, head="")
 
 
 _NOT_READ = "is in the plan, and the model does not read it"

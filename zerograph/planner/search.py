@@ -40,7 +40,7 @@ from zerograph.planner.few_layers import by_few_layers
 from zerograph.planner.homes import open_homes, open_tiers
 from zerograph.planner.knobs import Knob, every, first, halfway, neighbours, spread
 from zerograph.planner.liveness import Graph, Mode
-from zerograph.planner.loss import head_of, loss_tiles, tiled
+from zerograph.planner.loss import Head, head_of, loss_tiles, tiled
 from zerograph.planner.peaks import with_lower_peaks
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import Profile, profile
@@ -159,11 +159,11 @@ class Wish:
 
 
 class Way(NamedTuple):
-    """A step with its loss whole, or in tiles, each of which reads the parameters ``head`` whole."""
+    """A step with its loss whole, or in tiles, each of which reads the parameters of ``head`` whole."""
 
     profile: Profile
     loss_tiles: int = 1
-    head: tuple[str, ...] = ()
+    head: Head | None = None
 
 
 class Search:
@@ -477,7 +477,7 @@ def _ways(graph: Graph, wish: Wish, machine: Machine) -> list[Way]:
     if head is not None:
         for tiles in loss_tiles(head, wish.bucket_size or DEFAULT_BUCKET_SIZE):
             parts = profile(tiled(graph.step, head, tiles), base, spared)
-            found.append(Way(parts, tiles, head.params))
+            found.append(Way(parts, tiles, head))
     return found
 
 
@@ -515,12 +515,14 @@ def _spaces(
             saved=wish.saved or "device",
             update=wish.update,
         )
-        plan = replace(plan, loss_tiles=way.loss_tiles)
+        whole: tuple[str, ...] = ()
+        if way.head is not None:
+            plan, whole = replace(plan, loss_tiles=way.loss_tiles, head=way.head.activation), way.head.params
         # A model smaller than a bucket gets the same buckets for several sizes.
         if plan not in seen:
             seen.add(plan)
             rates = Rates(machine, wish.world_size, plan.compute_dtype)
-            most = most_tiles(plan, size, way.head) if wish.tiles else ()
+            most = most_tiles(plan, size, whole) if wish.tiles else ()
             held = on("device", states)
             params = [bucket.params for bucket in plan.buckets]
             alike = (s for s in known if s.scheduler.profile is way.profile)

@@ -1,0 +1,131 @@
+"""Run the head and its loss for some tokens at a time, so that logits never exist whole.
+
+The region that begins at the head's product (:mod:`zerograph.graph.token_region`) is written once for each tile, one
+after another: views of what it is given, its operators, and ends that put numbers per token in their place and add up
+what is summed over tokens. Where tiles have one size they are one segment, since offsets are the views'. A product that
+sums over tokens, a weight's gradient, is added to the sum as it is computed.
+
+Safe because every operator inside treats each token by itself, or sums: numbers per token are those of the whole, as
+far as products give the same for fewer rows, and sums are rounded in another order. The backward computes the logits of
+each tile again, as ``recompute`` says.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerograph.core.plan import Plan, token_tiles
+from zerograph.graph.nodes import aten, call
+from zerograph.graph.ops import ACCUMULATE, PLACE, VIEW
+from zerograph.graph.token_region import NotByToken, Region, Tokens, copy_of_tile, head_of, region_of
+
+log = logging.getLogger(__name__)
+prims = torch.ops.prims
+
+
+def tile_loss(gm: fx.GraphModule, plan: Plan) -> int:
+    """Rewrite ``gm`` (forward, backward or inference graph) in place; returns the number of tiles."""
+    head = head_of(gm.graph.nodes, plan) if plan.loss_tiles > 1 else None
+    if head is None:
+        return 0
+    try:
+        region = region_of(head)
+    except NotByToken as error:
+        # An evaluation returns its logits; one whose sizes are dynamic has none to cut.
+        log.debug("logits stay whole: %s", error)
+        return 0
+    tiles = token_tiles(region.count, plan.loss_tiles)
+    _Tiles(gm.graph, region, tiles).write()
+    gm.graph.eliminate_dead_code()
+    gm.graph.lint()
+    gm.recompile()
+    return len(tiles)
+
+
+class _Tiles:
+    def __init__(self, graph: fx.Graph, region: Region, tiles: tuple[tuple[int, int], ...]) -> None:
+        self.graph, self.region, self.tiles = graph, region, tiles
+        self.flat: dict[tuple[fx.Node, Tokens], fx.Node] = {}
+
+    def write(self) -> None:
+        """Replace the region by its tiles."""
+        exits = self.region.exits()
+        whole: dict[fx.Node, fx.Node | None] = dict.fromkeys(exits)
+        with self.graph.inserting_before(self._place()):
+            for begin, end in self.tiles:
+                copies = copy_of_tile(self.region, end - begin, self._views(begin, end), _insert(self.graph))
+                for node in exits:
+                    whole[node] = self._end(node, copies[node], whole[node], begin)
+            for node, made in whole.items():
+                assert made is not None  # there is a tile
+                outside = self._as_before(node, made)
+                node.replace_all_uses_with(outside, delete_user_cb=lambda user: user not in self.region.tokens)
+        for node in reversed(self.region.nodes):
+            self.graph.erase_node(node)
+
+    def _place(self) -> fx.Node:
+        """The node before which all tiles run: what they read moves before it, where that stands behind."""
+        inside = self.region.tokens
+        first = min(user for node in self.region.exits() for user in node.users if user not in inside)
+        needed: set[fx.Node] = set(inside)
+        for node in reversed(self.graph.nodes):
+            if not needed.isdisjoint(node.users):
+                needed.add(node)
+        for node in sorted(node for node in needed - inside.keys() if node > first):
+            first.prepend(node)
+        return first
+
+    def _views(self, begin: int, end: int) -> dict[tuple[fx.Node, Tokens], fx.Node]:
+        """A tile's part of each argument that is cut; all of them at once, as each ends a segment."""
+        views: dict[tuple[fx.Node, Tokens], fx.Node] = {}
+        for (_, source), tokens in self.region.given.items():
+            if (source, tokens) not in views:
+                flat = self._flat(source, tokens)
+                val = flat.meta["val"].narrow(tokens.dim, begin, end - begin)
+                views[source, tokens] = call(self.graph, VIEW, (flat, tokens.dim, begin, end), val, source)
+        return views
+
+    def _flat(self, source: fx.Node, tokens: Tokens) -> fx.Node:
+        """``source`` with all tokens in one dimension."""
+        if tokens.end - tokens.begin == 1:
+            return source
+        if (source, tokens) not in self.flat:
+            shape = tokens.of_tile(source.meta["val"].shape, self.region.count)
+            self.flat[source, tokens] = _called(self.graph, aten.reshape.default, (source, shape), source)
+        return self.flat[source, tokens]
+
+    def _end(self, node: fx.Node, made: tuple[fx.Node, ...], into: fx.Node | None, begin: int) -> fx.Node:
+        """Put what a tile made of ``node`` into that of all tiles."""
+        tokens, terms = self.region.tokens[node], list(made)
+        if tokens is None:
+            dtype = torch.promote_types(node.meta["val"].dtype, torch.float32)
+            return call(self.graph, ACCUMULATE, (terms, into), node.meta["val"].to(dtype), node)
+        shape = tokens.of_tile(node.meta["val"].shape, self.region.count)
+        val = node.meta["val"].new_empty(shape)
+        return call(self.graph, PLACE, (terms, into, shape, tokens.dim, begin), val, node)
+
+    def _as_before(self, node: fx.Node, made: fx.Node) -> fx.Node:
+        """What tiles made, with the shape and dtype of ``node``."""
+        val = node.meta["val"]
+        if made.meta["val"].shape != val.shape:
+            made = _called(self.graph, aten.view.default, (made, list(val.shape)), node)
+        if made.meta["val"].dtype != val.dtype:
+            made = _called(self.graph, prims.convert_element_type.default, (made, val.dtype), node)
+        return made
+
+
+def _insert(graph: fx.Graph) -> Callable[[fx.Node, tuple[Any, ...]], fx.Node]:
+    return lambda node, args: _called(graph, node.target, args, node, node.kwargs)
+
+
+def _called(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node, kwargs: Any = None) -> fx.Node:
+    """Insert a call, of which fake tensors tell what it makes."""
+    given, named = fx.node.map_arg((args, kwargs or {}), lambda n: n.meta["val"])  # type: ignore[arg-type]
+    node = call(graph, target, args, target(*given, **named), like)
+    node.kwargs = kwargs or {}
+    return node

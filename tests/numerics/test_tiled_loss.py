@@ -1,0 +1,206 @@
+"""Head and loss in tiles of tokens compute what they compute in one piece: losses and gradients, at any world size, for
+every way in which people write a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from numerics.compare import full, mine, seeded
+from ranks import run
+from torch import Tensor, nn
+
+import zerograph
+from zerograph.core.program import Accumulate, Compute, Place
+
+WORDS, WIDTH, BATCH, LENGTH = 97, 16, 3, 7
+IGNORED = -100
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+class GPT(nn.Module):
+    """Two layers, a head and the loss that ``criterion`` computes of logits and targets."""
+
+    def __init__(self, criterion: Loss, *, bias: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        self.embed, self.norm, self.criterion = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH), criterion
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WORDS, bias=bias)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.criterion(self.head(self.norm(x)), targets)
+
+
+def flat(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return logits.reshape(-1, WORDS), targets.reshape(-1)
+
+
+def plain(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(*flat(logits, targets))
+
+
+def upcast(logits: Tensor, targets: Tensor) -> Tensor:
+    """As transformers has it: logits in float32, divided by the number of items in the whole batch."""
+    found, wanted = flat(logits.float(), targets)
+    return F.cross_entropy(found, wanted, ignore_index=IGNORED, reduction="sum") / 17
+
+
+def smoothed(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(*flat(logits, targets), label_smoothing=0.1)
+
+
+def weighted(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(
+        *flat(logits, targets), weight=torch.linspace(0.5, 1.5, WORDS, dtype=logits.dtype), label_smoothing=0.1
+    )
+
+
+def summed(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(*flat(logits, targets), reduction="sum")
+
+
+def per_token(logits: Tensor, targets: Tensor) -> Tensor:
+    """Each token's loss counts by its place: gradients made in the forward for a mean would be wrong."""
+    losses = F.cross_entropy(*flat(logits, targets), reduction="none")
+    return (losses * torch.linspace(0, 1, losses.shape[0])).sum()
+
+
+def z_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return plain(logits, targets) + 1e-2 * logits.logsumexp(-1).square().mean()
+
+
+def capped(logits: Tensor, targets: Tensor) -> Tensor:
+    """As Gemma 2 has it."""
+    return plain(3 * torch.tanh(logits / 3), targets)
+
+
+def by_hand(logits: Tensor, targets: Tensor) -> Tensor:
+    """In three dimensions, batch and sequence apart."""
+    return -logits.log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).mean()
+
+
+LOSSES: tuple[Loss, ...] = (
+    plain, upcast, smoothed, weighted, summed, per_token, z_loss, capped, by_hand,
+)  # fmt: skip
+
+
+def trained(
+    criterion: Loss,
+    tiles: int | None,
+    steps: int = 3,
+    targets: Callable[[Tensor], Tensor] = lambda ids: ids,
+    **options: object,
+) -> tuple[list[Tensor], dict[str, Tensor], zerograph.api.Backend | None]:
+    """Losses, gradients and backend of a few steps; without ``tiles`` those of plain PyTorch, in float64."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    shape = {name: options.pop(name) for name in ("bias", "tied") if name in options}
+    model, backend = GPT(criterion, **shape), None  # type: ignore[arg-type]
+    if tiles is None:
+        model.double()
+    else:
+        backend = zerograph.backend(**{"stage": 3, "compute": "eager", "loss_tiles": tiles, **options})
+        model.compile(backend=backend)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, grads = [], dict[str, Tensor]()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    for step in range(steps):
+        ids = torch.randint(WORDS, (BATCH * world, LENGTH), generator=seeded(step))
+        given = mine([ids, targets(ids)]) if backend is not None and world > 1 else [ids, targets(ids)]
+        loss = model(*given)
+        loss.backward()
+        losses.append(loss.detach())
+        grads = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, grads, backend
+
+
+def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], most: float = 1e-5) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        scale = wanted[name].abs().max().clamp(min=1e-6)
+        assert ((value - wanted[name]).abs().max() / scale).item() < most, name
+
+
+def ends(backend: zerograph.api.Backend, kind: str) -> list[type]:
+    return [type(i) for i in backend.program[kind].instructions if isinstance(i, Place | Accumulate)]
+
+
+@pytest.mark.parametrize("criterion", LOSSES, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("tiles", [2, 5])
+def test_every_loss_is_the_same_in_tiles(criterion: Loss, tiles: int) -> None:
+    losses, grads, backend = trained(criterion, tiles, bias=True)
+    truth, wanted, _ = trained(criterion, None, bias=True)
+    assert Place in ends(backend, "forward")
+    assert ends(backend, "backward").count(Accumulate) >= 2 * tiles  # of weight and bias
+    assert_close(dict(enumerate(losses)), dict(enumerate(truth)), 1e-6)  # type: ignore[arg-type]
+    assert_close(grads, wanted)
+
+
+@pytest.mark.parametrize("criterion", [plain, z_loss], ids=lambda loss: loss.__name__)
+def test_compiled_and_tied(criterion: Loss) -> None:
+    losses, grads, backend = trained(criterion, 3, tied=True, compute="inductor")
+    truth, wanted, _ = trained(criterion, None, tied=True)
+    assert Accumulate in ends(backend, "backward")
+    assert_close(dict(enumerate(losses)), dict(enumerate(truth)), 1e-6)  # type: ignore[arg-type]
+    assert_close(grads, wanted)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [lambda ids: torch.full_like(ids, IGNORED), lambda ids: torch.where(ids % 3 == 0, IGNORED, ids)],
+    ids=["all", "a third"],
+)
+def test_ignored_tokens(targets: Callable[[Tensor], Tensor]) -> None:
+    losses, grads, _ = trained(upcast, 4, targets=targets)
+    truth, wanted, _ = trained(upcast, None, targets=targets)
+    assert_close(dict(enumerate(losses)), dict(enumerate(truth)), 1e-6)  # type: ignore[arg-type]
+    assert_close(grads, wanted)
+
+
+def test_more_tiles_than_tokens_are_one_token_each() -> None:
+    _, grads, backend = trained(plain, 1000)
+    _, wanted, _ = trained(plain, None)
+    assert ends(backend, "backward").count(Accumulate) == BATCH * LENGTH
+    assert_close(grads, wanted)
+
+
+def test_tiles_of_one_size_are_one_segment() -> None:
+    """Compile time does not grow with their number."""
+    _, _, backend = trained(plain, 7, steps=1)
+    computes = [i.segment for i in backend.program["backward"].instructions if isinstance(i, Compute)]
+    assert max(map(computes.count, computes)) >= 3  # labels of 8 bytes: every other tile begins at 16
+
+
+def on_ranks(stage: int, criterion: Loss) -> None:
+    losses, grads, backend = trained(criterion, 3, stage=stage, bucket_size="4KB")
+    assert ends(backend, "backward").count(Accumulate) == 3
+    whole, wanted, _ = trained(criterion, 1, stage=stage, bucket_size="4KB")
+    assert_close(dict(enumerate(losses)), dict(enumerate(whole)), 1e-6)  # type: ignore[arg-type]
+    assert_close(grads, wanted)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_on_two_ranks(stage: int) -> None:
+    run(2, on_ranks, stage, upcast)
+
+
+def test_evaluation_keeps_logits_that_it_returns(caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    model = GPT(lambda logits, targets: plain(logits, targets) if targets is not None else logits)
+    model.compile(backend=zerograph.backend(compute="eager", loss_tiles=4))
+    ids = torch.randint(WORDS, (BATCH, LENGTH), generator=seeded(0))
+    model(ids, ids).backward()
+    with torch.no_grad():
+        assert model(ids, None).shape == (BATCH, LENGTH, WORDS)
+        torch.testing.assert_close(model(ids, ids), plain(model(ids, None), ids))
+    assert "loss_tiles" not in caplog.text
