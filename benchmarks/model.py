@@ -97,11 +97,15 @@ class GPT(nn.Module):
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def trunk(self, tokens: Tensor) -> Tensor:
+        """What the head reads: (batch, seq, dim)."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.head(self.trunk(tokens))
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 

@@ -8,6 +8,7 @@ of whatever the variant wraps the model in (`DistributedDataParallel`, `fully_sh
 from __future__ import annotations
 
 import importlib.util
+import math
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -76,6 +77,48 @@ def eager(model: GPT, work: Workload, options: Options) -> Trainer:
 def compiled(model: GPT, work: Workload, options: Options) -> Trainer:
     model.compile(**options)
     return eager(model, work, {})
+
+
+def chunking_compiler(model: GPT, work: Workload, options: Options) -> Trainer:
+    """Inductor's own pass that cuts the loss into chunks (torch 2.13)."""
+    model.compile(options={"auto_chunker.enable": True, **options})
+    return eager(model, work, {})
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Liger's linear cross-entropy, in plain torch: the forward makes the gradients too, chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        # As many chunks as the vocabulary is wider than the model, each a power of two of tokens.
+        size = 2 ** math.ceil(math.log2(-(-x.shape[0] // -(-weight.shape[0] // x.shape[1]))))
+        loss, of_x, of_weight = x.new_zeros(()), torch.empty_like(x), torch.zeros_like(weight)
+        for part, wanted, out in zip(x.split(size), targets.split(size), of_x.split(size), strict=True):
+            logits = part @ weight.t()
+            found = logits.log_softmax(-1)
+            loss -= found.gather(1, wanted[:, None]).sum()
+            grad = found.exp_()
+            grad[torch.arange(len(wanted)), wanted] -= 1
+            grad /= x.shape[0]
+            torch.mm(grad, weight, out=out)
+            of_weight.addmm_(grad.t(), part)
+        ctx.save_for_backward(of_x, of_weight)
+        return loss / x.shape[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        of_x, of_weight = ctx.saved_tensors
+        return grad * of_x, of_weight.mul_(grad), None
+
+
+def chunked(model: GPT, work: Workload, options: Options) -> Trainer:
+    """`torch.compile` of all but head and loss, which are Liger's."""
+    trunk = torch.compile(model.trunk)
+
+    def forward(tokens: Tensor, targets: Tensor) -> Tensor:
+        return LinearCrossEntropy.apply(trunk(tokens).flatten(0, 1), model.head.weight, targets.flatten())
+
+    return Trainer(forward, adamw(model))
 
 
 def ddp(model: GPT, work: Workload, options: Options) -> Trainer:
@@ -169,6 +212,8 @@ def deepspeed_stage(stage: int) -> Callable[[GPT, Workload, Options], Trainer]:
 VARIANTS: dict[str, Variant] = {
     "eager": Variant("eager", eager, group=False),
     "compile": Variant("torch.compile", compiled, group=False),
+    "compile-chunker": Variant("torch.compile with auto_chunker", chunking_compiler, group=False),
+    "compile-liger": Variant("torch.compile, Liger's loss in torch", chunked, group=False),
     "ddp": Variant("DDP", ddp),
     "ddp-compiled": Variant("compiled DDP", compiled_ddp),
     "ddp-inside": Variant("DDP of a compiled model", compiled_inside_ddp),
