@@ -114,12 +114,14 @@ def _recompute_layers(forward: list[fx.Node], layers: frozenset[str], save: froz
 
 def _recompute_loss(forward: list[fx.Node], plan: Plan) -> None:
     """Of a loss in tiles recompute what is as large as the logits, and save what it makes for each token."""
-    found = head_of(forward, plan)
+    head = head_of(forward, plan)
+    if head is None:
+        return
     try:
-        region = region_of(found, set(forward).__contains__) if found is not None else None
+        region = region_of(head, set(forward).__contains__)
     except NotByToken as error:
         raise broken(error.node, f"{error}, and the plan has its loss in {plan.loss_tiles} tiles") from None
-    for node in region.nodes if region is not None else ():
+    for node in region.nodes:
         if region.is_large(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         elif not is_view(node) and any(map(region.is_large, node.users)):

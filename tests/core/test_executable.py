@@ -30,8 +30,8 @@ PLAN = Plan(3, 2, (Bucket(0, "a", (PARAM,), "use"),), 1)
         ),
         (
             replace(PLAN, offload=(("blocks.0", "nvme"),), loss_tiles=3),
-            "head and loss in 3 tiles",
-            "activations of blocks.0 on nvme; head and loss in 3 tiles",
+            "head and loss in 3 tiles, of logits without a name",
+            "activations of blocks.0 on nvme; head and loss in 3 tiles, of logits without a name",
         ),
         (
             replace(PLAN, offload=(("blocks.0", "host"), ("blocks.1", "nvme"))),

@@ -12,7 +12,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ from zerograph.planner import plan_step, refuse_world_size, replay
 from zerograph.planner.check import require_plan
 from zerograph.planner.estimate import RESERVE
 from zerograph.planner.infeasible import infeasible
-from zerograph.planner.loss import in_loss_tiles
+from zerograph.planner.liveness import Graph
+from zerograph.planner.loss import head_of, in_loss_tiles
 from zerograph.planner.offloaded import offloaded
 from zerograph.planner.placement import Shards, kept_on
 from zerograph.planner.rates import shard_bytes, state_bytes
@@ -307,8 +308,13 @@ class Planner:
     def _searched(self, step: Step, states: int) -> Found:
         runs = Executable.on(self._machine, nvme=bool(self._config.path))
         wish = Wish.of(self._config, self._world_size, executable=runs)
-        search, budget = Search(step, wish, self._machine, states=states, moments=self._moments), self.budget(step)
+        budget = self.budget(step)
+        search = Search(step, wish, self._machine, states=states, moments=self._moments)
         found = search.within(budget)
+        if found is None and wish.loss is None and head_of(Graph(step)) is not None:
+            # Tiles compute the head a second time: they are looked at where nothing fits without.
+            search = Search(step, replace(wish, loss="auto"), self._machine, states=states, moments=self._moments)
+            found = search.within(budget)
         if found is None:
             raise infeasible(search, step, self._machine, budget)
         self.searched = found.peak

@@ -44,5 +44,7 @@ class Executable:
         yield from (f"{b.homes} (bucket {b.name})" for b in [*away][:1])
         saved = (one for one in plan.offload if one[1] not in self.activations)
         yield from (f"activations of {name} on {tier}" for name, tier in [*saved][:1])
+        if plan.loss_tiles > 1 and not plan.head:
+            yield f"head and loss in {plan.loss_tiles} tiles, of logits without a name"
         if not self.tiles:
             yield from [f"{b.tiles} tiles of {b.params[0].name}" for b in plan.buckets if b.tiles > 1][:1]

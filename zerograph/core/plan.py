@@ -207,7 +207,7 @@ class Plan:
             pass in slots and back.
         loss_tiles: parts over tokens that the head and its loss run in, one after another, so that logits never exist
             whole; the backward computes each part again.
-        head: lasting name of the logits that are cut so; empty where they are whole.
+        head: lasting name of the logits that are cut so; empty where they are whole, or their step was never traced.
     """
 
     stage: int = field(metadata={"decided": "stage"})
@@ -298,8 +298,8 @@ class Plan:
             yield f"activations come back {self.fetch_ahead} layers ahead"
         if self.loss_tiles < 1:
             yield f"{self.loss_tiles} tiles of the loss"
-        if bool(self.head) != (self.loss_tiles > 1):
-            yield f"{self.loss_tiles} tiles of the loss behind {self.head or 'no logits'}"
+        if self.head and self.loss_tiles == 1:
+            yield f"{self.head} is cut in tiles, and the loss in none"
         yield from (f"{layer} is recomputed twice" for layer in _twice(self.recompute))
         yield from (f"{name} is saved twice" for name in _twice(self.save))
         layers = frozenset(self.recompute)

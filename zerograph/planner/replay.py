@@ -37,9 +37,11 @@ def restricted_to_step(plan: Plan, step: Step) -> Plan:
     The plan may be that of another program of the frame, or of another rank; in evaluation a dropout makes nothing, for
     one. Which activations of a layer are saved, and where, decides no collective, so ranks may differ in that.
     """
-    if not plan.save and not plan.offload:
+    if not plan.save and not plan.offload and not plan.head:
         return plan
     made = {op.activation for op in step.ops}
+    if plan.head not in made:
+        plan = replace(plan, loss_tiles=1, head="")
     save = tuple(name for name in plan.save if name in made)
     offload = tuple((name, tier) for name, tier in plan.offload if name in made or not layer_of_activation(name))
     offload = offload if step.training else ()
@@ -111,6 +113,8 @@ def _layers(plan: Plan, step: Step) -> Iterator[str]:
     )
     made = {op.activation for op in step.ops}
     yield from (f"{name} is saved in the plan, and not made here" for name in plan.save if name not in made)
+    if plan.head and plan.head not in made:
+        yield f"{plan.head} is made in {plan.loss_tiles} tiles in the plan, and not made here"
     off = (name for name, _ in plan.offload if name not in layers and name not in made)
     yield from (f"activations of {name} leave the device in the plan, and are not made here" for name in off)
 

@@ -94,6 +94,7 @@ class Wish:
         tier: where it goes, "host" or "nvme"; None leaves that open.
         saved: where what repeated layers save waits for the backward; None leaves that open where something may leave.
         tile: whether large parameters may be tiled; None as ``offload`` has it.
+        loss: tiles of the loss; "auto" looks at some, None too where other tilings are looked at.
         update: where states on the host are updated; on the device only what the host has can be.
         executable: what the one who runs the plan can carry out, and nothing else is searched; None searches all.
     """
@@ -107,6 +108,7 @@ class Wish:
     tier: Tier | None = None
     saved: Tier | None = None
     tile: bool | None = None
+    loss: int | Literal["auto"] | None = None
     update: Update = "host"
     executable: Executable | None = None
 
@@ -120,6 +122,7 @@ class Wish:
             "offload": config.offload,
             "tier": config.tier,
             "saved": None if config.activations == "auto" else config.saved,
+            "loss": None if config.loss_tiles == "auto" else config.loss_tiles,
             "update": config.update,
         }
         return cls(config.stage, world_size, **given | fixed)
@@ -374,9 +377,13 @@ def _look(wish: Wish, few: Sequence[Space], tiers: Sequence[Tier]) -> Look:
     """What ``wish`` leaves open of plans that stay on the device, and of all."""
     tiers = () if wish.offload == "none" else tuple(tier for tier in tiers if wish.tier in (None, tier))
     homes = open_homes(wish.offload, tiers, wish.sharding)
-    whole = [space for space in few if space.plan.loss_tiles == 1]
-    staying = {space: _staying(space, wish) for space in whole if DEVICE in homes}
-    return staying, {space: _all_knobs(space, wish, homes, tiers) for space in few if tiers or wish.tiles}
+    tiling = bool(tiers) or wish.tiles
+    staying = {
+        space: _staying(space, wish)
+        for space in few
+        if DEVICE in homes and (space.plan.loss_tiles == 1 or wish.loss is not None or not tiling)
+    }
+    return staying, {space: _all_knobs(space, wish, homes, tiers) for space in few if tiling}
 
 
 def _fixed_once(wish: Wish, tiers: Sequence[Tier]) -> Iterator[Wish]:
@@ -472,13 +479,16 @@ def _ways(graph: Graph, wish: Wish, machine: Machine) -> list[Way]:
     spared = {}
     if wish.recompute == "auto" and graph.step.training:
         spared = stops(graph, Rates(machine, wish.world_size, compute_dtype(graph.step.params)))
-    found = [Way(profile(graph, base, spared))]
-    head = head_of(graph) if wish.tiles else None
-    if head is not None:
-        for tiles in loss_tiles(head, wish.bucket_size or DEFAULT_BUCKET_SIZE):
-            parts = profile(tiled(graph.step, head, tiles), base, spared)
-            found.append(Way(parts, tiles, head))
-    return found
+    whole = Way(profile(graph, base, spared))
+    head = head_of(graph) if wish.loss != 1 and (wish.loss is not None or wish.tiles) else None
+    if head is None:
+        return [whole]
+    if isinstance(wish.loss, int):
+        numbers: tuple[int, ...] = (wish.loss,)
+    else:
+        numbers = loss_tiles(head, wish.bucket_size or DEFAULT_BUCKET_SIZE)
+    parts = [Way(profile(tiled(graph.step, head, tiles), base, spared), tiles, head) for tiles in numbers]
+    return parts if isinstance(wish.loss, int) else [whole, *parts]
 
 
 def over(candidate: Candidate, budget: int | Mapping[Tier, int]) -> float:

@@ -1,0 +1,127 @@
+"""What can run for some tokens at a time, by how operators treat them; and what cannot, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from graphs import Builder
+from torch import fx
+
+from zerograph.graph.token_region import NotByToken, Tokens, region_of
+
+aten = torch.ops.aten
+TOKENS, WORDS, WIDTH = 12, 64, 4
+
+
+def head(b: Builder) -> fx.Node:
+    """Logits of twelve tokens, which are three sequences of four."""
+    x, weight = b.input("x", TOKENS, WIDTH), b.input("weight", WIDTH, WORDS)
+    return b.mm(x, weight)
+
+
+def entropy(b: Builder, logits: fx.Node) -> fx.Node:
+    most = b.call(aten.amax.default, logits, [1], True)
+    least = b.call(aten.sub.Tensor, logits, most)
+    total = b.call(aten.sum.dim_IntList, b.call(aten.exp.default, least), [1], True)
+    return b.call(aten.sub.Tensor, least, b.call(aten.log.default, total))
+
+
+def test_all_that_is_as_large_as_logits_is_inside_and_what_lies_between() -> None:
+    b = Builder()
+    logits = head(b)
+    wanted = b.input("wanted", TOKENS, 1, dtype=torch.int64)
+    found = entropy(b, logits)
+    picked = b.call(aten.gather.default, found, 1, wanted)
+    b.output(b.call(aten.sum.default, picked))
+    region = region_of(logits)
+    names = [node.name for node in region.nodes]
+    assert names == ["mm_default", "amax_default", "sub_tensor", "exp_default", "sum_dim_int_list", "log_default",
+                     "sub_tensor_1", "gather_default"]  # fmt: skip
+    assert [node.name for node in region.exits()] == ["gather_default"]
+    assert set(region.tokens.values()) == {Tokens(0, 1)}
+    assert {source.name: tokens for (_, source), tokens in region.given.items()} == {
+        "x": Tokens(0, 1),
+        "wanted": Tokens(0, 1),
+    }
+
+
+def test_batch_and_sequence_are_tokens_together() -> None:
+    b = Builder()
+    logits = b.call(aten.view.default, head(b), [3, 4, WORDS])
+    mask = b.input("mask", 3, 4, 1)
+    total = b.call(aten.sum.dim_IntList, b.call(aten.mul.Tensor, logits, mask), [-1])
+    b.output(total)
+    region = region_of(logits.args[0])
+    assert region.tokens[logits] == region.tokens[total] == Tokens(0, 2)
+    assert Tokens(0, 2).of_tile([3, 4, WORDS], 5) == [1, 5, WORDS]
+    assert region.given[total.args[0], mask] == Tokens(0, 2)
+
+
+def test_sums_over_tokens_leave_with_their_factors() -> None:
+    """The gradients of weight, bias and input."""
+    b = Builder()
+    logits = head(b)
+    x, weight = logits.args
+    grad = b.call(aten.mul.Tensor, logits, logits)
+    of_weight = b.mm(b.call(aten.permute.default, grad, [1, 0]), x)
+    of_bias = b.call(aten.sum.dim_IntList, grad, [0])
+    of_x = b.mm(grad, b.call(aten.permute.default, weight, [1, 0]))
+    b.output(of_weight, of_bias, of_x)
+    region = region_of(logits)
+    assert region.tokens[of_weight] is None and region.tokens[of_bias] is None
+    assert region.tokens[of_x] == Tokens(0, 1)
+    assert region.exits() == [of_weight, of_bias, of_x]
+
+
+def test_what_is_large_and_made_for_logits_is_made_by_tile_too() -> None:
+    """A mask of all words, as gradients of a lookup are written."""
+    b = Builder()
+    logits = head(b)
+    wanted, words = b.input("wanted", TOKENS, 1), b.input("words", 1, WORDS)
+    expanded = b.call(aten.expand.default, wanted, [TOKENS, WORDS])
+    mask = b.call(aten.eq.Tensor, expanded, words)
+    b.output(b.call(aten.sum.dim_IntList, b.call(aten.mul.Tensor, logits, mask), [1]))
+    region = region_of(logits)
+    assert region.tokens[mask] == region.tokens[expanded] == Tokens(0, 1)
+    assert (mask, words) not in region.given and region.given[expanded, wanted] == Tokens(0, 1)
+
+
+def returned(b: Builder, logits: fx.Node) -> fx.Node:
+    return logits
+
+
+def softmax_over_tokens(b: Builder, logits: fx.Node) -> fx.Node:
+    return b.call(aten.amax.default, logits, [0])
+
+
+def shifted(b: Builder, logits: fx.Node) -> fx.Node:
+    return b.call(aten.slice.Tensor, b.call(aten.view.default, logits, [3, 4, WORDS]), 1, 0, 3)
+
+
+def summed_up(b: Builder, logits: fx.Node) -> fx.Node:
+    return b.call(aten.cumsum.default, logits, 0)
+
+
+def by_position(b: Builder, logits: fx.Node) -> fx.Node:
+    """Another weight for each position, alike in all sequences."""
+    return b.call(aten.mul.Tensor, b.call(aten.view.default, logits, [3, 4, WORDS]), b.input("w", 4, 1))
+
+
+@pytest.mark.parametrize(
+    ("use", "why"),
+    [
+        (returned, "returns logits"),
+        (softmax_over_tokens, "does more than sum over tokens"),
+        (shifted, "is not known to treat every token by itself"),
+        (summed_up, "is not known to treat every token by itself"),
+        (by_position, "takes batch and sequence apart"),
+    ],
+)
+def test_the_reason_why_logits_have_to_be_whole(use: Callable[[Builder, fx.Node], fx.Node], why: str) -> None:
+    b = Builder()
+    logits = head(b)
+    b.output(use(b, logits))
+    with pytest.raises(NotByToken, match=why):
+        region_of(logits)
