@@ -17,6 +17,7 @@ from zerograph.compiler.compilation import Compilation
 from zerograph.compiler.driver import compile_frame
 from zerograph.compiler.frame import Frame, traced_function
 from zerograph.compiler.frame_plan import MOMENTS, Planner, farthest, machine_of
+from zerograph.compiler.loss_only import return_loss_only
 from zerograph.compiler.recording import Recording
 from zerograph.compiler.report import BucketReport, Report
 from zerograph.compiler.room import memory_here
@@ -29,6 +30,7 @@ from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.optim.check import OptimizerCheck
 from zerograph.optim.overlap import EarlySteps
+from zerograph.planner.loss import why_whole
 from zerograph.runtime.comm import Communicator
 from zerograph.runtime.early import EarlyUpdates
 from zerograph.runtime.executor import Runtime
@@ -98,7 +100,8 @@ class Backend:
             frame = Frame(self._compilation, len(self._frames), traced_function())
             self._frames.append(frame)
             with self._together(frame.code):
-                compiled = compile_frame(frame, gm, example_inputs, self._planner)
+                restored = return_loss_only(gm) if self.config.loss_only else lambda compiled: compiled
+                compiled = restored(compile_frame(frame, gm, example_inputs, self._planner))
                 late = self._adoption.late(frame.plan) if "backward" in frame.programs else {}
                 if "backward" in frame.programs and not late:
                     # Not while anything is traced. What leaves has other memory then, which nobody has assigned.
@@ -299,6 +302,7 @@ class Backend:
             on_nvme=self._store.bytes(),
             slots=self._store.slots,
             on_host=self._store.on_host(),
+            whole_logits={f.index: why for f in frames if (why := why_whole(f.step)) and f.plan.loss_tiles == 1},
             recorded=self._recording.beside_forecast() if self._recording is not None else None,
         )
 
@@ -344,6 +348,11 @@ def backend(**options: Any) -> Backend:
             there.
         nvme: bytes that a rank may use there and reserves, ``"500GiB"`` or a number; default: room for two moments of
             each of its parameters, a master and what else leaves, out of what is free, shared by the host's ranks.
+        loss_tiles: parts over tokens that the vocabulary head and its loss run in, so that logits never exist whole
+            (docs/tiling.md); "auto": whole, or with ``memory`` in as many parts as it takes to fit. The loss is to be
+            computed in the forward. Where that returns logits too, see ``loss_only``.
+        loss_only: True: a forward that records gradients returns None in place of logits, keys, values and whatever
+            else of two dimensions or more a gradient reaches, beside its one loss. Evaluation returns all.
         compute: "inductor", or "eager" to run the same program with uncompiled segments, for debugging.
         plan: path of a file that ``zerograph plan -o`` wrote. Its decisions (stage, buckets and their residency,
             prefetch, recomputation) are used as they are, so those arguments have no place beside it. A training step

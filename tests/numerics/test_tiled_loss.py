@@ -194,6 +194,84 @@ def test_on_two_ranks(stage: int) -> None:
     run(2, on_ranks, stage, upcast)
 
 
+def test_bfloat16_sums_in_float32() -> None:
+    """Weights' gradients are added up in float32, however many tiles there are."""
+    losses, grads, _ = trained(upcast, 7, dtype=torch.bfloat16)
+    truth, wanted, _ = trained(upcast, None)
+    assert_close(dict(enumerate(losses)), dict(enumerate(truth)), 1e-2)  # type: ignore[arg-type]
+    assert_close(grads, wanted, 3e-2)
+
+
+class Wide(nn.Module):
+    """A head of many words, beside which all else is small."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4096, 8), nn.Linear(8, 4096)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def planned_within(memory: str) -> tuple[int, int, int]:
+    """Tiles of the loss, and bytes at the peak: recorded and forecast."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    ids = torch.randint(4096, (1, 512), generator=seeded(dist.get_rank()))
+    model = Wide()
+    backend = zerograph.backend(memory=memory, compute="eager", machine="cpu")
+    model.compile(backend=backend)
+    model(ids).backward()
+    with backend.record():
+        model(ids).backward()
+    recorded = backend.report().recorded
+    assert recorded is not None
+    return backend.plan.loss_tiles, recorded.peak, recorded.forecast_peak
+
+
+def test_a_budget_below_whole_logits_is_met_by_tiles() -> None:
+    """Logits of 512 x 4096 numbers take 8 MiB; a plan without tiles holds two such tensors at least."""
+    whole, tiled = (run(2, planned_within, memory)[0] for memory in ("64MiB", "9MiB"))
+    assert whole[0] == 1 and tiled[0] > 1
+    assert tiled[1] < 9 * 2**20 < 16 * 2**20 < whole[1]
+    assert 0.8 < tiled[2] / tiled[1] < 1.2  # uncompiled segments keep what kernels would fuse
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 5)])
+def test_short_sequences(shape: tuple[int, int]) -> None:
+    for tiles in (1, 3):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = GPT(plain)
+        model.compile(backend=zerograph.backend(compute="eager", loss_tiles=tiles))
+        ids = torch.randint(WORDS, shape, generator=seeded(0))
+        loss = model(ids, ids)
+        loss.backward()
+        if tiles == 1:
+            whole, wanted = loss, {name: p.grad for name, p in model.named_parameters()}
+    torch.testing.assert_close(loss, whole)
+    assert_close({name: p.grad for name, p in model.named_parameters()}, wanted)  # type: ignore[misc]
+
+
+def test_other_sizes_of_batches_follow(caplog: pytest.LogCaptureFixture) -> None:
+    """A graph of dynamic sizes has no number of tokens to cut: its logits are whole, and a warning says so."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GPT(plain)
+    model.compile(backend=zerograph.backend(compute="eager", loss_tiles=3))
+    for length in (7, 5, 6):
+        ids = torch.randint(WORDS, (2, length), generator=seeded(0))
+        found = model(ids, ids)
+        found.backward()
+        with torch.no_grad():
+            torch.testing.assert_close(found, model.forward(ids, ids))
+    assert "a number of tokens that is not known before it runs" in caplog.text
+
+
 def test_evaluation_keeps_logits_that_it_returns(caplog: pytest.LogCaptureFixture) -> None:
     torch._dynamo.reset()
     model = GPT(lambda logits, targets: plain(logits, targets) if targets is not None else logits)

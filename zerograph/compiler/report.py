@@ -71,6 +71,7 @@ class Report:
         on_host: bytes in the memory of an accelerator's host, of this rank, which its allocator does not count:
             parameters, their copies in the compute dtype, gradients, slots; states are counted by nobody but their
             optimizer.
+        whole_logits: by frame, why its logits exist for all tokens at once, whatever ``loss_tiles`` says.
         recorded: the last step that ``backend.record()`` recorded.
     """
 
@@ -88,6 +89,7 @@ class Report:
     on_nvme: Mapping[str, int] = field(default_factory=dict)
     slots: int = 0
     on_host: Mapping[str, int] = field(default_factory=dict)
+    whole_logits: Mapping[int, str] = field(default_factory=dict)
     recorded: RecordedStep | None = None
 
     def __str__(self) -> str:
@@ -103,6 +105,7 @@ class Report:
             lines.append(f"  on NVMe: {sizes}; updates stream through {format_bytes(self.slots)} of memory")
         if self.on_host:
             lines.append(f"  on the host: {', '.join(f'{what} {format_bytes(n)}' for what, n in self.on_host.items())}")
+        lines += [f"  frame {frame}: logits are whole: {why}" for frame, why in self.whole_logits.items()]
         if self.recorded is not None:
             lines.append(f"  {self.recorded}")
             if self.recorded.resident is not None:

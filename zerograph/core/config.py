@@ -64,6 +64,7 @@ class Config:
         nvme: bytes that a rank reserves there; None is what the plan needs, if the folders have that.
         loss_tiles: parts over tokens that head and loss run in, so that logits never exist whole; 1 leaves them whole,
             "auto" does too unless a plan is searched, which then takes as few as the budget needs.
+        loss_only: whether a forward that trains returns None in place of logits and whatever else is no loss.
         compute: "inductor" compiles the segments between collectives; "eager" runs the same program uncompiled.
         plan: what a plan file decided, in place of rules; ``stage`` and ``prefetch`` are then the plan's.
         memory: bytes of device memory that a rank may use. What was left free is then searched for the fastest step
@@ -89,6 +90,7 @@ class Config:
     path: tuple[str, ...] = ()
     nvme: int | None = None
     loss_tiles: int | Literal["auto"] = "auto"
+    loss_only: bool = False
     compute: Literal["inductor", "eager"] = "inductor"
     plan: GivenPlan | None = None
     memory: int | None = None
@@ -192,6 +194,11 @@ class Config:
             self.loss_tiles == "auto" or (type(self.loss_tiles) is int and self.loss_tiles >= 1),
             f'loss_tiles must be "auto" or a number of tiles >= 1, got {self.loss_tiles!r}',
             "8 makes the logits of an eighth of the tokens at a time",
+        )
+        _require(
+            type(self.loss_only) is bool,
+            f"loss_only must be True or False, got {self.loss_only!r}",
+            "True has a training forward return None in place of logits",
         )
         _require(
             self.compute in COMPUTE,

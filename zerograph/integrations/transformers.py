@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -34,6 +35,14 @@ class ShardedTrainer(_Mixed):
     ) -> None:
         self._backend, self._state_dict_type = backend, state_dict_type
         super().__init__(*arguments, **options)
+        if self._reads_loss_only:
+            backend.config = replace(backend.config, loss_only=True)
+
+    @property
+    def _reads_loss_only(self) -> bool:
+        """Whether nobody reads what the model returns in training beside its loss."""
+        own = type(self).compute_loss is transformers.Trainer.compute_loss and self.compute_loss_func is None
+        return own and not self.label_smoother
 
     def create_accelerator_and_postprocess(self) -> None:
         _refuse(self.args, self._sharded_files)

@@ -21,6 +21,10 @@ MOST_LOSS_TILES = 64
 """Tiles of the loss, at most: each reads the head's weight again."""
 
 
+LOSS_TILES = (4, 16, MOST_LOSS_TILES)
+"""Numbers of tiles that are looked at where nothing fits with logits whole."""
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     """The head of a step, and what is as large as its logits.
@@ -43,37 +47,65 @@ class Head:
 
 
 def head_of(graph: Graph) -> Head | None:
-    """The head of a step; None where it has no loss of its own behind one product that follows repeated layers.
+    """The head of a step; None where it has no loss of its own behind one product that follows repeated layers, or
+    logits have to exist whole."""
+    found = _head_or_why(graph)
+    return found if isinstance(found, Head) else None
 
-    Logits that the model returns have to exist whole, and so does what a layer or another product behind it reads.
-    """
+
+def why_whole(step: Step) -> str:
+    """Why a training step's logits exist for all tokens at once, and what would help; empty where they need not, or
+    there are none."""
+    found = _head_or_why(Graph(step)) if step.training else ""
+    return found if isinstance(found, str) else ""
+
+
+def _head_or_why(graph: Graph) -> Head | str:
+    """What the model returns has to exist whole, and so does what a layer or another product behind it reads."""
     last = max((i for i in range(graph.backward) if graph.layer[i]), default=-1)
     behind = range(last + 1, graph.backward)
     products = [i for i in behind if graph.ops[i].flops and "convolution" not in graph.ops[i].target]
-    if last < 0 or not products or not graph.step.training or graph.step.whole_logits:
-        return None
+    if graph.step.whole_logits:
+        return graph.step.whole_logits
+    if last < 0 or not products or not graph.step.training:
+        return ""
     # The vocabulary is the widest: a projection in front of the head makes less.
     product = max(products, key=lambda i: graph.size[graph.writes[i]])
     if not _weights(graph, product):
-        return None
+        return ""
     size = graph.size[graph.writes[product]]
     large, weights = {graph.writes[product]}, {graph.ops[product].name: _weights(graph, product)}
     for i in (*behind, *range(graph.backward, len(graph.ops))):
         reads = not large.isdisjoint(graph.reads[i])
         if reads and (graph.layer[i] or (graph.ops[i].flops and i < graph.backward)):
-            return None
+            return ""
         if reads and graph.ops[i].flops:
             added = 0 if _weights(graph, i) else 2 * graph.values[graph.writes[i]].bytes  # a sum over tokens
             weights[graph.ops[i].name] = _weights(graph, i) + added
         # Half: beside logits in 32 bit their gradient may be in 16.
         elif reads and graph.values[graph.writes[i]].bytes >= size // 2:
             large.add(graph.writes[i])
-    if any(graph.owner[value] in graph.outputs or graph.values[value].kind == "gradient" for value in large):
-        return None
+    # What is made for them and as large: the one of each token's label, among zeros.
+    for i in reversed(range(last + 1, len(graph.ops))):
+        if large.isdisjoint([graph.writes[i]]) or graph.ops[i].flops:
+            continue
+        for value in graph.reads[i]:
+            made = graph.maker[value] > last and not graph.ops[graph.maker[value]].flops and not graph.params[value]
+            if made and graph.values[value].bytes >= size // 2:
+                large.add(value)
+    if any(graph.owner[value] in graph.outputs for value in large):
+        # Without a loss of one number nobody knows whether these are logits.
+        return _RETURNED if any(graph.size[value] <= _SCALAR for value in graph.outputs) else ""
+    if any(graph.values[value].kind == "gradient" for value in large):
+        return ""
     names = frozenset(graph.values[value].name for value in large)
     return Head(
         graph.ops[product].name, graph.activation[product], graph.params_read[product], names, weights, size
     )  # fmt: skip
+
+
+_SCALAR = 8
+_RETURNED = "the forward returns them beside the loss; backend(loss_only=True) leaves them out of what training returns"
 
 
 def _weights(graph: Graph, i: int) -> int:
@@ -110,7 +142,7 @@ def in_loss_tiles(plan: Plan, step: Step, tiles: int) -> Plan:
     if head is not None:
         return replace(plan, loss_tiles=tiles, head=head.activation)
     if tiles > 1 and step.training:
-        why = step.whole_logits or "there is no loss behind logits of this graph's own"
+        why = why_whole(step) or "this graph has no loss behind logits of its own: compute it in the forward"
         log.warning("loss_tiles=%d: logits exist for all tokens at once, because %s", tiles, why)
     return plan
 

@@ -40,7 +40,7 @@ from zerograph.planner.few_layers import by_few_layers
 from zerograph.planner.homes import open_homes, open_tiers
 from zerograph.planner.knobs import Knob, every, first, halfway, neighbours, spread
 from zerograph.planner.liveness import Graph, Mode
-from zerograph.planner.loss import Head, head_of, loss_tiles, tiled
+from zerograph.planner.loss import LOSS_TILES, Head, head_of, loss_tiles, tiled
 from zerograph.planner.peaks import with_lower_peaks
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import Profile, profile
@@ -200,7 +200,8 @@ class Search:
             self.states = sum(state_bytes(step.params, wish.world_size, moments)) if states is None else states
             self.tiers = wish.tiers(machine)
             self.homes = open_homes(wish.offload, self.tiers, wish.sharding)
-            # The first way has the loss whole: the plans without offload and tiles are of that one.
+            # The first way has the loss whole, or as it is fixed: what stays on the device is of that one, unless tiles
+            # of the loss are all that is open.
             known = [] if like is None else like._every_space
             self.spaces, *parts = [
                 list(_spaces(step, wish, machine, self.states, moments, way, known)) for way in self.ways
@@ -212,7 +213,8 @@ class Search:
                 return
             found = _Local()
             if DEVICE in self.homes:
-                found.explore({space: _staying(space, wish) for space in self.spaces}, WORK)
+                stay = self.spaces if self.tiers or wish.tiles or wish.loss is None else spaces
+                found.explore({space: _staying(space, wish) for space in stay}, WORK)
             if self.tiers or wish.tiles:
                 open_knobs = {s: _all_knobs(s, wish, self.homes, self.tiers) for s in spaces}
                 found.explore(open_knobs, work * (1 if DEVICE in self.homes else 2), groups=GROUPS, tile=wish.tiles)
@@ -377,13 +379,10 @@ def _look(wish: Wish, few: Sequence[Space], tiers: Sequence[Tier]) -> Look:
     """What ``wish`` leaves open of plans that stay on the device, and of all."""
     tiers = () if wish.offload == "none" else tuple(tier for tier in tiers if wish.tier in (None, tier))
     homes = open_homes(wish.offload, tiers, wish.sharding)
-    tiling = bool(tiers) or wish.tiles
-    staying = {
-        space: _staying(space, wish)
-        for space in few
-        if DEVICE in homes and (space.plan.loss_tiles == 1 or wish.loss is not None or not tiling)
-    }
-    return staying, {space: _all_knobs(space, wish, homes, tiers) for space in few if tiling}
+    leaves = bool(tiers) or wish.tiles
+    stay = [space for space in few if space.plan.loss_tiles == 1 or not leaves or wish.loss not in (None, "auto")]
+    staying = {space: _staying(space, wish) for space in stay if DEVICE in homes}
+    return staying, {space: _all_knobs(space, wish, homes, tiers) for space in few if leaves}
 
 
 def _fixed_once(wish: Wish, tiers: Sequence[Tier]) -> Iterator[Wish]:
@@ -486,7 +485,8 @@ def _ways(graph: Graph, wish: Wish, machine: Machine) -> list[Way]:
     if isinstance(wish.loss, int):
         numbers: tuple[int, ...] = (wish.loss,)
     else:
-        numbers = loss_tiles(head, wish.bucket_size or DEFAULT_BUCKET_SIZE)
+        size = wish.bucket_size or DEFAULT_BUCKET_SIZE
+        numbers = loss_tiles(head, size) if wish.loss is None else LOSS_TILES
     parts = [Way(profile(tiled(graph.step, head, tiles), base, spared), tiles, head) for tiles in numbers]
     return parts if isinstance(wish.loss, int) else [whole, *parts]
 
