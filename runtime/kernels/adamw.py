@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zerograph.runtime.kernels.tables import TRITON_DTYPES, block_of, blocks, pointer, table
+from zerograph.runtime.kernels.tables import TRITON_DTYPES, Table, block_of, blocks, on, pointer, table
 
 BLOCK = 1024
 """Elements of a program."""
@@ -84,6 +84,12 @@ def update(tensors: Tensors, rule: Rule, factor: float | Tensor = 1.0, nonfinite
     for place, value in ((0, rule.lr), (4, factor), (5, nonfinite)):
         if isinstance(value, Tensor):
             packed.shared[place].copy_(value.reshape(()))
+    with on(device):
+        _launch(tensors, rule, packed, sizes)
+
+
+def _launch(tensors: Tensors, rule: Rule, packed: Table, sizes: tuple[int, ...]) -> None:
+    device = packed.columns.device
     scalars = torch.empty(4, len(sizes), device=device)
     counted = (triton.cdiv(len(sizes), 128),)
     _count[counted](packed.columns, packed.shared, scalars, len(sizes), rule.maximize, 128, enable_fp_fusion=False)
@@ -103,7 +109,7 @@ def update(tensors: Tensors, rule: Rule, factor: float | Tensor = 1.0, nonfinite
         1.0 - rule.beta2,
         rule.eps,
         0.0 if rule.decoupled else rule.weight_decay,
-        *(TRITON_DTYPES[each[0].dtype] for each in lists[:3]),
+        *(TRITON_DTYPES[each[0].dtype] for each in (tensors.params, tensors.grads, tensors.averages)),
         TRITON_DTYPES[tensors.copies[0].dtype] if tensors.copies else None,
         bool(tensors.largest),
         not rule.decoupled and rule.weight_decay != 0.0,
@@ -132,12 +138,11 @@ def _count(
     count: tl.tensor,
     MAXIMIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     """Count a step of each tensor, and write its scalars: step size, 1 / sqrt(1 - beta2^step), decay and factor."""
     if tl.load(shared + 5) == 0.0:
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         mask = at < count
-        # Addresses of masked lanes are not used.
         steps = tl.load(columns + 6 * count + at, mask=mask, other=0).to(tl.pointer_type(tl.float32))
         step = tl.load(steps, mask=mask, other=0.0) + 1.0
         tl.store(steps, step, mask=mask)
@@ -151,8 +156,8 @@ def _count(
             factor = -factor
         tl.store(scalars + at, rate.to(tl.float32), mask=mask)
         tl.store(scalars + count + at, root.to(tl.float32), mask=mask)
-        tl.store(scalars + 2 * count + at, tl.zeros_like(step).to(tl.float32) + decay.to(tl.float32), mask=mask)
-        tl.store(scalars + 3 * count + at, tl.zeros_like(step).to(tl.float32) + factor.to(tl.float32), mask=mask)
+        tl.store(scalars + 2 * count + at, decay.to(tl.float32), mask=mask)
+        tl.store(scalars + 3 * count + at, factor.to(tl.float32), mask=mask)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -176,7 +181,7 @@ def _update(
     NEAR: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     if tl.load(shared + 5) == 0.0:
         owner, first = block_of(programs, BLOCK)
         size = tl.load(columns + 7 * count + owner)
@@ -195,10 +200,11 @@ def _update(
 
 @triton.jit
 def _update_block(
-    columns, scalars, count, owner, first, size, weight, beta2, rest2, eps, weight_decay,
+    columns: tl.tensor, scalars: tl.tensor, count: tl.tensor, owner: tl.tensor, first: tl.tensor, size: tl.tensor,
+    weight: tl.tensor, beta2: tl.tensor, rest2: tl.tensor, eps: tl.tensor, weight_decay: tl.tensor,
     PARAM: tl.constexpr, GRAD: tl.constexpr, STATE: tl.constexpr, COPY: tl.constexpr, AMSGRAD: tl.constexpr,
     COUPLED: tl.constexpr, NEAR: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+) -> None:  # fmt: skip
     at = first + tl.arange(0, BLOCK)
     if MASKED:
         mask = at < size

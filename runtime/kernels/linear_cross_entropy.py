@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from zerograph.runtime.kernels.tables import on
+
 BLOCK = 4096
 """Words at a time."""
 
@@ -55,7 +57,8 @@ def losses(logits: Tensor, targets: Tensor, loss: Loss) -> tuple[Tensor, Tensor]
     """
     out, logsumexp = (torch.empty(len(logits), device=logits.device) for _ in range(2))
     if len(logits):
-        _losses[(len(logits),)](logits, targets, out, logsumexp, *_common(logits, loss), num_warps=WARPS)
+        with on(logits.device):
+            _losses[(len(logits),)](logits, targets, out, logsumexp, *_common(logits, loss), num_warps=WARPS)
     return out, logsumexp
 
 
@@ -68,7 +71,8 @@ def gradients_(logits: Tensor, targets: Tensor, logsumexp: Tensor, scale: Tensor
         scale: float32 ``[tokens]``, the gradient of each token's loss; :func:`scales` has those of reductions.
     """
     if len(logits):
-        _gradients[(len(logits),)](logits, targets, logsumexp, scale, *_common(logits, loss), num_warps=WARPS)
+        with on(logits.device):
+            _gradients[(len(logits),)](logits, targets, logsumexp, scale, *_common(logits, loss), num_warps=WARPS)
 
 
 def scales(targets: Tensor, loss: Loss, reduction: str) -> Tensor:
@@ -112,7 +116,7 @@ def _common(logits: Tensor, loss: Loss) -> tuple[object, ...]:
 
 
 @triton.jit
-def _capped(logit, softcap):
+def _capped(logit: tl.tensor, softcap: tl.tensor) -> tl.tensor:
     """softcap * tanh(logit / softcap), right within 2^-23 of softcap."""
     small = tl.exp(-2.0 * tl.abs(logit) / softcap)
     size = softcap * (1.0 - small) / (1.0 + small)
@@ -120,7 +124,14 @@ def _capped(logit, softcap):
 
 
 @triton.jit
-def _hot(targets, weight, row, words, label_smoothing, WEIGHTED: tl.constexpr):
+def _hot(
+    targets: tl.tensor,
+    weight: tl.tensor,
+    row: tl.tensor,
+    words: tl.tensor,
+    label_smoothing: tl.tensor,
+    WEIGHTED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """The target of a token, and what its loss puts on it: NaN where there is no such word."""
     target = tl.load(targets + row)
     there = (target >= 0) & (target < words)
@@ -148,7 +159,7 @@ def _losses(
     SMOOTHED: tl.constexpr,
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     begin = logits + row * stride
     largest = tl.full([], float("-inf"), tl.float32)
@@ -201,7 +212,7 @@ def _gradients(
     SMOOTHED: tl.constexpr,
     CAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(0).to(tl.int64)
     begin = logits + row * stride
     whole = tl.load(logsumexp + row)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zerograph.runtime.kernels.tables import TRITON_DTYPES, block_of, blocks, pointer, table
+from zerograph.runtime.kernels.tables import TRITON_DTYPES, block_of, blocks, on, pointer, table
 
 BLOCK = 2048
 """Elements of a program."""
@@ -39,16 +39,10 @@ def pack(tensors: Sequence[Tensor], lengths: Sequence[int], offsets: Sequence[in
         # Vectors need every piece to begin at a multiple of 16 elements, in both the tensors and the message.
         pieces = (*numbers[2], message.data_ptr(), *((*sizes, width) if rows > 1 else ()))
         aligned = packed.aligned and all(piece % 16 == 0 for piece in pieces)
-        _pack[(len(programs), rows)](
-            packed.columns,
-            programs,
-            message,
-            len(members),
-            width,
-            TRITON_DTYPES[dtype],
-            aligned,
-            BLOCK,
-        )
+        with on(message.device):
+            _pack[(len(programs), rows)](
+                packed.columns, programs, message, len(members), width, TRITON_DTYPES[dtype], aligned, BLOCK
+            )
 
 
 @triton.jit(do_not_specialize=["count", "width"])
@@ -61,7 +55,7 @@ def _pack(
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
-):
+) -> None:
     row = tl.program_id(1).to(tl.int64)
     owner, first = block_of(programs, BLOCK)
     size, length = tl.load(columns + count + owner), tl.load(columns + 2 * count + owner)

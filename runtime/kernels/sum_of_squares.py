@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zerograph.runtime.kernels.tables import TRITON_DTYPES, block_of, blocks, pointer, table
+from zerograph.runtime.kernels.tables import TRITON_DTYPES, block_of, blocks, on, pointer, table
 
 BLOCK = 1024
 """Elements that a program adds up at once."""
@@ -39,10 +39,14 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
         packed = table([[t.data_ptr() for t in kind]], [[t.numel() for t in kind]], [], device)
         out = partial[begin : begin + len(programs)]
         dtype = TRITON_DTYPES[kind[0].dtype]
-        _add_blocks[(len(programs),)](packed.columns, programs, out, len(kind), dtype, packed.aligned, BLOCK, ROUNDS)
+        with on(device):
+            _add_blocks[(len(programs),)](
+                packed.columns, programs, out, len(kind), dtype, packed.aligned, BLOCK, ROUNDS
+            )
         begin += len(programs)
     total = torch.empty((), dtype=torch.float64, device=device)
-    _add_partial[(1,)](partial, total, len(partial), BLOCK)
+    with on(device):
+        _add_partial[(1,)](partial, total, len(partial), BLOCK)
     return total
 
 
@@ -56,7 +60,7 @@ def _add_blocks(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr,
-):
+) -> None:
     owner, first = block_of(programs, BLOCK * ROUNDS)
     size = tl.load(columns + count + owner)
     begin = pointer(columns, owner, DTYPE, ALIGNED)
@@ -75,7 +79,7 @@ def _add_blocks(
 
 
 @triton.jit(do_not_specialize=["count"])
-def _add_partial(partial: tl.tensor, total: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr):
+def _add_partial(partial: tl.tensor, total: tl.tensor, count: tl.tensor, BLOCK: tl.constexpr) -> None:
     lanes = tl.zeros([BLOCK], dtype=tl.float64)
     for first in range(0, count, BLOCK):
         at = first + tl.arange(0, BLOCK)

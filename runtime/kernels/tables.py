@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -19,6 +21,11 @@ TRITON_DTYPES: dict[torch.dtype, tl.dtype] = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Launches inside of it go to ``device``, whichever is the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 class Table(NamedTuple):
@@ -57,7 +64,7 @@ def table(
     return Table(there[len(shared) :].view(len(rows), -1), there[: len(shared)].view(torch.float64), aligned)
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=256)
 def blocks(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
     """Which elements each program has: int32 ``[programs, 2]``, the tensor and the number of the block in it.
 
@@ -73,7 +80,7 @@ def blocks(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
 
 
 @triton.jit
-def pointer(columns: tl.tensor, place: tl.tensor, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def pointer(columns: tl.tensor, place: tl.tensor, DTYPE: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tensor:
     """In a kernel: the address in ``place`` of the table, as a pointer to ``DTYPE``."""
     found = tl.load(columns + place).to(tl.pointer_type(DTYPE))
     if ALIGNED:  # the compiler sees it of pointers, and not of the numbers that became them
@@ -82,7 +89,7 @@ def pointer(columns: tl.tensor, place: tl.tensor, DTYPE: tl.constexpr, ALIGNED: 
 
 
 @triton.jit
-def block_of(programs: tl.tensor, BLOCK: tl.constexpr):
+def block_of(programs: tl.tensor, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """In a kernel: the tensor of this program, and its first element there."""
     program = tl.program_id(0)
     return tl.load(programs + 2 * program), tl.load(programs + 2 * program + 1).to(tl.int64) * BLOCK
