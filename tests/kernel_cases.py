@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kernel_names import NAMES
 from torch import Tensor
 
 from zerograph.runtime.kernels import adamw, linear_cross_entropy, messages, sum_of_squares
@@ -265,16 +266,4 @@ def an_unknown_reduction_is_an_error(device: str) -> None:
         )
 
 
-CASES = {
-    case.__name__: case
-    for case in (
-        adamw_of_lists,
-        sum_of_squares_of_lists,
-        squares_do_not_overflow,
-        messages_of_lists,
-        cross_entropy_of_tiles,
-        cross_entropy_of_many_words,
-        a_target_out_of_range_is_not_a_number,
-        an_unknown_reduction_is_an_error,
-    )
-}
+CASES = {name: globals()[name] for name in NAMES}

@@ -109,6 +109,9 @@ def _cross_entropies() -> Iterator[Variant]:
             constants |= {"weight": None, "weight_sum": None}
         for kernel, more in ((loss._losses, "out"), (loss._gradients, "scale")):
             yield Variant(kernel, signature | {more: "*fp32"}, constants, loss.WARPS, vectors=True)
+            # Triton makes a constant of an argument that is 1.
+            single = {k: v for k, v in signature.items() if k not in ("stride", "words")} | {more: "*fp32"}
+            yield Variant(kernel, single, constants | {"stride": 1, "words": 1, "BLOCK": 1}, loss.WARPS)
 
 
 GROUPS = {"update": _updates, "sums": _sums, "messages": _messages, "cross entropy": _cross_entropies}

@@ -10,19 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from kernel_names import NAMES
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install -e .[kernels]")
-
-NAMES = [
-    "adamw_of_lists",
-    "sum_of_squares_of_lists",
-    "squares_do_not_overflow",
-    "messages_of_lists",
-    "cross_entropy_of_tiles",
-    "cross_entropy_of_many_words",
-    "a_target_out_of_range_is_not_a_number",
-    "an_unknown_reduction_is_an_error",
-]
 
 
 def _run(name: str) -> None:
