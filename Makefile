@@ -20,7 +20,7 @@ help:
 	@echo "make bench      benchmarks/step.py on CPU"
 	@echo "make pictures   plan a GPT and draw the pictures of README.md"
 	@echo "make gpu-test   build in place, offline, against this machine's torch, and run tests/gpu"
-	@echo "make gpu-bench  the same build, benchmarks/step.py on CUDA"
+	@echo "make gpu-bench  the same build, benchmarks/step.py and kernels.py on CUDA"
 
 demo: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) $(if $(OFFLOAD),examples/07_offload.py $(OFFLOAD),examples/01_first_run.py)
@@ -73,6 +73,7 @@ gpu-test: $(GPU)/.installed
 
 gpu-bench: $(GPU)/.installed
 	$(GPU)/bin/python benchmarks/step.py --device cuda
+	$(GPU)/bin/python benchmarks/kernels.py
 
 $(GPU)/.installed: $(BUILD_INPUTS)
 	PYTHON=$(PYTHON) .ci/gpu-venv $(GPU)

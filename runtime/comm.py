@@ -25,6 +25,7 @@ from zerograph.core.plan import Param
 from zerograph.runtime.buffers import Full, allocate_full, shard_shape, torch_dtype
 from zerograph.runtime.entry import ALONE, Entry, describe_difference, reason_of, sequence_of
 from zerograph.runtime.meeting import Meeting
+from zerograph.runtime.packing import gradient_message, padded_shards
 from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group
 
 # Renamed in torch 2.13, which warns about the old names.
@@ -342,7 +343,7 @@ class GroupCommunicator:
     def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> _PendingGather:
         """See :class:`Communicator`."""
         full = allocate_full(params, self.world_size, self.device)
-        sends = [self._padded_shard(p, s) for p, s in zip(params, shards, strict=True)]
+        sends = padded_shards(params, shards, self.world_size, self.device)
         self._enqueued += 1
         if self.coalesces:
             with coalescing(self.group, self.device) as manager:
@@ -369,15 +370,6 @@ class GroupCommunicator:
                 offset += out.shape[1]
         return pending.full.tensors
 
-    def _padded_shard(self, param: Param, shard: Tensor) -> Tensor:
-        dtype, length = torch_dtype(param.compute_dtype), param.chunk_elements(self.world_size)
-        here = shard.device.type == self.device.type
-        if here and shard.dtype == dtype and shard.numel() == length and shard.is_contiguous():
-            return shard.detach().view(-1)
-        send = torch.zeros(length, dtype=dtype, device=self.device)
-        send[: shard.numel()] = shard.reshape(-1)
-        return send
-
     def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _PendingReduce:
         """See :class:`Communicator`."""
         results: list[Tensor] = [None] * len(params)  # type: ignore[list-item]
@@ -399,15 +391,7 @@ class GroupCommunicator:
         self, params: Sequence[Param], grads: Sequence[Tensor], dtype: torch.dtype
     ) -> tuple[list[Tensor], _Flight, Tensor]:
         lengths = [p.chunk_elements(self.world_size) for p in params]
-        send = torch.zeros(self.world_size, sum(lengths), dtype=dtype, device=self.device)
-        offset = 0
-        for p, grad, length in zip(params, grads, lengths, strict=True):
-            row = length // max(1, p.chunk_rows(self.world_size))
-            flat = grad.reshape(-1)
-            for rank in range(self.world_size):
-                first, last = p.shard_rows(rank, self.world_size)
-                send[rank, offset : offset + (last - first) * row] = flat[first * row : last * row]
-            offset += length
+        send = gradient_message(params, grads, dtype, self.world_size, self.device)
         if self.compares:  # as gloo does by itself, in twice the time, and then its wait has no timeout
             out = send[self.rank]
             flight = self._fly(dist.all_reduce(send, group=self.reduce_group, async_op=True))

@@ -30,6 +30,11 @@ def test_importing_zerograph_does_not_import_torch(tmp_path: object) -> None:
     assert _python(f"import sys, {modules}; print('torch' in sys.modules)", str(tmp_path)) == "False"
 
 
+def test_triton_is_imported_by_what_runs_on_a_gpu_only(tmp_path: object) -> None:
+    modules = "zerograph, zerograph.optim, zerograph.runtime.comm, zerograph.runtime.kernels"
+    assert _python(f"import sys, {modules}; print('triton' in sys.modules)", str(tmp_path)) == "False"
+
+
 def test_private_names_of_torch_are_imported_in_one_file_per_room() -> None:
     root, found = Path(zerograph.__file__).parents[1], []
     for path in (p for folder in ("zerograph", "passes", "runtime") for p in (root / folder).rglob("*.py")):

@@ -13,6 +13,7 @@ from zerograph import _core
 from zerograph.core.errors import ConfigError
 from zerograph.optim.host import HostOptimizer
 from zerograph.optim.parts import Member, Part
+from zerograph.runtime import kernels
 
 
 class _AdamUpdate(HostOptimizer):
@@ -68,6 +69,35 @@ class _AdamUpdate(HostOptimizer):
             amsgrad=bool(group["amsgrad"]),
             maximize=bool(group["maximize"]),
         )
+
+    def _has_kernel_for(self, local: Tensor, target: torch.dtype) -> bool:
+        return kernels.available(local.device) and {local.dtype, target}.issubset(kernels.DTYPES)
+
+    def _update_by_kernel(
+        self, group: Mapping[str, Any], part: Part, grads: list[Tensor], members: Sequence[Member], factor: float
+    ) -> None:
+        from zerograph.runtime.kernels import adamw  # imports Triton
+
+        beta1, beta2 = group["betas"]
+        tensors = adamw.Tensors(
+            [m.target for m in members],
+            [g if g.dtype in kernels.DTYPES else g.to(m.target.dtype) for m, g in zip(members, grads, strict=True)],
+            [m.states[0] for m in members],
+            [m.states[1] for m in members],
+            [m.step for m in members if m.step is not None],
+            [m.states[2] for m in members] if group["amsgrad"] else [],
+            [m.local for m in members] if part.mastered else [],
+        )
+        rule = adamw.Rule(
+            group["lr"],
+            float(beta1),
+            float(beta2),
+            float(group["eps"]),
+            float(group["weight_decay"]),
+            bool(group["decoupled_weight_decay"]),
+            bool(group["maximize"]),
+        )
+        adamw.update(tensors, rule, factor)
 
     def _update_on_device(
         self,

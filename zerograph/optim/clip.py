@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard
 
 from zerograph import _core
 from zerograph.core.errors import ConfigError, UnsupportedError
-from zerograph.optim.tensors import is_dense, on_host, pieces, sum_of
+from zerograph.optim.tensors import is_dense, on_gpu, on_host, pieces, sum_of
 from zerograph.runtime.torch_private import local_tensor
 
 
@@ -96,7 +96,7 @@ def _norm_over_ranks(split: list[Tensor], whole: list[Tensor], p: float, group: 
         group: whose ranks sum up; None if nothing is split.
 
     Returns:
-        A 0-d tensor, of float64 where the native kernels took the norm.
+        A 0-d tensor, of float64 where kernels of ours took the norm.
     """
     # Powers, not norms, add up over ranks.
     power = power_sum(split, p)
@@ -117,6 +117,10 @@ def power_sum(grads: list[Tensor], p: float) -> Tensor:
     if p == 2.0 and on_host(grads):
         dense = [g if is_dense(g) else g.contiguous() for g in grads]
         return torch.tensor(sum_of(_core.squares(pieces(dense))), dtype=torch.float64)
+    if p == 2.0 and on_gpu(grads):
+        from zerograph.runtime.kernels.sum_of_squares import sum_of_squares  # imports Triton
+
+        return sum_of_squares([g if is_dense(g) else g.contiguous() for g in grads])
     powers = power_sums(grads, p)
     return powers.max() if math.isinf(p) else powers.sum()
 

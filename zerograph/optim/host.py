@@ -125,6 +125,17 @@ class HostOptimizer(Optimizer):
         do that themselves, for others there is :func:`unscaled`."""
         raise NotImplementedError
 
+    def _has_kernel_for(self, local: Tensor, target: torch.dtype) -> bool:
+        """Whether a kernel of ours updates ``local``, which lies on a device, or its master, of dtype ``target``."""
+        return False
+
+    def _update_by_kernel(
+        self, group: Mapping[str, Any], part: Part, grads: list[Tensor], members: Sequence[Member], factor: float
+    ) -> None:
+        """The same by that kernel, of gradients in their own dtype, multiplied by ``factor``. Parameters that follow
+        from masters are written too."""
+        raise NotImplementedError
+
     _counts = True
     """Whether each parameter's state has a ``step``."""
 
@@ -337,7 +348,11 @@ class HostOptimizer(Optimizer):
         pairs = [(m, g) for m, g in zip(part.members, grads.tensors, strict=True) if g is not None]
         if not pairs:
             return
-        members, present = [m for m, _ in pairs], [g.to(m.target.dtype) for m, g in pairs]
+        members, present = [m for m, _ in pairs], [g for _, g in pairs]
+        if self._has_kernel_for(members[0].local, members[0].target.dtype):
+            self._update_by_kernel(group, part, present, members, factor)
+            return
+        present = [g.to(m.target.dtype) for m, g in pairs]
         # torch's kernels divide by a scale, ours multiply by a factor.
         scale = torch.tensor(1.0 / factor if factor else math.inf, device=present[0].device) if factor != 1.0 else None
         self._update_on_device(group, part, present, members, scale)
@@ -425,16 +440,19 @@ class HostOptimizer(Optimizer):
         return self.master is not None and param.dtype.itemsize < self.master.itemsize
 
     def _state_dtype(self, param: Tensor) -> torch.dtype:
-        """float32 on the host, whatever the parameter's dtype is; torch's fused kernels want that of the parameter."""
-        if uses_kernels(local_tensor(param)):
+        """float32 on the host, whatever the parameter's dtype is; on devices that of the parameter, as torch has it."""
+        local = local_tensor(param)
+        if uses_kernels(local):
             return self.moments or torch.float32
         own = torch.float32 if self._keeps_master(param) else param.dtype
-        if self.moments not in (None, own):
+        if self.moments in (None, own):
+            return own
+        if not self._has_kernel_for(local, own):
             raise UnsupportedError(
                 f"moments={self.moments} for {own} on {param.device}: torch's fused kernels keep both alike",
-                "leave moments out there; on the host each choice works",
+                "leave moments out there; on the host, and on GPUs with Triton, each choice works",
             )
-        return own
+        return self.moments
 
     # Checkpoints and copies.
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from zerograph import _core
 from zerograph.core.errors import UnsupportedError
+from zerograph.runtime import kernels
 from zerograph.runtime.torch_private import local_tensor
 
 TAGS: dict[torch.dtype, _core.DType] = {
@@ -55,6 +56,14 @@ def sum_of(squares: Iterable[float]) -> float:
 def on_host(tensors: Sequence[Tensor]) -> bool:
     """Whether the kernels can read all of ``tensors``."""
     return all(t.is_cpu and t.dtype in TAGS and t.layout is torch.strided for t in tensors)
+
+
+def on_gpu(grads: Sequence[Tensor]) -> bool:
+    """Whether all of ``grads`` lie on one GPU, and our kernels there can read them."""
+    device = grads[0].device
+    return kernels.available(device) and all(
+        g.device == device and g.dtype in kernels.DTYPES and g.layout is torch.strided for g in grads
+    )
 
 
 def is_dense(tensor: Tensor) -> bool:

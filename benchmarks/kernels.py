@@ -1,0 +1,227 @@
+"""The Triton kernels on a GPU: AdamW, norms, messages and cross-entropy, against torch and Liger-Kernel.
+
+    python benchmarks/kernels.py [--elements 250000000] [--repeats 30] [--json FILE]
+
+All variants of a case run in turn, a round of each per repeat; shown are the median, the quartiles, and the median of
+the ratios within a round. Cases:
+
+copy       a tensor is copied: the bytes per second that the others are compared with
+fp32       AdamW of float32 parameters, gradients and moments, 28 bytes for each element; asked: 0.9 of a copy's rate
+bf16       gradients of bfloat16 come in, a copy of bfloat16 goes out: 28 bytes for each element; asked: the same
+many       AdamW of 400 tensors of 10,000 elements; asked: a third of foreach's time
+norm       sum of squares of float32: 4 bytes for each element
+message    float32 shards become a message of bfloat16: 6 bytes for each element
+head       a linear head and its loss, forward and backward, in tiles; asked: Liger-Kernel's time and memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from facts import append_json, describe, machine_facts, version
+from torch import Tensor
+
+Variants = dict[str, Callable[[], object]]
+
+
+class Case(NamedTuple):
+    """Variants that are compared, and the bytes that each moves at least; 0 where that says nothing."""
+
+    variants: Variants
+    bytes: int = 0
+
+
+def copied(elements: int) -> Case:
+    source = torch.randn(elements, device="cuda")
+    target = torch.empty_like(source)
+    return Case({"copy": lambda: target.copy_(source)}, 8 * elements)
+
+
+def updated(sizes: list[int], low: bool, others: Callable[[list[torch.nn.Parameter]], Variants]) -> Case:
+    from zerograph.runtime.kernels import adamw
+
+    params = [torch.nn.Parameter(torch.randn(n, device="cuda")) for n in sizes]
+    for p in params:
+        p.grad = torch.rand_like(p) * 1e-3
+    tensors = adamw.Tensors(
+        [p.detach() for p in params],
+        [p.grad.bfloat16() if low else p.grad for p in params],
+        [torch.zeros_like(p) for p in params],
+        [torch.zeros_like(p) for p in params],
+        [torch.zeros((), device="cuda") for _ in params],
+        copies=[p.detach().bfloat16() for p in params] if low else [],
+    )
+    rule = adamw.Rule(1e-4, 0.9, 0.999, 1e-8, 0.01, decoupled=True)
+    return Case({"zerograph": lambda: adamw.update(tensors, rule), **others(params)}, 28 * sum(sizes))
+
+
+def torchs(params: list[torch.nn.Parameter]) -> Variants:
+    made = {f"torch {how}": torch.optim.AdamW(params, lr=1e-4, **{how: True}) for how in ("foreach", "fused")}
+    return {name: optimizer.step for name, optimizer in made.items()}
+
+
+def torch_fused(params: list[torch.nn.Parameter]) -> Variants:
+    return {"torch fused": torch.optim.AdamW(params, lr=1e-4, fused=True).step}
+
+
+def summed(elements: int) -> Case:
+    from zerograph.runtime.kernels.sum_of_squares import sum_of_squares
+
+    tensors = [torch.randn(elements // 8, device="cuda") for _ in range(8)]
+    variants: Variants = {
+        "zerograph": lambda: sum_of_squares(tensors),
+        "torch foreach": lambda: torch.stack(torch._foreach_norm(tensors)).square().sum(),
+    }
+    return Case(variants, 4 * elements)
+
+
+def packed(elements: int) -> Case:
+    from zerograph.runtime.kernels.messages import pack
+
+    shards = [torch.randn(elements // 8, device="cuda") for _ in range(8)]
+    length = elements // 8
+    message = torch.empty(1, 8 * length, device="cuda", dtype=torch.bfloat16)
+
+    def by_torch() -> None:
+        message.zero_()
+        for i, shard in enumerate(shards):
+            message[0, i * length : (i + 1) * length] = shard
+
+    offsets = [i * length for i in range(8)]
+    variants: Variants = {
+        "zerograph": lambda: pack(shards, [length] * 8, offsets, message),
+        "torch": by_torch,
+    }
+    return Case(variants, 6 * elements)
+
+
+def head_in_tiles(hidden: Tensor, weight: Tensor, targets: Tensor, tiles: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean loss and its gradients of ``hidden`` and ``weight``; products are torch's."""
+    from zerograph.runtime.kernels import linear_cross_entropy as kernels
+
+    loss, total = kernels.Loss(), torch.zeros((), device=hidden.device)
+    scale = kernels.scales(targets, loss, "mean")
+    of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
+    for rows, target, times, out in zip(
+        *(t.chunk(tiles) for t in (hidden, targets, scale, of_hidden)),
+        strict=True,
+    ):
+        logits = rows @ weight.t()
+        losses, logsumexp = kernels.losses(logits, target, loss)
+        total += (losses * times).sum()
+        kernels.gradients_(logits, target, logsumexp, times, loss)
+        torch.mm(logits, weight, out=out)
+        of_weight.addmm_(logits.t(), rows)
+    return total, of_hidden, of_weight
+
+
+def headed(tokens: int, width: int, words: int, tiles: int) -> Case:
+    hidden = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(words, width, device="cuda") * width**-0.5).bfloat16().requires_grad_()
+    targets = torch.randint(words, (tokens,), device="cuda")
+
+    def whole() -> None:
+        torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), targets).backward()
+        hidden.grad = weight.grad = None
+
+    variants: Variants = {
+        "zerograph": lambda: head_in_tiles(hidden.detach(), weight.detach(), targets, tiles),
+        "torch": whole,
+    }
+    if version("liger-kernel") is not None:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        fused = LigerFusedLinearCrossEntropyLoss()
+
+        def liger() -> None:
+            fused(weight, hidden, targets).backward()
+            hidden.grad = weight.grad = None
+
+        variants["Liger-Kernel"] = liger
+    return Case(variants)
+
+
+def measure(variants: Variants, repeats: int) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Seconds of each run, and bytes that one allocates at most."""
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    peaks = {}
+    for repeat in range(repeats + 3):
+        for name, call in variants.items():
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before, begin = torch.cuda.memory_allocated(), time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            if repeat >= 3:
+                samples[name].append(time.perf_counter() - begin)
+                peaks[name] = torch.cuda.max_memory_allocated() - before
+    return samples, peaks
+
+
+def report(name: str, case: Case, samples: dict[str, list[float]], peaks: dict[str, int], copy: float) -> float:
+    """Prints a case; returns bytes per second of its first variant."""
+    first, *_ = samples
+    print(f"\n{name}")
+    rate = 0.0
+    for variant, times in samples.items():
+        low, median, high = statistics.quantiles(times, n=4)
+        ratio = statistics.median(a / b for a, b in zip(times, samples[first], strict=True))
+        line = f"  {variant:14}{median * 1e3:10.3f} ms  ({low * 1e3:.3f} to {high * 1e3:.3f}){ratio:8.2f}x {first}'s"
+        line += f", {peaks[variant] / 2**20:.0f} MiB more"
+        if case.bytes:
+            line += f", {case.bytes / median / 1e9:.0f} GB/s"
+            line += f" ({case.bytes / median / copy:.2f} of a copy's)" if copy else ""
+        print(line)
+        rate = rate or case.bytes / median
+    return rate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, default=250_000_000, help="of the large cases: 20 bytes each at most")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument(
+        "--head", type=int, nargs=3, default=(8192, 4096, 128_256), metavar=("TOKENS", "WIDTH", "WORDS")
+    )
+    parser.add_argument("--tiles", type=int, default=16, help="of the head")
+    parser.add_argument("--json", type=Path, help="a line for each case goes here")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(
+            2, "error: no CUDA device: these kernels run on a GPU only\n\nhint: benchmarks/adam.py is the CPU's\n"
+        )
+    if version("triton") is None:
+        parser.exit(2, "error: Triton is not installed\n\nhint: pip install triton\n")
+    facts = machine_facts("cuda")
+    print(describe(facts))
+    if version("liger-kernel") is None:
+        print("Liger-Kernel is not installed: not compared with")
+    cases: dict[str, Callable[[], Case]] = {
+        "copy": lambda: copied(args.elements),
+        "fp32": lambda: updated([args.elements], False, torch_fused),
+        "bf16": lambda: updated([args.elements], True, lambda params: {}),
+        "many": lambda: updated([10_000] * 400, False, torchs),
+        "norm": lambda: summed(args.elements),
+        "message": lambda: packed(args.elements),
+        "head": lambda: headed(*args.head, args.tiles),
+    }
+    copy = 0.0
+    for name, build in cases.items():
+        case = build()
+        samples, peaks = measure(case.variants, args.repeats)
+        rate = report(name, case, samples, peaks, copy)
+        copy = copy or rate
+        if args.json:
+            append_json(args.json, {"case": name, "samples": samples, "peaks": peaks, "facts": facts})
+        del case
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

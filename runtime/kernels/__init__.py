@@ -1,0 +1,43 @@
+"""Triton kernels for what no compiler writes: one file each, with a plain reference in torch beside it.
+
+Only what runs on a GPU imports them, after it has asked :func:`available`; importing this package imports no Triton.
+``tables.py`` says how one launch works on a list of tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+
+import torch
+
+log = logging.getLogger(__name__)
+
+OLDEST = (3, 6)
+"""The Triton that the oldest supported torch (2.11) names."""
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What the kernels read and write; they compute in float32 at least."""
+
+
+def available(device: torch.device) -> bool:
+    """Whether the kernels run on ``device``: a GPU with a Triton that is new enough.
+
+    Elsewhere torch's own kernels do the work. Of a GPU that is logged once, at level INFO.
+    """
+    return device.type == "cuda" and _installed()
+
+
+@functools.cache
+def _installed() -> bool:
+    if importlib.util.find_spec("triton") is None:
+        log.info("Triton is not installed: torch's kernels update, sum and pack on GPUs (pip install triton)")
+        return False
+    import triton
+
+    found = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if found < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
+        log.info("Triton %s is older than %s: torch's kernels update, sum and pack on GPUs", triton.__version__, oldest)
+    return found >= OLDEST

@@ -1,0 +1,82 @@
+"""Messages of collectives: what lies in many tensors, cast, padded and put side by side in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from zerograph.runtime.kernels.tables import TRITON_DTYPES, block_of, blocks, on, pointer, table
+
+BLOCK = 2048
+"""Elements of a program."""
+
+
+def pack(tensors: Sequence[Tensor], lengths: Sequence[int], offsets: Sequence[int], message: Tensor) -> None:
+    """Write the ``tensors`` into ``message``, cast to its dtype, with zeros behind what they have.
+
+    Row ``r`` of the message has, from ``offsets[i]`` on, the ``lengths[i]`` elements of tensor ``i`` that begin at
+    ``r * lengths[i]``. What lies between stays as it is. A rank gives one row to a gather, and to a reduction a row for
+    each rank.
+
+    Args:
+        tensors: contiguous, of one device.
+        lengths, offsets: of each in a row.
+        message: contiguous, ``[rows, elements]``.
+    """
+    rows, width = message.shape
+    kinds = dict.fromkeys(t.dtype for t in tensors)
+    for dtype in kinds:
+        members = [i for i, t in enumerate(tensors) if t.dtype is dtype and lengths[i]]
+        if not members or not rows:
+            continue
+        sizes = tuple(lengths[i] for i in members)
+        numbers = [[tensors[i].numel() for i in members], sizes, [offsets[i] for i in members]]
+        packed = table([[tensors[i].data_ptr() for i in members]], numbers, [], message.device)
+        programs = blocks(sizes, BLOCK, message.device)
+        # Vectors need every piece to begin at a multiple of 16 elements, in both the tensors and the message.
+        pieces = (*numbers[2], message.data_ptr(), *((*sizes, width) if rows > 1 else ()))
+        aligned = packed.aligned and all(piece % 16 == 0 for piece in pieces)
+        with on(message.device):
+            _pack[(len(programs), rows)](
+                packed.columns, programs, message, len(members), width, TRITON_DTYPES[dtype], aligned, BLOCK
+            )
+
+
+@triton.jit(do_not_specialize=["count", "width"])
+def _pack(
+    columns: tl.tensor,
+    programs: tl.tensor,
+    message: tl.tensor,
+    count: tl.tensor,
+    width: tl.tensor,
+    DTYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(1).to(tl.int64)
+    owner, first = block_of(programs, BLOCK)
+    size, length = tl.load(columns + count + owner), tl.load(columns + 2 * count + owner)
+    skipped = row * length
+    source = pointer(columns, owner, DTYPE, ALIGNED) + skipped
+    into = message + row * width + tl.load(columns + 3 * count + owner)
+    if ALIGNED:
+        source, into = tl.multiple_of(source, 16), tl.multiple_of(into, 16)
+    at = first + tl.arange(0, BLOCK)
+    # Without a mask threads load vectors.
+    if first + BLOCK <= tl.minimum(length, size - skipped):
+        tl.store(into + at, tl.load(source + at).to(message.dtype.element_ty))
+    else:
+        value = tl.load(source + at, mask=(at < length) & (skipped + at < size), other=0.0)
+        tl.store(into + at, value.to(message.dtype.element_ty), mask=at < length)
+
+
+def reference(tensors: Sequence[Tensor], lengths: Sequence[int], offsets: Sequence[int], message: Tensor) -> None:
+    """What :func:`pack` does, in plain torch."""
+    for tensor, length, offset in zip(tensors, lengths, offsets, strict=True):
+        for row in range(len(message)):
+            piece = tensor.reshape(-1)[row * length : (row + 1) * length]
+            message[row, offset : offset + length] = 0
+            message[row, offset : offset + piece.numel()] = piece

@@ -1,0 +1,95 @@
+"""How one launch works on a list of tensors: a table of their addresses, and one of which block each program has."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_VECTOR = 16
+"""Bytes that a thread loads at once, where everything is aligned to them."""
+
+TRITON_DTYPES: dict[torch.dtype, tl.dtype] = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+
+def on(device: torch.device) -> AbstractContextManager[object]:
+    """Launches inside of it go to ``device``, whichever is the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+class Table(NamedTuple):
+    """Numbers of each tensor of a list, on the device.
+
+    Attributes:
+        columns: int64 ``[columns, tensors]``.
+        shared: float64, numbers that all tensors share.
+        aligned: every address is a multiple of 16 bytes, so that threads may load vectors.
+    """
+
+    columns: Tensor
+    shared: Tensor
+    aligned: bool
+
+
+def table(
+    addresses: Sequence[Sequence[int]], numbers: Sequence[Sequence[int]], shared: Sequence[float], device: torch.device
+) -> Table:
+    """Bring ``addresses`` and ``numbers``, the columns of the table in this order, to ``device`` in one copy.
+
+    Args:
+        addresses: columns, each with one address for each tensor; 0 where a tensor has none.
+        numbers: further columns.
+        shared: numbers that all tensors share.
+        device: where the kernels run.
+    """
+    rows = [*addresses, *numbers]
+    pinned = device.type == "cuda"
+    sent = torch.empty(len(shared) + sum(map(len, rows)), dtype=torch.int64, pin_memory=pinned)
+    sent[: len(shared)].view(torch.float64).copy_(torch.tensor(shared, dtype=torch.float64))
+    columns = sent[len(shared) :].view(len(rows), -1)
+    columns.copy_(torch.tensor(rows, dtype=torch.int64))
+    aligned = not bool((columns[: len(addresses)] % _VECTOR).any())
+    there = sent.to(device, non_blocking=True)  # torch uses pinned memory again only once the copy has ended
+    return Table(there[len(shared) :].view(len(rows), -1), there[: len(shared)].view(torch.float64), aligned)
+
+
+@functools.lru_cache(maxsize=256)
+def blocks(sizes: tuple[int, ...], block: int, device: torch.device) -> Tensor:
+    """Which elements each program has: int32 ``[programs, 2]``, the tensor and the number of the block in it.
+
+    Args:
+        sizes: elements of each tensor; one of none has no program.
+        block: elements of a program.
+        device: where the kernels run.
+    """
+    counts = torch.tensor([-(-size // block) for size in sizes], dtype=torch.int64)
+    owners = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    numbers = torch.arange(owners.numel()) - (counts.cumsum(0) - counts)[owners]
+    return torch.stack([owners, numbers], dim=1).to(torch.int32).to(device)
+
+
+@triton.jit
+def pointer(columns: tl.tensor, place: tl.tensor, DTYPE: tl.constexpr, ALIGNED: tl.constexpr) -> tl.tensor:
+    """In a kernel: the address in ``place`` of the table, as a pointer to ``DTYPE``."""
+    found = tl.load(columns + place).to(tl.pointer_type(DTYPE))
+    if ALIGNED:  # the compiler sees it of pointers, and not of the numbers that became them
+        found = tl.multiple_of(found, 16)
+    return found
+
+
+@triton.jit
+def block_of(programs: tl.tensor, BLOCK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """In a kernel: the tensor of this program, and its first element there."""
+    program = tl.program_id(0)
+    return tl.load(programs + 2 * program), tl.load(programs + 2 * program + 1).to(tl.int64) * BLOCK

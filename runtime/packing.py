@@ -1,0 +1,100 @@
+"""What a rank gives to a collective: shards padded to one length, and gradients cut into one row for each rank.
+
+On a GPU with Triton one launch casts, pads and packs all tensors of one dtype; elsewhere torch does, one by one. Both
+give the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zerograph.core.plan import Param
+from zerograph.runtime import kernels
+from zerograph.runtime.buffers import ALIGNMENT, torch_dtype
+
+
+def padded_shards(
+    params: Sequence[Param], shards: Sequence[Tensor], world_size: int, device: torch.device
+) -> list[Tensor]:
+    """Each shard in the compute dtype, as long as every rank's, flat; itself where it is that already.
+
+    Args:
+        params: whose shards they are.
+        shards: this rank's rows, maybe none, on ``device`` or on the host.
+        world_size: ranks that a parameter is split over.
+        device: of the collective.
+    """
+    sends: list[Tensor | None] = [None] * len(params)
+    kinds: dict[torch.dtype, list[int]] = {}
+    for i, (param, shard) in enumerate(zip(params, shards, strict=True)):
+        dtype, length = torch_dtype(param.compute_dtype), param.chunk_elements(world_size)
+        here = shard.device.type == device.type
+        if here and shard.dtype == dtype and shard.numel() == length and shard.is_contiguous():
+            sends[i] = shard.detach().view(-1)
+        elif here and _packs(device, shard.dtype, dtype):
+            kinds.setdefault(dtype, []).append(i)
+        else:
+            sends[i] = torch.zeros(length, dtype=dtype, device=device)
+            sends[i][: shard.numel()] = shard.reshape(-1)  # type: ignore[index]
+    for dtype, members in kinds.items():
+        lengths = [params[i].chunk_elements(world_size) for i in members]
+        offsets, width = _aligned(lengths, ALIGNMENT // dtype.itemsize)
+        message = torch.empty(1, width, dtype=dtype, device=device)
+        _pack([shards[i].detach().reshape(-1) for i in members], lengths, offsets, message)
+        for i, offset, length in zip(members, offsets, lengths, strict=True):
+            sends[i] = message[0, offset : offset + length]
+    return [send for send in sends if send is not None]
+
+
+def gradient_message(
+    params: Sequence[Param], grads: Sequence[Tensor], dtype: torch.dtype, world_size: int, device: torch.device
+) -> Tensor:
+    """Full gradients as the message of a reduce-scatter.
+
+    Args:
+        params: sharded ones.
+        grads: of each, full.
+        dtype: in which they are summed.
+        world_size: ranks that a parameter is split over.
+        device: of the collective.
+
+    Returns:
+        ``[world_size, elements]``: for each rank its rows of one gradient behind those of another, with zeros where it
+        has fewer than other ranks.
+    """
+    lengths = [p.chunk_elements(world_size) for p in params]
+    offsets, width = _aligned(lengths, 1)
+    if all(_packs(device, grad.dtype, dtype) and grad.device.type == device.type for grad in grads):
+        message = torch.empty(world_size, width, dtype=dtype, device=device)
+        _pack([grad.detach().reshape(-1) for grad in grads], lengths, offsets, message)
+        return message
+    message = torch.zeros(world_size, width, dtype=dtype, device=device)
+    for p, grad, length, offset in zip(params, grads, lengths, offsets, strict=True):
+        row = length // max(1, p.chunk_rows(world_size))
+        flat = grad.reshape(-1)
+        for rank in range(world_size):
+            first, last = p.shard_rows(rank, world_size)
+            message[rank, offset : offset + (last - first) * row] = flat[first * row : last * row]
+    return message
+
+
+def _packs(device: torch.device, *dtypes: torch.dtype) -> bool:
+    return kernels.available(device) and all(dtype in kernels.DTYPES for dtype in dtypes)
+
+
+def _aligned(lengths: Sequence[int], multiple: int) -> tuple[list[int], int]:
+    """Where each begins, at a ``multiple``, and where the last one ends."""
+    offsets, end = [], 0
+    for length in lengths:
+        offsets.append(end)
+        end += -(-length // multiple) * multiple
+    return offsets, end
+
+
+def _pack(tensors: Sequence[Tensor], lengths: Sequence[int], offsets: Sequence[int], message: Tensor) -> None:
+    from zerograph.runtime.kernels import messages  # imports Triton
+
+    messages.pack(tensors, lengths, offsets, message)

@@ -1,0 +1,53 @@
+"""A process in which Triton interprets kernels: its import decides between that and compiling, once for a process."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+
+Apart = Callable[..., Any]
+
+
+def _begin(environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    if environment["TRITON_INTERPRET"] == "1":
+        _round_as_gpus_do()
+
+
+def _round_as_gpus_do() -> None:
+    """Triton's interpreter cuts off what bfloat16 has no digits for; GPUs round to the nearest even number."""
+    import torch
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    theirs = InterpreterBuilder.cast_impl
+
+    def cast(self: Any, source: Any, dtype: Any) -> Any:
+        if (source.dtype.scalar, dtype.scalar) != (tl.float32, tl.bfloat16):
+            return theirs(self, source, dtype)
+        rounded = torch.from_numpy(source.data).bfloat16().view(torch.int16)
+        return TensorHandle(rounded.numpy().view("uint16"), tl.bfloat16)
+
+    InterpreterBuilder.cast_impl = InterpreterBuilder.create_fp_trunc = cast
+
+
+def _process(environment: dict[str, str]) -> Iterator[Apart]:
+    with ProcessPoolExecutor(1, mp.get_context("spawn"), _begin, (environment,)) as pool:
+        yield lambda function, *args: pool.submit(function, *args).result()
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Iterator[Apart]:
+    """Calls a function in a process in which kernels are interpreted."""
+    yield from _process({"TRITON_INTERPRET": "1"})
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
+    """Calls a function in a process in which kernels are compiled, into a cache of their own."""
+    yield from _process({"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))})

@@ -1,0 +1,177 @@
+"""Every kernel compiled ahead of time for NVIDIA's and AMD's GPUs, which takes none: Triton brings the assemblers."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install -e .[kernels]")
+
+TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+MOST_REGISTERS = {"_update": 64, "_losses": 64, "_gradients": 64}
+"""Of a thread, where a wrong size of blocks would first be seen; others have at most 128."""
+
+
+class Variant(NamedTuple):
+    """One kernel as it is launched.
+
+    Attributes:
+        kernel: which.
+        signature: types of its arguments.
+        constants: values of its compile-time arguments.
+        warps: of a program.
+        fused: whether a product and a sum may become one operation.
+        vectors: whether threads are to load and store vectors.
+    """
+
+    kernel: Any
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    warps: int = 4
+    fused: bool = True
+    vectors: bool = False
+
+
+def _updates() -> Iterator[Variant]:
+    import triton.language as tl
+
+    from zerograph.runtime.kernels import adamw
+
+    signature = {"columns": "*i64", "shared": "*fp64", "scalars": "*fp32", "count": "i32"}
+    for maximize in (False, True):
+        yield Variant(adamw._count, signature, {"MAXIMIZE": maximize, "BLOCK": 128}, fused=False)
+    signature |= {"programs": "*i32"}
+    signature |= dict.fromkeys(("weight", "beta2", "rest2", "eps", "weight_decay"), "fp32")
+    dtypes = {"PARAM": tl.float32, "GRAD": tl.float32, "STATE": tl.float32, "COPY": None}
+    plain = {"AMSGRAD": False, "COUPLED": False, "NEAR": True, "ALIGNED": True, "BLOCK": adamw.BLOCK}
+    changes: list[dict[str, Any]] = [
+        {},
+        {"ALIGNED": False},
+        {"GRAD": tl.bfloat16, "COPY": tl.bfloat16},
+        {"GRAD": tl.float16, "COPY": tl.float16},
+        {"GRAD": tl.bfloat16, "COPY": tl.bfloat16, "STATE": tl.bfloat16},
+        {"PARAM": tl.bfloat16, "GRAD": tl.bfloat16, "STATE": tl.bfloat16},
+        {"AMSGRAD": True, "COUPLED": True, "NEAR": False, "GRAD": tl.bfloat16, "COPY": tl.bfloat16},
+    ]
+    for change in changes:
+        constants = dtypes | plain | change
+        yield Variant(adamw._update, signature, constants, adamw.WARPS, fused=False, vectors=constants["ALIGNED"])
+
+
+def _sums() -> Iterator[Variant]:
+    import triton.language as tl
+
+    from zerograph.runtime.kernels import sum_of_squares as sums
+
+    signature = {"columns": "*i64", "programs": "*i32", "partial": "*fp64", "count": "i32"}
+    for dtype, aligned in itertools.product((tl.float32, tl.bfloat16, tl.float16), (False, True)):
+        constants = {"DTYPE": dtype, "ALIGNED": aligned, "BLOCK": sums.BLOCK, "ROUNDS": sums.ROUNDS}
+        yield Variant(sums._add_blocks, signature, constants, vectors=aligned)
+    signature = {"partial": "*fp64", "total": "*fp64", "count": "i32"}
+    yield Variant(sums._add_partial, signature, {"BLOCK": sums.BLOCK})
+
+
+def _messages() -> Iterator[Variant]:
+    import triton.language as tl
+
+    from zerograph.runtime.kernels import messages
+
+    for (dtype, out), aligned in itertools.product(
+        itertools.product((tl.float32, tl.bfloat16), ("fp32", "bf16", "fp16")), (False, True)
+    ):
+        signature = {"columns": "*i64", "programs": "*i32", "message": f"*{out}", "count": "i32", "width": "i32"}
+        constants = {"DTYPE": dtype, "ALIGNED": aligned, "BLOCK": messages.BLOCK}
+        yield Variant(messages._pack, signature, constants, vectors=aligned)
+
+
+def _cross_entropies() -> Iterator[Variant]:
+    from zerograph.runtime.kernels import linear_cross_entropy as loss
+
+    numbers = {"stride": "i32", "words": "i32", "ignore_index": "i32", "label_smoothing": "fp32", "z_loss": "fp32"}
+    for dtype, weighted, smoothed, capped in (
+        ("fp32", False, False, False),
+        ("bf16", False, False, False),
+        ("fp16", False, True, False),
+        ("bf16", True, True, True),
+    ):
+        signature = {"logits": f"*{dtype}", "targets": "*i64", "logsumexp": "*fp32", **numbers, "softcap": "fp32"}
+        constants = {"WEIGHTED": weighted, "SMOOTHED": smoothed, "CAPPED": capped, "BLOCK": loss.BLOCK}
+        if weighted:
+            signature |= {"weight": "*fp32", "weight_sum": "*fp32"}
+        else:
+            constants |= {"weight": None, "weight_sum": None}
+        for kernel, more in ((loss._losses, "out"), (loss._gradients, "scale")):
+            yield Variant(kernel, signature | {more: "*fp32"}, constants, loss.WARPS, vectors=True)
+            # Triton makes a constant of an argument that is 1.
+            single = {k: v for k, v in signature.items() if k not in ("stride", "words")} | {more: "*fp32"}
+            yield Variant(kernel, single, constants | {"stride": 1, "words": 1, "BLOCK": 1}, loss.WARPS)
+
+
+GROUPS = {"update": _updates, "sums": _sums, "messages": _messages, "cross entropy": _cross_entropies}
+
+
+def _compile(variant: Variant, target: tuple[Any, ...]) -> dict[str, Any]:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = variant.kernel.arg_names
+    signature = {name: variant.signature.get(name, "constexpr") for name in names}
+    divisible = [
+        name for name, kind in variant.signature.items() if kind.startswith("*") or name in ("stride", "words")
+    ]
+    aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
+    source = ASTSource(variant.kernel, signature, variant.constants, aligned)
+    options = {"num_warps": variant.warps, "enable_fp_fusion": variant.fused}
+    return dict(triton.compile(source, target=GPUTarget(*target), options=options).asm)
+
+
+def _assembled(ptx: str) -> tuple[int, int]:
+    """Registers of a thread, and bytes that it spills, as ptxas says."""
+    import triton
+
+    (name,) = re.findall(r"\.target (\w+)", ptx)  # sm_90a for what is said to be sm_90
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "kernel.ptx"
+        file.write_text(ptx)
+        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name}", str(file), "-o", f"{folder}/cubin"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    (registers,) = re.findall(r"Used (\d+) registers", said)
+    spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", said)
+    assert len(spilled) == 2, said
+    return int(registers), sum(map(int, spilled))
+
+
+def _check(group: str, name: str) -> list[str]:
+    lines = []
+    for variant in GROUPS[group]():
+        asm = _compile(variant, TARGETS[name])
+        kernel = variant.kernel.__name__
+        what = f"{kernel} {variant.constants} for {name}"
+        if name.startswith("gfx"):
+            assert asm["hsaco"][:4] == b"\x7fELF", what
+            (spilled,) = re.findall(r"\.vgpr_spill_count:\s*(\d+)", asm["amdgcn"])
+            assert int(spilled) == 0, f"{what} spills {spilled} registers"
+            continue
+        assert asm["cubin"][:4] == b"\x7fELF", what
+        registers, spilled = _assembled(asm["ptx"])
+        assert spilled == 0, f"{what} spills {spilled} bytes"
+        assert registers <= MOST_REGISTERS.get(kernel, 128), f"{what} takes {registers} registers"
+        assert variant.fused or "fma.rn.f32" not in re.sub(r"(?s)call.*?;", "", asm["ptx"]), f"{what} fuses"
+        if variant.vectors:
+            assert re.search(r"ld\.global\.(L\S+\.)?v[248]\.", asm["ptx"]), f"{what} loads no vectors"
+        lines.append(f"{kernel} for {name}: {registers} registers, no spills, {variant.constants}")
+    return lines
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("group", GROUPS)
+def test_kernels_compile_without_spills(compiled: Callable[..., Any], group: str, target: str) -> None:
+    print(*compiled(_check, group, target), sep="\n")

@@ -1,0 +1,175 @@
+"""Where kernels replace torch's: updates, norms and messages are those without them, to the bit.
+
+Kernels are interpreted, and what lies on the CPU counts as lying on a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install -e .[kernels]")
+
+
+@contextlib.contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    import torch
+
+    from zerograph.runtime import kernels
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "available", lambda device: True)
+        for module in ("tensors", "parts", "host"):
+            patch.setattr(f"zerograph.optim.{module}.uses_kernels", lambda local: False)
+        patch.setattr("zerograph.optim.adam.adam", None)  # torch's, which is not to be called
+        patch.setattr(torch, "_foreach_norm", None)
+        yield
+
+
+def _trained(cls: Any, options: dict[str, Any], dtype: Any, step: dict[str, Any]) -> list[Any]:
+    import torch
+    from optim.training import parameters, train
+
+    params = parameters(dtype)
+    optimizer = cls(params, **options)
+    train(optimizer, 10, **step)
+    states = [value for p in params for value in optimizer.state[p].values() if isinstance(value, torch.Tensor)]
+    return [*params, *states]
+
+
+def _updates(name: str) -> None:
+    import torch
+    from optim.training import PAIRS, assert_close
+
+    import zerograph.optim as native
+
+    cases = {name: (ours, options, torch.float32) for name, (ours, _, options) in PAIRS.items()}
+    masters = {"lr": 1e-3, "master": torch.float32}
+    cases |= {
+        "masters": (native.AdamW, masters, torch.bfloat16),
+        "masters of float16": (native.AdamW, masters, torch.float16),
+        "low moments": (native.AdamW, {"lr": 1e-3, "moments": torch.bfloat16}, torch.float32),
+        "low moments of masters": (native.Adam, masters | {"moments": torch.bfloat16}, torch.bfloat16),
+    }
+    cls, options, dtype = cases[name]
+    for step in ({}, {"grad_scale": 8.0, "clip": 1.0}):
+        there = _trained(cls, options, dtype, step)
+        with _as_on_a_gpu():
+            here = _trained(cls, options, dtype, step)
+        assert_close(here, there, 0, 0)
+
+
+UPDATES = [
+    *("adam", "adam decay", "adam amsgrad maximize", "adam tensor lr", "adamw", "adamw amsgrad"),
+    *("masters", "masters of float16", "low moments", "low moments of masters"),
+]
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_an_update_is_that_of_the_host(interpreted: Callable[..., Any], name: str) -> None:
+    interpreted(_updates, name)
+
+
+def _norms() -> None:
+    import torch
+    from optim.training import give_gradients, parameters
+
+    from zerograph.optim.clip import clip_grad_norm_
+
+    params = parameters()
+    for poison in (None, float("nan"), float("inf")):
+        found = []
+        for context in (contextlib.nullcontext(), _as_on_a_gpu()):
+            give_gradients(params, 0)
+            params[0].grad = params[0].grad.t().contiguous().t()
+            if poison is not None:
+                params[1].grad[3] = poison
+            with context:
+                found.append(clip_grad_norm_(params, 1.0))
+        torch.testing.assert_close(*found, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_norm_is_that_of_the_host(interpreted: Callable[..., Any]) -> None:
+    interpreted(_norms)
+
+
+def _packed(world: int) -> None:
+    import torch
+
+    from zerograph.core.step import Param
+    from zerograph.runtime.packing import gradient_message, padded_shards
+
+    cpu = torch.device("cpu")
+    params = [
+        Param("even", (8, 16), "float32", "float32", "float32", True, True),
+        Param("uneven", (5,), "float32", "float32", "float32", True, True),
+        Param("cast", (7, 33), "float32", "bfloat16", "float32", True, True),
+        Param("cast too", (64, 65), "float32", "bfloat16", "float32", True, True),
+        Param("one row", (1, 2), "float32", "float16", "float32", True, True),
+        Param("double", (3, 3), "float64", "float64", "float64", True, True),
+    ]
+    full = [torch.randn(p.shape).to(getattr(torch, p.dtype)) for p in params]
+    grads = [torch.randn(p.shape).to(getattr(torch, p.compute_dtype)) for p in params[:-1]]
+    grads[2] = grads[2].t().contiguous().t()
+    for rank in range(world):
+        shards = [value[slice(*p.shard_rows(rank, world))] for p, value in zip(params, full, strict=True)]
+        there = padded_shards(params, shards, world, cpu)
+        with _as_on_a_gpu():
+            here = padded_shards(params, shards, world, cpu)
+        torch.testing.assert_close(here, there, rtol=0, atol=0)
+        assert all(send.is_contiguous() for send in here)
+    for dtype in (torch.float32, torch.bfloat16):
+        there_message = gradient_message(params[:-1], grads, dtype, world, cpu)
+        with _as_on_a_gpu():
+            here_message = gradient_message(params[:-1], grads, dtype, world, cpu)
+        torch.testing.assert_close(here_message, there_message, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_messages_are_those_of_torch(interpreted: Callable[..., Any], world: int) -> None:
+    interpreted(_packed, world)
+
+
+def _availability() -> list[bool]:
+    import torch
+
+    from zerograph.runtime import kernels
+
+    return [kernels.available(torch.device("cpu")), kernels.available(torch.device("cuda"))]
+
+
+def test_kernels_run_on_gpus(compiled: Callable[..., Any]) -> None:
+    assert compiled(_availability) == [False, True]
+
+
+OTHERS = {"missing": "", "old": "__version__ = '3.4.0'"}
+
+
+@pytest.mark.parametrize("which", OTHERS)
+def test_a_triton_that_is_missing_or_too_old_is_told_once(which: str, tmp_path: Path) -> None:
+    """Real interpreters, before whose own Triton stands another one, or none."""
+    code = """
+import importlib.util, logging, sys
+which, folder = sys.argv[1:]
+if which == "old":
+    sys.path.insert(0, folder)
+else:
+    find = importlib.util.find_spec
+    importlib.util.find_spec = lambda name, package=None: None if name == "triton" else find(name, package)
+import torch
+from zerograph.runtime import kernels
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+print([kernels.available(torch.device("cuda")) for _ in range(2)])
+"""
+    tmp_path.joinpath("triton.py").write_text(OTHERS[which])
+    command = [sys.executable, "-c", code, which, str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout == "[False, False]\n"
+    said = {"missing": "Triton is not installed", "old": "Triton 3.4.0 is older than 3.6"}[which]
+    assert found.stderr.count(said) == 1 and found.stderr.count("torch's kernels update, sum and pack on GPUs") == 1
