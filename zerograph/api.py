@@ -29,6 +29,7 @@ from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.optim.check import OptimizerCheck
 from zerograph.optim.overlap import EarlySteps
+from zerograph.runtime import delayed
 from zerograph.runtime.comm import Communicator
 from zerograph.runtime.early import EarlyUpdates
 from zerograph.runtime.executor import Runtime
@@ -198,6 +199,7 @@ class Backend:
 
         Needed where copies are gathered: of masters on NVMe or the host. Elsewhere it is the parameters themselves.
         """
+        delayed.settle(self._adoption.params.values())
         self._store.touched(self._adoption.params.values())
 
     def _remember(self, new: Iterable[nn.Parameter]) -> None:

@@ -32,6 +32,8 @@ class Adagrad(HostOptimizer, torch.optim.Adagrad):
         master: torch.dtype | None = None,
         skip_nonfinite: bool = True,
         overlap: bool = False,
+        delayed: bool = False,
+        warmup: int = 0,
         **torchs: Any,
     ) -> None:
         super().__init__(
@@ -44,6 +46,8 @@ class Adagrad(HostOptimizer, torch.optim.Adagrad):
             master=master,
             skip_nonfinite=skip_nonfinite,
             overlap=overlap,
+            delayed=delayed,
+            warmup=warmup,
             **torchs,
         )
         for param, state in self.state.items():  # torch has made sums in the parameters' dtype, which may round them

@@ -31,6 +31,8 @@ class _AdamUpdate(HostOptimizer):
         moments: torch.dtype | None = None,
         skip_nonfinite: bool = True,
         overlap: bool = False,
+        delayed: bool = False,
+        warmup: int = 0,
         **torchs: Any,
     ) -> None:
         if amsgrad and moments == torch.bfloat16:
@@ -49,6 +51,8 @@ class _AdamUpdate(HostOptimizer):
             moments=moments,
             skip_nonfinite=skip_nonfinite,
             overlap=overlap,
+            delayed=delayed,
+            warmup=warmup,
             **torchs,
         )
 

@@ -34,6 +34,8 @@ class SGD(HostOptimizer, torch.optim.SGD):
         master: torch.dtype | None = None,
         skip_nonfinite: bool = True,
         overlap: bool = False,
+        delayed: bool = False,
+        warmup: int = 0,
         **torchs: Any,
     ) -> None:
         super().__init__(
@@ -46,6 +48,8 @@ class SGD(HostOptimizer, torch.optim.SGD):
             master=master,
             skip_nonfinite=skip_nonfinite,
             overlap=overlap,
+            delayed=delayed,
+            warmup=warmup,
             **torchs,
         )
 
