@@ -5,6 +5,7 @@ Whoever has to see the values behind an update settles it first: programs for in
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -16,7 +17,7 @@ class DelayedUpdate(Protocol):
     """The last update of one optimizer.
 
     Attributes:
-        changing: the parameters that it updates.
+        changing: the parameters that it updates; empty when it has ended.
     """
 
     changing: list[Tensor]
@@ -25,20 +26,15 @@ class DelayedUpdate(Protocol):
         """Return when it has ended, and programs see its values."""
 
 
-_UNDER_WAY: list[DelayedUpdate] = []
-# Of all backends: modules and optimizers know none. It keeps updates alive, so that none is lost with its optimizer.
+_LIVING: weakref.WeakSet[DelayedUpdate] = weakref.WeakSet()
+# Of all backends: modules and optimizers, which settle updates, know none.
 
 _READ_EAGERLY = WeakIdKeyDictionary()
 
 
-def began(update: DelayedUpdate) -> None:
-    """Know that ``update`` is under way."""
-    _UNDER_WAY.append(update)
-
-
-def ended(update: DelayedUpdate) -> None:
-    """Forget ``update``."""
-    _UNDER_WAY.remove(update)
+def follow(update: DelayedUpdate) -> None:
+    """Know ``update``, as long as it lives."""
+    _LIVING.add(update)
 
 
 def settle(params: Iterable[Tensor]) -> None:
@@ -47,9 +43,10 @@ def settle(params: Iterable[Tensor]) -> None:
     Raises:
         Exception: what an update failed with. Nothing goes on then before a checkpoint is loaded.
     """
-    if _UNDER_WAY:
-        own = set(map(id, params))
-        for update in [u for u in _UNDER_WAY if not own.isdisjoint(map(id, u.changing))]:
+    under_way = [update for update in _LIVING if update.changing]
+    own = set(map(id, params)) if under_way else set()
+    for update in under_way:
+        if not own.isdisjoint(map(id, update.changing)):
             update.settle()
 
 

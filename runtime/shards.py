@@ -32,6 +32,7 @@ from zerograph.runtime import delayed
 from zerograph.runtime.background import Background
 from zerograph.runtime.blocks import UNIT, Block, Place, Run
 from zerograph.runtime.buffers import BufferPool, torch_dtype
+from zerograph.runtime.delayed import DelayedUpdate
 from zerograph.runtime.extents import Extent
 from zerograph.runtime.host import SplitHost, Transfer
 from zerograph.runtime.hosted import Copy, HostShards
@@ -92,6 +93,7 @@ class ShardStore:
         saved: activations that wait for the backward off the device.
         changes: how often homes were given.
         updates: where what is on the host is updated, there or on the device.
+        unsettled: delayed updates that are under way, which live until they are settled.
         half_done: by optimizer, why its last update changed a part of its parameters; until it loads a checkpoint.
     """
 
@@ -126,6 +128,7 @@ class ShardStore:
         self.arena: Arena | None = None
         self.changes = 0
         self.updates: Update = "host"
+        self.unsettled: set[DelayedUpdate] = set()
         self.half_done: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
 
     def settle(
@@ -483,8 +486,11 @@ class ShardStore:
         """Let copies follow delayed updates of the parameters ``names``."""
         delayed.settle(self._params[name] for name in names if name in self._params)
 
-    def ascent(self) -> Callable[[], None]:
-        """What waits until the parameters that are on their way to the device now may be written to."""
+    def leave_copies(self, params: Iterable[Tensor]) -> Callable[[], None]:
+        """Let programs compute with copies of ``params`` as these are now; returns what waits until ``params`` may be
+        written to."""
+        for name, _ in self._having_copies(params):
+            self._fresh(name)
         return self._there().ascent()
 
     def begin_to_follow(self, name: str) -> Tensor | None:

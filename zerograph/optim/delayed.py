@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from zerograph.core.errors import ConfigError
+from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.optim.parts import Row
 from zerograph.optim.tensors import GroupLayout
 from zerograph.optim.torch_private import tell_failed_step
@@ -27,6 +27,7 @@ from zerograph.runtime.early import Arrival
 from zerograph.runtime.entry import reason_of
 from zerograph.runtime.residency import StepCount
 from zerograph.runtime.shards import ShardStore
+from zerograph.runtime.torch_private import versions
 
 
 class Owner(Protocol):
@@ -67,7 +68,9 @@ class DelayedSteps:
         self._optimizer = weakref.ref(optimizer)
         self._background = Background("zerograph-delayed")
         self._pending: tuple[PendingUpdate, list[Row], float] | None = None  # beside, behind it, their factor
+        self._versions: list[tuple[int, int]] = []
         self.changing: list[Tensor] = []
+        delayed.follow(self)
 
     @property
     def optimizer(self) -> Owner:
@@ -107,15 +110,16 @@ class DelayedSteps:
         store.refuse_half_done()
         beside, behind = self._rows(apart)
         factor = opt.factor([*beside, *behind], grad_scale, clip)
-        update = opt.update(beside, factor, store.ascent()) if factor is not None else None
+        arrival = store.leave_copies(p for row in beside for p in row.layout.params)
+        update = opt.update(beside, factor, arrival) if factor is not None else None
         changing = [p for p in self._params() if p.grad is not None]
         for param in changing:
             param.grad = None  # the update has it
         if update is None or factor is None:
             opt.skipped += 1
             return
-        self._pending, self.changing = (update, behind, factor), changing
-        delayed.began(self)
+        self._pending, self.changing, self._versions = (update, behind, factor), changing, list(map(versions, changing))
+        store.unsettled.add(self)
         update.stream_beside(self._background.start)
 
     def _rows(self, apart: set[int]) -> tuple[list[Row], list[Row]]:
@@ -141,14 +145,16 @@ class DelayedSteps:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        delayed.ended(self)
-        self.changing = []
+        changing, self.changing = self.changing, []
         opt, (update, behind, factor) = self.optimizer, pending
+        if opt.store is not None:
+            opt.store.unsettled.discard(self)
         try:
+            self._refuse_changed(changing)
             update.wait()
             opt.update(behind, factor).wait()
         except BaseException as error:
-            self._background.wait()  # gradients live until then
+            self._background.wait()  # before a checkpoint is loaded
             opt.leave_half_done(reason_of(error))
             tell_failed_step(opt, error)  # type: ignore[arg-type]
             raise
@@ -168,6 +174,16 @@ class DelayedSteps:
         if not apart:
             self._refuse_idle("programs read the parameters themselves, and no copies of them")
         return apart
+
+    def _refuse_changed(self, changing: Sequence[Tensor]) -> None:
+        seen = zip(changing, self._versions, strict=True)
+        changed = [param for param, version in seen if versions(param) != version]
+        if changed:
+            raise ZeroGraphError(
+                f"{len(changed)} parameters, the first of shape {list(changed[0].shape)}, were written to while {self} "
+                "with delayed=True updated them: their values may be either",
+                "call optimizer.settle() before you change parameters; now load a checkpoint",
+            )
 
     def _refuse_idle(self, why: str) -> NoReturn:
         raise ConfigError(
