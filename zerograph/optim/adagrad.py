@@ -17,7 +17,8 @@ from zerograph.optim.parts import Member, Part
 class Adagrad(HostOptimizer, torch.optim.Adagrad):
     """``torch.optim.Adagrad`` in one pass over memory.
 
-    Takes torch's arguments, and ``master``, ``skip_nonfinite`` and ``overlap`` as :class:`zerograph.optim.Adam` does.
+    Takes torch's arguments, and ``master``, ``skip_nonfinite``, ``overlap``, ``delayed`` and ``warmup`` as
+    :class:`zerograph.optim.Adam` does.
     """
 
     def __init__(

@@ -116,6 +116,9 @@ class Adam(_AdamUpdate, torch.optim.Adam):
             Needs one more read of the gradients before the update, as ``clip`` does.
         overlap: let backwards update parameters as their gradients are reduced (docs/optim.md); needs a backend of
             zerograph, and ``skip_nonfinite=False``.
+        delayed: let the next forward and backward compute with the parameters before an update, which the host makes
+            meanwhile (ZeRO-Offload; docs/optim.md). It changes training, and needs a backend with ``tier="host"``.
+        warmup: steps before the first delayed one.
 
     Raises:
         ValueError: torch refuses a value. ConfigError, UnsupportedError: as :class:`HostOptimizer` says.

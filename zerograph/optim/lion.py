@@ -23,7 +23,7 @@ class Lion(HostOptimizer):
         betas: of the update's interpolation, and of the moment.
         weight_decay: per step, times ``lr``.
         maximize: go up the gradient.
-        master, skip_nonfinite, overlap: as of :class:`zerograph.optim.Adam`.
+        master, skip_nonfinite, overlap, delayed, warmup: as of :class:`zerograph.optim.Adam`.
 
     Raises:
         ConfigError: a negative value, or a beta outside of [0, 1).

@@ -16,7 +16,8 @@ from zerograph.optim.parts import Member, Part
 class SGD(HostOptimizer, torch.optim.SGD):
     """``torch.optim.SGD`` in one pass over memory.
 
-    Takes torch's arguments, and ``master``, ``skip_nonfinite`` and ``overlap`` as :class:`zerograph.optim.Adam` does.
+    Takes torch's arguments, and ``master``, ``skip_nonfinite``, ``overlap``, ``delayed`` and ``warmup`` as
+    :class:`zerograph.optim.Adam` does.
     """
 
     _counts = False
