@@ -349,12 +349,17 @@ def _settles(training: Run) -> None:
         training.model.load_state_dict({k: full(v) * 0.5 for k, v in training.model.state_dict().items()})
         return _weights(training)
 
-    looks = settle, gathers, changes, steps_otherwise, exports, norms, refreshes, adds, copies, loads
+    looks = settle, changes, gathers, steps_otherwise, exports, norms, refreshes, adds, copies, loads
     for times, look in enumerate(looks):
         training.steps(2)
-        if times % 2:
+        if times % 2:  # between a backward and its step
             training.backward()
-        _looks(training, look)
+            _looks(training, look)
+            if look is not steps_otherwise:
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+        else:
+            _looks(training, look)
     training.steps(2)
 
 
