@@ -3,6 +3,8 @@ tests/numerics/test_delayed.py, and its misuse in test_delayed_errors.py there."
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -44,6 +46,12 @@ def test_what_needs_an_update_that_has_ended_is_refused() -> None:
         optimizer.step(lambda: torch.zeros(()))
     with pytest.raises(ConfigError, match=r"start_step\(\) with delayed=True(?s:.*)step\(\)"):
         optimizer.start_step()
+
+
+def test_copies_are_delayed_too() -> None:
+    optimizer = zerograph.optim.Lion([nn.Parameter(torch.ones(2))], delayed=True, warmup=7)
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert other.late.optimizer is other and other.param_groups[0]["warmup"] == 7
 
 
 def test_how_many_ordinary_steps_are_to_come_is_in_state_dicts() -> None:
