@@ -39,7 +39,8 @@ def describe_difference(mine: Entry, rank: int, theirs: Entry, me: int) -> Colle
             f"rank {me} has taken {mine.steps} optimizer steps and rank {rank} {theirs.steps}: "
             "their shards are parts of different parameters",
             "a step on some ranks only cannot be taken back: start all ranks again from a checkpoint, "
-            "and let all ranks catch the same errors around backward and step together",
+            "and let all ranks catch the same errors around backward and step together; with delayed=True let all save "
+            "and evaluate together, as both settle the last update",
         )
     return CollectiveMismatch(
         f"rank {me} and rank {rank} are about to run different programs: rank {me} {mine}; rank {rank} {theirs}",

@@ -112,6 +112,8 @@ class Executor:
         for register in self.unread:
             registers[register] = None
         held = self.hold.state
+        if program.kind == "inference":
+            self.store.settle_updates(self.names)
         try:
             self.early.enter(program.kind, self.names)
             if self.sequence:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -38,6 +38,7 @@ class Copy:
         cast: the values on the host, where the parameter has another dtype, or is on NVMe: what is brought to the
             device.
         under_way: what brings ``tensor`` its values of now.
+        is_late: an update on the host does not write ``cast``, as programs may compute meanwhile.
     """
 
     tensor: Tensor | None
@@ -45,6 +46,7 @@ class Copy:
     seen: tuple[int, int] | None
     cast: Tensor | None = None
     under_way: Transfer | None = None
+    is_late: bool = False
 
     def land(self) -> None:
         """Let ``tensor`` have its values."""
@@ -75,7 +77,7 @@ class HostShards:
         self._leaving: deque[Transfer] = deque()  # gradients
         self._rising: list[Transfer] = []  # parameters
         self._slots: deque[tuple[Tensor, Transfer]] = deque()  # masters in the compute dtype
-        self._arrived: dict[tuple[str, ...], Tensor] = {}  # by whose they are, memory of the last gradients
+        self._arrived: dict[tuple[str, ...], list[Tensor]] = {}  # by whose they are, memory of the last gradients
 
     def is_home(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is on the host, where that can be seen: on a split machine all is in one memory."""
@@ -133,13 +135,21 @@ class HostShards:
         while self._rising:
             self._rising.pop().arrive()
 
+    def ascent(self) -> Callable[[], None]:
+        """What waits until nothing is read any more of what is on its way up now, in whatever thread."""
+        return _arriving(list(self._rising))
+
     def spill(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Begin to copy gradients to the host, where they stay; returns what autograd gets in their places."""
         key, size = tuple(grads), _bytes(grads)
-        room = self._arrived.get(key)
-        # What is still a gradient, or is kept by the user in whatever tensor, is never written over.
-        if room is None or len(room) != size or not memory_is_unshared(room):
-            room = self._arrived[key] = self.memory.room(size)
+        # What is still a gradient, or is kept in whatever tensor by the user or an update, is never written over. A
+        # delayed update takes two rooms in turn.
+        free, held = list[Tensor](), list[Tensor]()
+        for room in self._arrived.get(key, ()):
+            (free if memory_is_unshared(room) else held).append(room)
+        fits = next((room for room in free if len(room) == size), None)
+        room = fits if fits is not None else self.memory.room(size)
+        self._arrived[key] = [*held, room]
         # With versions of their own: autograd adds to each.
         return {name: home.data for name, home in self._down(grads, room).items()}
 
@@ -167,7 +177,7 @@ class HostShards:
     @property
     def gradients(self) -> int:
         """Bytes that hold the last gradients, or the next."""
-        return sum(len(room) for room in self._arrived.values())
+        return sum(len(room) for rooms in self._arrived.values() for room in rooms)
 
     @property
     def slots(self) -> int:
@@ -176,13 +186,7 @@ class HostShards:
 
     def arrival(self) -> Callable[[], None]:
         """What waits for those that are on their way now."""
-        leaving = list(self._leaving)
-
-        def arrive() -> None:
-            for transfer in leaving:
-                transfer.arrive()
-
-        return arrive
+        return _arriving(list(self._leaving))
 
     def abandon(self) -> None:
         """Wait for what is under way, whatever becomes of it."""
@@ -196,6 +200,14 @@ def home_for(like: Tensor, host: HostMemory) -> Tensor:
     """Memory on the host for a dense tensor as ``like``."""
     (home,) = _laid_out(host.room(like.nbytes), [like])
     return home
+
+
+def _arriving(transfers: Sequence[Transfer]) -> Callable[[], None]:
+    def arrive() -> None:
+        for transfer in transfers:
+            transfer.arrive()
+
+    return arrive
 
 
 def _bytes(grads: Mapping[str, Tensor]) -> int:

@@ -47,6 +47,12 @@ class StepCount:
         """A checkpoint was loaded, by all ranks alike: whatever steps they had taken before counts no longer."""
         self.own = 0
 
+    def settled(self) -> None:
+        """Programs see an update that has ended behind its step: for what they keep, and for other ranks, that is a
+        step of its own."""
+        self.value += 1
+        self.own += 1
+
     def _stepped(self, optimizer: Optimizer) -> None:
         self.value += 1
         moving = (p for group in optimizer.param_groups if group.get("lr") != 0 for p in group["params"])

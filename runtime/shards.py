@@ -28,9 +28,11 @@ from zerograph.core.machine import Tier
 from zerograph.core.plan import Bucket, Homes, Param, Plan, Update
 from zerograph.core.slots import ITEM, SLOT, SLOTS, slot_bytes
 from zerograph.core.units import format_bytes
+from zerograph.runtime import delayed
 from zerograph.runtime.background import Background
 from zerograph.runtime.blocks import UNIT, Block, Place, Run
 from zerograph.runtime.buffers import BufferPool, torch_dtype
+from zerograph.runtime.delayed import DelayedUpdate
 from zerograph.runtime.extents import Extent
 from zerograph.runtime.host import SplitHost, Transfer
 from zerograph.runtime.hosted import Copy, HostShards
@@ -91,6 +93,7 @@ class ShardStore:
         saved: activations that wait for the backward off the device.
         changes: how often homes were given.
         updates: where what is on the host is updated, there or on the device.
+        unsettled: delayed updates that are under way, which live until they are settled.
         half_done: by optimizer, why its last update changed a part of its parameters; until it loads a checkpoint.
     """
 
@@ -125,6 +128,7 @@ class ShardStore:
         self.arena: Arena | None = None
         self.changes = 0
         self.updates: Update = "host"
+        self.unsettled: set[DelayedUpdate] = set()
         self.half_done: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
 
     def settle(
@@ -464,8 +468,30 @@ class ShardStore:
             return None
         # On a split machine an update on the host writes what is there; what is elsewhere follows.
         if self.host is not None:
-            return copy.cast if name in self._on_host and self.updates == "host" else None
+            return copy.cast if name in self._on_host and self.updates == "host" and not copy.is_late else None
         return copy.tensor
+
+    def set_apart(self, params: Iterable[Tensor]) -> set[int]:
+        """Those of ``params``, by ``id``, that may be updated while programs compute, which gather copies of them. From
+        now on no update writes to these copies: they follow it (:meth:`updated`)."""
+        apart = set()
+        for name, copy in self._having_copies(params):
+            if name in self._on_host:
+                apart.add(id(self._params[name]))
+                self.changes += not copy.is_late
+                copy.is_late = True
+        return apart
+
+    def settle_updates(self, names: Iterable[str]) -> None:
+        """Let copies follow delayed updates of the parameters ``names``."""
+        delayed.settle(self._params[name] for name in names if name in self._params)
+
+    def leave_copies(self, params: Iterable[Tensor]) -> Callable[[], None]:
+        """Let programs compute with copies of ``params`` as these are now; returns what waits until ``params`` may be
+        written to."""
+        for name, _ in self._having_copies(params):
+            self._fresh(name)
+        return self._there().ascent()
 
     def begin_to_follow(self, name: str) -> Tensor | None:
         """The copy, flat, that is to be brought the values that an update streams of a parameter; None where it has
@@ -499,6 +525,8 @@ class ShardStore:
         follow from now on."""
         rising = {}
         for name, copy in self._having_copies(params):
+            if copy.is_late and copy.cast is not None:
+                self._fresh(name)
             copy.seen = versions(self._params[name])
             if name in self._on_host and self.updates == "host":
                 rising[name] = copy

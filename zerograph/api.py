@@ -31,6 +31,7 @@ from zerograph.core.program import Program
 from zerograph.optim.check import OptimizerCheck
 from zerograph.optim.overlap import EarlySteps
 from zerograph.planner.loss import why_whole
+from zerograph.runtime import delayed
 from zerograph.runtime.comm import Communicator
 from zerograph.runtime.early import EarlyUpdates
 from zerograph.runtime.executor import Runtime
@@ -201,6 +202,7 @@ class Backend:
 
         Needed where copies are gathered: of masters on NVMe or the host. Elsewhere it is the parameters themselves.
         """
+        delayed.settle(self._adoption.params.values())
         self._store.touched(self._adoption.params.values())
 
     def _remember(self, new: Iterable[nn.Parameter]) -> None:

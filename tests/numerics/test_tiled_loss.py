@@ -223,7 +223,7 @@ def planned_within(memory: str) -> tuple[int, int, int]:
     torch.manual_seed(0)
     ids = torch.randint(4096, (1, 512), generator=seeded(dist.get_rank()))
     model = Wide()
-    backend = zerograph.backend(memory=memory, compute="eager", machine="cpu")
+    backend = zerograph.backend(memory=memory, machine="cpu")
     model.compile(backend=backend)
     model(ids).backward()
     with backend.record():
@@ -238,7 +238,8 @@ def test_a_budget_below_whole_logits_is_met_by_tiles() -> None:
     whole, tiled = (run(2, planned_within, memory)[0] for memory in ("64MiB", "9MiB"))
     assert whole[0] == 1 and tiled[0] > 1
     assert tiled[1] < 9 * 2**20 < 16 * 2**20 < whole[1]
-    assert 0.8 < tiled[2] / tiled[1] < 1.2  # uncompiled segments keep what kernels would fuse
+    for _, peak, forecast in (whole, tiled):
+        assert 0.9 < forecast / peak < 1.1
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 5)])

@@ -17,7 +17,8 @@ from zerograph.optim.parts import Member, Part
 class Adagrad(HostOptimizer, torch.optim.Adagrad):
     """``torch.optim.Adagrad`` in one pass over memory.
 
-    Takes torch's arguments, and ``master``, ``skip_nonfinite`` and ``overlap`` as :class:`zerograph.optim.Adam` does.
+    Takes torch's arguments, and ``master``, ``skip_nonfinite``, ``overlap``, ``delayed`` and ``warmup`` as
+    :class:`zerograph.optim.Adam` does.
     """
 
     def __init__(
@@ -32,6 +33,8 @@ class Adagrad(HostOptimizer, torch.optim.Adagrad):
         master: torch.dtype | None = None,
         skip_nonfinite: bool = True,
         overlap: bool = False,
+        delayed: bool = False,
+        warmup: int = 0,
         **torchs: Any,
     ) -> None:
         super().__init__(
@@ -44,6 +47,8 @@ class Adagrad(HostOptimizer, torch.optim.Adagrad):
             master=master,
             skip_nonfinite=skip_nonfinite,
             overlap=overlap,
+            delayed=delayed,
+            warmup=warmup,
             **torchs,
         )
         for param, state in self.state.items():  # torch has made sums in the parameters' dtype, which may round them

@@ -32,6 +32,8 @@ class _AdamUpdate(HostOptimizer):
         moments: torch.dtype | None = None,
         skip_nonfinite: bool = True,
         overlap: bool = False,
+        delayed: bool = False,
+        warmup: int = 0,
         **torchs: Any,
     ) -> None:
         if amsgrad and moments == torch.bfloat16:
@@ -50,6 +52,8 @@ class _AdamUpdate(HostOptimizer):
             moments=moments,
             skip_nonfinite=skip_nonfinite,
             overlap=overlap,
+            delayed=delayed,
+            warmup=warmup,
             **torchs,
         )
 
@@ -142,6 +146,9 @@ class Adam(_AdamUpdate, torch.optim.Adam):
             Needs one more read of the gradients before the update, as ``clip`` does.
         overlap: let backwards update parameters as their gradients are reduced (docs/optim.md); needs a backend of
             zerograph, and ``skip_nonfinite=False``.
+        delayed: let the next forward and backward compute with the parameters before an update, which the host makes
+            meanwhile (ZeRO-Offload; docs/optim.md). It changes training, and needs a backend with ``tier="host"``.
+        warmup: steps before the first delayed one.
 
     Raises:
         ValueError: torch refuses a value. ConfigError, UnsupportedError: as :class:`HostOptimizer` says.

@@ -19,6 +19,7 @@ from zerograph.optim.host import HostOptimizer
 from zerograph.optim.overlap import EarlySteps, overlapping
 from zerograph.optim.stock import make_states
 from zerograph.optim.torch_private import register_failed_step_hook
+from zerograph.runtime import delayed
 from zerograph.runtime.comm import Communicator
 from zerograph.runtime.entry import reason_of
 from zerograph.runtime.hold import GradientHold
@@ -101,6 +102,9 @@ class OptimizerCheck:
         if ranks is not None and isinstance(optimizer, HostOptimizer) and any(map(is_split, self._own(optimizer))):
             optimizer.communicator = weakref.ref(ranks)
         if self._holds_own(optimizer):
+            delayed.settle(_params_of(optimizer))
+            if isinstance(optimizer, HostOptimizer):
+                optimizer.steps = self._steps
             self._refuse_updated(optimizer)
             self._bring_states_home(optimizer)
             self._telemetry.updating()

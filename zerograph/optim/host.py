@@ -25,6 +25,7 @@ from zerograph import _core
 from zerograph.core import slots
 from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.optim.clip import power_sum
+from zerograph.optim.delayed import DelayedSteps
 from zerograph.optim.lifted import Lifted
 from zerograph.optim.overlap import EarlySteps
 from zerograph.optim.parts import GroupParts, Member, Part, Row, parts_of
@@ -35,6 +36,7 @@ from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.blocks import Place
 from zerograph.runtime.comm import Communicator, sum_over_ranks
 from zerograph.runtime.early import Arrival
+from zerograph.runtime.residency import StepCount
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor, placed_as
 
@@ -49,11 +51,14 @@ class HostOptimizer(Optimizer):
         grad_norm: norm of all gradients, unscaled and before clipping, in the last step that took it (one with ``clip``
             or with ``skip_nonfinite``); the same on every rank.
         early: updates inside of backwards; None without ``overlap``.
-        communicator, store: of the backend whose sharded parameters these are, which sets them before each step.
+        late: updates that programs see a step later; None without ``delayed``.
+        communicator, store, steps: of the backend whose sharded parameters these are, which sets them before each step.
     """
 
     communicator: Callable[[], Communicator | None] = staticmethod(lambda: None)
     store: ShardStore | None = None
+    steps: StepCount | None = None
+    late: DelayedSteps | None = None
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then sets grad_scale and found_inf on the optimizer
 
@@ -64,6 +69,8 @@ class HostOptimizer(Optimizer):
         master: torch.dtype | None,
         skip_nonfinite: bool,
         overlap: bool = False,
+        delayed: bool = False,
+        warmup: int = 0,
         moments: torch.dtype | None = None,
         **torchs: Any,
     ) -> None:
@@ -71,7 +78,7 @@ class HostOptimizer(Optimizer):
 
         Raises:
             ConfigError: ``master`` is neither None nor float32, ``moments`` neither float32 nor bfloat16;
-                ``overlap`` beside ``skip_nonfinite``.
+                ``overlap`` beside ``skip_nonfinite`` or ``delayed``; ``warmup`` is negative, or without ``delayed``.
             UnsupportedError: ``differentiable=True``.
         """
         if master not in (None, torch.float32):
@@ -90,9 +97,24 @@ class HostOptimizer(Optimizer):
                 "default, decides by all of them",
                 "skip_nonfinite=False beside overlap=True: values that are not finite then go into parameters",
             )
+        if overlap and delayed:
+            raise ConfigError(
+                "overlap=True updates parameters in the backward, and delayed=True after the next one",
+                "leave one of them out: overlap changes no numbers, delayed hides more",
+            )
+        if warmup < 0 or (warmup and not delayed):
+            raise ConfigError(
+                f"warmup={warmup} counts ordinary steps before those of delayed=True"
+                + ", which is not given" * (not delayed),
+                "warmup=40 beside delayed=True, or leave it out",
+            )
         self.master, self.moments, self.skip_nonfinite, self.overlap = master, moments, skip_nonfinite, overlap
-        self.skipped, self.grad_norm = 0, math.nan
+        self.delayed, self.skipped, self.grad_norm = delayed, 0, math.nan
         super().__init__(params, **torchs)
+        if delayed:
+            self.defaults["warmup"] = warmup
+            for group in self.param_groups:
+                group["warmup"] = warmup
         self._begin_anew()
         self._refuse_differentiable()
 
@@ -103,6 +125,7 @@ class HostOptimizer(Optimizer):
         self._streams: dict[tuple[int, ...], Stream] = {}  # by ``id`` of their parts
         self._running: PendingUpdate | None = None
         self.early = EarlySteps(self) if self.overlap else None
+        self.late = DelayedSteps(self) if self.delayed else None
 
     # What an algorithm says of itself.
 
@@ -161,6 +184,8 @@ class HostOptimizer(Optimizer):
     ) -> Any:
         """Update the parameters that have gradients; all ranks call it together.
 
+        With ``delayed`` it returns once the update has begun, and programs see that after the next step.
+
         Args:
             closure: evaluates the model again and returns the loss.
             grad_scale: what the loss was multiplied by; gradients are divided by it as they are read.
@@ -171,16 +196,22 @@ class HostOptimizer(Optimizer):
 
         Raises:
             UnsupportedError: a parameter or gradient that cannot be updated; nothing has changed then.
-            ConfigError: ``clip`` is not positive, or ``grad_scale`` is zero.
+            ConfigError: ``clip`` is not positive, or ``grad_scale`` is zero; with ``delayed``, nothing can be updated
+                beside programs.
         """
-        self._settle()
+        self.settle()
         loss = None
         if closure is not None:
             if self.early is not None:
                 self.early.refuse("a closure")
+            if self.late is not None:
+                self.late.refuse("a closure", "call backward() yourself, then step()")
             with torch.enable_grad():
                 loss = closure()
-        self._start(grad_scale, clip).wait()
+        if self.late is not None:
+            self.late.step(grad_scale, clip)
+        else:
+            self.start(grad_scale, clip).wait()
         return loss
 
     @hooked_step
@@ -191,11 +222,26 @@ class HostOptimizer(Optimizer):
         Until ``wait()`` of what it returns, nothing may read the parameters or change the gradients. The optimizer
         itself waits before it does anything else.
         """
+        if self.late is not None:
+            self.late.refuse("start_step()", "call step(), which does not wait for its update either")
         self._settle()
         self._opt_called = True  # learning rate schedulers ask for it, and see only calls of step()
-        self._running = self._start(grad_scale, clip)
+        self._running = self.start(grad_scale, clip)
         self._running.failed = functools.partial(tell_failed_step, self)
         return self._running
+
+    def settle(self) -> None:
+        """Return when every update that has begun has ended, and the model computes with its values.
+
+        With ``delayed`` call it before you read or change parameters; state dicts, evaluations and
+        ``zerograph.gathered`` do it by themselves. All ranks call it alike.
+
+        Raises:
+            Exception: what an update failed with.
+        """
+        self._settle()
+        if self.late is not None:
+            self.late.settle()
 
     def _settle(self) -> None:
         if self._running is not None:
@@ -204,13 +250,14 @@ class HostOptimizer(Optimizer):
         if self.early is not None:
             self.early.settle()
 
-    def _start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
+    def start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
+        """Begin an ordinary step."""
         if self.store is not None:
             self.store.refuse_half_done()
         given = {"clip": clip, "grad_scale": grad_scale, "GradScaler": self.__dict__.get("found_inf")}
         done = self.early.end([what for what, value in given.items() if value is not None]) if self.early else set()
         rows = [row for i in range(len(self.param_groups)) for row in self._rows(i, done)]
-        factor = self._factor(rows, grad_scale, clip)
+        factor = self.factor(rows, grad_scale, clip)
         if factor is None:
             self.skipped += 1
             return PendingUpdate(None, ())
@@ -234,7 +281,7 @@ class HostOptimizer(Optimizer):
             layout = self._layouts[key] = GroupLayout(group, params)
         return layout
 
-    def _factor(
+    def factor(
         self,
         rows: Sequence[Row],
         grad_scale: float | Tensor | None,
@@ -461,9 +508,15 @@ class HostOptimizer(Optimizer):
         self._settle()
         super().zero_grad(set_to_none)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, after an update that is under way."""
+        if self.late is not None:
+            self.late.settle()
+        super().add_param_group(param_group)
+
     def state_dict(self) -> dict[str, Any]:
         """As torch's, after an update that is under way."""
-        self._settle()
+        self.settle()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -475,7 +528,7 @@ class HostOptimizer(Optimizer):
         def seen(_: Optimizer, final: dict[str, Any]) -> None:
             self.__dict__["_loading"] = final
 
-        self._settle()
+        self.settle()
         handle = self.register_load_state_dict_pre_hook(seen)
         try:
             super().load_state_dict(state_dict)
@@ -484,8 +537,8 @@ class HostOptimizer(Optimizer):
             self.__dict__.pop("_loading", None)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._settle()
-        kept = ("master", "moments", "skip_nonfinite", "overlap", "skipped", "grad_norm")
+        self.settle()
+        kept = ("master", "moments", "skip_nonfinite", "overlap", "delayed", "skipped", "grad_norm")
         return super().__getstate__() | {name: getattr(self, name) for name in kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ class Lion(HostOptimizer):
         betas: of the update's interpolation, and of the moment.
         weight_decay: per step, times ``lr``.
         maximize: go up the gradient.
-        master, skip_nonfinite, overlap: as of :class:`zerograph.optim.Adam`.
+        master, skip_nonfinite, overlap, delayed, warmup: as of :class:`zerograph.optim.Adam`.
 
     Raises:
         ConfigError: a negative value, or a beta outside of [0, 1).
@@ -42,6 +42,8 @@ class Lion(HostOptimizer):
         master: torch.dtype | None = None,
         skip_nonfinite: bool = True,
         overlap: bool = False,
+        delayed: bool = False,
+        warmup: int = 0,
     ) -> None:
         if not (lr >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
             raise ConfigError(
@@ -49,7 +51,15 @@ class Lion(HostOptimizer):
                 "lr and weight_decay are not negative, betas are at least 0 and less than 1",
             )
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, master=master, skip_nonfinite=skip_nonfinite, overlap=overlap, defaults=defaults)
+        super().__init__(
+            params,
+            master=master,
+            skip_nonfinite=skip_nonfinite,
+            overlap=overlap,
+            delayed=delayed,
+            warmup=warmup,
+            defaults=defaults,
+        )
 
     def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return ("exp_avg",)

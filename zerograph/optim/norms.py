@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zerograph.core.errors import ShardingError
 from zerograph.optim.clip import is_split, power_sums, refuse_norm
+from zerograph.runtime import delayed
 from zerograph.runtime.torch_private import local_tensor
 
 
@@ -60,6 +61,7 @@ def norms(model: nn.Module, norm_type: float = 2.0) -> Norms:
     refuse_norm(norm_type)
     params = {name.removeprefix("_orig_mod."): p for name, p in model.named_parameters()}
     _refuse_meta(params)
+    delayed.settle(params.values())
     # Split parameters first, each with a place for its gradient: ranks add up vectors of one length.
     split = [p for p in params.values() if is_split(p)]
     whole = [p for p in params.values() if not is_split(p)]

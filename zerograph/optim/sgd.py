@@ -16,7 +16,8 @@ from zerograph.optim.parts import Member, Part
 class SGD(HostOptimizer, torch.optim.SGD):
     """``torch.optim.SGD`` in one pass over memory.
 
-    Takes torch's arguments, and ``master``, ``skip_nonfinite`` and ``overlap`` as :class:`zerograph.optim.Adam` does.
+    Takes torch's arguments, and ``master``, ``skip_nonfinite``, ``overlap``, ``delayed`` and ``warmup`` as
+    :class:`zerograph.optim.Adam` does.
     """
 
     _counts = False
@@ -34,6 +35,8 @@ class SGD(HostOptimizer, torch.optim.SGD):
         master: torch.dtype | None = None,
         skip_nonfinite: bool = True,
         overlap: bool = False,
+        delayed: bool = False,
+        warmup: int = 0,
         **torchs: Any,
     ) -> None:
         super().__init__(
@@ -46,6 +49,8 @@ class SGD(HostOptimizer, torch.optim.SGD):
             master=master,
             skip_nonfinite=skip_nonfinite,
             overlap=overlap,
+            delayed=delayed,
+            warmup=warmup,
             **torchs,
         )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zerograph.core.errors import ShardingError
+from zerograph.runtime import delayed
 from zerograph.runtime.meeting import noticed
 from zerograph.sharding.module_classes import plain_class
 from zerograph.sharding.shards import full_value, group_of, is_sharded, local_of, on_first_rank, send_from_first
@@ -52,6 +53,7 @@ def gathered(module: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
             nested ``writeback`` that an enclosing context would drop.
     """
     module = original(module)
+    delayed.settle(module.parameters())
     with noticed(group_of(module), "to gather parameters in zerograph.gathered()"):
         opened = _open(module, writeback)
     # Of a parameter that an enclosing context has opened this one is not the owner, and does not close it.

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from zerograph.core.errors import ShardingError, UnsupportedError
 from zerograph.graph.ops import UNSHARD
 from zerograph.graph.torch_private import skip_frame
+from zerograph.runtime import delayed
 from zerograph.runtime.torch_private import local_tensor
 from zerograph.sharding.adopt import move_to_one_mesh, skip_getters
 from zerograph.sharding.forward import count_own_forward, counting, inside
@@ -100,6 +101,7 @@ class ShardedModule:
         """
         params: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
         order = list(params)
+        self._zg_settle()
         # Out of torch's sight meanwhile: it would replace these parameters, or refuse to.
         outward = {name: params.pop(name) for name in self._zg_specs}
         try:
@@ -118,6 +120,7 @@ class ShardedModule:
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Accept full plain tensors for sharded parameters: each rank takes its own rows."""
+        self._zg_settle()
         for name in self._zg_specs:
             key, param = prefix + name, self._parameters[name]  # type: ignore[attr-defined]
             value = state_dict.get(key)
@@ -128,8 +131,17 @@ class ShardedModule:
                 state_dict[key] = as_shard(value.to(param.device), param)
         super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
 
+    def _save_to_state_dict(self, *args: Any) -> None:
+        """After an update that is under way."""
+        self._zg_settle()
+        super()._save_to_state_dict(*args)  # type: ignore[misc]
+
+    def _zg_settle(self) -> None:
+        delayed.settle(p for p in self._parameters.values() if p is not None)  # type: ignore[attr-defined]
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle and deep-copy by base class: generated classes cannot be imported."""
+        self._zg_settle()
         # Protocol 2 names the class as the first argument of `__newobj__`, where it can be exchanged.
         _, (_, *args), *rest = super().__reduce_ex__(2)  # type: ignore[misc, str-unpack]
         return (_rebuild, (self._zg_base, frozenset(self._zg_specs), *args), *rest)
@@ -234,6 +246,7 @@ def _unshard_eagerly(param: Tensor, spec: ShardSpec) -> Tensor:
             f"parameter {spec.name} is on the meta device and has no values",
             "call zerograph.materialize(model) first; an init function may touch a module's own parameters only",
         )
+    delayed.read_eagerly(param)
     return unshard(param, spec)
 
 

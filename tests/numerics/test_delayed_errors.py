@@ -1,0 +1,168 @@
+"""Where updates cannot be delayed, what becomes of one that fails, and of misuse that is seen."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import textwrap
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from numerics.compare import full
+from numerics.test_delayed import adamw
+from numerics.test_offload import BEHIND, HOST, OFF, Run, _rank, _same
+from ranks import RankFailure, run
+
+from zerograph.core.errors import CollectiveMismatch, RankError, StorageError, ZeroGraphError
+from zerograph.optim import host
+
+TESTS = Path(__file__).parents[1]
+
+
+def _refused(options: dict[str, Any]) -> None:
+    Run(partial(adamw, delayed=True, warmup=5), **options).steps(1)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options", "why"),
+    [
+        (2, {"stage": 0}, "no copies of them"),
+        (2, {"stage": 3}, "no copies of them"),
+        (1, {"stage": 3, **HOST, "offload": "parameters"}, "no copies of them"),
+        (2, {"stage": 3, **HOST, "update": "device"}, 'update="device" needs the device'),
+        (1, {"stage": 3, **OFF}, "states on NVMe"),
+        (1, {"stage": 3, **BEHIND, "offload": "parameters"}, "states on NVMe"),
+    ],
+)
+def test_where_nothing_runs_beside_programs(world_size: int, options: dict[str, Any], why: str, tmp_path: Path) -> None:
+    more = {"path": str(tmp_path)} if options.get("tier") == "nvme" else {}
+    with pytest.raises(
+        RankFailure, match=rf"nothing can be updated while the model computes: .*{why}(?s:.*)tier=.host"
+    ):
+        run(world_size, _refused, {**options, **more})
+
+
+def _fails(*_: Any) -> None:
+    raise MemoryError("no room")
+
+
+def _an_update_fails() -> None:
+    training = Run(partial(adamw, delayed=True), stage=3, **HOST)
+    training.steps(2)
+    opt: Any = training.optimizer
+    kept = copy.deepcopy(({k: full(v) for k, v in training.model.state_dict().items()}, opt.state_dict()))
+    batch = training.batches.get_state()
+    training.steps(2)
+    truth = copy.deepcopy(training.result())
+    training.backward()
+    with pytest.MonkeyPatch.context() as patch:
+        if _rank() == 0:
+            patch.setattr(host, "_update_arrived", _fails)
+        opt.step()
+        opt.zero_grad()
+        with pytest.raises((MemoryError, RankError)) as caught:
+            training.steps(2)
+    assert type(caught.value) is (MemoryError if _rank() == 0 else RankError)
+    with pytest.raises((StorageError, RankError), match=r"half done|no room"):
+        training.backward()
+    if _rank() == 0:
+        with pytest.raises(StorageError, match=r"ended half done(?s:.*)load a checkpoint"):
+            opt.step()
+    training.model.load_state_dict(kept[0])
+    opt.load_state_dict(kept[1])
+    opt.zero_grad()
+    training.losses = training.losses[:2]
+    training.batches.set_state(batch)
+    training.steps(2)
+    _same(truth, training.result())
+
+
+def test_an_update_that_fails_is_heard_of_and_needs_a_checkpoint() -> None:
+    run(2, _an_update_fails, timeout=90)
+
+
+def _written_to() -> None:
+    training = Run(partial(adamw, delayed=True), stage=3, **HOST)
+    opt: Any = training.optimizer
+    training.steps(2)
+    opt.settle()
+    with torch.no_grad():
+        training.model.norm.weight.mul_(0.9)  # type: ignore[union-attr, operator]
+    training.steps(1)
+    training.backward()
+    opt.settle()
+    with torch.no_grad():
+        training.model.norm.weight.mul_(0.9)  # type: ignore[union-attr, operator]
+    opt.step()
+    with torch.no_grad():
+        training.model.norm.weight.mul_(0.9)  # type: ignore[union-attr, operator]
+    with pytest.raises(ZeroGraphError, match=r"1 parameters, .* \[40\], were written to while AdamW(?s:.*)settle\(\)"):
+        opt.settle()
+    with pytest.raises(StorageError, match="half done"):
+        opt.step()
+
+
+def test_a_parameter_that_is_written_to_meanwhile_is_an_error() -> None:
+    run(1, _written_to)
+
+
+def _alone() -> None:
+    training = Run(partial(adamw, delayed=True), stage=3, **HOST)
+    training.steps(2)
+    if _rank() == 0:
+        training.model.state_dict()
+    with pytest.raises((CollectiveMismatch, RankError), match=r"optimizer steps|delayed=True"):
+        training.backward()
+
+
+def test_a_rank_that_looks_alone_is_an_error() -> None:
+    run(2, _alone, timeout=60)
+
+
+def _replaced() -> list[float]:
+    training = Run(partial(adamw, delayed=True), stage=3, **HOST)
+    training.steps(3)
+    training.optimizer = adamw(training.model, delayed=True)  # the other one has an update under way
+    training.losses = []
+    training.steps(2)
+    return training.losses
+
+
+def _settled_and_replaced() -> list[float]:
+    training = Run(partial(adamw, delayed=True), stage=3, **HOST)
+    training.steps(3)
+    first: Any = training.optimizer
+    training.optimizer = adamw(training.model, delayed=True)
+    training.losses = []
+    training.backward()
+    first.settle()
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    training.steps(1)
+    return training.losses
+
+
+def test_an_update_is_not_lost_with_its_optimizer() -> None:
+    assert run(2, _replaced) == run(2, _settled_and_replaced)
+
+
+def test_a_process_ends_with_an_update_under_way() -> None:
+    script = f"""
+        import sys
+        sys.path.insert(0, {str(TESTS)!r})
+        from functools import partial
+        from numerics.test_delayed import adamw
+        from numerics.test_offload import HOST, Run
+        training = Run(partial(adamw, delayed=True), stage=2, **HOST)
+        training.steps(3)
+        assert training.optimizer.late.changing
+        print("trained")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr

@@ -1,0 +1,199 @@
+"""Updates that programs see one step later, of one optimizer: ZeRO-Offload's one-step delayed parameter update (Ren et
+al., 2021).
+
+A step begins to update what programs gather copies of, on the host beside the next forward and backward. The next step
+waits for it, lets the copies follow, and begins its own update. One copy is enough: it changes in a step, while nothing
+computes. Whatever programs read itself cannot change beside them. Its gradients and the values of its groups are kept,
+and the next step updates it first, so that all parameters are equally late.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from zerograph.core.errors import ConfigError, ZeroGraphError
+from zerograph.optim.parts import Row
+from zerograph.optim.tensors import GroupLayout
+from zerograph.optim.torch_private import tell_failed_step
+from zerograph.optim.update import PendingUpdate
+from zerograph.runtime import delayed
+from zerograph.runtime.background import Background
+from zerograph.runtime.early import Arrival
+from zerograph.runtime.entry import reason_of
+from zerograph.runtime.residency import StepCount
+from zerograph.runtime.shards import ShardStore
+from zerograph.runtime.torch_private import versions
+
+
+class Owner(Protocol):
+    """What is needed of the optimizer."""
+
+    param_groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+    store: ShardStore | None
+    steps: StepCount | None
+    skipped: int
+
+    def layout(self, key: tuple[int, ...], group: Mapping[str, Any], params: Sequence[Tensor]) -> GroupLayout:
+        """Of some ``params`` of a group, kept under ``key``."""
+
+    def factor(self, rows: Sequence[Row], grad_scale: float | Tensor | None, clip: float | None) -> float | None:
+        """What gradients are multiplied by; None to skip the step."""
+
+    def start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
+        """Begin an ordinary step."""
+
+    def update(self, rows: Sequence[Row], factor: float, arrival: Arrival | None = None) -> PendingUpdate:
+        """Begin to update."""
+
+    def leave_half_done(self, why: str) -> None:
+        """Do not go on before a checkpoint is loaded."""
+
+
+class DelayedSteps:
+    """A :class:`~zerograph.runtime.delayed.DelayedUpdate`.
+
+    How many ordinary steps are still to come is in the groups, as ``warmup``: state dicts have it.
+
+    Attributes:
+        changing: the parameters of the update that is under way.
+    """
+
+    def __init__(self, optimizer: Owner) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._background = Background("zerograph-delayed")
+        self._pending: tuple[PendingUpdate, list[Row], float] | None = None  # beside, behind it, their factor
+        self._versions: list[tuple[int, int]] = []
+        self.changing: list[Tensor] = []
+        delayed.follow(self)
+
+    @property
+    def optimizer(self) -> Owner:
+        """Whose updates these are."""
+        found = self._optimizer()
+        assert found is not None  # whoever asks has it from there, or an update is under way and keeps it
+        return found
+
+    def __str__(self) -> str:
+        return type(self.optimizer).__name__
+
+    def _params(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def step(self, grad_scale: float | Tensor | None, clip: float | None) -> None:
+        """Begin an update that programs see after the next step; or, of the first ones, make it at once.
+
+        Raises:
+            ConfigError: programs gather a copy of none of the parameters, so that nothing could run beside them.
+            UnsupportedError: a gradient that cannot be updated; nothing has changed then.
+        """
+        opt = self.optimizer
+        if all(group.get("lr") == 0 for group in opt.param_groups):  # so DCP makes states; nothing moves
+            opt.start(grad_scale, clip).wait()
+            return
+        apart, left = self._apart(), min(g.get("warmup", opt.defaults["warmup"]) for g in opt.param_groups)
+        if left:
+            opt.start(grad_scale, clip).wait()
+        else:
+            self._begin(apart, grad_scale, clip)
+        for group in opt.param_groups:
+            group["warmup"] = max(0, left - 1)
+
+    def _begin(self, apart: set[int], grad_scale: float | Tensor | None, clip: float | None) -> None:
+        opt, store = self.optimizer, self.optimizer.store
+        assert store is not None  # where copies are
+        store.refuse_half_done()
+        beside, behind = self._rows(apart)
+        factor = opt.factor([*beside, *behind], grad_scale, clip)
+        arrival = store.leave_copies(p for row in beside for p in row.layout.params)
+        update = opt.update(beside, factor, arrival) if factor is not None else None
+        changing = [p for p in self._params() if p.grad is not None]
+        for param in changing:
+            param.grad = None  # the update has it
+        if update is None or factor is None:
+            opt.skipped += 1
+            return
+        self._pending, self.changing, self._versions = (update, behind, factor), changing, list(map(versions, changing))
+        store.unsettled.add(self)
+        update.stream_beside(self._background.start)
+
+    def _rows(self, apart: set[int]) -> tuple[list[Row], list[Row]]:
+        """What is updated beside programs, and what is not."""
+        rows: tuple[list[Row], list[Row]] = [], []
+        for index, group in enumerate(self.optimizer.param_groups):
+            values = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}  # of this step
+            for place in (0, 1):
+                params = [p for p in group["params"] if (id(p) in apart) is (place == 0)]
+                if params:
+                    layout = self.optimizer.layout((index, place), group, params)
+                    rows[place].append(Row((index, place), values, layout, layout.gradients()))
+        return rows
+
+    @torch.inference_mode(False)  # an evaluation settles, and copies serve training afterwards
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Return when the last update has ended, and programs see its values.
+
+        Raises:
+            Exception: what it failed with. Nothing goes on then before a checkpoint is loaded.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        changing, self.changing = self.changing, []
+        opt, (update, behind, factor) = self.optimizer, pending
+        if opt.store is not None:
+            opt.store.unsettled.discard(self)
+        try:
+            self._refuse_changed(changing)
+            update.wait()
+            opt.update(behind, factor).wait()
+        except BaseException as error:
+            self._background.wait()  # before a checkpoint is loaded
+            opt.leave_half_done(reason_of(error))
+            tell_failed_step(opt, error)  # type: ignore[arg-type]
+            raise
+        if opt.steps is not None:
+            opt.steps.settled()
+
+    def _apart(self) -> set[int]:
+        """By ``id``, the parameters that may change while programs compute."""
+        store, params = self.optimizer.store, self._params()
+        if store is None:
+            self._refuse_idle("no backend of zerograph has its parameters")
+        if not store.places().keys().isdisjoint(map(id, params)):
+            self._refuse_idle("states on NVMe are updated by a step itself, not beside the next one")
+        if store.updates == "device":
+            self._refuse_idle('update="device" needs the device, which computes')
+        apart = store.set_apart(p for p in params if not delayed.is_read_eagerly(p))
+        if not apart:
+            self._refuse_idle("programs read the parameters themselves, and no copies of them")
+        return apart
+
+    def _refuse_changed(self, changing: Sequence[Tensor]) -> None:
+        seen = zip(changing, self._versions, strict=True)
+        changed = [param for param, version in seen if versions(param) != version]
+        if changed:
+            raise ZeroGraphError(
+                f"{len(changed)} parameters, the first of shape {list(changed[0].shape)}, were written to while {self} "
+                "with delayed=True updated them: their values may be either",
+                "call optimizer.settle() before you change parameters; now load a checkpoint",
+            )
+
+    def _refuse_idle(self, why: str) -> NoReturn:
+        raise ConfigError(
+            f"{self}(delayed=True): nothing can be updated while the model computes: {why}",
+            'zerograph.backend(offload="optimizer" or "gradients", tier="host") keeps copies on the device, and '
+            'offload="parameters" with dtype=torch.bfloat16 on the host; or leave delayed out',
+        )
+
+    def refuse(self, what: str, hint: str) -> NoReturn:
+        """Raises:
+        ConfigError: always.
+        """
+        raise ConfigError(f"{what} with delayed=True: the update of a step ends in the next one", hint)
