@@ -21,6 +21,7 @@ from zerograph.passes.prefetch import prefetch
 from zerograph.passes.recompute import recompute
 from zerograph.passes.reduce import reduce
 from zerograph.passes.spill import spill
+from zerograph.passes.tile import tile
 from zerograph.passes.verify import verify
 from zerograph.passes.verify_reduced import verify_reduced
 
@@ -59,6 +60,8 @@ PIPELINE: tuple[Pass, ...] = (
     # before anything looks at who reads what last, and in which visit
     Pass("pair", hoist),
     Pass("pair", offload),
+    # before the gathers, which take a tile for a bucket
+    Pass("graph", tile),
     Pass("graph", gather),
     Pass("graph", prefetch),
     Pass("graph", fetch),
@@ -87,6 +90,7 @@ __all__ = [
     "recompute",
     "reduce",
     "spill",
+    "tile",
     "verify",
     "verify_reduced",
 ]

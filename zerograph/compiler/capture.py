@@ -26,6 +26,7 @@ from zerograph.graph.layers import module_of
 from zerograph.graph.lookups import last_of_range
 from zerograph.graph.nodes import SPEC_AT, Activation, Marker, backward_nodes, is_view, markers, output_of
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
+from zerograph.graph.products import tilable
 from zerograph.planner.optimizer import with_updates
 
 
@@ -60,6 +61,7 @@ def capture(graph: fx.Graph, setting: Setting) -> Step:
         training=setting.training,
         outputs=tuple(n.name for n in returned if n.op != "placeholder"),
         lookups=tuple(_lookups(graph)),
+        tilable=tuple(tilable(graph)),
     )
     return with_updates(step, setting.world_size, setting.moments)
 

@@ -11,17 +11,15 @@ from zerograph.core.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Executable:
-    """What a backend carries out on one kind of device.
+    """What a backend carries out on one kind of device. Which parameters may be in tiles, a step says.
 
     Attributes:
         tiers: beside the device, that shards may live on.
         activations: where saved activations may wait that one copy brings there.
-        tiles: whether parameters and the loss may be in tiles.
     """
 
     tiers: tuple[Tier, ...]
     activations: tuple[Tier, ...] = ()
-    tiles: bool = False
 
     @classmethod
     def on(cls, machine: Machine, *, nvme: bool = True) -> Executable:
@@ -44,7 +42,5 @@ class Executable:
         yield from (f"{b.homes} (bucket {b.name})" for b in [*away][:1])
         saved = (one for one in plan.offload if one[1] not in self.activations)
         yield from (f"activations of {name} on {tier}" for name, tier in [*saved][:1])
-        if not self.tiles:
-            yield from [f"{b.tiles} tiles of {b.params[0].name}" for b in plan.buckets if b.tiles > 1][:1]
-            if plan.loss_tiles > 1:
-                yield f"head and loss in {plan.loss_tiles} tiles"
+        if plan.loss_tiles > 1:
+            yield f"head and loss in {plan.loss_tiles} tiles"

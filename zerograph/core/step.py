@@ -203,6 +203,7 @@ class Step:
         training: whether a backward follows.
         outputs: values that the forward returns to the user.
         lookups: tables that the model reads by position. Tracing asks nobody whether a row is there.
+        tilable: names of the parameters that can be used in tiles of their rows; None where no graph tells.
     """
 
     ops: tuple[Op, ...]
@@ -211,6 +212,7 @@ class Step:
     training: bool
     outputs: tuple[str, ...] = ()
     lookups: tuple[Lookup, ...] = ()
+    tilable: tuple[str, ...] | None = None
 
     @property
     def passes(self) -> tuple[Op, ...]:

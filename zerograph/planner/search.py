@@ -133,7 +133,7 @@ class Wish:
     def tiles(self) -> bool:
         """Whether tilings are looked at: only what is gathered for each use can be tiled."""
         wanted = self.offload != "none" if self.tile is None else self.tile
-        return wanted and self.sharding == 3 and (self.executable is None or self.executable.tiles)
+        return wanted and self.sharding == 3
 
     @property
     def activations(self) -> bool:
@@ -473,7 +473,7 @@ def _ways(graph: Graph, wish: Wish, machine: Machine) -> list[Way]:
     if wish.recompute == "auto" and graph.step.training:
         spared = stops(graph, Rates(machine, wish.world_size, compute_dtype(graph.step.params)))
     found = [Way(profile(graph, base, spared))]
-    head = head_of(graph) if wish.tiles else None
+    head = head_of(graph) if wish.tiles and wish.executable is None else None
     if head is not None:
         for tiles in loss_tiles(head, wish.bucket_size or DEFAULT_BUCKET_SIZE):
             parts = profile(tiled(graph.step, head, tiles), base, spared)
@@ -521,6 +521,8 @@ def _spaces(
             seen.add(plan)
             rates = Rates(machine, wish.world_size, plan.compute_dtype)
             most = most_tiles(plan, size, way.head) if wish.tiles else ()
+            if step.tilable is not None and wish.tiles:
+                most = tuple(n if plan.buckets[i].params[0].name in step.tilable else 1 for i, n in enumerate(most))
             held = on("device", states)
             params = [bucket.params for bucket in plan.buckets]
             alike = (s for s in known if s.scheduler.profile is way.profile)
