@@ -24,7 +24,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Bucket, ParamTile, Plan, tile_params
 from zerograph.graph.nodes import Marker, Tile, call, is_identity_view, markers
 from zerograph.graph.ops import ACCUMULATE, PLACE, REDUCE_GRAD, UNSHARD, VIEW
-from zerograph.graph.products import is_sum, is_transpose, other_than_rows, products_of
+from zerograph.graph.products import is_cast, is_sum, is_transpose, other_than_rows, products_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -145,7 +145,7 @@ class _Tiles:
         """By product that a gradient is made of, its factor with a column for each of the parameter's rows."""
         if is_transpose(grad):
             return self._wide(grad.args[0], not transposed)  # type: ignore[arg-type]
-        if is_identity_view(grad):
+        if is_identity_view(grad) or is_cast(grad):
             return self._wide(grad.args[0], transposed)  # type: ignore[arg-type]
         if is_sum(grad):
             return self._wide(grad.args[0], transposed) | self._wide(grad.args[1], transposed)  # type: ignore[arg-type]
@@ -160,6 +160,8 @@ class _Tiles:
             return self._transpose(self._rows(grad.args[0], not transposed, param, wide))  # type: ignore[arg-type]
         if is_identity_view(grad):
             return self._rows(grad.args[0], transposed, param, wide)  # type: ignore[arg-type]
+        if is_cast(grad):
+            return self._call(grad.target, self._rows(grad.args[0], transposed, param, wide), grad.args[1])  # type: ignore[arg-type]
         if is_sum(grad):
             parts = [self._rows(part, transposed, param, wide) for part in grad.args[:2]]  # type: ignore[arg-type]
             return self._call(grad.target, *parts)

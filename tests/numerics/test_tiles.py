@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from numerics.compare import full_values, mean_over_ranks
+from numerics.compare import full, full_values, mean_over_ranks
 from ranks import run
 from torch import Tensor, nn
 
 import zerograph
+from zerograph.core.errors import CollectiveMismatch, ConfigError, RankError
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Homes
 from zerograph.dryrun.compile_only import compile_only
@@ -33,6 +34,7 @@ class Net(nn.Module):
         self.head = nn.Linear(26, 9)
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.up.weight.dtype)
         h = x + self.down(torch.nn.functional.gelu(self.up(x)))
         h = self.twice(torch.tanh(self.twice(h)))
         return self.head(torch.tanh(self.frozen(h)))
@@ -63,11 +65,11 @@ def planned(path: Path, world_size: int, tiles: int, homes: Homes = Homes(), **o
 class Training:
     """One that can be looked at in between."""
 
-    def __init__(self, plan: Path, **options: Any) -> None:
+    def __init__(self, plan: Path | None, **options: Any) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         self.model = Net()
-        self.backend = zerograph.backend(plan=plan, **{"compute": "eager"} | options)
+        self.backend = zerograph.backend(**({"plan": plan} if plan else {}), **{"compute": "eager"} | options)
         self.compiled = torch.compile(self.model, backend=self.backend)
         self.optimizer = zerograph.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
         self.losses: list[float] = []
@@ -75,7 +77,7 @@ class Training:
     def backward(self, seed: int, rows: int = 2) -> None:
         """Of a batch of this rank's own."""
         generator = torch.Generator().manual_seed(seed + 1000 * dist.get_rank())
-        loss = self.compiled(torch.randn(rows, 5, 24, generator=generator)).square().mean()
+        loss = self.compiled(torch.randn(rows, 5, 24, generator=generator)).float().square().mean()
         loss.backward()
         self.losses.append(mean_over_ranks(loss).item())
 
@@ -146,3 +148,135 @@ def test_the_same_tiles_train_alike_wherever_they_live(world_size: int, tmp_path
     found = run(world_size, _equal, plans, 4)
     run(world_size, _tiled_and_whole, plans[0][0], whole, 4, there)
     assert all(losses == found[0] for losses in found)
+
+
+def _accumulated(training: Training) -> list[Tensor]:
+    """Gradients of micro-batches, of which all but the last are held back; then of a step whose first are dropped."""
+    found = []
+    for dropped in (False, True):
+        with training.backend.no_sync():
+            training.backward(1)
+            training.backward(2)
+            if dropped:
+                training.optimizer.zero_grad()
+        training.backward(3)
+        found += [full(p.grad) for p in training.model.parameters() if p.grad is not None]
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    return found
+
+
+def _accumulate(tiled: Path, whole: Path, options: dict[str, Any]) -> None:
+    for found, expected in zip(
+        _accumulated(Training(tiled, **options)), _accumulated(Training(whole, **options)), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("homes", [Homes(), NVME], ids=["here", "nvme"])
+def test_gradients_that_no_sync_holds_back(homes: Homes, tmp_path: Path) -> None:
+    options = {"path": str(tmp_path), "nvme": "8MiB"} if homes.away else {}
+    tiled, whole = (planned(tmp_path / f"{tiles}.json", 2, tiles, homes) for tiles in (3, 1))
+    run(2, _accumulate, tiled, whole, options)
+
+
+def _updated_inside(plan: Path, options: dict[str, Any]) -> None:
+    found = []
+    for overlap in (False, True):
+        training = Training(plan, **options)
+        params = [p for p in training.model.parameters() if p.requires_grad]
+        training.optimizer = zerograph.optim.AdamW(params, lr=1e-3, overlap=overlap, skip_nonfinite=False)
+        training.steps(3)
+        found.append(training.result())
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+
+
+@pytest.mark.parametrize("homes", [Homes(), NVME], ids=["here", "nvme"])
+def test_updates_inside_of_backwards(homes: Homes, tmp_path: Path) -> None:
+    options = {"path": str(tmp_path), "nvme": "8MiB"} if homes.away else {}
+    run(2, _updated_inside, planned(tmp_path / "plan.json", 2, 3, homes), options)
+
+
+def _sizes(tiled: Path, whole: Path) -> None:
+    ours, truth = Training(tiled), Training(whole)
+    for training in (ours, truth):
+        for rows in (2, 3, 5, 1):  # the second number makes a dynamic graph
+            training.backward(rows, rows)
+        x = torch.randn(1, 24, generator=torch.Generator().manual_seed(3))
+        training.compiled(x).sum().backward()  # one token
+        training.compiled(x[:0]).sum().backward()  # none
+    assert ours.losses == pytest.approx(truth.losses, rel=1e-6)
+    for (name, p), q in zip(ours.model.named_parameters(), truth.model.parameters(), strict=True):
+        if q.grad is not None:
+            torch.testing.assert_close(
+                full(p.grad), full(q.grad), rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+            )
+
+
+def test_batches_of_other_sizes_of_one_token_and_of_none(tmp_path: Path) -> None:
+    tiled, whole = (planned(tmp_path / f"{tiles}.json", 2, tiles) for tiles in (3, 1))
+    run(2, _sizes, tiled, whole)
+
+
+def _in_16_bits(tiled: Path, whole: Path) -> None:
+    ours, truth = (_trained(plan, 5, {"dtype": torch.bfloat16}) for plan in (tiled, whole))
+    assert ours[0] == pytest.approx(truth[0], rel=1e-2)
+    for name, value in truth[1].items():
+        torch.testing.assert_close(ours[1][name], value, rtol=1e-2, atol=1e-2)
+
+
+def test_computing_in_16_bits(tmp_path: Path) -> None:
+    tiled, whole = (planned(tmp_path / f"{tiles}.json", 2, tiles, dtype=torch.bfloat16) for tiles in (3, 1))
+    run(2, _in_16_bits, tiled, whole)
+
+
+def _asked(wanted: Any, tiles: dict[str, int]) -> None:
+    losses = []
+    for tile in (wanted, "off"):
+        training = Training(None, stage=3, bucket_size=2000, tile=tile)
+        training.steps(3)
+        losses.append(training.losses)
+        if tile != "off":
+            found = {b.params[0]: b.tiles for b in training.backend.report().buckets if b.tiles > 1}
+            assert found == tiles
+            assert "up.weight" not in tiles or "in 5 tiles of 1" in str(training.backend.report())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "tiles"),
+    [
+        (5, dict.fromkeys(("up.weight", "down.weight", "twice.weight", "frozen.weight"), 5)),
+        ({"up.*": 5, "head.weight": 2}, {"up.weight": 5, "head.weight": 2}),
+    ],
+)
+def test_a_backend_is_asked_for_tiles(wanted: Any, tiles: dict[str, int]) -> None:
+    run(2, _asked, wanted, tiles)
+
+
+def _refuses() -> None:
+    table = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+    for wanted, told in (
+        ({"0.*": 2}, r"tile= wants 0.weight \[8, 4\] in 2 tiles, and not only linear layers use it"),
+        ({"1.*": 3}, r"tile= wants 1.weight \[4, 4\] in 3 tiles, and each of 2 ranks has 2 rows of it"),
+        ({"none.*": 2}, r"the pattern 'none.\*', and no parameter of the model is called so"),
+    ):
+        torch._dynamo.reset()
+        compiled = torch.compile(table, backend=zerograph.backend(stage=3, compute="eager", tile=wanted))
+        with pytest.raises(ConfigError, match=told):
+            compiled(torch.zeros(2, dtype=torch.long))
+
+
+def test_what_cannot_be_in_tiles_is_named() -> None:
+    run(2, _refuses)
+
+
+def _differently() -> str:
+    with pytest.raises((CollectiveMismatch, RankError)) as error:
+        Training(None, stage=3, bucket_size=2000, tile=2 + dist.get_rank()).backward(0)
+    return str(error.value)
+
+
+def test_ranks_that_differ_in_their_tiles_hear_of_which(tmp_path: Path) -> None:
+    assert any("up.weight rows 0 to" in told for told in run(2, _differently, fresh=True))

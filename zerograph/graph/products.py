@@ -85,16 +85,22 @@ def _is_last_alone(user: fx.Node, weight: fx.Node) -> bool:
 def other_than_rows(grad: fx.Node, transposed: bool = False) -> fx.Node | None:
     """The first node in what makes a full gradient of which no rows can be computed alone; None where there is none.
 
-    A gradient is a product, or a sum of such, transposed or not. ``transposed``: ``grad`` is the gradient's transpose.
+    A gradient is a product, or a sum of such, transposed or not, cast or not. ``transposed``: ``grad`` is that of the
+    transpose.
     """
     if is_transpose(grad):
         return other_than_rows(grad.args[0], not transposed)  # type: ignore[arg-type]
-    if is_identity_view(grad):
+    if is_identity_view(grad) or is_cast(grad):
         return other_than_rows(grad.args[0], transposed)  # type: ignore[arg-type]
     if is_sum(grad):
         parts = (other_than_rows(part, transposed) for part in grad.args[:2])  # type: ignore[arg-type]
         return next((part for part in parts if part is not None), None)
     return None if is_product(grad) else grad
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether ``node`` is its argument in another dtype."""
+    return node.target is torch.ops.prims.convert_element_type.default
 
 
 def is_sum(node: fx.Node) -> bool:

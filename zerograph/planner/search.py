@@ -26,7 +26,7 @@ from itertools import chain, pairwise
 from math import prod
 from typing import Any, Literal, NamedTuple
 
-from zerograph.core.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Recompute
+from zerograph.core.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Recompute, Tile
 from zerograph.core.errors import ConfigError
 from zerograph.core.executable import Executable
 from zerograph.core.garbage import without_gc
@@ -47,6 +47,7 @@ from zerograph.planner.regions import Profile, profile
 from zerograph.planner.rules import plan_step
 from zerograph.planner.selective import stops
 from zerograph.planner.space import Candidate, Space, frontier
+from zerograph.planner.tiling import tiles_wanted
 
 MIB = 2**20
 BUCKET_SIZES = (8 * MIB, 16 * MIB, DEFAULT_BUCKET_SIZE, 64 * MIB, 128 * MIB)
@@ -94,6 +95,7 @@ class Wish:
         tier: where it goes, "host" or "nvme"; None leaves that open.
         saved: where what repeated layers save waits for the backward; None leaves that open where something may leave.
         tile: whether large parameters may be tiled; None as ``offload`` has it.
+        tiling: of which parameters the number of tiles is fixed, as in :class:`~zerograph.core.config.Config`.
         update: where states on the host are updated; on the device only what the host has can be.
         executable: what the one who runs the plan can carry out, and nothing else is searched; None searches all.
     """
@@ -107,6 +109,7 @@ class Wish:
     tier: Tier | None = None
     saved: Tier | None = None
     tile: bool | None = None
+    tiling: Tile = "auto"
     update: Update = "host"
     executable: Executable | None = None
 
@@ -121,6 +124,8 @@ class Wish:
             "tier": config.tier,
             "saved": None if config.activations == "auto" else config.saved,
             "update": config.update,
+            "tile": None if config.tile == "auto" else False,
+            "tiling": config.tile,
         }
         return cls(config.stage, world_size, **given | fixed)
 
@@ -514,6 +519,7 @@ def _spaces(
             recompute=wish.recompute,
             saved=wish.saved or "device",
             update=wish.update,
+            tiles=tiles_wanted(wish.tiling, step, wish.world_size, size),
         )
         plan = replace(plan, loss_tiles=way.loss_tiles)
         # A model smaller than a bucket gets the same buckets for several sizes.
