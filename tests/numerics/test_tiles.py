@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import GPT
 from numerics.compare import full, full_values, mean_over_ranks
 from ranks import run
 from torch import Tensor, nn
@@ -240,6 +241,7 @@ def _asked(wanted: Any, tiles: dict[str, int]) -> None:
         if tile != "off":
             found = {b.params[0]: b.tiles for b in training.backend.report().buckets if b.tiles > 1}
             assert found == tiles
+            assert training.backend.report().peak_whole_buckets == 2  # a tile counts as a bucket, and prefetch is 1
             assert "up.weight" not in tiles or "in 5 tiles of 1" in str(training.backend.report())
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
@@ -280,3 +282,44 @@ def _differently() -> str:
 
 def test_ranks_that_differ_in_their_tiles_hear_of_which(tmp_path: Path) -> None:
     assert any("up.weight rows 0 to" in told for told in run(2, _differently, fresh=True))
+
+
+def _recomputed(recompute: str) -> None:
+    losses = []
+    for tile in (3, "off"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = GPT(loss=True, depth=2)
+        backend = zerograph.backend(stage=3, compute="eager", recompute=recompute, bucket_size=3000, tile=tile)
+        model.compile(backend=backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for step in range(3):
+            ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(step + dist.get_rank()))
+            loss = model(ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+        assert any(b.tiles > 1 for b in backend.report().buckets) == (tile == 3)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_layers_that_repeat_and_are_recomputed(recompute: str) -> None:
+    run(2, _recomputed, recompute)
+
+
+def test_forecasts_count_one_tile_after_another() -> None:
+    def make() -> tuple[nn.Module, tuple[Tensor]]:
+        return nn.Linear(1024, 2048), (torch.zeros(2, 1024),)
+
+    peaks = []
+    for tile in (1, 8):
+        found = compile_only(make, world_size=2, bucket_size=4, tile=tile)
+        file = forecast_file("tests", found, machine_named("cpu"))
+        assert not file.unexecuted
+        peaks.append(file.forecast.peaks["device"].bytes)
+    # Of 8 MiB that are gathered, and of as many that are reduced, an eighth is there, or two.
+    assert peaks[1] < peaks[0] - 5 * 2**20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -77,7 +78,8 @@ def test_each_has_a_bucket_of_its_own_in_the_order_of_use() -> None:
 
 def test_a_search_keeps_to_what_is_fixed() -> None:
     step, machine = _step(), machine_named("cpu")
-    for wanted, number in ((4, 4), ({"*": 2}, 2), ("off", 1)):
-        wish = Wish.of(Config.of(tile=wanted, bucket_size=4, memory="1GiB"), 2)
+    for stage, (wanted, number) in product((3, "auto"), ((4, 4), ({"*": 2}, 2), ("off", 1))):
+        wish = Wish.of(Config.of(stage=stage, tile=wanted, bucket_size=4, memory="1GiB"), 2)
         plan = Search(step, wish, machine).best[0].plan
+        assert not list(plan.mistakes())
         assert {b.tiles for b in plan.buckets if len(b.params[0].shape) > 1} == {number}
