@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 benchmarks/tiles.py [--rows 8192] [--width 4096] [--tiles 1 2 4 8 16]
     python benchmarks/tiles.py --path FOLDER    one rank, with everything on NVMe
 
-Prediction. Of a weight of B bytes at most two tiles are gathered at a time, 2 B / tiles, and as much of its full gradient
-is there; what stays is the same in all rows. A step in 8 tiles takes at most 1.1 of one without.
+Prediction. Of a weight of B bytes at most two tiles are gathered at a time, 2 B / tiles, and as much of its full
+gradient is there; what stays is the same in all rows. A step in 8 tiles takes at most 1.1 of one without.
 
 Method. Each number of tiles trains a model of its own, one after another. Peak and forecast are those of one recorded
 step (docs/recording.md), of this rank's tensors; seconds are the median of the steps after it, by the clock.
@@ -44,8 +44,8 @@ def main() -> None:
         if first:
             print(
                 f"{tiles:5d}  {found['peak'] / MIB:8.1f}  {found['forecast'] / found['peak']:8.3f}  "
-                f"{args.rows * args.width * 4 / tiles / MIB:5.1f} MiB  {found['compile']:9.1f}  {found['seconds']:6.3f}  "
-                f"{found['seconds'] / whole:5.2f}"
+                f"{args.rows * args.width * 4 / tiles / MIB:5.1f} MiB  {found['compile']:9.1f}  "
+                f"{found['seconds']:6.3f}  {found['seconds'] / whole:5.2f}"
             )
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -77,7 +77,6 @@ class _Tiles:
         other = other_than_rows(grad)
         if other is not None:
             raise self._refused(other)
-        self.like = marker.node
         shape: list[int] = marker.node.args[1]  # type: ignore[assignment]
         into = None
         with self.graph.inserting_before(marker.node):
