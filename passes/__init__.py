@@ -21,6 +21,7 @@ from zerograph.passes.prefetch import prefetch
 from zerograph.passes.recompute import recompute
 from zerograph.passes.reduce import reduce
 from zerograph.passes.spill import spill
+from zerograph.passes.tile import tile
 from zerograph.passes.tile_loss import tile_loss
 from zerograph.passes.verify import verify
 from zerograph.passes.verify_reduced import verify_reduced
@@ -62,6 +63,8 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("pair", offload),
     # before gathers, whose buckets are freed behind their last tile
     Pass("graph", tile_loss),
+    # before the gathers, which take a tile for a bucket
+    Pass("graph", tile),
     Pass("graph", gather),
     Pass("graph", prefetch),
     Pass("graph", fetch),
@@ -90,6 +93,7 @@ __all__ = [
     "recompute",
     "reduce",
     "spill",
+    "tile",
     "tile_loss",
     "verify",
     "verify_reduced",

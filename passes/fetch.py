@@ -13,11 +13,13 @@ graph. What is fetched belongs to the gather alone.
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
-from zerograph.core.plan import Plan
-from zerograph.graph.nodes import Transfer, call
+from zerograph.core.plan import Param, ParamTile, Plan
+from zerograph.graph.nodes import call
 from zerograph.graph.ops import FETCH, GATHER, WAIT_FETCH
 
 
@@ -37,21 +39,27 @@ def fetch(gm: fx.GraphModule, plan: Plan) -> int:
 
 
 def _fetch(graph: fx.Graph, gather: fx.Node) -> None:
-    shards, bucket = gather.args
-    transfer: Transfer = gather.meta["zg"]
+    shards, transfer = gather.args[0], gather.meta["zg"]
     # What every rank holds whole stays on the device.
     there = [(k, shard) for k, shard in enumerate(shards) if transfer.params[k].sharded]  # type: ignore[arg-type, union-attr]
     if not there:
         return
     fetched = [shard for _, shard in there]
-    vals = [shard.meta["val"] for shard in fetched]  # type: ignore[union-attr]
+    params = tuple(transfer.params[k] for k, _ in there)
+    vals = [_here(shard.meta["val"], p) for shard, p in zip(fetched, params, strict=True)]  # type: ignore[union-attr]
     with graph.inserting_before(gather):
-        pending = call(graph, FETCH, (fetched, bucket), gather.meta["val"], gather)
+        pending = call(graph, FETCH, (fetched, *transfer.part), gather.meta["val"], gather)
     (wait_gather,) = gather.users
     wait_gather.prepend(gather)
     with graph.inserting_before(gather):
-        wait = call(graph, WAIT_FETCH, (pending, fetched, bucket), vals, gather)
+        wait = call(graph, WAIT_FETCH, (pending, fetched, *transfer.part), vals, gather)
         here = [call(graph, operator.getitem, (wait, k), val, gather) for k, val in enumerate(vals)]
-    pending.meta["zg"] = wait.meta["zg"] = Transfer(transfer.bucket, tuple(transfer.params[k] for k, _ in there))
+    pending.meta["zg"] = wait.meta["zg"] = replace(transfer, params=params)
     arrived = dict(zip((k for k, _ in there), here, strict=True))
-    gather.args = ([arrived.get(k, shard) for k, shard in enumerate(shards)], bucket)  # type: ignore[arg-type]
+    gather.args = ([arrived.get(k, shard) for k, shard in enumerate(shards)], *transfer.part)  # type: ignore[arg-type]
+
+
+def _here(shard: Tensor, param: Param) -> Tensor:
+    """The fake value of what is fetched of a shard."""
+    rows = shard[param.begin : param.end] if isinstance(param, ParamTile) else shard
+    return torch.empty_like(rows)

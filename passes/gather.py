@@ -2,7 +2,7 @@
 
 The uses of a bucket fall into *visits*: stretches of the graph in which the bucket stays whole. A bucket whose next use
 lies beyond ``plan.prefetch`` other buckets (tied weights: the embedding at the start, the head at the end) is freed and
-gathered again, so that at most ``prefetch + 1`` buckets are ever whole. Each visit becomes
+gathered again, so that at most ``prefetch + 1`` buckets are ever whole. A tile counts as a bucket. Each visit becomes
 
     pending = zg.gather(shards, bucket); full = zg.wait_gather(pending, shards, bucket); ...; zg.free(full, bucket)
 
@@ -22,7 +22,17 @@ from torch import fx
 from zerograph.core.plan import Plan
 from zerograph.core.prefetching import visit_numbers
 from zerograph.graph.layers import layer_starts
-from zerograph.graph.nodes import Marker, Transfer, call, is_view, markers, output_of, positions, protect_outputs
+from zerograph.graph.nodes import (
+    Marker,
+    Transfer,
+    call,
+    is_view,
+    markers,
+    output_of,
+    positions,
+    protect_outputs,
+    transfer_of,
+)
 from zerograph.graph.ops import FREE, GATHER, UNSHARD, WAIT_GATHER
 
 
@@ -30,7 +40,7 @@ from zerograph.graph.ops import FREE, GATHER, UNSHARD, WAIT_GATHER
 class _Visit:
     bucket: int
     uses: list[fx.Node] = field(default_factory=list)
-    markers: dict[fx.Node, None] = field(default_factory=dict)
+    markers: dict[fx.Node, Marker] = field(default_factory=dict)
 
 
 def gather(gm: fx.GraphModule, plan: Plan) -> int:
@@ -79,12 +89,12 @@ def _visits(graph: fx.Graph, found: list[Marker], plan: Plan) -> list[_Visit]:
     uses = sorted(
         ((order[user], user, marker) for marker in found for user in _consumers(marker.node)), key=lambda use: use[0]
     )
-    buckets = [bucket_of[marker.name].index for _, _, marker in uses]
+    parts = [transfer_of([marker], bucket_of[marker.name]).part for _, _, marker in uses]
     visits: dict[int, _Visit] = {}
-    for number, bucket, (_, user, marker) in zip(visit_numbers(buckets, plan.prefetch), buckets, uses, strict=True):
-        visit = visits.setdefault(number, _Visit(bucket))
+    for number, part, (_, user, marker) in zip(visit_numbers(parts, plan.prefetch), parts, uses, strict=True):
+        visit = visits.setdefault(number, _Visit(part[0]))
         visit.uses.append(user)
-        visit.markers[marker.node] = None
+        visit.markers[marker.node] = marker
     return list(visits.values())
 
 
@@ -92,16 +102,14 @@ def _insert(graph: fx.Graph, visits: list[_Visit], plan: Plan) -> None:
     order = positions(graph)
     starts = _starts(graph, visits)
     cuts: dict[int, fx.Node] = {}
-    bucket_params = {b.index: {p.name: p for p in b.params} for b in plan.buckets}
     frees: list[tuple[_Visit, list[fx.Node], Transfer]] = []
     for i, visit in enumerate(visits):
-        names = [node.args[2] for node in visit.markers]
-        transfer = Transfer(visit.bucket, tuple(bucket_params[visit.bucket][n] for n in names))  # type: ignore[index]
+        transfer = transfer_of([*visit.markers.values()], plan.buckets[visit.bucket])
         shards = [node.args[0] for node in visit.markers]
         with graph.inserting_before(starts[i]):
-            pending = call(graph, GATHER, (shards, visit.bucket), shards[0].meta["val"].new_empty(0), starts[i])  # type: ignore[union-attr]
+            pending = call(graph, GATHER, (shards, *transfer.part), shards[0].meta["val"].new_empty(0), starts[i])  # type: ignore[union-attr]
             vals = [node.meta["val"] for node in visit.markers]
-            wait = call(graph, WAIT_GATHER, (pending, shards, visit.bucket), vals, starts[i])
+            wait = call(graph, WAIT_GATHER, (pending, shards, *transfer.part), vals, starts[i])
             full = [call(graph, operator.getitem, (wait, k), val, starts[i]) for k, val in enumerate(vals)]
         pending.meta["zg"] = wait.meta["zg"] = transfer
         cuts[i] = pending
@@ -114,7 +122,7 @@ def _insert(graph: fx.Graph, visits: list[_Visit], plan: Plan) -> None:
         end = max(order[use] for use in visit.uses)
         later = next((k for k in range(i + 1, len(visits)) if order[starts[k]] > end), None)
         with graph.inserting_before(cuts[later] if later is not None else output_of(graph)):
-            free = call(graph, FREE, (full, visit.bucket), None)
+            free = call(graph, FREE, (full, *transfer.part), None)
         free.meta["zg"] = transfer
 
 

@@ -19,9 +19,9 @@ def prefetch(gm: fx.GraphModule, plan: Plan) -> int:
     waits = list(gm.graph.find_nodes(op="call_function", target=WAIT_GATHER, sort=True))
     ends = _ends(gm.graph, waits)
     head = next(n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr") and n.target is not GATHER)
-    buckets: list[int] = [wait.args[2] for wait in waits]  # type: ignore[misc]
+    parts = [wait.meta["zg"].part for wait in waits]
     ahead = plan.ahead()
-    starts = gather_starts(buckets, ends, plan.prefetch, [ahead[bucket] for bucket in buckets])
+    starts = gather_starts(parts, ends, plan.prefetch, [ahead[bucket] for bucket, *_ in parts])
     moved = 0
     for i, wait in enumerate(waits):
         start: fx.Node = wait.args[0]  # type: ignore[assignment]

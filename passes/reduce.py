@@ -1,4 +1,4 @@
-"""Replace ``reduce_grad`` markers by one reduction per bucket, started as soon as its last gradient exists.
+"""Replace ``reduce_grad`` markers by one reduction per bucket or tile, started as soon as its last gradient exists.
 
 A reduction starts at the first cut after its bucket's last gradient (where the next bucket of the backward is waited
 for, or a layer begins), so that it costs no cut of its own. It is waited for where the next reduction starts, or a
@@ -14,7 +14,7 @@ from torch import fx
 
 from zerograph.core.plan import Plan
 from zerograph.graph.layers import layer_starts
-from zerograph.graph.nodes import Marker, Transfer, call, markers, move_users_after, output_of, positions
+from zerograph.graph.nodes import Marker, Transfer, call, markers, move_users_after, output_of, positions, transfer_of
 from zerograph.graph.ops import FREE, INSTRUCTIONS, REDUCE, REDUCE_GRAD, WAIT_REDUCE
 
 
@@ -25,15 +25,15 @@ def reduce(gm: fx.GraphModule, plan: Plan) -> int:
         return 0
     places = _places(gm.graph, groups)
     under_way: list[tuple[fx.Node, list[Marker], Transfer]] = []
-    for (bucket, group), place in zip(groups, places, strict=True):
+    for group, place in zip(groups, places, strict=True):
         with gm.graph.inserting_before(place):
             if len(under_way) == plan.reductions:
                 _finish(gm.graph, *under_way.pop(0))
-            under_way.append(_start(gm.graph, plan, bucket, group))
+            under_way.append(_start(gm.graph, plan, group))
     with gm.graph.inserting_before(output_of(gm.graph)):
         for pending in under_way:
             _finish(gm.graph, *pending)
-    for _, group in groups:
+    for group in groups:
         for marker in group:
             gm.graph.erase_node(marker.node)
     gm.graph.lint()
@@ -41,26 +41,26 @@ def reduce(gm: fx.GraphModule, plan: Plan) -> int:
     return len(groups)
 
 
-def _groups(graph: fx.Graph, plan: Plan) -> list[tuple[int, list[Marker]]]:
-    """The markers of each bucket in the plan's order, buckets in the order in which their last gradient exists."""
+def _groups(graph: fx.Graph, plan: Plan) -> list[list[Marker]]:
+    """The markers of each bucket or tile in the plan's order, in the order in which their last gradient exists."""
     order, bucket_of = positions(graph), plan.bucket_of()
     rank = {p.name: i for b in plan.buckets for i, p in enumerate(b.params)}
-    groups: dict[int, list[Marker]] = {}
+    groups: dict[tuple[int, ...], list[Marker]] = {}
     for marker in markers(graph, REDUCE_GRAD):
-        groups.setdefault(bucket_of[marker.name].index, []).append(marker)
+        groups.setdefault(transfer_of([marker], bucket_of[marker.name]).part, []).append(marker)
     for group in groups.values():
         # Ranks send a bucket as one message, so that its layout must be the same on all.
         group.sort(key=lambda m: rank[m.name])
-    return sorted(groups.items(), key=lambda item: max(order[m.source] for m in item[1]))
+    return sorted(groups.values(), key=lambda group: max(order[m.source] for m in group))
 
 
-def _places(graph: fx.Graph, groups: list[tuple[int, list[Marker]]]) -> list[fx.Node]:
+def _places(graph: fx.Graph, groups: list[list[Marker]]) -> list[fx.Node]:
     """For each bucket, the node before which its reduction starts."""
     order = positions(graph)
     nodes = list(graph.nodes)
     first = order[max(graph.find_nodes(op="placeholder"), key=order.__getitem__, default=nodes[0])]
     # A gradient may be an input of the graph; nothing can start between inputs.
-    ready = [max(first, *(order[m.source] for m in group)) for _, group in groups]
+    ready = [max(first, *(order[m.source] for m in group)) for group in groups]
     layers = set(layer_starts(graph))
     cuts = [i for i, n in enumerate(nodes) if n in layers or (_is_instruction(n) and not _is_instruction(n.prev))]
     cuts = [next(k for k in range(i, len(nodes)) if nodes[k].target is not FREE) for i in cuts]  # free before sending
@@ -79,18 +79,17 @@ def _is_instruction(node: fx.Node) -> bool:
     return node.target in INSTRUCTIONS
 
 
-def _start(graph: fx.Graph, plan: Plan, bucket: int, group: list[Marker]) -> tuple[fx.Node, list[Marker], Transfer]:
-    params = {p.name: p for p in plan.buckets[bucket].params}
-    transfer = Transfer(bucket, tuple(params[m.name] for m in group))
+def _start(graph: fx.Graph, plan: Plan, group: list[Marker]) -> tuple[fx.Node, list[Marker], Transfer]:
+    transfer = transfer_of(group, plan.bucket_of()[group[0].name])
     grads = [m.source for m in group]
-    start = call(graph, REDUCE, (grads, bucket), grads[0].meta["val"].new_empty(0), group[0].node)
+    start = call(graph, REDUCE, (grads, *transfer.part), grads[0].meta["val"].new_empty(0), group[0].node)
     start.meta["zg"] = transfer
     return start, group, transfer
 
 
 def _finish(graph: fx.Graph, start: fx.Node, group: list[Marker], transfer: Transfer) -> None:
     vals = [m.node.meta["val"] for m in group]
-    wait = call(graph, WAIT_REDUCE, (start, start.args[0], transfer.bucket), vals, group[0].node)
+    wait = call(graph, WAIT_REDUCE, (start, start.args[0], *transfer.part), vals, group[0].node)
     wait.meta["zg"] = transfer
     for k, marker in enumerate(group):
         result = call(graph, operator.getitem, (wait, k), vals[k], marker.node)

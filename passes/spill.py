@@ -2,7 +2,8 @@
 
     here = zg.wait_reduce(...); there = zg.spill(here, bucket)
 
-Safe because nothing reads a reduced gradient but the graph's output, which then returns what stands for it at its home.
+A gradient that is reduced in tiles moves when the last is in its place. Safe because nothing reads a reduced gradient
+but the graph's output, which then returns what stands for it at its home.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import operator
 
 from torch import fx
 
-from zerograph.core.plan import Plan
+from zerograph.core.plan import Bucket, Plan
 from zerograph.graph.nodes import Transfer, call, move_users_after
 from zerograph.graph.ops import SPILL, WAIT_REDUCE
 
@@ -20,24 +21,31 @@ def spill(gm: fx.GraphModule, plan: Plan) -> int:
     """Rewrite the backward graph ``gm`` in place; returns the number of spills inserted."""
     moved = 0
     for wait in gm.graph.find_nodes(op="call_function", target=WAIT_REDUCE, sort=True):
-        if plan.buckets[wait.args[2]].homes.spilled != "device":
-            moved += _spill(gm.graph, wait)
+        bucket: Bucket = plan.buckets[wait.args[2]]  # type: ignore[index]
+        if bucket.homes.spilled != "device":
+            moved += _spill(gm.graph, wait, bucket)
     if moved:
         gm.graph.lint()
         gm.recompile()
     return moved
 
 
-def _spill(graph: fx.Graph, wait: fx.Node) -> bool:
+def _spill(graph: fx.Graph, wait: fx.Node, bucket: Bucket) -> bool:
     transfer: Transfer = wait.meta["zg"]
     # What every rank holds whole stays on the device.
     results = sorted((n for n in wait.users if transfer.params[n.args[1]].sharded), key=lambda n: n.args[1])  # type: ignore[index, arg-type, return-value]
+    params = tuple(transfer.params[n.args[1]] for n in results)  # type: ignore[index]
+    last = max(wait.users)
+    if transfer.tiles > 1:
+        if transfer.tile < transfer.tiles - 1:
+            return False
+        results, params = list(results[0].users), bucket.params
+        last = results[0]
     if not results:
         return False
-    last = max(wait.users)
     with graph.inserting_after(last):
-        node = call(graph, SPILL, (results, transfer.bucket), [n.meta["val"] for n in results], wait)
-    node.meta["zg"] = Transfer(transfer.bucket, tuple(transfer.params[n.args[1]] for n in results))  # type: ignore[index]
+        node = call(graph, SPILL, (results, bucket.index), [n.meta["val"] for n in results], wait)
+    node.meta["zg"] = Transfer(bucket.index, params)
     place = node
     for k, result in enumerate(results):
         with graph.inserting_after(place):

@@ -1,13 +1,15 @@
 """Check a rewritten graph against the invariants of the design; edits nothing.
 
 Every gather is waited for once and freed once, nothing reads a bucket outside wait and free, no bucket is gathered
-twice at a time, at most ``prefetch + 1`` buckets are whole, each gradient is reduced once, and no marker is left.
+twice at a time, at most ``prefetch + 1`` buckets or tiles are whole, each gradient is reduced once, and no marker is
+left.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -32,7 +34,7 @@ def verify(gm: fx.GraphModule, plan: Plan) -> int:
 def _check_gathers(graph: fx.Graph, plan: Plan) -> int:
     # One operator that reads parameters of several buckets needs them all at once.
     limit = max([plan.prefetch + 1, *(len(_buckets_read(n)) for n in graph.nodes if n.target is not FREE)])
-    whole: dict[object, fx.Node] = {}
+    whole: dict[tuple[object, ...], fx.Node] = {}
     waited: set[fx.Node] = set()
     freed: set[fx.Node] = set()
     checked = 0
@@ -41,35 +43,39 @@ def _check_gathers(graph: fx.Graph, plan: Plan) -> int:
             if _memory_of(source) in freed:
                 raise broken(node, f"it reads {source.name} after it was freed")
         if node.target is GATHER:
-            bucket = node.args[1]
-            if bucket in whole:
-                raise broken(node, f"bucket {bucket} is gathered twice at a time")
+            part = node.args[1:]
+            if part in whole:
+                raise broken(node, f"{_name(part)} is gathered twice at a time")
             if len(whole) >= limit:
                 raise broken(node, f"{len(whole) + 1} buckets would be whole, at most {limit} may")
-            whole[bucket] = node
+            whole[part] = node
         elif node.target is WAIT_GATHER:
             if node.args[0] in waited:
-                raise broken(node, f"bucket {node.args[2]} is waited for twice")
+                raise broken(node, f"{_name(node.args[2:])} is waited for twice")
             waited.add(node.args[0])
         elif node.target is FREE:
-            gather = whole.pop(node.args[1], None)
+            gather = whole.pop(part := node.args[1:], None)
             if gather is None:
-                raise broken(node, f"bucket {node.args[1]} is freed and was not gathered")
+                raise broken(node, f"{_name(part)} is freed and was not gathered")
             if gather not in waited:
-                raise broken(node, f"bucket {node.args[1]} is freed and was not waited for")
+                raise broken(node, f"{_name(part)} is freed and was not waited for")
             freed.update(results := {n for wait in gather.users for n in wait.users if n.target is operator.getitem})
             if results != set(node.args[0]):
-                raise broken(node, f"bucket {node.args[1]} is freed in part: {len(node.args[0])} of {len(results)}")
+                raise broken(node, f"{_name(part)} is freed in part: {len(node.args[0])} of {len(results)}")
         checked += node.target in (GATHER, WAIT_GATHER, FREE)
-    for bucket, node in whole.items():
-        raise broken(node, f"bucket {bucket} is never freed")
+    for part, node in whole.items():
+        raise broken(node, f"{_name(part)} is never freed")
     return checked
+
+
+def _name(part: Sequence[object]) -> str:
+    return f"bucket {part[0]}" + "".join(f", tile {tile}," for tile in part[1:])
 
 
 def _buckets_read(node: fx.Node) -> set[object]:
     sources = (_memory_of(source) for source in node.all_input_nodes)
     waits = (n.args[0] for n in sources if n.target is operator.getitem)
-    return {w.args[2] for w in waits if isinstance(w, fx.Node) and w.target is WAIT_GATHER}
+    return {w.args[2:] for w in waits if isinstance(w, fx.Node) and w.target is WAIT_GATHER}
 
 
 def _memory_of(node: fx.Node) -> fx.Node:
@@ -80,7 +86,7 @@ def _memory_of(node: fx.Node) -> fx.Node:
 
 
 def _check_reductions(graph: fx.Graph, plan: Plan) -> int:
-    started: Counter[str] = Counter()
+    started: Counter[tuple[str, int]] = Counter()
     under_way = 0
     for node in graph.nodes:
         under_way += (node.target is REDUCE) - (node.target is WAIT_REDUCE)
@@ -88,11 +94,12 @@ def _check_reductions(graph: fx.Graph, plan: Plan) -> int:
             raise broken(node, f"{under_way} reductions are under way, at most {plan.reductions} may be")
     nodes = graph.find_nodes(op="call_function", target=REDUCE)
     for node in nodes:
-        started.update(p.name for p in node.meta["zg"].params)
+        started.update((p.name, node.meta["zg"].tile) for p in node.meta["zg"].params)
         if [u.target for u in node.users] != [WAIT_REDUCE]:
             raise broken(node, "a reduction must be waited for exactly once")
     for node in nodes:
         for param in node.meta["zg"].params:
-            if started[param.name] != 1:
-                raise broken(node, f"the gradient of {param.name} is reduced {started[param.name]} times")
+            times = started[param.name, node.meta["zg"].tile]
+            if times != 1:
+                raise broken(node, f"the gradient of {param.name} is reduced {times} times")
     return 2 * len(nodes)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zerograph.core.buffers import FreeBuffers
-from zerograph.core.plan import Param
+from zerograph.core.plan import Param, ParamTile
 from zerograph.runtime.torch_private import memory_is_unshared
 
 ALIGNMENT = 128
@@ -100,6 +100,20 @@ def aligned(size: int) -> int:
 def torch_dtype(name: str) -> torch.dtype:
     """``"bfloat16"`` as ``torch.bfloat16``."""
     return getattr(torch, name)  # type: ignore[no-any-return]
+
+
+def tile_of(param: Param, shard: Tensor) -> Tensor:
+    """The rows of this rank's ``shard`` that ``param`` has of it: all, or where it is a tile, those that there are."""
+    return shard[param.begin : param.end] if isinstance(param, ParamTile) else shard
+
+
+def padded(param: Param, tile: Tensor) -> Tensor:
+    """What :func:`tile_of` gave, with as many rows on every rank.
+
+    Zeros pad it: products are computed of them, and what is left in memory may be NaN.
+    """
+    lacking = param.end - param.begin - len(tile) if isinstance(param, ParamTile) else 0
+    return torch.cat([tile.detach(), tile.new_zeros(lacking, *tile.shape[1:])]) if lacking else tile
 
 
 def shard_shape(param: Param, rank: int, world_size: int) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ from zerograph.core.program import (
     WaitReduce,
     Write,
 )
+from zerograph.runtime.buffers import padded
 from zerograph.runtime.comm import Communicator
 from zerograph.runtime.early import EarlyUpdates
 from zerograph.runtime.entry import Entry, reason_of
@@ -195,9 +196,13 @@ class Executor:
     def _place(self, instruction: Place, registers: list[Any]) -> None:
         tile: Tensor = registers[instruction.terms[0]]
         if instruction.first:
-            registers[instruction.out] = tile.new_empty(instruction.shape)
+            sizes = zip(instruction.shape, tile.shape, strict=True)
+            registers[instruction.out] = tile.new_empty([own if size < 0 else size for size, own in sizes])
         whole: Tensor = registers[instruction.out]
-        whole.narrow(instruction.dim, instruction.begin, tile.shape[instruction.dim]).copy_(tile)
+        # Behind the end lies what pads the last shards.
+        length = min(tile.shape[instruction.dim], whole.shape[instruction.dim] - instruction.begin)
+        place = whole.narrow(instruction.dim, instruction.begin, length)
+        place.copy_(tile.narrow(instruction.dim, 0, length))
 
     def _accumulate(self, instruction: Accumulate, registers: list[Any]) -> None:
         terms: list[Tensor] = [registers[r] for r in instruction.terms]
@@ -208,9 +213,10 @@ class Executor:
         shards = [registers[r] for r in instruction.shards]
         cached = self.cache.lookup(instruction.bucket, instruction.params)
         if cached is None:
-            self.telemetry.gathering(self.frame, instruction.bucket)
+            self.telemetry.gathering(self.frame, instruction.bucket, instruction.tile)
             if instruction.bucket not in self.fetched:
                 shards = self.store.finish_fetch(self.store.start_fetch(instruction.params, shards))
+            shards = [padded(p, shard) for p, shard in zip(instruction.params, shards, strict=True)]
             cached = self.comm.start_gather(instruction.params, shards)
             registers[instruction.out] = (instruction.params, cached)
         else:
@@ -229,7 +235,7 @@ class Executor:
         for register in instruction.params:
             registers[register] = None
         if not self.cache.release(instruction.bucket, self.program.kind):
-            self.telemetry.freed(self.frame, instruction.bucket)
+            self.telemetry.freed(self.frame, instruction.bucket, instruction.tile)
             if self.program.kind == "backward" and not self.cache.gathers_again(instruction.bucket):
                 self.comm.trim()  # it would wait for the next forward
 
@@ -297,7 +303,8 @@ class Executor:
             if instruction.bucket not in self.spilled and self.store.left_behind(params):
                 results, self.spills = self.store.spill(params, results), True
             else:
-                here = [k for k, p in enumerate(params) if p.name not in self.hosted]
+                # Autograd gets all tiles of a gradient together, behind the last.
+                here = [k for k, p in enumerate(params) if p.name not in self.hosted and instruction.tiles == 1]
                 left = self.early.take(instruction.bucket, [params[k] for k in here], [results[k] for k in here])
                 for k, grad in zip(here, left, strict=True):
                     results[k] = grad

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from zerograph.core.errors import ZeroGraphError
-from zerograph.core.plan import Param
-from zerograph.runtime.buffers import shard_shape, torch_dtype
+from zerograph.core.plan import Param, ParamTile
+from zerograph.runtime.buffers import shard_shape, tile_of, torch_dtype
 from zerograph.runtime.comm import Communicator, together
 from zerograph.runtime.entry import Entry, sequence_of
 from zerograph.runtime.torch_private import after_backward, current_backward, local_tensor
@@ -28,29 +28,29 @@ class GradientHold:
         """``params`` are the outward parameters by name, now and later."""
         self.active = False
         self._params = params
-        self._held: dict[str, tuple[Param, Tensor]] = {}
+        self._held: dict[_Part, tuple[Param, Tensor]] = {}
         self._left: dict[str, tuple[Tensor, int]] = {}  # each gradient and its version as the last backward left it
         self._flushing: int | None = None  # the backward at whose end the rest is reduced
         self._comm: Communicator
 
     @property
-    def state(self) -> tuple[dict[str, tuple[Param, Tensor]], dict[str, tuple[Tensor, int]]]:
+    def state(self) -> tuple[dict[_Part, tuple[Param, Tensor]], dict[str, tuple[Tensor, int]]]:
         """What is held now; set to it again when a backward fails, it is as before that backward."""
         return dict(self._held), dict(self._left)
 
     @state.setter
-    def state(self, before: tuple[dict[str, tuple[Param, Tensor]], dict[str, tuple[Tensor, int]]]) -> None:
+    def state(self, before: tuple[dict[_Part, tuple[Param, Tensor]], dict[str, tuple[Tensor, int]]]) -> None:
         self._held, self._left = dict(before[0]), dict(before[1])
 
     @property
     def names(self) -> Sequence[str]:
         """Parameters whose gradients are held."""
-        return tuple(self._held)
+        return tuple(dict.fromkeys(name for name, _ in self._held))
 
     @property
     def open(self) -> bool:
         """Whether gradients are held that the user did not drop, as one of them tells."""
-        name = next(iter(self._held), None)
+        name, _ = next(iter(self._held), (None, 0))
         left = self._left.get(name) if name is not None else None
         return name is not None and (left is None or not self._dropped(name, *left))
 
@@ -58,7 +58,7 @@ class GradientHold:
         """Hold ``grads`` back; returns negative zeros of the shards' shapes for autograd."""
         self._comm = comm
         for param, total in zip(params, self._merged(params, grads), strict=True):
-            self._held[param.name] = (param, total)
+            self._held[_part(param)] = (param, total)
             self._follow(param.name)
         return [_nothing(p, local_tensor(self._params[p.name]).device, comm) for p in params]
 
@@ -76,15 +76,17 @@ class GradientHold:
         return [self._with_held(p, g) for p, g in zip(params, grads, strict=True)]
 
     def _with_held(self, param: Param, grad: Tensor) -> Tensor:
-        held = self._pop(param.name)
+        held = self._pop(param)
         # In the dtype of the reduction: micro-batches in 16 bit would round away small gradients.
         return grad if held is None else held.to(torch_dtype(param.reduce_dtype)) + grad
 
-    def _pop(self, name: str) -> Tensor | None:
-        """What is held for ``name``, unless the user dropped it; nothing is held for it afterwards."""
-        _, held = self._held.pop(name, (None, None))
-        left = self._left.pop(name, None)
-        return None if left is not None and self._dropped(name, *left) else held
+    def _pop(self, param: Param) -> Tensor | None:
+        """What is held for ``param``, unless the user dropped it; nothing is held for it afterwards."""
+        _, held = self._held.pop(_part(param), (None, None))
+        left = self._left.get(param.name)
+        if not isinstance(param, ParamTile) or param.name not in self.names:  # else other tiles of it are held
+            self._left.pop(param.name, None)
+        return None if left is not None and self._dropped(param.name, *left) else held
 
     def _dropped(self, name: str, left: Tensor, version: int) -> bool:
         """Whether the gradient that the last backward left was taken away or zeroed.
@@ -113,7 +115,7 @@ class GradientHold:
 
         def accumulated(p: Tensor) -> None:
             live = hold()
-            if live is not None and name in live._held:
+            if live is not None and (name, 0) in live._held:
                 live._accumulated(name, p)
 
         param.__dict__["_zg_followed"] = param.register_post_accumulate_grad_hook(accumulated).id
@@ -145,7 +147,7 @@ class GradientHold:
     def _flush(self) -> None:
         """Reduce what this backward left held: gradients of parameters that it did not read."""
         self._flushing, before = None, self.state
-        found = [(param, self._pop(param.name)) for param, _ in list(self._held.values())]
+        found = [(param, self._pop(param)) for param, _ in list(self._held.values())]
         kept = [(param, held.to(torch_dtype(param.reduce_dtype))) for param, held in found if held is not None]
         if not kept:
             return
@@ -159,23 +161,31 @@ class GradientHold:
             self.state = before
             raise
         for param, result in zip(params, results, strict=True):
-            left = _local(self._params[param.name].grad)
-            left.add_(result.to(left.device))
+            left = tile_of(param, _local(self._params[param.name].grad))
+            left.add_(result[: len(left)].to(left.device) if isinstance(param, ParamTile) else result.to(left.device))
 
     def refuse_step(self) -> None:
         """Raises:
         ZeroGraphError: an optimizer steps on gradients that lack a part held back.
         """
-        for name in self.names:
-            left = self._left.get(name)
-            if left is not None and self._dropped(name, *left):
-                self._pop(name)
+        for param, _ in list(self._held.values()):
+            left = self._left.get(param.name)
+            if left is not None and self._dropped(param.name, *left):
+                self._pop(param)
         if self._held:
             raise ZeroGraphError(
-                f"an optimizer steps while no_sync() holds back gradients of {len(self._held)} parameters, "
+                f"an optimizer steps while no_sync() holds back gradients of {len(self.names)} parameters, "
                 f"the first of {self.names[0]}",
                 "run the backward of the last micro-batch outside of no_sync()",
             )
+
+
+_Part = tuple[str, int]
+"""A parameter's name, and the row of its shards at which a tile of it begins."""
+
+
+def _part(param: Param) -> _Part:
+    return param.name, param.begin if isinstance(param, ParamTile) else 0
 
 
 def is_mark(grad: Tensor) -> bool:

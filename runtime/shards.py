@@ -25,13 +25,13 @@ from torch.optim import Optimizer
 
 from zerograph.core.errors import StorageError
 from zerograph.core.machine import Tier
-from zerograph.core.plan import Bucket, Homes, Param, Plan, Update
+from zerograph.core.plan import Bucket, Homes, Param, ParamTile, Plan, Update
 from zerograph.core.slots import ITEM, SLOT, SLOTS, slot_bytes
 from zerograph.core.units import format_bytes
 from zerograph.runtime import delayed
 from zerograph.runtime.background import Background
 from zerograph.runtime.blocks import UNIT, Block, Place, Run
-from zerograph.runtime.buffers import BufferPool, torch_dtype
+from zerograph.runtime.buffers import BufferPool, tile_of, torch_dtype
 from zerograph.runtime.delayed import DelayedUpdate
 from zerograph.runtime.extents import Extent
 from zerograph.runtime.host import SplitHost, Transfer
@@ -348,14 +348,14 @@ class ShardStore:
         """Begin to bring from NVMe to the host, or to a device that has no other memory, what :meth:`lift` brings to
         the device."""
         if not self._away and self.host is None:
-            return Fetch(list(shards))
+            return Fetch([tile_of(p, shard) for p, shard in zip(params, shards, strict=True)])
         fetch, reads, found = Fetch([]), dict[Extent, tuple[Block, torch.dtype, list[str]]](), dict[str, Tensor]()
         on_host = set[str]()
         for param, shard in zip(params, shards, strict=True):
             name = param.name
             copy = self._fresh(name)
             # Of another memory is what torch.func.functional_call has put in a parameter's place.
-            if not shard.numel() or shard.data_ptr() != self._away.get(name):
+            if not tile_of(param, shard).numel() or shard.data_ptr() != self._away.get(name):
                 found[name] = shard
                 if self.host is not None and self.host.is_home(shard):
                     found[name] = shard.detach()  # nothing was planned yet
@@ -373,12 +373,17 @@ class ShardStore:
                 block = self._blocks[name]
                 kept = (self._parameters[block], block.dtype)
                 extent, dtype = kept if copy is None else (self._copied[block], copy.dtype)
-                reads.setdefault(extent, (block, dtype, []))[2].append(name)
+                if isinstance(param, ParamTile):
+                    found[name] = self._read_tile(extent, block, dtype, param, fetch.under_way)
+                else:
+                    reads.setdefault(extent, (block, dtype, []))[2].append(name)
+                if self.host is not None:
+                    on_host.add(name)
+                continue
+            found[name] = tile_of(param, found[name])
         for extent, (block, dtype, names) in reads.items():
             for run in block.reads(names):
                 found |= self._read(extent, block, dtype, run, fetch.under_way)
-            if self.host is not None:
-                on_host.update(names)
         fetch.shards = [found[p.name] for p in params]
         fetch.on_host = [place for place, p in enumerate(params) if p.name in on_host]
         return fetch
@@ -421,6 +426,21 @@ class ShardStore:
             part = memory[block.begins[name] - run.begin : block.ends[name] - run.begin]
             found[name] = part.as_strided(like.shape, like.stride(), part.storage_offset())
         return found
+
+    def _read_tile(
+        self, extent: Extent, block: Block, dtype: torch.dtype, tile: ParamTile, under_way: list[Ticket]
+    ) -> Tensor:
+        assert self.arena is not None
+        like = local_tensor(self._params[tile.name])
+        if not like.is_contiguous():  # its rows lie all over it
+            (run,) = block.reads({tile.name})
+            return tile_of(tile, self._read(extent, block, dtype, run, under_way)[tile.name])
+        rows = tile_of(tile, like)
+        first = block.begins[tile.name] + tile.begin * like.stride(0)
+        begin, end = first // UNIT * UNIT, -(-(first + rows.numel()) // UNIT) * UNIT
+        memory = self._fetched.take((end - begin) * dtype.itemsize).view(dtype)
+        under_way.append(self.arena.read(extent, memory, Priority.now, offset=begin * dtype.itemsize))
+        return memory[first - begin :][: rows.numel()].view(rows.shape)
 
     def _fresh(self, name: str) -> Copy | None:
         """The copy that is gathered in place of a parameter, with its values of now; None where it has none."""

@@ -290,7 +290,7 @@ class Backend:
             world_size=ranks.size if ranks is not None else 1,
             transport=ranks.communicator.name if ranks is not None and ranks.communicator else "no communication",
             buckets=tuple(
-                BucketReport(f.index, b.name, tuple(p.name for p in b.params), b.gathered_bytes, b.residency)
+                BucketReport(f.index, b.name, tuple(p.name for p in b.params), b.gathered_bytes, b.residency, b.tiles)
                 for f in frames
                 for b in f.plan.buckets
             ),
@@ -333,6 +333,9 @@ def backend(**options: Any) -> Backend:
             every repeated layer only the inputs are saved, as with ``torch.utils.checkpoint`` around each), or a number
             from 0 to 1: that share of the layers fully. Layers are modules with a number in their name. Regions of the
             user's own ``torch.utils.checkpoint`` stay as they are.
+        tile: parts that weights of linear layers run in, one after another, so that none is whole (docs/tiling.md):
+            a number for each that is larger than a bucket, numbers by patterns of names (``{"*.mlp.*": 4}``), "off", or
+            "auto": none, unless ``offload="auto"`` searches for a plan that needs some. At stage 3 only.
         offload: what leaves the device between its uses (docs/offload.md): "none"; "optimizer", its states, and masters
             of parameters that compute in another dtype; "gradients", those too; "parameters", all of it; or "auto", per
             bucket what has to leave for the step to fit ``memory``, and nothing where it fits without.

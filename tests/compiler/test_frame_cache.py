@@ -333,8 +333,13 @@ def start(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"stage": "auto", "memory": "1GiB"}, {"stage": "auto", "memory": "1GiB", "offload": "optimizer"}],
-    ids=["rules", "search", "offload"],
+    [
+        {},
+        {"stage": "auto", "memory": "1GiB"},
+        {"stage": "auto", "memory": "1GiB", "offload": "optimizer"},
+        {"tile": 3, "bucket_size": "4KiB"},
+    ],
+    ids=["rules", "search", "offload", "tiles"],
 )
 def test_ranks_load_and_disagree(options: dict[str, Any], tmp_path: Path) -> None:
     if "offload" in options:

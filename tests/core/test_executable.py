@@ -25,8 +25,8 @@ PLAN = Plan(3, 2, (Bucket(0, "a", (PARAM,), "use"),), 1)
         ),
         (
             replace(PLAN, buckets=(replace(PLAN.buckets[0], homes=Homes("host", "host", "nvme"), tiles=2),)),
-            "parameters and gradients on host, optimizer on nvme (bucket a); 2 tiles of a.weight",
-            "parameters and gradients on host, optimizer on nvme (bucket a); 2 tiles of a.weight",
+            "parameters and gradients on host, optimizer on nvme (bucket a)",
+            "parameters and gradients on host, optimizer on nvme (bucket a)",
         ),
         (
             replace(PLAN, offload=(("blocks.0", "nvme"),), loss_tiles=3),

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, of_kinds, step_of, transformer
 
+from zerograph.core.executable import Executable
 from zerograph.core.machine import TIERS, Tier, machine_named
 from zerograph.core.step import Step
 from zerograph.planner.infeasible import changes, infeasible
@@ -50,6 +51,9 @@ def test_knobs_are_offload_nvme_and_tiles_too() -> None:
     assert any(knob.startswith("tiling of large operators (can be planned, not run yet): ") for knob in fitting)
     alone = [knob for knob in knobs if knob.startswith('offload="parameters", tier="nvme" (can be planned')]
     assert len(alone) == 1 and " less, " in alone[0]
+    runs = Search(step, replace(search.wish, executable=Executable(())), MACHINE)
+    hint = infeasible(runs, step, MACHINE, 150 * 2**20).hint
+    assert "tile= for large linear layers: " in hint and "tiling of" not in hint
 
 
 @pytest.mark.parametrize(("tier", "kind"), [("host", "master copy and states"), ("nvme", "master copy and states")])

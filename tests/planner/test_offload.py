@@ -74,10 +74,9 @@ def test_what_nothing_executes_yet_is_told() -> None:
     there = replace(plan, offload=(("blocks.0", "nvme"),))
     assert file_of(step, there, GPU).unexecuted == "activations of blocks.0 on nvme"
     one = ruled(step, bucket_size=1)
-    both = replace(placed(one, Homes("host", "host", "host"), tiles=2), offload=(("blocks.0", "host"),))
-    weight = one.buckets[0].params[0].name
-    assert file_of(step, both, GPU).unexecuted == (f"activations of blocks.0 on host; 2 tiles of {weight}")
-    assert file_of(step, placed(one, Homes(), tiles=2), GPU).unexecuted == f"2 tiles of {weight}"
+    tiled = replace(placed(one, Homes("host", "host", "host"), tiles=2), offload=(("blocks.0", "host"),))
+    assert file_of(step, tiled, GPU).unexecuted == "activations of blocks.0 on host"
+    assert file_of(step, placed(one, Homes(), tiles=2), GPU).unexecuted == ""
 
 
 # Against the formulas ------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from zerograph.graph.layers import module_of
 from zerograph.graph.lookups import last_of_range
 from zerograph.graph.nodes import SPEC_AT, Activation, Marker, backward_nodes, is_view, markers, output_of
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
+from zerograph.graph.products import tilable
 from zerograph.graph.token_region import NotByToken, region_of
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import head_of
@@ -63,6 +64,7 @@ def capture(graph: fx.Graph, setting: Setting) -> Step:
         training=setting.training,
         outputs=tuple(n.name for n in returned if n.op != "placeholder"),
         lookups=tuple(_lookups(graph)),
+        tilable=tuple(tilable(graph)),
     )
     head = head_of(Graph(step))
     if head is not None:

@@ -41,6 +41,7 @@ from zerograph.planner.placement import Shards, kept_on
 from zerograph.planner.rates import shard_bytes, state_bytes
 from zerograph.planner.replay import restricted_to_step
 from zerograph.planner.search import Search, Wish
+from zerograph.planner.tiling import refuse_unknown, tiles_wanted
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +138,8 @@ class Planner:
             InfeasibleError: nothing fits the budget.
             InvariantError: the plan, wherever it comes from, cannot be carried out.
         """
+        if step.params:
+            refuse_unknown(self._config.tile, {**self._params, **{p.name: p for p in step.params}})
         found = self._decided(code, step, plain)
         if self._config.plan is None:
             found = restricted_to_step(found, step)
@@ -295,6 +298,7 @@ class Planner:
             homes=homes_of(config) if step.training else DEVICE,
             saved=config.saved,
             update=config.update if step.training else "host",
+            tiles=tiles_wanted(config.tile, step, self._world_size, config.bucket_size),
         )
         return plan if config.loss_tiles == "auto" else in_loss_tiles(plan, step, config.loss_tiles)
 

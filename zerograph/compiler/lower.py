@@ -45,7 +45,7 @@ from zerograph.core.step import Kind, layer_of_activation
 from zerograph.graph import ops
 from zerograph.graph.costs import bytes_of, flops_of, memory_inside, memory_owner, moved_bytes
 from zerograph.graph.layers import layer_of_node, layer_starts, module_of
-from zerograph.graph.nodes import Saved, is_size  # arithmetic that every segment which needs it repeats
+from zerograph.graph.nodes import Saved, Transfer, is_size  # arithmetic that every segment which needs it repeats
 from zerograph.graph.torch_private import LOOKUP_SEED, changes_inputs
 from zerograph.planner.rates import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
 
@@ -164,25 +164,23 @@ class _Lowering:
             case ops.GATHER:
                 size = gathered_bytes(info.params, self.plan.world_size)
                 shards, out = self._regs(node.args[0]), self._register(node)
-                instruction: Instruction = Gather(info.bucket, info.params, shards, out, bytes=size)
+                instruction: Instruction = Gather(info.bucket, info.params, shards, out, bytes=size, **_tile(info))
                 if all(is_whole(p, self.plan.world_size) for p in info.params):
                     # Nothing is filled: it is where it was, or where it was fetched to.
                     size, self.shared[out] = 0, self.shared.get(shards[0], out)
                 self.bytes[out] = size
             case ops.WAIT_GATHER:
-                instruction = WaitGather(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
+                instruction = WaitGather(info.bucket, self.registers[node.args[0]], outs, **_tile(info))  # type: ignore[index]
             case ops.FREE:
                 # The graph frees every bucket after its last use; by residency the executor then keeps it for a later
                 # program.
                 kept = stays_whole(self.plan.buckets[info.bucket].residency, self.kind)
-                instruction = Free(info.bucket, self._regs(node.args[0]), kept=kept)
+                instruction = Free(info.bucket, self._regs(node.args[0]), kept=kept, **_tile(info))
             case ops.REDUCE:
-                size = reduced_bytes(info.params)
-                instruction = Reduce(
-                    info.bucket, info.params, self._regs(node.args[0]), self._register(node), bytes=size
-                )
+                size, grads = reduced_bytes(info.params), self._regs(node.args[0])
+                instruction = Reduce(info.bucket, info.params, grads, self._register(node), bytes=size, **_tile(info))
             case ops.WAIT_REDUCE:
-                instruction = WaitReduce(info.bucket, self.registers[node.args[0]], outs)  # type: ignore[index]
+                instruction = WaitReduce(info.bucket, self.registers[node.args[0]], outs, **_tile(info))  # type: ignore[index]
             case ops.FETCH:
                 size, out = sum(fetched_bytes(p, self.plan.world_size) for p in info.params), self._register(node)
                 home, reads = self.plan.buckets[info.bucket].homes.parameters, self._regs(node.args[0])
@@ -259,7 +257,8 @@ class _Lowering:
     ) -> Instruction:
         info = node.meta["zg"]
         name = self.plan.buckets[info.bucket].name
-        return kind(what, name, name, size, reads, outs, bucket=info.bucket, params=info.params)
+        label = name if info.tiles == 1 else f"{name} tile {info.tile + 1}/{info.tiles}"
+        return kind(what, label, name, size, reads, outs, bucket=info.bucket, tile=info.tile, params=info.params)
 
     def _move_saved(
         self, kind: type[Read | Fetch | Write | Spill], info: Saved, tensors: Any, outs: tuple[int, ...]
@@ -318,6 +317,10 @@ class _Lowering:
             self.callables.append(callee)
         args, results = self._regs(inputs), tuple(self._register(n) for n in outs)
         self.instructions.append(Compute(self.segments[segment.digest], args, results, module=module, source=source))
+
+
+def _tile(info: Transfer) -> dict[str, Any]:
+    return {"tile": info.tile, "tiles": info.tiles}
 
 
 def _module_and_line(nodes: list[fx.Node]) -> tuple[str, str]:

@@ -19,6 +19,7 @@ class BucketReport:
     params: tuple[str, ...]
     bytes: int
     residency: str
+    tiles: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,7 @@ class Report:
                 lines.append(f"  {self.recorded.resident}")
         lines += [
             f"  frame {b.frame}  {b.name:32s} {len(b.params):4d} parameters  {format_bytes(b.bytes):>9s}  {b.residency}"
+            + (f", in {b.tiles} tiles of {format_bytes(b.bytes // b.tiles)}" if b.tiles > 1 else "")
             for b in self.buckets
         ]
         lines += [

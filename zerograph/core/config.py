@@ -27,8 +27,10 @@ DTYPES = ("float32", "float64", "bfloat16", "float16")
 OFFLOAD = (*OFFLOADS, "auto")
 OFFLOAD_TIERS = ("host", "nvme")
 ACTIVATIONS = ("auto", "keep", *OFFLOAD_TIERS)
+Tile = Literal["auto", "off"] | int | tuple[tuple[str, int], ...]
+"""Tiles of parameters: a number, or numbers by patterns of names."""
 _LEAVES = ("offload", "tier", "update", "activations")
-PLANNED = ("stage", "bucket_size", "prefetch", "recompute", "memory", "machine", *_LEAVES)
+PLANNED = ("stage", "bucket_size", "prefetch", "recompute", "tile", "loss_tiles", "memory", "machine", *_LEAVES)
 """Arguments that say what a plan decides, and so have no place beside ``plan``."""
 
 
@@ -50,6 +52,9 @@ class Config:
             that AOTAutograd's min-cut partitioner finds cheaper to compute than to save; "none": no more than the
             user's own ``torch.utils.checkpoint`` regions; "full": all of every repeated layer but its inputs; a number
             from 0 to 1: that share of the layers fully, evenly spread, the others as in "auto".
+        tile: parts that weights of linear layers are gathered, used and reduced in, one after another, so that none is
+            whole: as many of each that is larger than a bucket, or by patterns of names. "off" leaves them whole, and
+            so does "auto" unless ``offload`` moves something and a plan is searched, which then chooses.
         offload: what leaves the device between its uses, each with those before it: nothing ("none"), optimizer states,
             gradients, parameters; "auto" chooses per bucket what has to leave for the step to fit ``memory``.
         tier: where it goes, "host" or "nvme"; None leaves that to the planner, which on a CPU has NVMe alone, unless
@@ -82,6 +87,7 @@ class Config:
     bucket_size: int = DEFAULT_BUCKET_SIZE
     prefetch: int = DEFAULT_PREFETCH
     recompute: Recompute = "auto"
+    tile: Tile = "auto"
     offload: Offload | Literal["auto"] = "none"
     tier: Literal["host", "nvme"] | None = None
     update: Update = "host"
@@ -167,7 +173,7 @@ class Config:
         unknown = sorted(set(options) - set(known))
         if unknown:
             raise ConfigError(f"zerograph.backend has no argument {unknown[0]!r}", f"it takes {', '.join(known)}")
-        chosen = {**_sizes(options), **_machine(options), **_folders(options), **_replayed(options)}
+        chosen = {**_sizes(options), **_machine(options), **_folders(options), **_replayed(options), **_tiles(options)}
         # What was given stays as it is in a search, also where it equals the default.
         config = cls(**{**options, **chosen}, given=frozenset(options))
         config._validate()
@@ -204,6 +210,11 @@ class Config:
             self.compute in COMPUTE,
             f"compute must be one of {COMPUTE}, got {self.compute!r}",
             '"eager" runs the same program without compiling its segments, for debugging',
+        )
+        _require(
+            isinstance(self.tile, str) or self.tile == 1 or self.sharding == 3,
+            f"tile={self.tile!r} at stage {self.stage}, which keeps parameters whole",
+            "stage 3 gathers them for each use",
         )
         self._validate_offload()
         for name in ("dtype", "reduce_dtype"):
@@ -272,6 +283,22 @@ def _sizes(options: dict[str, Any]) -> dict[str, int]:
         for name, example in _SIZES
         if name in options and (name == "bucket_size" or options[name] is not None)
     }
+
+
+def _tiles(options: dict[str, Any]) -> dict[str, Tile]:
+    wanted = options.get("tile", "auto")
+    by_name = wanted.items() if isinstance(wanted, dict) else ()
+    counts = [count for _, count in by_name] if isinstance(wanted, dict) else [wanted]
+    if wanted not in ("auto", "off") and not (
+        counts
+        and all(isinstance(pattern, str) for pattern, _ in by_name)
+        and all(type(count) is int and count >= 1 for count in counts)
+    ):
+        raise ConfigError(
+            f'tile must be "auto", "off", a number of tiles >= 1 or such numbers by patterns of names, got {wanted!r}',
+            'tile={"*.mlp.*": 4} has weights whose names fit in 4 tiles',
+        )
+    return {"tile": tuple(by_name)} if isinstance(wanted, dict) else {}
 
 
 def _folders(options: dict[str, Any]) -> dict[str, tuple[str, ...]]:

@@ -11,17 +11,15 @@ from zerograph.core.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Executable:
-    """What a backend carries out on one kind of device.
+    """What a backend carries out on one kind of device. Which parameters may be in tiles, a step says.
 
     Attributes:
         tiers: beside the device, that shards may live on.
         activations: where saved activations may wait that one copy brings there.
-        tiles: whether parameters may be in tiles.
     """
 
     tiers: tuple[Tier, ...]
     activations: tuple[Tier, ...] = ()
-    tiles: bool = False
 
     @classmethod
     def on(cls, machine: Machine, *, nvme: bool = True) -> Executable:
@@ -46,5 +44,3 @@ class Executable:
         yield from (f"activations of {name} on {tier}" for name, tier in [*saved][:1])
         if plan.loss_tiles > 1 and not plan.head:
             yield f"head and loss in {plan.loss_tiles} tiles, of logits without a name"
-        if not self.tiles:
-            yield from [f"{b.tiles} tiles of {b.params[0].name}" for b in plan.buckets if b.tiles > 1][:1]

@@ -24,11 +24,13 @@ __all__ = [
     "Homes",
     "Offload",
     "Param",
+    "ParamTile",
     "Plan",
     "Residency",
     "Update",
     "compute_dtype",
     "level_at",
+    "tile_params",
     "tile_rows",
     "token_tiles",
 ]
@@ -181,6 +183,29 @@ def token_tiles(count: int, tiles: int) -> tuple[tuple[int, int], ...]:
 
 
 _LONG, _ALIGNED = 128, 16
+
+
+@dataclass(frozen=True, slots=True)
+class ParamTile(Param):
+    """The same rows of every rank's shard, as a parameter of that shape: what moves in place of the whole parameter.
+
+    Rows that the last shards lack are zeros.
+
+    Attributes:
+        begin, end: the rows of each shard.
+    """
+
+    begin: int = 0
+    end: int = 0
+
+
+def tile_params(param: Param, tiles: int, world_size: int) -> tuple[ParamTile, ...]:
+    """The tiles of ``param``, in order."""
+    facts = {one.name: getattr(param, one.name) for one in fields(Param)}
+    return tuple(
+        ParamTile(**facts | {"shape": (world_size * (end - begin), *param.shape[1:])}, begin=begin, end=end)
+        for begin, end in tile_rows(param.chunk_rows(world_size), tiles)
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,17 +7,17 @@ gathered again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 
-def visit_numbers(uses: Sequence[int], prefetch: int) -> list[int]:
+def visit_numbers(uses: Sequence[Hashable], prefetch: int) -> list[int]:
     """For each use of a bucket, in order, the number of the visit it belongs to.
 
     A bucket whose next use lies beyond ``prefetch`` other buckets is freed and gathered again: another visit.
     """
     numbers: list[int] = []
-    latest: dict[int, int] = {}  # bucket -> its last use
+    latest: dict[Hashable, int] = {}  # bucket -> its last use
     count = 0
     for i, bucket in enumerate(uses):
         # Within the prefetch distance keeping the bucket costs no more memory than gathering ahead would.
@@ -30,9 +30,9 @@ def visit_numbers(uses: Sequence[int], prefetch: int) -> list[int]:
     return numbers
 
 
-def _more_than(limit: int, uses: Sequence[int], first: int, end: int) -> bool:
+def _more_than(limit: int, uses: Sequence[Hashable], first: int, end: int) -> bool:
     """Whether ``uses[first:end]`` are of more than ``limit`` buckets; looks no further than it takes."""
-    between: set[int] = set()
+    between: set[Hashable] = set()
     for i in range(first, end):
         between.add(uses[i])
         if len(between) > limit:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from zerograph.core.machine import Tier
-from zerograph.core.plan import Param, Residency
+from zerograph.core.plan import Param, ParamTile, Residency
 from zerograph.core.step import Kind, layer_of
 from zerograph.core.stretch import Stretch
 from zerograph.core.timeline import Operation, Stream
@@ -113,7 +113,11 @@ class _TileEnd(_Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Place(_TileEnd):
-    """Copy the one term into ``out``, of ``shape``: along ``dim``, from ``begin`` on."""
+    """Copy the one term into ``out``: along ``dim``, from ``begin`` on, as far as there is room.
+
+    Attributes:
+        shape: of ``out``; a size of -1 is the term's.
+    """
 
     shape: tuple[int, ...] = ()
     dim: int = 0
@@ -447,7 +451,9 @@ class Program:
                     how = "" if p.sharded else " whole"
                     dtype = p.compute_dtype if instruction.operation == "gather" else p.reduce_dtype
                     # Names, and not sizes alone: different parameters of one size would be summed without an error.
-                    yield f"{instruction.operation} bucket {instruction.bucket}: {p.name} {list(p.shape)} {dtype}{how}"
+                    rows = f" rows {p.begin} to {p.end}" if isinstance(p, ParamTile) else ""
+                    what = f"{p.name}{rows} {list(p.shape)} {dtype}{how}"
+                    yield f"{instruction.operation} bucket {instruction.bucket}: {what}"
 
     @property
     def digest(self) -> str:

@@ -204,6 +204,7 @@ class Step:
         outputs: values that the forward returns to the user.
         lookups: tables that the model reads by position. Tracing asks nobody whether a row is there.
         whole_logits: why logits exist for all tokens at once, whatever is planned; empty where nobody needs them.
+        tilable: names of the parameters that can be used in tiles of their rows; None where no graph tells.
     """
 
     ops: tuple[Op, ...]
@@ -213,6 +214,7 @@ class Step:
     outputs: tuple[str, ...] = ()
     lookups: tuple[Lookup, ...] = ()
     whole_logits: str = ""
+    tilable: tuple[str, ...] | None = None
 
     @property
     def passes(self) -> tuple[Op, ...]:

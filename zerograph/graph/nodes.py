@@ -13,7 +13,7 @@ from torch import fx
 
 from zerograph.core.errors import InvariantError
 from zerograph.core.machine import Tier
-from zerograph.core.plan import Param
+from zerograph.core.plan import Bucket, Param, ParamTile
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 from zerograph.graph.torch_private import OpOverload
 
@@ -25,10 +25,30 @@ _VIEWS_BY_DECOMPOSITION = frozenset({aten._unsafe_view.default})
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The fact on every ``zg::`` node that moves a bucket: which one, and which of its parameters, in order."""
+    """The fact on every ``zg::`` node that moves a bucket, or a tile of one: which, and its parameters, in order."""
 
     bucket: int
     params: tuple[Param, ...]
+    tile: int = 0
+    tiles: int = 1
+
+    @property
+    def part(self) -> tuple[int, ...]:
+        """What it moves, as the node's arguments have it: the bucket, and of one in tiles the tile."""
+        return (self.bucket,) if self.tiles == 1 else (self.bucket, self.tile)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The fact on markers of one tile of a parameter.
+
+    Attributes:
+        index: of the tile.
+        param: the tile, as a parameter.
+    """
+
+    index: int
+    param: ParamTile
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +98,21 @@ class Marker:
     def source(self) -> fx.Node:
         """The shard (``unshard``) or the full gradient (``reduce_grad``)."""
         return self.node.args[0]  # type: ignore[return-value]
+
+    @property
+    def tile(self) -> Tile | None:
+        """The tile of the parameter that it is of; None where it is of all of it."""
+        fact = self.node.meta.get("zg")
+        return fact if isinstance(fact, Tile) else None
+
+
+def transfer_of(found: Sequence[Marker], bucket: Bucket) -> Transfer:
+    """What moves the parameters of markers: of one bucket, or of one tile."""
+    tile = found[0].tile
+    if tile is not None:
+        return Transfer(bucket.index, (tile.param,), tile.index, bucket.tiles)
+    params = {p.name: p for p in bucket.params}
+    return Transfer(bucket.index, tuple(params[m.name] for m in found))
 
 
 SPEC_AT = {UNSHARD: 2, REDUCE_GRAD: 3}

@@ -19,13 +19,14 @@ _LIB = torch.library.Library("zg", "DEF")
 _SPEC = "str name, str group, ScalarType dtype, ScalarType reduce_dtype, bool sharded, Device? device=None"
 _LIB.define(f"unshard(Tensor shard, int[] shape, {_SPEC}) -> Tensor")
 _LIB.define(f"reduce_grad(Tensor grad, int[] shard_shape, ScalarType shard_dtype, {_SPEC}) -> Tensor")
-_LIB.define("gather(Tensor[] shards, int bucket) -> Tensor")
-_LIB.define("wait_gather(Tensor pending, Tensor[] shards, int bucket) -> Tensor[]")
-_LIB.define("free(Tensor[] gathered, int bucket) -> ()")
-_LIB.define("fetch(Tensor[] shards, int bucket) -> Tensor")
-_LIB.define("wait_fetch(Tensor pending, Tensor[] shards, int bucket) -> Tensor[]")
-_LIB.define("reduce(Tensor[] grads, int bucket) -> Tensor")
-_LIB.define("wait_reduce(Tensor pending, Tensor[] grads, int bucket) -> Tensor[]")
+# Those that move a bucket may move a tile of it.
+_LIB.define("gather(Tensor[] shards, int bucket, int tile=0) -> Tensor")
+_LIB.define("wait_gather(Tensor pending, Tensor[] shards, int bucket, int tile=0) -> Tensor[]")
+_LIB.define("free(Tensor[] gathered, int bucket, int tile=0) -> ()")
+_LIB.define("fetch(Tensor[] shards, int bucket, int tile=0) -> Tensor")
+_LIB.define("wait_fetch(Tensor pending, Tensor[] shards, int bucket, int tile=0) -> Tensor[]")
+_LIB.define("reduce(Tensor[] grads, int bucket, int tile=0) -> Tensor")
+_LIB.define("wait_reduce(Tensor pending, Tensor[] grads, int bucket, int tile=0) -> Tensor[]")
 _LIB.define("spill(Tensor[] grads, int bucket) -> Tensor[]")
 _LIB.define("spill_saved(Tensor[] saved) -> Tensor[]")
 _LIB.define("fetch_saved(Tensor[] away) -> Tensor")
@@ -93,7 +94,7 @@ def _reduce_grad_fake(
     return grad.new_empty(shard_shape, dtype=shard_dtype, device=device)
 
 
-def _pending_fake(tensors: Sequence[Tensor], bucket: int) -> Tensor:
+def _pending_fake(tensors: Sequence[Tensor], bucket: int, tile: int = 0) -> Tensor:
     return tensors[0].new_empty(0)
 
 

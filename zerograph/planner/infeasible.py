@@ -216,14 +216,18 @@ def _half(work: Work) -> Work:
 def _placements(wish: Wish, machine: Machine) -> Iterator[tuple[str, Wish]]:
     """Every other offload, to each tier there is, and tiles; with a note where the plan need not be executable."""
     if wish.offload == "none" and not wish.tiles and wish.sharding == 3:
-        yield "tiling of large operators" + _PLANNED, replace(wish, tile=True, executable=None)
+        runs = wish.executable is not None
+        yield (
+            "tile= for large linear layers" if runs else "tiling of large operators" + _PLANNED,
+            replace(wish, tile=True),
+        )
     if wish.executable is not None and wish.executable.activations and wish.saved is None and wish.offload != "auto":
         for tier in wish.executable.activations:
             if machine.capacity(tier, wish.world_size):
                 yield f'activations="{tier}"', replace(wish, saved=tier)
     if wish.offload == "auto":
         if wish.executable is not None:
-            yield "tiling of large operators" + _PLANNED, replace(wish, executable=None)
+            yield "tiles of the loss" + _PLANNED, replace(wish, executable=None)
         elif wish.tier is not None:
             yield "offload to any tier" + _PLANNED, replace(wish, tier=None)
         return

@@ -136,11 +136,18 @@ def tiled(step: Step, head: Head, tiles: int) -> Step:
     return replace(step, ops=tuple(map(in_tiles, step.ops)), values=values)
 
 
+def with_loss_tiles(plan: Plan, head: Head, tiles: int) -> Plan:
+    """``plan`` with its loss in ``tiles`` parts, each of which reads the head's parameters whole."""
+    whole = [any(param.name in head.params for param in bucket.params) for bucket in plan.buckets]
+    buckets = (replace(b, tiles=1) if reads else b for b, reads in zip(plan.buckets, whole, strict=True))
+    return replace(plan, loss_tiles=tiles, head=head.activation, buckets=tuple(buckets))
+
+
 def in_loss_tiles(plan: Plan, step: Step, tiles: int) -> Plan:
     """``plan`` of ``step`` with its loss in ``tiles`` parts, which the user asked for; warns where that cannot be."""
     head = head_of(Graph(step)) if tiles > 1 and step.training else None
     if head is not None:
-        return replace(plan, loss_tiles=tiles, head=head.activation)
+        return with_loss_tiles(plan, head, tiles)
     if tiles > 1 and step.training:
         why = why_whole(step) or "this graph has no loss behind logits of its own: compute it in the forward"
         log.warning("loss_tiles=%d: logits exist for all tokens at once, because %s", tiles, why)

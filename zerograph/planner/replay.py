@@ -27,7 +27,14 @@ def replay(given: GivenPlan, step: Step) -> Plan:
     if not step.params and given.plan.buckets:
         return replace(given.plan, buckets=(), recompute=(), save=(), offload=(), loss_tiles=1, head="")
     planned = {p.name: p for bucket in given.plan.buckets for p in bucket.params}
-    _refuse(given, [*_parameters(planned, {p.name: p for p in step.params}), *_layers(given.plan, step)])
+    _refuse(
+        given,
+        [
+            *_parameters(planned, {p.name: p for p in step.params}),
+            *_layers(given.plan, step),
+            *_tiles(given.plan, step),
+        ],
+    )
     return given.plan
 
 
@@ -66,7 +73,7 @@ def _for_evaluation(given: GivenPlan, step: Step) -> Plan:
     read = {p.name: p for p in step.params}
     planned = {p.name: replace(p, trainable=False) for bucket in given.plan.buckets for p in bucket.params}
     here = {name: replace(p, trainable=False) for name, p in read.items()}
-    _refuse(given, [d for d in _parameters(planned, here) if not d.endswith(_NOT_READ)])
+    _refuse(given, [d for d in _parameters(planned, here) if not d.endswith(_NOT_READ)] + [*_tiles(given.plan, step)])
     parts = [tuple(read[p.name] for p in bucket.params if p.name in read) for bucket in given.plan.buckets]
     kept = [replace(bucket, params=part) for bucket, part in zip(given.plan.buckets, parts, strict=True) if part]
     first = {p.name: at for at, p in enumerate(step.params)}
@@ -117,6 +124,15 @@ def _layers(plan: Plan, step: Step) -> Iterator[str]:
         yield f"{plan.head} is made in {plan.loss_tiles} tiles in the plan, and not made here"
     off = (name for name, _ in plan.offload if name not in layers and name not in made)
     yield from (f"activations of {name} leave the device in the plan, and are not made here" for name in off)
+
+
+def _tiles(plan: Plan, step: Step) -> Iterator[str]:
+    """Evaluation may use a parameter otherwise than training does."""
+    read, tilable = {p.name for p in step.params}, set(step.tilable or ())
+    for bucket in plan.buckets:
+        names = [p.name for p in bucket.params if p.name in read - tilable]
+        if bucket.tiles > 1 and names:
+            yield f"parameter {names[0]} is in {bucket.tiles} tiles, and not used by linear layers alone"
 
 
 def _refuse(given: GivenPlan, differences: list[str]) -> None:

@@ -7,7 +7,7 @@ the limit is split, and small neighbours travel together.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence
 from itertools import groupby
 
 from zerograph.core.config import Recompute
@@ -31,6 +31,7 @@ def plan_step(
     homes: Homes = DEVICE,
     saved: Tier = "device",
     update: Update = "host",
+    tiles: Mapping[str, int] | None = None,
 ) -> Plan:
     """The plan for ``step`` at a fixed stage.
 
@@ -44,11 +45,13 @@ def plan_step(
         homes: of buckets with trained parameters.
         saved: where what repeated layers save waits for the backward.
         update: where states on the host are updated.
+        tiles: of parameters that are in several, by name; each has a bucket of its own.
     """
+    tiles = tiles or {}
     residency: Residency = "use" if stage == 3 else "step"
     buckets = tuple(
-        Bucket(index, _name(params), params, residency, _homes(params, homes))
-        for index, params in enumerate(_group(step.params, bucket_size))
+        Bucket(index, _name(params), params, residency, _homes(params, homes), tiles.get(params[0].name, 1))
+        for index, params in enumerate(_buckets(step.params, bucket_size, tiles))
     )
     return Plan(
         stage=stage,
@@ -94,6 +97,12 @@ def _layers(step: Step, asked: str) -> list[str]:
 
 
 _SHARES = {"auto": 0.0, "none": 0.0, "full": 1.0}
+
+
+def _buckets(params: Sequence[Param], limit: int, alone: Container[str]) -> list[tuple[Param, ...]]:
+    place = {p.name: at for at, p in enumerate(params)}
+    found = _group((p for p in params if p.name not in alone), limit) + [(p,) for p in params if p.name in alone]
+    return sorted(found, key=lambda group: min(place[p.name] for p in group))
 
 
 def _group(params: Iterable[Param], limit: int) -> list[tuple[Param, ...]]:

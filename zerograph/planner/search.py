@@ -26,7 +26,7 @@ from itertools import chain, pairwise
 from math import prod
 from typing import Any, Literal, NamedTuple
 
-from zerograph.core.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Recompute
+from zerograph.core.config import DEFAULT_BUCKET_SIZE, DEFAULT_PREFETCH, Config, Recompute, Tile
 from zerograph.core.errors import ConfigError
 from zerograph.core.executable import Executable
 from zerograph.core.garbage import without_gc
@@ -40,13 +40,14 @@ from zerograph.planner.few_layers import by_few_layers
 from zerograph.planner.homes import open_homes, open_tiers
 from zerograph.planner.knobs import Knob, every, first, halfway, neighbours, spread
 from zerograph.planner.liveness import Graph, Mode
-from zerograph.planner.loss import LOSS_TILES, Head, head_of, loss_tiles, tiled
+from zerograph.planner.loss import LOSS_TILES, Head, head_of, loss_tiles, tiled, with_loss_tiles
 from zerograph.planner.peaks import with_lower_peaks
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import Profile, profile
 from zerograph.planner.rules import plan_step
 from zerograph.planner.selective import stops
 from zerograph.planner.space import Candidate, Space, frontier
+from zerograph.planner.tiling import tiles_wanted
 
 MIB = 2**20
 BUCKET_SIZES = (8 * MIB, 16 * MIB, DEFAULT_BUCKET_SIZE, 64 * MIB, 128 * MIB)
@@ -94,7 +95,9 @@ class Wish:
         tier: where it goes, "host" or "nvme"; None leaves that open.
         saved: where what repeated layers save waits for the backward; None leaves that open where something may leave.
         tile: whether large parameters may be tiled; None as ``offload`` has it.
-        loss: tiles of the loss; "auto" looks at some, None too where other tilings are looked at.
+        loss: tiles of the loss; "auto" looks at some, None too where ``tile`` does and the plan need not be
+            executable.
+        tiling: of which parameters the number of tiles is fixed, as in :class:`~zerograph.core.config.Config`.
         update: where states on the host are updated; on the device only what the host has can be.
         executable: what the one who runs the plan can carry out, and nothing else is searched; None searches all.
     """
@@ -109,6 +112,7 @@ class Wish:
     saved: Tier | None = None
     tile: bool | None = None
     loss: int | Literal["auto"] | None = None
+    tiling: Tile = "auto"
     update: Update = "host"
     executable: Executable | None = None
 
@@ -124,6 +128,8 @@ class Wish:
             "saved": None if config.activations == "auto" else config.saved,
             "loss": None if config.loss_tiles == "auto" else config.loss_tiles,
             "update": config.update,
+            "tile": None if config.tile == "auto" else False,
+            "tiling": config.tile,
         }
         return cls(config.stage, world_size, **given | fixed)
 
@@ -136,7 +142,7 @@ class Wish:
     def tiles(self) -> bool:
         """Whether tilings are looked at: only what is gathered for each use can be tiled."""
         wanted = self.offload != "none" if self.tile is None else self.tile
-        return wanted and self.sharding == 3 and (self.executable is None or self.executable.tiles)
+        return wanted and self.sharding == 3
 
     @property
     def activations(self) -> bool:
@@ -479,7 +485,9 @@ def _ways(graph: Graph, wish: Wish, machine: Machine) -> list[Way]:
     if wish.recompute == "auto" and graph.step.training:
         spared = stops(graph, Rates(machine, wish.world_size, compute_dtype(graph.step.params)))
     whole = Way(profile(graph, base, spared))
-    head = head_of(graph) if wish.loss != 1 and (wish.loss is not None or wish.tiles) else None
+    # Who runs the plan asks for tiles of the loss where nothing fits without.
+    looks = wish.tiles and wish.executable is None if wish.loss is None else wish.loss != 1
+    head = head_of(graph) if looks else None
     if head is None:
         return [whole]
     if isinstance(wish.loss, int):
@@ -524,15 +532,18 @@ def _spaces(
             recompute=wish.recompute,
             saved=wish.saved or "device",
             update=wish.update,
+            tiles=tiles_wanted(wish.tiling, step, wish.world_size, size),
         )
         whole: tuple[str, ...] = ()
         if way.head is not None:
-            plan, whole = replace(plan, loss_tiles=way.loss_tiles, head=way.head.activation), way.head.params
+            plan, whole = with_loss_tiles(plan, way.head, way.loss_tiles), way.head.params
         # A model smaller than a bucket gets the same buckets for several sizes.
         if plan not in seen:
             seen.add(plan)
             rates = Rates(machine, wish.world_size, plan.compute_dtype)
             most = most_tiles(plan, size, whole) if wish.tiles else ()
+            if step.tilable is not None and wish.tiles:
+                most = tuple(n if plan.buckets[i].params[0].name in step.tilable else 1 for i, n in enumerate(most))
             held = on("device", states)
             params = [bucket.params for bucket in plan.buckets]
             alike = (s for s in known if s.scheduler.profile is way.profile)

@@ -1,0 +1,235 @@
+"""Use the parameter of a bucket in tiles, one after another, where the bucket is in tiles: none is ever whole.
+
+A tile is the same slice of every rank's rows. Of ``y = x @ W.T`` it makes columns, which are placed in the result, seen
+as [tokens, ranks, rows of a shard]; of ``dX = dY @ W`` a term, which is added up; of ``dW = dY.T @ x`` rows, which are
+reduced alone and placed in the shard's gradient:
+
+    for each tile: W_i = zg.unshard(shard, W's rows of the tile); y = zg.place([x @ W_i.T], y, ...)
+
+Offsets are arguments of ``zg::`` operators and never lie in segments, so that tiles of one size share one. The markers
+of a tile bear a :class:`~zerograph.graph.nodes.Tile`, by which the passes behind treat it as a bucket. Safe because
+columns of a product are products, and sums differ in their order only; rows that the last shards lack are zeros, and
+cut off. Runs on forward, backward and inference graph by themselves, so that the partitioner sees what it always does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerograph.core.errors import ConfigError
+from zerograph.core.plan import Bucket, ParamTile, Plan, tile_params
+from zerograph.graph.nodes import Marker, Tile, call, is_identity_view, markers
+from zerograph.graph.ops import ACCUMULATE, PLACE, REDUCE_GRAD, UNSHARD, VIEW
+from zerograph.graph.products import is_cast, is_sum, is_transpose, other_than_rows, products_of
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def tile(gm: fx.GraphModule, plan: Plan) -> int:
+    """Rewrite ``gm`` (forward, backward or inference graph) in place; returns the number of tiles inserted.
+
+    Raises:
+        ConfigError: the graph uses a parameter in a way that its tiles cannot be.
+    """
+    tiled = {bucket.params[0].name: bucket for bucket in plan.buckets if bucket.tiles > 1}
+    read = [m for m in markers(gm.graph, UNSHARD) if m.name in tiled]
+    reduced = [m for m in markers(gm.graph, REDUCE_GRAD) if m.name in tiled]
+    inserted = 0
+    for marker in read:
+        inserted += _Tiles(gm.graph, tiled[marker.name], plan.world_size, marker).use()
+    for marker in reduced:
+        inserted += _Tiles(gm.graph, tiled[marker.name], plan.world_size, marker).reduce()
+    if read or reduced:
+        gm.graph.eliminate_dead_code()
+        gm.graph.lint()
+        gm.recompile()
+    return inserted
+
+
+class _Tiles:
+    """The tiles of one parameter, in place of ``marker``."""
+
+    def __init__(self, graph: fx.Graph, bucket: Bucket, ranks: int, marker: Marker) -> None:
+        self.graph, self.marker, self.ranks = graph, marker, ranks
+        self.param = bucket.params[0]
+        self.params = tile_params(self.param, bucket.tiles, ranks)
+        self.rows, self.chunk = self.param.shape[0], self.param.chunk_rows(ranks)
+        self.like = marker.node
+
+    def use(self) -> int:
+        """In place of an ``unshard`` marker: its products; returns the number of tiles made."""
+        found = products_of(self.marker)
+        if found.other is not None:
+            raise self._refused(found.other)
+        for product in found.outputs:
+            self._replace(product, self._outputs(product))
+        for product in found.inputs:
+            self._replace(product, self._inputs(product))
+        return len(self.params) * (len(found.outputs) + len(found.inputs))
+
+    def reduce(self) -> int:
+        """In place of a ``reduce_grad`` marker: one for each tile; returns their number."""
+        marker, grad = self.marker, self.marker.source
+        other = other_than_rows(grad)
+        if other is not None:
+            raise self._refused(other)
+        shape: list[int] = marker.node.args[1]  # type: ignore[assignment]
+        into = None
+        with self.graph.inserting_before(marker.node):
+            factors = self._wide(grad, False)
+            for index, param in enumerate(self.params):
+                part = self._rows(grad, False, param, factors)
+                rows = [param.end - param.begin, *shape[1:]]
+                val = marker.node.meta["val"].new_empty(rows)
+                node = call(self.graph, REDUCE_GRAD, (part, rows, *marker.node.args[2:]), val, self.like)
+                node.meta["zg"] = Tile(index, param)
+                into = self._place(node, into, shape, 0, min(param.begin, shape[0]))
+        self._replace(marker.node, into)
+        return len(self.params)
+
+    def _refused(self, other: fx.Node) -> ConfigError:
+        return ConfigError(
+            f"{self.param.name} is planned in {len(self.params)} tiles, and {other.target} needs it whole",
+            "tiles are of parameters that nothing but linear layers use: plan this one whole",
+        )
+
+    def _replace(self, node: fx.Node, by: fx.Node | None) -> None:
+        assert by is not None  # there are several tiles
+        node.replace_all_uses_with(by)
+        self.graph.erase_node(node)
+
+    def _markers(self) -> Iterator[tuple[ParamTile, fx.Node]]:
+        """Each tile, gathered."""
+        _, _, *spec = self.marker.node.args
+        for index, param in enumerate(self.params):
+            val = self.marker.node.meta["val"].new_empty(param.shape)
+            args = (self.marker.source, list(param.shape), *spec)
+            node = call(self.graph, UNSHARD, args, val, self.marker.node)
+            node.meta["zg"] = Tile(index, param)
+            yield param, node
+
+    def _outputs(self, product: fx.Node) -> fx.Node:
+        """``x @ W.T``, with a bias or without."""
+        *bias, x, _ = product.args
+        self.like, into = product, None
+        with self.graph.inserting_before(product):
+            # A copy, so that the bias is read once and not by each tile.
+            biases = [self._wide_rows(one, copies=True) for one in bias]  # type: ignore[arg-type]
+            for param, weight in self._markers():
+                begins = [self._part(one, param) for one in biases]
+                columns = self._call(product.target, *begins, x, self._transpose(weight))
+                into = self._place_columns(columns, into, param)
+            assert into is not None
+            return self._narrow(into)
+
+    def _inputs(self, product: fx.Node) -> fx.Node:
+        """``dY @ W``."""
+        self.like, into = product, None
+        val = product.meta["val"]
+        summed = val.new_empty(val.shape, dtype=torch.promote_types(val.dtype, torch.float32))
+        with self.graph.inserting_before(product):
+            wide = self._wide_rows(product.args[0])  # type: ignore[arg-type]
+            for param, weight in self._markers():
+                terms = [self._part(wide, param), weight]
+                into = call(self.graph, ACCUMULATE, (terms, into), summed, self.like)
+            assert into is not None
+            same = summed.dtype == val.dtype
+            return into if same else self._call(prims.convert_element_type.default, into, val.dtype)
+
+    def _wide(self, grad: fx.Node, transposed: bool) -> dict[fx.Node, fx.Node]:
+        """By product that a gradient is made of, its factor with a column for each of the parameter's rows."""
+        if is_transpose(grad):
+            return self._wide(grad.args[0], not transposed)  # type: ignore[arg-type]
+        if is_identity_view(grad) or is_cast(grad):
+            return self._wide(grad.args[0], transposed)  # type: ignore[arg-type]
+        if is_sum(grad):
+            return self._wide(grad.args[0], transposed) | self._wide(grad.args[1], transposed)  # type: ignore[arg-type]
+        factor: fx.Node = grad.args[1] if transposed else grad.args[0]  # type: ignore[assignment]
+        if not transposed:
+            factor = factor.args[0] if is_transpose(factor) else self._transpose(factor)  # type: ignore[assignment]
+        return {grad: self._wide_rows(factor)}
+
+    def _rows(self, grad: fx.Node, transposed: bool, param: ParamTile, wide: dict[fx.Node, fx.Node]) -> fx.Node:
+        """A tile of a gradient, or of its transpose."""
+        if is_transpose(grad):
+            return self._transpose(self._rows(grad.args[0], not transposed, param, wide))  # type: ignore[arg-type]
+        if is_identity_view(grad):
+            return self._rows(grad.args[0], transposed, param, wide)  # type: ignore[arg-type]
+        if is_cast(grad):
+            return self._call(grad.target, self._rows(grad.args[0], transposed, param, wide), grad.args[1])  # type: ignore[arg-type]
+        if is_sum(grad):
+            parts = [self._rows(part, transposed, param, wide) for part in grad.args[:2]]  # type: ignore[arg-type]
+            return self._call(grad.target, *parts)
+        part = self._part(wide[grad], param)
+        if transposed:
+            return self._call(grad.target, grad.args[0], part)
+        return self._call(grad.target, self._transpose(part), grad.args[1])
+
+    # ---- the parameter's rows as the last dimension of something: padded, and seen as [..., ranks, rows of a shard]
+
+    def _wide_rows(self, node: fx.Node, *, copies: bool = False) -> fx.Node:
+        lacking = self.ranks * self.chunk - self.rows
+        if lacking:
+            node = self._call(aten.constant_pad_nd.default, node, [0, lacking])
+        elif copies:
+            node = self._call(aten.clone.default, node)
+        if self.ranks == 1:
+            return node
+        front = self._front(node.meta["val"], 1)
+        if not node.meta["val"].is_contiguous():
+            node = self._call(aten.clone.default, node, memory_format=torch.contiguous_format)
+        return self._call(aten.view.default, node, [*front, self.ranks, self.chunk])
+
+    def _part(self, wide: fx.Node, param: ParamTile) -> fx.Node:
+        """The columns of one tile, side by side."""
+        val = wide.meta["val"]
+        part = self._view(wide, val.dim() - 1, param.begin, param.end)
+        if self.ranks == 1:
+            return part
+        dense = self._call(aten.clone.default, part, memory_format=torch.contiguous_format)
+        return self._call(aten.view.default, dense, [*self._front(val, 2), param.shape[0]])
+
+    def _view(self, node: fx.Node, dim: int, begin: int, end: int) -> fx.Node:
+        val = node.meta["val"].narrow(dim, begin, end - begin)
+        return call(self.graph, VIEW, (node, dim, begin, end), val, self.like)
+
+    def _place_columns(self, columns: fx.Node, into: fx.Node | None, param: ParamTile) -> fx.Node:
+        if self.ranks == 1:
+            return self._place(columns, into, [-1, self.chunk], 1, param.begin)
+        front = self._front(columns.meta["val"], 1)
+        parts = self._call(aten.view.default, columns, [*front, self.ranks, param.end - param.begin])
+        return self._place(parts, into, [-1, self.ranks, self.chunk], 2, param.begin)
+
+    def _narrow(self, placed: fx.Node) -> fx.Node:
+        """The result without what pads it."""
+        if self.ranks == 1:
+            return placed
+        whole = self._call(aten.view.default, placed, [*self._front(placed.meta["val"], 2), self.ranks * self.chunk])
+        if self.rows == self.ranks * self.chunk:
+            return whole
+        cut = self._call(aten.slice.Tensor, whole, 1, 0, self.rows)
+        return self._call(aten.clone.default, cut, memory_format=torch.contiguous_format)
+
+    def _place(self, term: fx.Node, into: fx.Node | None, shape: list[int], dim: int, begin: int) -> fx.Node:
+        val = term.meta["val"]
+        sizes = [own if size < 0 else size for size, own in zip(shape, val.shape, strict=True)]
+        return call(self.graph, PLACE, ([term], into, shape, dim, begin), val.new_empty(sizes), self.like)
+
+    @staticmethod
+    def _front(val: torch.Tensor, behind: int) -> list[int]:
+        """The sizes of a view up to the last dimensions ``behind``: a number of tokens that varies is left to it."""
+        return [size if isinstance(size, int) else -1 for size in val.shape[: val.dim() - behind]]
+
+    def _transpose(self, node: fx.Node) -> fx.Node:
+        return self._call(aten.permute.default, node, [1, 0])
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A call with the fake value that it gives."""
+        vals = fx.node.map_arg(args, lambda n: n.meta["val"])
+        node = call(self.graph, target, args, target(*vals, **kwargs), self.like)
+        node.kwargs = kwargs
+        return node

@@ -1,0 +1,325 @@
+"""Parameters of linear layers in tiles: outputs as of whole ones to the bit, and trainings as close as sums allow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import GPT
+from numerics.compare import full, full_values, mean_over_ranks
+from ranks import run
+from torch import Tensor, nn
+
+import zerograph
+from zerograph.core.errors import CollectiveMismatch, ConfigError, RankError
+from zerograph.core.machine import machine_named
+from zerograph.core.plan import Homes
+from zerograph.dryrun.compile_only import compile_only
+from zerograph.dryrun.forecast import forecast_file
+
+SPLIT = replace(machine_named("cpu"), split=True)
+
+
+class Net(nn.Module):
+    """Linear layers with a bias and without, of rows that ranks and tiles do not divide, used twice, and frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 70), nn.Linear(70, 24, bias=False)
+        self.twice = nn.Linear(24, 24)
+        self.frozen = nn.Linear(24, 26).requires_grad_(False)
+        self.head = nn.Linear(26, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.up.weight.dtype)
+        h = x + self.down(torch.nn.functional.gelu(self.up(x)))
+        h = self.twice(torch.tanh(self.twice(h)))
+        return self.head(torch.tanh(self.frozen(h)))
+
+
+def planned(path: Path, world_size: int, tiles: int, homes: Homes = Homes(), **options: Any) -> Path:  # noqa: B008
+    """A plan file in which every parameter that can be is in so many tiles."""
+
+    def make() -> tuple[nn.Module, tuple[Tensor]]:
+        return Net().train(), (torch.zeros(2, 5, 24),)
+
+    machine = SPLIT if "host" in homes.away else machine_named("cpu")
+    away = {"offload": "parameters", "tier": "nvme", "path": str(path.parent), "machine": machine} if homes.away else {}
+    found = compile_only(make, world_size=world_size, bucket_size=4, **away, **options)
+    file = forecast_file("tests", found, machine)
+    buckets = []
+    for bucket in file.plan.buckets:
+        (param,) = bucket.params
+        trains = param.trainable or homes.parameters != "device"
+        tiled = tiles if param.name in found.frame.step.tilable else 1
+        own = homes if trains else Homes()
+        buckets.append(replace(bucket, tiles=min(tiled, param.chunk_rows(world_size)), homes=own))
+    assert sum(bucket.tiles > 1 for bucket in buckets) == 5 * (tiles > 1)
+    path.write_text(replace(file, plan=replace(file.plan, buckets=tuple(buckets))).to_json())
+    return path
+
+
+class Training:
+    """One that can be looked at in between."""
+
+    def __init__(self, plan: Path | None, **options: Any) -> None:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        self.model = Net()
+        self.backend = zerograph.backend(**({"plan": plan} if plan else {}), **{"compute": "eager"} | options)
+        self.compiled = torch.compile(self.model, backend=self.backend)
+        self.optimizer = zerograph.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
+        self.losses: list[float] = []
+
+    def backward(self, seed: int, rows: int = 2) -> None:
+        """Of a batch of this rank's own."""
+        generator = torch.Generator().manual_seed(seed + 1000 * dist.get_rank())
+        loss = self.compiled(torch.randn(rows, 5, 24, generator=generator)).float().square().mean()
+        loss.backward()
+        self.losses.append(mean_over_ranks(loss).item())
+
+    def steps(self, count: int) -> None:
+        """Train on that many batches."""
+        for seed in range(count):
+            self.backward(seed)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+    def evaluated(self) -> Tensor:
+        """Outputs for one batch."""
+        with torch.no_grad():
+            return self.compiled(torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(7))).clone()
+
+    def result(self) -> tuple[list[float], dict[str, Tensor], Tensor]:
+        """Losses, parameters, and outputs of an evaluation."""
+        return self.losses, full_values(self.model), self.evaluated()
+
+
+def _trained(plan: Path, count: int, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], Tensor, Tensor]:
+    training = Training(plan, **options)
+    before = training.evaluated()
+    training.steps(count)
+    return *training.result(), before
+
+
+def _tiled_and_whole(tiled: Path, whole: Path, count: int, options: dict[str, Any]) -> None:
+    losses, values, after, before = _trained(tiled, count, options)
+    expected, truth, last, first = _trained(whole, count, options)
+    torch.testing.assert_close(before, first, rtol=1e-6, atol=1e-6)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    for name, value in truth.items():
+        torch.testing.assert_close(values[name], value, rtol=1e-6, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+    torch.testing.assert_close(after, last, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("world_size", "compute"), [(2, "eager"), (2, "inductor"), (4, "eager")])
+def test_tiles_train_as_whole_parameters(world_size: int, compute: str, tmp_path: Path) -> None:
+    tiled = planned(tmp_path / "tiled.json", world_size, 3)
+    whole = planned(tmp_path / "whole.json", world_size, 1)
+    run(world_size, _tiled_and_whole, tiled, whole, 20, {"compute": compute})
+
+
+NVME, HOST = Homes("nvme", "nvme", "nvme"), Homes("host", "host", "host")
+
+
+def _equal(plans: list[tuple[Path, dict[str, Any]]], count: int) -> list[float]:
+    """Trainings that are the same to the bit; returns the losses."""
+    losses, values, after, before = _trained(*plans[0][:1], count, plans[0][1])
+    for plan, options in plans[1:]:
+        found = _trained(plan, count, options)
+        assert found[0] == losses
+        assert torch.equal(found[2], after) and torch.equal(found[3], before)
+        assert found[1].keys() == values.keys()
+        for name, value in values.items():
+            assert torch.equal(found[1][name], value), name
+    return losses
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_same_tiles_train_alike_wherever_they_live(world_size: int, tmp_path: Path) -> None:
+    there = {"path": str(tmp_path), "nvme": "8MiB"}
+    homes = {"nvme": (NVME, there), "host": (HOST, {}), "behind": (Homes("host", "nvme", "nvme"), there)}
+    homes |= {"here": (Homes(), {})} if world_size > 1 else {}  # a lone rank has nothing to gather in memory
+    plans = [(planned(tmp_path / f"{n}.json", world_size, 3, h), more) for n, (h, more) in homes.items()]
+    whole = planned(tmp_path / "whole.json", world_size, 1, NVME)
+    found = run(world_size, _equal, plans, 4)
+    run(world_size, _tiled_and_whole, plans[0][0], whole, 4, there)
+    assert all(losses == found[0] for losses in found)
+
+
+def _accumulated(training: Training) -> list[Tensor]:
+    """Gradients of micro-batches, of which all but the last are held back; then of a step whose first are dropped."""
+    found = []
+    for dropped in (False, True):
+        with training.backend.no_sync():
+            training.backward(1)
+            training.backward(2)
+            if dropped:
+                training.optimizer.zero_grad()
+        training.backward(3)
+        found += [full(p.grad) for p in training.model.parameters() if p.grad is not None]
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    return found
+
+
+def _accumulate(tiled: Path, whole: Path, options: dict[str, Any]) -> None:
+    for found, expected in zip(
+        _accumulated(Training(tiled, **options)), _accumulated(Training(whole, **options)), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("homes", [Homes(), NVME], ids=["here", "nvme"])
+def test_gradients_that_no_sync_holds_back(homes: Homes, tmp_path: Path) -> None:
+    options = {"path": str(tmp_path), "nvme": "8MiB"} if homes.away else {}
+    tiled, whole = (planned(tmp_path / f"{tiles}.json", 2, tiles, homes) for tiles in (3, 1))
+    run(2, _accumulate, tiled, whole, options)
+
+
+def _updated_inside(plan: Path, options: dict[str, Any]) -> None:
+    found = []
+    for overlap in (False, True):
+        training = Training(plan, **options)
+        params = [p for p in training.model.parameters() if p.requires_grad]
+        training.optimizer = zerograph.optim.AdamW(params, lr=1e-3, overlap=overlap, skip_nonfinite=False)
+        training.steps(3)
+        found.append(training.result())
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+
+
+@pytest.mark.parametrize("homes", [Homes(), NVME], ids=["here", "nvme"])
+def test_updates_inside_of_backwards(homes: Homes, tmp_path: Path) -> None:
+    options = {"path": str(tmp_path), "nvme": "8MiB"} if homes.away else {}
+    run(2, _updated_inside, planned(tmp_path / "plan.json", 2, 3, homes), options)
+
+
+def _sizes(tiled: Path, whole: Path) -> None:
+    ours, truth = Training(tiled), Training(whole)
+    for training in (ours, truth):
+        for rows in (2, 3, 5, 1):  # the second number makes a dynamic graph
+            training.backward(rows, rows)
+        x = torch.randn(1, 24, generator=torch.Generator().manual_seed(3))
+        training.compiled(x).sum().backward()  # one token
+        training.compiled(x[:0]).sum().backward()  # none
+    assert ours.losses == pytest.approx(truth.losses, rel=1e-6)
+    for (name, p), q in zip(ours.model.named_parameters(), truth.model.parameters(), strict=True):
+        if q.grad is not None:
+            torch.testing.assert_close(
+                full(p.grad), full(q.grad), rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+            )
+
+
+def test_batches_of_other_sizes_of_one_token_and_of_none(tmp_path: Path) -> None:
+    tiled, whole = (planned(tmp_path / f"{tiles}.json", 2, tiles) for tiles in (3, 1))
+    run(2, _sizes, tiled, whole)
+
+
+def _in_16_bits(tiled: Path, whole: Path) -> None:
+    ours, truth = (_trained(plan, 5, {"dtype": torch.bfloat16}) for plan in (tiled, whole))
+    assert ours[0] == pytest.approx(truth[0], rel=1e-2)
+    for name, value in truth[1].items():
+        torch.testing.assert_close(ours[1][name], value, rtol=1e-2, atol=1e-2)
+
+
+def test_computing_in_16_bits(tmp_path: Path) -> None:
+    tiled, whole = (planned(tmp_path / f"{tiles}.json", 2, tiles, dtype=torch.bfloat16) for tiles in (3, 1))
+    run(2, _in_16_bits, tiled, whole)
+
+
+def _asked(wanted: Any, tiles: dict[str, int]) -> None:
+    losses = []
+    for tile in (wanted, "off"):
+        training = Training(None, stage=3, bucket_size=2000, tile=tile)
+        training.steps(3)
+        losses.append(training.losses)
+        if tile != "off":
+            found = {b.params[0]: b.tiles for b in training.backend.report().buckets if b.tiles > 1}
+            assert found == tiles
+            assert training.backend.report().peak_whole_buckets == 2  # a tile counts as a bucket, and prefetch is 1
+            assert "up.weight" not in tiles or "in 5 tiles of 1" in str(training.backend.report())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "tiles"),
+    [
+        (5, dict.fromkeys(("up.weight", "down.weight", "twice.weight", "frozen.weight"), 5)),
+        ({"up.*": 5, "head.weight": 2}, {"up.weight": 5, "head.weight": 2}),
+    ],
+)
+def test_a_backend_is_asked_for_tiles(wanted: Any, tiles: dict[str, int]) -> None:
+    run(2, _asked, wanted, tiles)
+
+
+def _refuses() -> None:
+    table = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+    for wanted, told in (
+        ({"0.*": 2}, r"tile= wants 0.weight \[8, 4\] in 2 tiles, and not only linear layers use it"),
+        ({"1.*": 3}, r"tile= wants 1.weight \[4, 4\] in 3 tiles, and each of 2 ranks has 2 rows of it"),
+        ({"none.*": 2}, r"the pattern 'none.\*', and no parameter of the model is called so"),
+    ):
+        torch._dynamo.reset()
+        compiled = torch.compile(table, backend=zerograph.backend(stage=3, compute="eager", tile=wanted))
+        with pytest.raises(ConfigError, match=told):
+            compiled(torch.zeros(2, dtype=torch.long))
+
+
+def test_what_cannot_be_in_tiles_is_named() -> None:
+    run(2, _refuses)
+
+
+def _differently() -> str:
+    with pytest.raises((CollectiveMismatch, RankError)) as error:
+        Training(None, stage=3, bucket_size=2000, tile=2 + dist.get_rank()).backward(0)
+    return str(error.value)
+
+
+def test_ranks_that_differ_in_their_tiles_hear_of_which(tmp_path: Path) -> None:
+    assert any("up.weight rows 0 to" in told for told in run(2, _differently, fresh=True))
+
+
+def _recomputed(recompute: str) -> None:
+    losses = []
+    for tile in (3, "off"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = GPT(loss=True, depth=2)
+        backend = zerograph.backend(stage=3, compute="eager", recompute=recompute, bucket_size=3000, tile=tile)
+        model.compile(backend=backend)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for step in range(3):
+            ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(step + dist.get_rank()))
+            loss = model(ids)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(found)
+        assert any(b.tiles > 1 for b in backend.report().buckets) == (tile == 3)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_layers_that_repeat_and_are_recomputed(recompute: str) -> None:
+    run(2, _recomputed, recompute)
+
+
+def test_forecasts_count_one_tile_after_another() -> None:
+    def make() -> tuple[nn.Module, tuple[Tensor]]:
+        return nn.Linear(1024, 2048), (torch.zeros(2, 1024),)
+
+    peaks = []
+    for tile in (1, 8):
+        found = compile_only(make, world_size=2, bucket_size=4, tile=tile)
+        file = forecast_file("tests", found, machine_named("cpu"))
+        assert not file.unexecuted
+        peaks.append(file.forecast.peaks["device"].bytes)
+    # Of 8 MiB that are gathered, and of as many that are reduced, an eighth is there, or two.
+    assert peaks[1] < peaks[0] - 5 * 2**20

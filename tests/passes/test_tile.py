@@ -1,0 +1,302 @@
+"""Parameters that are used in tiles."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from graphs import Builder, plan, show
+from torch import fx
+
+from zerograph.core.errors import ConfigError
+from zerograph.core.plan import Plan, tile_params
+from zerograph.graph.nodes import Tile, markers
+from zerograph.graph.ops import UNSHARD
+from zerograph.passes import gather, reduce, tile, verify
+
+aten = torch.ops.aten
+
+
+def in_tiles(gm: fx.GraphModule, tiles: int = 2, **options: Any) -> Plan:
+    """A plan with ``w`` in tiles, and a bucket for ``b`` where the graph has it."""
+    others = [m.name for m in markers(gm.graph, UNSHARD) if m.name != "w"]
+    found = plan(gm, "w", *others, **options)
+    return replace(found, buckets=(replace(found.buckets[0], tiles=tiles), *found.buckets[1:]))
+
+
+def forward(rows: int, world_size: int = 2, bias: bool = False) -> fx.GraphModule:
+    b = Builder(world_size)
+    x = b.input("x", 3, 4)
+    (w,) = b.params("w", shape=(rows, 4))
+    added = b.params("b", shape=(rows,)) if bias else []
+    turned = b.call(aten.permute.default, w, [1, 0])
+    return b.output(b.call(aten.addmm.default, *added, x, turned) if bias else b.mm(x, turned))
+
+
+def test_columns_of_each_tile_are_placed_beside_those_of_the_other_ranks() -> None:
+    gm = forward(8)
+    p = in_tiles(gm)
+    assert tile(gm, p) == 2
+    assert_expected_inline(
+        show(gm),
+        """\
+unshard_default = unshard(w_shard, w)
+permute_default_1 = permute(unshard_default, [1, 0])
+mm_default_1 = mm(x, permute_default_1)
+view_default = view(mm_default_1, [3, 2, 2])
+place_default = place([view_default], None, [-1, 2, 4], 2, 0)
+unshard_default_1 = unshard(w_shard, w)
+permute_default_2 = permute(unshard_default_1, [1, 0])
+mm_default_2 = mm(x, permute_default_2)
+view_default_1 = view(mm_default_2, [3, 2, 2])
+place_default_1 = place([view_default_1], place_default, [-1, 2, 4], 2, 2)
+view_default_2 = view(place_default_1, [3, 8])
+return [view_default_2]""",
+    )
+    assert [m.tile for m in markers(gm.graph, UNSHARD)] == [
+        Tile(i, param) for i, param in enumerate(tile_params(p.buckets[0].params[0], 2, 2))
+    ]
+
+
+def test_a_tile_is_gathered_as_a_bucket() -> None:
+    gm = forward(8)
+    p = in_tiles(gm)
+    tile(gm, p)
+    assert gather(gm, p) == 2
+    verify(gm, p)
+    assert_expected_inline(
+        show(gm),
+        """\
+gather_default = gather([w_shard], 0, 0)
+wait_gather_default = wait_gather(gather_default, [w_shard], 0, 0)
+getitem = getitem(wait_gather_default, 0)
+permute_default_3 = permute(getitem, [1, 0])
+mm_default_1 = mm(x, permute_default_3)
+view_default = view(mm_default_1, [3, 2, 2])
+place_default = place([view_default], None, [-1, 2, 4], 2, 0)
+free_default = free([getitem], 0, 0)
+gather_default_1 = gather([w_shard], 0, 1)
+wait_gather_default_1 = wait_gather(gather_default_1, [w_shard], 0, 1)
+getitem_1 = getitem(wait_gather_default_1, 0)
+permute_default_4 = permute(getitem_1, [1, 0])
+mm_default_2 = mm(x, permute_default_4)
+view_default_1 = view(mm_default_2, [3, 2, 2])
+place_default_1 = place([view_default_1], place_default, [-1, 2, 4], 2, 2)
+view_default_2 = view(place_default_1, [3, 8])
+free_default_1 = free([getitem_1], 0, 1)
+return [view_default_2]""",
+    )
+
+
+def test_rows_that_do_not_divide_are_padded_and_cut_off() -> None:
+    gm = forward(7, bias=True)
+    assert tile(gm, in_tiles(gm)) == 2
+    assert_expected_inline(
+        show(gm),
+        """\
+b_full = unshard(b_shard, b)
+constant_pad_nd_default = constant_pad_nd(b_full, [0, 1])
+view_default = view(constant_pad_nd_default, [2, 4])
+unshard_default = unshard(w_shard, w)
+view_default_1 = view(view_default, 1, 0, 2)
+clone_default = clone(view_default_1, torch.contiguous_format)
+view_default_2 = view(clone_default, [4])
+permute_default_1 = permute(unshard_default, [1, 0])
+addmm_default_1 = addmm(view_default_2, x, permute_default_1)
+view_default_3 = view(addmm_default_1, [3, 2, 2])
+place_default = place([view_default_3], None, [-1, 2, 4], 2, 0)
+unshard_default_1 = unshard(w_shard, w)
+view_default_4 = view(view_default, 1, 2, 4)
+clone_default_1 = clone(view_default_4, torch.contiguous_format)
+view_default_5 = view(clone_default_1, [4])
+permute_default_2 = permute(unshard_default_1, [1, 0])
+addmm_default_2 = addmm(view_default_5, x, permute_default_2)
+view_default_6 = view(addmm_default_2, [3, 2, 2])
+place_default_1 = place([view_default_6], place_default, [-1, 2, 4], 2, 2)
+view_default_7 = view(place_default_1, [3, 8])
+slice_tensor = slice(view_default_7, 1, 0, 7)
+clone_default_2 = clone(slice_tensor, torch.contiguous_format)
+return [clone_default_2]""",
+    )
+
+
+def test_a_lone_rank_has_nothing_beside_its_own() -> None:
+    gm = forward(7, world_size=1, bias=True)
+    assert tile(gm, in_tiles(gm, world_size=1)) == 2
+    assert_expected_inline(
+        show(gm),
+        """\
+b_full = unshard(b_shard, b)
+clone_default = clone(b_full)
+unshard_default = unshard(w_shard, w)
+view_default = view(clone_default, 0, 0, 3)
+permute_default_1 = permute(unshard_default, [1, 0])
+addmm_default_1 = addmm(view_default, x, permute_default_1)
+place_default = place([addmm_default_1], None, [-1, 7], 1, 0)
+unshard_default_1 = unshard(w_shard, w)
+view_default_1 = view(clone_default, 0, 3, 7)
+permute_default_2 = permute(unshard_default_1, [1, 0])
+addmm_default_2 = addmm(view_default_1, x, permute_default_2)
+place_default_1 = place([addmm_default_2], place_default, [-1, 7], 1, 3)
+return [place_default_1]""",
+    )
+
+
+def backward(dtype: torch.dtype = torch.float32) -> fx.GraphModule:
+    b = Builder()
+    x, grad = b.input("x", 3, 4, dtype=dtype), b.input("grad", 3, 7, dtype=dtype)
+    (w,) = b.params("w", shape=(7, 4), dtype=dtype)
+    one = b.mm(grad, w)
+    both = b.call(aten.add.Tensor, b.mm(b.call(aten.permute.default, grad, [1, 0]), x), _transposed(b, x, grad))
+    return b.output(one, b.reduce_grad(both, w))
+
+
+def _transposed(b: Builder, x: fx.Node, grad: fx.Node) -> fx.Node:
+    return b.call(aten.permute.default, b.mm(b.call(aten.permute.default, x, [1, 0]), grad), [1, 0])
+
+
+def test_gradients_of_inputs_are_added_up_and_those_of_parameters_reduced_by_tile() -> None:
+    gm = backward()
+    p = in_tiles(gm)
+    assert tile(gm, p) == 4
+    assert_expected_inline(
+        show(gm),
+        """\
+constant_pad_nd_default = constant_pad_nd(grad, [0, 1])
+view_default = view(constant_pad_nd_default, [3, 2, 4])
+unshard_default = unshard(w_shard, w)
+view_default_1 = view(view_default, 2, 0, 2)
+clone_default = clone(view_default_1, torch.contiguous_format)
+view_default_2 = view(clone_default, [3, 4])
+accumulate_default = accumulate([view_default_2, unshard_default], None)
+unshard_default_1 = unshard(w_shard, w)
+view_default_3 = view(view_default, 2, 2, 4)
+clone_default_1 = clone(view_default_3, torch.contiguous_format)
+view_default_4 = view(clone_default_1, [3, 4])
+accumulate_default_1 = accumulate([view_default_4, unshard_default_1], accumulate_default)
+permute_default_1 = permute(x, [1, 0])
+constant_pad_nd_default_1 = constant_pad_nd(grad, [0, 1])
+view_default_5 = view(constant_pad_nd_default_1, [3, 2, 4])
+constant_pad_nd_default_2 = constant_pad_nd(grad, [0, 1])
+view_default_6 = view(constant_pad_nd_default_2, [3, 2, 4])
+view_default_7 = view(view_default_5, 2, 0, 2)
+clone_default_2 = clone(view_default_7, torch.contiguous_format)
+view_default_8 = view(clone_default_2, [3, 4])
+permute_default_3 = permute(view_default_8, [1, 0])
+mm_default_3 = mm(permute_default_3, x)
+view_default_9 = view(view_default_6, 2, 0, 2)
+clone_default_3 = clone(view_default_9, torch.contiguous_format)
+view_default_10 = view(clone_default_3, [3, 4])
+mm_default_4 = mm(permute_default_1, view_default_10)
+permute_default_4 = permute(mm_default_4, [1, 0])
+add_tensor_1 = add(mm_default_3, permute_default_4)
+reduce_grad_default_1 = reduce_grad(add_tensor_1, w)
+place_default = place([reduce_grad_default_1], None, [4, 4], 0, 0)
+view_default_11 = view(view_default_5, 2, 2, 4)
+clone_default_4 = clone(view_default_11, torch.contiguous_format)
+view_default_12 = view(clone_default_4, [3, 4])
+permute_default_5 = permute(view_default_12, [1, 0])
+mm_default_5 = mm(permute_default_5, x)
+view_default_13 = view(view_default_6, 2, 2, 4)
+clone_default_5 = clone(view_default_13, torch.contiguous_format)
+view_default_14 = view(clone_default_5, [3, 4])
+mm_default_6 = mm(permute_default_1, view_default_14)
+permute_default_6 = permute(mm_default_6, [1, 0])
+add_tensor_2 = add(mm_default_5, permute_default_6)
+reduce_grad_default_2 = reduce_grad(add_tensor_2, w)
+place_default_1 = place([reduce_grad_default_2], place_default, [4, 4], 0, 2)
+return [accumulate_default_1, place_default_1]""",
+    )
+    gather(gm, p)
+    assert reduce(gm, p) == 2
+    verify(gm, p)
+    assert_expected_inline(
+        show(gm),
+        """\
+constant_pad_nd_default = constant_pad_nd(grad, [0, 1])
+view_default = view(constant_pad_nd_default, [3, 2, 4])
+view_default_1 = view(view_default, 2, 0, 2)
+clone_default = clone(view_default_1, torch.contiguous_format)
+view_default_2 = view(clone_default, [3, 4])
+gather_default = gather([w_shard], 0, 0)
+wait_gather_default = wait_gather(gather_default, [w_shard], 0, 0)
+getitem = getitem(wait_gather_default, 0)
+accumulate_default = accumulate([view_default_2, getitem], None)
+view_default_3 = view(view_default, 2, 2, 4)
+clone_default_1 = clone(view_default_3, torch.contiguous_format)
+view_default_4 = view(clone_default_1, [3, 4])
+free_default = free([getitem], 0, 0)
+gather_default_1 = gather([w_shard], 0, 1)
+wait_gather_default_1 = wait_gather(gather_default_1, [w_shard], 0, 1)
+getitem_1 = getitem(wait_gather_default_1, 0)
+accumulate_default_1 = accumulate([view_default_4, getitem_1], accumulate_default)
+permute_default_1 = permute(x, [1, 0])
+constant_pad_nd_default_1 = constant_pad_nd(grad, [0, 1])
+view_default_5 = view(constant_pad_nd_default_1, [3, 2, 4])
+constant_pad_nd_default_2 = constant_pad_nd(grad, [0, 1])
+view_default_6 = view(constant_pad_nd_default_2, [3, 2, 4])
+view_default_7 = view(view_default_5, 2, 0, 2)
+clone_default_2 = clone(view_default_7, torch.contiguous_format)
+view_default_8 = view(clone_default_2, [3, 4])
+permute_default_3 = permute(view_default_8, [1, 0])
+mm_default_3 = mm(permute_default_3, x)
+view_default_9 = view(view_default_6, 2, 0, 2)
+clone_default_3 = clone(view_default_9, torch.contiguous_format)
+view_default_10 = view(clone_default_3, [3, 4])
+mm_default_4 = mm(permute_default_1, view_default_10)
+permute_default_4 = permute(mm_default_4, [1, 0])
+add_tensor_1 = add(mm_default_3, permute_default_4)
+reduce_default = reduce([add_tensor_1], 0, 0)
+view_default_11 = view(view_default_5, 2, 2, 4)
+clone_default_4 = clone(view_default_11, torch.contiguous_format)
+view_default_12 = view(clone_default_4, [3, 4])
+permute_default_5 = permute(view_default_12, [1, 0])
+mm_default_5 = mm(permute_default_5, x)
+view_default_13 = view(view_default_6, 2, 2, 4)
+clone_default_5 = clone(view_default_13, torch.contiguous_format)
+view_default_14 = view(clone_default_5, [3, 4])
+mm_default_6 = mm(permute_default_1, view_default_14)
+permute_default_6 = permute(mm_default_6, [1, 0])
+add_tensor_2 = add(mm_default_5, permute_default_6)
+wait_reduce_default = wait_reduce(reduce_default, [add_tensor_1], 0, 0)
+getitem_2 = getitem(wait_reduce_default, 0)
+place_default = place([getitem_2], None, [4, 4], 0, 0)
+reduce_default_1 = reduce([add_tensor_2], 0, 1)
+free_default_1 = free([getitem_1], 0, 1)
+wait_reduce_default_1 = wait_reduce(reduce_default_1, [add_tensor_2], 0, 1)
+getitem_3 = getitem(wait_reduce_default_1, 0)
+place_default_1 = place([getitem_3], place_default, [4, 4], 0, 2)
+return [accumulate_default_1, place_default_1]""",
+    )
+
+
+def test_sums_of_16_bits_are_rounded_once() -> None:
+    gm = backward(torch.bfloat16)
+    tile(gm, in_tiles(gm))
+    sums = gm.graph.find_nodes(op="call_function", target=torch.ops.zg.accumulate.default)
+    assert {node.meta["val"].dtype for node in sums} == {torch.float32}
+    (result, _) = next(iter(gm.graph.find_nodes(op="output"))).args[0]
+    assert result.meta["val"].dtype == torch.bfloat16
+
+
+def test_what_needs_a_parameter_whole_is_named() -> None:
+    b = Builder()
+    (w,) = b.params("w", shape=(8, 4))
+    gm = b.output(b.call(aten.mm.default, b.input("x", 3, 8), w), b.call(aten.sum.default, w))
+    with pytest.raises(ConfigError, match=r"w is planned in 2 tiles, and aten.sum.default needs it whole"):
+        tile(gm, in_tiles(gm))
+    b = Builder()
+    (w,) = b.params("w", shape=(8, 4))
+    gm = b.output(b.reduce_grad(b.call(aten.neg.default, b.input("grad", 8, 4)), w))
+    with pytest.raises(ConfigError, match=r"w is planned in 2 tiles, and aten.neg.default needs it whole"):
+        tile(gm, in_tiles(gm))
+
+
+def test_what_is_not_in_tiles_stays_as_it_is() -> None:
+    gm = forward(8)
+    before = show(gm)
+    assert tile(gm, plan(gm, "w")) == 0
+    assert show(gm) == before

@@ -1,0 +1,121 @@
+"""Which parameters can be used in tiles of their rows: those that nothing but linear layers use.
+
+Of ``W`` of shape [out, in] these make ``x @ W.T``, a bias added or not, of which a tile of its rows makes columns; in
+the backward ``dY @ W``, of which it makes a term; and the gradient ``dY.T @ x``, of which it has rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from zerograph.graph.nodes import Marker, is_identity_view, markers
+from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
+
+aten = torch.ops.aten
+
+
+@dataclass(slots=True)
+class Products:
+    """What a graph computes of one parameter.
+
+    Attributes:
+        outputs: products ``x @ W.T``.
+        inputs: products ``dY @ W``.
+        other: what can be done with the whole parameter only; None where nothing is.
+    """
+
+    outputs: list[fx.Node] = field(default_factory=list)
+    inputs: list[fx.Node] = field(default_factory=list)
+    other: fx.Node | None = None
+
+
+def tilable(graph: fx.Graph) -> Iterator[str]:
+    """Names of the parameters that ``graph``, a whole step or a part of it, can use in tiles."""
+    refused = {m.name for m in markers(graph, REDUCE_GRAD) if other_than_rows(m.source) is not None}
+    read = dict[str, bool]()
+    for marker in markers(graph, UNSHARD):
+        linear = marker.sharded and marker.node.meta["val"].dim() == 2 and products_of(marker).other is None
+        read[marker.name] = read.get(marker.name, True) and linear
+    return (name for name, linear in read.items() if linear and name not in refused)
+
+
+def products_of(marker: Marker) -> Products:
+    """What its graph computes of the parameter of an ``unshard`` marker."""
+    found = Products()
+    _follow(marker.node, False, found)
+    return found
+
+
+def _follow(node: fx.Node, transposed: bool, found: Products) -> None:
+    for user in node.users:
+        if is_transpose(user):
+            _follow(user, not transposed, found)
+        elif is_identity_view(user):
+            _follow(user, transposed, found)
+        elif transposed and _is_linear(user, node):
+            found.outputs.append(user)
+        elif not transposed and user.target is aten.mm.default and _is_last_alone(user, node):
+            found.inputs.append(user)
+        else:
+            found.other = user
+
+
+def is_transpose(node: fx.Node) -> bool:
+    """Whether ``node`` is the transpose of a matrix."""
+    if node.target is aten.permute.default:
+        return list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
+    return node.target is aten.t.default
+
+
+def _is_linear(user: fx.Node, weight: fx.Node) -> bool:
+    if user.target is aten.addmm.default:
+        bias: fx.Node = user.args[0]  # type: ignore[assignment]
+        return not user.kwargs and bias.meta["val"].dim() == 1 and _is_last_alone(user, weight)
+    return user.target is aten.mm.default and _is_last_alone(user, weight)
+
+
+def _is_last_alone(user: fx.Node, weight: fx.Node) -> bool:
+    return user.args[-1] is weight and weight not in user.args[:-1]
+
+
+def other_than_rows(grad: fx.Node, transposed: bool = False) -> fx.Node | None:
+    """The first node in what makes a full gradient of which no rows can be computed alone; None where there is none.
+
+    A gradient is a product, or a sum of such, transposed or not, cast or not. ``transposed``: ``grad`` is that of the
+    transpose.
+    """
+    if is_transpose(grad):
+        return other_than_rows(grad.args[0], not transposed)  # type: ignore[arg-type]
+    if is_identity_view(grad) or is_cast(grad):
+        return other_than_rows(grad.args[0], transposed)  # type: ignore[arg-type]
+    if is_sum(grad):
+        parts = (other_than_rows(part, transposed) for part in grad.args[:2])  # type: ignore[arg-type]
+        return next((part for part in parts if part is not None), None)
+    return None if is_product(grad) else grad
+
+
+def is_cast(node: fx.Node) -> bool:
+    """Whether ``node`` is its argument in another dtype."""
+    return node.target is torch.ops.prims.convert_element_type.default
+
+
+def is_sum(node: fx.Node) -> bool:
+    """Whether ``node`` adds up two tensors of one shape."""
+    if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(a, fx.Node) for a in node.args):
+        return False
+    shape = node.meta["val"].shape
+    return all(a.meta["val"].shape == shape for a in node.args)  # type: ignore[union-attr]
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether ``node`` is a product of two matrices; Inductor multiplies a column by a row where there is one token."""
+    if node.target is aten.mm.default:
+        return True
+    if node.target is not aten.mul.Tensor or not all(isinstance(a, fx.Node) for a in node.args):
+        return False
+    shapes = [a.meta["val"].shape for a in node.args]  # type: ignore[union-attr]
+    return all(len(shape) == 2 for shape in shapes) and (shapes[0][1], shapes[1][0]) == (1, 1)
