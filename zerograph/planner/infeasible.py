@@ -225,10 +225,10 @@ def _placements(wish: Wish, machine: Machine) -> Iterator[tuple[str, Wish]]:
         for tier in wish.executable.activations:
             if machine.capacity(tier, wish.world_size):
                 yield f'activations="{tier}"', replace(wish, saved=tier)
+    if wish.executable is not None and isinstance(wish.loss, int):
+        yield 'loss_tiles="auto"', replace(wish, loss="auto")
     if wish.offload == "auto":
-        if wish.executable is not None:
-            yield "tiles of the loss" + _PLANNED, replace(wish, executable=None)
-        elif wish.tier is not None:
+        if wish.executable is None and wish.tier is not None:
             yield "offload to any tier" + _PLANNED, replace(wish, tier=None)
         return
     kinds: list[Offload] = [kind for level, kind in enumerate(OFFLOADS) if 0 < level <= wish.sharding]
