@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zerograph.core.plan import Plan
 from zerograph.core.step import layer_of_activation, layers_of
 from zerograph.graph.layers import module_of
-from zerograph.graph.nodes import Activation, backward_nodes, broken, is_size, is_view, readings_of_overwritten
+from zerograph.graph.nodes import Activation, backward_nodes, is_size, is_view, readings_of_overwritten
 from zerograph.graph.ops import UNSHARD
 from zerograph.graph.token_region import NotByToken, head_of, region_of
 from zerograph.graph.torch_private import SEEDS, WITH_EFFECTS
@@ -120,7 +120,10 @@ def _recompute_loss(forward: list[fx.Node], plan: Plan) -> None:
     try:
         region = region_of(head, set(forward).__contains__)
     except NotByToken as error:
-        raise broken(error.node, f"{error}, and the plan has its loss in {plan.loss_tiles} tiles") from None
+        # Of another batch's size, or what Inductor's passes made of it.
+        tiles = f"{plan.loss_tiles} tiles of the loss were planned"
+        log.warning("%s, and logits exist for all tokens at once, because %s", tiles, error)
+        return
     for node in region.nodes:
         if region.is_large(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

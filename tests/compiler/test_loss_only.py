@@ -86,6 +86,43 @@ def test_logits_of_a_loss_that_is_computed_outside_stay(caplog: pytest.LogCaptur
     assert "compute it in the forward" in caplog.text
 
 
+class Broken(nn.Module):
+    """A loss of hidden states, a graph break, and logits of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 50)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.body(x)
+        aux = hidden.square().mean()
+        torch._dynamo.graph_break()
+        return F.cross_entropy(self.head(hidden), labels) + aux
+
+
+class Routed(nn.Module):
+    """A loss of its own beside logits, whose loss the user computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 50)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.body(x)
+        return hidden.square().mean(), self.head(hidden)
+
+
+def test_what_the_users_code_goes_on_with_stays() -> None:
+    torch.manual_seed(0)
+    x, labels = torch.randn(4, 8), torch.arange(4)
+    broken, routed = Broken(), Routed()
+    wanted = broken(x, labels)
+    compiled(broken, loss_only=True)  # type: ignore[arg-type]
+    torch.testing.assert_close(broken(x, labels), wanted)
+    compiled(routed, loss_only=True)  # type: ignore[arg-type]
+    assert routed(x)[1].shape == (4, 50)
+
+
 def test_of_two_losses_nobody_knows_which_one_is_meant() -> None:
     model = Model(losses=2)
     compiled(model, loss_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import pytest
@@ -88,6 +89,14 @@ def test_what_is_large_and_made_for_logits_is_made_by_tile_too() -> None:
     assert (mask, words) not in region.given and region.given[expanded, wanted] == Tokens(0, 1)
 
 
+def test_a_reduction_over_all_dimensions_sums_over_tokens() -> None:
+    b = Builder()
+    logits = head(b)
+    total = b.call(aten.sum.dim_IntList, b.call(aten.mul.Tensor, logits, logits), None)
+    b.output(total)
+    assert region_of(logits).tokens[total] is None
+
+
 def returned(b: Builder, logits: fx.Node) -> fx.Node:
     return logits
 
@@ -104,6 +113,11 @@ def summed_up(b: Builder, logits: fx.Node) -> fx.Node:
     return b.call(aten.cumsum.default, logits, 0)
 
 
+def parts(b: Builder, logits: fx.Node) -> fx.Node:
+    """An operator of two results."""
+    return b.call(operator.getitem, b.call(aten.max.dim, logits, 1), 0)
+
+
 def by_position(b: Builder, logits: fx.Node) -> fx.Node:
     """Another weight for each position, alike in all sequences."""
     return b.call(aten.mul.Tensor, b.call(aten.view.default, logits, [3, 4, WORDS]), b.input("w", 4, 1))
@@ -116,6 +130,7 @@ def by_position(b: Builder, logits: fx.Node) -> fx.Node:
         (softmax_over_tokens, "does more than sum over tokens"),
         (shifted, "is not known to treat every token by itself"),
         (summed_up, "is not known to treat every token by itself"),
+        (parts, "makes several tensors"),
         (by_position, "takes batch and sequence apart"),
     ],
 )

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import zerograph
 from zerograph.core.errors import ConfigError
+from zerograph.core.program import Accumulate
 
 transformers = pytest.importorskip("transformers", reason="the optional extra transformers is not installed")
 pytest.importorskip("accelerate", reason="the optional extra transformers is not installed")
@@ -46,7 +47,9 @@ def arguments(path: str, **options: Any) -> Any:
     return transformers.TrainingArguments(path, **(given | options))
 
 
-def trainer(path: str, stage: int | None, model: Any, keep: str = "FULL_STATE_DICT", **options: Any) -> Any:
+def trainer(
+    path: str, stage: int | None, model: Any, keep: str = "FULL_STATE_DICT", tiles: int = 1, **options: Any
+) -> Any:
     """``stage`` None: Trainer as it is, which wraps in DDP."""
     quiet()
     parts = {
@@ -57,7 +60,8 @@ def trainer(path: str, stage: int | None, model: Any, keep: str = "FULL_STATE_DI
     }
     if stage is None:
         return transformers.Trainer(**parts)
-    return Trainer(**parts, backend=zerograph.backend(stage=stage, compute="eager"), state_dict_type=keep)
+    backend = zerograph.backend(stage=stage, compute="eager", loss_tiles=tiles)
+    return Trainer(**parts, backend=backend, state_dict_type=keep)
 
 
 class Look(transformers.TrainerCallback):
@@ -205,6 +209,19 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"save_only_model": True, "load_best_model_at_end": True}, "FULL_STATE_DICT", "load_best_model_at_end"),
     ({"save_only_model": True}, "SHARDED_STATE_DICT", "sharded checkpoints"),
 ]
+
+
+def _tiled(path: str) -> tuple[int, dict[str, int]]:
+    found = trainer(path, 3, llama(), tiles=3, eval_strategy="no", max_steps=1)
+    found.train()
+    report = found._backend.report()
+    return sum(isinstance(i, Accumulate) for i in found._backend.program["backward"].instructions), report.graph_breaks
+
+
+def test_a_step_is_one_graph_whose_logits_are_in_tiles(tmp_path: Path) -> None:
+    """The model returns logits, which Trainer does not read in training."""
+    for sums, breaks in run(2, _tiled, str(tmp_path)):
+        assert sums == 3 and not breaks
 
 
 def _refused(path: str) -> None:

@@ -37,8 +37,8 @@ def _stage(text: str) -> int | str:
 
 
 _OFFLOADED = (
-    "What may leave the device; each includes those before it. Plans run with NVMe on CPUs, and with shards on the host "
-    "on GPUs."
+    "What may leave the device; each includes those before it. Plans run with NVMe on CPUs, with shards on the host on "
+    "GPUs."
 )
 _SAVED = "Where what layers save waits for the backward; auto keeps it on the device, or chooses with --offload."
 _CHOSEN = "chosen at stage auto and with --offload"

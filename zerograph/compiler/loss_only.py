@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerograph.compiler.torch_private import ends_at_graph_break
 from zerograph.graph.nodes import output_of
 
 Compiled = Callable[..., Any]
@@ -20,16 +21,20 @@ Compiled = Callable[..., Any]
 def return_loss_only(gm: fx.GraphModule) -> Callable[[Compiled], Compiled]:
     """Take out of Dynamo's graph ``gm`` what it returns beside its one loss; nothing where it has none, or several.
 
-    That is what a gradient reaches and has two dimensions or more. Numbers and vectors stay, as those of metrics.
+    That is what a gradient reaches, has two dimensions or more, and the loss was made of: logits, keys and values. What
+    a graph break cuts off returns to the user's code, and stays.
 
     Returns:
         what makes of the compiled graph one that returns None in the place of what was taken out.
     """
     output = output_of(gm.graph)
     values: Sequence[Any] = output.args[0]  # type: ignore[assignment]
-    ranks = [_rank(value) for value in values]
-    others = {i for i, rank in enumerate(ranks) if rank >= 2}
-    if ranks.count(0) != 1 or not others:
+    losses = [value for value in values if _rank(value) == 0]
+    others = set[int]()
+    if len(losses) == 1 and not ends_at_graph_break(gm):
+        behind = _ancestors(losses[0])
+        others = {i for i, value in enumerate(values) if _rank(value) >= 2 and value in behind}
+    if not others:
         return lambda compiled: compiled
     kept = [i for i in range(len(values)) if i not in others]
     output.args = (tuple(values[i] for i in kept),)
@@ -45,6 +50,16 @@ def return_loss_only(gm: fx.GraphModule) -> Callable[[Compiled], Compiled]:
         return call
 
     return restored
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """What ``node`` was made of."""
+    found, queue = set[fx.Node](), [node]
+    while queue:
+        fresh = set(queue.pop().all_input_nodes) - found
+        found |= fresh
+        queue += fresh
+    return found
 
 
 def _rank(value: Any) -> int:

@@ -613,3 +613,10 @@ class _Valid:
 
     def __getitem__(self, index: int) -> Any:
         return next(itertools.islice(self, index, None))
+
+
+def ends_at_graph_break(gm: fx.GraphModule) -> bool:
+    """Whether the user's code goes on, uncompiled, behind Dynamo's graph. Dynamo keeps the reason on the graph; seen in
+    2.11 to 2.13."""
+    reason: Any = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and bool(reason.graph_break)

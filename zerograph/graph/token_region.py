@@ -199,6 +199,8 @@ class _Finder:
             return
         if node.op == "output":
             raise NotByToken(node, "returns logits, or what is as large")
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            raise NotByToken(node, "makes several tensors of them")
         source = next(n for n in node.all_input_nodes if n in self.region.tokens)
         tokens = self.region.tokens[source]
         if tokens is None:
@@ -315,7 +317,7 @@ def _aligned(node: fx.Node, source: fx.Node, tokens: Tokens) -> Tokens | None:
 def _reduced(node: fx.Node, tokens: Tokens) -> Tokens | None:
     """The tokens of a reduction's result."""
     rank = len(_shape(node.all_input_nodes[0]))
-    named: Any = node.args[1] if len(node.args) > 1 else []
+    named: Any = node.args[1] if len(node.args) > 1 and node.args[1] is not None else []
     dims = {d % rank for d in (named if isinstance(named, (list, tuple)) else [named])} or set(range(rank))
     over = dims & set(range(tokens.begin, tokens.end))
     if not over:
@@ -338,7 +340,7 @@ def _viewed(node: fx.Node, before: Sequence[int], tokens: Tokens, after: Sequenc
 
 _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 _SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
-_REDUCTIONS = _SUMS | {aten.amax.default, aten.argmax.default, aten.any.dim, aten.mean.dim}
+_REDUCTIONS = _SUMS | {aten.amax.default, aten.argmax.default, aten.any.dim, aten.any.dims, aten.mean.dim}
 _SIZED: Mapping[Any, int] = {
     aten.view.default: 1, aten.reshape.default: 1, aten._unsafe_view.default: 1, aten.expand.default: 1,
     aten.full.default: 0,

@@ -15,6 +15,7 @@ from typing import Any
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 
@@ -126,14 +127,15 @@ def generate_in_step(model: nn.Module) -> None:
     """Let transformers' ``generate`` go on until all ranks are done, since each gathers with all, and not compile it:
     its cache has another length for every token."""
     generating = [module for module in model.modules() if hasattr(type(module), "generate")]
-    for module in generating:
-        module.__dict__["_is_fsdp_managed_module"] = True  # what generate() asks, for its default of synced_gpus
     if generating:
         # Not a bound method: a copy of the model then has one of itself.
         model.__dict__["generate"] = functools.partial(_generate, generating[0])
 
 
 def _generate(module: Any, *args: Any, **options: Any) -> Any:
+    # Its own default asks for a mark of FSDP's, at which Dynamo breaks graphs.
+    if options.get("synced_gpus") is None:
+        options["synced_gpus"] = dist.is_initialized() and dist.get_world_size() > 1
     with torch.compiler.set_stance("force_eager"):
         return type(module).generate(module, *args, **options)
 

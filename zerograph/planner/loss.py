@@ -105,13 +105,22 @@ def _head_or_why(graph: Graph) -> Head | str:
 
 
 _SCALAR = 8
-_RETURNED = "the forward returns them beside the loss; backend(loss_only=True) leaves them out of what training returns"
+_RETURNED = (
+    "the forward returns them beside the loss; backend(loss_only=True) leaves them out where that is its one loss"
+)
 
 
 def _weights(graph: Graph, i: int) -> int:
     """Bytes of parameters that an operation reads; those that nothing shards are inputs."""
-    owners = ((r, graph.owner[r]) for r in graph.reads[i])
-    return sum(graph.values[r].bytes for r, owner in owners if graph.params[owner] or graph.maker[owner] < 0)
+    return sum(graph.values[r].bytes for r in graph.reads[i] if graph.params[graph.owner[r]] or _is_given(graph, r))
+
+
+def _is_given(graph: Graph, value: int) -> bool:
+    """Whether it is an input, or a view or cast of one."""
+    maker = graph.maker[value]
+    if maker < 0:
+        return True
+    return graph.ops[maker].cheap and len(graph.reads[maker]) == 1 and _is_given(graph, graph.reads[maker][0])
 
 
 def tiled(step: Step, head: Head, tiles: int) -> Step:
