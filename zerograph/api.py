@@ -17,7 +17,6 @@ from zerograph.compiler.compilation import Compilation
 from zerograph.compiler.driver import compile_frame
 from zerograph.compiler.frame import Frame, traced_function
 from zerograph.compiler.frame_plan import MOMENTS, Planner, farthest, machine_of
-from zerograph.compiler.loss_only import return_loss_only
 from zerograph.compiler.recording import Recording
 from zerograph.compiler.report import BucketReport, Report
 from zerograph.compiler.room import memory_here
@@ -101,8 +100,7 @@ class Backend:
             frame = Frame(self._compilation, len(self._frames), traced_function())
             self._frames.append(frame)
             with self._together(frame.code):
-                restored = return_loss_only(gm) if self.config.loss_only else lambda compiled: compiled
-                compiled = restored(compile_frame(frame, gm, example_inputs, self._planner))
+                compiled = compile_frame(frame, gm, example_inputs, self._planner)
                 late = self._adoption.late(frame.plan) if "backward" in frame.programs else {}
                 if "backward" in frame.programs and not late:
                     # Not while anything is traced. What leaves has other memory then, which nobody has assigned.
@@ -175,6 +173,7 @@ class Backend:
             runtime_for=runtime_for,
             agreement=ranks.agreement,
             tied=self._adoption.tied,
+            loss_only=config.loss_only,
             staging=self._planner.staging,
         )
 

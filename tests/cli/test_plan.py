@@ -527,3 +527,49 @@ def test_activations_leave_without_a_search() -> None:
         file = PlanFile.from_json(result.stdout)
         assert file.plan.offload == (("layers.0", "nvme"), ("layers.1", "nvme"))
         assert file.unexecuted == unexecuted and file.forecast.peaks["nvme"].bytes > 0
+
+
+RETURNING = """
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4096, 8), nn.Linear(8, 4096)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        logits = self.head(x)
+        return cross_entropy(logits.flatten(0, 1), ids.flatten()), logits
+
+def make():
+    return Model()
+"""
+
+
+def test_logits_that_a_model_returns_can_be_planned_in_tiles(tmp_path: Path) -> None:
+    source = tmp_path / "model.py"
+    source.write_text(RETURNING)
+    peaks = []
+    for given in ([], ["--loss-tiles", "8"], ["--loss-tiles", "8", "--loss-only"]):
+        ran = CliRunner().invoke(
+            main, ["plan", f"{source}:make", "--seq", "512", "--world", "2", "--machine", "cpu", "--json", *given]
+        )
+        assert ran.exit_code == 0, ran.output
+        file = PlanFile.from_json(ran.stdout)
+        peaks.append(file.forecast.peaks["device"].bytes)
+        assert file.plan.loss_tiles == (8 if "--loss-only" in given else 1)
+    assert peaks[0] == peaks[1] > 2 * peaks[2]
+
+
+@pytest.mark.parametrize("given", [["--tile", "some"], ["--loss-tiles", "off"], ["--loss-tiles", "0"]])
+def test_tiles_that_make_no_sense(given: list[str], tmp_path: Path) -> None:
+    source = tmp_path / "model.py"
+    source.write_text(RETURNING)
+    ran = CliRunner().invoke(main, ["plan", f"{source}:make", "--machine", "cpu", *given])
+    assert ran.exit_code != 0 and ("tile" in ran.output or "tile" in str(ran.exception))

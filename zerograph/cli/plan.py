@@ -30,6 +30,14 @@ def _recompute(text: str) -> str | float:
     return text if text in ("auto", "none", "full") else float(text)
 
 
+def _tile(text: str) -> str | int:
+    return text if text in ("auto", "off") else int(text)
+
+
+def _loss_tiles(text: str) -> str | int:
+    return text if text == "auto" else int(text)
+
+
 def _stage(text: str) -> int | str:
     if text not in ("0", "1", "2", "3", "auto"):
         raise ValueError(f"{text!r} is no stage")
@@ -41,9 +49,13 @@ _OFFLOADED = (
     "GPUs."
 )
 _SAVED = "Where what layers save waits for the backward; auto keeps it on the device, or chooses with --offload."
+_TILE = "Tiles of each large weight of a linear layer; auto has none, or chooses with --offload."
+_LOSS_TILES = "Tiles of tokens that head and loss run in; auto has one, or chooses with --offload."
 _CHOSEN = "chosen at stage auto and with --offload"
 RECOMPUTE = Parsed("auto|none|full|0..1", _recompute)
 STAGE = Parsed("0|1|2|3|auto", _stage)
+TILE = Parsed("auto|off|N", _tile)
+LOSS_TILES = Parsed("auto|N", _loss_tiles)
 
 
 @click.command()
@@ -75,6 +87,9 @@ STAGE = Parsed("0|1|2|3|auto", _stage)
 @click.option("--offload", type=click.Choice(OFFLOAD), default="none", show_default=True, help=_OFFLOADED)
 @click.option("--tier", type=click.Choice(OFFLOAD_TIERS), help="Offload there only.  [default: chosen]")
 @click.option("--activations", type=click.Choice(ACTIVATIONS), default="auto", show_default=True, help=_SAVED)
+@click.option("--tile", type=TILE, default="auto", show_default=True, help=_TILE)
+@click.option("--loss-tiles", type=LOSS_TILES, default="auto", show_default=True, help=_LOSS_TILES)
+@click.option("--loss-only", is_flag=True, help="What training returns beside its loss is left out.")
 @click.option("--moments", type=click.IntRange(0), default=2, show_default=True, help="Optimizer states a parameter.")
 @click.option("--whole", is_flag=True, help="Trace every layer, where a few would speak for all.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan file here.")

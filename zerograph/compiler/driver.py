@@ -24,6 +24,7 @@ from zerograph.compiler.fold import few_layers, joint_of, tracing_few
 from zerograph.compiler.frame import Frame
 from zerograph.compiler.frame_cache import Entry
 from zerograph.compiler.frame_plan import Planner, plain
+from zerograph.compiler.loss_only import return_loss_only
 from zerograph.compiler.lower import lower
 from zerograph.compiler.parameter_mutations import refuse_mutations
 from zerograph.compiler.rewrite import rewrite
@@ -178,4 +179,6 @@ def _checked(
     refuse_mutations(gm)
     name_model(gm)
     frame.plain = plain(value for value in inputs if isinstance(value, nn.Parameter))
-    return take_local_shards(gm, inputs)
+    whole = return_loss_only(gm) if frame.compilation.loss_only else None
+    rows, exchanging = take_local_shards(gm, inputs)
+    return rows, exchanging if whole is None else lambda compiled: whole(exchanging(compiled))

@@ -168,6 +168,7 @@ class _Call:
                 plan_for=lambda code, step, _: planner.plan(code, step, params),
                 tied=adoption.tied,
                 moments=moments,
+                loss_only=config.loss_only,
                 staging=planner.staging,
                 text_of=lambda gm: str(gm.graph),
             )
