@@ -48,8 +48,9 @@ class Transformer(nn.Module):
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        # Labels are shifted, and not logits, which then may be made in tiles; of -100 the loss is nothing.
+        labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
 def transformer(size: ModelSize, batch: int, seq: int) -> tuple[nn.Module, tuple[Tensor]]:
