@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 import torch
-from crew import Crew
+from crew import Crew, beside
 from facts import append_json, describe, machine_facts
 from model import GPT, Workload
 
@@ -48,7 +48,8 @@ def main() -> None:
                 continue
             spec = ":".join([KEPT, *(f"{name}={value}" for name, value in options.items())])
             with Crew(KEPT, work, 1) as kept, Crew(spec, work, 1) as other:
-                found = beside(kept, other, args.rounds, args.timeout)
+                turns = beside({"kept": kept, "other": other}, args.rounds, args.timeout)
+            found = {**turns.peaks, "wall": statistics.median(turns.wall), "cpu": statistics.median(turns.cpu)}
             (before, seconds), (after, more) = forecasts["kept"], forecasts[way]
             fell, predicted = found["kept"] - found["other"], before - after
             print(
@@ -90,25 +91,6 @@ def forecast(work: Workload, machine: str, options: dict[str, str]) -> tuple[int
     found = compile_only(make, world_size=1, stage=0, **options)
     file = forecast_file("GPT", found, machine_from(machine))
     return file.forecast.peaks["device"].bytes, file.forecast.seconds
-
-
-def beside(kept: Crew, other: Crew, rounds: int, timeout: float) -> dict[str, float]:
-    """Resident peaks of two crews, and the medians of their ratios by the clock and by CPU seconds."""
-    crews = {"kept": kept, "other": other}
-    for crew in crews.values():
-        crew.call("imports", timeout=timeout)
-        crew.call("build", timeout=timeout)
-        crew.call("steps", 2, 0, timeout=timeout)
-        crew.call("reset_peak")
-    wall, processor = [], []
-    for number in range(rounds):
-        order = ("kept", "other") if number % 2 else ("other", "kept")
-        told = {name: crews[name].call("steps", 1, 0, timeout=timeout)[0] for name in order}
-        mine, theirs = told["other"], told["kept"]
-        wall.append(sum(mine["phases"][0]) / sum(theirs["phases"][0]))
-        processor.append(mine["cpu"] / theirs["cpu"])
-    peaks = {name: crew.call("memory")[0]["peak"] for name, crew in crews.items()}
-    return {**peaks, "wall": statistics.median(wall), "cpu": statistics.median(processor)}
 
 
 if __name__ == "__main__":

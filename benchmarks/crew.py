@@ -346,6 +346,40 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Two crews that took steps in turns.
+
+    Attributes:
+        rest, peaks: by name, bytes resident between steps, and at most over steps after the first ones.
+        wall, cpu: by round, the second's seconds to the first's, by the clock and of the processor.
+    """
+
+    rest: dict[str, int]
+    peaks: dict[str, int]
+    wall: list[float]
+    cpu: list[float]
+
+
+def beside(crews: dict[str, Crew], rounds: int, timeout: float) -> Beside:
+    """Run two crews of one process each, by name, in turns."""
+    rest = {}
+    for name, crew in crews.items():
+        crew.call("imports", timeout=timeout)
+        crew.call("build", timeout=timeout)
+        crew.call("steps", 2, 0, timeout=timeout)
+        crew.call("reset_peak")
+        rest[name] = crew.call("memory")[0]["peak"]
+    wall, cpu = [], []
+    for number in range(rounds):
+        order = list(crews) if number % 2 else list(crews)[::-1]
+        told = {name: crews[name].call("steps", 1, 0, timeout=timeout)[0] for name in order}
+        first, second = (told[name] for name in crews)
+        wall.append(sum(second["phases"][0]) / sum(first["phases"][0]))
+        cpu.append(second["cpu"] / first["cpu"])
+    return Beside(rest, {name: crew.call("memory")[0]["peak"] for name, crew in crews.items()}, wall, cpu)
+
+
 def last_error(trace: str) -> str:
     """The line of a traceback that names the exception."""
     lines = [line for line in trace.splitlines() if line and not line.startswith((" ", "\t"))]

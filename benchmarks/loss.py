@@ -17,7 +17,7 @@ import argparse
 import statistics
 import sys
 
-from crew import Crew
+from crew import Beside, Crew, beside
 from facts import append_json, describe, machine_facts
 from model import Workload
 
@@ -32,7 +32,7 @@ def main() -> None:
     print(work.describe())
     for spec in [f"{WHOLE}:loss_tiles={args.tiles}", *args.beside]:
         with Crew(WHOLE, work, 1) as whole, Crew(spec, work, 1) as other:
-            found = beside({WHOLE: whole, spec: other}, args.rounds, args.timeout)
+            found = measured(beside({WHOLE: whole, spec: other}, args.rounds, args.timeout))
         print(
             f"  {spec}: {found['other'] / 2**20:.0f} MiB beyond what stays, {WHOLE} {found['whole'] / 2**20:.0f}: "
             f"{found['other'] / found['whole']:.3f}; step {found['wall']:.3f} by the clock "
@@ -41,6 +41,13 @@ def main() -> None:
         if args.json:
             told = {"benchmark": "loss", "command": " ".join(sys.argv), "machine": facts, "variant": spec}
             append_json(args.json, told | {"measured": found})
+
+
+def measured(found: Beside) -> dict[str, float]:
+    """Peaks of both beyond what is resident between steps, and the medians of the ratios."""
+    whole, other = (found.peaks[name] - found.rest[name] for name in found.peaks)
+    times = {"wall": statistics.median(found.wall), "least": min(found.wall), "most": max(found.wall)}
+    return {"whole": whole, "other": other, **times, "cpu": statistics.median(found.cpu)}
 
 
 def arguments() -> argparse.Namespace:
@@ -56,27 +63,6 @@ def arguments() -> argparse.Namespace:
     add("--timeout", type=float, default=1200)
     add("--json", help="append the results to this JSON Lines file")
     return parser.parse_args()
-
-
-def beside(crews: dict[str, Crew], rounds: int, timeout: float) -> dict[str, float]:
-    """Peaks of two crews beyond what is resident between steps, and the ratios of the second's time to the first's."""
-    stays = {}
-    for name, crew in crews.items():
-        crew.call("imports", timeout=timeout)
-        crew.call("build", timeout=timeout)
-        crew.call("steps", 2, 0, timeout=timeout)
-        crew.call("reset_peak")
-        stays[name] = crew.call("memory")[0]["peak"]
-    wall, processor = [], []
-    for number in range(rounds):
-        order = list(crews) if number % 2 else list(crews)[::-1]
-        told = {name: crews[name].call("steps", 1, 0, timeout=timeout)[0] for name in order}
-        theirs, mine = (told[name] for name in crews)
-        wall.append(sum(mine["phases"][0]) / sum(theirs["phases"][0]))
-        processor.append(mine["cpu"] / theirs["cpu"])
-    whole, other = (crew.call("memory")[0]["peak"] - stays[name] for name, crew in crews.items())
-    times = {"wall": statistics.median(wall), "least": min(wall), "most": max(wall)}
-    return {"whole": whole, "other": other, **times, "cpu": statistics.median(processor)}
 
 
 if __name__ == "__main__":
