@@ -6,8 +6,9 @@ collective is a matter of residency, decided by the runtime's cache.
 
 Activations, as planned: all of a recomputed layer but what enters and leaves it, as ``torch.utils.checkpoint`` around
 the layer would, and but for those that the plan saves by name. Of other layers, what the plan names to wait off the
-device is saved. Safe because operators are pure: random ones either read a seed that is saved, or are replayed by the
-partitioner with the state of the generator. What must run once stays out, and so does what reads an input that the
+device is saved. Of a loss in tiles what is as large as logits is computed again, and what it makes per token is saved.
+Safe because operators are pure: random ones either read a seed that is saved, or are replayed by the partitioner with
+the state of the generator. What must run once stays out, and so does what reads an input that the
 forward overwrites (a counter in a buffer): torch 2.13 reads such inputs again, changed, in its own recomputations too,
 and computes wrong gradients; here the first reading is saved, under every plan. Regions of ``torch.utils.checkpoint``
 come with tags of their own, and those win.

@@ -22,8 +22,8 @@ from torch import fx
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Bucket, ParamTile, Plan, tile_params
-from zerograph.graph.nodes import Marker, Tile, call, is_identity_view, markers
-from zerograph.graph.ops import ACCUMULATE, PLACE, REDUCE_GRAD, UNSHARD, VIEW
+from zerograph.graph.nodes import Marker, Tile, added, call, computed, is_identity_view, markers, part_of
+from zerograph.graph.ops import PLACE, REDUCE_GRAD, UNSHARD
 from zerograph.graph.products import is_cast, is_sum, is_transpose, other_than_rows, products_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -129,16 +129,14 @@ class _Tiles:
     def _inputs(self, product: fx.Node) -> fx.Node:
         """``dY @ W``."""
         self.like, into = product, None
-        val = product.meta["val"]
-        summed = val.new_empty(val.shape, dtype=torch.promote_types(val.dtype, torch.float32))
+        dtype = product.meta["val"].dtype
         with self.graph.inserting_before(product):
             wide = self._wide_rows(product.args[0])  # type: ignore[arg-type]
             for param, weight in self._markers():
-                terms = [self._part(wide, param), weight]
-                into = call(self.graph, ACCUMULATE, (terms, into), summed, self.like)
+                into = added(self.graph, [self._part(wide, param), weight], into, product)
             assert into is not None
-            same = summed.dtype == val.dtype
-            return into if same else self._call(prims.convert_element_type.default, into, val.dtype)
+            same = into.meta["val"].dtype == dtype
+            return into if same else self._call(prims.convert_element_type.default, into, dtype)
 
     def _wide(self, grad: fx.Node, transposed: bool) -> dict[fx.Node, fx.Node]:
         """By product that a gradient is made of, its factor with a column for each of the parameter's rows."""
@@ -187,15 +185,11 @@ class _Tiles:
     def _part(self, wide: fx.Node, param: ParamTile) -> fx.Node:
         """The columns of one tile, side by side."""
         val = wide.meta["val"]
-        part = self._view(wide, val.dim() - 1, param.begin, param.end)
+        part = part_of(self.graph, wide, val.dim() - 1, param.begin, param.end, self.like)
         if self.ranks == 1:
             return part
         dense = self._call(aten.clone.default, part, memory_format=torch.contiguous_format)
         return self._call(aten.view.default, dense, [*self._front(val, 2), param.shape[0]])
-
-    def _view(self, node: fx.Node, dim: int, begin: int, end: int) -> fx.Node:
-        val = node.meta["val"].narrow(dim, begin, end - begin)
-        return call(self.graph, VIEW, (node, dim, begin, end), val, self.like)
 
     def _place_columns(self, columns: fx.Node, into: fx.Node | None, param: ParamTile) -> fx.Node:
         if self.ranks == 1:
@@ -228,8 +222,4 @@ class _Tiles:
         return self._call(aten.permute.default, node, [1, 0])
 
     def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call with the fake value that it gives."""
-        vals = fx.node.map_arg(args, lambda n: n.meta["val"])
-        node = call(self.graph, target, args, target(*vals, **kwargs), self.like)
-        node.kwargs = kwargs
-        return node
+        return computed(self.graph, target, args, self.like, kwargs)

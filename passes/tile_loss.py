@@ -20,8 +20,8 @@ import torch
 from torch import fx
 
 from zerograph.core.plan import Plan, token_tiles
-from zerograph.graph.nodes import aten, call
-from zerograph.graph.ops import ACCUMULATE, PLACE, VIEW
+from zerograph.graph.nodes import added, aten, call, computed, part_of
+from zerograph.graph.ops import PLACE
 from zerograph.graph.token_region import NotByToken, Region, Tokens, copy_of_tile, head_of, region_of
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ def tile_loss(gm: fx.GraphModule, plan: Plan) -> int:
     try:
         region = region_of(head)
     except NotByToken as error:
-        # An evaluation returns its logits; one whose sizes are dynamic has none to cut.
+        # Of another size, or what Inductor's passes made of it: `recompute` has warned.
         log.debug("logits stay whole: %s", error)
         return 0
     tiles = token_tiles(region.count, plan.loss_tiles)
@@ -86,8 +86,7 @@ class _Tiles:
         for (_, source), tokens in self.region.given.items():
             if (source, tokens) not in views:
                 flat = self._flat(source, tokens)
-                val = flat.meta["val"].narrow(tokens.dim, begin, end - begin)
-                views[source, tokens] = call(self.graph, VIEW, (flat, tokens.dim, begin, end), val, source)
+                views[source, tokens] = part_of(self.graph, flat, tokens.dim, begin, end, source)
         return views
 
     def _flat(self, source: fx.Node, tokens: Tokens) -> fx.Node:
@@ -96,15 +95,14 @@ class _Tiles:
             return source
         if (source, tokens) not in self.flat:
             shape = tokens.of_tile(source.meta["val"].shape, self.region.count)
-            self.flat[source, tokens] = _called(self.graph, aten.reshape.default, (source, shape), source)
+            self.flat[source, tokens] = computed(self.graph, aten.reshape.default, (source, shape), source)
         return self.flat[source, tokens]
 
     def _end(self, node: fx.Node, made: tuple[fx.Node, ...], into: fx.Node | None, begin: int) -> fx.Node:
         """Put what a tile made of ``node`` into that of all tiles."""
         tokens, terms = self.region.tokens[node], list(made)
         if tokens is None:
-            dtype = torch.promote_types(node.meta["val"].dtype, torch.float32)
-            return call(self.graph, ACCUMULATE, (terms, into), node.meta["val"].to(dtype), node)
+            return added(self.graph, terms, into, node)
         shape = tokens.of_tile(node.meta["val"].shape, self.region.count)
         val = node.meta["val"].new_empty(shape)
         return call(self.graph, PLACE, (terms, into, shape, tokens.dim, begin), val, node)
@@ -113,19 +111,11 @@ class _Tiles:
         """What tiles made, with the shape and dtype of ``node``."""
         val = node.meta["val"]
         if made.meta["val"].shape != val.shape:
-            made = _called(self.graph, aten.view.default, (made, list(val.shape)), node)
+            made = computed(self.graph, aten.view.default, (made, list(val.shape)), node)
         if made.meta["val"].dtype != val.dtype:
-            made = _called(self.graph, prims.convert_element_type.default, (made, val.dtype), node)
+            made = computed(self.graph, prims.convert_element_type.default, (made, val.dtype), node)
         return made
 
 
 def _insert(graph: fx.Graph) -> Callable[[fx.Node, tuple[Any, ...]], fx.Node]:
-    return lambda node, args: _called(graph, node.target, args, node, node.kwargs)
-
-
-def _called(graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node, kwargs: Any = None) -> fx.Node:
-    """Insert a call, of which fake tensors tell what it makes."""
-    given, named = fx.node.map_arg((args, kwargs or {}), lambda n: n.meta["val"])  # type: ignore[arg-type]
-    node = call(graph, target, args, target(*given, **named), like)
-    node.kwargs = kwargs or {}
-    return node
+    return lambda node, args: computed(graph, node.target, args, node, node.kwargs)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch import fx
 from zerograph.core.errors import InvariantError
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Bucket, Param, ParamTile
-from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
+from zerograph.graph.ops import ACCUMULATE, REDUCE_GRAD, UNSHARD, VIEW
 from zerograph.graph.torch_private import OpOverload
 
 aten = torch.ops.aten
@@ -202,6 +203,28 @@ def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], val: Any, like: fx
             if key in like.meta:
                 node.meta[key] = like.meta[key]
     return node
+
+
+def computed(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node, kwargs: Mapping[str, Any] = MappingProxyType({})
+) -> fx.Node:
+    """Insert a call as :func:`call` does; fake tensors tell what it makes."""
+    given, named = fx.node.map_arg((args, dict(kwargs)), lambda n: n.meta["val"])  # type: ignore[arg-type, misc]
+    node = call(graph, target, args, target(*given, **named), like)
+    node.kwargs = dict(kwargs)
+    return node
+
+
+def part_of(graph: fx.Graph, source: fx.Node, dim: int, begin: int, end: int, like: fx.Node) -> fx.Node:
+    """Insert a tile's view of ``source``."""
+    return call(graph, VIEW, (source, dim, begin, end), source.meta["val"].narrow(dim, begin, end - begin), like)
+
+
+def added(graph: fx.Graph, terms: Sequence[fx.Node], into: fx.Node | None, like: fx.Node) -> fx.Node:
+    """Add a tile's term, or the product of two, to the sum of all tiles in place of ``like``: in float32 at least."""
+    val = like.meta["val"]
+    summed = val.new_empty(val.shape, dtype=torch.promote_types(val.dtype, torch.float32))
+    return call(graph, ACCUMULATE, (list(terms), into), summed, like)
 
 
 def move_users_after(node: fx.Node) -> None:
