@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -58,7 +59,7 @@ class OptimizerCheck:
         """
         self._telemetry, self._communicator, self._store, self._steps = telemetry, communicator, store, steps
         self._params, self._replaced, self._skipped, self._hold = params, replaced, skipped, hold
-        self._memory: dict[int, tuple[weakref.ref[Tensor], int, int]] = {}
+        self._memory: dict[int, _Memory] = {}
         self._passed: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._refused: ZeroGraphError | None = None  # on its way to the caller
         # torch's step hooks are global: they must not keep a backend that is gone.
@@ -201,19 +202,19 @@ class OptimizerCheck:
         """Know by which memory the DTensors among ``params`` are called, to see that of another assigned to one."""
         for param in params:
             if isinstance(param, DTensor):
-                self._memory[id(param)] = (weakref.ref(param), *_memory(param))
+                self._memory[id(param)] = _Memory.of(param)
 
     def _refuse_assigned(self, optimizer: Optimizer) -> None:
         """``param.data = tensor`` gives a DTensor the memory of ``tensor``, where nobody looks, and keeps its rows."""
         for param in self._own(optimizer):
             if not isinstance(param, DTensor):
                 continue
-            known, storage, rows = self._memory.get(id(param), (None, 0, 0))
-            if known is not None and known() is param and storage == _memory(param)[0]:
+            known = self._memory.get(id(param))
+            if known is not None and known.is_of(param) and known.storage.cdata == param.untyped_storage()._cdata:
                 continue
             # Remembered before the error, which is then raised once: a caller that catches it can go on.
             self.remember([param])
-            if known is not None and known() is param and rows == _memory(param)[1]:
+            if known is not None and known.is_of(param) and known.rows() is param._local_tensor:
                 raise ShardingError(
                     f"the .data of a parameter of shape {list(param.shape)} was assigned, which a DTensor ignores: "
                     "its values are as they were",
@@ -256,9 +257,19 @@ class OptimizerCheck:
             )
 
 
-def _memory(param: DTensor) -> tuple[int, int]:
-    """The storage that stands for all of ``param`` and holds nothing, and the tensor of this rank's rows."""
-    return param.untyped_storage()._cdata, id(param._local_tensor)
+class _Memory(NamedTuple):
+    """Of a DTensor, by weak references: what is freed must not be taken for what is then made at its address."""
+
+    param: weakref.ref[Tensor]
+    storage: StorageWeakRef  # stands for all of the parameter and holds nothing
+    rows: weakref.ref[Tensor]  # of this rank
+
+    @classmethod
+    def of(cls, param: DTensor) -> _Memory:
+        return cls(weakref.ref(param), StorageWeakRef(param.untyped_storage()), weakref.ref(param._local_tensor))
+
+    def is_of(self, param: DTensor) -> bool:
+        return self.param() is param
 
 
 def _params_of(optimizer: Optimizer) -> list[Tensor]:
