@@ -13,6 +13,7 @@ each tile again, as ``recompute`` says.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,8 @@ from torch import fx
 from zerograph.core.plan import Plan, token_tiles
 from zerograph.graph.nodes import added, aten, call, computed, part_of
 from zerograph.graph.ops import PLACE
-from zerograph.graph.token_region import NotByToken, Region, Tokens, copy_of_tile, head_of, region_of
+from zerograph.graph.token_region import MEANS, NotByToken, Region, copy_of_tile, head_of, region_of
+from zerograph.graph.tokens import Tokens
 
 log = logging.getLogger(__name__)
 prims = torch.ops.prims
@@ -60,7 +62,7 @@ class _Tiles:
             for begin, end in self.tiles:
                 copies = copy_of_tile(self.region, end - begin, self._views(begin, end), _insert(self.graph))
                 for node in exits:
-                    whole[node] = self._end(node, copies[node], whole[node], begin)
+                    whole[node] = self._end(node, copies[node], whole[node], (begin, end))
             for node, made in whole.items():
                 assert made is not None  # there is a tile
                 outside = self._as_before(node, made)
@@ -90,18 +92,57 @@ class _Tiles:
         return views
 
     def _flat(self, source: fx.Node, tokens: Tokens) -> fx.Node:
-        """``source`` with all tokens in one dimension."""
-        if tokens.end - tokens.begin == 1:
+        """``source`` with all tokens that the loss looks at in one dimension."""
+        shape, counts_all = source.meta["val"].shape, self.region.counts_all(source, tokens)
+        if len(tokens.dims) == 1 and not counts_all:
             return source
         if (source, tokens) not in self.flat:
-            shape = tokens.of_tile(source.meta["val"].shape, self.region.count)
-            self.flat[source, tokens] = computed(self.graph, aten.reshape.default, (source, shape), source)
+            found = self._with_tokens_together(source, tokens)
+            if counts_all:
+                found = self._in_window(found, tokens.dim)
+            flat = tokens.of_tile(shape, self.region.count)
+            self.flat[source, tokens] = computed(self.graph, aten.reshape.default, (found, flat), source)
         return self.flat[source, tokens]
 
-    def _end(self, node: fx.Node, made: tuple[fx.Node, ...], into: fx.Node | None, begin: int) -> fx.Node:
+    def _with_tokens_together(self, source: fx.Node, tokens: Tokens) -> fx.Node:
+        """``source`` with all of ``tokens`` in the last of their dimensions."""
+        shape = source.meta["val"].shape
+        if len(tokens.runs()) > 1:
+            others = [d for d in range(len(shape)) if d not in tokens.dims]
+            before, behind = ([d for d in others if (d > tokens.dim) is side] for side in (False, True))
+            order = [*before, *tokens.dims, *behind]
+            source = computed(self.graph, aten.permute.default, (source, order), source)
+        flat = tokens.of_tile(shape, math.prod(tokens.sizes(shape)))
+        return computed(self.graph, aten.reshape.default, (source, flat), source)
+
+    def _in_window(self, source: fx.Node, dim: int) -> fx.Node:
+        """Of all tokens, which dimension ``dim`` counts, those that the loss looks at."""
+        window, shape = self.region.window, source.meta["val"].shape
+        assert window is not None  # there are more tokens than the loss looks at
+        apart = computed(
+            self.graph, aten.reshape.default, (source, [*shape[:dim], *window.sizes, *shape[dim + 1 :]]), source
+        )
+        args = (apart, dim + window.dim, window.begin, window.end, window.step)
+        return computed(self.graph, aten.slice.Tensor, args, source)
+
+    def _among_zeros(self, made: fx.Node, dim: int) -> fx.Node:
+        """What is ``made`` of the tokens that the loss looks at, among zeros for all others."""
+        window, val = self.region.window, made.meta["val"]
+        assert window is not None
+        kept, whole = ([*val.shape[:dim], *sizes, *val.shape[dim + 1 :]] for sizes in (window.kept, window.sizes))
+        apart = computed(self.graph, aten.view.default, (made, kept), made)
+        named = {"dtype": val.dtype, "device": val.device}
+        zeros = computed(self.graph, aten.full.default, (whole, 0), made, named)
+        args = (zeros, apart, dim + window.dim, window.begin, window.end, window.step)
+        return computed(self.graph, aten.slice_scatter.default, args, made)
+
+    def _end(self, node: fx.Node, made: tuple[fx.Node, ...], into: fx.Node | None, tile: tuple[int, int]) -> fx.Node:
         """Put what a tile made of ``node`` into that of all tiles."""
-        tokens, terms = self.region.tokens[node], list(made)
+        tokens, terms, (begin, end) = self.region.tokens[node], list(made), tile
         if tokens is None:
+            if node.target in MEANS:
+                share = (end - begin) / self.region.count
+                terms = [computed(self.graph, aten.mul.Tensor, (terms[0], share), node)]
             return added(self.graph, terms, into, node)
         shape = tokens.of_tile(node.meta["val"].shape, self.region.count)
         val = node.meta["val"].new_empty(shape)
@@ -109,7 +150,9 @@ class _Tiles:
 
     def _as_before(self, node: fx.Node, made: fx.Node) -> fx.Node:
         """What tiles made, with the shape and dtype of ``node``."""
-        val = node.meta["val"]
+        val, tokens = node.meta["val"], self.region.tokens[node]
+        if tokens is not None and self.region.counts_all(node, tokens):
+            made = self._among_zeros(made, tokens.dim)
         if made.meta["val"].shape != val.shape:
             made = computed(self.graph, aten.view.default, (made, list(val.shape)), node)
         if made.meta["val"].dtype != val.dtype:

@@ -10,7 +10,8 @@ import torch
 from graphs import Builder
 from torch import fx
 
-from zerograph.graph.token_region import NotByToken, Tokens, region_of
+from zerograph.graph.token_region import NotByToken, region_of
+from zerograph.graph.tokens import Tokens, Window
 
 aten = torch.ops.aten
 TOKENS, WORDS, WIDTH = 12, 64, 4
@@ -41,10 +42,10 @@ def test_all_that_is_as_large_as_logits_is_inside_and_what_lies_between() -> Non
     assert names == ["mm_default", "amax_default", "sub_tensor", "exp_default", "sum_dim_int_list", "log_default",
                      "sub_tensor_1", "gather_default"]  # fmt: skip
     assert [node.name for node in region.exits()] == ["gather_default"]
-    assert set(region.tokens.values()) == {Tokens(0, 1)}
+    assert set(region.tokens.values()) == {Tokens((0,))}
     assert {source.name: tokens for (_, source), tokens in region.given.items()} == {
-        "x": Tokens(0, 1),
-        "wanted": Tokens(0, 1),
+        "x": Tokens((0,)),
+        "wanted": Tokens((0,)),
     }
 
 
@@ -55,9 +56,9 @@ def test_batch_and_sequence_are_tokens_together() -> None:
     total = b.call(aten.sum.dim_IntList, b.call(aten.mul.Tensor, logits, mask), [-1])
     b.output(total)
     region = region_of(logits.args[0])
-    assert region.tokens[logits] == region.tokens[total] == Tokens(0, 2)
-    assert Tokens(0, 2).of_tile([3, 4, WORDS], 5) == [1, 5, WORDS]
-    assert region.given[total.args[0], mask] == Tokens(0, 2)
+    assert region.tokens[logits] == region.tokens[total] == Tokens((0, 1))
+    assert Tokens((0, 1)).of_tile([3, 4, WORDS], 5) == [1, 5, WORDS]
+    assert region.given[total.args[0], mask] == Tokens((0, 1))
 
 
 def test_sums_over_tokens_leave_with_their_factors() -> None:
@@ -72,7 +73,7 @@ def test_sums_over_tokens_leave_with_their_factors() -> None:
     b.output(of_weight, of_bias, of_x)
     region = region_of(logits)
     assert region.tokens[of_weight] is None and region.tokens[of_bias] is None
-    assert region.tokens[of_x] == Tokens(0, 1)
+    assert region.tokens[of_x] == Tokens((0,))
     assert region.exits() == [of_weight, of_bias, of_x]
 
 
@@ -85,8 +86,8 @@ def test_what_is_large_and_made_for_logits_is_made_by_tile_too() -> None:
     mask = b.call(aten.eq.Tensor, expanded, words)
     b.output(b.call(aten.sum.dim_IntList, b.call(aten.mul.Tensor, logits, mask), [1]))
     region = region_of(logits)
-    assert region.tokens[mask] == region.tokens[expanded] == Tokens(0, 1)
-    assert (mask, words) not in region.given and region.given[expanded, wanted] == Tokens(0, 1)
+    assert region.tokens[mask] == region.tokens[expanded] == Tokens((0,))
+    assert (mask, words) not in region.given and region.given[expanded, wanted] == Tokens((0,))
 
 
 def test_a_reduction_over_all_dimensions_sums_over_tokens() -> None:
@@ -97,6 +98,42 @@ def test_a_reduction_over_all_dimensions_sums_over_tokens() -> None:
     assert region_of(logits).tokens[total] is None
 
 
+def apart(b: Builder, logits: fx.Node) -> fx.Node:
+    return b.call(aten.view.default, logits, [3, 4, WORDS])
+
+
+def test_shifted_logits_are_a_head_of_fewer_tokens() -> None:
+    """The slice's gradient is written among zeros, of which gradients of head and input know nothing."""
+    b = Builder()
+    logits = head(b)
+    x, weight = logits.args
+    kept = b.call(aten.slice.Tensor, apart(b, logits), 1, 0, -1)
+    loss = b.call(aten.sum.dim_IntList, b.call(aten.clone.default, kept), [-1])
+    zeros = b.call(aten.full.default, [3, 4, WORDS], 0)
+    grad = b.call(aten.slice_scatter.default, zeros, b.call(aten.mul.Tensor, kept, kept), 1, 0, -1)
+    flat = b.call(aten.view.default, grad, [TOKENS, WORDS])
+    of_weight = b.mm(b.call(aten.permute.default, flat, [1, 0]), x)
+    of_x = b.mm(flat, b.call(aten.permute.default, weight, [1, 0]))
+    b.output(loss, of_weight, of_x)
+    region = region_of(logits)
+    assert region.count == 9 and region.window == Window((3, 4), 1, 0, 3, 1)
+    assert region.exits() == [loss, of_weight, of_x] and zeros not in region.tokens
+    assert [region.counts_all(n, region.tokens[n]) for n in (logits, kept, loss, grad, of_x)] == [
+        True, False, False, True, True
+    ]  # fmt: skip
+
+
+def test_words_may_stand_between_batch_and_sequence() -> None:
+    b = Builder()
+    logits = head(b)
+    turned = b.call(aten.permute.default, apart(b, logits), [0, 2, 1])
+    most = b.call(aten.amax.default, turned, [1], True)
+    total = b.call(aten.sum.dim_IntList, b.call(aten.sub.Tensor, turned, most), [1], True)
+    b.output(b.call(aten.squeeze.dim, total, 1))
+    region = region_of(logits)
+    assert region.tokens[turned] == region.tokens[most] == Tokens((0, 2)) and region.exits() == [total]
+
+
 def returned(b: Builder, logits: fx.Node) -> fx.Node:
     return logits
 
@@ -105,8 +142,39 @@ def softmax_over_tokens(b: Builder, logits: fx.Node) -> fx.Node:
     return b.call(aten.amax.default, logits, [0])
 
 
-def shifted(b: Builder, logits: fx.Node) -> fx.Node:
-    return b.call(aten.slice.Tensor, b.call(aten.view.default, logits, [3, 4, WORDS]), 1, 0, 3)
+def shifted_and_whole(b: Builder, logits: fx.Node) -> fx.Node:
+    """One term of the loss reads tokens that another one leaves out."""
+    kept = b.call(aten.sum.dim_IntList, b.call(aten.slice.Tensor, apart(b, logits), 1, 0, 3), [2])
+    return b.call(aten.add.Tensor, b.call(aten.sum.default, kept), b.call(aten.sum.default, logits))
+
+
+def of_two_windows(b: Builder, logits: fx.Node) -> fx.Node:
+    """As predictions of several next tokens are compared."""
+    early, late = (b.call(aten.slice.Tensor, apart(b, logits), 1, at, at + 3) for at in (0, 1))
+    return b.call(aten.sum.default, b.call(aten.mul.Tensor, early, late))
+
+
+def written_among(b: Builder, logits: fx.Node) -> fx.Node:
+    other = b.input("other", 3, 4, WORDS)
+    kept = b.call(aten.slice.Tensor, apart(b, logits), 1, 0, 3)
+    return b.call(aten.sum.dim_IntList, b.call(aten.slice_scatter.default, other, kept, 1, 0, 3), [2])
+
+
+def not_zero_outside(b: Builder, logits: fx.Node) -> fx.Node:
+    kept = b.call(aten.slice.Tensor, apart(b, logits), 1, 0, 3)
+    zeros = b.call(aten.full.default, [3, 4, WORDS], 0)
+    written = b.call(aten.slice_scatter.default, zeros, kept, 1, 0, 3)
+    return b.call(aten.sum.dim_IntList, b.call(aten.exp.default, written), [2])
+
+
+def at_a_size(b: Builder, logits: fx.Node) -> fx.Node:
+    end = b.graph.placeholder("end")
+    end.meta["val"] = 3
+    return b.call(aten.slice.Tensor, apart(b, logits), 1, 0, end)
+
+
+def turned_around(b: Builder, logits: fx.Node) -> fx.Node:
+    return b.call(aten.permute.default, apart(b, logits), [1, 0, 2])
 
 
 def summed_up(b: Builder, logits: fx.Node) -> fx.Node:
@@ -128,7 +196,12 @@ def by_position(b: Builder, logits: fx.Node) -> fx.Node:
     [
         (returned, "returns logits"),
         (softmax_over_tokens, "does more than sum over tokens"),
-        (shifted, "is not known to treat every token by itself"),
+        (shifted_and_whole, "reads more tokens than a slice of the logits keeps"),
+        (of_two_windows, "keeps other tokens than another slice"),
+        (written_among, "writes some tokens among others"),
+        (not_zero_outside, "reads more tokens than a slice of the logits keeps"),
+        (at_a_size, "slices at places that are not known"),
+        (turned_around, "puts sequence before batch"),
         (summed_up, "is not known to treat every token by itself"),
         (parts, "makes several tensors"),
         (by_position, "takes batch and sequence apart"),

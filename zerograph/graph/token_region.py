@@ -5,7 +5,8 @@ large, and what lies between. Each of its operators treats every token by itself
 run tile by tile, and only what leaves it exists for all tokens: numbers per token, and sums.
 
 In a tile every value has as many dimensions as in the graph. Where several are tokens (batch and sequence), the last of
-them counts the tile's, and the others are 1.
+them counts the tile's, and the others are 1. Where the loss looks at a slice of the tokens, tiles are of these alone,
+and the slice is left out: what stands in front of it is made for no others.
 """
 
 from __future__ import annotations
@@ -20,33 +21,20 @@ from torch import fx
 
 from zerograph.core.plan import Plan
 from zerograph.graph.nodes import Activation, aten
+from zerograph.graph.tokens import (
+    COLUMNS,
+    ROWS,
+    SLICES,
+    Tokens,
+    Window,
+    is_zero_outside,
+    is_zeros,
+    slices_tokens,
+    window_of,
+)
 from zerograph.graph.torch_private import OpOverload
 
 prims = torch.ops.prims
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """The dimensions from ``begin`` to before ``end`` of a value are its tokens."""
-
-    begin: int
-    end: int
-
-    @property
-    def dim(self) -> int:
-        """The dimension that counts a tile's tokens."""
-        return self.end - 1
-
-    def moved(self, by: int) -> Tokens:
-        """The same, ``by`` dimensions farther on."""
-        return Tokens(self.begin + by, self.end + by)
-
-    def of_tile(self, shape: Sequence[int], count: int) -> list[int]:
-        """``shape``, for ``count`` tokens."""
-        return [*shape[: self.begin], *[1] * (self.end - self.begin - 1), count, *shape[self.end :]]
-
-
-ROWS = Tokens(0, 1)
 
 
 class NotByToken(Exception):
@@ -62,17 +50,19 @@ class Region:
     """What runs for some tokens at a time.
 
     Attributes:
-        count: of all tokens.
+        count: of all tokens that the loss looks at.
         large: numbers of what may not exist for all of them.
         tokens: by operator inside, which dimensions of its result are tokens; None of a sum over them.
         given: by operator inside and argument from outside, which of that one's dimensions are tokens. What is not
             here every tile reads whole.
+        window: the tokens that the loss looks at; None where it looks at all.
     """
 
     count: int
     large: int
     tokens: dict[fx.Node, Tokens | None] = field(default_factory=dict)
     given: dict[tuple[fx.Node, fx.Node], Tokens] = field(default_factory=dict)
+    window: Window | None = None
 
     @property
     def nodes(self) -> list[fx.Node]:
@@ -84,6 +74,10 @@ class Region:
         val = node.meta.get("val")
         numbers = isinstance(val, torch.Tensor) and all(isinstance(size, int) for size in val.shape)
         return numbers and self.tokens.get(node, ROWS) is not None and math.prod(_shape(node)) >= self.large
+
+    def counts_all(self, node: fx.Node, tokens: Tokens) -> bool:
+        """Whether ``tokens`` of ``node`` are more than those that the loss looks at."""
+        return self.window is not None and math.prod(tokens.sizes(_shape(node))) == self.window.all
 
     def exits(self) -> list[fx.Node]:
         """What is read outside, in order."""
@@ -139,6 +133,10 @@ def copy_of_tile(
             part = region.given.get((node, source))
             return source if part is None else given[source, part]
 
+        if tokens is not None and slices_tokens(node, tokens):
+            # A tile is of tokens behind the slice, in front of it too.
+            copies[node] = (argument(_sliced(node)),)
+            continue
         args: list[Any] = list(fx.node.map_arg(node.args, argument))  # type: ignore[arg-type]
         if tokens is None and node.target in _PRODUCTS:
             copies[node] = tuple(args)
@@ -165,9 +163,22 @@ class _Finder:
             for node in self._between():
                 self._enter_behind(node)
         for node in self.region.exits():
-            readers = [user for user in self._users(node) if user not in self.region.tokens]
-            if readers and self.region.tokens[node] is not None and not node.meta["val"].is_contiguous():
-                raise NotByToken(node, "lies in memory in another order than its dimensions")
+            if any(user not in self.region.tokens for user in self._users(node)):
+                self._check_exit(node, self.region.tokens[node])
+
+    def _check_exit(self, node: fx.Node, tokens: Tokens | None) -> None:
+        """What is read outside is of tokens that the loss looks at, zero for others, and can be put together."""
+        inside = self.region.tokens
+        of_tokens = [node] if tokens is not None else [n for n in node.all_input_nodes if n in inside]
+        counts_all = any(self.region.counts_all(n, t) for n in of_tokens if (t := inside[n]) is not None)
+        if counts_all and not is_zero_outside(node, inside):
+            raise NotByToken(node, "reads more tokens than a slice of the logits keeps")
+        if tokens is None:
+            return
+        shape = _shape(node)
+        apart = math.prod(shape[tokens.dims[0] : tokens.dim]) != math.prod(tokens.sizes(shape)[:-1])
+        if apart or not node.meta["val"].is_contiguous():
+            raise NotByToken(node, "lies in memory in another order than its dimensions")
 
     def _users(self, node: fx.Node) -> list[fx.Node]:
         return [user for user in node.users if self.counts(user)]
@@ -179,6 +190,11 @@ class _Finder:
     def _enter(self, node: fx.Node, tokens: Tokens | None, behind: fx.Node | None = None) -> None:
         """``node`` is inside, with ``tokens``, as was found ``behind`` something; so is what it reads that is large."""
         self.region.tokens[node] = tokens
+        if node.target in SLICES and any(isinstance(place, fx.Node) for place in node.args[SLICES[node.target] :]):
+            raise NotByToken(node, "slices at places that are not known before it runs")
+        window = window_of(node, tokens) if tokens is not None else None
+        if window is not None:
+            self._look_through(window, node)
         for source in node.all_input_nodes:
             if source is behind or not isinstance(source.meta.get("val"), torch.Tensor):
                 continue
@@ -188,10 +204,21 @@ class _Finder:
                     raise NotByToken(node, "mixes tokens with something else")
             elif found is not None:
                 makes_large = source.op == "call_function" and self._is_large(source)
-                if makes_large and node.target not in _PRODUCTS:
+                # What is sliced for the loss to read, such as a label's probabilities, is there anyway.
+                sliced = makes_large and slices_tokens(source, found)
+                if makes_large and not sliced and node.target not in _PRODUCTS:
                     self._enter(source, found)
                 else:
                     self.region.given[node, source] = found
+
+    def _look_through(self, window: Window, node: fx.Node) -> None:
+        """``node`` keeps a slice of the tokens, or writes it among zeros."""
+        region = self.region
+        if region.window is None and window.all == region.count:
+            region.window, region.count = window, window.count
+            region.large = region.large * window.count // window.all
+        if region.window != window:
+            raise NotByToken(node, "keeps other tokens than another slice")
 
     def _enter_behind(self, node: fx.Node) -> None:
         """``node``, which reads something inside, is inside."""
@@ -240,7 +267,7 @@ def _result(node: fx.Node, source: fx.Node, tokens: Tokens) -> Tokens | None:
         left, right = node.args[-2:]
         if left is not right and tokens == ROWS and source is left:
             return tokens
-        if len(node.args) == 2 and left is not right and tokens == (Tokens(1, 2) if source is left else ROWS):
+        if len(node.args) == 2 and left is not right and tokens == (COLUMNS if source is left else ROWS):
             return None
     elif target in _REDUCTIONS:
         return _reduced(node, tokens)
@@ -248,9 +275,9 @@ def _result(node: fx.Node, source: fx.Node, tokens: Tokens) -> Tokens | None:
         return _viewed(node, _shape(source), tokens, _shape(node))
     elif target is aten.permute.default:
         order: Any = node.args[1]
-        return _together(node, [order.index(d) for d in range(tokens.begin, tokens.end)])
+        return _in_order(node, [order.index(d) for d in tokens.dims])
     elif target is aten.unsqueeze.default:
-        return tokens.moved(int(_dim(node) <= tokens.begin))
+        return Tokens(tuple(d + int(_dim(node) <= d) for d in tokens.dims))
     elif _works_by_token(node, tokens.moved(rise := len(_shape(node)) - len(_shape(source)))):
         return tokens.moved(rise)
     raise NotByToken(node, "is not known to treat every token by itself")
@@ -266,7 +293,7 @@ def _operand(node: fx.Node, source: fx.Node, tokens: Tokens | None) -> Tokens | 
     if target in _PRODUCTS:
         left, right = node.args[-2:]
         if tokens is None:
-            return Tokens(1, 2) if source is left else ROWS
+            return COLUMNS if source is left else ROWS
         if source in (left, right):
             return tokens if source is left else None
         return _aligned(node, source, tokens)
@@ -275,9 +302,15 @@ def _operand(node: fx.Node, source: fx.Node, tokens: Tokens | None) -> Tokens | 
             return _viewed(node, _shape(node), tokens, _shape(source))
         if target is aten.permute.default:
             order: Any = node.args[1]
-            return _together(node, [order[d] for d in range(tokens.begin, tokens.end)])
+            return _in_order(node, [order[d] for d in tokens.dims])
         if target is aten.unsqueeze.default:
-            return tokens.moved(-int(_dim(node) <= tokens.begin))
+            return Tokens(tuple(d - int(_dim(node) < d) for d in tokens.dims if d != _dim(node)))
+        if slices_tokens(node, tokens):
+            if source is _sliced(node):
+                return tokens
+            if is_zeros(source):
+                return None
+            raise NotByToken(node, "writes some tokens among others")
         if _works_by_token(node, tokens):
             return _aligned(node, source, tokens)
     raise NotByToken(node, "is not known to treat every token by itself")
@@ -285,8 +318,10 @@ def _operand(node: fx.Node, source: fx.Node, tokens: Tokens | None) -> Tokens | 
 
 def _works_by_token(node: fx.Node, tokens: Tokens) -> bool:
     target: Any = node.target
+    if target in SLICES:
+        return True  # along other dimensions, or a window
     if target in _ALONG:
-        return _dim(node) not in range(tokens.begin, tokens.end)
+        return _dim(node) not in tokens.dims
     pointwise = isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
     return pointwise or target in _ALSO_POINTWISE
 
@@ -296,18 +331,23 @@ def _dim(node: fx.Node) -> int:
     return dim % len(_shape(node))  # type: ignore[no-any-return]
 
 
-def _together(node: fx.Node, dims: list[int]) -> Tokens:
-    if dims != list(range(dims[0], dims[0] + len(dims))):
-        raise NotByToken(node, "takes batch and sequence apart")
-    return Tokens(dims[0], dims[0] + len(dims))
+def _sliced(node: fx.Node) -> fx.Node:
+    """What a slice is of, or what it writes."""
+    return node.args[1 if node.target is aten.slice_scatter.default else 0]  # type: ignore[return-value]
+
+
+def _in_order(node: fx.Node, dims: list[int]) -> Tokens:
+    if dims != sorted(dims):
+        raise NotByToken(node, "puts sequence before batch")
+    return Tokens(tuple(dims))
 
 
 def _aligned(node: fx.Node, source: fx.Node, tokens: Tokens) -> Tokens | None:
     """The tokens of what is broadcast to the result of ``node``."""
     shape, result = _shape(source), _shape(node)
-    own = tokens.moved(len(shape) - len(result))
-    sizes, wanted = shape[max(0, own.begin) : max(0, own.end)], result[tokens.begin : tokens.end]
-    if sizes == wanted:
+    own = Tokens(tuple(d for d in tokens.moved(len(shape) - len(result)).dims if d >= 0))
+    sizes = own.sizes(shape)
+    if sizes == tokens.sizes(result):
         return own
     if all(size == 1 for size in sizes):
         return None
@@ -319,28 +359,37 @@ def _reduced(node: fx.Node, tokens: Tokens) -> Tokens | None:
     rank = len(_shape(node.all_input_nodes[0]))
     named: Any = node.args[1] if len(node.args) > 1 and node.args[1] is not None else []
     dims = {d % rank for d in (named if isinstance(named, (list, tuple)) else [named])} or set(range(rank))
-    over = dims & set(range(tokens.begin, tokens.end))
+    over = dims & set(tokens.dims)
     if not over:
         keeps = len(node.args) > 2 and bool(node.args[2])
-        return tokens if keeps else tokens.moved(-sum(d < tokens.begin for d in dims))
-    if len(over) < tokens.end - tokens.begin or node.target not in _SUMS:
+        return tokens if keeps else Tokens(tuple(d - sum(gone < d for gone in dims) for d in tokens.dims))
+    if len(over) < len(tokens.dims) or node.target not in _SUMS | MEANS:
         raise NotByToken(node, "does more than sum over tokens")
     return None
 
 
 def _viewed(node: fx.Node, before: Sequence[int], tokens: Tokens, after: Sequence[int]) -> Tokens:
     """The tokens of what has sizes ``before`` where it is seen with sizes ``after``."""
-    ahead, count = math.prod(before[: tokens.begin]), math.prod(before[tokens.begin : tokens.end])
-    for begin in range(len(after)):
-        for end in range(begin + 1, len(after) + 1):
-            if math.prod(after[:begin]) == ahead and math.prod(after[begin:end]) == count:
-                return Tokens(begin, end)
+    dims: list[int] = []
+    for first, last in tokens.runs():
+        dims += _same_numbers(node, math.prod(before[:first]), math.prod(before[first:last]), after)
+    return Tokens(tuple(dims))
+
+
+def _same_numbers(node: fx.Node, ahead: int, count: int, sizes: Sequence[int]) -> range:
+    """The dimensions of ``sizes`` that count ``count``, behind others that count ``ahead``."""
+    for begin in range(len(sizes)):
+        for end in range(begin + 1, len(sizes) + 1):
+            if math.prod(sizes[:begin]) == ahead and math.prod(sizes[begin:end]) == count:
+                return range(begin, end)
     raise NotByToken(node, "mixes tokens with something else")
 
 
 _PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 _SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
-_REDUCTIONS = _SUMS | {aten.amax.default, aten.argmax.default, aten.any.dim, aten.any.dims, aten.mean.dim}
+MEANS = frozenset({aten.mean.default, aten.mean.dim})
+"""Of all tokens a mean is the sum over tiles of their means, each times its share of the tokens."""
+_REDUCTIONS = _SUMS | MEANS | {aten.amax.default, aten.argmax.default, aten.any.dim, aten.any.dims}
 _SIZED: Mapping[Any, int] = {
     aten.view.default: 1, aten.reshape.default: 1, aten._unsafe_view.default: 1, aten.expand.default: 1,
     aten.full.default: 0,
@@ -349,9 +398,7 @@ _SIZED: Mapping[Any, int] = {
 _VIEWS = frozenset({
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.squeeze.dim, aten.squeeze.dims,
 })  # fmt: skip
-_ALONG = frozenset(
-    {aten.gather.default, aten.slice.Tensor, aten.scatter.value, aten.scatter.src, aten.scatter_add.default}
-)
+_ALONG = frozenset({aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default})
 """They work along one dimension, their second argument."""
 _ALSO_POINTWISE = frozenset({
     prims.convert_element_type.default, aten.alias.default, aten.clone.default, aten.expand.default, aten.full.default,

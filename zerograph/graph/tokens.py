@@ -1,0 +1,151 @@
+"""Which dimensions of a value count its tokens, and which tokens a loss looks at.
+
+Shifted logits lack the last token of each sequence: a slice keeps a *window* of the tokens. A slice of a product is the
+product of a slice, so logits, and whatever stands between them and the slice, need to exist for the window alone. In
+the backward the slice's gradient is written among zeros, and what is linear in it is zero outside of the window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerograph.graph.nodes import aten, is_view
+
+prims = torch.ops.prims
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The dimensions ``dims`` of a value, in order, count its tokens."""
+
+    dims: tuple[int, ...]
+
+    @property
+    def dim(self) -> int:
+        """The dimension that counts a tile's tokens."""
+        return self.dims[-1]
+
+    def moved(self, by: int) -> Tokens:
+        """The same, ``by`` dimensions farther on."""
+        return Tokens(tuple(dim + by for dim in self.dims))
+
+    def sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Those of ``shape`` that count tokens."""
+        return tuple(shape[dim] for dim in self.dims)
+
+    def of_tile(self, shape: Sequence[int], count: int) -> list[int]:
+        """``shape``, for ``count`` tokens."""
+        return [count if d == self.dim else 1 if d in self.dims else size for d, size in enumerate(shape)]
+
+    def runs(self) -> list[tuple[int, int]]:
+        """The dimensions as ranges of neighbours, each from its first to before its end."""
+        found: list[tuple[int, int]] = []
+        for dim in self.dims:
+            begin = found.pop()[0] if found and found[-1][1] == dim else dim
+            found.append((begin, dim + 1))
+        return found
+
+
+ROWS = Tokens((0,))
+COLUMNS = Tokens((1,))
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Tokens that a slice keeps.
+
+    Attributes:
+        sizes: of the dimensions that count all tokens, such as batch and sequence.
+        dim: which of these the slice is along.
+        begin, end, step: of the slice.
+    """
+
+    sizes: tuple[int, ...]
+    dim: int
+    begin: int
+    end: int
+    step: int
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The sizes behind the slice."""
+        sliced = len(range(self.begin, self.end, self.step))
+        return (*self.sizes[: self.dim], sliced, *self.sizes[self.dim + 1 :])
+
+    @property
+    def count(self) -> int:
+        """Tokens that are kept."""
+        return math.prod(self.kept)
+
+    @property
+    def all(self) -> int:
+        """Tokens in front of the slice."""
+        return math.prod(self.sizes)
+
+
+def slices_tokens(node: fx.Node, tokens: Tokens) -> bool:
+    """Whether ``node`` keeps some of the ``tokens``, or writes some among others."""
+    return node.target in SLICES and _dim(node) in tokens.dims
+
+
+def window_of(node: fx.Node, tokens: Tokens) -> Window | None:
+    """Those of the ``tokens`` that ``node`` keeps, or writes among others; None where it is no slice of tokens, or of
+    all."""
+    if not slices_tokens(node, tokens):
+        return None
+    dim, shape = _dim(node), _whole(node)
+    at = SLICES[node.target] + 1
+    named: Any = (*node.args[at:], *(None, None, 1)[len(node.args[at:]) :])
+    found = Window(tokens.sizes(shape), tokens.dims.index(dim), *slice(*named).indices(shape[dim]))
+    return found if found.count < found.all else None
+
+
+def _whole(node: fx.Node) -> Sequence[int]:
+    """The shape in front of a slice, or of what it is written into."""
+    return node.args[0].meta["val"].shape  # type: ignore[union-attr, no-any-return]
+
+
+def _dim(node: fx.Node) -> int:
+    named: Any = node.args[SLICES[node.target] :][:1] or (0,)
+    return named[0] % len(_whole(node))  # type: ignore[no-any-return]
+
+
+def is_zero_outside(node: Any, inside: Mapping[fx.Node, Tokens | None]) -> bool:
+    """Whether ``node`` is zero for the tokens that a slice leaves out, or a sum to which they add nothing.
+
+    Args:
+        inside: by node, which dimensions of its result are tokens.
+    """
+    if node not in inside:
+        return False
+    tokens = inside[node]
+    if tokens is not None and node.target is aten.slice_scatter.default:
+        among_zeros = is_zeros(node.args[0])
+        return among_zeros and (slices_tokens(node, tokens) or is_zero_outside(node.args[1], inside))
+    given = [is_zero_outside(arg, inside) for arg in node.args if isinstance(arg, fx.Node)]
+    if node.target in _LINEAR_IN_EACH:
+        return any(given)
+    if node.target in _LINEAR_IN_BOTH:
+        return len(given) == 2 and all(given)
+    return given[:1] == [True] and (is_view(node) or node.target in _LINEAR_IN_THE_FIRST)
+
+
+def is_zeros(node: Any) -> bool:
+    """Whether ``node`` makes zeros."""
+    return isinstance(node, fx.Node) and node.target is aten.full.default and bool(node.args[1] == 0)
+
+
+SLICES: Mapping[Any, int] = {aten.slice.Tensor: 1, aten.slice_scatter.default: 2}
+"""Operators that slice, and where their arguments name the dimension."""
+_LINEAR_IN_EACH = frozenset({aten.mul.Tensor, aten.mm.default})
+_LINEAR_IN_BOTH = frozenset({aten.add.Tensor, aten.sub.Tensor})
+_LINEAR_IN_THE_FIRST = frozenset({
+    aten.clone.default, aten.neg.default, aten.div.Tensor, aten.mul.Scalar, aten.div.Scalar, aten.sum.dim_IntList,
+    aten.sum.default, aten._to_copy.default, prims.convert_element_type.default,
+})  # fmt: skip
