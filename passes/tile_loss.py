@@ -13,7 +13,6 @@ each tile again, as ``recompute`` says.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -97,32 +96,23 @@ class _Tiles:
         if len(tokens.dims) == 1 and not counts_all:
             return source
         if (source, tokens) not in self.flat:
-            found = self._with_tokens_together(source, tokens)
+            before = [d for d in range(tokens.dim) if d not in tokens.dims]
+            behind = range(tokens.dim + 1, len(shape))
+            found = source
+            if len(tokens.runs()) > 1:
+                found = computed(self.graph, aten.permute.default, (found, [*before, *tokens.dims, *behind]), source)
             if counts_all:
-                found = self._in_window(found, tokens.dim)
+                found = self._in_window(found, [shape[d] for d in before], [shape[d] for d in behind])
             flat = tokens.of_tile(shape, self.region.count)
             self.flat[source, tokens] = computed(self.graph, aten.reshape.default, (found, flat), source)
         return self.flat[source, tokens]
 
-    def _with_tokens_together(self, source: fx.Node, tokens: Tokens) -> fx.Node:
-        """``source`` with all of ``tokens`` in the last of their dimensions."""
-        shape = source.meta["val"].shape
-        if len(tokens.runs()) > 1:
-            others = [d for d in range(len(shape)) if d not in tokens.dims]
-            before, behind = ([d for d in others if (d > tokens.dim) is side] for side in (False, True))
-            order = [*before, *tokens.dims, *behind]
-            source = computed(self.graph, aten.permute.default, (source, order), source)
-        flat = tokens.of_tile(shape, math.prod(tokens.sizes(shape)))
-        return computed(self.graph, aten.reshape.default, (source, flat), source)
-
-    def _in_window(self, source: fx.Node, dim: int) -> fx.Node:
-        """Of all tokens, which dimension ``dim`` counts, those that the loss looks at."""
-        window, shape = self.region.window, source.meta["val"].shape
+    def _in_window(self, source: fx.Node, before: list[int], behind: list[int]) -> fx.Node:
+        """The tokens of ``source`` that the loss looks at; ``before`` and ``behind`` are the sizes around them."""
+        window = self.region.window
         assert window is not None  # there are more tokens than the loss looks at
-        apart = computed(
-            self.graph, aten.reshape.default, (source, [*shape[:dim], *window.sizes, *shape[dim + 1 :]]), source
-        )
-        args = (apart, dim + window.dim, window.begin, window.end, window.step)
+        apart = computed(self.graph, aten.reshape.default, (source, [*before, *window.sizes, *behind]), source)
+        args = (apart, len(before) + window.dim, window.begin, window.end, window.step)
         return computed(self.graph, aten.slice.Tensor, args, source)
 
     def _among_zeros(self, made: fx.Node, dim: int) -> fx.Node:
@@ -131,8 +121,8 @@ class _Tiles:
         assert window is not None
         kept, whole = ([*val.shape[:dim], *sizes, *val.shape[dim + 1 :]] for sizes in (window.kept, window.sizes))
         apart = computed(self.graph, aten.view.default, (made, kept), made)
-        named = {"dtype": val.dtype, "device": val.device}
-        zeros = computed(self.graph, aten.full.default, (whole, 0), made, named)
+        zeros = call(self.graph, aten.full.default, (whole, 0), val.new_zeros(whole), made)
+        zeros.kwargs = {"dtype": val.dtype, "device": val.device}
         args = (zeros, apart, dim + window.dim, window.begin, window.end, window.step)
         return computed(self.graph, aten.slice_scatter.default, args, made)
 
