@@ -303,7 +303,7 @@ class Backend:
             on_nvme=self._store.bytes(),
             slots=self._store.slots,
             on_host=self._store.on_host(),
-            whole_logits={f.index: why for f in frames if (why := why_whole(f.step)) and f.plan.loss_tiles == 1},
+            whole_logits={f.index: why for f in frames if (why := why_whole(f.step, f.plan.loss_tiles))},
             recorded=self._recording.beside_forecast() if self._recording is not None else None,
         )
 

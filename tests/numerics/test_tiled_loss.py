@@ -14,6 +14,7 @@ from ranks import run
 from torch import Tensor, nn
 
 import zerograph
+from zerograph.compiler.report import Report
 from zerograph.core.program import Accumulate, Compute, Place
 
 WORDS, WIDTH, BATCH, LENGTH = 97, 16, 3, 7
@@ -373,3 +374,61 @@ def test_evaluation_keeps_logits_that_it_returns(caplog: pytest.LogCaptureFixtur
         assert model(ids, None).shape == (BATCH, LENGTH, WORDS)
         torch.testing.assert_close(model(ids, ids), plain(model(ids, None), ids))
     assert "loss_tiles" not in caplog.text
+
+
+class TwoHeads(GPT):
+    """A second head predicts the token behind the next."""
+
+    def __init__(self) -> None:
+        super().__init__(plain)
+        self.second = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return plain(self.head(x), targets) + plain(self.second(x), targets.roll(-1))
+
+
+class Broken(GPT):
+    """A graph break between head and loss."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        logits = self.head(self.layers[1](self.layers[0](self.embed(ids))))
+        torch._dynamo.graph_break()
+        return self.criterion(logits, targets)
+
+
+def test_of_two_heads_one_is_in_tiles_and_the_report_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    found = said_of(TwoHeads(), "one head is in tiles, and the products of others are not", caplog)
+    assert "test_tiled_loss.py:" in found.whole_logits[0]
+
+
+def test_a_graph_break_in_front_of_the_loss_is_in_the_report(caplog: pytest.LogCaptureFixture) -> None:
+    said_of(Broken(plain), "a graph break ends the graph in front of the loss", caplog)
+
+
+def said_of(model: GPT, why: str, caplog: pytest.LogCaptureFixture) -> Report:
+    """The report of a backend that trains ``model`` right, and says ``why`` logits are whole."""
+    torch._dynamo.reset()
+    ids = torch.randint(WORDS, (BATCH, LENGTH), generator=seeded(0))
+    truth = model(ids, ids)
+    wanted = dict(
+        zip(
+            dict(model.named_parameters()),
+            torch.autograd.grad(truth, model.parameters(), allow_unused=True),
+            strict=True,
+        )
+    )
+    backend = zerograph.backend(compute="eager", loss_tiles=3)
+    model.compile(backend=backend)
+    loss = model(ids, ids)
+    loss.backward()
+    torch.testing.assert_close(loss, truth)
+    assert_close(
+        {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+        {name: grad for name, grad in wanted.items() if grad is not None},
+    )
+    assert f"loss_tiles=3: logits exist for all tokens at once, because {why}" in caplog.text
+    assert f"frame 0: logits are whole: {why}" in str(backend.report())
+    return backend.report()

@@ -16,7 +16,7 @@ from zerograph.core.step import Op, Param, Step, Value
 from zerograph.planner.check import check_plan
 from zerograph.planner.forecasts import forecast_sketch
 from zerograph.planner.liveness import Graph
-from zerograph.planner.loss import MOST_LOSS_TILES, head_of, loss_tiles, tiled
+from zerograph.planner.loss import MOST_LOSS_TILES, head_of, loss_tiles, tiled, why_whole
 from zerograph.planner.optimizer import with_updates
 from zerograph.planner.rules import plan_step
 from zerograph.planner.search import Search, Wish
@@ -72,6 +72,9 @@ def test_the_head_is_found_with_all_that_is_as_large() -> None:
 
 def test_logits_that_are_returned_are_whole() -> None:
     assert head_of(Graph(with_head(returned=True))) is None
+    said = why_whole(with_head(returned=True))
+    assert "the forward returns them" in said
+    assert "a graph break" in why_whole(replace(with_head(returned=True), ends_at_break=True))
     assert head_of(Graph(step_of([Layer()] * 2))) is None  # no product behind the layers
     assert head_of(Graph(replace(with_head(), training=False))) is None
 
@@ -92,6 +95,22 @@ def test_a_tile_is_held_and_every_product_but_the_first_runs_once(tiles: int) ->
     assert after["logits"] - before["logits"] >= (tiles - 1) * WEIGHT
     assert after["d_weight"] - before["d_weight"] >= 2 * (tiles - 1) * WEIGHT
     assert sum(op.flops for op in parts.ops) == sum(op.flops for op in step.ops)
+
+
+def test_of_two_heads_the_other_one_is_named() -> None:
+    """A projection in front of the head, however wide, is no head."""
+    step = with_head()
+
+    def with_product(name: str, reads: tuple[str, ...], then: str = "") -> Step:
+        op = Op(name, name, "forward", reads, (name,), ("head.weight",), "model.py:7", "", WORK, 0, False)
+        at = next(i for i, op in enumerate(step.ops) if op.name == "logits")
+        ops = [replace(o, reads=(then, "whole")) if then and o.name == "logits" else o for o in step.ops]
+        return replace(step, ops=(*ops[:at], op, *ops[at:]), values=(*step.values, Value(name, LOGITS, "temporary")))
+
+    # Of equal ones the first is in tiles.
+    two, wide = with_product("second", ("out2", "whole")), with_product("wide", ("out2", "whole"), then="wide")
+    assert why_whole(two, tiles=4) == "one head is in tiles, and the products of others are not (model.py:9)"
+    assert why_whole(two) == why_whole(wide, tiles=4) == why_whole(step, tiles=4) == ""
 
 
 def test_what_only_looks_like_logits_is_left_whole() -> None:

@@ -42,12 +42,14 @@ class Setting:
         world_size: ranks that parameters are sharded over.
         moments: tensors that the optimizer keeps per parameter.
         tied: of a parameter the other names that the model has for it.
+        ends_at_break: whether the user's code goes on behind a graph break.
     """
 
     training: bool
     world_size: int = 1
     moments: int = 2
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    ends_at_break: bool = False
 
 
 def capture(graph: fx.Graph, setting: Setting) -> Step:
@@ -65,6 +67,7 @@ def capture(graph: fx.Graph, setting: Setting) -> Step:
         outputs=tuple(n.name for n in returned if n.op != "placeholder"),
         lookups=tuple(_lookups(graph)),
         tilable=tuple(tilable(graph)),
+        ends_at_break=setting.ends_at_break,
     )
     head = head_of(Graph(step))
     if head is not None:

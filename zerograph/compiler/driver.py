@@ -33,6 +33,7 @@ from zerograph.compiler.shard_inputs import take_local_shards
 from zerograph.compiler.simplify import simplified
 from zerograph.compiler.torch_private import (
     as_when_called,
+    ends_at_graph_break,
     keep_saved_tensors,
     lazily_coded,
     never_fold,
@@ -116,7 +117,8 @@ def _planned(frame: Frame, kind: str, gm: fx.GraphModule) -> fx.GraphModule:
 def _plan(frame: Frame, kind: str, gm: fx.GraphModule) -> None:
     made = frame.compilation
     rewrite(frame, kind, gm, "traced")
-    frame.step = capture(gm.graph, Setting(kind == "joint", made.world_size, made.moments, made.tied))
+    setting = Setting(kind == "joint", made.world_size, made.moments, made.tied, frame.ends_at_break)
+    frame.step = capture(gm.graph, setting)
     frame.plan = made.plan_for(frame.code, frame.step, frame.plain)
 
 
@@ -179,6 +181,7 @@ def _checked(
     refuse_mutations(gm)
     name_model(gm)
     frame.plain = plain(value for value in inputs if isinstance(value, nn.Parameter))
+    frame.ends_at_break = ends_at_graph_break(gm)
     whole = return_loss_only(gm) if frame.compilation.loss_only else None
     rows, exchanging = take_local_shards(gm, inputs)
     return rows, exchanging if whole is None else lambda compiled: whole(exchanging(compiled))

@@ -24,6 +24,7 @@ class Frame:
         index: its number among the frames of its backend.
         code: the user's function that Dynamo traced, for people.
         plain: the parameters among its inputs, as far as they are not sharded.
+        ends_at_break: whether the user's code goes on uncompiled, behind a graph break.
         step, plan: what it computes, and what is decided.
         runtime: what its programs share when they run; there is none in a dry run.
         programs: by kind: "forward" and "backward", or "inference".
@@ -36,6 +37,7 @@ class Frame:
     index: int
     code: str
     plain: Sequence[Plain] = ()
+    ends_at_break: bool = False
     step: Step = field(init=False)
     plan: Plan = field(init=False)
     runtime: Runtime | None = None

@@ -72,7 +72,7 @@ class Report:
         on_host: bytes in the memory of an accelerator's host, of this rank, which its allocator does not count:
             parameters, their copies in the compute dtype, gradients, slots; states are counted by nobody but their
             optimizer.
-        whole_logits: by frame, why its logits exist for all tokens at once, whatever ``loss_tiles`` says.
+        whole_logits: by frame, why its logits, or those of a second head, exist for all tokens at once.
         recorded: the last step that ``backend.record()`` recorded.
     """
 

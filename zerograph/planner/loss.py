@@ -36,6 +36,7 @@ class Head:
         large: values that hold a number per token and word, in forward and backward.
         weights: by operation that works on them, bytes of weights that each tile moves.
         bytes: of the logits.
+        others: source lines of other products that make as much, as those of a second head, which stay whole.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Head:
     large: frozenset[str]
     weights: dict[str, int]
     bytes: int
+    others: tuple[str, ...] = ()
 
 
 def head_of(graph: Graph) -> Head | None:
@@ -53,11 +55,17 @@ def head_of(graph: Graph) -> Head | None:
     return found if isinstance(found, Head) else None
 
 
-def why_whole(step: Step) -> str:
+def why_whole(step: Step, tiles: int = 1) -> str:
     """Why a training step's logits exist for all tokens at once, and what would help; empty where they need not, or
-    there are none."""
+    there are none. With its loss in ``tiles`` it is asked of other heads."""
     found = _head_or_why(Graph(step)) if step.training else ""
-    return found if isinstance(found, str) else ""
+    if isinstance(found, Head):
+        return _of_others(found) if tiles > 1 else ""
+    return found if tiles == 1 else ""
+
+
+def _of_others(head: Head) -> str:
+    return f"one head is in tiles, and the products of others are not ({', '.join(head.others)})" if head.others else ""
 
 
 def _head_or_why(graph: Graph) -> Head | str:
@@ -94,13 +102,19 @@ def _head_or_why(graph: Graph) -> Head | str:
             if made and graph.values[value].bytes >= size // 2:
                 large.add(value)
     if any(graph.owner[value] in graph.outputs for value in large):
+        if graph.step.ends_at_break:
+            return _BROKEN_OFF
         # Without a loss of one number nobody knows whether these are logits.
         return _RETURNED if any(graph.size[value] <= _SCALAR for value in graph.outputs) else ""
     if any(graph.values[value].kind == "gradient" for value in large):
         return ""
     names = frozenset(graph.values[value].name for value in large)
+    # A wide projection in front of the head is none.
+    ahead = _ahead(graph, product)
+    apart = [i for i in products if i not in ahead and graph.size[graph.writes[i]] >= size // 2]
     return Head(
-        graph.ops[product].name, graph.activation[product], graph.params_read[product], names, weights, size
+        graph.ops[product].name, graph.activation[product], graph.params_read[product], names, weights, size,
+        tuple(graph.ops[i].source or graph.ops[i].name for i in apart),
     )  # fmt: skip
 
 
@@ -108,6 +122,19 @@ _SCALAR = 8
 _RETURNED = (
     "the forward returns them beside the loss; backend(loss_only=True) leaves them out where that is its one loss"
 )
+
+_BROKEN_OFF = "a graph break ends the graph in front of the loss; head and loss have to be in one graph"
+
+
+def _ahead(graph: Graph, op: int) -> set[int]:
+    """The operation ``op`` and those that it depends on."""
+    found, waiting = set[int](), [op]
+    while waiting:
+        i = waiting.pop()
+        if i >= 0 and i not in found:
+            found.add(i)
+            waiting += [graph.maker[value] for value in graph.reads[i]]
+    return found
 
 
 def _weights(graph: Graph, i: int) -> int:
@@ -156,6 +183,8 @@ def in_loss_tiles(plan: Plan, step: Step, tiles: int) -> Plan:
     """``plan`` of ``step`` with its loss in ``tiles`` parts, which the user asked for; warns where that cannot be."""
     head = head_of(Graph(step)) if tiles > 1 and step.training else None
     if head is not None:
+        if head.others:
+            log.warning("loss_tiles=%d: logits exist for all tokens at once, because %s", tiles, _of_others(head))
         return with_loss_tiles(plan, head, tiles)
     if tiles > 1 and step.training:
         why = why_whole(step) or "this graph has no loss behind logits of its own: compute it in the forward"
