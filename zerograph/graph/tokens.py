@@ -122,18 +122,17 @@ def is_zero_outside(node: Any, inside: Mapping[fx.Node, Tokens | None]) -> bool:
     Args:
         inside: by node, which dimensions of its result are tokens.
     """
-    if node not in inside:
+    if not isinstance(node, fx.Node) or node not in inside:
         return False
     tokens = inside[node]
     if tokens is not None and node.target is aten.slice_scatter.default:
         among_zeros = is_zeros(node.args[0])
         return among_zeros and (slices_tokens(node, tokens) or is_zero_outside(node.args[1], inside))
-    given = [is_zero_outside(arg, inside) for arg in node.args if isinstance(arg, fx.Node)]
     if node.target in _LINEAR_IN_EACH:
-        return any(given)
+        return any(is_zero_outside(arg, inside) for arg in node.args)
     if node.target in _LINEAR_IN_BOTH:
-        return len(given) == 2 and all(given)
-    return given[:1] == [True] and (is_view(node) or node.target in _LINEAR_IN_THE_FIRST)
+        return all(is_zero_outside(arg, inside) for arg in node.args)
+    return (is_view(node) or node.target in _LINEAR_IN_THE_FIRST) and is_zero_outside(node.args[0], inside)
 
 
 def is_zeros(node: Any) -> bool:
