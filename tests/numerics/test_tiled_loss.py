@@ -134,9 +134,15 @@ def square(logits: Tensor, targets: Tensor) -> Tensor:
     return (logits.sigmoid() - F.one_hot(targets, WORDS)).square().mean((0, 1)).sum()
 
 
+def contrastive(logits: Tensor, targets: Tensor) -> Tensor:
+    """Each token's label is its place: what tiles are given of a constant is theirs alone."""
+    places = torch.arange(targets.numel()).unsqueeze(1)
+    return -logits.flatten(0, 1).log_softmax(-1).gather(-1, places).mean()
+
+
 LOSSES: tuple[Loss, ...] = (
     plain, upcast, smoothed, weighted, summed, per_token, z_loss, capped, by_hand, shifted, shifted_copy,
-    shifted_policy, few, of_words, transposed, transposed_and_shifted, binary, square,
+    shifted_policy, few, of_words, transposed, transposed_and_shifted, binary, square, contrastive,
 )  # fmt: skip
 
 
