@@ -205,6 +205,7 @@ class Step:
         lookups: tables that the model reads by position. Tracing asks nobody whether a row is there.
         whole_logits: why logits exist for all tokens at once, whatever is planned; empty where nobody needs them.
         tilable: names of the parameters that can be used in tiles of their rows; None where no graph tells.
+        loss_gradients: operations of the backward that a loss in tiles runs in the forward, by name.
     """
 
     ops: tuple[Op, ...]
@@ -215,6 +216,7 @@ class Step:
     lookups: tuple[Lookup, ...] = ()
     whole_logits: str = ""
     tilable: tuple[str, ...] | None = None
+    loss_gradients: tuple[str, ...] = ()
 
     @property
     def passes(self) -> tuple[Op, ...]:

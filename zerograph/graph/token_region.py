@@ -124,6 +124,7 @@ def copy_of_tile(
     """Insert the region's operators for ``count`` tokens; returns what stands for each.
 
     That is one node. Of a product that sums over tokens it is its two factors, as whoever adds up tiles multiplies.
+    Constants from outside are made anew: a kernel that has to load them may write a tensor of logits' size for it.
 
     Args:
         given: by argument from outside and its tokens, the tile's part of it.
@@ -134,6 +135,8 @@ def copy_of_tile(
         tokens = region.tokens[node]
 
         def argument(source: fx.Node, node: fx.Node = node) -> fx.Node:
+            if source not in copies and _is_constant(source):
+                copies[source] = (insert(source, fx.node.map_arg(source.args, argument)),)  # type: ignore[arg-type]
             if source in copies:
                 return copies[source][0]
             part = region.given.get((node, source))
@@ -223,6 +226,12 @@ class _Finder:
             if not ahead.isdisjoint(node.users):
                 ahead.add(node)
         return [node for node in behind if node in ahead and node not in inside]
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether ``node`` is the same numbers in every step, which a kernel makes as it needs them."""
+    made = node.target in _CONSTANTS or node.target in _VIEWS
+    return node.op == "call_function" and made and all(map(_is_constant, node.all_input_nodes))
 
 
 def _shape(node: fx.Node) -> list[int]:
@@ -348,6 +357,10 @@ _SIZED: Mapping[Any, int] = {
 """Where operators are given the sizes of their result."""
 _VIEWS = frozenset({
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.squeeze.dim, aten.squeeze.dims,
+})  # fmt: skip
+_CONSTANTS = frozenset({
+    aten.full.default, aten.scalar_tensor.default, aten.arange.start_step, prims.iota.default,
+    aten.unsqueeze.default, aten.expand.default,
 })  # fmt: skip
 _ALONG = frozenset(
     {aten.gather.default, aten.slice.Tensor, aten.scatter.value, aten.scatter.src, aten.scatter_add.default}
