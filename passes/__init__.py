@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from zerograph.passes.canonicalize import canonicalize
+from zerograph.passes.differentiate_loss import differentiate_loss
 from zerograph.passes.fetch import fetch
 from zerograph.passes.gather import gather
 from zerograph.passes.hoist import hoist
@@ -55,6 +56,8 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("traced", name_activations),
     # the planner reads the graph, and Inductor's own passes simplify it
     Pass("planned", localize),
+    Pass("joint", differentiate_loss),
+    # behind what moves to the forward
     Pass("joint", recompute),
     # the partitioner splits it
     Pass("pair", order_saved),
@@ -82,6 +85,7 @@ __all__ = [
     "Pass",
     "Stage",
     "canonicalize",
+    "differentiate_loss",
     "fetch",
     "gather",
     "hoist",

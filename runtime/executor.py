@@ -22,6 +22,7 @@ from zerograph.core.program import (
     Program,
     Read,
     Reduce,
+    Scale,
     Spill,
     View,
     WaitFetch,
@@ -38,6 +39,7 @@ from zerograph.runtime.residency import GatheredCache
 from zerograph.runtime.saved import Returning
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.telemetry import Telemetry, label
+from zerograph.runtime.torch_private import is_held_alone
 
 Callee = Callable[[list[Any]], Sequence[Any]]
 
@@ -209,6 +211,13 @@ class Executor:
         total: Tensor | None = None if instruction.first else registers[instruction.out]
         registers[instruction.out] = added(total, terms)
 
+    def _scale(self, instruction: Scale, registers: list[Any]) -> None:
+        by = registers[instruction.by]
+        # A backward with retain_graph=True finds it again.
+        ours = instruction.source in instruction.dead and is_held_alone(registers, instruction.source)
+        source: Tensor = registers[instruction.source]
+        registers[instruction.out] = source.mul_(by) if ours else source * by
+
     def _gather(self, instruction: Gather, registers: list[Any]) -> None:
         shards = [registers[r] for r in instruction.shards]
         cached = self.cache.lookup(instruction.bucket, instruction.params)
@@ -320,6 +329,7 @@ _METHODS: dict[type, str] = {
     View: "_view",
     Place: "_place",
     Accumulate: "_accumulate",
+    Scale: "_scale",
     Gather: "_gather",
     WaitGather: "_wait_gather",
     Free: "_free",

@@ -6,6 +6,7 @@ public name does, and where it was seen: 2.11 in torch's sources, 2.13 by the te
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -62,6 +63,20 @@ def memory_is_unshared(tensor: Tensor) -> bool:
     nothing public those to memory. Seen in 2.11, 2.13."""
     users = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return bool(users == 2)  # the tensor, and the storage object that is made to ask
+
+
+def is_held_alone(holder: Sequence[Any], index: int) -> bool:
+    """Whether nobody but ``holder`` knows the tensor at ``index``, or its memory: no saved tensor of a graph that is
+    kept, which C++ holds, or, with hooks on it, Python. Nothing public counts those in C++. Seen in 2.13."""
+    alone = _references(holder, index) == _ONE_REFERENCE and holder[index]._use_count() == 1
+    return alone and memory_is_unshared(holder[index])
+
+
+def _references(holder: Sequence[Any], index: int) -> int:
+    return sys.getrefcount(holder[index])
+
+
+_ONE_REFERENCE = _references([object()], 0)
 
 
 # Autograd

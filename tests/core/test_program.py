@@ -23,6 +23,7 @@ from zerograph.core.program import (
     Program,
     Read,
     Reduce,
+    Scale,
     Segment,
     Spill,
     Timed,
@@ -55,6 +56,7 @@ EACH: tuple[Instruction, ...] = (
     *FORWARD, Reduce(0, (W, V), (1, 2), 3), WaitReduce(0, 3, (4, 5)), Update((0,), (64,), reads=(4, 5)),
     *(moving(kind) for kind in get_args(Move)), WaitFetch(2),
     View(0, 2, 0, 1, 3), Place((2,), 3, True, shape=(4, 2)), Accumulate((1, 2), 3, False),
+    Scale(1, 2, 3),
 )  # fmt: skip
 
 
@@ -95,11 +97,12 @@ def test_what_is_read_and_written() -> None:
         ((1, 3), (4,)),
         ((3,), ()),
     ]
-    view, place, accumulate = EACH[-3:]
-    assert [(step.reads, step.writes) for step in (view, place, accumulate)] == [
+    view, place, accumulate, scale = EACH[-4:]
+    assert [(step.reads, step.writes) for step in (view, place, accumulate, scale)] == [
         ((0,), (2,)),
         ((2,), (3,)),
         ((1, 2, 3), (3,)),
+        ((1, 2), (3,)),
     ]
     assert [(step.reads, step.writes) for step in (reduce, wait_reduce, update)] == [
         ((1, 2), (3,)),

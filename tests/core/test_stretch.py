@@ -59,6 +59,15 @@ def test_an_element_wise_kernel_writes_over_a_product_that_dies_and_over_nothing
         assert stretch([first, fuses("b", "a")], {"b"}).extra() == (0 if over else 1)
 
 
+def test_what_is_reduced_is_not_written_over() -> None:
+    """A loss reads its logits' maxima and writes their gradient in one kernel, beside them."""
+    most = fuses("most", "logits")._replace(kernel=True)
+    operators = [product("logits", "x"), most, fuses("grad", "logits", "most"), product("out", "grad")]
+    assert max(stretch(operators, {"out"}).levels) == 3  # with the maxima
+    given = [product("logits", "x"), fuses("grad", "logits", "most"), product("out", "grad")]
+    assert max(stretch(given, {"out"}).levels) == 2
+
+
 def test_cuts_begin_intervals() -> None:
     operators = [product("a", "x", size=7), product("b", "a", size=1), product("c", "b", size=2)]
     found = stretch(operators, {"c"}, cuts=[2])

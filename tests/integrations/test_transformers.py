@@ -215,7 +215,7 @@ def _tiled(path: str) -> tuple[int, dict[str, int]]:
     found = trainer(path, 3, llama(), tiles=3, eval_strategy="no", max_steps=1)
     found.train()
     report = found._backend.report()
-    return sum(isinstance(i, Accumulate) for i in found._backend.program["backward"].instructions), report.graph_breaks
+    return sum(isinstance(i, Accumulate) for i in found._backend.program["forward"].instructions), report.graph_breaks
 
 
 def test_a_step_is_one_graph_whose_logits_are_in_tiles(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph.compiler.report import Report
-from zerograph.core.program import Accumulate, Compute, Place
+from zerograph.core.program import Accumulate, Compute, Place, Scale
 
 WORDS, WIDTH, BATCH, LENGTH = 97, 16, 3, 7
 IGNORED = -100
@@ -194,10 +194,8 @@ def ends(backend: zerograph.api.Backend, kind: str) -> list[type]:
 def test_every_loss_is_the_same_in_tiles(criterion: Loss, tiles: int) -> None:
     losses, grads, backend = trained(criterion, tiles, bias=True)
     truth, wanted, _ = trained(criterion, None, bias=True)
-    assert ends(backend, "forward")
-    assert (
-        ends(backend, "backward").count(Accumulate) > tiles
-    )  # of weight and bias; of few tokens there are fewer tiles
+    assert ends(backend, "forward").count(Accumulate) > tiles  # of weight and bias; few tokens make fewer tiles
+    assert not ends(backend, "backward")  # computes no logits
     assert_close(dict(enumerate(losses)), dict(enumerate(truth)), 1e-6)  # type: ignore[arg-type]
     assert_close(grads, wanted)
 
@@ -208,6 +206,114 @@ def test_every_loss_is_the_same_in_tiles(criterion: Loss, tiles: int) -> None:
 def test_compiled_and_tied(criterion: Loss) -> None:
     losses, grads, backend = trained(criterion, 3, tied=True, compute="inductor")
     truth, wanted, _ = trained(criterion, None, tied=True)
+    assert Accumulate in ends(backend, "forward")
+    assert_close(dict(enumerate(losses)), dict(enumerate(truth)), 1e-6)  # type: ignore[arg-type]
+    assert_close(grads, wanted)
+
+
+class Both(nn.Module):
+    """Returns the loss, and each token's."""
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        self.gpt, self.plain = GPT(self.losses, bias=True), plain
+
+    def losses(self, logits: Tensor, targets: Tensor) -> Tensor:
+        found = F.cross_entropy(*flat(logits, targets), reduction="none")
+        return found if self.plain else (found.mean(), found)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return self.gpt(ids, targets)
+
+
+def grads_of(model: nn.Module, step: Callable[[nn.Module, Tensor], None], dtype: torch.dtype) -> dict[str, Tensor]:
+    model.to(dtype)
+    step(model, torch.randint(WORDS, (BATCH, LENGTH), generator=seeded(0)))
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def scaled_twice(model: nn.Module, ids: Tensor) -> None:
+    """Micro-batches, whose losses are scaled outside, both forwards before both backwards."""
+    losses = [model(each, each) * scale for each, scale in ((ids, 3.0), (ids.flip(0), -0.5))]
+    for loss in losses:
+        loss.backward()
+
+
+def backward_twice(model: nn.Module, ids: Tensor) -> None:
+    loss = model(ids, ids)
+    (loss / 2).backward(retain_graph=True)
+    loss.backward()
+
+
+def with_hooks(model: nn.Module, ids: Tensor) -> None:
+    """Hooks that keep what is saved as it is, so that Python alone knows of it."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        loss = model(ids, ids)
+    (loss * 2).backward(retain_graph=True)
+    (loss * 3).backward()
+
+
+def dropped(model: nn.Module, ids: Tensor) -> None:
+    model(ids, ids)
+    model(ids, ids).backward()
+
+
+@pytest.mark.parametrize("step", [scaled_twice, backward_twice, with_hooks, dropped], ids=lambda f: f.__name__)
+def test_the_forward_s_gradients_are_scaled_by_the_backward(step: Callable[[nn.Module, Tensor], None]) -> None:
+    found = list[dict[str, Tensor]]()
+    for dtype in (torch.float32, torch.float64):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = GPT(plain, bias=True)
+        if dtype is torch.float32:
+            backend = zerograph.backend(compute="eager", loss_tiles=3)
+            model.compile(backend=backend)
+        found.append(grads_of(model, step, dtype))
+    assert Scale in [type(i) for i in backend.program["backward"].instructions]
+    assert_close(*found)
+
+
+@pytest.mark.parametrize("each", [True, False], ids=["each token's", "both"])
+def test_gradients_per_token_are_made_in_the_backward(each: bool) -> None:
+    """The user weighs tokens outside: no one number scales the gradients."""
+
+    def step(model: nn.Module, ids: Tensor) -> None:
+        found = model(ids, ids)
+        weights = torch.linspace(0, 1, ids.numel())
+        (found @ weights.to(found) if each else found[0] + found[1] @ weights.to(found[1])).backward()
+
+    found = list[dict[str, Tensor]]()
+    for dtype in (torch.float32, torch.float64):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = Both(each)
+        if dtype is torch.float32:
+            backend = zerograph.backend(compute="eager", loss_tiles=3)
+            model.compile(backend=backend)
+        found.append(grads_of(model, step, dtype))
+    if not each:  # without a loss of one number nobody knows a head
+        assert Accumulate in ends(backend, "backward") and Accumulate not in ends(backend, "forward")
+    assert_close(*found)
+
+
+class Clamped(torch.autograd.Function):
+    """A backward of the user's own that is not linear."""
+
+    @staticmethod
+    def forward(ctx: object, logits: Tensor) -> Tensor:
+        return logits.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad.clamp(-1e-2, 1e-2)
+
+
+def test_a_backward_that_is_not_linear_stays_where_it_is() -> None:
+    def clamped(logits: Tensor, targets: Tensor) -> Tensor:
+        return 5 * plain(Clamped.apply(logits), targets)
+
+    losses, grads, backend = trained(clamped, 3)
+    truth, wanted, _ = trained(clamped, None)
     assert Accumulate in ends(backend, "backward")
     assert_close(dict(enumerate(losses)), dict(enumerate(truth)), 1e-6)  # type: ignore[arg-type]
     assert_close(grads, wanted)
@@ -228,20 +334,20 @@ def test_ignored_tokens(targets: Callable[[Tensor], Tensor]) -> None:
 def test_more_tiles_than_tokens_are_one_token_each() -> None:
     _, grads, backend = trained(plain, 1000)
     _, wanted, _ = trained(plain, None)
-    assert ends(backend, "backward").count(Accumulate) == BATCH * LENGTH
+    assert ends(backend, "forward").count(Accumulate) == BATCH * LENGTH
     assert_close(grads, wanted)
 
 
 def test_tiles_of_one_size_are_one_segment() -> None:
     """Compile time does not grow with their number."""
     _, _, backend = trained(plain, 7, steps=1)
-    computes = [i.segment for i in backend.program["backward"].instructions if isinstance(i, Compute)]
+    computes = [i.segment for i in backend.program["forward"].instructions if isinstance(i, Compute)]
     assert max(map(computes.count, computes)) >= 3  # labels of 8 bytes: every other tile begins at 16
 
 
 def on_ranks(stage: int, criterion: Loss) -> None:
     losses, grads, backend = trained(criterion, 3, stage=stage, bucket_size="4KB")
-    assert ends(backend, "backward").count(Accumulate) >= 2
+    assert ends(backend, "forward").count(Accumulate) >= 3
     whole, wanted, _ = trained(criterion, 1, stage=stage, bucket_size="4KB")
     assert_close(dict(enumerate(losses)), dict(enumerate(whole)), 1e-6)  # type: ignore[arg-type]
     assert_close(grads, wanted)
@@ -332,7 +438,7 @@ def test_a_model_of_transformers_with_labels_shifted_by_hand() -> None:
     model.compile(backend=backend)
     loss = model(ids)
     loss.backward()
-    assert ends(backend, "backward").count(Accumulate) == 3 and not backend.report().whole_logits
+    assert ends(backend, "forward").count(Accumulate) == 3 and not backend.report().whole_logits
     torch.testing.assert_close(loss, truth, rtol=1e-6, atol=0)
     assert_close({name: p.grad for name, p in model.named_parameters()}, wanted)  # type: ignore[misc]
 

@@ -113,6 +113,18 @@ def test_of_two_heads_the_other_one_is_named() -> None:
     assert why_whole(two) == why_whole(wide, tiles=4) == why_whole(step, tiles=4) == ""
 
 
+def test_gradients_that_the_forward_makes_need_no_logits_again() -> None:
+    step = replace(with_head(), loss_gradients=("d_logits", "d_weight", "d_loss"))
+    head = head_of(Graph(step))
+    assert head is not None
+    parts = tiled(step, head, 8)
+    assert not any(op.again for op in parts.ops)
+    moved = {op.name: op.phase for op in parts.ops if op.name in step.loss_gradients}
+    assert set(moved.values()) == {"forward"}
+    graph = Graph(parts)
+    assert not any(graph.values[value].name in head.large for reads in graph.reads[graph.backward :] for value in reads)
+
+
 def test_what_only_looks_like_logits_is_left_whole() -> None:
     step = with_head()
     flat = replace(step, ops=tuple(replace(op, module=op.module.replace(".", "_")) for op in step.ops))

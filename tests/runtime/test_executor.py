@@ -22,6 +22,7 @@ from zerograph.core.program import (
     Place,
     Program,
     Reduce,
+    Scale,
     Segment,
     View,
     WaitGather,
@@ -212,3 +213,21 @@ def test_overhead_per_instruction() -> None:
         times.append((time.perf_counter() - start) / layers)
     print(f"{statistics.median(times) * 1e6:.1f} microseconds per instruction")
     assert statistics.median(times) < 100e-6
+
+
+def test_a_number_scales_in_place_what_nobody_else_has() -> None:
+    """Saved tensors of a graph that is kept are found again by the next backward."""
+    run, _ = executor(program(Scale(0, 1, 2, dead=(0, 1)), inputs=2, registers=3, outputs=(2,)))
+    by = torch.tensor(3.0)
+    (alone,) = run([torch.ones(4), by])
+    assert torch.equal(alone, torch.full((4,), 3.0))
+    kept = torch.ones(4)
+    for given in (kept, kept.view(2, 2), kept.detach()):
+        (found,) = run([given, by])
+        del given
+        assert torch.equal(found, torch.full(found.shape, 3.0)) and torch.equal(kept, torch.ones(4))
+    address = (given := torch.ones(4)).data_ptr()
+    values = [given, by]
+    del given
+    (found,) = run(values)
+    assert found.data_ptr() == address

@@ -24,6 +24,7 @@ from zerograph.graph.costs import (
 )
 from zerograph.graph.layers import module_of
 from zerograph.graph.lookups import last_of_range
+from zerograph.graph.loss_gradients import loss_gradients
 from zerograph.graph.nodes import SPEC_AT, Activation, Marker, backward_nodes, is_view, markers, output_of
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 from zerograph.graph.products import tilable
@@ -71,22 +72,32 @@ def capture(graph: fx.Graph, setting: Setting) -> Step:
     )
     head = head_of(Graph(step))
     if head is not None:
-        step = replace(step, whole_logits=_whole_logits(graph, head.name, backward))
+        product = next(node for node in graph.nodes if node.name == head.name)
+        why, ahead = _whole_logits(product, backward), _loss_gradients(graph, product)
+        step = replace(step, whole_logits=why, loss_gradients=() if why else ahead)
     return with_updates(step, setting.world_size, setting.moments)
 
 
-def _whole_logits(graph: fx.Graph, product: str, backward: set[fx.Node]) -> str:
+def _whole_logits(product: fx.Node, backward: set[fx.Node]) -> str:
     """Why the logits that ``product`` makes cannot be made for some tokens at a time; empty where they can.
 
     The backward that makes them again is looked at as it will be: with what it needs of the forward.
     """
-    head = next(node for node in graph.nodes if node.name == product)
     try:
-        forward = region_of(head, lambda node: node not in backward)
-        region_of(head, lambda node: node in backward or node in forward.tokens)
+        forward = region_of(product, lambda node: node not in backward)
+        region_of(product, lambda node: node in backward or node in forward.tokens)
     except NotByToken as error:
         return f"{error} ({source_line(error.node)})"
     return ""
+
+
+def _loss_gradients(graph: fx.Graph, product: fx.Node) -> tuple[str, ...]:
+    """What of the backward a loss in tiles computes in the forward."""
+    try:
+        found = loss_gradients(graph, region_of(product))
+    except NotByToken:
+        return ()
+    return tuple(node.name for node in found.nodes) if found is not None else ()
 
 
 def _lookups(graph: fx.Graph) -> Iterator[Lookup]:

@@ -316,7 +316,7 @@ class Planner:
         search = Search(step, wish, self._machine, states=states, moments=self._moments)
         found = search.within(budget)
         if found is None and wish.loss is None and head_of(Graph(step)) is not None:
-            # Tiles compute the head a second time: they are looked at where nothing fits without.
+            # Tiles read the head's weight again and again: they are looked at where nothing fits without.
             search = Search(step, replace(wish, loss="auto"), self._machine, states=states, moments=self._moments)
             found = search.within(budget)
         if found is None:

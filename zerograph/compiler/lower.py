@@ -32,6 +32,7 @@ from zerograph.core.program import (
     Read,
     Reduce,
     Register,
+    Scale,
     Segment,
     Spill,
     View,
@@ -204,6 +205,11 @@ class _Lowering:
                 instruction = Place(**self._end_of_tile(node), shape=tuple(shape), dim=dim, begin=begin)  # type: ignore[arg-type]
             case ops.ACCUMULATE:
                 instruction = Accumulate(**self._end_of_tile(node))
+            case ops.SCALE:
+                (source, by), out = self._regs(node.args), self._register(node)
+                module, _ = _module_and_line([node])
+                instruction = Scale(source, by, out, moved=2 * bytes_of(node.meta["val"]), module=module)
+                self.shared[out] = self.shared.get(source, source)
             case ops.SPILL_SAVED:
                 instruction = self._move_saved(Write if info.tier == "nvme" else Spill, info, node.args[0], outs)
                 self.tiers |= dict.fromkeys(outs, info.tier)

@@ -54,6 +54,7 @@ from torch.distributed.tensor import DTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.utils._filelock import FileLock
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import CheckpointPolicy
 
 from zerograph.compiler.kernel_library import joined
 
@@ -184,10 +185,33 @@ def split_by_minimum_cut(
     joint: fx.GraphModule, inputs: Sequence[Any], outputs: int, static: Sequence[int]
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The forward, with its first ``outputs`` outputs, and the backward of a joint graph, as torch's partitioner for
-    Inductor cuts it. Inputs numbered ``static`` stay where they are. Seen in 2.11, 2.13."""
-    return min_cut_rematerialization_partition(
-        joint, inputs, compiler="inductor", num_fwd_outputs=outputs, static_lifetime_input_indices=list(static)
+    Inductor cuts it. Inputs numbered ``static`` stay where they are.
+
+    It saves what must be (``recompute``) only where the forward's outputs depend on it. What else is tagged to be in
+    the forward is an output while it cuts. Seen in 2.11, 2.13.
+    """
+    tags = ((node, node.meta.get("partitioner_tag"), node.meta.get("recompute")) for node in joint.graph.nodes)
+    ahead = [n for n, tag, saved in tags if (tag, saved) == ("must_be_in_forward", CheckpointPolicy.MUST_SAVE)]
+    _replace_outputs(joint.graph, outputs, outputs, ahead)
+    forward, backward = min_cut_rematerialization_partition(
+        joint,
+        inputs,
+        compiler="inductor",
+        num_fwd_outputs=outputs + len(ahead),
+        static_lifetime_input_indices=list(static),
     )
+    _replace_outputs(forward.graph, outputs, outputs + len(ahead), ())
+    return forward, backward
+
+
+def _replace_outputs(graph: fx.Graph, begin: int, end: int, nodes: Sequence[fx.Node]) -> None:
+    """Let a traced ``graph`` return ``nodes`` in place of its outputs from ``begin`` to before ``end``. AOTAutograd
+    describes each in the metadata. Seen in 2.13."""
+    (output,) = graph.find_nodes(op="output")
+    values = list(output.args[0])
+    described = list(output.meta.get("desc", [None] * len(values)))
+    output.args = ((*values[:begin], *nodes, *values[end:]),)
+    output.meta["desc"] = [*described[:begin], *[None] * len(nodes), *described[end:]]
 
 
 def keep_saved_tensors() -> None:

@@ -133,6 +133,28 @@ class Accumulate(_TileEnd):
 
 
 @dataclass(frozen=True, slots=True)
+class Scale(_Instruction):
+    """Multiply ``source`` by the number ``by``; ``out`` is in its memory, unless somebody else has that too."""
+
+    stream = "compute"
+    operation = "compute"
+    source: int
+    by: int
+    out: int
+    dead: tuple[int, ...] = ()
+    moved: int = 0
+    module: str = ""
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        return (self.source, self.by)
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,)
+
+
+@dataclass(frozen=True, slots=True)
 class Gather(_Instruction):
     """Start the all-gather of ``params`` of a bucket, or of a tile of it; ``out`` holds the pending transfer.
 
@@ -365,7 +387,7 @@ Move = Spill | Fetch | Write | Read | HostUpdate | DeviceUpdate
 Collective = Gather | Reduce
 Wait = WaitGather | WaitReduce | WaitFetch
 TileEnd = Place | Accumulate
-Computing = Compute | Update | TileEnd
+Computing = Compute | Update | TileEnd | Scale
 """Instructions that compute, and belong to no bucket."""
 Timed = Computing | Collective | Move
 """Instructions that occupy a stream."""
@@ -463,7 +485,7 @@ class Program:
     def label(self, instruction: Instruction) -> str:
         """Whose instruction it is, for people: a bucket, a tile of it, a layer, an activation."""
         match instruction:
-            case Compute(module=module) | Place(module=module) | Accumulate(module=module):
+            case Compute(module=module) | Place(module=module) | Accumulate(module=module) | Scale(module=module):
                 return layer_of(module) or module or "outside of layers"
             case Gather() | WaitGather() | Free() | Reduce() | WaitReduce():
                 name = self.buckets[instruction.bucket] if self.buckets else f"bucket {instruction.bucket}"
@@ -480,6 +502,8 @@ class Program:
                 return f"{self.kind} {self.label(instruction)}"
             case Place() | Accumulate():
                 return f"{self.kind} {self.label(instruction)}, end of a tile"
+            case Scale():
+                return f"{self.kind} {self.label(instruction)}, times a number"
             case Update():
                 return "optimizer update"
             case View():
@@ -492,7 +516,7 @@ class Program:
     def module(self, instruction: Instruction) -> str:
         """The module that it works for."""
         match instruction:
-            case Compute() | Place() | Accumulate():
+            case Compute() | Place() | Accumulate() | Scale():
                 return instruction.module
             case Spill() | Fetch() | Write() | Read() | HostUpdate() | DeviceUpdate():
                 return instruction.module
@@ -537,6 +561,8 @@ def _describe(instruction: Instruction) -> str:
             return f"place        from {begin} of dimension {dim}"
         case Accumulate(terms=terms):
             return f"accumulate   {'a product' if len(terms) == 2 else 'a tile'}"
+        case Scale():
+            return "scale        by a number"
         case _:
             moved = format_bytes(instruction.bytes)
             return f"{instruction.operation:<12} {instruction.what} of {instruction.label}, {moved}"

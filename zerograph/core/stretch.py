@@ -5,8 +5,8 @@ The rule of both, so that the planner's count of a step and the forecast of its 
 - Memory is what kernels of their own write (products, reductions, scatters), what products read, and what outlives the
   stretch. Everything else fuses into what reads it.
 - It is taken where it is written, and free after the last kernel that reads it, be it through operators that fuse.
-- An element-wise kernel writes over what a product or such a kernel of the stretch has made, has its size, and is not
-  read after it.
+- An element-wise kernel writes over what a product or such a kernel of the stretch has made, has its size, is not read
+  after it, and is summed nowhere: a reduction fuses with it, and one kernel that reads memory twice writes elsewhere.
 - What the stretch is given is free after its last use too, if nobody else holds it.
 """
 
@@ -82,6 +82,7 @@ def stretch(operators: Sequence[Operator], stays: Collection[Hashable], cuts: Se
     takes = [op.bytes if op.kernel or op.writes in whole or op.writes in stays else 0 for op in operators]
     ends = _kernel_ends(operators)
     last = _last_uses(operators, takes, ends)
+    reduced = _reduced(operators, takes)
     made = {op.writes for op in operators}
     given = {name: at for name, at in last.items() if name not in made}
     begins = sorted({0, *cuts, *(at + 1 for at in given.values() if at + 1 < len(operators))})
@@ -99,7 +100,7 @@ def stretch(operators: Sequence[Operator], stays: Collection[Hashable], cuts: Se
             if op.writes not in stays:
                 end = last.get(op.writes, at)
                 dying[end] = dying.get(end, 0) + size
-                if op.product or not op.kernel:
+                if (op.product or not op.kernel) and op.writes not in reduced:
                     spare.add((end, size))
         live -= dying.pop(at, 0)
     left = sum(size for op, size in zip(operators, takes, strict=True) if op.writes in stays)
@@ -114,6 +115,15 @@ def _kernel_ends(operators: Sequence[Operator]) -> list[int]:
         if not operators[at].kernel and not operators[at + 1].kernel:
             ends[at] = ends[at + 1]
     return ends
+
+
+def _reduced(operators: Sequence[Operator], takes: Sequence[int]) -> set[Hashable]:
+    """Memory that a kernel which is no product reads, also through what fuses into that."""
+    found = set[Hashable]()
+    for op, size in zip(reversed(operators), reversed(takes), strict=True):
+        if (op.kernel and not op.product) or (not size and op.writes in found):
+            found.update(op.reads)
+    return found
 
 
 def _last_uses(operators: Sequence[Operator], takes: Sequence[int], ends: Sequence[int]) -> dict[Hashable, int]:

@@ -35,6 +35,8 @@ _LIB.define("wait_fetch_saved(Tensor pending, Tensor[] away) -> Tensor[]")
 _LIB.define("view(Tensor(a) source, int dim, int begin, int end) -> Tensor(a)")
 _LIB.define("place(Tensor[] terms, Tensor? into, int[] shape, int dim, int begin) -> Tensor")
 _LIB.define("accumulate(Tensor[] terms, Tensor? into) -> Tensor")
+# The product with a number, in the memory of ``source`` where nobody else has that.
+_LIB.define("scale(Tensor source, Tensor by) -> Tensor")
 
 
 def world_size(group: str) -> int:
@@ -138,5 +140,6 @@ WAIT_FETCH_SAVED = torch.ops.zg.wait_fetch_saved.default
 VIEW = torch.ops.zg.view.default
 PLACE = torch.ops.zg.place.default
 ACCUMULATE = torch.ops.zg.accumulate.default
+SCALE = torch.ops.zg.scale.default
 INSTRUCTIONS = frozenset({GATHER, WAIT_GATHER, FREE, REDUCE, WAIT_REDUCE, FETCH, WAIT_FETCH, SPILL})
-INSTRUCTIONS |= {SPILL_SAVED, FETCH_SAVED, WAIT_FETCH_SAVED, VIEW, PLACE, ACCUMULATE}
+INSTRUCTIONS |= {SPILL_SAVED, FETCH_SAVED, WAIT_FETCH_SAVED, VIEW, PLACE, ACCUMULATE, SCALE}

@@ -51,7 +51,7 @@ class Region:
 
     Attributes:
         count: of all tokens that the loss looks at.
-        large: numbers of what may not exist for all of them.
+        large: numbers per token of what may not exist for all of them.
         tokens: by operator inside, which dimensions of its result are tokens; None of a sum over them.
         given: by operator inside and argument from outside, which of that one's dimensions are tokens. What is not
             here every tile reads whole.
@@ -71,9 +71,15 @@ class Region:
 
     def is_large(self, node: fx.Node) -> bool:
         """Whether ``node`` may not exist for all tokens; what no tile makes may."""
+        tokens = self.tokens.get(node)
+        return tokens is not None and self.would_be_large(node, tokens)
+
+    def would_be_large(self, node: fx.Node, tokens: Tokens) -> bool:
+        """Whether ``node``, whose ``tokens`` these are, may not exist for all of them."""
         val = node.meta.get("val")
-        numbers = isinstance(val, torch.Tensor) and all(isinstance(size, int) for size in val.shape)
-        return numbers and self.tokens.get(node, ROWS) is not None and math.prod(_shape(node)) >= self.large
+        if not isinstance(val, torch.Tensor) or not all(isinstance(size, int) for size in val.shape):
+            return False
+        return math.prod(val.shape) >= self.large * math.prod(tokens.sizes(val.shape))
 
     def counts_all(self, node: fx.Node, tokens: Tokens) -> bool:
         """Whether ``tokens`` of ``node`` are more than those that the loss looks at."""
@@ -96,8 +102,8 @@ def region_of(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _: Tr
     shape = product.meta["val"].shape
     if not all(isinstance(size, int) for size in shape):
         raise NotByToken(product, "has a number of tokens that is not known before it runs")
-    # Half of the logits: of what was cast the gradient may be smaller.
-    finder = _Finder(product, Region(shape[0], math.prod(shape) // 2), counts)
+    # Half of the words: of logits whose padding was cut off the gradient is smaller.
+    finder = _Finder(product, Region(shape[0], shape[1] // 2), counts)
     finder.grow()
     return finder.region
 
@@ -118,6 +124,8 @@ def copy_of_tile(
     """Insert the region's operators for ``count`` tokens; returns what stands for each.
 
     That is one node. Of a product that sums over tokens it is its two factors, as whoever adds up tiles multiplies.
+    Constants from outside that count no tokens are made anew: a kernel that has to load them may write a tensor of
+    logits' size for it.
 
     Args:
         given: by argument from outside and its tokens, the tile's part of it.
@@ -128,10 +136,12 @@ def copy_of_tile(
         tokens = region.tokens[node]
 
         def argument(source: fx.Node, node: fx.Node = node) -> fx.Node:
-            if source in copies:
-                return copies[source][0]
             part = region.given.get((node, source))
-            return source if part is None else given[source, part]
+            if part is not None:
+                return given[source, part]
+            if source not in copies and _is_constant(source):
+                copies[source] = (insert(source, fx.node.map_arg(source.args, argument)),)  # type: ignore[arg-type]
+            return copies[source][0] if source in copies else source
 
         if tokens is not None and slices_tokens(node, tokens):
             # A tile is of tokens behind the slice, in front of it too.
@@ -203,7 +213,8 @@ class _Finder:
                 if self.region.tokens[source] != found:
                     raise NotByToken(node, "mixes tokens with something else")
             elif found is not None:
-                makes_large = source.op == "call_function" and self._is_large(source)
+                made = source.op == "call_function" and source.target not in _PRODUCTS
+                makes_large = made and self.region.would_be_large(source, found)
                 # What is sliced for the loss to read, such as a label's probabilities, is there anyway.
                 sliced = makes_large and slices_tokens(source, found)
                 if makes_large and not sliced and node.target not in _PRODUCTS:
@@ -216,7 +227,6 @@ class _Finder:
         region = self.region
         if region.window is None and window.all == region.count:
             region.window, region.count = window, window.count
-            region.large = region.large * window.count // window.all
         if region.window != window:
             raise NotByToken(node, "keeps other tokens than another slice")
 
@@ -250,6 +260,12 @@ class _Finder:
             if not ahead.isdisjoint(node.users):
                 ahead.add(node)
         return [node for node in behind if node in ahead and node not in inside]
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether ``node`` is the same numbers in every step, which a kernel makes as it needs them."""
+    made = node.target in _CONSTANTS or node.target in _VIEWS
+    return node.op == "call_function" and made and all(map(_is_constant, node.all_input_nodes))
 
 
 def _shape(node: fx.Node) -> list[int]:
@@ -397,6 +413,10 @@ _SIZED: Mapping[Any, int] = {
 """Where operators are given the sizes of their result."""
 _VIEWS = frozenset({
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.squeeze.dim, aten.squeeze.dims,
+})  # fmt: skip
+_CONSTANTS = frozenset({
+    aten.full.default, aten.scalar_tensor.default, aten.arange.start_step, prims.iota.default,
+    aten.unsqueeze.default, aten.expand.default,
 })  # fmt: skip
 _ALONG = frozenset({aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default})
 """They work along one dimension, their second argument."""

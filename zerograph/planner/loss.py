@@ -2,8 +2,9 @@
 
 The largest value of many steps belongs to no layer: logits, their logarithms and their gradient, of tokens by
 vocabulary each. Run for some tokens at a time, the head and the loss hold a tile of each. None of it waits for the
-backward, which computes every tile again. (Liger and Megatron do so by kernels of their own; here it is a step with
-other numbers, so that schedules, forecasts and checks need not know of it.)
+backward: gradients are made in the forward, where they depend on the loss's own gradient only, or else the backward
+computes every tile again. (Liger and Megatron do so by kernels of their own; here it is a step with other numbers, so
+that schedules, forecasts and checks need not know of it.)
 """
 
 from __future__ import annotations
@@ -156,13 +157,15 @@ def tiled(step: Step, head: Head, tiles: int) -> Step:
     Of what is as large as the logits a tile is held at a time. Products read their weight, or add to its gradient, once
     per tile, and the logits themselves are read from memory all the same.
     """
-    sizes = {value.name: value.bytes for value in step.values}
+    sizes, ahead = {value.name: value.bytes for value in step.values}, frozenset(step.loss_gradients)
 
     def in_tiles(op: Op) -> Op:
+        if op.name in ahead:
+            op = replace(op, phase="forward")
         logits = sum(sizes[name] for name in (*op.reads, *op.writes) if name in head.large)
         if not logits or op.phase == "update":
             return op
-        again = op.again or (op.phase == "forward" and op.writes[0] in head.large)
+        again = op.again or (not ahead and op.phase == "forward" and op.writes[0] in head.large)
         if op.name not in head.weights:
             return replace(op, again=again)
         moved = op.moved + (tiles - 1) * head.weights[op.name] + logits - logits // tiles

@@ -19,6 +19,7 @@ from zerograph.core.program import (
     Place,
     Read,
     Reduce,
+    Scale,
     Segment,
     Spill,
     Timed,
@@ -63,6 +64,8 @@ class Rates:
                 return max(0.0, seconds - launch) / segment.slices + launch
             case Place() | Accumulate():
                 return self.compute(instruction.flops, instruction.moved)
+            case Scale():
+                return self.compute(0, instruction.moved)
             case Gather() | Reduce():
                 return self.collective(instruction.bytes)
             case Update(sizes=sizes):

@@ -1,0 +1,110 @@
+"""What of the backward a loss in tiles can compute in the forward, while each tile's logits are there.
+
+Where gradients of head and hidden states depend on one number from outside, the gradient of the loss, they are linear
+in it: they are computed for 1, and multiplied by it once it is known. (Liger's kernels do the same.) So the backward
+need not compute logits again. Not in float16, whose small gradients only a scaled loss keeps from becoming zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerograph.graph.nodes import aten, backward_nodes, is_view
+from zerograph.graph.token_region import Region
+
+prims = torch.ops.prims
+
+
+@dataclass(frozen=True, slots=True)
+class LossGradients:
+    """Gradients that one number scales.
+
+    Attributes:
+        tangent: the number: the gradient of the loss, of shape [].
+        nodes: what of the backward computes them, in order; some of it may compute other things too.
+        exits: those of ``nodes`` that are the gradients: of hidden states, head and bias.
+    """
+
+    tangent: fx.Node
+    nodes: list[fx.Node]
+    exits: list[fx.Node]
+
+
+def loss_gradients(graph: fx.Graph, region: Region) -> LossGradients | None:
+    """The gradients that head and loss, ``region`` of the joint ``graph``, make; None where they depend on more than
+    one number, or in another way than linearly."""
+    scaled = _behind_tangents(graph)
+    exits = [node for node in region.exits() if node in scaled]
+    nodes = _ahead(exits, backward_nodes(graph) | scaled)
+    tangents = [node for node in nodes if node.op == "placeholder"]
+    if len(tangents) != 1 or tangents[0].meta["val"].dim() or any(map(is_view, exits)):
+        return None
+    computing = [node for node in nodes if node is not tangents[0]]
+    if not all(_is_linear(node, scaled) for node in computing if node in scaled):
+        return None
+    return LossGradients(tangents[0], computing, exits)
+
+
+def _behind_tangents(graph: fx.Graph) -> set[fx.Node]:
+    """What depends on a gradient that the backward is given."""
+    found = {node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")}
+    for node in graph.nodes:
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _ahead(nodes: list[fx.Node], within: set[fx.Node]) -> list[fx.Node]:
+    """``nodes`` and what they depend on, as far as it is ``within``, in order."""
+    found, waiting = set[fx.Node](), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node in within and node not in found:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return sorted(found)
+
+
+def _is_linear(node: fx.Node, scaled: set[fx.Node]) -> bool:
+    """Whether the result of ``node`` is linear in its arguments that are ``scaled``, with no term of others."""
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.dtype == torch.float16:
+        return False
+    target: Any = node.target
+    places = [place for place, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg in scaled]
+    if len(places) < sum(source in scaled for source in node.all_input_nodes):
+        return False
+    if target in _OF_THE_FIRST or is_view(node):
+        return places == [0]
+    if target in _PRODUCTS:
+        return len(places) == 1
+    if target in _SUMS:
+        return places == [0, 1]
+    if target in _SCATTERS:
+        return places == [3] and _is_zero(node.args[0])
+    if target is aten.slice_scatter.default:
+        return places == [1] and _is_zero(node.args[0])
+    if target is aten.where.self:
+        return all(place in places or _is_zero(node.args[place]) for place in (1, 2)) and 0 not in places
+    return False
+
+
+def _is_zero(node: Any) -> bool:
+    filled = isinstance(node, fx.Node) and node.target in _FILLED
+    return filled and node.args[_FILLED[node.target]] == 0
+
+
+_OF_THE_FIRST = frozenset({
+    aten.sum.dim_IntList, aten.sum.default, aten.neg.default, aten.div.Tensor, aten.div.Scalar, aten.mul.Scalar,
+    aten.clone.default, aten.expand.default, prims.convert_element_type.default, aten._to_copy.default,
+    aten.gather.default, aten.constant_pad_nd.default,
+})  # fmt: skip
+_PRODUCTS = frozenset({aten.mul.Tensor, aten.mm.default})
+_SUMS = frozenset({aten.add.Tensor, aten.sub.Tensor})
+_SCATTERS = frozenset({aten.scatter_add.default, aten.scatter.src})
+_FILLED = {aten.full.default: 1, aten.scalar_tensor.default: 0}
+"""Where operators that fill a tensor with one number are given it."""
