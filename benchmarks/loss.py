@@ -3,9 +3,9 @@
     python benchmarks/loss.py [--tiles 16] [--rounds 5] [--json FILE]
 
 Prediction. Beyond weights, gradients and optimizer states, the peak at 16 tiles is at most 0.2 of that without: logits
-of 2048 x 131072 numbers are 1 GiB, and a step holds about three such tensors. Gradients are made in the forward, so that
-logits are computed once, and each tile reads the head's weight again: of this model, nearly all of which is head, the
-step takes at most 1.10 of the time.
+of 2048 x 131072 numbers are 1 GiB, and a step holds about three such tensors. Gradients are made in the forward, so
+that logits are computed once, and each tile reads the head's weight again: of this model, nearly all of which is head,
+the step takes at most 1.10 of the time.
 
 Method. One process per variant, stage 0 on one rank, a GPT and AdamW. Two variants at a time take steps in turns, and
 ratios are taken within a round; the values are medians. The peak is the kernel's VmHWM over steps after the first ones,
