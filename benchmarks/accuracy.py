@@ -4,6 +4,7 @@
     python benchmarks/accuracy.py --cases 0,4 --machine machine.json
     python benchmarks/accuracy.py --cases 14,15,16,17,18,19,20,21,22,23  # transformers' models, with large vocabularies
     python benchmarks/accuracy.py --cases 24,25,26,27,28,29  # states, and everything, on NVMe
+    python benchmarks/accuracy.py --cases 30,31,32,33  # weights and losses in tiles, activations on NVMe
     python benchmarks/accuracy.py --cases 14,16,18 --budgets 0.8,0.9,1,1.2  # whether `memory=` is kept
 
 Prediction. The forecast of the peak is within 5% of what torch's allocator hands out, within 10% of the growth of the
@@ -29,6 +30,7 @@ import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import gettempdir
 
 from crew import Crew, CrewFailed
 from facts import Load, append_json, describe, machine_facts
@@ -40,6 +42,7 @@ from variants import title
 OUT, ERR = Console(width=None if sys.stdout.isatty() else 150), Console(stderr=True)
 RANKS = 2
 SMALL, MIDDLE, LARGE = Workload(4, 256, 4, 2048), Workload(6, 512, 8), Workload(12, 1024, 16)
+WORDY = Workload(4, 512, 8, vocab=65536)
 CASES = [
     (SMALL, "zg1"),
     (SMALL, "zg2"),
@@ -66,6 +69,10 @@ CASES = [
     (Workload(4, 256, 4, vocab=30000, batch=2, model="gemma2"), "zg3"),
     (Workload(4, 256, 4, vocab=16000, model="neox"), "zg3"),
     *((work, spec) for work in (MIDDLE, LARGE) for spec in ("zg2-nvme", "zg3-nvme", "zg3-infinity")),
+    (WORDY, "zg3:loss_tiles=16"),
+    (MIDDLE, "zg3:bucket_size=1MiB:tile=4"),
+    (LARGE, f"zg2:activations=nvme:path={gettempdir()}"),
+    (LARGE, f"zg3:bucket_size=4MiB:tile=4:loss_tiles=4:activations=nvme:path={gettempdir()}"),
 ]
 TELLING = 2**30
 """Bytes of states from which the growth of a process tells something: below, code and compilers are most of it."""

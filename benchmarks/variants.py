@@ -187,10 +187,15 @@ def zerograph_nvme(stage: int, offload: str) -> Callable[[GPT, Workload, Options
     return build
 
 
-def deepspeed_stage(stage: int) -> Callable[[GPT, Workload, Options], Trainer]:
+def deepspeed_stage(stage: int, *, nvme: bool = False) -> Callable[[GPT, Workload, Options], Trainer]:
+    """Of `nvme` parameters, gradients and states are in files, and the optimizer is DeepSpeed's own."""
+
     def build(model: GPT, work: Workload, options: Options) -> Trainer:
         import deepspeed
 
+        if nvme:
+            there = {"device": "nvme", "nvme_path": tempfile.gettempdir(), "buffer_count": 8}
+            options = {"offload_optimizer": there, "offload_param": there, **options}
         settings = {
             "train_micro_batch_size_per_gpu": work.batch,
             "zero_optimization": {"stage": stage, **options},
@@ -198,7 +203,7 @@ def deepspeed_stage(stage: int) -> Callable[[GPT, Workload, Options], Trainer]:
             "bf16": {"enabled": work.dtype == "bf16"},
             "communication_data_type": "fp32",
         }
-        inner = adamw(model)
+        inner = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=LEARNING_RATE) if nvme else adamw(model)
         engine, optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=inner, config=settings, dist_init_required=False
         )
@@ -228,6 +233,7 @@ VARIANTS: dict[str, Variant] = {
     },
     "zg3-infinity": Variant("zerograph, all on NVMe", zerograph_nvme(3, "parameters"), False, "zerograph"),
     **{f"ds{n}": Variant(f"DeepSpeed ZeRO-{n}", deepspeed_stage(n), True, "deepspeed") for n in (1, 2, 3)},
+    "ds3-infinity": Variant("DeepSpeed, all on NVMe", deepspeed_stage(3, nvme=True), True, "deepspeed"),
 }
 
 

@@ -88,10 +88,10 @@ class MailboxCommunicator:
 
     def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> _Gathering:
         """See :class:`~zerograph.runtime.comm.Communicator`."""
+        sources = [shard.contiguous() for shard in shards]  # copies live until the core has read them: when it returns
         pieces = []
-        for p, shard in zip(params, shards, strict=True):
-            # A copy need not outlive this call: the core has read everything when it returns.
-            source, wire = shard.contiguous(), torch_dtype(p.compute_dtype)
+        for p, source in zip(params, sources, strict=True):
+            wire = torch_dtype(p.compute_dtype)
             pieces.append((source.data_ptr(), source.numel(), _wire_of(source.dtype), _wire_of(wire)))
         with self._explained("gather", params):
             return _Gathering(params, self.mailbox.start_gather(self._tag(params), pieces))

@@ -106,13 +106,14 @@ class Arena:
         self._free = FreeList(self.size)
         # Tickets hold the tensors that the engine reads and writes.
         self._live: dict[int, Ticket] = {}
+        self._begun: list[Ticket] = []  # whose numbers are not known
         self._unseen: dict[int, Exception] = {}
         self._failures = 0  # of which _unseen has the first ones
         self._counting = threading.Lock()
         self._registered: dict[int, Tensor] = {}
         # A mapping lives as long as a tensor that shows it.
         self._mappings: weakref.WeakValueDictionary[Extent, _core.FileMapping] = weakref.WeakValueDictionary()
-        self._finalizer = weakref.finalize(self, _shut, os.getpid(), self._engine, self._slabs, self._live)
+        self._finalizer = weakref.finalize(self, _shut, os.getpid(), self._engine, self._slabs, self._live, self._begun)
 
     def _tell(self, direct: bool) -> None:
         for note in self._engine.notes.splitlines():
@@ -215,8 +216,12 @@ class Arena:
             torch.autograd.graph.increment_version(tensor)
         with _explained():
             self._prepare(ticket, self._mappings.get(extent), offset)
+            # A handler of signals may raise when the engine has begun, and before anything else here: what it reads or
+            # writes stays until the arena closes.
+            self._begun.append(ticket)
             ticket.id = self._engine.submit(direction, segments, priority)
         self._live[ticket.id] = ticket
+        self._begun.remove(ticket)
         return ticket
 
     def _check(self, extent: Extent, tensor: Tensor, offset: int) -> int:
@@ -337,10 +342,11 @@ class Arena:
         It is kept alive until :meth:`unregister` or :meth:`close`.
         """
         address = tensor.data_ptr()
-        if not self._engine.register_memory(address, tensor.numel() * tensor.element_size()):
-            return False
-        self._registered[address] = tensor
-        return True
+        self._registered[address] = tensor  # before the kernel has it: a handler of signals may raise in between
+        if self._engine.register_memory(address, tensor.numel() * tensor.element_size()):
+            return True
+        del self._registered[address]
+        return False
 
     def unregister(self, tensor: Tensor) -> None:
         """Undo :meth:`register`."""
@@ -449,10 +455,13 @@ def huge_tensor(size: int) -> Tensor:
     return torch.frombuffer(_core.HugeMemory(size), dtype=torch.uint8, count=size)
 
 
-def _shut(pid: int, engine: _core.IoEngine, slabs: list[_core.Slab], live: dict[int, Ticket]) -> None:
+def _shut(
+    pid: int, engine: _core.IoEngine, slabs: list[_core.Slab], live: dict[int, Ticket], begun: list[Ticket]
+) -> None:
     if os.getpid() == pid:  # else a child's copy, whose engine does nothing
         engine.close()
     live.clear()
+    begun.clear()
     slabs.clear()
 
 

@@ -31,7 +31,7 @@ py::buffer_info view(const Memory& memory) {
 // An engine waits for its transfers when it goes: without the GIL, as another thread may be needed for that.
 struct Release {
   void operator()(IoEngine* engine) const {
-    py::gil_scoped_release release;
+    WithoutGil release;
     delete engine;
   }
 };
@@ -153,7 +153,7 @@ void bind_engine(py::module_& m) {
           py::arg("faults"))
       .def("close", [](IoEngine& engine) { run([&] { return engine.close(); }); });
   m.def("has_uring", &has_uring);
-  m.def("probe_uring", &probe_uring, py::call_guard<py::gil_scoped_release>());
+  m.def("probe_uring", &probe_uring, py::call_guard<WithoutGil>());
 }
 
 void bind_files(py::module_& m) {

@@ -48,7 +48,7 @@ void bind_mailbox(py::module_& m) {
            py::arg("rank"), py::arg("world"), py::arg("token"))
       .def_property_readonly("control_fd", &Mailbox::control_fd)
       .def_property_readonly("pid", &Mailbox::pid)
-      .def_property_readonly("bytes", py::cpp_function(&Mailbox::bytes, py::call_guard<py::gil_scoped_release>()))
+      .def_property_readonly("bytes", py::cpp_function(&Mailbox::bytes, py::call_guard<WithoutGil>()))
       .def(
           "connect",
           [](Mailbox& box, const std::vector<std::pair<pid_t, int>>& ranks) { run([&] { return box.connect(ranks); }); },
@@ -100,14 +100,14 @@ void bind_mailbox(py::module_& m) {
       .def(
           "barrier", [](Mailbox& box, double timeout) { run([&] { return box.barrier(timeout); }); },
           py::arg("timeout"))
-      .def("abort", &Mailbox::abort, py::arg("text"), py::call_guard<py::gil_scoped_release>())
+      .def("abort", &Mailbox::abort, py::arg("text"), py::call_guard<WithoutGil>())
       .def("aborted", &Mailbox::aborted)
-      .def("missing", &Mailbox::missing, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
+      .def("missing", &Mailbox::missing, py::arg("ticket"), py::call_guard<WithoutGil>())
       .def("is_present", &Mailbox::is_present, py::arg("rank"))
       .def(
           "recover", [](Mailbox& box, std::uint64_t generation) { run([&] { return box.recover(generation); }); },
           py::arg("generation"))
-      .def("close", &Mailbox::close, py::arg("linger") = 5.0, py::call_guard<py::gil_scoped_release>());
+      .def("close", &Mailbox::close, py::arg("linger") = 5.0, py::call_guard<WithoutGil>());
 }
 
 }  // namespace zg::bindings

@@ -21,7 +21,8 @@ void check(const Status& status);
 bool interrupted();
 
 // Gives the GIL away for as long as it lives. A daemon thread that wants it back while the interpreter ends is unwound by
-// CPython before 3.14, which ends the process where C++ frames are in the way: here it stays instead, as in 3.14.
+// CPython before 3.14, which ends the process where C++ frames are in the way, as pybind11's gil_scoped_release is: here it
+// stays instead, as in 3.14.
 class WithoutGil {
  public:
   WithoutGil() : state_(PyEval_SaveThread()) {}

@@ -41,7 +41,7 @@ bool wait(Ticket& ticket) {
 // A ticket waits as it goes: without the GIL, which the thread that owns the memory may need.
 struct DropTicket {
   void operator()(Ticket* ticket) const {
-    py::gil_scoped_release release;
+    WithoutGil release;
     delete ticket;
   }
 };
@@ -135,7 +135,7 @@ void bind_passes(py::module_& m) {
 void bind_update(py::module_& m) {
   bind_steps(m);
   bind_passes(m);
-  m.def("pool_threads", &pool_threads, py::call_guard<py::gil_scoped_release>());
+  m.def("pool_threads", &pool_threads, py::call_guard<WithoutGil>());
   m.def(
       "set_pool_threads", [](std::size_t threads) { run([&] { return set_pool_threads(threads); }); },
       py::arg("threads"));
@@ -145,7 +145,7 @@ void bind_update(py::module_& m) {
   });
   // Before Python frees what the threads may be working on.
   py::module_::import("atexit").attr("register")(
-      py::cpp_function(&close_pool, py::call_guard<py::gil_scoped_release>()));
+      py::cpp_function(&close_pool, py::call_guard<WithoutGil>()));
 }
 
 }  // namespace zg::bindings

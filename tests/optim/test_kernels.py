@@ -469,6 +469,24 @@ def test_an_interpreter_ends_with_work_in_flight() -> None:
         assert (result.returncode, result.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "_core.pool_threads()",
+        "_core.update([])",
+        "_core.IoEngine('threads', depth=1, threads=1, buffers=1, buffer=65536, block=65536)",
+        "box.bytes",
+    ],
+)
+def test_an_interpreter_ends_while_a_thread_is_in_the_core(call: str) -> None:
+    """CPython unwinds such a thread where it wants the interpreter back, which C++ in between does not survive."""
+    body = f"import time\nbox = Mailbox(0, 1, 0)\ndef forever():\n    while True: {call}\n"
+    body += "for _ in range(4): threading.Thread(target=forever, daemon=True).start()\ntime.sleep(0.2)\n"
+    for _ in range(4):
+        result = run_python(body)
+        assert (result.returncode, result.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_variable_forces_the_target(target: str) -> None:
     result = run_python("print(_core.simd_target(), start().wait())", ZEROGRAPH_SIMD=target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,14 +79,16 @@ def test_buckets_are_gathered_whole_and_gradients_averaged(world: int, transport
 
 
 def _not_contiguous(transport: str) -> None:
-    """Of a transposed shard, and of a gradient with strides of its own."""
+    """Of transposed shards, one copy of which may not take the place of another, and of a gradient with strides."""
     comm, p = opened(transport), PARAMS[0]
-    shard = rows(p, values(p)).t().contiguous().t()
-    grad = values(p).t().contiguous().t()
+    several = [replace(p, name=f"{p.name}{i}", shape=(64, 96)) for i in range(3)]
+    shards = [rows(each, values(each)).t().contiguous().t() for each in several]
+    grad = values(several[0]).t().contiguous().t()
     with together(comm, Entry("test", 1, 0)):
-        (full,) = comm.finish_gather(comm.start_gather([p], [shard]))
-        (mean,) = comm.finish_reduce(comm.start_reduce([p], [grad]))
-    assert torch.equal(full, values(p)) and torch.equal(mean, shard)
+        full = comm.finish_gather(comm.start_gather(several, shards))
+        (mean,) = comm.finish_reduce(comm.start_reduce(several[:1], [grad]))
+    assert all(torch.equal(found, values(each)) for found, each in zip(full, several, strict=True))
+    assert torch.equal(mean, shards[0])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -13,8 +13,10 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -220,6 +222,38 @@ def test_tensors_live_until_their_transfer_ends(arena: Arena) -> None:
     assert (back(arena, extent, trash[0]) == 7).all()
     arena.write(extent, trash[0][:0])
     assert not arena._live
+
+
+class Interrupted:
+    """The engine, of which a signal comes when it has begun a transfer, before anybody hears of its number."""
+
+    def __init__(self, engine: _core.IoEngine) -> None:
+        self.engine = engine
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def submit(self, *args: Any) -> int:
+        self.engine.submit(*args)
+        raise KeyboardInterrupt
+
+
+def test_a_signal_leaves_no_transfer_without_its_memory(arena: Arena) -> None:
+    extent, engine = arena.allocate(8 * MIB), arena._engine
+    arena.wait(arena.write(extent, torch.full((8 * MIB,), 7, dtype=torch.uint8)))
+    slowed(arena, 8)
+    arena._engine = Interrupted(engine)  # type: ignore[assignment]
+    given = torch.zeros(8 * MIB, dtype=torch.uint8)
+    known = weakref.ref(given)
+    with pytest.raises(KeyboardInterrupt):
+        arena.read(extent, given)
+    del given
+    gc.collect()
+    assert known() is not None
+    arena._engine = engine
+    assert (back(arena, extent, torch.zeros(8 * MIB, dtype=torch.uint8)) == 7).all()
+    arena.close()
+    assert known() is None
 
 
 def test_closing_waits_for_what_is_under_way(engine: str, tmp_path: Path) -> None:
