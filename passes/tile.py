@@ -1,10 +1,11 @@
 """Use the parameter of a bucket in tiles, one after another, where the bucket is in tiles: none is ever whole.
 
-A tile is the same slice of every rank's rows. Of ``y = x @ W.T`` it makes columns, which are placed in the result, seen
-as [tokens, ranks, rows of a shard]; of ``dX = dY @ W`` a term, which is added up; of ``dW = dY.T @ x`` rows, which are
-reduced alone and placed in the shard's gradient:
+A tile is the same slice of every rank's rows. Of ``x @ W.T`` it makes columns, which are placed in the result, seen as
+[tokens, ranks, rows of a shard]; of ``x @ W`` a term, from the same columns of x, which is added up; of W's gradient
+rows, which are reduced alone and placed in the shard's gradient:
 
     for each tile: W_i = zg.unshard(shard, W's rows of the tile); y = zg.place([x @ W_i.T], y, ...)
+    for each tile: W_i = zg.unshard(shard, W's rows of the tile); y = zg.accumulate([x_i, W_i], y)
 
 Offsets are arguments of ``zg::`` operators and never lie in segments, so that tiles of one size share one. The markers
 of a tile bear a :class:`~zerograph.graph.nodes.Tile`, by which the passes behind treat it as a bucket. Safe because
@@ -65,11 +66,11 @@ class _Tiles:
         found = products_of(self.marker)
         if found.other is not None:
             raise self._refused(found.other)
-        for product in found.outputs:
-            self._replace(product, self._outputs(product))
-        for product in found.inputs:
-            self._replace(product, self._inputs(product))
-        return len(self.params) * (len(found.outputs) + len(found.inputs))
+        for product in found.columns:
+            self._replace(product, self._columns(product))
+        for product in found.terms:
+            self._replace(product, self._terms(product))
+        return len(self.params) * (len(found.columns) + len(found.terms))
 
     def reduce(self) -> int:
         """In place of a ``reduce_grad`` marker: one for each tile; returns their number."""
@@ -94,7 +95,7 @@ class _Tiles:
     def _refused(self, other: fx.Node) -> ConfigError:
         return ConfigError(
             f"{self.param.name} is planned in {len(self.params)} tiles, and {other.target} needs it whole",
-            "tiles are of parameters that nothing but linear layers use: plan this one whole",
+            "tiles are of parameters that nothing but products use: plan this one whole",
         )
 
     def _replace(self, node: fx.Node, by: fx.Node | None) -> None:
@@ -112,7 +113,7 @@ class _Tiles:
             node.meta["zg"] = Tile(index, param)
             yield param, node
 
-    def _outputs(self, product: fx.Node) -> fx.Node:
+    def _columns(self, product: fx.Node) -> fx.Node:
         """``x @ W.T``, with a bias or without."""
         *bias, x, _ = product.args
         self.like, into = product, None
@@ -126,15 +127,18 @@ class _Tiles:
             assert into is not None
             return self._narrow(into)
 
-    def _inputs(self, product: fx.Node) -> fx.Node:
-        """``dY @ W``."""
+    def _terms(self, product: fx.Node) -> fx.Node:
+        """``x @ W``, with a bias or without."""
+        *bias, x, _ = product.args
         self.like, into = product, None
         dtype = product.meta["val"].dtype
         with self.graph.inserting_before(product):
-            wide = self._wide_rows(product.args[0])  # type: ignore[arg-type]
+            wide = self._wide_rows(x)  # type: ignore[arg-type]
             for param, weight in self._markers():
                 into = added(self.graph, [self._part(wide, param), weight], into, product)
             assert into is not None
+            for one in bias:
+                into = self._call(aten.add.Tensor, into, one)
             same = into.meta["val"].dtype == dtype
             return into if same else self._call(prims.convert_element_type.default, into, dtype)
 

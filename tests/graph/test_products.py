@@ -23,16 +23,19 @@ def _turned(b: Builder, node: fx.Node) -> fx.Node:
         (lambda b, x, w: b.call(aten.addmm.default, b.input("bias", 4), x, b.call(aten.t.default, w)), True),
         (lambda b, x, w: b.mm(x, _turned(b, _turned(b, w))), True),  # as the backward does
         (lambda b, x, w: b.mm(x, b.call(aten.view.default, w, [4, 4])), True),
+        (lambda b, x, w: b.mm(b.mm(x, w), _turned(b, w)), True),
+        (lambda b, x, w: b.call(aten.addmm.default, b.input("bias", 4), x, w), True),  # rows that are inputs
         (lambda b, x, w: b.mm(w, x), False),
         (lambda b, x, w: b.mm(_turned(b, w), x), False),
         (lambda b, x, w: b.mm(w, _turned(b, w)), False),
         (lambda b, x, w: b.call(aten.addmm.default, w, x, _turned(b, w)), False),
         (lambda b, x, w: b.call(aten.addmm.default, x, x, _turned(b, w)), False),  # a bias for each token
+        (lambda b, x, w: b.call(aten.addmm.default, x, x, w), False),
         (lambda b, x, w: b.mm(x, _turned(b, b.call(aten.abs.default, w))), False),
         (lambda b, x, w: b.call(aten.embedding.default, w, b.input("i", 3, dtype=torch.int64)), False),
     ],
 )
-def test_what_linear_layers_alone_use(use, can: bool) -> None:
+def test_what_products_alone_use(use, can: bool) -> None:
     b = Builder()
     x = b.input("x", 4, 4)
     (w,) = b.params("w")

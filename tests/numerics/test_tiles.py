@@ -1,4 +1,4 @@
-"""Parameters of linear layers in tiles: outputs as of whole ones to the bit, and trainings as close as sums allow."""
+"""Parameters of products in tiles: outputs as of whole ones to the bit, and trainings as close as sums allow."""
 
 from __future__ import annotations
 
@@ -24,13 +24,29 @@ from zerograph.dryrun.forecast import forecast_file
 SPLIT = replace(machine_named("cpu"), split=True)
 
 
+class RowsIn(nn.Module):
+    """A layer whose weight's rows are its inputs: transformers' ``Conv1D`` with a bias, ``x @ W`` without."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
+        self.bias = nn.Parameter(torch.randn(outputs)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return x @ self.weight
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], self.weight.shape[1])
+
+
 class Net(nn.Module):
-    """Linear layers with a bias and without, of rows that ranks and tiles do not divide, used twice, and frozen."""
+    """Layers of both kinds, with a bias and without, of rows that ranks and tiles do not divide, twice used, frozen."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(24, 70), nn.Linear(70, 24, bias=False)
         self.twice = nn.Linear(24, 24)
+        self.wide, self.narrow = RowsIn(24, 29), RowsIn(29, 24, bias=False)
+        self.fixed = RowsIn(24, 24).requires_grad_(False)
         self.frozen = nn.Linear(24, 26).requires_grad_(False)
         self.head = nn.Linear(26, 9)
 
@@ -38,6 +54,8 @@ class Net(nn.Module):
         x = x.to(self.up.weight.dtype)
         h = x + self.down(torch.nn.functional.gelu(self.up(x)))
         h = self.twice(torch.tanh(self.twice(h)))
+        h = h + self.narrow(torch.tanh(self.wide(torch.tanh(h))))
+        h = self.fixed(torch.tanh(self.fixed(h)))
         return self.head(torch.tanh(self.frozen(h)))
 
 
@@ -58,7 +76,7 @@ def planned(path: Path, world_size: int, tiles: int, homes: Homes = Homes(), **o
         tiled = tiles if param.name in found.frame.step.tilable else 1
         own = homes if trains else Homes()
         buckets.append(replace(bucket, tiles=min(tiled, param.chunk_rows(world_size)), homes=own))
-    assert sum(bucket.tiles > 1 for bucket in buckets) == 5 * (tiles > 1)
+    assert sum(bucket.tiles > 1 for bucket in buckets) == 8 * (tiles > 1)
     path.write_text(replace(file, plan=replace(file.plan, buckets=tuple(buckets))).to_json())
     return path
 
@@ -249,8 +267,8 @@ def _asked(wanted: Any, tiles: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("wanted", "tiles"),
     [
-        (5, dict.fromkeys(("up.weight", "down.weight", "twice.weight", "frozen.weight"), 5)),
-        ({"up.*": 5, "head.weight": 2}, {"up.weight": 5, "head.weight": 2}),
+        (5, dict.fromkeys((f"{n}.weight" for n in ("up", "down", "twice", "wide", "narrow", "fixed", "frozen")), 5)),
+        ({"up.*": 5, "wide.*": 3}, {"up.weight": 5, "wide.weight": 3}),
     ],
 )
 def test_a_backend_is_asked_for_tiles(wanted: Any, tiles: dict[str, int]) -> None:
@@ -260,7 +278,7 @@ def test_a_backend_is_asked_for_tiles(wanted: Any, tiles: dict[str, int]) -> Non
 def _refuses() -> None:
     table = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
     for wanted, told in (
-        ({"0.*": 2}, r"tile= wants 0.weight \[8, 4\] in 2 tiles, and not only linear layers use it"),
+        ({"0.*": 2}, r"tile= wants 0.weight \[8, 4\] in 2 tiles, and not only products use it"),
         ({"1.*": 3}, r"tile= wants 1.weight \[4, 4\] in 3 tiles, and each of 2 ranks has 2 rows of it"),
         ({"none.*": 2}, r"the pattern 'none.\*', and no parameter of the model is called so"),
     ):

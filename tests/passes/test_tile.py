@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -145,6 +146,37 @@ return [place_default_1]""",
     )
 
 
+def rows_in(dtype: torch.dtype = torch.float32) -> fx.GraphModule:
+    b = Builder()
+    x = b.input("x", 3, 7, dtype=dtype)
+    (w,), (bias,) = b.params("w", shape=(7, 4), dtype=dtype), b.params("b", shape=(4,), dtype=dtype)
+    return b.output(b.call(aten.addmm.default, bias, x, w))
+
+
+def test_terms_of_rows_that_are_inputs_are_added_up_and_the_bias_once() -> None:
+    gm = rows_in()
+    assert tile(gm, in_tiles(gm)) == 2
+    assert_expected_inline(
+        show(gm),
+        """\
+b_full = unshard(b_shard, b)
+constant_pad_nd_default = constant_pad_nd(x, [0, 1])
+view_default = view(constant_pad_nd_default, [3, 2, 4])
+unshard_default = unshard(w_shard, w)
+view_default_1 = view(view_default, 2, 0, 2)
+clone_default = clone(view_default_1, torch.contiguous_format)
+view_default_2 = view(clone_default, [3, 4])
+accumulate_default = accumulate([view_default_2, unshard_default], None)
+unshard_default_1 = unshard(w_shard, w)
+view_default_3 = view(view_default, 2, 2, 4)
+clone_default_1 = clone(view_default_3, torch.contiguous_format)
+view_default_4 = view(clone_default_1, [3, 4])
+accumulate_default_1 = accumulate([view_default_4, unshard_default_1], accumulate_default)
+add_tensor = add(accumulate_default_1, b_full)
+return [add_tensor]""",
+    )
+
+
 def backward(dtype: torch.dtype = torch.float32) -> fx.GraphModule:
     b = Builder()
     x, grad = b.input("x", 3, 4, dtype=dtype), b.input("grad", 3, 7, dtype=dtype)
@@ -273,12 +305,15 @@ return [accumulate_default_1, place_default_1]""",
     )
 
 
-def test_sums_of_16_bits_are_rounded_once() -> None:
-    gm = backward(torch.bfloat16)
+@pytest.mark.parametrize("made", [backward, rows_in])
+def test_sums_of_16_bits_are_rounded_once(made: Callable[[torch.dtype], fx.GraphModule]) -> None:
+    gm = made(torch.bfloat16)
     tile(gm, in_tiles(gm))
     sums = gm.graph.find_nodes(op="call_function", target=torch.ops.zg.accumulate.default)
     assert {node.meta["val"].dtype for node in sums} == {torch.float32}
-    (result, _) = next(iter(gm.graph.find_nodes(op="output"))).args[0]
+    result, *_ = next(iter(gm.graph.find_nodes(op="output"))).args[0]
+    assert result.target is torch.ops.prims.convert_element_type.default
+    assert result.args[0].meta["val"].dtype == torch.float32
     assert result.meta["val"].dtype == torch.bfloat16
 
 

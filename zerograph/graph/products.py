@@ -1,7 +1,9 @@
-"""Which parameters can be used in tiles of their rows: those that nothing but linear layers use.
+"""Which parameters can be used in tiles of their rows: those that nothing but products use.
 
-Of ``W`` of shape [out, in] these make ``x @ W.T``, a bias added or not, of which a tile of its rows makes columns; in
-the backward ``dY @ W``, of which it makes a term; and the gradient ``dY.T @ x``, of which it has rows.
+Of ``x @ W.T`` a tile of W's rows makes columns, and of ``x @ W`` a term, a bias added or not. One is the other's
+backward: linear layers, whose rows are outputs, make columns forward and terms backward; layers whose rows are inputs
+(``Conv1D`` of transformers, ``x @ self.weight``) the other way round. The gradient is a product in both, of which a
+tile has rows.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ class Products:
     """What a graph computes of one parameter.
 
     Attributes:
-        outputs: products ``x @ W.T``.
-        inputs: products ``dY @ W``.
+        columns: products ``x @ W.T``, of which rows make columns.
+        terms: products ``x @ W``, of which rows make terms.
         other: what can be done with the whole parameter only; None where nothing is.
     """
 
-    outputs: list[fx.Node] = field(default_factory=list)
-    inputs: list[fx.Node] = field(default_factory=list)
+    columns: list[fx.Node] = field(default_factory=list)
+    terms: list[fx.Node] = field(default_factory=list)
     other: fx.Node | None = None
 
 
@@ -56,10 +58,8 @@ def _follow(node: fx.Node, transposed: bool, found: Products) -> None:
             _follow(user, not transposed, found)
         elif is_identity_view(user):
             _follow(user, transposed, found)
-        elif transposed and _is_linear(user, node):
-            found.outputs.append(user)
-        elif not transposed and user.target is aten.mm.default and _is_last_alone(user, node):
-            found.inputs.append(user)
+        elif _is_linear(user, node):
+            (found.columns if transposed else found.terms).append(user)
         else:
             found.other = user
 
