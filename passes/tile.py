@@ -7,6 +7,8 @@ rows, which are reduced alone and placed in the shard's gradient:
     for each tile: W_i = zg.unshard(shard, W's rows of the tile); y = zg.place([x @ W_i.T], y, ...)
     for each tile: W_i = zg.unshard(shard, W's rows of the tile); y = zg.accumulate([x_i, W_i], y)
 
+Of ``embedding(W, ids)`` a tile makes a term too: the rows that it has, and zeros for all others.
+
 Offsets are arguments of ``zg::`` operators and never lie in segments, so that tiles of one size share one. The markers
 of a tile bear a :class:`~zerograph.graph.nodes.Tile`, by which the passes behind treat it as a bucket. Safe because
 columns of a product are products, and sums differ in their order only; rows that the last shards lack are zeros, and
@@ -15,7 +17,7 @@ cut off. Runs on forward, backward and inference graph by themselves, so that th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +27,15 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Bucket, ParamTile, Plan, tile_params
 from zerograph.graph.nodes import Marker, Tile, added, call, computed, is_identity_view, markers, part_of
 from zerograph.graph.ops import PLACE, REDUCE_GRAD, UNSHARD
-from zerograph.graph.products import is_cast, is_sum, is_transpose, other_than_rows, products_of
+from zerograph.graph.products import (
+    is_cast,
+    is_gradient_of_lookup,
+    is_sum,
+    is_transpose,
+    other_than_rows,
+    products_of,
+)
+from zerograph.graph.table_rows import TableRows, checked
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -70,7 +80,9 @@ class _Tiles:
             self._replace(product, self._columns(product))
         for product in found.terms:
             self._replace(product, self._terms(product))
-        return len(self.params) * (len(found.columns) + len(found.terms))
+        for lookup in found.lookups:
+            self._replace(lookup, self._looked_up(lookup))
+        return len(self.params) * (len(found.columns) + len(found.terms) + len(found.lookups))
 
     def reduce(self) -> int:
         """In place of a ``reduce_grad`` marker: one for each tile; returns their number."""
@@ -95,7 +107,7 @@ class _Tiles:
     def _refused(self, other: fx.Node) -> ConfigError:
         return ConfigError(
             f"{self.param.name} is planned in {len(self.params)} tiles, and {other.target} needs it whole",
-            "tiles are of parameters that nothing but products use: plan this one whole",
+            "tiles are of parameters that nothing but products and lookups use: plan this one whole",
         )
 
     def _replace(self, node: fx.Node, by: fx.Node | None) -> None:
@@ -131,7 +143,6 @@ class _Tiles:
         """``x @ W``, with a bias or without."""
         *bias, x, _ = product.args
         self.like, into = product, None
-        dtype = product.meta["val"].dtype
         with self.graph.inserting_before(product):
             wide = self._wide_rows(x)  # type: ignore[arg-type]
             for param, weight in self._markers():
@@ -139,23 +150,73 @@ class _Tiles:
             assert into is not None
             for one in bias:
                 into = self._call(aten.add.Tensor, into, one)
-            same = into.meta["val"].dtype == dtype
-            return into if same else self._call(prims.convert_element_type.default, into, dtype)
+            return self._rounded(into)
 
-    def _wide(self, grad: fx.Node, transposed: bool) -> dict[fx.Node, fx.Node]:
-        """By product that a gradient is made of, its factor with a column for each of the parameter's rows."""
+    def _looked_up(self, lookup: fx.Node) -> fx.Node:
+        """``embedding(W, ids)``: a row is in one tile, and the others add zeros."""
+        self.like, into = lookup, None
+        ids: fx.Node = lookup.args[1]  # type: ignore[assignment]
+        with self.graph.inserting_before(lookup):
+            table = TableRows(self.graph, checked(self.graph, ids, self.rows, lookup), self.chunk, lookup)
+            for param, weight in self._markers():
+                inside, rows = table.in_tile(param)
+                term = self._call(aten._unsafe_masked_index.default, weight, inside, [rows], 0)
+                into = added(self.graph, [term], into, lookup)
+            assert into is not None
+            return self._rounded(into)
+
+    def _rounded(self, summed: fx.Node) -> fx.Node:
+        """A sum of terms in the dtype of what it replaces."""
+        dtype = self.like.meta["val"].dtype
+        same = summed.meta["val"].dtype == dtype
+        return summed if same else self._call(prims.convert_element_type.default, summed, dtype)
+
+    def _wide(self, grad: fx.Node, transposed: bool) -> dict[fx.Node, Callable[[ParamTile], fx.Node]]:
+        """By product or lookup that a gradient is made of, what makes a tile of it; what tiles share is made here."""
         if is_transpose(grad):
             return self._wide(grad.args[0], not transposed)  # type: ignore[arg-type]
         if is_identity_view(grad) or is_cast(grad):
             return self._wide(grad.args[0], transposed)  # type: ignore[arg-type]
         if is_sum(grad):
             return self._wide(grad.args[0], transposed) | self._wide(grad.args[1], transposed)  # type: ignore[arg-type]
+        if is_gradient_of_lookup(grad):
+            return {grad: self._rows_of_lookup(grad)}
+        return {grad: self._rows_of_product(grad, transposed)}
+
+    def _rows_of_product(self, grad: fx.Node, transposed: bool) -> Callable[[ParamTile], fx.Node]:
+        """Of ``dY.T @ x``: each tile takes columns of ``dY``."""
         factor: fx.Node = grad.args[1] if transposed else grad.args[0]  # type: ignore[assignment]
         if not transposed:
             factor = factor.args[0] if is_transpose(factor) else self._transpose(factor)  # type: ignore[assignment]
-        return {grad: self._wide_rows(factor)}
+        wide = self._wide_rows(factor)
 
-    def _rows(self, grad: fx.Node, transposed: bool, param: ParamTile, wide: dict[fx.Node, fx.Node]) -> fx.Node:
+        def rows(param: ParamTile) -> fx.Node:
+            part = self._part(wide, param)
+            if transposed:
+                return self._call(grad.target, grad.args[0], part)
+            return self._call(grad.target, self._transpose(part), grad.args[1])
+
+        return rows
+
+    def _rows_of_lookup(self, grad: fx.Node) -> Callable[[ParamTile], fx.Node]:
+        """Of rows added up where ids say: each tile takes those that it has."""
+        args: Any = grad.args
+        zeros, mask, (ids,), values = args
+        table = TableRows(self.graph, ids, self.chunk, self.like)
+
+        def rows(param: ParamTile) -> fx.Node:
+            inside, index = table.in_tile(param)
+            both = self._call(aten.bitwise_and.Tensor, mask, inside)
+            val = zeros.meta["val"].new_empty(param.shape)
+            into = call(self.graph, zeros.target, (list(param.shape), 0), val, self.like)
+            into.kwargs = zeros.kwargs
+            return self._call(grad.target, into, both, [index], values)
+
+        return rows
+
+    def _rows(
+        self, grad: fx.Node, transposed: bool, param: ParamTile, wide: dict[fx.Node, Callable[[ParamTile], fx.Node]]
+    ) -> fx.Node:
         """A tile of a gradient, or of its transpose."""
         if is_transpose(grad):
             return self._transpose(self._rows(grad.args[0], not transposed, param, wide))  # type: ignore[arg-type]
@@ -166,10 +227,7 @@ class _Tiles:
         if is_sum(grad):
             parts = [self._rows(part, transposed, param, wide) for part in grad.args[:2]]  # type: ignore[arg-type]
             return self._call(grad.target, *parts)
-        part = self._part(wide[grad], param)
-        if transposed:
-            return self._call(grad.target, grad.args[0], part)
-        return self._call(grad.target, self._transpose(part), grad.args[1])
+        return wide[grad](param)
 
     # ---- the parameter's rows as the last dimension of something: padded, and seen as [..., ranks, rows of a shard]
 
