@@ -1,10 +1,13 @@
 """Use the parameter of a bucket in tiles, one after another, where the bucket is in tiles: none is ever whole.
 
-A tile is the same slice of every rank's rows. Of ``y = x @ W.T`` it makes columns, which are placed in the result, seen
-as [tokens, ranks, rows of a shard]; of ``dX = dY @ W`` a term, which is added up; of ``dW = dY.T @ x`` rows, which are
-reduced alone and placed in the shard's gradient:
+A tile is the same slice of every rank's rows. Of ``x @ W.T`` it makes columns, which are placed in the result, seen as
+[tokens, ranks, rows of a shard]; of ``x @ W`` a term, from the same columns of x, which is added up; of W's gradient
+rows, which are reduced alone and placed in the shard's gradient:
 
     for each tile: W_i = zg.unshard(shard, W's rows of the tile); y = zg.place([x @ W_i.T], y, ...)
+    for each tile: W_i = zg.unshard(shard, W's rows of the tile); y = zg.accumulate([x_i, W_i], y)
+
+Of ``embedding(W, ids)`` a tile makes a term too: the rows that it has, and zeros for all others.
 
 Offsets are arguments of ``zg::`` operators and never lie in segments, so that tiles of one size share one. The markers
 of a tile bear a :class:`~zerograph.graph.nodes.Tile`, by which the passes behind treat it as a bucket. Safe because
@@ -14,7 +17,7 @@ cut off. Runs on forward, backward and inference graph by themselves, so that th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +27,15 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Bucket, ParamTile, Plan, tile_params
 from zerograph.graph.nodes import Marker, Tile, added, call, computed, is_identity_view, markers, part_of
 from zerograph.graph.ops import PLACE, REDUCE_GRAD, UNSHARD
-from zerograph.graph.products import is_cast, is_sum, is_transpose, other_than_rows, products_of
+from zerograph.graph.products import (
+    is_cast,
+    is_gradient_of_lookup,
+    is_sum,
+    is_transpose,
+    other_than_rows,
+    products_of,
+)
+from zerograph.graph.table_rows import TableRows, checked
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -65,11 +76,13 @@ class _Tiles:
         found = products_of(self.marker)
         if found.other is not None:
             raise self._refused(found.other)
-        for product in found.outputs:
-            self._replace(product, self._outputs(product))
-        for product in found.inputs:
-            self._replace(product, self._inputs(product))
-        return len(self.params) * (len(found.outputs) + len(found.inputs))
+        for product in found.columns:
+            self._replace(product, self._columns(product))
+        for product in found.terms:
+            self._replace(product, self._terms(product))
+        for lookup in found.lookups:
+            self._replace(lookup, self._looked_up(lookup))
+        return len(self.params) * (len(found.columns) + len(found.terms) + len(found.lookups))
 
     def reduce(self) -> int:
         """In place of a ``reduce_grad`` marker: one for each tile; returns their number."""
@@ -94,7 +107,7 @@ class _Tiles:
     def _refused(self, other: fx.Node) -> ConfigError:
         return ConfigError(
             f"{self.param.name} is planned in {len(self.params)} tiles, and {other.target} needs it whole",
-            "tiles are of parameters that nothing but linear layers use: plan this one whole",
+            "tiles are of parameters that nothing but products and lookups use: plan this one whole",
         )
 
     def _replace(self, node: fx.Node, by: fx.Node | None) -> None:
@@ -112,7 +125,7 @@ class _Tiles:
             node.meta["zg"] = Tile(index, param)
             yield param, node
 
-    def _outputs(self, product: fx.Node) -> fx.Node:
+    def _columns(self, product: fx.Node) -> fx.Node:
         """``x @ W.T``, with a bias or without."""
         *bias, x, _ = product.args
         self.like, into = product, None
@@ -126,32 +139,84 @@ class _Tiles:
             assert into is not None
             return self._narrow(into)
 
-    def _inputs(self, product: fx.Node) -> fx.Node:
-        """``dY @ W``."""
+    def _terms(self, product: fx.Node) -> fx.Node:
+        """``x @ W``, with a bias or without."""
+        *bias, x, _ = product.args
         self.like, into = product, None
-        dtype = product.meta["val"].dtype
         with self.graph.inserting_before(product):
-            wide = self._wide_rows(product.args[0])  # type: ignore[arg-type]
+            wide = self._wide_rows(x)  # type: ignore[arg-type]
             for param, weight in self._markers():
                 into = added(self.graph, [self._part(wide, param), weight], into, product)
             assert into is not None
-            same = into.meta["val"].dtype == dtype
-            return into if same else self._call(prims.convert_element_type.default, into, dtype)
+            for one in bias:
+                into = self._call(aten.add.Tensor, into, one)
+            return self._rounded(into)
 
-    def _wide(self, grad: fx.Node, transposed: bool) -> dict[fx.Node, fx.Node]:
-        """By product that a gradient is made of, its factor with a column for each of the parameter's rows."""
+    def _looked_up(self, lookup: fx.Node) -> fx.Node:
+        """``embedding(W, ids)``: a row is in one tile, and the others add zeros."""
+        self.like, into = lookup, None
+        ids: fx.Node = lookup.args[1]  # type: ignore[assignment]
+        with self.graph.inserting_before(lookup):
+            table = TableRows(self.graph, checked(self.graph, ids, self.rows, lookup), self.chunk, lookup)
+            for param, weight in self._markers():
+                inside, rows = table.in_tile(param)
+                term = self._call(aten._unsafe_masked_index.default, weight, inside, [rows], 0)
+                into = added(self.graph, [term], into, lookup)
+            assert into is not None
+            return self._rounded(into)
+
+    def _rounded(self, summed: fx.Node) -> fx.Node:
+        """A sum of terms in the dtype of what it replaces."""
+        dtype = self.like.meta["val"].dtype
+        same = summed.meta["val"].dtype == dtype
+        return summed if same else self._call(prims.convert_element_type.default, summed, dtype)
+
+    def _wide(self, grad: fx.Node, transposed: bool) -> dict[fx.Node, Callable[[ParamTile], fx.Node]]:
+        """By product or lookup that a gradient is made of, what makes a tile of it; what tiles share is made here."""
         if is_transpose(grad):
             return self._wide(grad.args[0], not transposed)  # type: ignore[arg-type]
         if is_identity_view(grad) or is_cast(grad):
             return self._wide(grad.args[0], transposed)  # type: ignore[arg-type]
         if is_sum(grad):
             return self._wide(grad.args[0], transposed) | self._wide(grad.args[1], transposed)  # type: ignore[arg-type]
+        if is_gradient_of_lookup(grad):
+            return {grad: self._rows_of_lookup(grad)}
+        return {grad: self._rows_of_product(grad, transposed)}
+
+    def _rows_of_product(self, grad: fx.Node, transposed: bool) -> Callable[[ParamTile], fx.Node]:
+        """Of ``dY.T @ x``: each tile takes columns of ``dY``."""
         factor: fx.Node = grad.args[1] if transposed else grad.args[0]  # type: ignore[assignment]
         if not transposed:
             factor = factor.args[0] if is_transpose(factor) else self._transpose(factor)  # type: ignore[assignment]
-        return {grad: self._wide_rows(factor)}
+        wide = self._wide_rows(factor)
 
-    def _rows(self, grad: fx.Node, transposed: bool, param: ParamTile, wide: dict[fx.Node, fx.Node]) -> fx.Node:
+        def rows(param: ParamTile) -> fx.Node:
+            part = self._part(wide, param)
+            if transposed:
+                return self._call(grad.target, grad.args[0], part)
+            return self._call(grad.target, self._transpose(part), grad.args[1])
+
+        return rows
+
+    def _rows_of_lookup(self, grad: fx.Node) -> Callable[[ParamTile], fx.Node]:
+        """Of rows added up where ids say: each tile takes those that it has."""
+        args: Any = grad.args
+        zeros, mask, (ids,), values = args
+        table = TableRows(self.graph, ids, self.chunk, self.like)
+
+        def rows(param: ParamTile) -> fx.Node:
+            inside, index = table.in_tile(param)
+            both = self._call(aten.bitwise_and.Tensor, mask, inside)
+            val = zeros.meta["val"].new_empty(param.shape)
+            into = call(self.graph, zeros.target, (list(param.shape), 0), val, self.like)
+            into.kwargs = zeros.kwargs
+            return self._call(grad.target, into, both, [index], values)
+
+        return rows
+
+    def _rows(
+        self, grad: fx.Node, transposed: bool, param: ParamTile, wide: dict[fx.Node, Callable[[ParamTile], fx.Node]]
+    ) -> fx.Node:
         """A tile of a gradient, or of its transpose."""
         if is_transpose(grad):
             return self._transpose(self._rows(grad.args[0], not transposed, param, wide))  # type: ignore[arg-type]
@@ -162,10 +227,7 @@ class _Tiles:
         if is_sum(grad):
             parts = [self._rows(part, transposed, param, wide) for part in grad.args[:2]]  # type: ignore[arg-type]
             return self._call(grad.target, *parts)
-        part = self._part(wide[grad], param)
-        if transposed:
-            return self._call(grad.target, grad.args[0], part)
-        return self._call(grad.target, self._transpose(part), grad.args[1])
+        return wide[grad](param)
 
     # ---- the parameter's rows as the last dimension of something: padded, and seen as [..., ranks, rows of a shard]
 

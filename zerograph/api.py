@@ -332,7 +332,7 @@ def backend(**options: Any) -> Backend:
             every repeated layer only the inputs are saved, as with ``torch.utils.checkpoint`` around each), or a number
             from 0 to 1: that share of the layers fully. Layers are modules with a number in their name. Regions of the
             user's own ``torch.utils.checkpoint`` stay as they are.
-        tile: parts that weights of linear layers run in, one after another, so that none is whole (docs/tiling.md):
+        tile: parts that parameters run in, one after another, so that none of them is whole (docs/tiling.md):
             a number for each that is larger than a bucket, numbers by patterns of names (``{"*.mlp.*": 4}``), "off", or
             "auto": none, unless ``offload="auto"`` searches for a plan that needs some. At stage 3 only.
         offload: what leaves the device between its uses (docs/offload.md): "none"; "optimizer", its states, and masters

@@ -7,7 +7,7 @@ import torch
 from graphs import Builder
 from torch import fx
 
-from zerograph.graph.products import is_product, tilable
+from zerograph.graph.products import is_gradient_of_lookup, is_product, tilable
 
 aten = torch.ops.aten
 
@@ -23,16 +23,21 @@ def _turned(b: Builder, node: fx.Node) -> fx.Node:
         (lambda b, x, w: b.call(aten.addmm.default, b.input("bias", 4), x, b.call(aten.t.default, w)), True),
         (lambda b, x, w: b.mm(x, _turned(b, _turned(b, w))), True),  # as the backward does
         (lambda b, x, w: b.mm(x, b.call(aten.view.default, w, [4, 4])), True),
+        (lambda b, x, w: b.mm(b.mm(x, w), _turned(b, w)), True),
+        (lambda b, x, w: b.call(aten.addmm.default, b.input("bias", 4), x, w), True),  # rows that are inputs
         (lambda b, x, w: b.mm(w, x), False),
         (lambda b, x, w: b.mm(_turned(b, w), x), False),
         (lambda b, x, w: b.mm(w, _turned(b, w)), False),
         (lambda b, x, w: b.call(aten.addmm.default, w, x, _turned(b, w)), False),
         (lambda b, x, w: b.call(aten.addmm.default, x, x, _turned(b, w)), False),  # a bias for each token
+        (lambda b, x, w: b.call(aten.addmm.default, x, x, w), False),
         (lambda b, x, w: b.mm(x, _turned(b, b.call(aten.abs.default, w))), False),
-        (lambda b, x, w: b.call(aten.embedding.default, w, b.input("i", 3, dtype=torch.int64)), False),
+        (lambda b, x, w: b.call(aten.embedding.default, w, b.input("i", 3, dtype=torch.int64)), True),
+        (lambda b, x, w: b.call(aten.embedding.default, _turned(b, w), b.input("i", 3, dtype=torch.int64)), False),
+        (lambda b, x, w: b.call(aten.index.Tensor, w, [b.input("i", 3, dtype=torch.int64)]), False),
     ],
 )
-def test_what_linear_layers_alone_use(use, can: bool) -> None:
+def test_what_products_and_lookups_alone_use(use, can: bool) -> None:
     b = Builder()
     x = b.input("x", 4, 4)
     (w,) = b.params("w")
@@ -73,3 +78,15 @@ def test_a_column_times_a_row_is_a_product() -> None:
     column, row = b.input("column", 4, 1), b.input("row", 1, 4)
     assert is_product(b.call(aten.mul.Tensor, column, row))
     assert not is_product(b.call(aten.mul.Tensor, row, column))
+
+
+def test_gradients_of_lookups_are_sums_of_rows_among_zeros() -> None:
+    b = Builder()
+    ids, rows = b.input("ids", 3, dtype=torch.int64), b.input("rows", 3, 4)
+    mask, zeros = b.input("mask", 3, 1, dtype=torch.bool), b.call(aten.full.default, [4, 4], 0)
+    (w,) = b.params("w")
+    placed = aten._unsafe_masked_index_put_accumulate.default
+    sums = [b.call(placed, into, mask, [ids], rows) for into in (zeros, b.input("ones", 4, 4))]
+    assert [is_gradient_of_lookup(node) for node in sums] == [True, False]
+    gm = b.output(b.call(aten.embedding.default, w, ids), b.reduce_grad(sums[0], w))
+    assert list(tilable(gm.graph)) == ["w"]

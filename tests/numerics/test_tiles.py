@@ -1,4 +1,4 @@
-"""Parameters of linear layers in tiles: outputs as of whole ones to the bit, and trainings as close as sums allow."""
+"""Parameters in tiles: outputs as of whole ones to the bit, and trainings as close as sums allow."""
 
 from __future__ import annotations
 
@@ -24,13 +24,29 @@ from zerograph.dryrun.forecast import forecast_file
 SPLIT = replace(machine_named("cpu"), split=True)
 
 
+class RowsIn(nn.Module):
+    """A layer whose weight's rows are its inputs: transformers' ``Conv1D`` with a bias, ``x @ W`` without."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
+        self.bias = nn.Parameter(torch.randn(outputs)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return x @ self.weight
+        return torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], self.weight.shape[1])
+
+
 class Net(nn.Module):
-    """Linear layers with a bias and without, of rows that ranks and tiles do not divide, used twice, and frozen."""
+    """Layers of both kinds, with a bias and without, of rows that ranks and tiles do not divide, twice used, frozen."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(24, 70), nn.Linear(70, 24, bias=False)
         self.twice = nn.Linear(24, 24)
+        self.wide, self.narrow = RowsIn(24, 29), RowsIn(29, 24, bias=False)
+        self.fixed = RowsIn(24, 24).requires_grad_(False)
         self.frozen = nn.Linear(24, 26).requires_grad_(False)
         self.head = nn.Linear(26, 9)
 
@@ -38,14 +54,39 @@ class Net(nn.Module):
         x = x.to(self.up.weight.dtype)
         h = x + self.down(torch.nn.functional.gelu(self.up(x)))
         h = self.twice(torch.tanh(self.twice(h)))
+        h = h + self.narrow(torch.tanh(self.wide(torch.tanh(h))))
+        h = self.fixed(torch.tanh(self.fixed(h)))
         return self.head(torch.tanh(self.frozen(h)))
 
 
-def planned(path: Path, world_size: int, tiles: int, homes: Homes = Homes(), **options: Any) -> Path:  # noqa: B008
+class Tables(nn.Module):
+    """Tables that are looked up: one is in products of both kinds too, one frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.marks = nn.Embedding(31, 24, padding_idx=3), nn.Embedding(27, 24).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = x[..., 0].mul(9).long()
+        h = x.to(self.words.weight.dtype) + self.words(ids.remainder(31)) + self.marks(ids.remainder(27))
+        return h + torch.tanh(h @ self.words.weight.T / 24) @ self.words.weight / 31
+
+
+TILABLE = {Net: 8, Tables: 2}
+
+
+def planned(
+    path: Path,
+    world_size: int,
+    tiles: int,
+    homes: Homes = Homes(),  # noqa: B008
+    net: type[nn.Module] = Net,
+    **options: Any,
+) -> Path:
     """A plan file in which every parameter that can be is in so many tiles."""
 
     def make() -> tuple[nn.Module, tuple[Tensor]]:
-        return Net().train(), (torch.zeros(2, 5, 24),)
+        return net().train(), (torch.zeros(2, 5, 24),)
 
     machine = SPLIT if "host" in homes.away else machine_named("cpu")
     away = {"offload": "parameters", "tier": "nvme", "path": str(path.parent), "machine": machine} if homes.away else {}
@@ -58,7 +99,7 @@ def planned(path: Path, world_size: int, tiles: int, homes: Homes = Homes(), **o
         tiled = tiles if param.name in found.frame.step.tilable else 1
         own = homes if trains else Homes()
         buckets.append(replace(bucket, tiles=min(tiled, param.chunk_rows(world_size)), homes=own))
-    assert sum(bucket.tiles > 1 for bucket in buckets) == 5 * (tiles > 1)
+    assert sum(bucket.tiles > 1 for bucket in buckets) == TILABLE[net] * (tiles > 1)
     path.write_text(replace(file, plan=replace(file.plan, buckets=tuple(buckets))).to_json())
     return path
 
@@ -66,10 +107,10 @@ def planned(path: Path, world_size: int, tiles: int, homes: Homes = Homes(), **o
 class Training:
     """One that can be looked at in between."""
 
-    def __init__(self, plan: Path | None, **options: Any) -> None:
+    def __init__(self, plan: Path | None, net: type[nn.Module] = Net, **options: Any) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
-        self.model = Net()
+        self.model = net()
         self.backend = zerograph.backend(**({"plan": plan} if plan else {}), **{"compute": "eager"} | options)
         self.compiled = torch.compile(self.model, backend=self.backend)
         self.optimizer = zerograph.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
@@ -116,11 +157,15 @@ def _tiled_and_whole(tiled: Path, whole: Path, count: int, options: dict[str, An
     torch.testing.assert_close(after, last, rtol=1e-5, atol=1e-6)
 
 
+NETS = pytest.mark.parametrize("net", TILABLE, ids=lambda net: net.__name__)
+
+
+@NETS
 @pytest.mark.parametrize(("world_size", "compute"), [(2, "eager"), (2, "inductor"), (4, "eager")])
-def test_tiles_train_as_whole_parameters(world_size: int, compute: str, tmp_path: Path) -> None:
-    tiled = planned(tmp_path / "tiled.json", world_size, 3)
-    whole = planned(tmp_path / "whole.json", world_size, 1)
-    run(world_size, _tiled_and_whole, tiled, whole, 20, {"compute": compute})
+def test_tiles_train_as_whole_parameters(net: type[nn.Module], world_size: int, compute: str, tmp_path: Path) -> None:
+    tiled = planned(tmp_path / "tiled.json", world_size, 3, net=net)
+    whole = planned(tmp_path / "whole.json", world_size, 1, net=net)
+    run(world_size, _tiled_and_whole, tiled, whole, 20, {"compute": compute, "net": net})
 
 
 NVME, HOST = Homes("nvme", "nvme", "nvme"), Homes("host", "host", "host")
@@ -139,13 +184,15 @@ def _equal(plans: list[tuple[Path, dict[str, Any]]], count: int) -> list[float]:
     return losses
 
 
+@NETS
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_the_same_tiles_train_alike_wherever_they_live(world_size: int, tmp_path: Path) -> None:
-    there = {"path": str(tmp_path), "nvme": "8MiB"}
-    homes = {"nvme": (NVME, there), "host": (HOST, {}), "behind": (Homes("host", "nvme", "nvme"), there)}
-    homes |= {"here": (Homes(), {})} if world_size > 1 else {}  # a lone rank has nothing to gather in memory
-    plans = [(planned(tmp_path / f"{n}.json", world_size, 3, h), more) for n, (h, more) in homes.items()]
-    whole = planned(tmp_path / "whole.json", world_size, 1, NVME)
+def test_the_same_tiles_train_alike_wherever_they_live(net: type[nn.Module], world_size: int, tmp_path: Path) -> None:
+    here: dict[str, Any] = {"net": net}
+    there = here | {"path": str(tmp_path), "nvme": "8MiB"}
+    homes = {"nvme": (NVME, there), "host": (HOST, here), "behind": (Homes("host", "nvme", "nvme"), there)}
+    homes |= {"here": (Homes(), here)} if world_size > 1 else {}  # a lone rank has nothing to gather in memory
+    plans = [(planned(tmp_path / f"{n}.json", world_size, 3, h, net), more) for n, (h, more) in homes.items()]
+    whole = planned(tmp_path / "whole.json", world_size, 1, NVME, net)
     found = run(world_size, _equal, plans, 4)
     run(world_size, _tiled_and_whole, plans[0][0], whole, 4, there)
     assert all(losses == found[0] for losses in found)
@@ -199,8 +246,8 @@ def test_updates_inside_of_backwards(homes: Homes, tmp_path: Path) -> None:
     run(2, _updated_inside, planned(tmp_path / "plan.json", 2, 3, homes), options)
 
 
-def _sizes(tiled: Path, whole: Path) -> None:
-    ours, truth = Training(tiled), Training(whole)
+def _sizes(tiled: Path, whole: Path, net: type[nn.Module]) -> None:
+    ours, truth = Training(tiled, net), Training(whole, net)
     for training in (ours, truth):
         for rows in (2, 3, 5, 1):  # the second number makes a dynamic graph
             training.backward(rows, rows)
@@ -215,21 +262,23 @@ def _sizes(tiled: Path, whole: Path) -> None:
             )
 
 
-def test_batches_of_other_sizes_of_one_token_and_of_none(tmp_path: Path) -> None:
-    tiled, whole = (planned(tmp_path / f"{tiles}.json", 2, tiles) for tiles in (3, 1))
-    run(2, _sizes, tiled, whole)
+@NETS
+def test_batches_of_other_sizes_of_one_token_and_of_none(net: type[nn.Module], tmp_path: Path) -> None:
+    tiled, whole = (planned(tmp_path / f"{tiles}.json", 2, tiles, net=net) for tiles in (3, 1))
+    run(2, _sizes, tiled, whole, net)
 
 
-def _in_16_bits(tiled: Path, whole: Path) -> None:
-    ours, truth = (_trained(plan, 5, {"dtype": torch.bfloat16}) for plan in (tiled, whole))
+def _in_16_bits(tiled: Path, whole: Path, net: type[nn.Module]) -> None:
+    ours, truth = (_trained(plan, 5, {"dtype": torch.bfloat16, "net": net}) for plan in (tiled, whole))
     assert ours[0] == pytest.approx(truth[0], rel=1e-2)
     for name, value in truth[1].items():
         torch.testing.assert_close(ours[1][name], value, rtol=1e-2, atol=1e-2)
 
 
-def test_computing_in_16_bits(tmp_path: Path) -> None:
-    tiled, whole = (planned(tmp_path / f"{tiles}.json", 2, tiles, dtype=torch.bfloat16) for tiles in (3, 1))
-    run(2, _in_16_bits, tiled, whole)
+@NETS
+def test_computing_in_16_bits(net: type[nn.Module], tmp_path: Path) -> None:
+    tiled, whole = (planned(tmp_path / f"{tiles}.json", 2, tiles, net=net, dtype=torch.bfloat16) for tiles in (3, 1))
+    run(2, _in_16_bits, tiled, whole, net)
 
 
 def _asked(wanted: Any, tiles: dict[str, int]) -> None:
@@ -249,8 +298,8 @@ def _asked(wanted: Any, tiles: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("wanted", "tiles"),
     [
-        (5, dict.fromkeys(("up.weight", "down.weight", "twice.weight", "frozen.weight"), 5)),
-        ({"up.*": 5, "head.weight": 2}, {"up.weight": 5, "head.weight": 2}),
+        (5, {f"{name}.weight": 5 for name in ("up", "down", "twice", "wide", "narrow", "fixed", "frozen")}),
+        ({"up.*": 5, "wide.*": 3}, {"up.weight": 5, "wide.weight": 3}),
     ],
 )
 def test_a_backend_is_asked_for_tiles(wanted: Any, tiles: dict[str, int]) -> None:
@@ -258,20 +307,39 @@ def test_a_backend_is_asked_for_tiles(wanted: Any, tiles: dict[str, int]) -> Non
 
 
 def _refuses() -> None:
-    table = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4))
+    model = nn.Sequential(nn.LayerNorm((8, 4)), nn.Linear(4, 4))
     for wanted, told in (
-        ({"0.*": 2}, r"tile= wants 0.weight \[8, 4\] in 2 tiles, and not only linear layers use it"),
+        ({"0.*": 2}, r"tile= wants 0.weight \[8, 4\] in 2 tiles, and not only products and lookups use it"),
         ({"1.*": 3}, r"tile= wants 1.weight \[4, 4\] in 3 tiles, and each of 2 ranks has 2 rows of it"),
         ({"none.*": 2}, r"the pattern 'none.\*', and no parameter of the model is called so"),
     ):
         torch._dynamo.reset()
-        compiled = torch.compile(table, backend=zerograph.backend(stage=3, compute="eager", tile=wanted))
+        compiled = torch.compile(model, backend=zerograph.backend(stage=3, compute="eager", tile=wanted))
         with pytest.raises(ConfigError, match=told):
-            compiled(torch.zeros(2, dtype=torch.long))
+            compiled(torch.zeros(2, 8, 4))
 
 
 def test_what_cannot_be_in_tiles_is_named() -> None:
     run(2, _refuses)
+
+
+def _looks_up(compute: str) -> list[str]:
+    told = []
+    for wrong in (8, -1):
+        torch._dynamo.reset()
+        table = nn.Embedding(8, 4)
+        table.compile(backend=zerograph.backend(stage=3, compute=compute, tile={"weight": 2}))
+        table(torch.arange(8))
+        with pytest.raises((IndexError, RuntimeError, RankError)) as error:
+            table(torch.full((8,), wrong))
+        told.append(str(error.value))
+    return told
+
+
+@pytest.mark.parametrize("compute", ["eager", "inductor"])
+def test_what_is_no_row_is_an_error_as_without_tiles(compute: str) -> None:
+    for told in run(2, _looks_up, compute, fresh=True):
+        assert all("index out of" in message for message in told)
 
 
 def _differently() -> str:

@@ -67,7 +67,7 @@ def batch(name: str, step: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def _train(make: Callable[[], nn.Module], how: int | str | None, compute: str = "eager") -> Result:
+def _train(make: Callable[[], nn.Module], how: int | str | None, compute: str = "eager", tile: Any = "auto") -> Result:
     torch._dynamo.reset()
     torch.manual_seed(0)
     module = make().train()
@@ -78,7 +78,7 @@ def _train(make: Callable[[], nn.Module], how: int | str | None, compute: str = 
         for part in (*module.model.layers, module):
             fully_shard(part)
     elif how is not None:
-        module.compile(backend=zerograph.backend(stage=how, compute=compute, bucket_size="4KB"))
+        module.compile(backend=zerograph.backend(stage=how, compute=compute, bucket_size="4KB", tile=tile))
     optimizer = sgd(module)
     losses = []
     for step in range(3):
@@ -101,6 +101,16 @@ def _trains(make: Callable[[], nn.Module], stages: tuple[int, ...]) -> dict[int 
 def test_trains_like_plain_pytorch(make: Callable[[], nn.Module]) -> None:
     """At stage 3; a tied model at all that shard."""
     check(run(2, _trains, make, (1, 2, 3) if make is bert else (3,))[0], rel=2e-5, atol=2e-5)
+
+
+def _in_tiles(tile: dict[str, int]) -> dict[int | None, Result]:
+    return {None: _train(gpt2, None), 3: _train(gpt2, 3, tile=tile)}
+
+
+@pytest.mark.parametrize("tile", [{"*.mlp.*": 4}, {"*": 3}], ids=["mlp", "all"])
+def test_gpt2_trains_in_tiles_like_plain_pytorch(tile: dict[str, int]) -> None:
+    """Weights of ``Conv1D``, whose rows are inputs, positions, and words, which the head has too."""
+    check(run(2, _in_tiles, tile)[0], rel=2e-5, atol=2e-5)
 
 
 def _compiled() -> dict[int | str | None, Result]:

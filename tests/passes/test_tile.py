@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -145,6 +146,130 @@ return [place_default_1]""",
     )
 
 
+def rows_in(dtype: torch.dtype = torch.float32) -> fx.GraphModule:
+    b = Builder()
+    x = b.input("x", 3, 7, dtype=dtype)
+    (w,), (bias,) = b.params("w", shape=(7, 4), dtype=dtype), b.params("b", shape=(4,), dtype=dtype)
+    return b.output(b.call(aten.addmm.default, bias, x, w))
+
+
+def test_terms_of_rows_that_are_inputs_are_added_up_and_the_bias_once() -> None:
+    gm = rows_in()
+    assert tile(gm, in_tiles(gm)) == 2
+    assert_expected_inline(
+        show(gm),
+        """\
+b_full = unshard(b_shard, b)
+constant_pad_nd_default = constant_pad_nd(x, [0, 1])
+view_default = view(constant_pad_nd_default, [3, 2, 4])
+unshard_default = unshard(w_shard, w)
+view_default_1 = view(view_default, 2, 0, 2)
+clone_default = clone(view_default_1, torch.contiguous_format)
+view_default_2 = view(clone_default, [3, 4])
+accumulate_default = accumulate([view_default_2, unshard_default], None)
+unshard_default_1 = unshard(w_shard, w)
+view_default_3 = view(view_default, 2, 2, 4)
+clone_default_1 = clone(view_default_3, torch.contiguous_format)
+view_default_4 = view(clone_default_1, [3, 4])
+accumulate_default_1 = accumulate([view_default_4, unshard_default_1], accumulate_default)
+add_tensor = add(accumulate_default_1, b_full)
+return [add_tensor]""",
+    )
+
+
+def lookup(dtype: torch.dtype = torch.float32) -> fx.GraphModule:
+    b = Builder()
+    ids = b.input("ids", 3, dtype=torch.int64)
+    (w,) = b.params("w", shape=(7, 4), dtype=dtype)
+    return b.output(b.call(aten.embedding.default, w, ids))
+
+
+def test_a_row_is_looked_up_in_each_tile_and_found_in_one() -> None:
+    gm = lookup()
+    assert tile(gm, in_tiles(gm)) == 2
+    assert_expected_inline(
+        show(gm),
+        """\
+iota_default = iota(7, 0, 1, torch.int64, cpu, False)
+unsqueeze_default = unsqueeze(iota_default, 1)
+embedding_default_1 = embedding(unsqueeze_default, ids)
+squeeze_dim = squeeze.dim(embedding_default_1, -1)
+div_tensor_mode = div.Tensor_mode(squeeze_dim, 4, floor)
+mul_tensor = mul(div_tensor_mode, 4)
+sub_tensor = sub(squeeze_dim, mul_tensor)
+iota_default_1 = iota(4, 0, 1, torch.int64, cpu, False)
+unshard_default = unshard(w_shard, w)
+view_default = view(iota_default_1, 0, 0, 1)
+sub_tensor_1 = sub(sub_tensor, view_default)
+ge_scalar = ge.Scalar(sub_tensor_1, 0)
+lt_scalar = lt.Scalar(sub_tensor_1, 2)
+bitwise_and_tensor = bitwise_and(ge_scalar, lt_scalar)
+mul_tensor_1 = mul(div_tensor_mode, 2)
+add_tensor = add(mul_tensor_1, sub_tensor_1)
+unsqueeze_default_1 = unsqueeze(bitwise_and_tensor, -1)
+_unsafe_masked_index_default = _unsafe_masked_index(unshard_default, unsqueeze_default_1, [add_tensor], 0)
+accumulate_default = accumulate([_unsafe_masked_index_default], None)
+unshard_default_1 = unshard(w_shard, w)
+view_default_1 = view(iota_default_1, 0, 2, 3)
+sub_tensor_2 = sub(sub_tensor, view_default_1)
+ge_scalar_1 = ge.Scalar(sub_tensor_2, 0)
+lt_scalar_1 = lt.Scalar(sub_tensor_2, 2)
+bitwise_and_tensor_1 = bitwise_and(ge_scalar_1, lt_scalar_1)
+mul_tensor_2 = mul(div_tensor_mode, 2)
+add_tensor_1 = add(mul_tensor_2, sub_tensor_2)
+unsqueeze_default_2 = unsqueeze(bitwise_and_tensor_1, -1)
+_unsafe_masked_index_default_1 = _unsafe_masked_index(unshard_default_1, unsqueeze_default_2, [add_tensor_1], 0)
+accumulate_default_1 = accumulate([_unsafe_masked_index_default_1], accumulate_default)
+return [accumulate_default_1]""",
+    )
+
+
+def test_rows_of_a_lookups_gradient_are_added_up_by_tile() -> None:
+    b = Builder()
+    ids, grad = b.input("ids", 3, dtype=torch.int64), b.input("grad", 3, 4)
+    mask = b.input("mask", 3, 1, dtype=torch.bool)
+    (w,) = b.params("w", shape=(7, 4))
+    zeros = b.call(aten.full.default, [7, 4], 0)
+    rows = b.call(aten._unsafe_masked_index_put_accumulate.default, zeros, mask, [ids], grad)
+    gm = b.output(b.reduce_grad(rows, w))
+    assert tile(gm, in_tiles(gm)) == 2
+    assert_expected_inline(
+        show(gm),
+        """\
+div_tensor_mode = div.Tensor_mode(ids, 4, floor)
+mul_tensor = mul(div_tensor_mode, 4)
+sub_tensor = sub(ids, mul_tensor)
+iota_default = iota(4, 0, 1, torch.int64, cpu, False)
+view_default = view(iota_default, 0, 0, 1)
+sub_tensor_1 = sub(sub_tensor, view_default)
+ge_scalar = ge.Scalar(sub_tensor_1, 0)
+lt_scalar = lt.Scalar(sub_tensor_1, 2)
+bitwise_and_tensor = bitwise_and(ge_scalar, lt_scalar)
+mul_tensor_1 = mul(div_tensor_mode, 2)
+add_tensor = add(mul_tensor_1, sub_tensor_1)
+unsqueeze_default = unsqueeze(bitwise_and_tensor, -1)
+bitwise_and_tensor_1 = bitwise_and(mask, unsqueeze_default)
+full_default_1 = full([4, 4], 0)
+_unsafe_masked_index_put_accumulate_default_1 = _unsafe_masked_index_put_accumulate(full_default_1, bitwise_and_tensor_1, [add_tensor], grad)
+reduce_grad_default_1 = reduce_grad(_unsafe_masked_index_put_accumulate_default_1, w)
+place_default = place([reduce_grad_default_1], None, [4, 4], 0, 0)
+view_default_1 = view(iota_default, 0, 2, 3)
+sub_tensor_2 = sub(sub_tensor, view_default_1)
+ge_scalar_1 = ge.Scalar(sub_tensor_2, 0)
+lt_scalar_1 = lt.Scalar(sub_tensor_2, 2)
+bitwise_and_tensor_2 = bitwise_and(ge_scalar_1, lt_scalar_1)
+mul_tensor_2 = mul(div_tensor_mode, 2)
+add_tensor_1 = add(mul_tensor_2, sub_tensor_2)
+unsqueeze_default_1 = unsqueeze(bitwise_and_tensor_2, -1)
+bitwise_and_tensor_3 = bitwise_and(mask, unsqueeze_default_1)
+full_default_2 = full([4, 4], 0)
+_unsafe_masked_index_put_accumulate_default_2 = _unsafe_masked_index_put_accumulate(full_default_2, bitwise_and_tensor_3, [add_tensor_1], grad)
+reduce_grad_default_2 = reduce_grad(_unsafe_masked_index_put_accumulate_default_2, w)
+place_default_1 = place([reduce_grad_default_2], place_default, [4, 4], 0, 2)
+return [place_default_1]""",  # noqa: E501
+    )
+
+
 def backward(dtype: torch.dtype = torch.float32) -> fx.GraphModule:
     b = Builder()
     x, grad = b.input("x", 3, 4, dtype=dtype), b.input("grad", 3, 7, dtype=dtype)
@@ -273,12 +398,15 @@ return [accumulate_default_1, place_default_1]""",
     )
 
 
-def test_sums_of_16_bits_are_rounded_once() -> None:
-    gm = backward(torch.bfloat16)
+@pytest.mark.parametrize("made", [backward, rows_in, lookup])
+def test_sums_of_16_bits_are_rounded_once(made: Callable[[torch.dtype], fx.GraphModule]) -> None:
+    gm = made(torch.bfloat16)
     tile(gm, in_tiles(gm))
     sums = gm.graph.find_nodes(op="call_function", target=torch.ops.zg.accumulate.default)
     assert {node.meta["val"].dtype for node in sums} == {torch.float32}
-    (result, _) = next(iter(gm.graph.find_nodes(op="output"))).args[0]
+    result, *_ = next(iter(gm.graph.find_nodes(op="output"))).args[0]
+    assert result.target is torch.ops.prims.convert_element_type.default
+    assert result.args[0].meta["val"].dtype == torch.float32
     assert result.meta["val"].dtype == torch.bfloat16
 
 

@@ -46,7 +46,9 @@ def test_what_cannot_be_is_refused() -> None:
     small = [p for p in step.params if len(p.shape) > 1][1]
     with pytest.raises(ConfigError, match=rf"wants {small.name} .* in 40 tiles, and each of 2 ranks has 8 rows"):
         tiles_wanted(((small.name, 40),), step, 2, 1)
-    with pytest.raises(ConfigError, match=rf"wants {small.name} .* in 2 tiles, and not only linear layers use it"):
+    with pytest.raises(
+        ConfigError, match=rf"wants {small.name} .* in 2 tiles, and not only products and lookups use it"
+    ):
         tiles_wanted(((small.name, 2),), replace(step, tilable=()), 2, 1)
     with pytest.raises(ConfigError, match=r"the pattern 'no.*', and no parameter of the model is called so"):
         refuse_unknown((("*", 2), ("no.*", 2)), [small.name])

@@ -52,7 +52,7 @@ class Config:
             that AOTAutograd's min-cut partitioner finds cheaper to compute than to save; "none": no more than the
             user's own ``torch.utils.checkpoint`` regions; "full": all of every repeated layer but its inputs; a number
             from 0 to 1: that share of the layers fully, evenly spread, the others as in "auto".
-        tile: parts that weights of linear layers are gathered, used and reduced in, one after another, so that none is
+        tile: parts that parameters are gathered, used and reduced in, one after another, so that none of them is
             whole: as many of each that is larger than a bucket, or by patterns of names. "off" leaves them whole, and
             so does "auto" unless ``offload`` moves something and a plan is searched, which then chooses.
         offload: what leaves the device between its uses, each with those before it: nothing ("none"), optimizer states,

@@ -1,13 +1,17 @@
-"""Which parameters can be used in tiles of their rows: those that nothing but linear layers use.
+"""Which parameters can be used in tiles of their rows: those that nothing but products and lookups use.
 
-Of ``W`` of shape [out, in] these make ``x @ W.T``, a bias added or not, of which a tile of its rows makes columns; in
-the backward ``dY @ W``, of which it makes a term; and the gradient ``dY.T @ x``, of which it has rows.
+Of ``x @ W.T`` a tile of W's rows makes columns, and of ``x @ W`` a term, a bias added or not. One is the other's
+backward: linear layers, whose rows are outputs, make columns forward and terms backward; layers whose rows are inputs
+(``Conv1D`` of transformers, ``x @ self.weight``) the other way round. A lookup, ``embedding(W, ids)``, is ``x @ W`` of
+an x of zeros with a one for each id, so that a tile makes a term of it too. The gradient is a product or the lookup's
+sum of rows, of which a tile has rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,13 +27,15 @@ class Products:
     """What a graph computes of one parameter.
 
     Attributes:
-        outputs: products ``x @ W.T``.
-        inputs: products ``dY @ W``.
+        columns: products ``x @ W.T``, of which rows make columns.
+        terms: products ``x @ W``, of which rows make terms.
+        lookups: ``embedding(W, ids)``.
         other: what can be done with the whole parameter only; None where nothing is.
     """
 
-    outputs: list[fx.Node] = field(default_factory=list)
-    inputs: list[fx.Node] = field(default_factory=list)
+    columns: list[fx.Node] = field(default_factory=list)
+    terms: list[fx.Node] = field(default_factory=list)
+    lookups: list[fx.Node] = field(default_factory=list)
     other: fx.Node | None = None
 
 
@@ -56,10 +62,10 @@ def _follow(node: fx.Node, transposed: bool, found: Products) -> None:
             _follow(user, not transposed, found)
         elif is_identity_view(user):
             _follow(user, transposed, found)
-        elif transposed and _is_linear(user, node):
-            found.outputs.append(user)
-        elif not transposed and user.target is aten.mm.default and _is_last_alone(user, node):
-            found.inputs.append(user)
+        elif _is_linear(user, node):
+            (found.columns if transposed else found.terms).append(user)
+        elif not transposed and user.target is aten.embedding.default and node not in user.args[1:]:
+            found.lookups.append(user)
         else:
             found.other = user
 
@@ -85,8 +91,8 @@ def _is_last_alone(user: fx.Node, weight: fx.Node) -> bool:
 def other_than_rows(grad: fx.Node, transposed: bool = False) -> fx.Node | None:
     """The first node in what makes a full gradient of which no rows can be computed alone; None where there is none.
 
-    A gradient is a product, or a sum of such, transposed or not, cast or not. ``transposed``: ``grad`` is that of the
-    transpose.
+    A gradient is a product, that of a lookup, or a sum of such, transposed or not, cast or not. ``transposed``:
+    ``grad`` is that of the transpose.
     """
     if is_transpose(grad):
         return other_than_rows(grad.args[0], not transposed)  # type: ignore[arg-type]
@@ -95,7 +101,7 @@ def other_than_rows(grad: fx.Node, transposed: bool = False) -> fx.Node | None:
     if is_sum(grad):
         parts = (other_than_rows(part, transposed) for part in grad.args[:2])  # type: ignore[arg-type]
         return next((part for part in parts if part is not None), None)
-    return None if is_product(grad) else grad
+    return None if is_product(grad) or (is_gradient_of_lookup(grad) and not transposed) else grad
 
 
 def is_cast(node: fx.Node) -> bool:
@@ -119,3 +125,12 @@ def is_product(node: fx.Node) -> bool:
         return False
     shapes = [a.meta["val"].shape for a in node.args]  # type: ignore[union-attr]
     return all(len(shape) == 2 for shape in shapes) and (shapes[0][1], shapes[1][0]) == (1, 1)
+
+
+def is_gradient_of_lookup(node: fx.Node) -> bool:
+    """Whether ``node`` adds rows up among zeros, each where an index says."""
+    if node.target is not aten._unsafe_masked_index_put_accumulate.default:
+        return False
+    args: Any = node.args
+    zeros, _, indices, _ = args
+    return len(indices) == 1 and zeros.target is aten.full.default and zeros.args[1] == 0

@@ -41,9 +41,10 @@ def tiles_of(name: str, patterns: Iterable[tuple[str, int]]) -> int:
 def _require_tilable(param: Param, tiles: int, tilable: set[str], world_size: int) -> None:
     if param.name not in tilable:
         raise ConfigError(
-            f"tile= wants {param.name} {list(param.shape)} in {tiles} tiles, and not only linear layers use it, or it "
-            "is not sharded",
-            "tiles are of weights that nothing but nn.Linear (x @ W.T) uses: name others in the pattern",
+            f"tile= wants {param.name} {list(param.shape)} in {tiles} tiles, and not only products and lookups use it, "
+            "or it is not sharded",
+            "tiles are of weights that nothing but products (x @ W.T, as nn.Linear's, and x @ W) and lookups "
+            "(nn.Embedding) use: name others in the pattern",
         )
     rows = param.chunk_rows(world_size)
     if tiles > rows:
