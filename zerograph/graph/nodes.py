@@ -208,9 +208,11 @@ def call(graph: fx.Graph, target: Any, args: tuple[Any, ...], val: Any, like: fx
 def computed(
     graph: fx.Graph, target: Any, args: tuple[Any, ...], like: fx.Node, kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> fx.Node:
-    """Insert a call as :func:`call` does; fake tensors tell what it makes."""
+    """Insert a call as :func:`call` does; fake tensors tell what it makes, in ``like``'s mode where it reads none."""
     given, named = fx.node.map_arg((args, dict(kwargs)), lambda n: n.meta["val"])  # type: ignore[arg-type, misc]
-    node = call(graph, target, args, target(*given, **named), like)
+    with like.meta["val"].fake_mode:
+        val = target(*given, **named)
+    node = call(graph, target, args, val, like)
     node.kwargs = dict(kwargs)
     return node
 
