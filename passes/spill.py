@@ -2,8 +2,12 @@
 
     here = zg.wait_reduce(...); there = zg.spill(here, bucket)
 
-A gradient that is reduced in tiles moves when the last is in its place. Safe because nothing reads a reduced gradient
-but the graph's output, which then returns what stands for it at its home.
+A gradient that is reduced in tiles moves tile by tile, each with what stands for the whole so far:
+
+    there = zg.spill(here, bucket, there)
+
+Safe because nothing reads a reduced gradient but the graph's output, which then returns what stands for it at its home,
+or puts its tile beside the others, which is done there.
 """
 
 from __future__ import annotations
@@ -34,18 +38,14 @@ def _spill(graph: fx.Graph, wait: fx.Node, bucket: Bucket) -> bool:
     transfer: Transfer = wait.meta["zg"]
     # What every rank holds whole stays on the device.
     results = sorted((n for n in wait.users if transfer.params[n.args[1]].sharded), key=lambda n: n.args[1])  # type: ignore[index, arg-type, return-value]
-    params = tuple(transfer.params[n.args[1]] for n in results)  # type: ignore[index]
-    last = max(wait.users)
-    if transfer.tiles > 1:
-        if transfer.tile < transfer.tiles - 1:
-            return False
-        results, params = list(results[0].users), bucket.params
-        last = results[0]
     if not results:
         return False
-    with graph.inserting_after(last):
+    if transfer.tiles > 1:
+        _spill_tile(graph, results[0], transfer)
+        return True
+    with graph.inserting_after(max(wait.users)):
         node = call(graph, SPILL, (results, bucket.index), [n.meta["val"] for n in results], wait)
-    node.meta["zg"] = Transfer(bucket.index, params)
+    node.meta["zg"] = Transfer(bucket.index, tuple(transfer.params[n.args[1]] for n in results))  # type: ignore[index]
     place = node
     for k, result in enumerate(results):
         with graph.inserting_after(place):
@@ -54,3 +54,15 @@ def _spill(graph: fx.Graph, wait: fx.Node, bucket: Bucket) -> bool:
             user.replace_input_with(result, place)
         move_users_after(place)
     return True
+
+
+def _spill_tile(graph: fx.Graph, result: fx.Node, transfer: Transfer) -> None:
+    """To where the tiles before it went, in place of what puts it beside them here."""
+    (place,) = result.users
+    _, into, *_ = place.args
+    with graph.inserting_before(place):
+        node = call(graph, SPILL, ([result], transfer.bucket, into), [place.meta["val"]], place)
+        there = call(graph, operator.getitem, (node, 0), place.meta["val"], place)
+    node.meta["zg"] = transfer
+    place.replace_all_uses_with(there)
+    graph.erase_node(place)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from zerograph.core.plan import ParamTile
 from zerograph.core.program import (
     Accumulate,
     Compute,
@@ -89,6 +90,10 @@ class Executor:
         self.read = {r for i in program.instructions if isinstance(i, Read) for r in i.writes}
         self.staged = {r for i in gradients if isinstance(i, Spill) for r in i.writes if r in written}
         self.spilled = {i.bucket for i in gradients}
+        # With which whole gradients have left: of tiles the last ones.
+        whole = [i for i in gradients if not isinstance(i.params[0], ParamTile)]
+        last_tiles = {i.writes: i for i in gradients if i not in whole and i.writes[0] not in self.staged}
+        self.complete = {id(i) for i in (*whole, *last_tiles.values())}
         self.spills, self.offloads = bool(gradients), any(i.what == "activations" for i in away)
         # No gather of such a backward finds its bucket freed: what the transport keeps is of no use before the forward.
         again = (i.bucket for i in program.instructions if isinstance(i, Gather))
@@ -282,17 +287,30 @@ class Executor:
         registers[instruction.writes[0]] = self.store.saved.fetch(away, instruction.moves[0])
 
     def _spill(self, instruction: Write | Spill, registers: list[Any]) -> None:
-        there: list[Tensor | None] = [registers[r] for r in instruction.reads]
+        there: list[Tensor | None] = [registers[r] for r in instruction.reads[: len(instruction.params)]]
+        is_staged, (first, *_) = instruction.writes[0] in self.staged, instruction.params
+        if isinstance(first, ParamTile) and not is_staged:
+            there = [self._with_tile(instruction, first, there[0], registers)]
+        elif not self.hold.active:
+            there = (self.store.stage if is_staged else self.store.spill)(instruction.params, there)
         # What no_sync holds back is whole, and here; autograd gets marks in its place.
-        if not self.hold.active:
-            moves = self.store.stage if instruction.writes[0] in self.staged else self.store.spill
-            there = moves(instruction.params, there)
+        if not self.hold.active and id(instruction) in self.complete:
             if isinstance(instruction, Spill):
                 there = self.early.take(instruction.bucket, instruction.params, there, self.store.arrival())
             else:
                 self.early.wait(_UNSPILLED)
         for register, tensor in zip(instruction.writes, there, strict=True):
             registers[register] = tensor
+
+    def _with_tile(
+        self, instruction: Write | Spill, tile: ParamTile, grad: Tensor | None, registers: list[Any]
+    ) -> Tensor | None:
+        """What autograd gets of a gradient of which one more tile moves."""
+        into: Tensor | None = None if tile.begin == 0 else registers[instruction.writes[0]]
+        if not self.hold.active:
+            assert grad is not None
+            return self.store.spill_tile(tile, grad, into)
+        return self.hold.mark(tile.name) if tile.begin == 0 else into
 
     def _reduce(self, instruction: Reduce, registers: list[Any]) -> None:
         grads: list[Tensor] = [registers[r] for r in instruction.grads]
@@ -311,6 +329,8 @@ class Executor:
             results = list(self.comm.finish_reduce(pending))
             if instruction.bucket not in self.spilled and self.store.left_behind(params):
                 results, self.spills = self.store.spill(params, results), True
+                if instruction.tiles > 1:
+                    self.store.wait_for_gradients()  # before a tile is put in its place
             else:
                 # Autograd gets all tiles of a gradient together, behind the last.
                 here = [k for k, p in enumerate(params) if p.name not in self.hosted and instruction.tiles == 1]

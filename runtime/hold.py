@@ -62,6 +62,10 @@ class GradientHold:
             self._follow(param.name)
         return [_nothing(p, local_tensor(self._params[p.name]).device, comm) for p in params]
 
+    def mark(self, name: str) -> Tensor:
+        """What autograd is given in place of a gradient that is held back in tiles."""
+        return torch.full_like(local_tensor(self._params[name]), -0.0)
+
     def take(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor]:
         """``grads`` of a synchronized backward, plus what was held for the same parameters, which is no longer.
 

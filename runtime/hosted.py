@@ -12,9 +12,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from zerograph.core.plan import Homes, Param
-from zerograph.runtime.buffers import BufferPool, aligned, torch_dtype
-from zerograph.runtime.host import HostMemory, Transfer
+from zerograph.core.plan import Homes, Param, ParamTile
+from zerograph.runtime.buffers import BufferPool, aligned, tile_of, torch_dtype
+from zerograph.runtime.host import HostMemory, Pairs, Transfer
 from zerograph.runtime.torch_private import local_tensor, memory_is_unshared, versions
 
 K = TypeVar("K")
@@ -141,33 +141,55 @@ class HostShards:
 
     def spill(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Begin to copy gradients to the host, where they stay; returns what autograd gets in their places."""
-        key, size = tuple(grads), _bytes(grads)
-        # What is still a gradient, or is kept in whatever tensor by the user or an update, is never written over. A
-        # delayed update takes two rooms in turn.
+        room = self._room(tuple(grads), _bytes(grads))
+        found = dict(zip(grads, _laid_out(room, self._likes(grads)), strict=True))
+        self._down([(grad, found[name]) for name, grad in grads.items()])
+        # With versions of their own: autograd adds to each.
+        return {name: home.data for name, home in found.items()}
+
+    def spill_tile(self, tile: ParamTile, grad: Tensor, into: Tensor | None) -> Tensor:
+        """Begin to copy the rows of a gradient that ``tile`` has, of which the first comes first; returns what autograd
+        gets of the whole gradient, which is ``into`` from the second tile on."""
+        if into is None:
+            like = torch.empty_like(local_tensor(self._params[tile.name]), dtype=grad.dtype, device="meta")
+            (home,) = _laid_out(self._room((tile.name,), aligned(like.nbytes)), [like])
+            into = home.data
+        self._down([(grad, tile_of(tile, into))])
+        return into
+
+    def _room(self, key: tuple[str, ...], size: int) -> Tensor:
+        """Memory for the gradients of ``key``.
+
+        What is still a gradient, or is kept in whatever tensor by the user or an update, is never written over. A
+        delayed update takes two rooms in turn.
+        """
         free, held = list[Tensor](), list[Tensor]()
         for room in self._arrived.get(key, ()):
             (free if memory_is_unshared(room) else held).append(room)
         fits = next((room for room in free if len(room) == size), None)
         room = fits if fits is not None else self.memory.room(size)
         self._arrived[key] = [*held, room]
-        # With versions of their own: autograd adds to each.
-        return {name: home.data for name, home in self._down(grads, room).items()}
+        return room
 
     def stage(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Begin to copy gradients to the host, from where they are written."""
-        return self._down(grads, self._staged.take(_bytes(grads)))
+        """Begin to copy gradients, or tiles of them, to the host, from where they are written."""
+        room = self._staged.take(_bytes(grads))
+        found = dict(zip(grads, _laid_out(room, self._likes(grads)), strict=True))
+        self._down([(grad, found[name]) for name, grad in grads.items()])
+        return found
 
-    def _down(self, grads: Mapping[str, Tensor], room: Tensor) -> dict[str, Tensor]:
-        # Laid out as their parameters are: gradients may be slices of something, or expanded.
-        likes = [
-            torch.empty_like(local_tensor(self._params[name]), dtype=g.dtype, device="meta")
-            for name, g in grads.items()
-        ]
-        found = dict(zip(grads, _laid_out(room, likes), strict=True))
+    def _likes(self, grads: Mapping[str, Tensor]) -> Iterator[Tensor]:
+        """How ``grads`` or tiles of them lie on the host: as their parameters do. Here they may be slices of something,
+        or expanded."""
+        for name, grad in grads.items():
+            like = local_tensor(self._params[name])
+            like = like if like.shape == grad.shape else like[: len(grad)]
+            yield torch.empty_like(like, dtype=grad.dtype, device="meta")
+
+    def _down(self, pairs: Pairs) -> None:
         while len(self._leaving) >= LEAVING:
             self._leaving.popleft().wait()
-        self._leaving.append(self.memory.start([(grad, found[name]) for name, grad in grads.items()]))
-        return found
+        self._leaving.append(self.memory.start(pairs))
 
     def wait_for_gradients(self) -> None:
         """Return when all are here: transfers end in the order in which they begin."""

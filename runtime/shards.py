@@ -578,17 +578,52 @@ class ShardStore:
         made = {p.name: grad for p, grad in zip(params, grads, strict=True) if grad is not None}
         away: dict[Tier, dict[str, Tensor]] = {}
         for name, grad in made.items():
-            home: Tier = "host" if name in self._on_host or self._is_apart(name) else "device"
-            if name in self._blocks:
-                home = self._gradients[self._blocks[name]]
-            away.setdefault(home, {})[name] = grad
+            away.setdefault(self._home_of_gradient(name, grad.dtype), {})[name] = grad
         given: dict[str, Tensor | None] = dict(self._there().spill(away["host"])) if "host" in away else {}
         given |= self._spill_to_nvme(away.get("nvme", {}))
         # model.to(dtype) has brought the others here.
         return [given.get(p.name, grad) for p, grad in zip(params, grads, strict=True)]
 
+    def spill_tile(self, tile: ParamTile, grad: Tensor, into: Tensor | None) -> Tensor | None:
+        """Begin to move a tile of a gradient, of which the first comes first, to its home.
+
+        Returns:
+            What autograd gets of the whole gradient: of the first tile as :meth:`spill`, then ``into``, which that
+            gave.
+
+        Raises:
+            StorageError: there is no room, or a transfer failed.
+        """
+        like = local_tensor(self._params[tile.name]).detach()
+        grad = grad[: len(tile_of(tile, like))]  # behind the end lies what pads the last shards
+        if tile.begin and not len(grad):
+            return into
+        home = self._home_of_gradient(tile.name, grad.dtype)
+        if home == "host":
+            return self._there().spill_tile(tile, grad, into)
+        if home == "nvme" and like.is_contiguous():
+            given = self._to_nvme().spill_tile(self._blocks[tile.name], tile, grad)
+            return given if tile.begin == 0 else into
+        # It leaves as a whole, if at all: its rows lie all over it.
+        if tile.begin == 0:
+            into = torch.empty_like(like, dtype=grad.dtype, device=grad.device)
+        assert into is not None
+        if self.host is not None:
+            self.host.wait_for_gradients()
+        tile_of(tile, into).copy_(grad)
+        return into if home == "device" or tile.end < len(like) else self._spill_to_nvme({tile.name: into})[tile.name]
+
+    def _home_of_gradient(self, name: str, dtype: torch.dtype) -> Tier:
+        """Where a gradient in ``dtype`` is to go."""
+        block = self._blocks.get(name)
+        if block is None:
+            return "host" if name in self._on_host or self._is_apart(name) else "device"
+        home = self._gradients[block]
+        # model.to(dtype) has brought the parameter here.
+        return "device" if home == "nvme" and dtype != block.dtype else home
+
     def stage(self, params: Sequence[Param], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Begin to copy gradients to the host, from where :meth:`spill` moves them on."""
+        """Begin to copy gradients, or tiles of them, to the host, from where :meth:`spill` moves them on."""
         made = {p.name: grad for p, grad in zip(params, grads, strict=True) if grad is not None}
         return [*self._there().stage(made).values()]
 
@@ -600,25 +635,23 @@ class ShardStore:
         return self.host is not None and self.host.is_home(local_tensor(self._params[name]))
 
     def _spill_to_nvme(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-        if not grads:
-            return {}
+        by_block: dict[Block, dict[str, Tensor]] = {}
+        for name, grad in grads.items():
+            by_block.setdefault(self._blocks[name], {})[name] = grad
+        given: dict[str, Tensor | None] = {}
+        for block, own in by_block.items():
+            given |= self._to_nvme().spill(block, own)
+        return given
+
+    def _to_nvme(self) -> SpilledGradients:
+        """What writes gradients there; nothing else uses the slots."""
         assert self.arena is not None
         if self._spilled is None:
             copies = self.host.memory if self.host is not None else None
             assert copies is None or isinstance(copies, SplitHost)  # NVMe behind an accelerator is refused
             self._spilled = SpilledGradients(self._params, self.arena, self._gradient_slots, self._allocated, copies)
-        by_block: dict[Block, dict[str, Tensor]] = {}
-        given: dict[str, Tensor | None] = {}
-        for name, grad in grads.items():
-            block = self._blocks[name]
-            if grad.dtype == block.dtype:
-                by_block.setdefault(block, {})[name] = grad
-            else:
-                given[name] = grad  # model.to(dtype) has brought the parameter here
-        self._background.wait()  # for the slots
-        for block, own in by_block.items():
-            given |= self._spilled.spill(block, own)
-        return given
+        self._background.wait()
+        return self._spilled
 
     def read_ahead(self) -> None:
         """A backward begins: what the update behind it needs first may come now."""

@@ -7,7 +7,8 @@ tensor, is never written over: the next one then gets another extent.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as finished
 from functools import partial
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from zerograph import _core
 from zerograph.core.errors import StorageError
+from zerograph.core.plan import ParamTile
 from zerograph.runtime.blocks import UNIT, Block, Run
 from zerograph.runtime.extents import Extent
 from zerograph.runtime.host import SplitHost
@@ -63,6 +65,7 @@ class SpilledGradients:
         self._left: list[Extent] = []  # where others are, which the user kept
         self._given: dict[str, _Given] = {}
         self._names: dict[int, str] = {}  # by address of what was given
+        self._in_tiles: dict[str, tuple[Extent, bool]] = {}  # where tiles of a gradient go, and whether they are added
         self._under_way: list[Ticket | None] = [None] * len(ring)
         self._turn = 0
         self._sums: dict[str, list[float]] | None = None  # of gradients as they left; None until somebody asks
@@ -78,28 +81,63 @@ class SpilledGradients:
         Raises:
             StorageError: there is no room, or a transfer failed.
         """
-        if self._sums is not None:
-            for name in grads:
-                self._sums.pop(name, None)
-        adds = [name for name in grads if self._is_here(name)]
-        if adds:
-            direct = accumulated_directly()
-            adds = [name for name in adds if id(self._params[name]) in direct and will_accumulate(self._params[name])]
+        adds = self._adds(grads)
         fresh = [name for name in grads if name not in adds]
-        extent = self._extents.get(block)
-        if fresh and (extent is None or any(self._is_kept(name, extent) for name in fresh)):
-            if extent is not None:
-                self._left.append(self._extents.pop(block))
-            extent = self._extents[block] = self._made(block)
+        if fresh:
+            self._make_room(block, fresh)
         for into in dict.fromkeys(self._given[name].extent for name in adds):
             for run in block.runs([name for name in adds if self._given[name].extent is into]):
-                self._begin(partial(self._move, block, into, run, grads, add=True))
+                self._begin(partial(self._move, block, into, run, block.begins, grads, add=True))
         for run in block.runs(fresh):
-            assert extent is not None
-            self._begin(partial(self._move, block, extent, run, grads, add=False))
+            self._begin(partial(self._move, block, self._extents[block], run, block.begins, grads, add=False))
         if self._sums is not None and self._host is None:
             self._sums |= {name: _squares(self._flat(name, grads[name])) for name in fresh}
         return {name: None if name in adds else self._give(block, name) for name in grads}
+
+    def spill_tile(self, block: Block, tile: ParamTile, grad: Tensor) -> Tensor | None:
+        """Begin to write the rows of ``tile``, of which the first comes first, of the gradient of a parameter whose
+        shard has its rows one behind another; ``grad`` is free to go.
+
+        Returns:
+            Of the first tile what autograd gets, as :meth:`spill`; else None.
+        """
+        name, given = tile.name, None
+        if tile.begin == 0:
+            adds = bool(self._adds([name]))
+            if not adds:
+                self._make_room(block, [name])
+                given = self._give(block, name)
+            self._in_tiles[name] = self._given[name].extent, adds
+        extent, adds = self._in_tiles[name]
+        before = tile.begin * math.prod(grad.shape[1:])
+        if self._sums is not None and self._host is None and not adds:
+            sums = self._sums.pop(name, None) if before else []
+            if sums is not None and before % PIECE == 0:
+                self._sums[name] = sums + _squares(self._flat(name, grad))
+        begin = block.begins[name] + before
+        run = Run(begin, begin + grad.numel(), (name,))
+        self._begin(partial(self._move, block, extent, run, {name: begin}, {name: grad}, add=adds))
+        return given
+
+    def _adds(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` whose new gradient is added to the last one there."""
+        if self._sums is not None:
+            for name in names:
+                self._sums.pop(name, None)
+        adds = [name for name in names if self._is_here(name)]
+        if not adds:
+            return adds
+        direct = accumulated_directly()
+        return [name for name in adds if id(self._params[name]) in direct and will_accumulate(self._params[name])]
+
+    def _make_room(self, block: Block, names: Sequence[str]) -> None:
+        """Let the extent of ``block`` be one that new gradients of ``names`` may be written to."""
+        extent = self._extents.get(block)
+        if extent is not None and any(self._is_kept(name, extent) for name in names):
+            self._left.append(self._extents.pop(block))
+            extent = None
+        if extent is None:
+            self._extents[block] = self._made(block)
 
     def squares(self, address: int) -> list[float] | None:
         """Sums of squares of the gradient at ``address``, as ``_core.squares`` has them; None where none is here.
@@ -212,8 +250,18 @@ class SpilledGradients:
         else:
             self._begun.append(self._host.run(move))
 
-    def _move(self, block: Block, extent: Extent, run: Run, grads: Mapping[str, Tensor], *, add: bool) -> None:
-        """Write the gradients of ``run``, or add them to what is there, a slot at a time."""
+    def _move(
+        self,
+        block: Block,
+        extent: Extent,
+        run: Run,
+        begins: Mapping[str, int],
+        grads: Mapping[str, Tensor],
+        *,
+        add: bool,
+    ) -> None:
+        """Write the gradients of ``run``, which have their first elements at ``begins``, or add them to what is there,
+        a slot at a time."""
         flat = {name: self._flat(name, grads[name]) for name in run.names}
         ragged = run.begin % UNIT or run.end % UNIT
         if ragged:
@@ -226,9 +274,9 @@ class SpilledGradients:
             if add:
                 self._arena.wait(self._arena.read(extent, chunk, offset=offset))
             for name, grad in flat.items():
-                first, last = max(begin, block.begins[name]), min(end, block.ends[name])
+                first, last = max(begin, begins[name]), min(end, begins[name] + len(grad))
                 if first < last:
-                    part = grad[first - block.begins[name] : last - block.begins[name]]
+                    part = grad[first - begins[name] : last - begins[name]]
                     into = chunk[first - begin : last - begin]
                     into.add_(part) if add else into.copy_(part)
             self._under_way[self._turn] = self._arena.write(extent, chunk, offset=offset)
@@ -237,10 +285,10 @@ class SpilledGradients:
             self._written()
 
     def _flat(self, name: str, grad: Tensor) -> Tensor:
-        """The elements of ``grad`` in the order in which those of its parameter lie."""
+        """The elements of a gradient, or of a tile of it, in the order in which those of its parameter lie."""
         like = local_tensor(self._params[name])
         if grad.stride() != like.stride():
-            grad = torch.empty_strided(like.shape, like.stride(), dtype=grad.dtype).copy_(grad)
+            grad = torch.empty_strided(grad.shape, like.stride(), dtype=grad.dtype).copy_(grad)
         return grad.as_strided((grad.numel(),), (1,))
 
     def _written(self) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from expecttest import assert_expected_inline
 from graphs import Builder, plan, show
 
 from zerograph.core.plan import Homes, Plan
-from zerograph.passes import gather, reduce, spill, verify
+from zerograph.passes import gather, reduce, spill, tile, verify
+
+aten = torch.ops.aten
 
 
 def away(found: Plan, bucket: int) -> Plan:
@@ -65,3 +68,38 @@ def test_what_stays_on_the_device_is_not_spilled() -> None:
     gather(gm, p)
     reduce(gm, p)
     assert spill(gm, p) == 0
+
+
+def test_tiles_of_a_gradient_leave_one_by_one() -> None:
+    b = Builder(world_size=1)
+    g, x = b.input("g", 3, 8), b.input("x", 3, 4)
+    (w,) = b.params("w", shape=(8, 4))
+    gm = b.output(b.reduce_grad(b.mm(b.call(aten.permute.default, g, [1, 0]), x), w))
+    p = away(plan(gm, "w", world_size=1), 0)
+    p = replace(p, buckets=(replace(p.buckets[0], tiles=2),))
+    tile(gm, p)
+    gather(gm, p)
+    reduce(gm, p)
+    assert spill(gm, p) == 2
+    verify(gm, p)
+    assert_expected_inline(
+        show(gm),
+        """\
+view_default = view(g, 1, 0, 4)
+permute_default_1 = permute(view_default, [1, 0])
+mm_default_1 = mm(permute_default_1, x)
+reduce_default = reduce([mm_default_1], 0, 0)
+view_default_1 = view(g, 1, 4, 8)
+permute_default_2 = permute(view_default_1, [1, 0])
+mm_default_2 = mm(permute_default_2, x)
+wait_reduce_default = wait_reduce(reduce_default, [mm_default_1], 0, 0)
+getitem = getitem(wait_reduce_default, 0)
+spill_default = spill([getitem], 0, None)
+getitem_2 = getitem(spill_default, 0)
+reduce_default_1 = reduce([mm_default_2], 0, 1)
+wait_reduce_default_1 = wait_reduce(reduce_default_1, [mm_default_2], 0, 1)
+getitem_1 = getitem(wait_reduce_default_1, 0)
+spill_default_1 = spill([getitem_1], 0, getitem_2)
+getitem_3 = getitem(spill_default_1, 0)
+return [getitem_3]""",
+    )

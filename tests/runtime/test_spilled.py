@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from zerograph import _core
 from zerograph.core.errors import StorageError
+from zerograph.core.plan import tile_params
+from zerograph.core.step import Param
 from zerograph.runtime.blocks import Block
 from zerograph.runtime.extents import Extent
 from zerograph.runtime.nvme import Arena, huge_tensor
@@ -25,19 +28,38 @@ class Spilling(torch.autograd.Function):
     """Gives its parameters the gradients that it is told, by way of NVMe."""
 
     @staticmethod
-    def forward(ctx, spilled, block, grads, *params):  # type: ignore[no-untyped-def]
-        ctx.spilled, ctx.block, ctx.grads = spilled, block, grads
+    def forward(ctx, spilled, block, in_tiles, grads, *params):  # type: ignore[no-untyped-def]
+        ctx.spilled, ctx.block, ctx.in_tiles, ctx.grads = spilled, block, in_tiles, grads
         return torch.zeros(())
 
     @staticmethod
     def backward(ctx, _):  # type: ignore[no-untyped-def]
-        given = ctx.spilled.spill(ctx.block, ctx.grads)
+        if ctx.in_tiles:
+            given = {name: spilled_in_tiles(ctx.spilled, ctx.block, name, grad) for name, grad in ctx.grads.items()}
+        else:
+            given = ctx.spilled.spill(ctx.block, ctx.grads)
         ctx.spilled.wait()
-        return None, None, None, *(given.get(name) for name in SIZES)
+        return None, None, None, None, *(given.get(name) for name in SIZES)
+
+
+def spilled_in_tiles(spilled: SpilledGradients, block: Block, name: str, grad: Tensor) -> Tensor | None:
+    """What autograd gets of a gradient that leaves in tiles."""
+    param = Param(name, tuple(grad.shape), "float32", "float32", "float32", True, True)
+    (whole,), rows = tile_params(param, 1, 1), PIECE if grad.dim() == 1 else 24
+    begins = range(0, max(1, len(grad)), rows)
+    tiles = [replace(whole, begin=begin, end=min(begin + rows, len(grad))) for begin in begins]
+    given = [spilled.spill_tile(block, tile, grad[tile.begin : tile.end]) for tile in tiles]
+    assert given[1:] == [None] * len(given[1:])
+    return given[0]
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "tiles"])
+def in_tiles(request: pytest.FixtureRequest) -> bool:
+    return request.param  # type: ignore[no-any-return]
 
 
 @pytest.fixture(params=[8, 2048], ids=["small slots", "large slots"])
-def setting(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[dict[str, nn.Parameter], Callable]:  # type: ignore[type-arg]
+def setting(request: pytest.FixtureRequest, in_tiles: bool, tmp_path: Path) -> tuple[dict[str, nn.Parameter], Callable]:  # type: ignore[type-arg]
     torch.manual_seed(0)
     params = {name: nn.Parameter(torch.randn(size)) for name, size in SIZES.items()}
     arena = Arena([tmp_path], 4 * 2**20)
@@ -47,7 +69,7 @@ def setting(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[dict[str, n
 
     def backward(seed: int, *names: str) -> Tensor:
         grads = {n: torch.randn(SIZES[n], generator=torch.Generator().manual_seed(seed)) for n in names or SIZES}
-        return Spilling.apply(spilled, block, grads, *params.values())  # type: ignore[no-any-return]
+        return Spilling.apply(spilled, block, in_tiles, grads, *params.values())  # type: ignore[no-any-return]
 
     backward.spilled, backward.arena = spilled, arena  # type: ignore[attr-defined]
     return params, backward

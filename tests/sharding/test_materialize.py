@@ -18,7 +18,7 @@ from toy import PeakMemory, Toy, adamw, build, compiled, differing, full, train
 
 import zerograph
 from zerograph.core.errors import CheckpointError, ShardingError
-from zerograph.sharding import shard_files
+from zerograph.sharding import room, shard_files
 
 
 def _meta(factory: Callable[[], nn.Module] = Toy, stage: int = 3) -> nn.Module:
@@ -68,20 +68,25 @@ class Attention(nn.Module):
         self.position = nn.Parameter(torch.zeros(3, 8))
 
 
-def _attention() -> dict[str, torch.Tensor]:
+def _attention(folder: str | None = None) -> dict[str, torch.Tensor]:
     def normal(module: nn.Module) -> None:
         if isinstance(module, Attention):
             module.position.data.normal_(std=0.5)
 
+    room._LARGE = 0  # also of small tensors on NVMe what was written is let go of meanwhile
+    away = {"offload": "parameters", "tier": "nvme", "path": folder} if folder else {}
+    with torch.device("meta"):
+        model = Attention()
+    zerograph.shard(model, zerograph.backend(stage=3, compute="eager", **away), device="cpu")
     torch.manual_seed(3)
-    return full(zerograph.materialize(_meta(Attention), init=normal))
+    return full(zerograph.materialize(model, init=normal))
 
 
-def test_values_do_not_depend_on_the_world_size() -> None:
+def test_values_depend_neither_on_the_world_size_nor_on_where_they_are_made(tmp_path: Path) -> None:
     torch.manual_seed(3)
     plain = nn.MultiheadAttention(8, 2)
-    for world in (1, 2):
-        values = run(world, _attention)[0]
+    for world, *folder in ((1,), (2,), (1, str(tmp_path)), (2, str(tmp_path))):
+        values = run(world, _attention, *folder)[0]
         assert 0.2 < values.pop("position").std() < 0.8
         assert differing({n.removeprefix("attention."): v for n, v in values.items()}, plain.state_dict()) == []
 

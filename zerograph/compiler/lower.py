@@ -230,6 +230,7 @@ class _Lowering:
                     staged = self._staged(node, sizes)
                     self.instructions.append(self._move(Spill, "gradient", node, sum(sizes), reads, staged))
                     reads = staged
+                reads += self._regs([into for into in node.args[2:] if into is not None])
                 instruction = self._move(Write if home == "nvme" else Spill, "gradient", node, sum(sizes), reads, outs)
         self.instructions.append(instruction)
 
@@ -384,12 +385,21 @@ _UNPACKED: dict[Any, Kind] = {
 
 
 def _key(value: Any) -> Any:
-    while isinstance(value, fx.Node) and value.target in _IN_PLACE and value.args[1] is not None:
-        value = value.args[1]  # the tensor of all tiles, which the first of them made
-    return value if isinstance(value, fx.Node) else (type(value), value)  # 1, 1.0 and True are equal
+    if not isinstance(value, fx.Node):
+        return type(value), value  # 1, 1.0 and True are equal
+    into = _earlier_tiles(value)
+    while into is not None:
+        value, into = into, _earlier_tiles(into)
+    return value
 
 
-_IN_PLACE = (ops.PLACE, ops.ACCUMULATE)
+def _earlier_tiles(node: fx.Node) -> fx.Node | None:
+    """The tensor that a tile is written into, where ``node`` is what is there then; None for the first tile."""
+    if node.target in (ops.PLACE, ops.ACCUMULATE):
+        return node.args[1]  # type: ignore[return-value]
+    if _is_result(node) and node.args[0].target is ops.SPILL:  # type: ignore[union-attr]
+        return next(iter(node.args[0].args[2:]), None)  # type: ignore[union-attr, return-value, arg-type]
+    return None
 
 
 def _is_result(node: fx.Node) -> bool:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Protocol, TypeVar
 
 from zerograph.core.machine import Tier
@@ -82,7 +81,6 @@ class _Sketch:
         self.under_way: list[tuple[Reduce, bool]] = []  # not waited for; whether gradients then leave the device
         self.reduced: dict[int, None] = {}  # buckets, in the order in which their gradients were reduced
         self.summed: set[tuple[int, int]] = set()  # buckets and tiles of which a gradient was reduced
-        self.staying: dict[int, list[Callable[[], None]]] = {}  # by bucket, moves of gradients of its tiles so far
         self.spilled: dict[tuple[int, int], int] = {}  # bucket and tile -> the register of its gradient, away from here
         # Layer or activation -> region -> registers of what of it is away until then.
         self.waiting: dict[str, dict[int, list[int]]] = {}
@@ -258,12 +256,7 @@ class _Sketch:
             key, name = ("away", bucket, tile, tiles, homes.spilled), f"gradient of {part.label}"
             away = self.registers.get(key, name, part.shards.gradient, "gradient", homes.spilled)
             there = (away,) if again else ()
-            here, tier = (reduce.out,), homes.spilled
-            move = partial(self._down, "gradient", part.label, bucket, tile, here, (away,), tier, there)
-            self.staying.setdefault(bucket, []).append(move)
-            if tile == tiles - 1:  # a gradient leaves when all of its tiles are there
-                for leave in self.staying.pop(bucket):
-                    leave()
+            self._down("gradient", part.label, bucket, tile, (reduce.out,), (away,), homes.spilled, there)
             self.spilled[bucket, tile] = away
 
     def _wait_reduce(self, last: bool = False) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -113,7 +113,15 @@ def _initialize(
             continue
         full: dict[int, Tensor] = {}
         label = f"module {names[unit[-1]] or 'at the root'} ({type(unit[-1]).__name__})"
-        on_first_rank(group, lambda: full.update(_fill(unit, places, init, room.device, label)), ShardingError)  # noqa: B023
+        # Where one rank has all of a tensor off the device, that is what is initialized.
+        alone = room.store is not None and (group is None or group.size() == 1)
+        there = {id(s): shards[id(s)] for s in places.values() if alone and s.leaves and s.local is None}
+        with room.filling(there.values()):
+            on_first_rank(
+                group,
+                lambda: full.update(_fill(unit, places, init, room.device, label, there)),  # noqa: B023
+                ShardingError,
+            )
         for slot in {id(s): s for s in places.values() if s.local is None}.values():
             slot.local = shards.pop(id(slot))
             send_from_first(full.pop(id(slot), None), slot.local, slot.rows, group, is_sharded(slot.tensor))
@@ -147,11 +155,13 @@ def _fill(
     init: Callable[[nn.Module], Any] | None,
     device: torch.device,
     label: str,
+    there: Mapping[int, Tensor],
 ) -> dict[int, Tensor]:
-    """Run the initialization of ``unit`` on full tensors; returns them by ``id`` of their slots."""
+    """Run the initialization of ``unit`` on full tensors, of which some are ``there``; returns them by ``id`` of their
+    slots."""
     for module in unit:
         _refuse_half_filled(module, label)
-    blank = {id(slot): _blank(slot.tensor, device) for slot in places.values()}
+    blank = {id(slot): _blank(slot.tensor, device, there.get(id(slot))) for slot in places.values()}
     with ExitStack() as stack:
         for module in unit:
             own = {a: blank[id(slot)] for (m, a), slot in places.items() if m is module}
@@ -177,9 +187,10 @@ def _refuse_half_filled(module: nn.Module, label: str) -> None:
         )
 
 
-def _blank(tensor: Tensor, device: torch.device) -> Tensor:
-    """Memory for the full ``tensor``; not-a-number shows what the initialization leaves out."""
-    blank = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+def _blank(tensor: Tensor, device: torch.device, blank: Tensor | None) -> Tensor:
+    """Memory for the full ``tensor``, ``blank`` if given; not-a-number shows what the initialization leaves out."""
+    if blank is None:
+        blank = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     return blank.fill_(torch.nan) if blank.is_floating_point() else blank.zero_()
 
 
@@ -222,11 +233,16 @@ def _check_filled(value: Any, slot: Slot, init: Any, label: str) -> None:
     by = "the given init function" if init is not None else "reset_parameters()"
     if not isinstance(value, Tensor) or value.shape != slot.tensor.shape:
         raise ShardingError(f"{by} left {slot.names[0]} without a tensor of shape {list(slot.tensor.shape)}")
-    if value.is_floating_point() and value.isnan().any():
+    # In parts: what tells of each element is a quarter of them.
+    if value.is_floating_point() and any(part.isnan().any() for part in value.reshape(-1).split(_PART)):
         raise ShardingError(
             f"{by} did not fill all of {slot.names[0]} in {label}",
             "fill every own parameter and buffer, also non-persistent ones, in reset_parameters() or in `init`",
         )
+
+
+_PART = 2**24
+"""Elements that are looked at together."""
 
 
 def _install(slots: Sequence[Slot]) -> dict[int, nn.Parameter]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -39,3 +43,33 @@ class Room:
         """``tensor`` has its values, which nobody reads soon."""
         if self.store is not None:
             self.store.let_go(tensor)
+
+    @contextmanager
+    def filling(self, tensors: Iterable[Tensor]) -> Iterator[None]:
+        """Meanwhile somebody writes ``tensors``, which this gave, from begin to end: of large ones what was written is
+        let go of again and again, as one alone may be larger than memory."""
+        large = [tensor for tensor in tensors if self.store is not None and tensor.nbytes > _LARGE]
+        if not large:
+            yield
+            return
+        done = threading.Event()
+
+        def let_go() -> None:
+            while not done.wait(_SECONDS):
+                for tensor in large:
+                    self.filled(tensor)
+
+        with ThreadPoolExecutor(1, thread_name_prefix="zerograph-filling") as thread:
+            letting_go = thread.submit(let_go)
+            try:
+                yield
+            finally:
+                done.set()
+            letting_go.result()
+
+
+_LARGE = 2**28
+"""Bytes of a tensor that may be in memory as a whole."""
+
+_SECONDS = 0.02
+"""Between two times at which pages are let go of: some 30 MB are written meanwhile."""

@@ -104,7 +104,8 @@ def send_from_first(
     """
     with torch.no_grad():
         if group is None or group.size() == 1:
-            local.copy_(_given(full))
+            if _given(full).data_ptr() != local.data_ptr():  # else it was filled in its place
+                local.copy_(_given(full))
         elif not split:
             whole = local.contiguous()
             if is_first(group):

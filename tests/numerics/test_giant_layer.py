@@ -1,0 +1,20 @@
+"""A layer that is larger than the process that trains it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_a_layer_of_a_gibibyte_trains_in_less(tmp_path: Path) -> None:
+    command = [sys.executable, "09_giant_layer.py", str(tmp_path), "1", "4"]
+    done = subprocess.run(command, check=False, cwd=EXAMPLES, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr
+    losses = [float(found) for found in re.findall(r"loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 4 and losses[-1] < losses[0]
+    # Of which torch and the native core take 0.4; the whole gradient alone would be one.
+    assert all(float(found) < 0.95 for found in re.findall(r"most ([\d.]+) GiB", done.stdout)), done.stdout
