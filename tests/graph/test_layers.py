@@ -126,7 +126,7 @@ def _modules(gm: fx.GraphModule) -> list[str | None]:
     return [module_of(n) for n in gm.graph.find_nodes(op="call_function", target=aten.sin.default)]
 
 
-@pytest.mark.parametrize("root", ["L['this']", "L['model']", "G['model']"])
+@pytest.mark.parametrize("root", ["L['this']", "L['model']", "G['model']", "L['args'][0]"])
 def test_the_model_may_be_in_any_variable(root: str) -> None:
     gm = _named(f"{root}.embed", f"{root}.h.0.up", root)
     assert name_model(gm) == 3
@@ -140,7 +140,7 @@ def test_the_model_may_be_in_any_variable(root: str) -> None:
         ("L['self'].h.0", "L['self'].h.1"),
         ("L['student'].h.0", "L['teacher'].h.0"),  # both would be h.0
         ("L['self'].h.0", "L['other'].h.0"),
-        ("L['models'][0].h.0",),
+        ("L['models'][0].h.0", "L['models'][1].h.0"),
     ],
 )
 def test_names_that_are_right_or_would_meet_stay(paths: tuple[str, ...]) -> None:

@@ -133,7 +133,7 @@ def _same_uses(folder: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_unusual_loops_are_the_same_to_the_bit(world_size: int, tmp_path: Path) -> None:
-    run(world_size, _same_uses, str(tmp_path))
+    run(world_size, _same_uses, str(tmp_path), timeout=300)
 
 
 def _warns(folder: str) -> tuple[list[str], int]:

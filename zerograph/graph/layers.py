@@ -20,16 +20,16 @@ _LEAST = 16
 
 _MODEL = "L['self']"
 """What Dynamo calls the module that was compiled, where its ``forward`` calls it ``self``."""
-_ROOT = re.compile(r"[LG]\['\w+'\](?=\.|$)")
-"""A module in a local or global variable, where Dynamo's name of one begins."""
+_ROOT = re.compile(r"[LG]\['\w+'\](\[\d+\])?(?=\.|$)")
+"""A module in a local or global variable, or in a tuple there, where Dynamo's name of one begins."""
 
 
 def name_model(gm: fx.GraphModule) -> int:
     """Give modules the names of their parameters where they are reached through another variable than ``self``.
 
     Dynamo names a module by the variable that it found it through: ``L['model'].blocks.0`` in a function that is
-    compiled, ``L['s'].blocks.0`` where a method calls its first argument ``s``. Where all modules of the graph are
-    found through one variable, it holds the model, and its name becomes that which :func:`module_of` leaves out. Where
+    compiled, ``L['s'].blocks.0`` where a method calls its first argument ``s``, ``L['args'][0].blocks.0`` where a
+    decorator passes all on. Where all modules of the graph are found through one variable, it holds the model, and its name becomes that which :func:`module_of` leaves out. Where
     there are several, as in a step of teacher and student, names stay as they are. Only names change; needs Dynamo's
     graph, whose nodes the joint graph has its names from.
 
