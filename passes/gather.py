@@ -104,18 +104,22 @@ def _insert(graph: fx.Graph, visits: list[_Visit], plan: Plan) -> None:
     cuts: dict[int, fx.Node] = {}
     frees: list[tuple[_Visit, list[fx.Node], Transfer]] = []
     for i, visit in enumerate(visits):
-        transfer = transfer_of([*visit.markers.values()], plan.buckets[visit.bucket])
-        shards = [node.args[0] for node in visit.markers]
+        one_each: dict[str, Marker] = {}  # uses of a tile have markers of their own
+        for marker in visit.markers.values():
+            one_each.setdefault(marker.name, marker)
+        transfer = transfer_of([*one_each.values()], plan.buckets[visit.bucket])
+        shards = [marker.source for marker in one_each.values()]
         with graph.inserting_before(starts[i]):
-            pending = call(graph, GATHER, (shards, *transfer.part), shards[0].meta["val"].new_empty(0), starts[i])  # type: ignore[union-attr]
-            vals = [node.meta["val"] for node in visit.markers]
+            pending = call(graph, GATHER, (shards, *transfer.part), shards[0].meta["val"].new_empty(0), starts[i])
+            vals = [marker.node.meta["val"] for marker in one_each.values()]
             wait = call(graph, WAIT_GATHER, (pending, shards, *transfer.part), vals, starts[i])
             full = [call(graph, operator.getitem, (wait, k), val, starts[i]) for k, val in enumerate(vals)]
+        whole = dict(zip(one_each, full, strict=True))
         pending.meta["zg"] = wait.meta["zg"] = transfer
         cuts[i] = pending
-        for marker, tensor in zip(visit.markers, full, strict=True):
+        for node, marker in visit.markers.items():
             for use in visit.uses:
-                _reroute(use, marker, tensor)
+                _reroute(use, node, whole[marker.name])
         frees.append((visit, full, transfer))
     # Not in the loop above: a visit is freed where a later one begins, which must stand there by now.
     for i, (visit, full, transfer) in enumerate(frees):

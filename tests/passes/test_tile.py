@@ -15,7 +15,7 @@ from torch import fx
 from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Plan, tile_params
 from zerograph.graph.nodes import Tile, markers
-from zerograph.graph.ops import UNSHARD
+from zerograph.graph.ops import GATHER, UNSHARD
 from zerograph.passes import gather, reduce, tile, verify
 
 aten = torch.ops.aten
@@ -122,6 +122,19 @@ slice_tensor = slice(view_default_7, 1, 0, 7)
 clone_default_2 = clone(slice_tensor, torch.contiguous_format)
 return [clone_default_2]""",
     )
+
+
+def test_a_tile_that_is_used_again_while_it_is_whole_is_gathered_once() -> None:
+    b = Builder()
+    x = b.input("x", 3, 4)
+    (w,) = b.params("w", shape=(4, 4))
+    turned = b.call(aten.permute.default, w, [1, 0])
+    gm = b.output(b.mm(b.mm(x, turned), turned))
+    p = in_tiles(gm, prefetch=3)
+    assert tile(gm, p) == 4
+    assert gather(gm, p) == 2
+    verify(gm, p)
+    assert [len(node.args[0]) for node in gm.graph.find_nodes(op="call_function", target=GATHER)] == [1, 1]
 
 
 def test_a_lone_rank_has_nothing_beside_its_own() -> None:

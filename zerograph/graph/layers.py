@@ -29,9 +29,9 @@ def name_model(gm: fx.GraphModule) -> int:
 
     Dynamo names a module by the variable that it found it through: ``L['model'].blocks.0`` in a function that is
     compiled, ``L['s'].blocks.0`` where a method calls its first argument ``s``, ``L['args'][0].blocks.0`` where a
-    decorator passes all on. Where all modules of the graph are found through one variable, it holds the model, and its name becomes that which :func:`module_of` leaves out. Where
-    there are several, as in a step of teacher and student, names stay as they are. Only names change; needs Dynamo's
-    graph, whose nodes the joint graph has its names from.
+    decorator passes all on. Where all modules of the graph are found through one variable, it holds the model, and its
+    name becomes that which :func:`module_of` leaves out. Where there are several, as in a step of teacher and student,
+    names stay as they are. Only names change; needs Dynamo's graph, whose nodes the joint graph has its names from.
 
     Returns:
         The number of nodes that got another name.

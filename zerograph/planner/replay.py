@@ -132,7 +132,7 @@ def _tiles(plan: Plan, step: Step) -> Iterator[str]:
     for bucket in plan.buckets:
         names = [p.name for p in bucket.params if p.name in read - tilable]
         if bucket.tiles > 1 and names:
-            yield f"parameter {names[0]} is in {bucket.tiles} tiles, and not used by linear layers alone"
+            yield f"parameter {names[0]} is in {bucket.tiles} tiles, and not used by products and lookups alone"
 
 
 def _refuse(given: GivenPlan, differences: list[str]) -> None:
