@@ -86,11 +86,15 @@ class GradientHold:
 
     def _pop(self, param: Param) -> Tensor | None:
         """What is held for ``param``, unless the user dropped it; nothing is held for it afterwards."""
-        _, held = self._held.pop(_part(param), (None, None))
         left = self._left.get(param.name)
-        if not isinstance(param, ParamTile) or param.name not in self.names:  # else other tiles of it are held
-            self._left.pop(param.name, None)
-        return None if left is not None and self._dropped(param.name, *left) else held
+        if left is not None:
+            # Asked once: the first tiles of a gradient may be there, off the device, before the others come.
+            dropped = self._dropped(param.name, *left)
+            del self._left[param.name]
+            for part in [part for part in self._held if dropped and part[0] == param.name]:
+                del self._held[part]
+        _, held = self._held.pop(_part(param), (None, None))
+        return held
 
     def _dropped(self, name: str, left: Tensor, version: int) -> bool:
         """Whether the gradient that the last backward left was taken away or zeroed.

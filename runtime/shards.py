@@ -575,7 +575,7 @@ class ShardStore:
         Raises:
             StorageError: there is no room, or a transfer failed.
         """
-        made = {p.name: grad for p, grad in zip(params, grads, strict=True) if grad is not None}
+        made = {p.name: self._own(p, grad) for p, grad in zip(params, grads, strict=True) if grad is not None}
         away: dict[Tier, dict[str, Tensor]] = {}
         for name, grad in made.items():
             away.setdefault(self._home_of_gradient(name, grad.dtype), {})[name] = grad
@@ -594,8 +594,7 @@ class ShardStore:
         Raises:
             StorageError: there is no room, or a transfer failed.
         """
-        like = local_tensor(self._params[tile.name]).detach()
-        grad = grad[: len(tile_of(tile, like))]  # behind the end lies what pads the last shards
+        like, grad = local_tensor(self._params[tile.name]).detach(), self._own(tile, grad)
         if tile.begin and not len(grad):
             return into
         home = self._home_of_gradient(tile.name, grad.dtype)
@@ -613,6 +612,11 @@ class ShardStore:
         tile_of(tile, into).copy_(grad)
         return into if home == "device" or tile.end < len(like) else self._spill_to_nvme({tile.name: into})[tile.name]
 
+    def _own(self, param: Param, grad: Tensor) -> Tensor:
+        """A reduced gradient, or a tile of it, without the rows that pad the last shards."""
+        rows = tile_of(param, local_tensor(self._params[param.name]))
+        return grad[: len(rows)] if isinstance(param, ParamTile) else grad
+
     def _home_of_gradient(self, name: str, dtype: torch.dtype) -> Tier:
         """Where a gradient in ``dtype`` is to go."""
         block = self._blocks.get(name)
@@ -624,7 +628,7 @@ class ShardStore:
 
     def stage(self, params: Sequence[Param], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Begin to copy gradients, or tiles of them, to the host, from where :meth:`spill` moves them on."""
-        made = {p.name: grad for p, grad in zip(params, grads, strict=True) if grad is not None}
+        made = {p.name: self._own(p, grad) for p, grad in zip(params, grads, strict=True) if grad is not None}
         return [*self._there().stage(made).values()]
 
     def left_behind(self, params: Sequence[Param]) -> bool:

@@ -78,9 +78,10 @@ def _equal(plans: Sequence[Path], seed: int, options: Sequence[dict[str, Any]]) 
         assert torch.equal(values[name], value), name
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("split", [False, True], ids=["nvme", "host and nvme"])
-@pytest.mark.parametrize("world_size", [1, 2])
+CASES = [*product((1, 2), (False, True), range(4)), (4, True, 1)]
+
+
+@pytest.mark.parametrize(("world_size", "split", "seed"), CASES)
 def test_random_tiles_train_as_in_one_place(world_size: int, split: bool, seed: int, tmp_path: Path) -> None:
     net = Tables if seed % 3 == 0 else Net
     plans = drawn(tmp_path, seed, world_size, split, net)

@@ -199,14 +199,16 @@ def test_the_same_tiles_train_alike_wherever_they_live(net: type[nn.Module], wor
 
 
 def _accumulated(training: Training) -> list[Tensor]:
-    """Gradients of micro-batches, of which all but the last are held back; then of a step whose first are dropped."""
+    """Gradients of micro-batches, of which all but the last are held back; then of steps whose first are dropped."""
     found = []
-    for dropped in (False, True):
+    for dropped in (None, "taken away", "zeroed"):
+        if dropped == "zeroed":
+            training.backward(4)
         with training.backend.no_sync():
             training.backward(1)
             training.backward(2)
             if dropped:
-                training.optimizer.zero_grad()
+                training.optimizer.zero_grad(set_to_none=dropped == "taken away")
         training.backward(3)
         found += [full(p.grad) for p in training.model.parameters() if p.grad is not None]
         training.optimizer.step()

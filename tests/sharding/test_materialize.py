@@ -91,6 +91,47 @@ def test_values_depend_neither_on_the_world_size_nor_on_where_they_are_made(tmp_
         assert differing({n.removeprefix("attention."): v for n, v in values.items()}, plain.state_dict()) == []
 
 
+class Square(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(64, 64)), nn.Parameter(torch.zeros(64, 64))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.a)
+        nn.init.uniform_(self.b)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.a @ self.b
+
+
+def _transposed(module: nn.Module) -> None:
+    module.a.data = module.a.data.t()
+
+
+def _expanded(module: nn.Module) -> None:
+    module.a.data = module.a.data[:1].expand(64, 64)
+
+
+def _swapped(module: nn.Module) -> None:
+    module.a.data, module.b.data = module.b.data, module.a.data
+
+
+def _put_elsewhere(folder: str) -> None:
+    for init in (_transposed, _expanded, _swapped):
+        found = []
+        for away in ({}, {"offload": "parameters", "tier": "nvme", "path": folder}):
+            with torch.device("meta"):
+                model = Square()
+            zerograph.shard(model, zerograph.backend(stage=3, compute="eager", **away), device="cpu")
+            torch.manual_seed(3)
+            found.append(full(zerograph.materialize(model, init=init)))
+        assert differing(*found) == [], init.__name__
+
+
+def test_initializations_may_put_other_memory_in_a_parameter(tmp_path: Path) -> None:
+    run(1, _put_elsewhere, str(tmp_path))
+
+
 class NoReset(nn.Module):
     def __init__(self) -> None:
         super().__init__()

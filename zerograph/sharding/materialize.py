@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -170,9 +170,20 @@ def _fill(
             _reset(module, init, label)
         # Reversed, so that of tied places the first one's value stays in the dict.
         values = {id(slot): _current(m, a) for (m, a), slot in reversed(places.items())}
+    values = {key: _apart(value, there.get(key), there.values()) for key, value in values.items()}
     for slot in {id(s): s for s in places.values()}.values():
         _check_filled(values[id(slot)], slot, init, label)
     return values
+
+
+def _apart(value: Any, own: Tensor | None, there: Iterable[Tensor]) -> Any:
+    """``value``, or a copy where an initialization has put it in memory that is ``there`` for another tensor, or for
+    this one in another layout."""
+    if not isinstance(value, Tensor):
+        return value
+    stays = own is not None and value.data_ptr() == own.data_ptr() and value.stride() == own.stride()
+    memories = {tensor.untyped_storage().data_ptr() for tensor in there}
+    return value.clone() if not stays and value.untyped_storage().data_ptr() in memories else value
 
 
 def _refuse_half_filled(module: nn.Module, label: str) -> None:
