@@ -126,6 +126,9 @@ def _recompute_loss(forward: list[fx.Node], plan: Plan) -> None:
         log.warning("%s, and logits exist for all tokens at once, because %s", tiles, error)
         return
     for node in region.nodes:
+        # A gradient that the forward makes waits for the backward, however large it is beside the logits.
+        if node.meta.get("partitioner_tag") == "must_be_in_forward" and "recompute" in node.meta:
+            continue
         if region.is_large(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         elif not is_view(node) and any(map(region.is_large, node.users)):

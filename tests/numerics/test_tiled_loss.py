@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from numerics.compare import full, mine, seeded
+from numerics.compare import full, mean_over_ranks, mine, seeded
 from ranks import run
 from torch import Tensor, nn
 
@@ -25,11 +25,11 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 class GPT(nn.Module):
     """Two layers, a head and the loss that ``criterion`` computes of logits and targets."""
 
-    def __init__(self, criterion: Loss, *, bias: bool = False, tied: bool = False) -> None:
+    def __init__(self, criterion: Loss, *, bias: bool = False, tied: bool = False, width: int = WIDTH) -> None:
         super().__init__()
-        self.embed, self.norm, self.criterion = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH), criterion
-        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
-        self.head = nn.Linear(WIDTH, WORDS, bias=bias)
+        self.embed, self.norm, self.criterion = nn.Embedding(WORDS, width), nn.LayerNorm(width), criterion
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width)) for _ in range(2))
+        self.head = nn.Linear(width, WORDS, bias=bias)
         if tied:
             self.head.weight = self.embed.weight
 
@@ -156,7 +156,7 @@ def trained(
     """Losses, gradients and backend of a few steps; without ``tiles`` those of plain PyTorch, in float64."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    shape = {name: options.pop(name) for name in ("bias", "tied") if name in options}
+    shape = {name: options.pop(name) for name in ("bias", "tied", "width") if name in options}
     model, backend = GPT(criterion, **shape), None  # type: ignore[arg-type]
     if tiles is None:
         model.double()
@@ -208,6 +208,20 @@ def test_compiled_and_tied(criterion: Loss) -> None:
     truth, wanted, _ = trained(criterion, None, tied=True)
     assert Accumulate in ends(backend, "forward")
     assert_close(dict(enumerate(losses)), dict(enumerate(truth)), 1e-6)  # type: ignore[arg-type]
+    assert_close(grads, wanted)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_fewer_words_than_columns(world_size: int) -> None:
+    run(world_size, _few_words)
+
+
+def _few_words() -> None:
+    losses, grads, backend = trained(plain, 3, width=128)
+    truth, wanted, _ = trained(plain, None, width=128)
+    assert Accumulate in ends(backend, "forward")
+    assert not ends(backend, "backward")
+    assert_close(dict(enumerate(mean_over_ranks(loss) for loss in losses)), dict(enumerate(truth)), 1e-6)  # type: ignore[arg-type]
     assert_close(grads, wanted)
 
 

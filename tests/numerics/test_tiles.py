@@ -393,3 +393,16 @@ def test_forecasts_count_one_tile_after_another() -> None:
         peaks.append(file.forecast.peaks["device"].bytes)
     # Of 8 MiB that are gathered, and of as many that are reduced, an eighth is there, or two.
     assert peaks[1] < peaks[0] - 5 * 2**20
+
+
+@pytest.mark.parametrize("options", [{"tile": 3}, {"loss_tiles": 4}], ids=["weights", "loss"])
+def test_forecasts_know_what_the_forward_saves_by_the_names_of_the_backward(options: dict[str, int]) -> None:
+    def make() -> tuple[nn.Module, tuple[Tensor]]:
+        return GPT(loss=True, depth=2), (torch.zeros(2, 8, dtype=torch.int64),)
+
+    found = compile_only(make, world_size=2, bucket_size=4, **options)
+    forward, backward = (found.frame.programs[kind] for kind in ("forward", "backward"))
+    returned = {forward.contents[r].name for r in forward.outputs if r is not None}
+    given = {backward.contents[r].name for r in range(backward.inputs)}
+    own = {name for name in given if name.startswith("tangents")}
+    assert given - own <= returned | {forward.contents[r].name for r in range(forward.inputs)}

@@ -25,7 +25,7 @@ from zerograph.compiler.frame import Frame
 from zerograph.compiler.frame_cache import Entry
 from zerograph.compiler.frame_plan import Planner, plain
 from zerograph.compiler.loss_only import return_loss_only
-from zerograph.compiler.lower import lower
+from zerograph.compiler.lower import lower, returned_names
 from zerograph.compiler.parameter_mutations import refuse_mutations
 from zerograph.compiler.rewrite import rewrite
 from zerograph.compiler.segments import Callee
@@ -127,9 +127,10 @@ def to_program(frame: Frame, kind: Kind, gm: fx.GraphModule) -> tuple[Callee, ..
     start = time.perf_counter()
     # Several passes follow, and each would otherwise write the graph's Python anew; nobody ever calls it.
     gm = lazily_coded(gm)
+    returned = returned_names(gm) if kind == "forward" else ()
     rewrite(frame, kind, gm, kind, "graph")
     made = frame.compilation
-    program, segments = lower(gm, kind, made.segments, frame.plan, made.staging)
+    program, segments = lower(gm, kind, made.segments, frame.plan, made.staging, returned)
     frame.programs[kind] = program
     frame.seconds += time.perf_counter() - start
     log.debug("frame %d %s:\n%s", frame.index, kind, program)

@@ -51,15 +51,30 @@ from zerograph.graph.torch_private import LOOKUP_SEED, changes_inputs
 from zerograph.planner.rates import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
 
 
+def returned_names(gm: fx.GraphModule) -> list[str]:
+    """The names of what ``gm`` returns; empty ones of what is no tensor."""
+    return [value.name if isinstance(value, fx.Node) else "" for value in _returned(gm)]
+
+
 def lower(
-    gm: fx.GraphModule, kind: str, cache: SegmentCache, plan: Plan, staging: Tier = "device"
+    gm: fx.GraphModule,
+    kind: str,
+    cache: SegmentCache,
+    plan: Plan,
+    staging: Tier = "device",
+    returned: Sequence[str] = (),
 ) -> tuple[Program, tuple[Callee, ...]]:
     """The program that ``gm`` stands for, which passes rewrote by ``plan``, and the callables of its segments.
 
-    What goes to NVMe and comes from there passes through memory on ``staging``.
+    What goes to NVMe and comes from there passes through memory on ``staging``. ``returned`` are the names of what it
+    returned before the passes, which the backward knows it by.
     """
     _keep_together(gm.graph)
-    return _Lowering(gm, kind, cache, plan, staging).run()
+    return _Lowering(gm, kind, cache, plan, staging).run(returned)
+
+
+def _returned(gm: fx.GraphModule) -> Sequence[Any]:
+    return next(iter(gm.graph.find_nodes(op="output"))).args[0]  # type: ignore[return-value]
 
 
 def _keep_together(graph: fx.Graph) -> None:
@@ -91,7 +106,7 @@ class _Lowering:
         self.order = {node: i for i, node in enumerate(gm.graph.nodes)}
         self.symbols = _symbol_inputs(gm.graph)
 
-    def run(self) -> tuple[Program, tuple[Callee, ...]]:
+    def run(self, returned: Sequence[str]) -> tuple[Program, tuple[Callee, ...]]:
         placeholders = list(self.gm.graph.find_nodes(op="placeholder"))
         # First of all: inputs fill registers 0, 1, ... in the order in which they are given.
         for node in placeholders:
@@ -113,6 +128,9 @@ class _Lowering:
             else:
                 pending.append(node)
         outputs = self._outputs()
+        for name, value, register in zip(returned, _returned(self.gm), outputs, strict=False):
+            if isinstance(value, fx.Node) and value.name != name and register is not None:
+                self.names.setdefault(register, name)
         program = Program(
             kind=self.kind,
             inputs=len(placeholders),
@@ -148,9 +166,7 @@ class _Lowering:
         return tuple(self.registers[_key(n)] for n in nodes)
 
     def _outputs(self) -> tuple[int | None, ...]:
-        output = next(iter(self.gm.graph.find_nodes(op="output")))
-        values: Any = output.args[0]
-        return tuple(None if v is None else self.registers[_key(v)] for v in values)
+        return tuple(None if v is None else self.registers[_key(v)] for v in _returned(self.gm))
 
     def _emit(self, node: fx.Node) -> None:
         """Turn one ``zg::`` node into an instruction."""
