@@ -92,8 +92,8 @@ class Executor:
         self.spilled = {i.bucket for i in gradients}
         # With which whole gradients have left: of tiles the last ones.
         whole = [i for i in gradients if not isinstance(i.params[0], ParamTile)]
-        last_tiles = {i.writes: i for i in gradients if i not in whole and i.writes[0] not in self.staged}
-        self.complete = {id(i) for i in (*whole, *last_tiles.values())}
+        tiles = [i for i in gradients if isinstance(i.params[0], ParamTile) and i.writes[0] not in self.staged]
+        self.complete = {id(i) for i in (*whole, *{i.writes: i for i in tiles}.values())}
         self.spills, self.offloads = bool(gradients), any(i.what == "activations" for i in away)
         # No gather of such a backward finds its bucket freed: what the transport keeps is of no use before the forward.
         again = (i.bucket for i in program.instructions if isinstance(i, Gather))

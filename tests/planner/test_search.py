@@ -325,16 +325,12 @@ def test_tiles_are_looked_at_with_the_prefetch_that_was_asked_for() -> None:
 
 
 def test_offload_of_a_step_of_100_layers_is_planned_in_about_a_second() -> None:
-    """Of one processor's time, of which plans on the device take half; others may share the machine."""
+    """Counted in work: seconds depend on what shares the processor, and were over any bound beside other tests."""
     step = step_of([Layer(rows=4_000_000, stream=10**7, inside=10**8, flops=10**12)] * 100)
-    seconds = []
-    for _ in range(2):
-        start = time.process_time()
-        search = Search(step, Wish("auto", 8, offload="auto"), MACHINE)
-        seconds.append(time.process_time() - start)
+    search = Search(step, Wish("auto", 8, offload="auto"), MACHINE)
     assert search.within({"device": 10**9, "host": 250 * 10**9}) is not None
     assert search.within({"device": 10**9}) is None
-    assert min(seconds) < 2.5
+    assert sum(space.work for space in search.spaces) < 300_000  # tasks, of 5 us or so
 
 
 def test_a_trillion_parameters_fit_one_dgx2() -> None:

@@ -1,6 +1,6 @@
 """Models built on the meta device: initialized or loaded shard by shard.
 
-Tests ``sharding/shard_files.py``.
+Tests ``sharding/shard_files.py`` and ``sharding/room.py``.
 """
 
 from __future__ import annotations
