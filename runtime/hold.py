@@ -91,8 +91,9 @@ class GradientHold:
             # Asked once: the first tiles of a gradient may be there, off the device, before the others come.
             dropped = self._dropped(param.name, *left)
             del self._left[param.name]
-            for part in [part for part in self._held if dropped and part[0] == param.name]:
-                del self._held[part]
+            if dropped:
+                for part in [part for part in self._held if part[0] == param.name]:
+                    del self._held[part]
         _, held = self._held.pop(_part(param), (None, None))
         return held
 

@@ -324,7 +324,7 @@ def test_tiles_are_looked_at_with_the_prefetch_that_was_asked_for() -> None:
     assert {c.plan.prefetch for c in search.best} == {2}
 
 
-def test_offload_of_a_step_of_100_layers_is_planned_in_about_a_second() -> None:
+def test_offload_of_a_step_of_100_layers_is_planned_in_bounded_work() -> None:
     """Counted in work: seconds depend on what shares the processor, and were over any bound beside other tests."""
     step = step_of([Layer(rows=4_000_000, stream=10**7, inside=10**8, flops=10**12)] * 100)
     search = Search(step, Wish("auto", 8, offload="auto"), MACHINE)

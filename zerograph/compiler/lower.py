@@ -46,7 +46,12 @@ from zerograph.core.step import Kind, layer_of_activation
 from zerograph.graph import ops
 from zerograph.graph.costs import bytes_of, flops_of, memory_inside, memory_owner, moved_bytes
 from zerograph.graph.layers import layer_of_node, layer_starts, module_of
-from zerograph.graph.nodes import Saved, Transfer, is_size  # arithmetic that every segment which needs it repeats
+from zerograph.graph.nodes import (
+    Saved,
+    Transfer,
+    is_size,  # arithmetic that every segment which needs it repeats
+    output_of,
+)
 from zerograph.graph.torch_private import LOOKUP_SEED, changes_inputs
 from zerograph.planner.rates import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
 
@@ -74,7 +79,7 @@ def lower(
 
 
 def _returned(gm: fx.GraphModule) -> Sequence[Any]:
-    return next(iter(gm.graph.find_nodes(op="output"))).args[0]  # type: ignore[return-value]
+    return output_of(gm.graph).args[0]  # type: ignore[return-value]
 
 
 def _keep_together(graph: fx.Graph) -> None:

@@ -111,9 +111,9 @@ class _Check:
             if register not in self.alive:
                 name = program.contents[register].name if program.contents else f"register {register}"
                 yield f"reads {name}, which is {'free' if register in self.dead else 'not there'}"
-            # What holds no bytes (a size, a constant) lives nowhere.
             elif register in instruction.writes:
                 continue  # it is written into what is there
+            # What holds no bytes (a size, a constant) lives nowhere.
             elif program.contents and needs is not None and program.contents[register].bytes:
                 tier = program.contents[register].tier
                 if tier not in needs:
