@@ -23,7 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from model import Workload, batches, build_model, called
-from variants import Trainer, missing, parse
+from torch.distributed.tensor import DTensor
+from variants import Trainer, group_parameters, missing, parse
 
 LOG_TAIL = 4000  # characters of a failed process's output that are shown
 BARE = "bare"  # the spec of a crew without a model
@@ -173,6 +174,24 @@ class Worker:
             "retimed": predicted.forecast.seconds,
         }
 
+    def allocated(self) -> dict[str, int]:
+        """Bytes that torch's allocator had handed out on the CPU at the peak of one more step, parameters and optimizer
+        states included, and what these two are."""
+        backend, stays = self.trainer.backend, resting(self.trainer.optimizer)
+        batch, clock = next(self.next_batches(1)), Clock(self.job.work.device)
+        if backend is not None and self.job.world > 1:  # it holds buffers that torch's profiler would not see begin
+            with backend.record() as run:
+                self.step(batch, clock)
+            return {"peak": run.forecast.peaks["device"].bytes, "stays": stays}
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as run:
+            self.step(batch, clock)
+        level = most = stays
+        for event in run.profiler.kineto_results.events():
+            if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU:
+                level += event.nbytes()
+                most = max(most, level)
+        return {"peak": most, "stays": stays}
+
     def report(self) -> str:
         """zerograph's own account of what it did, or nothing."""
         backend = self.trainer.backend
@@ -314,6 +333,15 @@ def join_group(job: Job) -> None:
         torch.cuda.set_device(job.rank)
     if job.world > 1 or job.spec == BARE or parse(job.spec)[0].group:
         dist.init_process_group("nccl" if job.work.device == "cuda" else "gloo")
+
+
+def resting(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of this rank's parameters and optimizer states."""
+    parameters = group_parameters(optimizer)
+    states = [value for p in parameters for value in optimizer.state[p].values() if isinstance(value, torch.Tensor)]
+    whole = (value.to_local() if isinstance(value, DTensor) else value for value in (*parameters, *states))
+    # By storage: shards of a bucket may be views of one buffer.
+    return sum({s.data_ptr(): s.nbytes() for s in (value.detach().untyped_storage() for value in whole)}.values())
 
 
 def processor_seconds() -> float:

@@ -2,6 +2,8 @@
 
     python benchmarks/memory.py                            # 2 gloo ranks, 12 layers, d=1024: 168 M parameters
     python benchmarks/memory.py --dtype bf16 --variants fsdp,zg3,zg3:bucket_size=16MiB
+    python benchmarks/memory.py --layers 4 --batch 1 --seq 1024 4096 8192 --vocab 8192 32768 131072 \\
+        --hidden 512 1024 2048                             # a step's peak against each
 
 Prediction. Stage 3 peaks below DDP (3.9 GB measured before), `fully_shard` (2.5) and DeepSpeed ZeRO-3 (5.2), and each
 stage within 10% of base + states / world size + gathered buckets + activations. Since gradients appear while
@@ -15,13 +17,27 @@ Adam's two states, in fp32, each divided by the world size where the variant sha
 compute dtype (DDP's buckets, the two largest blocks in flight and the root of `fully_shard`, all of the model at
 stages 1 and 2, `prefetch + 1` buckets at stage 3, and the unreduced gradients of a block or bucket); and what autograd
 saves for the backward, counted on one and two layers and extrapolated.
+
+With several values of --seq, --vocab or --hidden the peak of a step is measured against each: one of them takes its
+values while the others stay at their first.
+
+Prediction. At the largest value of each, ours with `recompute="full"` and the loss in 16 tiles has the lowest peak: of
+one process stage 0 beside `torch.compile` with and without `torch.utils.checkpoint` around each block, of two ranks
+stage 3 with weights in tiles beside `fully_shard` with and without that. Beyond what stays between steps it is at most
+half of the checkpointed variants' at the largest vocabulary and at most equal to it at the longest sequence. What is
+not sharded has a gradient as large as its parameters in all variants, which at the largest width is most of the peak.
+
+Method. Each variant and size has fresh processes, one where nothing is sharded, else --world. The peak is of one step
+after two others, of the rank that needs most, in bytes that torch's allocator has handed out, by torch's profiler:
+parameters and optimizer states ("stays"), and what the step has beside them. So it holds no message buffers, no code
+and nothing that malloc keeps free.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +50,21 @@ from rich.table import Table
 from torch import Tensor, fx
 from variants import autocast, parse, title
 
+from zerograph.core.config import Config
+
 OUT, ERR = Console(width=None if sys.stdout.isatty() else 140), Console(stderr=True)
 DEFAULT = ["ddp", "ddp-compiled", "fsdp", "fsdp-compiled", "zg0", "zg1", "zg2", "zg3", "ds3"]
 EAGER = ("eager", "ddp", "fsdp", "ds")
+LEAST = "recompute=full:loss_tiles=16"
+GROWING = [
+    "compile", "checkpoint", "compile-checkpoint", f"zg0:{LEAST}",
+    "fsdp", "fsdp-checkpoint", f"zg3:{LEAST}", f"zg3:{LEAST}:tile=8:bucket_size=4MiB",
+]  # fmt: skip
+TOKEN_TILES = "token_tiles" in {field.name for field in fields(Config)}
+"""Whether the layers' token-wise parts run in tiles too, where the backend can."""
+if TOKEN_TILES:
+    GROWING += [f"zg0:{LEAST}:token_tiles=8", f"zg3:{LEAST}:tile=8:bucket_size=4MiB:token_tiles=8"]
+ALONE = ("eager", "compile", "checkpoint", "zg0")  # how the names of variants begin that shard nothing
 MB = 1e6
 
 
@@ -62,12 +90,79 @@ class Measured:
 
 def main() -> int:
     args = arguments()
-    work = Workload(args.layers, args.dim, args.heads, 8192, args.batch, args.seq, args.dtype, args.device)
-    OUT.print(f"{work.describe()}\n{describe(facts := machine_facts(args.device))}", soft_wrap=True)
-    specs = args.variants.split(",")
+    works = workloads(args)
+    if any(len(found) > 1 for found in works.values()):
+        return grow(args, works)
+    return one(args, works["seq"][0])
+
+
+def workloads(args: argparse.Namespace) -> dict[str, list[Workload]]:
+    """By size that grows, the workloads with each of its values and the first of the others."""
+    hidden, vocab, seq = args.hidden[0], args.vocab[0], args.seq[0]
+    first = Workload(args.layers, hidden, args.heads, vocab, args.batch, seq, args.dtype, args.device)
+    return {
+        "seq": [replace(first, seq=value) for value in args.seq],
+        "vocab": [replace(first, vocab=value) for value in args.vocab],
+        "hidden": [replace(first, dim=value) for value in args.hidden],
+    }
+
+
+def grow(args: argparse.Namespace, works: dict[str, list[Workload]]) -> int:
+    """The peak of a step against each size that has several values."""
+    OUT.print(describe(facts := machine_facts(args.device)), soft_wrap=True)
+    specs, skipped = runnable(args.variants or GROWING)
+    found: dict[tuple[str, Workload], dict[str, int]] = {}
+    for size, growing in works.items():
+        if len(growing) == 1:
+            continue
+        for work in growing:
+            for spec in specs:
+                if (spec, work) in found:
+                    continue
+                with ERR.status(f"{title(spec)}: {work.describe()}"):
+                    found[spec, work] = allocated(spec, work, args.world, args.timeout)
+                if args.json:
+                    told = {"benchmark": "memory, growing", "command": " ".join(sys.argv), "machine": facts}
+                    told |= {"workload": asdict(work), "spec": spec, "world": args.world}
+                    append_json(args.json, told | found[spec, work])
+        show_growth(size, growing, specs, found)
+    for spec, reason in skipped.items():
+        OUT.print(f"{title(spec)}: skipped: {reason}", markup=False)
+    return 0
+
+
+def allocated(spec: str, work: Workload, world: int, timeout: float) -> dict[str, int]:
+    """Bytes that the allocator handed out at the peak of a step, and of what stays between steps, of the largest rank;
+    zeros where the variant fails."""
+    world = 1 if spec.startswith(ALONE) else world
+    try:
+        with Crew(spec, work, world) as crew:
+            for command in (("imports",), ("build",), ("steps", 2, 0)):
+                crew.call(*command, timeout=timeout)
+            return max(crew.call("allocated", timeout=timeout), key=lambda rank: rank["peak"])
+    except CrewFailed as error:
+        ERR.print(f"{title(spec)}: {error}\n{error.detail}", markup=False, soft_wrap=True)
+        return {"peak": 0, "stays": 0}
+
+
+def show_growth(
+    size: str, growing: list[Workload], specs: list[str], found: dict[tuple[str, Workload], dict[str, int]]
+) -> None:
+    first, field_name = growing[0], "dim" if size == "hidden" else size
+    table = Table(title=f"peak of a step in MB, and of it beyond what stays, against {size}; else {first.describe()}")
+    table.add_column("variant")
+    for work in growing:
+        table.add_column(f"{size} {getattr(work, field_name)}", justify="right")
     for spec in specs:
-        parse(spec)
-    specs, skipped = runnable(specs)
+        peaks = (found[spec, work] for work in growing)
+        table.add_row(title(spec), *(f"{p['peak'] / MB:.0f} ({(p['peak'] - p['stays']) / MB:.0f})" for p in peaks))
+    OUT.print(table)
+
+
+def one(args: argparse.Namespace, work: Workload) -> int:
+    """Resident memory at one size, beside what ZeRO promises."""
+    OUT.print(f"{work.describe()}\n{describe(facts := machine_facts(args.device))}", soft_wrap=True)
+    specs, skipped = runnable(args.variants or DEFAULT)
     saved = {compiled: activations(work, compiled) for compiled in (False, True)}
     found: dict[str, Measured] = {}
     failed: dict[str, str] = {}
@@ -93,17 +188,25 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--layers", type=int, default=12)
-    add("--dim", type=int, default=1024)
+    add("--hidden", type=int, nargs="+", default=[1024])
     add("--heads", type=int, default=16)
     add("--batch", type=int, default=4, help="sequences per rank")
-    add("--seq", type=int, default=128)
+    add("--seq", type=int, nargs="+", default=[128])
+    add("--vocab", type=int, nargs="+", default=[8192])
     add("--dtype", choices=["fp32", "bf16"], default="fp32")
     add("--device", choices=["cpu", "cuda"], default="cpu")
     add("--world", type=int, default=2)
-    add("--variants", default=",".join(DEFAULT))
+    add("--variants", type=known, help=f"by commas; {','.join(DEFAULT)}, or where sizes grow {','.join(GROWING)}")
     add("--timeout", type=float, default=1200)
     add("--json", type=Path, help="append the result to this JSON Lines file")
     return parser.parse_args()
+
+
+def known(names: str) -> list[str]:
+    specs = names.split(",")
+    for spec in specs:
+        parse(spec)
+    return specs
 
 
 def measure(spec: str, work: Workload, world: int, timeout: float) -> Measured:

@@ -79,6 +79,20 @@ def compiled(model: GPT, work: Workload, options: Options) -> Trainer:
     return eager(model, work, {})
 
 
+def checkpointed(wrap: Callable[[GPT, Workload, Options], Trainer]) -> Callable[[GPT, Workload, Options], Trainer]:
+    """What `wrap` makes of a model whose every block runs under `torch.utils.checkpoint`, as torchtitan wraps it."""
+
+    def build(model: GPT, work: Workload, options: Options) -> Trainer:
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+        blocks = blocks_of(model)
+        for index, block in enumerate(blocks):
+            blocks[index] = checkpoint_wrapper(block)
+        return wrap(model, work, options)
+
+    return build
+
+
 def chunking_compiler(model: GPT, work: Workload, options: Options) -> Trainer:
     """Inductor's own pass that cuts the loss into chunks (torch 2.13)."""
     model.compile(options={"auto_chunker.enable": True, **options})
@@ -217,12 +231,15 @@ def deepspeed_stage(stage: int, *, nvme: bool = False) -> Callable[[GPT, Workloa
 VARIANTS: dict[str, Variant] = {
     "eager": Variant("eager", eager, group=False),
     "compile": Variant("torch.compile", compiled, group=False),
+    "checkpoint": Variant("eager, checkpointed blocks", checkpointed(eager), group=False),
+    "compile-checkpoint": Variant("torch.compile, checkpointed blocks", checkpointed(compiled), group=False),
     "compile-chunker": Variant("torch.compile with auto_chunker", chunking_compiler, group=False),
     "compile-liger": Variant("torch.compile, Liger's loss in torch", chunked, group=False),
     "ddp": Variant("DDP", ddp),
     "ddp-compiled": Variant("compiled DDP", compiled_ddp),
     "ddp-inside": Variant("DDP of a compiled model", compiled_inside_ddp),
     "fsdp": Variant("fully_shard", sharded),
+    "fsdp-checkpoint": Variant("fully_shard, checkpointed blocks", checkpointed(sharded)),
     "fsdp-compiled": Variant("fully_shard, compiled blocks", compiled_sharded),
     **{f"zg{n}": Variant(f"zerograph stage {n}", zerograph_stage(n), False, "zerograph") for n in (0, 1, 2, 3, "auto")},
     **{
