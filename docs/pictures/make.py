@@ -1,6 +1,6 @@
-"""Make the pictures of README.md: ``make pictures``, or ``python docs/pictures/make.py``.
+"""Make the pictures of README.md and of docs/tiling.md: ``make pictures``, or ``python docs/pictures/make.py``.
 
-A GPT is planned, and ``zerograph show`` runs in a terminal of its own (a pty); nothing is drawn by hand.
+GPTs are planned, and ``zerograph show`` runs in a terminal of its own (a pty); nothing is drawn by hand.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ sys.path.insert(0, str(ROOT / "examples"))
 COLUMNS, ROWS = 108, 60
 LARGEST = 200_000
 """Bytes of a picture, at most: they are in the repository."""
-PLAN = ["--world", "8", "--machine", "a100-40gb", "--dtype", "bfloat16", "--bucket-size", "128MiB"]
+RANKS = ["--world", "8", "--machine", "a100-40gb", "--dtype", "bfloat16"]
+PLAN = [*RANKS, "--bucket-size", "128MiB"]
+WHOLE = [*RANKS, "--bucket-size", "16MiB"]
+TILED = [*WHOLE, "--tile", "4", "--loss-tiles", "8"]
 
 
 def gpt() -> tuple[Any, tuple[Any, Any]]:
@@ -40,20 +43,42 @@ def gpt() -> tuple[Any, tuple[Any, Any]]:
     return GPT(Config(vocab=50257, context=1024, layers=12, heads=16, width=2048)), (tokens, tokens)
 
 
+def wide() -> tuple[Any, tuple[Any, Any]]:
+    """Two layers of it, twice as wide: weights of 128 MiB in 16 bits, logits of 3.1 GiB in 32."""
+    import torch
+    from gpt import GPT, Config
+
+    tokens = torch.zeros(16, 1024, dtype=torch.int64)
+    return GPT(Config(vocab=50257, context=1024, layers=2, heads=32, width=4096)), (tokens, tokens)
+
+
+ZEROGRAPH = [sys.executable, "-m", "zerograph"]
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder) / "plan.json"
-        zerograph = [sys.executable, "-m", "zerograph"]
-        subprocess.run([*zerograph, "plan", "docs/pictures/make.py:gpt", *PLAN, "-o", plan], cwd=ROOT, check=True)
-        screen = on_a_terminal([*zerograph, "show", "plan.json"], Path(folder))
+        planned("gpt", PLAN, plan)
+        screen = on_a_terminal([*ZEROGRAPH, "show", "plan.json"], Path(folder))
         (HERE / "show.svg").write_text(as_svg(screen, "zerograph show plan.json"))
-        timeline = HERE / "timeline.svg"
-        subprocess.run([*zerograph, "show", plan, "--svg", timeline], stdout=subprocess.DEVNULL, check=True)
+        drawn(plan, "timeline.svg")
+        for picture, options in {"whole.svg": WHOLE, "tiles.svg": TILED}.items():
+            planned("wide", options, plan)
+            drawn(plan, picture)
     for picture in sorted(HERE.glob("*.svg")):
         text = picture.read_text()
         if len(text) > LARGEST or str(ROOT) in text:
             sys.exit(f"error: {picture} has {len(text)} bytes, or names a folder of this machine")
         print(f"{picture.relative_to(ROOT)}: {len(text)} bytes")
+
+
+def planned(model: str, options: list[str], plan: Path) -> None:
+    subprocess.run([*ZEROGRAPH, "plan", f"docs/pictures/make.py:{model}", *options, "-o", plan], cwd=ROOT, check=True)
+
+
+def drawn(plan: Path, picture: str) -> None:
+    command = [*ZEROGRAPH, "show", plan, "--svg", HERE / picture]
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True)
 
 
 def on_a_terminal(command: list[str], folder: Path) -> str:
