@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import zerograph
 from zerograph.compiler.lower import lower
 from zerograph.compiler.segments import SegmentCache
-from zerograph.core.program import Compute, Gather, Program
+from zerograph.core.program import Accumulate, Compute, Gather, Program
+from zerograph.graph.nodes import added
 from zerograph.passes import gather, prefetch
 
 aten = torch.ops.aten
@@ -123,6 +124,17 @@ def test_no_cut_separates_a_tuple_from_its_parts() -> None:
     first = next(s for s in program.instructions if isinstance(s, Compute))
     results = callables[first.segment]([torch.eye(4), torch.eye(4)])
     assert all(isinstance(r, Tensor) for r in results)
+
+
+def test_all_but_the_first_product_read_the_sum_that_they_are_added_to() -> None:
+    b = Builder()
+    x, w, like = b.input("x", 8, 4), b.input("w", 4, 16), b.input("like", 8, 16)
+    first = added(b.graph, [x, w], None, like)
+    gm = b.output(added(b.graph, [x, w], first, like))
+    program, _ = lower(gm, "inference", SegmentCache("eager"), plan(gm))
+    ends = [i for i in program.instructions if isinstance(i, Accumulate)]
+    factors, made = (8 * 4 + 4 * 16) * 4, 8 * 16 * 4
+    assert [(i.packed, i.moved) for i in ends] == [(factors, factors + made), (factors, factors + 2 * made)]
 
 
 def test_every_register_that_is_not_returned_dies_once() -> None:

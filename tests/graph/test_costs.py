@@ -88,6 +88,15 @@ def test_a_segment_moves_what_its_kernels_do_and_fused_inputs_once() -> None:
     assert costs.moved_bytes([act, double, total], [total]) == made + (made + 4), "a sum is a kernel"
 
 
+def test_products_pack_both_matrices() -> None:
+    x, w, product, act, *_ = chain()
+    assert costs.packed_bytes(product) == costs.bytes_of([x.meta["val"], w.meta["val"]])
+    assert costs.packed_bytes(act) == 0
+    b = Builder()
+    both = b.call(aten.addmm.default, b.input("bias", 16), b.input("x", 8, 4), b.input("w", 4, 16))
+    assert costs.packed_bytes(both) == costs.packed_bytes(product)
+
+
 def test_what_a_product_reads_is_written_before() -> None:
     b = Builder()
     x, w = b.input("x", 8, 8), b.input("w", 8, 8)

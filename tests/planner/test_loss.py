@@ -67,7 +67,8 @@ def test_the_head_is_found_with_all_that_is_as_large() -> None:
     assert head is not None
     assert (head.name, head.params, head.bytes) == ("logits", ("head.weight",), LOGITS)
     assert head.large == {"logits", "logs", "d_logits"}
-    assert head.weights == {"logits": WEIGHT, "d_weight": 2 * WEIGHT, "d_loss": WEIGHT}
+    assert head.weights == {"logits": WEIGHT, "d_loss": WEIGHT}
+    assert head.sums == {"d_weight": 2 * WEIGHT}
 
 
 def test_logits_that_are_returned_are_whole() -> None:
@@ -95,6 +96,8 @@ def test_a_tile_is_held_and_every_product_but_the_first_runs_once(tiles: int) ->
     assert after["logits"] - before["logits"] >= (tiles - 1) * WEIGHT
     assert after["d_weight"] - before["d_weight"] >= 2 * (tiles - 1) * WEIGHT
     assert sum(op.flops for op in parts.ops) == sum(op.flops for op in step.ops)
+    packed = {op.name: op.packed for op in parts.ops if op.packed}
+    assert packed == dict.fromkeys(("logits", "d_loss"), (tiles - 1) * WEIGHT)  # by hand, the first one's is not told
 
 
 def test_of_two_heads_the_other_one_is_named() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from zerograph.core.machine import Link, machine_named
-from zerograph.core.program import Gather, Read, Reduce, Write
+from zerograph.core.program import Accumulate, Compute, Gather, Read, Reduce, Segment, Write
 from zerograph.core.step import Param
 from zerograph.planner.rates import Rates, gathered_bytes, reduced_bytes
 
@@ -53,3 +53,15 @@ def test_states_that_an_update_reads_and_writes_share_the_disk() -> None:
     assert (seconds(Read, "states"), seconds(Write, "states")) == (8, 8)
     unmeasured = Rates(replace(machine, nvme_both=0.0), 1, "float32")
     assert unmeasured.seconds(Read("states", "", "", 12 * 10**9, (), ()), ()) == 3
+
+
+def test_a_cpu_copies_what_it_multiplies_into_blocks() -> None:
+    """Of few rows that takes a product as long as its operations do (RESULTS)."""
+    cpu = Rates(replace(machine_named("cpu"), launch=0.0, device_bandwidth=1e9), 1, "float32")
+    weight, work = 4 * 10**9, 10**9
+    alone, packed = Segment("", 1, work, weight), Segment("", 1, work, weight, packed=weight)
+    compute, product = Compute(0, (), ()), Accumulate((), 0, False, flops=work, moved=weight, packed=weight)
+    more = 2 * weight / 1e9
+    assert cpu.seconds(compute, [packed]) == pytest.approx(cpu.seconds(compute, [alone]) + more)
+    assert cpu.seconds(product, []) == pytest.approx(cpu.seconds(compute, [packed]))
+    assert RATES.seconds(compute, [packed]) == RATES.seconds(compute, [alone])

@@ -20,6 +20,7 @@ from zerograph.graph.costs import (
     is_cheap_to_repeat,
     kernel_bytes,
     memory_owner,
+    packed_bytes,
     traced_size,
 )
 from zerograph.graph.layers import module_of
@@ -215,6 +216,7 @@ def _op(node: fx.Node, backward: bool, part: _StepNodes) -> Op:
         # The user's own torch.utils.checkpoint regions carry these tags: their operators run again whatever is planned.
         again=node.meta.get("recompute") in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE),
         activation=fact.name if isinstance(fact := node.meta.get("zg"), Activation) else "",
+        packed=packed_bytes(node),
     )
 
 

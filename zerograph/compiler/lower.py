@@ -44,7 +44,7 @@ from zerograph.core.program import (
 )
 from zerograph.core.step import Kind, layer_of_activation
 from zerograph.graph import ops
-from zerograph.graph.costs import bytes_of, flops_of, memory_inside, memory_owner, moved_bytes
+from zerograph.graph.costs import bytes_of, flops_of, memory_inside, memory_owner, moved_bytes, packed_bytes
 from zerograph.graph.layers import layer_of_node, layer_starts, module_of
 from zerograph.graph.nodes import (
     Saved,
@@ -259,12 +259,15 @@ class _Lowering:
         """What ends of tiles have in common; all that make one tensor write to one register."""
         terms, into = node.args[:2]
         vals = [each.meta["val"] for each in terms]  # type: ignore[union-attr]
-        flops = 2 * vals[0].numel() * vals[1].shape[1] if len(vals) == 2 else 0
-        moved = 2 * bytes_of(vals) if node.target is ops.PLACE else bytes_of([*vals, node.meta["val"]])
+        product = len(vals) == 2
+        flops = 2 * vals[0].numel() * vals[1].shape[1] if product else 0
+        # What is added to is read as well as written.
+        into_bytes = (1 if into is None else 2) * bytes_of(node.meta["val"])
+        moved = 2 * bytes_of(vals) if node.target is ops.PLACE else bytes_of(vals) + into_bytes
         module, source = _module_and_line([node])
         return {
             "terms": self._regs(terms), "out": self._register(node), "first": into is None, "flops": flops,
-            "moved": moved, "module": module, "source": source,
+            "moved": moved, "packed": bytes_of(vals) if product else 0, "module": module, "source": source,
         }  # fmt: skip
 
     def _staged(self, node: fx.Node, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -373,6 +376,7 @@ def _segment(digest: str, nodes: list[fx.Node], outs: list[fx.Node], inputs: lis
         flops=sum(map(flops_of, nodes)),
         moved=moved_bytes(nodes, outs),
         memory=memory_inside(nodes, outs, inputs),
+        packed=sum(map(packed_bytes, nodes)),
     )
 
 

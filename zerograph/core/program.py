@@ -89,6 +89,7 @@ class _TileEnd(_Instruction):
     Attributes:
         terms: what the tile made.
         flops, moved: of its product, and bytes read and written.
+        packed: bytes of the matrices that it multiplies.
     """
 
     stream = "compute"
@@ -99,6 +100,7 @@ class _TileEnd(_Instruction):
     dead: tuple[int, ...] = ()
     flops: int = 0
     moved: int = 0
+    packed: int = 0
     module: str = ""
     source: str = ""
 
@@ -411,6 +413,7 @@ class Segment:
         moved: bytes it reads and writes.
         memory: bytes it holds while it runs; of what it is given by position.
         slices: equal parts that its work is done in, of which each ``Compute`` is one.
+        packed: bytes of the matrices that it multiplies.
     """
 
     digest: str
@@ -419,6 +422,7 @@ class Segment:
     moved: int = 0
     memory: Stretch = Stretch()  # noqa: RUF009  immutable
     slices: int = 1
+    packed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,6 +110,7 @@ class Op:
             model's own operations, and where tracing left no word of it.
         flops: floating-point operations, of products, convolutions and attention only.
         moved: bytes that it reads and writes as a kernel of its own; 0 for what is fused into what is around it.
+        packed: bytes of the matrices that it multiplies, which a CPU's libraries first copy into blocks.
         cheap: computing it again costs next to nothing (views, element-wise operations that fuse), so that the
             partitioner does that rather than save its result.
         again: the user's ``torch.utils.checkpoint`` has the backward compute it again.
@@ -130,6 +131,7 @@ class Op:
     cheap: bool = False
     again: bool = False
     activation: str = ""
+    packed: int = 0
 
 
 # Up to the first part that is a number: of experts in a layer (`blocks.3.experts.5`) the layer is what repeats.

@@ -146,6 +146,20 @@ def kernel_bytes(node: fx.Node, without: Container[fx.Node] = ()) -> int:
     return times * (inputs + bytes_of(node.meta.get("val")))
 
 
+def packed_bytes(node: fx.Node) -> int:
+    """Bytes of the matrices that ``node`` multiplies; 0 where it is no product of matrices."""
+    at = _FACTORS.get(getattr(node.target, "overloadpacket", None))
+    return sum(bytes_of(node.args[i].meta.get("val")) for i in at) if at is not None else 0  # type: ignore[union-attr]
+
+
+_FACTORS: dict[Any, tuple[int, int]] = {
+    torch.ops.aten.mm: (0, 1),
+    torch.ops.aten.bmm: (0, 1),
+    torch.ops.aten.addmm: (1, 2),
+    torch.ops.aten.baddbmm: (1, 2),
+}
+"""Where products have their two matrices. What attention multiplies stays in the cache."""
+
 _CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 _LAID_OUT = 3
 """Times that a convolution touches each byte: libraries lay images and weights out in blocks of channels first (oneDNN

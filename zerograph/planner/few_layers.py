@@ -125,7 +125,7 @@ def _kinds(space: Space) -> dict[str, object]:
                 (
                     w.memory.levels,
                     w.memory.left,
-                    *((a.flops, a.moved, len(a.params), tuple(s for _, s in a.gradients)) for a in w.atoms),
+                    *((a.flops, a.moved, a.packed, len(a.params), tuple(s for _, s in a.gradients)) for a in w.atoms),
                 )
                 for w in region.work
             )

@@ -221,7 +221,7 @@ def levels(space: Space) -> Knob:
     for region in profile.regions:
         if region.layer in seconds:
             for level, work in enumerate(region.work):
-                cost = rates.compute(sum(a.flops for a in work.atoms), sum(a.moved for a in work.atoms))
+                cost = rates.compute(*(sum(getattr(a, n) for a in work.atoms) for n in ("flops", "moved", "packed")))
                 seconds[region.layer][level] += cost
     for life in profile.lives:
         layer = profile.regions[life.start].layer

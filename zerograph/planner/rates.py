@@ -56,14 +56,14 @@ class Rates:
         match instruction:
             case Compute():
                 segment = segments[instruction.segment]
-                seconds = self.compute(segment.flops, segment.moved)
+                seconds = self.compute(segment.flops, segment.moved, segment.packed)
                 if segment.slices == 1:
                     return seconds
                 # Each slice is launched by itself; the products and bytes are shared.
                 launch = self.machine.launch
                 return max(0.0, seconds - launch) / segment.slices + launch
             case Place() | Accumulate():
-                return self.compute(instruction.flops, instruction.moved)
+                return self.compute(instruction.flops, instruction.moved, instruction.packed)
             case Scale():
                 return self.compute(0, instruction.moved)
             case Gather() | Reduce():
@@ -84,8 +84,12 @@ class Rates:
             case Write():
                 return self.transfer("nvme_write", instruction.bytes, both=instruction.what == "states")
 
-    def compute(self, flops: float, moved: float) -> float:
-        """A compute task: its products, and the bytes that it reads and writes."""
+    def compute(self, flops: float, moved: float, packed: float = 0) -> float:
+        """A compute task: its products, and the bytes that it reads and writes, ``packed`` of them of matrices that it
+        multiplies."""
+        if self.machine.device == "cpu":
+            # Its libraries write them in blocks and read these. With many rows that is little beside the product.
+            moved += 2 * packed
         return self.products(flops) + moved / self.machine.device_bandwidth + self.machine.launch
 
     def products(self, flops: float) -> float:

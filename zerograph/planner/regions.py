@@ -18,7 +18,8 @@ from zerograph.planner.liveness import Graph, Mode, Saved, saved
 
 @dataclass(frozen=True, slots=True)
 class Atom:
-    """A part of a region: the parameters it reads, floating-point operations, and bytes read and written.
+    """A part of a region: the parameters it reads, floating-point operations, bytes read and written, and of matrices
+    that are multiplied (``packed``).
 
     ``gradients`` are the parameters whose full gradients it makes, with their bytes; ``end`` is the number of the
     region's operations up to its end.
@@ -29,6 +30,7 @@ class Atom:
     moved: int
     gradients: tuple[tuple[str, int], ...] = ()
     end: int = 0
+    packed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,19 +304,20 @@ def _atoms(graph: Graph, sequence: Sequence[int], outside: int, crossing: _Cross
     read: set[str] = set()
     names: dict[str, None] = {}
     gradients: list[tuple[str, int]] = []
-    flops, moved = 0, outside
+    flops, moved, packed = 0, outside, 0
     for at, i in enumerate(sequence):
         used = graph.params_read[i]
         if not read.issuperset(used):
             if read:
-                yield Atom(tuple(names), flops, moved, tuple(gradients), at)
-                names, gradients, flops, moved = {}, [], 0, 0
+                yield Atom(tuple(names), flops, moved, tuple(gradients), at, packed)
+                names, gradients, flops, moved, packed = {}, [], 0, 0, 0
             read.update(used)
         if used:
             names.update(dict.fromkeys(used))
         flops += graph.ops[i].flops
         moved += graph.ops[i].moved
+        packed += graph.ops[i].packed
         value = graph.writes[i]
         if value in crossing.gradients:
             gradients.append((crossing.gradients[value], graph.size[value]))
-    yield Atom(tuple(names), flops, moved, tuple(gradients), len(sequence))
+    yield Atom(tuple(names), flops, moved, tuple(gradients), len(sequence), packed)

@@ -207,13 +207,13 @@ class Scheduler:
                 found.append(life)
         return found
 
-    def segment(self, flops: int, moved: int, temporary: int, slices: int = 1) -> int:
+    def segment(self, flops: int, moved: int, packed: int, temporary: int, slices: int = 1) -> int:
         """The segment of that much work."""
-        key = (flops, moved, temporary, slices)
+        key = (flops, moved, packed, temporary, slices)
         found = self._segments.get(key)
         if found is None:
             found = self._segments[key] = len(self.segments)
-            self.segments.append(Segment("", 0, flops, moved, Stretch((temporary,)), slices))
+            self.segments.append(Segment("", 0, flops, moved, Stretch((temporary,)), slices, packed))
         return found
 
     def held(self, region: int, level: int, saved: SavedRegisters) -> Sequence[int]:
@@ -401,14 +401,14 @@ def _phase(
         reads = tuple(bucket for part in inside for bucket in part.buckets if bucket in tiled)
         makes = tuple(bucket for bucket in sizes if bucket in tiled)
         slices = max((tiles[bucket] for bucket in (*reads, *makes)), default=1)
-        flops, moved = sum(p.flops for p in inside), sum(p.moved for p in inside)
+        flops, moved, packed = (sum(getattr(p, part) for p in inside) for part in ("flops", "moved", "packed"))
         outs = (*(saved.begins.get(k, ()) if first else ()), *made)
         dead = saved.ends.get(k, ()) if last else ()
         # What it makes can take the place of what dies with it alone. In slices what it holds lives from the first to
         # the last: the sketch has a register for it.
         ending = sum(scheduler.registers.contents[register].bytes for register in dead) if slices == 1 else 0
         temporary = max(temporary, -ending)
-        work = scheduler.segment(flops, moved, temporary if slices == 1 else 0, slices)
+        work = scheduler.segment(flops, moved, packed, temporary if slices == 1 else 0, slices)
         compute = scheduler.compute(work, outs, dead, region.module, region.source)
         done = tuple(bucket for at in range(begin, end) for bucket in ready.get(at, ()))
         visited = tuple(starts.get(begin, ()))
@@ -425,6 +425,7 @@ class _RegionPart:
     buckets: tuple[int, ...]
     flops: int
     moved: int
+    packed: int
     gradients: dict[int, int]
     end: int
 
@@ -441,9 +442,10 @@ def _parts(atoms: Sequence[Atom], bucket_of: dict[str, int]) -> list[_RegionPart
             old = parts.pop()
             for bucket, size in old.gradients.items():
                 gradients[bucket] = gradients.get(bucket, 0) + size
-            parts.append(_RegionPart(old.buckets, old.flops + atom.flops, old.moved + atom.moved, gradients, atom.end))
+            work = old.flops + atom.flops, old.moved + atom.moved, old.packed + atom.packed
+            parts.append(_RegionPart(old.buckets, *work, gradients, atom.end))
         else:
-            parts.append(_RegionPart(buckets, atom.flops, atom.moved, gradients, atom.end))
+            parts.append(_RegionPart(buckets, atom.flops, atom.moved, atom.packed, gradients, atom.end))
     return parts
 
 

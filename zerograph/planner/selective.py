@@ -82,7 +82,7 @@ class _Layer:
         """What makes an operation another one than its twin in a layer that is alike."""
         graph, value = self.graph, self.graph.writes[i]
         op, name = graph.ops[i], graph.activation[i][prefix:]
-        return name, op.flops, op.moved, graph.size[value], value in self.wanted, value in graph.leaves
+        return name, op.flops, op.moved, op.packed, graph.size[value], value in self.wanted, value in graph.leaves
 
     def way(self) -> Iterator[Stop]:
         """From all that can be saved to nothing, one activation less each time."""
@@ -105,16 +105,17 @@ class _Layer:
     def _seconds(self, spared: frozenset[str]) -> float:
         """What computing again everything but ``spared`` takes."""
         graph, wanted = self.graph, set(self.wanted)
-        flops = moved = 0
+        flops = moved = packed = 0
         for i in reversed(self.inside):
             value = graph.writes[i]
             if value not in wanted or value in graph.leaves or graph.activation[i] in spared or graph.params[value]:
                 continue
             op = graph.ops[i]
             flops += op.flops
+            packed += op.packed
             moved += op.moved or 2 * graph.size[value]  # what fuses reads about as much as it writes
             wanted.update(graph.reads[i])
-        return self.rates.compute(flops, moved) - self.rates.compute(0, 0)
+        return self.rates.compute(flops, moved, packed) - self.rates.compute(0, 0)
 
 
 def _efficient(way: Iterable[Stop], *, mixed: bool) -> list[Stop]:

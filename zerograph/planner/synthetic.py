@@ -89,18 +89,22 @@ class _Gpt:
 
     def _op(
         self, name: str, module: str, reads: Sequence[str], size: int, kind: Kind = "temporary",
-        params: tuple[str, ...] = (), *, flops: int = 0, cheap: bool = False,
+        params: tuple[str, ...] = (), *, flops: int = 0, cheap: bool = False, fused: bool = False,
     ) -> str:  # fmt: skip
-        """One operation that makes one value of ``size`` bytes; what is ``cheap`` fuses into what is around it."""
+        """One operation that makes one value of ``size`` bytes; what is ``cheap`` fuses into what is around it.
+
+        Of attention that is ``fused`` what is multiplied stays in the cache.
+        """
         moves = not cheap and kind == "temporary"
         moved = size + sum(self.bytes[read] for read in reads) if moves else 0
+        packed = moved - size if flops and not fused else 0
         self.values.append(Value(name, size, kind))
         self.bytes[name] = size
         activation = f"{module}:{name}" if self.phase == "forward" else ""
         layer = module if module.startswith("layers.") else ""
         self.ops.append(
             Op(name, name.partition(" ")[0], self.phase, tuple(reads), (name,), params, "", layer, flops, moved, cheap,
-               activation=activation)
+               activation=activation, packed=packed)
         )  # fmt: skip
         return name
 
@@ -148,7 +152,7 @@ class _Gpt:
     def _attention(self, layer: str, qkv: str) -> str:
         product = 2 * self.tokens * self.training.seq * self.size.hidden
         if self.training.attention == "fused":
-            return self._op(f"attention {layer}", layer, (qkv,), self.stream, flops=2 * product)
+            return self._op(f"attention {layer}", layer, (qkv,), self.stream, flops=2 * product, fused=True)
         scores = self._op(f"scores {layer}", layer, (qkv,), self._scores * self.item, flops=product)
         softmax = self._cheap("softmax", layer, (scores,), self._scores * self.item)
         mask = self._cheap("mask", layer, (), self._scores)
@@ -159,7 +163,7 @@ class _Gpt:
         product, qkv = 2 * self.tokens * self.training.seq * self.size.hidden, f"qkv {layer}"
         if self.training.attention == "fused":
             reads = (gradient, qkv, f"attention {layer}")
-            return self._op(f"d_attention {layer}", layer, reads, 3 * self.stream, flops=4 * product)
+            return self._op(f"d_attention {layer}", layer, reads, 3 * self.stream, flops=4 * product, fused=True)
         scores, dropped = self._scores * self.item, f"dropped {layer}"
         d_dropped = self._op(f"d_dropped {layer}", layer, (gradient, qkv), scores, flops=product)
         d_value = self._op(f"d_value {layer}", layer, (gradient, dropped), self.stream, flops=product)
