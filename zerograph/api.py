@@ -18,7 +18,7 @@ from zerograph.compiler.driver import compile_frame
 from zerograph.compiler.frame import Frame, traced_function
 from zerograph.compiler.frame_plan import MOMENTS, Planner, farthest, machine_of
 from zerograph.compiler.recording import Recording
-from zerograph.compiler.report import BucketReport, Report
+from zerograph.compiler.report import BucketReport, Report, TokenTiles
 from zerograph.compiler.room import memory_here
 from zerograph.compiler.segments import SegmentCache
 from zerograph.compiler.torch_private import graph_breaks
@@ -174,6 +174,7 @@ class Backend:
             agreement=ranks.agreement,
             tied=self._adoption.tied,
             loss_only=config.loss_only,
+            by_token=config.by_token,
             staging=self._planner.staging,
         )
 
@@ -303,6 +304,9 @@ class Backend:
             on_nvme=self._store.bytes(),
             slots=self._store.slots,
             on_host=self._store.on_host(),
+            token_tiles={
+                f.index: TokenTiles(f.plan.loss_tiles, f.plan.token_tiles, len(f.plan.token_regions)) for f in frames
+            },
             whole_logits={f.index: why for f in frames if (why := why_whole(f.step, f.plan.loss_tiles))},
             recorded=self._recording.beside_forecast() if self._recording is not None else None,
         )

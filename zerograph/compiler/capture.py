@@ -48,6 +48,7 @@ class Setting:
         moments: tensors that the optimizer keeps per parameter.
         tied: of a parameter the other names that the model has for it.
         ends_at_break: whether the user's code goes on behind a graph break.
+        by_token: whether plans may run layers for some tokens at a time, so that it is worth the time to look which can.
     """
 
     training: bool
@@ -55,6 +56,7 @@ class Setting:
     moments: int = 2
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ends_at_break: bool = False
+    by_token: bool = False
 
 
 def capture(graph: fx.Graph, setting: Setting) -> Step:
@@ -80,7 +82,7 @@ def capture(graph: fx.Graph, setting: Setting) -> Step:
         product = next(node for node in graph.nodes if node.name == head.name)
         why, ahead = _whole_logits(product, backward), _loss_gradients(graph, product)
         step = replace(step, whole_logits=why, loss_gradients=() if why else ahead)
-    if setting.training:
+    if setting.training and setting.by_token:
         params_read = {op.name: read for op, read in zip(whole.ops, whole.params_read, strict=True)}
         step = replace(step, token_regions=tuple(_token_regions(part.ops, backward, params_read)))
     return with_updates(step, setting.world_size, setting.moments)

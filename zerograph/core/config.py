@@ -165,6 +165,13 @@ class Config:
         return self.machine is not None and self.machine.split
 
     @property
+    def by_token(self) -> bool:
+        """Whether plans may run layers for some tokens at a time."""
+        if self.plan is not None:
+            return bool(self.plan.plan.token_regions)
+        return self.searches if self.token_tiles == "auto" else self.token_tiles > 1
+
+    @property
     def recomputed(self) -> Recompute:
         """What the backward computes again: all layers where tiles of tokens were asked for, and nothing else was."""
         tiled = self.token_tiles not in ("auto", 1)

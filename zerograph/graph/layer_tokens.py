@@ -8,7 +8,7 @@ behind, and what their gradients are made of. Attention mixes tokens, and ends i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 
 from torch import fx
 
@@ -68,15 +68,16 @@ class _LayerFinder(Finder):
     def absorb(self, layer: str) -> None:
         """Take in what stands next to the region in ``layer``, treats every token by itself and is no product."""
         refused: set[fx.Node] = set()
+        self._behind, self._until = set[fx.Node](), self.product
         while True:
-            near = [n for n in self._near() if n not in refused and layer_of_node(n) in (layer, None)]
-            if not near:
+            near = next((n for n in self._near() if n not in refused and layer_of_node(n) in (layer, None)), None)
+            if near is None:
                 return
             # What could not be taken in before can be where something else was.
-            if self._takes_in(near[0]):
+            if self._takes_in(near):
                 refused.clear()
             else:
-                refused.add(near[0])
+                refused.add(near)
 
     def _near(self) -> Iterator[fx.Node]:
         """What reads what the region makes, and what makes things for it alone."""
@@ -103,9 +104,21 @@ class _LayerFinder(Finder):
                 self.forget_given()
             else:
                 raise NotByToken(node, "is read in two ways")
-            if self.between():
-                raise NotByToken(node, "is parted from the rest by what mixes tokens")
+            self._check_order(region.tokens.keys() - before[0].keys())
             self.check_exits()
         except NotByToken:
             region.tokens, region.given = before
         return node in region.tokens
+
+    def _check_order(self, new: Set[fx.Node]) -> None:
+        """What is ``new`` reads nothing from outside that depends on the region.
+
+        What was behind the region stays behind it, whatever is taken in: that is a user, which was, or a source that
+        nobody else reads.
+        """
+        inside = self.region.tokens
+        for node in new:
+            if node > self._until:
+                self._behind, self._until = self.behind(node), node
+            if any(source in self._behind and source not in inside for source in node.all_input_nodes):
+                raise NotByToken(node, "is parted from the rest by what mixes tokens")

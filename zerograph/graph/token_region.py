@@ -271,18 +271,23 @@ class Finder:
 
     def between(self) -> list[fx.Node]:
         """What depends on the region, and the region on it, in order."""
-        inside = self.region.tokens
-        node, last = min(inside), max(inside)
-        behind: dict[fx.Node, None] = {}
-        while node is not last:
-            if node in inside or (self.counts(node) and not behind.keys().isdisjoint(node.all_input_nodes)):
-                behind[node] = None
-            node = node.next
-        ahead = set(inside)
+        behind = sorted(self.behind(max(self.region.tokens)))
+        ahead = set(self.region.tokens)
         for node in reversed(behind):
             if not ahead.isdisjoint(node.users):
                 ahead.add(node)
-        return [node for node in behind if node in ahead and node not in inside]
+        return [node for node in behind if node in ahead]
+
+    def behind(self, last: fx.Node) -> set[fx.Node]:
+        """What depends on the region, and stands in front of ``last``."""
+        inside, found = self.region.tokens, set[fx.Node]()
+        waiting = [user for node in inside for user in node.users]
+        while waiting:
+            node = waiting.pop()
+            if node not in found and node not in inside and node < last and self.counts(node):
+                found.add(node)
+                waiting += node.users
+        return found
 
 
 def _is_constant(node: fx.Node) -> bool:
@@ -381,7 +386,7 @@ def _works_by_token(node: fx.Node, tokens: Tokens) -> bool:
 
 
 def _dim(node: fx.Node) -> int:
-    dim: Any = node.args[1]
+    dim: Any = node.args[1] if len(node.args) > 1 else 0
     return dim % len(_shape(node))  # type: ignore[no-any-return]
 
 
@@ -461,7 +466,9 @@ _CONSTANTS = frozenset({
     aten.full.default, aten.scalar_tensor.default, aten.arange.start_step, prims.iota.default,
     aten.unsqueeze.default, aten.expand.default,
 })  # fmt: skip
-_ALONG = frozenset({aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default})
+_ALONG = frozenset({
+    aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default, aten.cat.default,
+})  # fmt: skip
 """They work along one dimension, their second argument."""
 _ALSO_POINTWISE = frozenset({
     prims.convert_element_type.default, aten.alias.default, aten.clone.default, aten.expand.default, aten.full.default,

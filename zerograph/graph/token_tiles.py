@@ -33,6 +33,7 @@ class _Tiles:
     def __init__(self, graph: fx.Graph, region: Region, tiles: tuple[tuple[int, int], ...]) -> None:
         self.graph, self.region, self.tiles = graph, region, tiles
         self.flat: dict[tuple[fx.Node, Tokens], fx.Node] = {}
+        self.vals: dict[tuple[fx.Node, int], Any] = {}
 
     def write(self) -> None:
         """Replace the region by its tiles."""
@@ -40,7 +41,7 @@ class _Tiles:
         whole: dict[fx.Node, fx.Node | None] = dict.fromkeys(exits)
         with self.graph.inserting_before(self._place()):
             for begin, end in self.tiles:
-                copies = copy_of_tile(self.region, end - begin, self._views(begin, end), _insert(self.graph))
+                copies = copy_of_tile(self.region, end - begin, self._views(begin, end), self._insert(end - begin))
                 for node in exits:
                     whole[node] = self._end(node, copies[node], whole[node], (begin, end))
             for node, made in whole.items():
@@ -55,12 +56,28 @@ class _Tiles:
         inside = self.region.tokens
         first = min(user for node in self.region.exits() for user in node.users if user not in inside)
         needed: set[fx.Node] = set(inside)
-        for node in reversed(self.graph.nodes):
+        node = max(inside)
+        while node > first:
             if not needed.isdisjoint(node.users):
                 needed.add(node)
+            node = node.prev
         for node in sorted(node for node in needed - inside.keys() if node > first):
             first.prepend(node)
         return first
+
+    def _insert(self, count: int) -> Callable[[fx.Node, tuple[Any, ...]], fx.Node]:
+        """Inserts an operator for ``count`` tokens; what it makes is asked of fake tensors once for all such tiles."""
+
+        def insert(node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+            if (node, count) not in self.vals:
+                copy = computed(self.graph, node.target, args, node, node.kwargs)
+                self.vals[node, count] = copy.meta["val"]
+                return copy
+            copy = call(self.graph, node.target, args, self.vals[node, count], node)
+            copy.kwargs = dict(node.kwargs)
+            return copy
+
+        return insert
 
     def _views(self, begin: int, end: int) -> dict[tuple[fx.Node, Tokens], fx.Node]:
         """A tile's part of each argument that is cut; all of them at once, as each ends a segment."""
@@ -129,7 +146,3 @@ class _Tiles:
         if made.meta["val"].dtype != val.dtype:
             made = computed(self.graph, prims.convert_element_type.default, (made, val.dtype), node)
         return made
-
-
-def _insert(graph: fx.Graph) -> Callable[[fx.Node, tuple[Any, ...]], fx.Node]:
-    return lambda node, args: computed(graph, node.target, args, node, node.kwargs)

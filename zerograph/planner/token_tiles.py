@@ -30,13 +30,11 @@ def with_token_tiles(plan: Plan, step: Step, tiles: int) -> Plan:
 def in_token_tiles(plan: Plan, step: Step, tiles: int) -> Plan:
     """:func:`with_token_tiles`, which the user asked for; warns where no layer can be."""
     found = with_token_tiles(plan, step, tiles)
-    if tiles > 1 and not found.token_regions:
+    if tiles > 1 and plan.recompute and not found.token_regions:
         why = (
-            "no layer is recomputed"
-            if step.token_regions and not plan.recompute
-            else "the weights of their MLPs are in tiles"
+            "the weights of their MLPs are in tiles"
             if step.token_regions
-            else "this graph has none with an MLP of linear layers and a fixed number of tokens"
+            else "none has an MLP of linear layers, each token by itself, of a fixed number of tokens"
         )
         log.warning("token_tiles=%d: layers run for all tokens at once, because %s", tiles, why)
     return found
