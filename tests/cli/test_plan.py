@@ -567,9 +567,27 @@ def test_logits_that_a_model_returns_can_be_planned_in_tiles(tmp_path: Path) -> 
     assert peaks[0] == peaks[1] > 2 * peaks[2]
 
 
-@pytest.mark.parametrize("given", [["--tile", "some"], ["--loss-tiles", "off"], ["--loss-tiles", "0"]])
+@pytest.mark.parametrize(
+    "given", [["--tile", "some"], ["--loss-tiles", "off"], ["--loss-tiles", "0"], ["--token-tiles", "0"]]
+)
 def test_tiles_that_make_no_sense(given: list[str], tmp_path: Path) -> None:
     source = tmp_path / "model.py"
     source.write_text(RETURNING)
     ran = CliRunner().invoke(main, ["plan", f"{source}:make", "--machine", "cpu", *given])
     assert ran.exit_code != 0 and ("tile" in ran.output or "tile" in str(ran.exception))
+
+
+@pytest.mark.parametrize("given", [[], ["--offload", "optimizer", "--machine", "v100-32gb-dgx2"]], ids=["here", "away"])
+def test_tokens_of_layers_can_be_planned_in_tiles(given: list[str]) -> None:
+    sizes = ["--params", "50M", "--layers", "4", "--hidden", "512", "--vocab", "512", "--seq", "2048", "--world", "2"]
+    peaks = []
+    for tiles in ("1", "8"):
+        told = ["--recompute", "full", "--token-tiles", tiles, "--json", *given]
+        ran = CliRunner().invoke(main, ["plan", *sizes, *(["--machine", "cpu"] if not given else []), *told])
+        assert ran.exit_code == 0, ran.output
+        file = PlanFile.from_json(ran.stdout)
+        assert file.plan.token_tiles == int(tiles)
+        assert len(file.plan.token_regions) == (4 if tiles == "8" else 0)
+        peaks.append(file.forecast.peaks["device"].bytes)
+    assert "MLPs of 4 layers in 8 tiles of tokens" in [reason.decision for reason in file.reasons]
+    assert peaks[1] < peaks[0]

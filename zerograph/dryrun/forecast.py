@@ -84,7 +84,7 @@ def plan_file(
         wish = Wish.of(config, world, offload=offload, tier=tier)
         compiled = compile_only(
             make, world_size=world, batch=batch, seq=seq, sizes=sizes, fold=fold, programs=False, moments=moments,
-            dtype=compute, stage=config.sharding,
+            dtype=compute, stage=config.sharding, token_tiles=config.token_tiles,
         )  # fmt: skip
         step = movable(compiled.frame.step, world)
         return file_from_sketch(name, step, wish, machine, moments=moments, reserve=reserve, tokens=compiled.tokens)

@@ -225,7 +225,8 @@ class Search:
                 return
             found = _Local()
             if DEVICE in self.homes:
-                stay = self.spaces if self.tiers or wish.tiles or wish.loss is None else spaces
+                tiled = wish.loss is not None or wish.tokens is not None
+                stay = spaces if tiled and not (self.tiers or wish.tiles) else self.spaces
                 found.explore({space: _staying(space, wish) for space in stay}, WORK)
             if self.tiers or wish.tiles:
                 open_knobs = {s: _all_knobs(s, wish, self.homes, self.tiers) for s in spaces}
