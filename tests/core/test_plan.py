@@ -90,9 +90,11 @@ def test_names_are_text(key: str) -> None:
 
 
 WRONG: list[tuple[str, object]] = [
-    *((name, value) for name in ("stage", "world_size", "prefetch", "reductions", "fetch_ahead", "loss_tiles", "token_tiles")
+    *((name, value)
+      for name in ("stage", "world_size", "prefetch", "reductions", "fetch_ahead", "loss_tiles", "token_tiles")
       for value in (1.5, True, "2", None)),
-    ("save_others", "no"), ("save", "h.0:mm"), ("recompute", "h.0"), ("token_regions", "h.0:mm"), ("offload", {}), ("buckets", None), ("more", 1),
+    ("save_others", "no"), ("save", "h.0:mm"), ("recompute", "h.0"), ("token_regions", "h.0:mm"),
+    ("offload", {}), ("buckets", None), ("more", 1),
 ]  # fmt: skip
 
 

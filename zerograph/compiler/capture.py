@@ -48,7 +48,7 @@ class Setting:
         moments: tensors that the optimizer keeps per parameter.
         tied: of a parameter the other names that the model has for it.
         ends_at_break: whether the user's code goes on behind a graph break.
-        by_token: whether plans may run layers for some tokens at a time, so that it is worth the time to look which can.
+        by_token: whether plans may run layers for some tokens at a time, so that it is worth looking which can.
     """
 
     training: bool
