@@ -348,6 +348,9 @@ def backend(**options: Any) -> Backend:
         loss_tiles: parts over tokens that the vocabulary head and its loss run in, so that logits never exist whole
             (docs/tiling.md); "auto": whole, or with ``memory`` in as many parts as it takes to fit. The loss is to be
             computed in the forward. Where that returns logits too, see ``loss_only``.
+        token_tiles: parts over tokens that the MLPs of recomputed layers run in, with the norm and residual around
+            them, so that what is wider than the model never exists whole (docs/tiling.md); more than 1 recomputes all
+            layers where ``recompute`` is "auto". "auto": whole, or with ``memory`` tiles where nothing else fits.
         loss_only: True: a forward that records gradients returns None in place of logits, keys, values and whatever
             else of two dimensions or more a gradient reaches, beside its one loss. Evaluation returns all.
         compute: "inductor", or "eager" to run the same program with uncompiled segments, for debugging.

@@ -194,6 +194,25 @@ class Lookup:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRegion:
+    """What of a layer can run for some tokens at a time, if the layer is recomputed.
+
+    Attributes:
+        layer: that it is of.
+        activation: lasting name of the widest that it makes, at which it begins.
+        params: that it reads.
+        values: that exist for the tokens of one tile only.
+        moved: by operation, bytes that each further tile moves: weights that it reads again, sums that it adds to.
+    """
+
+    layer: str
+    activation: str
+    params: tuple[str, ...]
+    values: tuple[str, ...]
+    moved: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """Forward and, when training, backward of one frame and the optimizer's update, in execution order.
 
@@ -207,6 +226,7 @@ class Step:
         tilable: names of the parameters that can be used in tiles of their rows; None where no graph tells.
         loss_gradients: operations of the backward that a loss in tiles runs in the forward, by name.
         ends_at_break: whether the user's code goes on uncompiled, behind a graph break, with what the forward returns.
+        token_regions: what of layers can run for some tokens at a time.
     """
 
     ops: tuple[Op, ...]
@@ -219,6 +239,7 @@ class Step:
     tilable: tuple[str, ...] | None = None
     loss_gradients: tuple[str, ...] = ()
     ends_at_break: bool = False
+    token_regions: tuple[TokenRegion, ...] = ()
 
     @property
     def passes(self) -> tuple[Op, ...]:

@@ -210,7 +210,8 @@ def computed(
 ) -> fx.Node:
     """Insert a call as :func:`call` does; fake tensors tell what it makes, in ``like``'s mode where it reads none."""
     given, named = fx.node.map_arg((args, dict(kwargs)), lambda n: n.meta["val"])  # type: ignore[arg-type, misc]
-    with like.meta["val"].fake_mode:
+    made = like.meta["val"]
+    with (made[0] if isinstance(made, (tuple, list)) else made).fake_mode:
         val = target(*given, **named)
     node = call(graph, target, args, val, like)
     node.kwargs = dict(kwargs)

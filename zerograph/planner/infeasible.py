@@ -227,6 +227,8 @@ def _placements(wish: Wish, machine: Machine) -> Iterator[tuple[str, Wish]]:
                 yield f'activations="{tier}"', replace(wish, saved=tier)
     if wish.executable is not None and isinstance(wish.loss, int):
         yield 'loss_tiles="auto"', replace(wish, loss="auto")
+    if wish.executable is not None and isinstance(wish.tokens, int) and wish.recompute in ("auto", "full"):
+        yield 'token_tiles="auto"', replace(wish, tokens="auto")
     if wish.offload == "auto":
         if wish.executable is None and wish.tier is not None:
             yield "offload to any tier" + _PLANNED, replace(wish, tier=None)

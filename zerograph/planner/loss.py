@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from zerograph.core.plan import Plan
 from zerograph.core.step import Op, Step
 from zerograph.planner.liveness import Graph
+from zerograph.planner.token_tiles import in_tiles
 
 log = logging.getLogger(__name__)
 
@@ -157,22 +158,16 @@ def tiled(step: Step, head: Head, tiles: int) -> Step:
     Of what is as large as the logits a tile is held at a time. Products read their weight, or add to its gradient, once
     per tile, and the logits themselves are read from memory all the same.
     """
-    sizes, ahead = {value.name: value.bytes for value in step.values}, frozenset(step.loss_gradients)
+    ahead = frozenset(step.loss_gradients)
 
-    def in_tiles(op: Op) -> Op:
+    def placed(op: Op) -> Op:
         if op.name in ahead:
             op = replace(op, phase="forward")
-        logits = sum(sizes[name] for name in (*op.reads, *op.writes) if name in head.large)
-        if not logits or op.phase == "update":
-            return op
         again = op.again or (not ahead and op.phase == "forward" and op.writes[0] in head.large)
-        if op.name not in head.weights:
-            return replace(op, again=again)
-        moved = op.moved + (tiles - 1) * head.weights[op.name] + logits - logits // tiles
-        return replace(op, again=again, moved=moved)
+        return replace(op, again=again)
 
-    values = tuple(replace(v, bytes=-(-v.bytes // tiles)) if v.name in head.large else v for v in step.values)
-    return replace(step, ops=tuple(map(in_tiles, step.ops)), values=values)
+    step = replace(step, ops=tuple(op if op.phase == "update" else placed(op) for op in step.ops))
+    return in_tiles(step, head.large, head.weights, tiles)
 
 
 def with_loss_tiles(plan: Plan, head: Head, tiles: int) -> Plan:
