@@ -48,6 +48,7 @@ from zerograph.graph.costs import bytes_of, flops_of, memory_inside, memory_owne
 from zerograph.graph.layers import layer_of_node, layer_starts, module_of
 from zerograph.graph.nodes import (
     Saved,
+    TokenTile,
     Transfer,
     is_size,  # arithmetic that every segment which needs it repeats
     output_of,
@@ -326,7 +327,9 @@ class _Lowering:
         callee = self.cache.get(body, digest)
         known = self.segments.get(digest)  # repeated layers cost the same
         segment = _segment(digest, computing, outs, inputs) if known is None else self.described[known]
-        self._append_compute(segment, callee, inputs, outs, *_module_and_line(computing))
+        facts = (n.meta.get("zg") for n in computing)
+        tiles = max((fact.tiles for fact in facts if isinstance(fact, TokenTile)), default=1)
+        self._append_compute(segment, callee, inputs, outs, *_module_and_line(computing), tiles)
 
     def _compute_sizes(self, sizes: list[fx.Node]) -> None:
         """Symbolic sizes that the graph returns: plain integer arithmetic, not worth a compiler."""
@@ -348,6 +351,7 @@ class _Lowering:
         outs: list[Any],
         module: str = "",
         source: str = "",
+        token_tiles: int = 1,
     ) -> None:
         # Layers that are alike share a digest, and with it one callable.
         if segment.digest not in self.segments:
@@ -355,7 +359,9 @@ class _Lowering:
             self.described.append(segment)
             self.callables.append(callee)
         args, results = self._regs(inputs), tuple(self._register(n) for n in outs)
-        self.instructions.append(Compute(self.segments[segment.digest], args, results, module=module, source=source))
+        self.instructions.append(
+            Compute(self.segments[segment.digest], args, results, (), module, source, token_tiles)
+        )
 
 
 def _tile(info: Transfer) -> dict[str, Any]:

@@ -7,14 +7,13 @@ that sums over tokens, a weight's gradient, is added to the sum as it is compute
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from zerograph.core.plan import token_tiles
-from zerograph.graph.nodes import added, aten, call, computed, part_of
+from zerograph.graph.nodes import TokenTile, added, aten, call, computed, part_of
 from zerograph.graph.ops import PLACE
 from zerograph.graph.token_region import MEANS, Region, copy_of_tile
 from zerograph.graph.tokens import Tokens
@@ -25,13 +24,13 @@ prims = torch.ops.prims
 def write_tiles(graph: fx.Graph, region: Region, tiles: int) -> int:
     """Replace ``region`` by at most so many tiles; returns their number. Leaves what nothing reads any more."""
     cuts = token_tiles(region.count, tiles)
-    _Tiles(graph, region, cuts).write()
+    _Tiles(graph, region, cuts, TokenTile(tiles)).write()
     return len(cuts)
 
 
 class _Tiles:
-    def __init__(self, graph: fx.Graph, region: Region, tiles: tuple[tuple[int, int], ...]) -> None:
-        self.graph, self.region, self.tiles = graph, region, tiles
+    def __init__(self, graph: fx.Graph, region: Region, tiles: tuple[tuple[int, int], ...], fact: TokenTile) -> None:
+        self.graph, self.region, self.tiles, self.fact = graph, region, tiles, fact
         self.flat: dict[tuple[fx.Node, Tokens], fx.Node] = {}
 
     def write(self) -> None:
@@ -40,7 +39,7 @@ class _Tiles:
         whole: dict[fx.Node, fx.Node | None] = dict.fromkeys(exits)
         with self.graph.inserting_before(self._place()):
             for begin, end in self.tiles:
-                copies = copy_of_tile(self.region, end - begin, self._views(begin, end), _insert(self.graph))
+                copies = copy_of_tile(self.region, end - begin, self._views(begin, end), self._insert)
                 for node in exits:
                     whole[node] = self._end(node, copies[node], whole[node], (begin, end))
             for node, made in whole.items():
@@ -49,6 +48,11 @@ class _Tiles:
                 node.replace_all_uses_with(outside, delete_user_cb=lambda user: user not in self.region.tokens)
         for node in reversed(self.region.nodes):
             self.graph.erase_node(node)
+
+    def _insert(self, node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
+        found = computed(self.graph, node.target, args, node, node.kwargs)
+        found.meta["zg"] = self.fact
+        return found
 
     def _place(self) -> fx.Node:
         """The node before which all tiles run: what they read moves before it, where that stands behind."""
@@ -129,7 +133,3 @@ class _Tiles:
         if made.meta["val"].dtype != val.dtype:
             made = computed(self.graph, prims.convert_element_type.default, (made, val.dtype), node)
         return made
-
-
-def _insert(graph: fx.Graph) -> Callable[[fx.Node, tuple[Any, ...]], fx.Node]:
-    return lambda node, args: computed(graph, node.target, args, node, node.kwargs)
