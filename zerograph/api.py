@@ -456,6 +456,7 @@ def materialize(model: nn.Module, init: Init = None, files: Sequence[str | os.Pa
     homes = owner._planner.homes_before()
     leaves = homes.parameters == "nvme"
     if leaves:
+        owner._store.forget_early()
         owner._store.reserve({}, homes, owner.config.casts, MOMENTS, early=True)
     return fill(model, owner._adoption, init, files, owner._store if leaves else None)
 
