@@ -24,7 +24,6 @@ from zerograph.compiler.segments import SegmentCache
 from zerograph.compiler.torch_private import graph_breaks
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
-from zerograph.core.executable import Executable
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.optim.check import OptimizerCheck
@@ -134,12 +133,6 @@ class Backend:
             raise ConfigError(
                 "the memory of a CPU's host is its device's: nothing would leave it",
                 'tier="nvme" with path="/folder/on/a/disk"; for tests, machine= may be one with "split": true',
-            )
-        runs = Executable.on(machine_of(self.config, device)).activations
-        for tier in sorted(self.config.saved_on - {*runs}):
-            raise UnsupportedError(
-                f"what layers save on {device.type} cannot wait on {tier} yet" + ", as it counts as split" * split,
-                f'activations="{runs[0]}"' if runs else 'activations="keep", and recompute="full" to save memory',
             )
         self._segments.prepare(device)
         ranks = Ranks.connect(self.config, device)
@@ -349,9 +342,9 @@ def backend(**options: Any) -> Backend:
         host_memory: bytes of the host's memory that a rank may use for that, ``"100GiB"`` or a number; default: what is
             free, shared by the host's ranks, and no more than ``machine`` says.
         activations: where what the forward saves of repeated layers waits for the backward: "keep" keeps it on the
-            device; "nvme" moves it there layer by layer, and back before its layer's backward; "host" runs only on a
-            ``machine`` that counts as split. "auto" keeps it, unless ``offload`` moves something and ``memory`` is
-            given: then it is chosen by layer.
+            device; "host" (on GPUs, and on a ``machine`` that counts as split) and "nvme" (not on GPUs) move it there
+            layer by layer, and back before its layer's backward. "auto" keeps it, unless ``offload`` moves something
+            and ``memory`` is given: then it is chosen by layer.
         path: folder on NVMe to keep it in, or a list of folders, over which it is striped; needed where something goes
             there.
         nvme: bytes that a rank may use there and reserves, ``"500GiB"`` or a number; default: room for two moments of
@@ -467,6 +460,7 @@ def materialize(model: nn.Module, init: Init = None, files: Sequence[str | os.Pa
     homes = owner._planner.homes_before()
     leaves = homes.parameters == "nvme"
     if leaves:
+        owner._store.forget_early()
         owner._store.reserve({}, homes, owner.config.casts, MOMENTS, early=True)
     return fill(model, owner._adoption, init, files, owner._store if leaves else None)
 

@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from zerograph.core.plan import Homes
 from zerograph.core.planfile import PlanFile
 from zerograph.core.timeline import STREAMS
 from zerograph.dryrun.forecast import plan_file
+from zerograph.planner.check_file import check_file
 
 MODEL = """
 import torch
@@ -565,6 +567,19 @@ def test_logits_that_a_model_returns_can_be_planned_in_tiles(tmp_path: Path) -> 
         peaks.append(file.forecast.peaks["device"].bytes)
         assert file.plan.loss_tiles == (8 if "--loss-only" in given else 1)
     assert peaks[0] == peaks[1] > 2 * peaks[2]
+
+
+@pytest.mark.parametrize("offload", [[], ["--offload", "optimizer"]], ids=["of programs", "of a schedule"])
+def test_a_plan_that_contradicts_its_tasks_is_found(offload: list[str], tmp_path: Path) -> None:
+    source = tmp_path / "model.py"
+    source.write_text(RETURNING.replace(", logits", ""))
+    given = ["--seq", "64", "--world", "2", "--machine", "cpu", "--loss-tiles", "4", "--json", *offload]
+    ran = CliRunner().invoke(main, ["plan", f"{source}:make", *given])
+    assert ran.exit_code == 0, ran.output
+    file = PlanFile.from_json(ran.stdout)
+    assert check_file(file) == [] and PlanFile.from_json(file.to_json()) == file
+    for plan in (replace(file.plan, loss_tiles=2), replace(file.plan, loss_tiles=1, head="")):
+        assert {violation.check for violation in check_file(replace(file, plan=plan))} == {"tokens"}
 
 
 @pytest.mark.parametrize(

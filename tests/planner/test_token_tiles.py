@@ -73,9 +73,12 @@ def test_a_tile_of_what_is_inside_is_held_and_weights_are_read_by_each() -> None
     assert {name for name in sizes if sizes[name] != before[name]} == set(step.token_regions[1].values)
     assert all(sizes[name] == INSIDE // 4 for name in step.token_regions[1].values)
     ops, was = ({op.name: op for op in one.ops} for one in (tiled, step))
-    changed = {name: ops[name].moved - was[name].moved for name in ops if ops[name] != was[name]}
+    assert {name for name, op in ops.items() if op.token_tiles == 4} >= {"up1", "act1", "d_up1", "d_full1"}
+    changed = {name: ops[name].moved - was[name].moved for name in ops}
     # Weights three times more; what is inside is read and written as before, which its sizes no longer tell.
-    assert changed == dict.fromkeys(("up1", "down1"), 3 * WEIGHT + INSIDE * 3 // 4)
+    assert {name: size for name, size in changed.items() if size} == dict.fromkeys(
+        ("up1", "down1"), 3 * WEIGHT + INSIDE * 3 // 4
+    )
 
 
 def test_with_less_memory_than_one_layer_takes_tokens_are_in_tiles() -> None:

@@ -115,6 +115,7 @@ class Op:
         again: the user's ``torch.utils.checkpoint`` has the backward compute it again.
         activation: lasting name of what a forward's operation makes (:func:`activation_names`); parts of a tuple have
             the tuple's.
+        token_tiles: the plan has it run for some tokens at a time, in so many tiles.
     """
 
     name: str
@@ -130,6 +131,7 @@ class Op:
     cheap: bool = False
     again: bool = False
     activation: str = ""
+    token_tiles: int = 1
 
 
 # Up to the first part that is a number: of experts in a layer (`blocks.3.experts.5`) the layer is what repeats.

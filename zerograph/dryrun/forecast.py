@@ -77,7 +77,7 @@ def plan_file(
     saved = options.get("activations", "auto")
     if saved == "nvme":
         options |= {"path": "."}  # to which nothing is written
-    if offload != "none" or saved not in ("auto", "keep", *Executable.on(machine).activations):
+    if offload != "none" or saved not in ("auto", "keep", *Executable.on(machine).tiers):
         if saved in TIERS:
             open_tiers(machine, world, "optimizer", saved)  # which refuses what is not there
         config = Config.of(**options)

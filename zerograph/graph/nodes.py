@@ -53,6 +53,13 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenTile:
+    """The fact on operators of one tile of tokens: into how many the plan divides them."""
+
+    tiles: int
+
+
+@dataclass(frozen=True, slots=True)
 class Activation:
     """The fact on operators of the forward: what plans call their result."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from zerograph.core.plan import token_tiles
-from zerograph.graph.nodes import added, aten, call, computed, part_of
+from zerograph.graph.nodes import TokenTile, added, aten, call, computed, part_of
 from zerograph.graph.ops import PLACE
 from zerograph.graph.token_region import MEANS, Region, copy_of_tile
 from zerograph.graph.tokens import Tokens
@@ -25,13 +25,13 @@ prims = torch.ops.prims
 def write_tiles(graph: fx.Graph, region: Region, tiles: int) -> int:
     """Replace ``region`` by at most so many tiles; returns their number. Leaves what nothing reads any more."""
     cuts = token_tiles(region.count, tiles)
-    _Tiles(graph, region, cuts).write()
+    _Tiles(graph, region, cuts, TokenTile(tiles)).write()
     return len(cuts)
 
 
 class _Tiles:
-    def __init__(self, graph: fx.Graph, region: Region, tiles: tuple[tuple[int, int], ...]) -> None:
-        self.graph, self.region, self.tiles = graph, region, tiles
+    def __init__(self, graph: fx.Graph, region: Region, tiles: tuple[tuple[int, int], ...], fact: TokenTile) -> None:
+        self.graph, self.region, self.tiles, self.fact = graph, region, tiles, fact
         self.flat: dict[tuple[fx.Node, Tokens], fx.Node] = {}
         self.vals: dict[tuple[fx.Node, int], Any] = {}
 
@@ -69,12 +69,13 @@ class _Tiles:
         """Inserts an operator for ``count`` tokens; what it makes is asked of fake tensors once for all such tiles."""
 
         def insert(node: fx.Node, args: tuple[Any, ...]) -> fx.Node:
-            if (node, count) not in self.vals:
+            if (node, count) in self.vals:
+                copy = call(self.graph, node.target, args, self.vals[node, count], node)
+                copy.kwargs = dict(node.kwargs)
+            else:
                 copy = computed(self.graph, node.target, args, node, node.kwargs)
                 self.vals[node, count] = copy.meta["val"]
-                return copy
-            copy = call(self.graph, node.target, args, self.vals[node, count], node)
-            copy.kwargs = dict(node.kwargs)
+            copy.meta["zg"] = self.fact
             return copy
 
         return insert

@@ -221,8 +221,8 @@ def _placements(wish: Wish, machine: Machine) -> Iterator[tuple[str, Wish]]:
             "tile= for large linear layers" if runs else "tiling of large operators" + _PLANNED,
             replace(wish, tile=True),
         )
-    if wish.executable is not None and wish.executable.activations and wish.saved is None and wish.offload != "auto":
-        for tier in wish.executable.activations:
+    if wish.executable is not None and wish.saved is None and wish.offload != "auto":
+        for tier in wish.executable.tiers:
             if machine.capacity(tier, wish.world_size):
                 yield f'activations="{tier}"', replace(wish, saved=tier)
     if wish.executable is not None and isinstance(wish.loss, int):

@@ -151,7 +151,7 @@ class Wish:
     @property
     def activations(self) -> bool:
         """Whether the search chooses which saved activations leave the device, where something may."""
-        return self.saved is None and (self.executable is None or bool(self.executable.activations))
+        return self.saved is None and (self.executable is None or bool(self.executable.tiers))
 
     def tiers(self, machine: Machine) -> tuple[Tier, ...]:
         """Where something may go that leaves the device.
@@ -449,9 +449,7 @@ def _all_knobs(space: Space, wish: Wish, homes: Sequence[Homes], tiers: Sequence
     if tiers and space.scheduler.profile.training:
         found.append(knobs.homes(space, homes))
         if wish.activations:
-            # Where something may go that a program moves in one step.
-            near = tiers if wish.executable is None else [t for t in tiers if t in wish.executable.activations]
-            found += (knobs.layers_away(space, near), knobs.activations_away(space, near))
+            found += (knobs.layers_away(space, tiers), knobs.activations_away(space, tiers))
             found.append(knobs.of_step("fetch_ahead", FETCHES, fine=True))
     return found
 

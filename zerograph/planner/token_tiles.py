@@ -65,7 +65,10 @@ def in_tiles(step: Step, inside: Collection[str], moved: Mapping[str, int], tile
 
     def counted(op: Op) -> Op:
         own = sum(sizes[name] for name in (*op.reads, *op.writes) if name in inside)
-        if op.name not in moved or op.phase == "update":
+        if op.phase == "update":
+            return op
+        op = replace(op, token_tiles=tiles) if own else op
+        if op.name not in moved:
             return op
         return replace(op, moved=op.moved + (tiles - 1) * moved[op.name] + own - own // tiles)
 
