@@ -23,7 +23,7 @@ values while the others stay at their first.
 
 Prediction. At the largest value of each, ours with `recompute="full"` and the loss in 16 tiles has the lowest peak: of
 one process stage 0 beside `torch.compile` with and without `torch.utils.checkpoint` around each block, of two ranks
-stage 3 with weights in tiles beside `fully_shard` with and without that. Beyond what stays between steps it is at most
+stage 3, with weights or the layers' MLPs in tiles, beside `fully_shard` with and without that. Beyond what stays between steps it is at most
 half of the checkpointed variants' at the largest vocabulary and at most equal to it at the longest sequence. What is
 not sharded has a gradient as large as its parameters in all variants, which at the largest width is most of the peak.
 
@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +50,14 @@ from rich.table import Table
 from torch import Tensor, fx
 from variants import autocast, parse, title
 
-from zerograph.core.config import Config
-
 OUT, ERR = Console(width=None if sys.stdout.isatty() else 140), Console(stderr=True)
 DEFAULT = ["ddp", "ddp-compiled", "fsdp", "fsdp-compiled", "zg0", "zg1", "zg2", "zg3", "ds3"]
 EAGER = ("eager", "ddp", "fsdp", "ds")
 LEAST = "recompute=full:loss_tiles=16"
 GROWING = [
-    "compile", "checkpoint", "compile-checkpoint", f"zg0:{LEAST}",
-    "fsdp", "fsdp-checkpoint", f"zg3:{LEAST}", f"zg3:{LEAST}:tile=8:bucket_size=4MiB",
+    "compile", "checkpoint", "compile-checkpoint", f"zg0:{LEAST}", f"zg0:{LEAST}:token_tiles=8",
+    "fsdp", "fsdp-checkpoint", f"zg3:{LEAST}:token_tiles=8", f"zg3:{LEAST}:tile=8:bucket_size=4MiB",
 ]  # fmt: skip
-TOKEN_TILES = "token_tiles" in {field.name for field in fields(Config)}
-"""Whether the layers' token-wise parts run in tiles too, where the backend can."""
-if TOKEN_TILES:
-    GROWING += [f"zg0:{LEAST}:token_tiles=8", f"zg3:{LEAST}:tile=8:bucket_size=4MiB:token_tiles=8"]
 ALONE = ("eager", "compile", "checkpoint", "zg0")  # how the names of variants begin that shard nothing
 MB = 1e6
 

@@ -24,6 +24,7 @@ from zerograph.passes.reduce import reduce
 from zerograph.passes.spill import spill
 from zerograph.passes.tile import tile
 from zerograph.passes.tile_loss import tile_loss
+from zerograph.passes.tile_tokens import tile_tokens
 from zerograph.passes.verify import verify
 from zerograph.passes.verify_reduced import verify_reduced
 
@@ -66,6 +67,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("pair", offload),
     # before gathers, whose buckets are freed behind their last tile
     Pass("graph", tile_loss),
+    Pass("graph", tile_tokens),
     # before the gathers, which take a tile for a bucket
     Pass("graph", tile),
     Pass("graph", gather),
@@ -99,6 +101,7 @@ __all__ = [
     "spill",
     "tile",
     "tile_loss",
+    "tile_tokens",
     "verify",
     "verify_reduced",
 ]

@@ -9,8 +9,9 @@ In the backward it begins to come back ``plan.fetch_ahead`` layers before the on
     pending = zg.fetch_saved(away); ...; value, ... = zg.wait_fetch_saved(pending, away)
 
 Tensors that look at one memory move together. Safe because nothing writes to a saved value, and no operator of the
-forward reads one after it has left. What the model returns stays, and so do inputs, and what Inductor's own passes have
-put in the place of an activation that the plan names. Needs forwards in which no operator moves any more.
+forward reads one after it has left. What the model returns stays, and so do inputs, what is on the processor beside an
+accelerator, and what Inductor's own passes have put in the place of an activation that the plan names. Needs forwards
+in which no operator moves any more.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import fx
+from torch import Tensor, fx
 
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
@@ -57,10 +57,12 @@ def _leaving(pair: Pair, tier_of: Mapping[str, Tier]) -> _Groups:
     returned: Sequence[object] = output_of(pair.forward.graph).args[0]  # type: ignore[assignment]
     users = {memory_owner(n) for n in returned[: pair.outputs] if isinstance(n, fx.Node)}
     found: dict[fx.Node, tuple[list[fx.Node], str]] = {}
-    for node in dict.fromkeys(n for n in returned[pair.outputs :] if isinstance(n, fx.Node)):
+    saved = [n for n in returned[pair.outputs :] if isinstance(n, fx.Node) and isinstance(n.meta.get("val"), Tensor)]
+    is_accelerated = any(not n.meta["val"].is_cpu for n in saved)
+    for node in dict.fromkeys(saved):
         owner = memory_owner(node)
         what = next((name for name in _names(owner) if name in tier_of), None)
-        if what is not None and owner not in users and isinstance(node.meta.get("val"), torch.Tensor):
+        if what is not None and owner not in users and not (is_accelerated and node.meta["val"].is_cpu):
             found.setdefault(owner, ([], what))[0].append(node)
     return found
 

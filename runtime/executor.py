@@ -283,8 +283,12 @@ class Executor:
             registers[register] = tensor
 
     def _fetch_saved(self, instruction: Read | Fetch, registers: list[Any]) -> None:
-        away = [registers[r] for r in instruction.reads]
-        registers[instruction.writes[0]] = self.store.saved.fetch(away, instruction.moves[0])
+        (out,) = instruction.writes
+        if instruction.reads[0] in self.read:  # on its way from NVMe
+            registers[out] = self.store.saved.lift(registers[instruction.reads[0]])
+        else:
+            away = [registers[r] for r in instruction.reads]
+            registers[out] = self.store.saved.fetch(away, instruction.moves[0])
 
     def _spill(self, instruction: Write | Spill, registers: list[Any]) -> None:
         there: list[Tensor | None] = [registers[r] for r in instruction.reads[: len(instruction.params)]]

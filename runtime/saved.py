@@ -4,16 +4,18 @@ What the forward saves in their place are ordinary tensors: mappings of extents,
 autograd and the user refers to them, so that their room is free when both have let go: after a backward, after the last
 one of a graph that is retained, or when a loss is dropped.
 
-The forward waits for no copy before its end. Memory is free when its copy is done and the next transfer begins.
+The forward waits for no write before its end. Memory is free when its copy is done and the next transfer begins.
+Where the host has another memory than the device, what goes to NVMe and comes from there passes through it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ from zerograph.core.machine import Tier
 from zerograph.core.program import Program, Write
 from zerograph.core.units import format_bytes
 from zerograph.runtime.extents import ALIGNMENT, Extent
-from zerograph.runtime.host import HostMemory, Transfer
+from zerograph.runtime.host import HostMemory, SplitHost, Transfer
 from zerograph.runtime.nvme import Arena, Priority, Ticket
 from zerograph.runtime.store import mapped_tensor
 from zerograph.runtime.torch_private import memory_is_unshared
@@ -44,6 +46,13 @@ class _Span(NamedTuple):
 
     bytes: Tensor
     members: list[int]
+
+
+LEAVING = 2
+"""Layers of which tensors are on their way to the host at most: their memory on the device is bounded."""
+
+STAGED = 3
+"""Layers of which tensors wait on the host for their turn on NVMe at most."""
 
 
 class Returning(NamedTuple):
@@ -82,16 +91,21 @@ class SavedActivations:
         self._slots: dict[int, list[_Slot]] = {}  # by bytes
         self._at: dict[int, _Slot] = {}  # by the address of its mapping
         self._on_host: dict[int, list[Tensor]] = {}  # by size
-        self._leaving: list[Callable[[], None]] = []  # each waits for one
+        self._copies: deque[list[Transfer]] = deque()  # to the host, by layer
+        self._writes: deque[list[Callable[[], None]]] = deque()  # each waits for one
+        self._rising: list[Transfer] = []
         self._told = False
 
     def spill(self, tensors: Sequence[Tensor], tier: Tier) -> list[Tensor]:
         """Begin to move ``tensors``, which nobody writes to any more; returns what stands for them.
 
+        To NVMe they go from the host's memory, to which an earlier call has brought them where it is not the device's.
+
         Raises:
             StorageError: a transfer failed.
         """
         found = list(tensors)
+        begun = self._one_more_to(tier)
         for span in _spans(tensors):
             if _stays(tensors, span):
                 continue
@@ -99,7 +113,21 @@ class SavedActivations:
             if home is not None:
                 for k in span.members:
                     found[k] = _as(tensors[k], span.bytes, home)
+        if not begun[-1]:
+            begun.pop()  # the last one is what others are waited for by
         return found
+
+    def _one_more_to(self, tier: Tier) -> deque[list[Any]]:
+        """Make way for the tensors of one more layer; returns all that is under way to ``tier``, and a place for it."""
+        if tier == "host":
+            for copy in _taken(self._copies, LEAVING - 1):
+                copy.wait()
+        elif self._host() is not None:  # else they are in memory as they would be without
+            for written in _taken(self._writes, STAGED - 1):
+                written()
+        begun: deque[list[Any]] = self._copies if tier == "host" else self._writes
+        begun.append([])
+        return begun
 
     def _to_nvme(self, source: Tensor) -> Tensor | None:
         slot = self._free_slot(source.nbytes)
@@ -107,9 +135,23 @@ class SavedActivations:
             return None
         home = mapped_tensor(slot.arena, slot.extent, torch.uint8, (source.nbytes,))
         self._at[home.data_ptr()] = slot
-        ticket = slot.arena.write(slot.extent, source)
-        self._leaving.append(partial(slot.arena.wait, ticket))
+        self._writes[-1].append(self._write(slot, source))
         return home
+
+    def _write(self, slot: _Slot, source: Tensor) -> Callable[[], None]:
+        """Begin to write ``source``, which may be on its way to the host; returns what waits for that."""
+        host = self._host()
+        if host is None:
+            return partial(slot.arena.wait, slot.arena.write(slot.extent, source))
+        assert isinstance(host, SplitHost)  # NVMe behind an accelerator is refused
+        tickets: list[Ticket] = []
+        begun = host.run(lambda: tickets.append(slot.arena.write(slot.extent, source)))
+
+        def written() -> None:
+            begun.result()
+            slot.arena.wait(tickets[0])
+
+        return written
 
     def _free_slot(self, size: int) -> _Slot | None:
         """Room for ``size`` bytes; None where there is none, which is told once."""
@@ -163,26 +205,38 @@ class SavedActivations:
                     others[:] = [slot for slot in others if not memory_is_unshared(slot)]
             home = host.room(source.nbytes)
             slots.append(home)
-        self._leaving.append(host.start([(source, home)]).arrive)
+        self._copies[-1].append(host.start([(source, home)]))
         return home
 
     def fetch(self, away: Sequence[Tensor], tier: Tier) -> Returning:
         """Begin to bring back what ``away`` stand for; what was left on the device, or a hook has brought back, is
         there."""
         found = Returning(list(away), away, [], [])
-        spans = (span for span in _spans(away) if not _stays(away, span))
-        coming = [(span, self._slot_of(span.bytes) if tier == "nvme" else None) for span in spans]
-        coming = [(span, slot) for span, slot in coming if tier != "nvme" or slot is not None]
-        for span, slot in coming:
-            target = _memory(span.bytes.nbytes)
+        if tier == "host":
+            return self.lift(found)
+        for span in _spans(away):
+            slot = None if _stays(away, span) else self._slot_of(span.bytes)
             if slot is not None:
+                target = _memory(span.bytes.nbytes)
                 found.reads.append((slot.arena, slot.arena.read(slot.extent, target, Priority.now)))
-            else:
-                host = self._host()
-                assert host is not None
-                found.copies.append(host.start([(span.bytes, target)]))
+                for k in span.members:
+                    found.here[k] = _as(away[k], span.bytes, target)
+        return found
+
+    def lift(self, returning: Returning) -> Returning:
+        """Begin to copy to the device what is on the host, or is read to there."""
+        host = self._host()
+        assert host is not None  # where a plan has something there
+        found = Returning(list(returning.here), returning.away, [], [])
+        for span in _spans(returning.here):
+            # On an accelerator a hook may have brought it back to there.
+            if _stays(returning.here, span) or not span.bytes.is_cpu:
+                continue
+            target = _memory(span.bytes.nbytes) if host.device.type == "cpu" else host.above(span.bytes.nbytes)
+            found.copies.append(host.start([(span.bytes, target)], partial(_wait_for, returning.reads)))
             for k in span.members:
-                found.here[k] = _as(away[k], span.bytes, target)
+                found.here[k] = _as(returning.here[k], span.bytes, target)
+        self._rising += found.copies
         return found
 
     def finish(self, returning: Returning) -> list[Tensor]:
@@ -191,10 +245,10 @@ class SavedActivations:
         Raises:
             StorageError: a transfer failed.
         """
-        for arena, ticket in returning.reads:
-            arena.wait(ticket)
+        _wait_for(returning.reads)
         for copy in returning.copies:
             copy.wait()
+            self._rising.remove(copy)
         return returning.here
 
     def wait(self) -> None:
@@ -203,14 +257,17 @@ class SavedActivations:
         Raises:
             StorageError: a transfer failed.
         """
-        while self._leaving:
-            self._leaving.pop(0)()
+        for copy in _taken(self._copies):
+            copy.arrive()
+        for written in _taken(self._writes):
+            written()
 
     def abandon(self) -> None:
-        """A program failed: wait for what leaves, whatever becomes of it."""
-        while self._leaving:
+        """A program failed: wait for what is under way, whatever becomes of it."""
+        waits = [copy.arrive for copy in (*_taken(self._copies), *_taken(deque([self._rising])))]
+        for wait in (*waits, *_taken(self._writes)):
             with contextlib.suppress(Exception):  # the first error is on its way to the caller
-                self._leaving.pop()()
+                wait()
 
     @property
     def on_host(self) -> int:
@@ -231,6 +288,22 @@ class SavedActivations:
         return slot if mapped else None
 
 
+T = TypeVar("T")
+
+
+def _taken(begun: deque[list[T]], most: int = 0) -> Iterator[T]:
+    """Take out what began first, of all layers but ``most``."""
+    while len(begun) > most:
+        while begun[0]:
+            yield begun[0].pop(0)
+        begun.popleft()
+
+
+def _wait_for(reads: Iterable[tuple[Arena, Ticket]]) -> None:
+    for arena, ticket in reads:
+        arena.wait(ticket)
+
+
 def _spans(tensors: Iterable[Tensor]) -> Iterator[_Span]:
     """Each memory that ``tensors`` look at, from the first byte to the last; what is empty has none."""
     found: dict[int, tuple[int, int, list[int]]] = {}
@@ -246,7 +319,12 @@ def _spans(tensors: Iterable[Tensor]) -> Iterator[_Span]:
     for begin, end, members in found.values():
         begin -= begin % _WIDEST  # so that elements of any dtype begin at whole ones of it
         storage = tensors[members[0]].untyped_storage()
-        yield _Span(torch.empty(0, dtype=torch.uint8).set_(storage, begin, (end - begin,), (1,)), members)
+        yield _Span(_looking_at(storage, torch.uint8).set_(storage, begin, (end - begin,), (1,)), members)
+
+
+def _looking_at(storage: torch.UntypedStorage, dtype: torch.dtype) -> Tensor:
+    """A tensor that may be set to a part of ``storage``."""
+    return torch.empty(0, dtype=dtype, device=storage.device)
 
 
 _WIDEST = torch.complex128.itemsize
@@ -260,9 +338,8 @@ def _stays(tensors: Sequence[Tensor], span: _Span) -> bool:
 def _as(tensor: Tensor, source: Tensor, memory: Tensor) -> Tensor:
     """What ``tensor`` is in ``source``, in a copy of that in other ``memory``."""
     begin = tensor.storage_offset() * tensor.itemsize - source.storage_offset() + memory.storage_offset()
-    found = torch.empty(0, dtype=tensor.dtype).set_(
-        memory.untyped_storage(), begin // tensor.itemsize, tensor.shape, tensor.stride()
-    )
+    storage = memory.untyped_storage()
+    found = _looking_at(storage, tensor.dtype).set_(storage, begin // tensor.itemsize, tensor.shape, tensor.stride())
     return found.conj() if tensor.is_conj() else found
 
 

@@ -280,6 +280,13 @@ class ShardStore:
         self._early[flat.data_ptr()] = extent
         return flat.as_strided(like.shape, like.stride())
 
+    def forget_early(self) -> None:
+        """Give back the room of what :meth:`early` gave and is no parameter now: something failed before it was."""
+        kept = {local_tensor(param).data_ptr() for param in self._params.values()}
+        self._extents.update(self._early.pop(address) for address in [*self._early] if address not in kept)
+        if self.arena is not None:
+            self._reclaim()
+
     def let_go(self, tensor: Tensor) -> None:
         """Keep nothing of what :meth:`early` gave in this process's memory."""
         extent = self._early.get(tensor.data_ptr())

@@ -18,13 +18,12 @@ from zerograph.compiler.driver import compile_frame
 from zerograph.compiler.frame import Frame, traced_function
 from zerograph.compiler.frame_plan import MOMENTS, Planner, farthest, machine_of
 from zerograph.compiler.recording import Recording
-from zerograph.compiler.report import BucketReport, Report
+from zerograph.compiler.report import BucketReport, Report, TokenTiles
 from zerograph.compiler.room import memory_here
 from zerograph.compiler.segments import SegmentCache
 from zerograph.compiler.torch_private import graph_breaks
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
-from zerograph.core.executable import Executable
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.optim.check import OptimizerCheck
@@ -135,12 +134,6 @@ class Backend:
                 "the memory of a CPU's host is its device's: nothing would leave it",
                 'tier="nvme" with path="/folder/on/a/disk"; for tests, machine= may be one with "split": true',
             )
-        runs = Executable.on(machine_of(self.config, device)).activations
-        for tier in sorted(self.config.saved_on - {*runs}):
-            raise UnsupportedError(
-                f"what layers save on {device.type} cannot wait on {tier} yet" + ", as it counts as split" * split,
-                f'activations="{runs[0]}"' if runs else 'activations="keep", and recompute="full" to save memory',
-            )
         self._segments.prepare(device)
         ranks = Ranks.connect(self.config, device)
         if split or ranks.host is not None:
@@ -174,6 +167,7 @@ class Backend:
             agreement=ranks.agreement,
             tied=self._adoption.tied,
             loss_only=config.loss_only,
+            by_token=config.by_token,
             staging=self._planner.staging,
         )
 
@@ -303,6 +297,9 @@ class Backend:
             on_nvme=self._store.bytes(),
             slots=self._store.slots,
             on_host=self._store.on_host(),
+            token_tiles={
+                f.index: TokenTiles(f.plan.loss_tiles, f.plan.token_tiles, len(f.plan.token_regions)) for f in frames
+            },
             whole_logits={f.index: why for f in frames if (why := why_whole(f.step, f.plan.loss_tiles))},
             recorded=self._recording.beside_forecast() if self._recording is not None else None,
         )
@@ -345,9 +342,9 @@ def backend(**options: Any) -> Backend:
         host_memory: bytes of the host's memory that a rank may use for that, ``"100GiB"`` or a number; default: what is
             free, shared by the host's ranks, and no more than ``machine`` says.
         activations: where what the forward saves of repeated layers waits for the backward: "keep" keeps it on the
-            device; "nvme" moves it there layer by layer, and back before its layer's backward; "host" runs only on a
-            ``machine`` that counts as split. "auto" keeps it, unless ``offload`` moves something and ``memory`` is
-            given: then it is chosen by layer.
+            device; "host" (on GPUs, and on a ``machine`` that counts as split) and "nvme" (not on GPUs) move it there
+            layer by layer, and back before its layer's backward. "auto" keeps it, unless ``offload`` moves something
+            and ``memory`` is given: then it is chosen by layer.
         path: folder on NVMe to keep it in, or a list of folders, over which it is striped; needed where something goes
             there.
         nvme: bytes that a rank may use there and reserves, ``"500GiB"`` or a number; default: room for two moments of
@@ -355,6 +352,9 @@ def backend(**options: Any) -> Backend:
         loss_tiles: parts over tokens that the vocabulary head and its loss run in, so that logits never exist whole
             (docs/tiling.md); "auto": whole, or with ``memory`` in as many parts as it takes to fit. The loss is to be
             computed in the forward. Where that returns logits too, see ``loss_only``.
+        token_tiles: parts over tokens that the MLPs of recomputed layers run in, with the norm and residual around
+            them, so that what is wider than the model never exists whole (docs/tiling.md); more than 1 recomputes all
+            layers where ``recompute`` is "auto". "auto": whole, or with ``memory`` tiles where nothing else fits.
         loss_only: True: a forward that records gradients returns None in place of logits, keys, values and whatever
             else of two dimensions or more a gradient reaches, beside its one loss. Evaluation returns all.
         compute: "inductor", or "eager" to run the same program with uncompiled segments, for debugging.
@@ -460,6 +460,7 @@ def materialize(model: nn.Module, init: Init = None, files: Sequence[str | os.Pa
     homes = owner._planner.homes_before()
     leaves = homes.parameters == "nvme"
     if leaves:
+        owner._store.forget_early()
         owner._store.reserve({}, homes, owner.config.casts, MOMENTS, early=True)
     return fill(model, owner._adoption, init, files, owner._store if leaves else None)
 

@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from zerograph.core.plan import Homes
 from zerograph.core.planfile import PlanFile
 from zerograph.core.timeline import STREAMS
 from zerograph.dryrun.forecast import plan_file
+from zerograph.planner.check_file import check_file
 
 MODEL = """
 import torch
@@ -567,9 +569,40 @@ def test_logits_that_a_model_returns_can_be_planned_in_tiles(tmp_path: Path) -> 
     assert peaks[0] == peaks[1] > 2 * peaks[2]
 
 
-@pytest.mark.parametrize("given", [["--tile", "some"], ["--loss-tiles", "off"], ["--loss-tiles", "0"]])
+@pytest.mark.parametrize("offload", [[], ["--offload", "optimizer"]], ids=["of programs", "of a schedule"])
+def test_a_plan_that_contradicts_its_tasks_is_found(offload: list[str], tmp_path: Path) -> None:
+    source = tmp_path / "model.py"
+    source.write_text(RETURNING.replace(", logits", ""))
+    given = ["--seq", "64", "--world", "2", "--machine", "cpu", "--loss-tiles", "4", "--json", *offload]
+    ran = CliRunner().invoke(main, ["plan", f"{source}:make", *given])
+    assert ran.exit_code == 0, ran.output
+    file = PlanFile.from_json(ran.stdout)
+    assert check_file(file) == [] and PlanFile.from_json(file.to_json()) == file
+    for plan in (replace(file.plan, loss_tiles=2), replace(file.plan, loss_tiles=1, head="")):
+        assert {violation.check for violation in check_file(replace(file, plan=plan))} == {"tokens"}
+
+
+@pytest.mark.parametrize(
+    "given", [["--tile", "some"], ["--loss-tiles", "off"], ["--loss-tiles", "0"], ["--token-tiles", "0"]]
+)
 def test_tiles_that_make_no_sense(given: list[str], tmp_path: Path) -> None:
     source = tmp_path / "model.py"
     source.write_text(RETURNING)
     ran = CliRunner().invoke(main, ["plan", f"{source}:make", "--machine", "cpu", *given])
     assert ran.exit_code != 0 and ("tile" in ran.output or "tile" in str(ran.exception))
+
+
+@pytest.mark.parametrize("given", [[], ["--offload", "optimizer", "--machine", "v100-32gb-dgx2"]], ids=["here", "away"])
+def test_tokens_of_layers_can_be_planned_in_tiles(given: list[str]) -> None:
+    sizes = ["--params", "50M", "--layers", "4", "--hidden", "512", "--vocab", "512", "--seq", "2048", "--world", "2"]
+    peaks = []
+    for tiles in ("1", "8"):
+        told = ["--recompute", "full", "--token-tiles", tiles, "--json", *given]
+        ran = CliRunner().invoke(main, ["plan", *sizes, *(["--machine", "cpu"] if not given else []), *told])
+        assert ran.exit_code == 0, ran.output
+        file = PlanFile.from_json(ran.stdout)
+        assert file.plan.token_tiles == int(tiles)
+        assert len(file.plan.token_regions) == (4 if tiles == "8" else 0)
+        peaks.append(file.forecast.peaks["device"].bytes)
+    assert "MLPs of 4 layers in 8 tiles of tokens" in [reason.decision for reason in file.reasons]
+    assert peaks[1] < peaks[0]

@@ -58,6 +58,8 @@ WRONG: list[tuple[str, Any, str]] = [
     ("loss_tiles", True, "got True"),
     ("loss_tiles", 2.0, "got 2.0"),
     ("loss_tiles", "off", "got 'off'"),
+    ("token_tiles", 0, 'token_tiles must be "auto" or a number of tiles >= 1, got 0'),
+    ("token_tiles", "off", "got 'off'"),
     ("loss_only", 1, "loss_only must be True or False, got 1"),
     ("compute", "triton", "compute must be one of"),
     ("compute", None, "got None"),

@@ -36,7 +36,7 @@ PLAN = Plan(3, 2, (Bucket(0, "a", (PARAM,), "use"),), 1)
         (
             replace(PLAN, offload=(("blocks.0", "host"), ("blocks.1", "nvme"))),
             "activations of blocks.0 on host",
-            "activations of blocks.0 on host",
+            "activations of blocks.1 on nvme",
         ),
     ],
 )
@@ -55,7 +55,8 @@ def test_where_something_may_go_on_a_split_machine() -> None:
     )
 
 
-def test_activations_go_where_one_copy_brings_them() -> None:
-    split = Executable.on(replace(machine_named("cpu"), split=True))
-    assert split.missing(replace(PLAN, offload=(("blocks.0", "host"),))) == ""
-    assert split.missing(replace(PLAN, offload=(("blocks.0", "nvme"),))) == "activations of blocks.0 on nvme"
+def test_activations_go_where_shards_may() -> None:
+    split = replace(machine_named("cpu"), split=True)
+    both = replace(PLAN, offload=(("blocks.0", "host"), ("blocks.1", "nvme")))
+    assert Executable.on(split).missing(both) == ""
+    assert Executable.on(split, nvme=False).missing(both) == "activations of blocks.1 on nvme"

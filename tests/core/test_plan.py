@@ -72,7 +72,7 @@ def test_plans_that_differ_have_different_digests(one: Plan, other: Plan) -> Non
 def test_another_version_is_refused() -> None:
     data = json.loads(Plan(3, 2, (), 1).to_json())
     for version in (4, 99, None):
-        with pytest.raises(ZeroGraphError, match=f"plan has version {version}, this ZeroGraph reads 7"):
+        with pytest.raises(ZeroGraphError, match=f"plan has version {version}, this ZeroGraph reads 8"):
             Plan.from_json(json.dumps({**data, "version": version}))
 
 
@@ -82,7 +82,7 @@ def test_what_is_no_plan_is_refused(text: str) -> None:
         Plan.from_json(text)
 
 
-@pytest.mark.parametrize("key", ["save", "recompute"])
+@pytest.mark.parametrize("key", ["save", "recompute", "token_regions"])
 def test_names_are_text(key: str) -> None:
     data = json.loads(Plan(3, 2, (), 1).to_json()) | {key: [1]}
     with pytest.raises(ZeroGraphError, match="1 is no name"):
@@ -90,9 +90,11 @@ def test_names_are_text(key: str) -> None:
 
 
 WRONG: list[tuple[str, object]] = [
-    *((name, value) for name in ("stage", "world_size", "prefetch", "reductions", "fetch_ahead", "loss_tiles")
+    *((name, value)
+      for name in ("stage", "world_size", "prefetch", "reductions", "fetch_ahead", "loss_tiles", "token_tiles")
       for value in (1.5, True, "2", None)),
-    ("save_others", "no"), ("save", "h.0:mm"), ("recompute", "h.0"), ("offload", {}), ("buckets", None), ("more", 1),
+    ("save_others", "no"), ("save", "h.0:mm"), ("recompute", "h.0"), ("token_regions", "h.0:mm"),
+    ("offload", {}), ("buckets", None), ("more", 1),
 ]  # fmt: skip
 
 
@@ -131,3 +133,17 @@ def test_what_is_saved_belongs_to_a_layer_that_is_recomputed() -> None:
     other, twice = replace(plan, save=("h.1:mm",)), replace(plan, save=("h.0:mm", "h.0:mm"))
     assert list(other.mistakes()) == ["h.1:mm is saved, of a layer that is not recomputed"]
     assert list(twice.mistakes()) == ["h.0:mm is saved twice"]
+
+
+@pytest.mark.parametrize(
+    ("regions", "tiles", "wrong"),
+    [
+        (("h.0:mm",), 1, "1 tiles of tokens of 1 layers"),
+        ((), 2, "2 tiles of tokens of 0 layers"),
+        (("h.0:mm", "h.0:mm"), 2, "h.0:mm runs by token twice"),
+        (("h.1:mm",), 2, "h.1:mm runs by token, of a layer that is not recomputed"),
+    ],
+)
+def test_layers_in_tiles_of_tokens_are_recomputed_ones(regions: tuple[str, ...], tiles: int, wrong: str) -> None:
+    plan = Plan(3, 2, (), 1, recompute=("h.0",), token_tiles=tiles, token_regions=regions)
+    assert list(plan.mistakes()) == [wrong]

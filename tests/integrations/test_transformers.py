@@ -224,6 +224,29 @@ def test_a_step_is_one_graph_whose_logits_are_in_tiles(tmp_path: Path) -> None:
         assert sums == 3 and not breaks
 
 
+class Reads(Trainer):
+    """Reads logits in training."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        found = model(**inputs)
+        assert found.logits is not None
+        return (found.loss, found) if return_outputs else found.loss
+
+
+def _one_after_another(path: str) -> None:
+    backend = zerograph.backend(stage=3, compute="eager")
+    for kind in (Trainer, Reads):
+        own = {"args": arguments(path, eval_strategy="no", max_steps=1), "train_dataset": texts(64)}
+        found = kind(model=llama(), **own, backend=backend)
+        found.train()
+        assert zerograph.backend_of(found.model).config.loss_only is (kind is Trainer)
+        assert backend.config.loss_only is False
+
+
+def test_a_second_trainer_with_that_backend_may_read_logits(tmp_path: Path) -> None:
+    run(1, _one_after_another, str(tmp_path))
+
+
 def _refused(path: str) -> None:
     for options, keep, named in REFUSED:
         with pytest.raises(ConfigError, match=named):

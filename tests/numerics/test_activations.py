@@ -1,5 +1,5 @@
 """Where saved activations wait for the backward changes nothing that is computed: losses and gradients are the same to
-the bit on the device, computed again, on the host and on NVMe."""
+the bit on the device, computed again, on the host, on NVMe, and on NVMe behind the host."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def train(steps: int = STEPS, make: Any = model, **options: Any) -> tuple[Losses
 
 def mixed(path: Path, world: int, stage: int, machine: Machine) -> Path:
     """A plan with a layer that is kept, one that is computed again, and one that leaves in part; and all streams."""
-    tier = "host" if machine.split else "nvme"
+    tiers: tuple[Tier, ...] = ("nvme", "host", "nvme") if machine.split else ("nvme",) * 3
     found = compile_only(
         lambda: (model(), (torch.empty(ROWS, LENGTH, 5),)), world_size=world, stage=stage, bucket_size="8KB"
     )
     made = {op.activation for op in found.frame.step.ops}
-    away = tuple((name, tier) for name in ("blocks.1", "blocks.2:where.self#2", "blocks.2:clone#4"))
+    away = tuple(zip(("blocks.1", "blocks.2:where.self#2", "blocks.2:clone#4"), tiers, strict=True))
     assert {name for name, _ in away if layer_of_activation(name)} <= made
     file = forecast_file("tests", found, machine)
     plan = replace(file.plan, recompute=("blocks.1",), save=("blocks.1:where.self#2",), offload=away, fetch_ahead=2)
@@ -70,7 +70,7 @@ def mixed(path: Path, world: int, stage: int, machine: Machine) -> Path:
     return path
 
 
-FEW = ("on NVMe", "on the host", "the inputs on NVMe", "mixed on NVMe")
+FEW = ("on NVMe", "on the host", "behind the host", "the inputs on NVMe", "mixed on NVMe")
 """Those that are tried at every stage."""
 
 
@@ -81,10 +81,11 @@ def _all_ways(stage: int, plans: dict[bool, Path], folder: str, chosen: tuple[st
         "computed again": {"stage": stage, "recompute": "full"},
         "on NVMe": {"stage": stage, **nvme},
         "on the host": {"stage": stage, **host},
+        "behind the host": {"stage": stage, **nvme, "machine": SPLIT},
         "the inputs on NVMe": {"stage": stage, "recompute": "full", **nvme},
         "everything on NVMe": {"stage": stage, "recompute": "none", **nvme},
         "mixed on NVMe": {"plan": plans[False], "path": folder},
-        "mixed on the host": {"plan": plans[True]},
+        "mixed on both": {"plan": plans[True], "path": folder},
     }
     bytes_away = {}
     for way, options in ((way, ways[way]) for way in chosen or ways):
@@ -103,16 +104,17 @@ def test_where_activations_wait_changes_no_bit(world: int, stage: int, tmp_path:
     chosen = () if (world, stage) in ((1, 0), (2, 3)) else FEW
     for sizes in run(world, _all_ways, stage, plans, str(tmp_path), chosen, timeout=300):
         assert sizes["on NVMe"] > sizes["mixed on NVMe"] >= sizes["the inputs on NVMe"] > 0 == sizes["on the host"]
+        assert sizes["behind the host"] == sizes["on NVMe"]
         if not chosen:
             assert sizes["everything on NVMe"] >= sizes["on NVMe"]
-            assert sizes["computed again"] == sizes["mixed on the host"] == 0
+            assert sizes["mixed on NVMe"] >= sizes["mixed on both"] > 0 == sizes["computed again"]
 
 
 def drawn(path: Path, seed: int, world: int) -> dict[str, Any]:
     """Write a plan in which anything may wait anywhere, and return what a backend needs to run it."""
     draw = Random(seed)
     stage, split = draw.choice([0, 1, 2, 3]), draw.random() < 0.4
-    tier: Tier = "host" if split else "nvme"
+    tiers: list[Tier] = ["host", "nvme"] if split else ["nvme"]
     rules = {"stage": stage, "recompute": draw.choice(["auto", "none"]), "prefetch": draw.randint(0, 2)}
     options: dict[str, Any] = {**rules, "bucket_size": draw.choice([1, "4KiB", "32KiB"])}
     shape = (ROWS, LENGTH, 5)
@@ -126,14 +128,16 @@ def drawn(path: Path, seed: int, world: int) -> dict[str, Any]:
         again = draw.random() < 0.4
         recompute += [layer] * again
         save += draw.sample(sorted(names[layer]), 3 * again)
-        offload += [(layer, tier)] * (draw.random() < 0.5)
-        offload += [(name, tier) for name in draw.sample(sorted(names[layer]), draw.randint(0, 6))]
+        offload += [(layer, draw.choice(tiers))] * (draw.random() < 0.5)
+        offload += [(name, draw.choice(tiers)) for name in draw.sample(sorted(names[layer]), draw.randint(0, 6))]
     decided = {"recompute": tuple(recompute), "save": tuple(save), "offload": tuple(offload)}
-    homes = Homes(**dict.fromkeys(OFFLOADS[1 : draw.randint(0, stage) + 1], tier)) if world > 1 else Homes()
+    home = draw.choice(tiers)
+    homes = Homes(**dict.fromkeys(OFFLOADS[1 : draw.randint(0, stage) + 1], home)) if world > 1 else Homes()
     buckets = tuple(replace(b, homes=homes if any(p.sharded for p in b.params) else b.homes) for b in file.plan.buckets)
     plan = replace(file.plan, **decided, buckets=buckets, fetch_ahead=draw.randint(1, 4))
     path.write_text(replace(file, plan=plan).to_json())
-    away = {"path": str(path.parent)} if not split and (offload or homes.away) else {}
+    on_nvme = "nvme" in {tier for _, tier in offload} | homes.away
+    away = {"path": str(path.parent)} if on_nvme else {}
     return {"plan": path, **away, "rules": options}
 
 

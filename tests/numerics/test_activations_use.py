@@ -125,7 +125,8 @@ def _all_uses(options: dict[str, Any]) -> list[list[Tensor]]:
 
 def _same_uses(folder: str) -> None:
     truth = _all_uses({})
-    for options in (nvme(folder), nvme(folder, recompute="full"), nvme(folder, nvme="4MiB"), HOST):
+    behind = nvme(folder, machine=SPLIT)
+    for options in (nvme(folder), nvme(folder, recompute="full"), nvme(folder, nvme="4MiB"), HOST, behind):
         for use, ours, theirs in zip(USES, _all_uses(options), truth, strict=True):
             assert len(ours) == len(theirs) > 0
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), (options, use.__name__)
@@ -167,10 +168,10 @@ def _error_of(training: Training) -> ZeroGraphError | None:
     return None
 
 
-def _every_transfer(folder: str, engine: str) -> int:
+def _every_transfer(folder: str, engine: str, more: dict[str, Any]) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ZEROGRAPH_IO", engine)
-        training = Training(**nvme(folder))
+        training = Training(**nvme(folder, **more))
         training.loss().backward()
         training.grads()
     arena, state, failed = training.backend._store.arena, training.generator.get_state(), 0
@@ -194,9 +195,10 @@ def _every_transfer(folder: str, engine: str) -> int:
     return failed
 
 
+@pytest.mark.parametrize("more", [{}, {"machine": SPLIT}], ids=["", "behind the host"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_any_transfer_may_fail_and_the_step_is_repeated(engine: str, tmp_path: Path) -> None:
-    assert run(1, _every_transfer, str(tmp_path), engine)[0] > 20
+def test_any_transfer_may_fail_and_the_step_is_repeated(engine: str, more: dict[str, Any], tmp_path: Path) -> None:
+    assert run(1, _every_transfer, str(tmp_path), engine, more)[0] > 20
 
 
 def _fails_on_one_rank(folder: str) -> str:

@@ -203,3 +203,37 @@ def test_decisions_about_layers_that_are_not_there_are_found() -> None:
     ):
         found = [violation for violation in check_file(replace(FILE, plan=changed)) if violation.check == "layers"]
         assert found and all("blocks.77" in violation.message for violation in found)
+
+
+def of_tokens(file: PlanFile) -> list[str]:
+    return [violation.message for violation in check_file(file) if violation.check == "tokens"]
+
+
+def test_tasks_in_other_tiles_of_tokens_than_the_plan_says_are_found() -> None:
+    spans = list(FILE.forecast.spans)
+    head = next(i for i, span in enumerate(spans) if span.stream == "compute") + 1
+    spans.insert(head, replace(spans[head - 1], name="forward head", module="head", token_tiles=4))
+    file = replace(FILE, forecast=replace(FILE.forecast, spans=tuple(spans)))
+    tiled = replace(FILE.plan, loss_tiles=4, head="head:mm")
+    assert of_tokens(replace(file, plan=tiled)) == []
+    assert of_tokens(file) == ["forward head runs in 4 tiles of tokens, the plan has 1"]
+    lost = "head:mm is in {} tiles of tokens, and no task makes one"
+    assert of_tokens(replace(FILE, plan=tiled)) == [lost.format(4)]
+    other = of_tokens(replace(file, plan=replace(tiled, loss_tiles=8)))
+    assert other == ["forward head runs in 4 tiles of tokens, the plan has 8", lost.format(8)]
+
+
+def test_layers_in_other_tiles_of_tokens_than_the_plan_says_are_found() -> None:
+    layer = "blocks.1"
+    spans = [
+        replace(span, token_tiles=3) if (span.module, span.stream) == (layer, "compute") else span
+        for span in FILE.forecast.spans
+    ]
+    file = replace(FILE, forecast=replace(FILE.forecast, spans=tuple(spans)))
+    tiled = replace(FILE.plan, recompute=(layer,), token_tiles=3, token_regions=(f"{layer}.mlp:mm",))
+    assert of_tokens(replace(file, plan=tiled)) == []
+    assert of_tokens(file) == [
+        f"{phase} {layer} runs in 3 tiles of tokens, the plan has 1" for phase in ("forward", "backward")
+    ]
+    (lost,) = of_tokens(replace(FILE, plan=tiled))
+    assert lost == f"{layer}.mlp:mm is in 3 tiles of tokens, and no task makes one"

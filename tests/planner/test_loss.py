@@ -67,8 +67,8 @@ def test_the_head_is_found_with_all_that_is_as_large() -> None:
     assert head is not None
     assert (head.name, head.params, head.bytes) == ("logits", ("head.weight",), LOGITS)
     assert head.large == {"logits", "logs", "d_logits"}
-    assert head.weights == {"logits": WEIGHT, "d_loss": WEIGHT}
-    assert head.sums == {"d_weight": 2 * WEIGHT}
+    assert head.weights == {"logits": WEIGHT, "d_weight": 2 * WEIGHT, "d_loss": WEIGHT}
+    assert head.sums == {"d_weight"}
 
 
 def test_logits_that_are_returned_are_whole() -> None:

@@ -1,11 +1,12 @@
-"""Saved activations on NVMe and on a host that counts as another memory: what comes back is what left, bit by bit."""
+"""Saved activations on NVMe, on a host that counts as another memory, and behind it: what comes back is what left, bit
+by bit."""
 
 from __future__ import annotations
 
 import gc
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,20 +18,50 @@ from zerograph.core.errors import StorageError
 from zerograph.core.machine import Tier
 from zerograph.runtime.host import Pairs, SplitHost, Transfer
 from zerograph.runtime.nvme import Arena
-from zerograph.runtime.saved import SavedActivations
+from zerograph.runtime.saved import LEAVING, STAGED, SavedActivations
 
 ROOM = 2**20
-TIERS: tuple[Tier, ...] = ("nvme", "host")
+WAYS: tuple[tuple[Tier, ...], ...] = (("nvme",), ("host",), ("host", "nvme"))
+ways = pytest.mark.parametrize("way", WAYS, ids=" and ".join)
 
 
-@pytest.fixture
-def saved(tmp_path: Path) -> Iterator[SavedActivations]:
-    with Arena([tmp_path], 2 * ROOM) as arena:
-        host = SplitHost()
+def made(folder: Path, host: SplitHost | None) -> Iterator[SavedActivations]:
+    with Arena([folder], 2 * ROOM) as arena:
         found = SavedActivations(lambda: host)
         found.arenas, found.room = [arena], ROOM
         yield found
         found.abandon()
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Iterator[SavedActivations]:
+    """Those of a device whose host has no other memory."""
+    yield from made(tmp_path, None)
+
+
+@pytest.fixture
+def behind(tmp_path: Path) -> Iterator[SavedActivations]:
+    """Those of a device with a host, and NVMe behind that."""
+    yield from made(tmp_path, SplitHost())
+
+
+def gone(saved: SavedActivations, tensors: Sequence[Tensor], way: tuple[Tier, ...]) -> list[Tensor]:
+    """What stands for ``tensors`` when they have left, by the tiers of ``way``."""
+    away = [*tensors]
+    for tier in way:
+        away = saved.spill(away, tier)
+    saved.wait()
+    return away
+
+
+def back_from(saved: SavedActivations, away: Sequence[Tensor], way: tuple[Tier, ...]) -> list[Tensor]:
+    returning = saved.fetch(away, way[-1])
+    return saved.finish(saved.lift(returning) if len(way) > 1 else returning)
+
+
+@pytest.fixture
+def of_way(way: tuple[Tier, ...], tmp_path: Path) -> Iterator[SavedActivations]:
+    yield from made(tmp_path, SplitHost() if "host" in way else None)
 
 
 def odd() -> list[Tensor]:
@@ -45,15 +76,14 @@ def odd() -> list[Tensor]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_what_comes_back_is_what_left_with_its_strides(saved: SavedActivations, tier: Tier) -> None:
-    tensors = odd()
+@ways
+def test_what_comes_back_is_what_left_with_its_strides(of_way: SavedActivations, way: tuple[Tier, ...]) -> None:
+    tensors, saved = odd(), of_way
     wanted = [tensor.clone(memory_format=torch.preserve_format) for tensor in tensors]
     layouts = [(t.shape, t.stride(), t.dtype) for t in tensors]
-    away = saved.spill(tensors, tier)
-    saved.wait()
+    away = gone(saved, tensors, way)
     for _ in range(2):  # as of a graph that is retained
-        back = saved.finish(saved.fetch(away, tier))
+        back = back_from(saved, away, way)
         assert (
             [(t.shape, t.stride(), t.dtype) for t in back] == layouts == [(t.shape, t.stride(), t.dtype) for t in away]
         )
@@ -64,12 +94,38 @@ def test_what_comes_back_is_what_left_with_its_strides(saved: SavedActivations, 
     assert all(torch.equal(a, b) for a, b in zip(away, wanted, strict=True))  # whoever reads them: a hook, for one
 
 
-def test_memory_of_other_shapes_on_the_host_goes(saved: SavedActivations) -> None:
+def test_memory_of_other_shapes_on_the_host_goes(behind: SavedActivations) -> None:
     for count in range(1000, 1050):
-        away = saved.spill([torch.ones(count)], "host")
-        saved.wait()
+        away = behind.spill([torch.ones(count)], "host")
+        behind.wait()
         del away
-    assert saved.on_host == 4 * 1049
+    assert behind.on_host == 4 * 1049
+
+
+def test_few_layers_are_under_way_and_wait_on_the_host(behind: SavedActivations) -> None:
+    """Of a device that is faster than the copies, and copies that are faster than the disk."""
+    here = [torch.full((1000,), float(layer)) for layer in range(20)]
+    away = []
+    for tensor in here:
+        away += behind.spill(behind.spill([tensor], "host"), "nvme")
+        assert len(behind._copies) <= LEAVING and len(behind._writes) <= STAGED
+    assert behind.on_host <= 4000 * (LEAVING + STAGED)
+    behind.wait()
+    assert all(torch.equal(a, b) for a, b in zip(back_from(behind, away, ("host", "nvme")), here, strict=True))
+
+
+def test_what_finds_no_room_behind_the_host_stays_there(
+    behind: SavedActivations, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = [torch.randn(ROOM // 8) for _ in range(3)]  # two fit
+    with caplog.at_level(logging.WARNING):
+        away = gone(behind, tensors, ("host", "nvme"))
+    assert [behind.arenas[0].maps(t) for t in away] == [True, True, False]
+    assert away[2].data_ptr() != tensors[2].data_ptr()
+    back = back_from(behind, away, ("host", "nvme"))
+    assert all(torch.equal(a, b) for a, b in zip(back, tensors, strict=True))
+    assert back[2].data_ptr() not in (away[2].data_ptr(), tensors[2].data_ptr())
+    assert len(caplog.records) == 1
 
 
 def test_extents_of_other_shapes_go_where_there_is_no_room(saved: SavedActivations) -> None:
@@ -122,13 +178,12 @@ def test_other_sizes_take_the_room_of_those_that_are_gone(saved: SavedActivation
         del away
 
 
-@pytest.mark.parametrize("tier", TIERS)
-def test_what_a_hook_has_brought_back_is_taken_as_it_is(saved: SavedActivations, tier: Tier) -> None:
-    away = saved.spill([torch.arange(5000.0)], tier)
-    saved.wait()
+@ways
+def test_what_a_hook_has_brought_back_is_taken_as_it_is(of_way: SavedActivations, way: tuple[Tier, ...]) -> None:
+    away = gone(of_way, [torch.arange(5000.0)], way)
     copies = [tensor.clone() for tensor in away]
     del away
-    assert torch.equal(saved.finish(saved.fetch(copies, tier))[0], torch.arange(5000.0))
+    assert torch.equal(back_from(of_way, copies, way)[0], torch.arange(5000.0))
 
 
 def test_memory_is_free_when_its_copy_is_done_though_nobody_waits(saved: SavedActivations) -> None:
@@ -161,35 +216,38 @@ class _Buffer(bytearray):
 
 
 def test_whoever_does_not_wait_for_the_host_reads_not_a_number(
-    saved: SavedActivations, monkeypatch: pytest.MonkeyPatch
+    behind: SavedActivations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes = threading.Event()
-    away = saved.spill([torch.ones(100)], "host")
-    saved.wait()
-    host = saved._host()
-    assert host is not None
+    away = behind.spill([torch.ones(100)], "host")
+    behind.wait()
+    host = behind._host()
+    assert isinstance(host, SplitHost)
     started = host.start
 
-    def late(pairs: Pairs) -> Transfer:
-        host._threads[next(iter(host._threads))].submit(goes.wait)
-        return started(pairs)
+    def late(pairs: Pairs, arrived: Callable[[], None]) -> Transfer:
+        host.run(lambda: goes.wait() and None)
+        return started(pairs, arrived)
 
     monkeypatch.setattr(host, "start", late)
-    returning = saved.fetch(away, "host")
+    returning = behind.fetch(away, "host")
     assert returning.here[0].isnan().all()
     goes.set()
-    assert torch.equal(saved.finish(returning)[0], torch.ones(100))
+    assert torch.equal(behind.finish(returning)[0], torch.ones(100))
 
 
-def test_a_disk_that_fails_is_an_error_and_what_comes_next_works(saved: SavedActivations) -> None:
-    saved.arenas[0]._engine.inject([(FaultPoint.write, 1, 1, FaultEffect.error, 28)])
-    saved.spill([torch.ones(5000)], "nvme")
+@pytest.mark.parametrize("way", [("nvme",), ("host", "nvme")], ids=" and ".join)
+def test_a_disk_that_fails_is_an_error_and_what_comes_next_works(
+    of_way: SavedActivations, way: tuple[Tier, ...]
+) -> None:
+    engine = of_way.arenas[0]._engine
+    engine.inject([(FaultPoint.write, 1, 1, FaultEffect.error, 28)])
     with pytest.raises(StorageError, match="cannot write"):
-        saved.wait()
-    saved.abandon()
-    away = saved.spill([torch.ones(5000)], "nvme")
-    saved.wait()
-    saved.arenas[0]._engine.inject([(FaultPoint.read, 1, 1, FaultEffect.error, 5)])
+        gone(of_way, [torch.ones(5000)], way)
+    of_way.abandon()
+    away = gone(of_way, [torch.ones(5000)], way)
+    engine.inject([(FaultPoint.read, 1, 1, FaultEffect.error, 5)])
     with pytest.raises(StorageError, match="cannot read"):
-        saved.finish(saved.fetch(away, "nvme"))
-    assert torch.equal(saved.finish(saved.fetch(away, "nvme"))[0], torch.ones(5000))
+        back_from(of_way, away, way)
+    of_way.abandon()
+    assert torch.equal(back_from(of_way, away, way)[0], torch.ones(5000))

@@ -132,6 +132,32 @@ def test_initializations_may_put_other_memory_in_a_parameter(tmp_path: Path) -> 
     run(1, _put_elsewhere, str(tmp_path))
 
 
+def _tried_again(folder: str) -> None:
+    def fails(module: nn.Module) -> None:
+        raise RuntimeError("no values")
+
+    away = {"offload": "parameters", "tier": "nvme", "path": folder}
+    backend = zerograph.backend(stage=3, compute="eager", **away)
+    with torch.device("meta"):
+        model = Square()
+    zerograph.shard(model, backend, device="cpu")
+    store, rooms = backend._store, set[int]()
+    for _ in range(3):
+        with pytest.raises(ShardingError, match="no values"):
+            zerograph.materialize(model, init=fails)
+        assert store.arena is not None
+        rooms.add(store.arena.free_bytes)
+    zerograph.materialize(model)
+    rooms.add(store.arena.free_bytes)
+    assert len(rooms) == 1
+    assert not any(p.isnan().any() for p in full(model).values())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_second_try_takes_the_room_of_the_first(world: int, tmp_path: Path) -> None:
+    run(world, _tried_again, str(tmp_path))
+
+
 class NoReset(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ def _tile(text: str) -> str | int:
     return text if text in ("auto", "off") else int(text)
 
 
-def _loss_tiles(text: str) -> str | int:
+def _tiles(text: str) -> str | int:
     return text if text == "auto" else int(text)
 
 
@@ -55,7 +55,8 @@ _CHOSEN = "chosen at stage auto and with --offload"
 RECOMPUTE = Parsed("auto|none|full|0..1", _recompute)
 STAGE = Parsed("0|1|2|3|auto", _stage)
 TILE = Parsed("auto|off|N", _tile)
-LOSS_TILES = Parsed("auto|N", _loss_tiles)
+_TOKEN_TILES = "Tiles of tokens that MLPs of recomputed layers run in; auto has one, or more where nothing else fits."
+TILES = Parsed("auto|N", _tiles)
 
 
 @click.command()
@@ -88,7 +89,8 @@ LOSS_TILES = Parsed("auto|N", _loss_tiles)
 @click.option("--tier", type=click.Choice(OFFLOAD_TIERS), help="Offload there only.  [default: chosen]")
 @click.option("--activations", type=click.Choice(ACTIVATIONS), default="auto", show_default=True, help=_SAVED)
 @click.option("--tile", type=TILE, default="auto", show_default=True, help=_TILE)
-@click.option("--loss-tiles", type=LOSS_TILES, default="auto", show_default=True, help=_LOSS_TILES)
+@click.option("--loss-tiles", type=TILES, default="auto", show_default=True, help=_LOSS_TILES)
+@click.option("--token-tiles", type=TILES, default="auto", show_default=True, help=_TOKEN_TILES)
 @click.option("--loss-only", is_flag=True, help="What training returns beside its loss is left out.")
 @click.option("--moments", type=click.IntRange(0), default=2, show_default=True, help="Optimizer states a parameter.")
 @click.option("--whole", is_flag=True, help="Trace every layer, where a few would speak for all.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zerograph.core.step import Kind, Lookup, Op, Param, Step, Value
+from zerograph.core.step import Kind, Lookup, Op, Param, Step, TokenRegion, Value, layer_of_activation
 from zerograph.graph.costs import (
     bytes_of,
     describing_sizes,
@@ -23,16 +24,19 @@ from zerograph.graph.costs import (
     packed_bytes,
     traced_size,
 )
+from zerograph.graph.layer_tokens import layer_region
 from zerograph.graph.layers import module_of
 from zerograph.graph.lookups import last_of_range
 from zerograph.graph.loss_gradients import loss_gradients
 from zerograph.graph.nodes import SPEC_AT, Activation, Marker, backward_nodes, is_view, markers, output_of
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 from zerograph.graph.products import tilable
-from zerograph.graph.token_region import NotByToken, region_of
+from zerograph.graph.token_region import PRODUCTS, NotByToken, Region, region_of
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import head_of
 from zerograph.planner.optimizer import with_updates
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class Setting:
         moments: tensors that the optimizer keeps per parameter.
         tied: of a parameter the other names that the model has for it.
         ends_at_break: whether the user's code goes on behind a graph break.
+        by_token: whether plans may run layers for some tokens at a time, so that it is worth looking which can.
     """
 
     training: bool
@@ -52,6 +57,7 @@ class Setting:
     moments: int = 2
     tied: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ends_at_break: bool = False
+    by_token: bool = False
 
 
 def capture(graph: fx.Graph, setting: Setting) -> Step:
@@ -71,11 +77,15 @@ def capture(graph: fx.Graph, setting: Setting) -> Step:
         tilable=tuple(tilable(graph)),
         ends_at_break=setting.ends_at_break,
     )
-    head = head_of(Graph(step))
+    whole = Graph(step)
+    head = head_of(whole)
     if head is not None:
         product = next(node for node in graph.nodes if node.name == head.name)
         why, ahead = _whole_logits(product, backward), _loss_gradients(graph, product)
         step = replace(step, whole_logits=why, loss_gradients=() if why else ahead)
+    if setting.training and setting.by_token:
+        params_read = {op.name: read for op, read in zip(whole.ops, whole.params_read, strict=True)}
+        step = replace(step, token_regions=tuple(_token_regions(part.ops, backward, params_read)))
     return with_updates(step, setting.world_size, setting.moments)
 
 
@@ -99,6 +109,48 @@ def _loss_gradients(graph: fx.Graph, product: fx.Node) -> tuple[str, ...]:
     except NotByToken:
         return ()
     return tuple(node.name for node in found.nodes) if found is not None else ()
+
+
+def _token_regions(
+    nodes: Iterable[fx.Node], backward: set[fx.Node], params_read: Mapping[str, tuple[str, ...]]
+) -> Iterator[TokenRegion]:
+    """Of each layer that has one, the MLP that can run for some tokens at a time; ``params_read`` is by operation."""
+    wide: dict[str, list[fx.Node]] = {}
+    for node in nodes:
+        fact = node.meta.get("zg")
+        if node.target in PRODUCTS and node not in backward and isinstance(fact, Activation):
+            wide.setdefault(layer_of_activation(fact.name), []).append(node)
+    for layer, products in wide.items():
+        widest = max(products, key=_bytes)
+        if layer and (found := _token_region(layer, widest, backward, params_read)) is not None:
+            yield found
+
+
+def _token_region(
+    layer: str, product: fx.Node, backward: set[fx.Node], params_read: Mapping[str, tuple[str, ...]]
+) -> TokenRegion | None:
+    """The backward is looked at as it will be: with what it needs of the forward, computed again."""
+    try:
+        forward = layer_region(product, lambda node: node not in backward)
+        both = layer_region(product, lambda node: node in backward or node in forward.tokens)
+    except NotByToken as error:
+        log.debug("%s runs for all tokens at once: %s", layer, error)
+        return None
+    multiply = [node for node in both.nodes if node.target in PRODUCTS]
+    inside = [n for n in both.nodes if both.tokens[n] is not None and all(user in both.tokens for user in n.users)]
+    return TokenRegion(
+        layer=layer,
+        activation=product.meta["zg"].name,
+        params=tuple(dict.fromkeys(name for node in both.nodes for name in params_read.get(node.name, ()))),
+        values=tuple(node.name for node in inside),
+        moved=tuple((node.name, _moved_by_each_tile(node, both)) for node in multiply),
+        sums=tuple(node.name for node in multiply if both.tokens[node] is None),
+    )
+
+
+def _moved_by_each_tile(product: fx.Node, region: Region) -> int:
+    weight: fx.Node = product.args[-1]  # type: ignore[assignment]
+    return _bytes(weight) if region.tokens[product] is not None else 2 * _bytes(product)
 
 
 def _lookups(graph: fx.Graph) -> Iterator[Lookup]:

@@ -39,6 +39,7 @@ class Compilation:
         moments: tensors that the optimizer is taken to keep per parameter; it may be made later than plans.
         folds: whether a few of many layers that are alike are traced in place of all.
         loss_only: whether a forward that trains returns None in place of logits.
+        by_token: whether plans may run layers for some tokens at a time.
         staging: the tier whose memory NVMe reads and writes: the host's, where that is not the device's.
         text_of: a graph as text, to show what passes did to it; empty where nobody reads it.
     """
@@ -53,5 +54,6 @@ class Compilation:
     moments: int = 2
     folds: bool = True
     loss_only: bool = False
+    by_token: bool = False
     staging: Tier = "device"
     text_of: Callable[[fx.GraphModule], str] = lambda _: ""

@@ -117,7 +117,8 @@ def _planned(frame: Frame, kind: str, gm: fx.GraphModule) -> fx.GraphModule:
 def _plan(frame: Frame, kind: str, gm: fx.GraphModule) -> None:
     made = frame.compilation
     rewrite(frame, kind, gm, "traced")
-    setting = Setting(kind == "joint", made.world_size, made.moments, made.tied, frame.ends_at_break)
+    training = kind == "joint"
+    setting = Setting(training, made.world_size, made.moments, made.tied, frame.ends_at_break, made.by_token)
     frame.step = capture(gm.graph, setting)
     frame.plan = made.plan_for(frame.code, frame.step, frame.plain)
 

@@ -42,6 +42,7 @@ from zerograph.planner.rates import shard_bytes, state_bytes
 from zerograph.planner.replay import restricted_to_step
 from zerograph.planner.search import Search, Wish
 from zerograph.planner.tiling import refuse_unknown, tiles_wanted
+from zerograph.planner.token_tiles import in_token_tiles
 
 log = logging.getLogger(__name__)
 
@@ -294,13 +295,17 @@ class Planner:
             world_size=self._world_size,
             bucket_size=config.bucket_size,
             prefetch=config.prefetch,
-            recompute=config.recompute,
+            recompute=config.recomputed,
             homes=homes_of(config) if step.training else DEVICE,
             saved=config.saved,
             update=config.update if step.training else "host",
             tiles=tiles_wanted(config.tile, step, self._world_size, config.bucket_size),
         )
-        return plan if config.loss_tiles == "auto" else in_loss_tiles(plan, step, config.loss_tiles)
+        if config.loss_tiles != "auto":
+            plan = in_loss_tiles(plan, step, config.loss_tiles)
+        if config.token_tiles != "auto" and step.training:
+            plan = in_token_tiles(plan, step, config.token_tiles)
+        return plan
 
     def _search(self, step: Step, states: int) -> Found:
         known = self.found(step)
@@ -318,6 +323,11 @@ class Planner:
         if found is None and wish.loss is None and head_of(Graph(step)) is not None:
             # Tiles read the head's weight again and again: they are looked at where nothing fits without.
             search = Search(step, replace(wish, loss="auto"), self._machine, states=states, moments=self._moments)
+            found = search.within(budget)
+        if found is None and wish.tokens is None and step.token_regions and wish.recompute in ("auto", "full"):
+            # They recompute all layers, and read their weights again and again.
+            wish = replace(wish, loss="auto" if wish.loss is None else wish.loss, tokens="auto")
+            search = Search(step, wish, self._machine, states=states, moments=self._moments)
             found = search.within(budget)
         if found is None:
             raise infeasible(search, step, self._machine, budget)

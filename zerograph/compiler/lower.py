@@ -48,6 +48,7 @@ from zerograph.graph.costs import bytes_of, flops_of, memory_inside, memory_owne
 from zerograph.graph.layers import layer_of_node, layer_starts, module_of
 from zerograph.graph.nodes import (
     Saved,
+    TokenTile,
     Transfer,
     is_size,  # arithmetic that every segment which needs it repeats
     output_of,
@@ -232,13 +233,24 @@ class _Lowering:
                 instruction = Scale(source, by, out, moved=2 * bytes_of(node.meta["val"]), module=module)
                 self.shared[out] = self.shared.get(source, source)
             case ops.SPILL_SAVED:
-                instruction = self._move_saved(Write if info.tier == "nvme" else Spill, info, node.args[0], outs)
+                kind, reads = Write if info.tier == "nvme" else Spill, self._regs(node.args[0])
+                if info.tier == "nvme" and self.staging == "host":
+                    staged = self._staged(node, info.bytes)
+                    self.shared |= {out: staged[first] for out, first in zip(staged, info.memory, strict=True)}
+                    self.instructions.append(self._move_saved(Spill, info, reads, staged))
+                    reads = staged
+                instruction = self._move_saved(kind, info, reads, outs)
                 self.tiers |= dict.fromkeys(outs, info.tier)
                 self._describe_saved(info, node.args[0], outs)
             case ops.FETCH_SAVED:
-                out = self._register(node)
-                instruction = self._move_saved(Read if info.tier == "nvme" else Fetch, info, node.args[0], (out,))
-                self.tiers |= dict.fromkeys(instruction.reads, info.tier)
+                out, reads = self._register(node), self._regs(node.args[0])
+                kind = Read if info.tier == "nvme" else Fetch
+                self.tiers |= dict.fromkeys(reads, info.tier)
+                if info.tier == "nvme" and self.staging == "host":
+                    staged = self._staged(node, [sum(info.bytes)])
+                    self.instructions.append(self._move_saved(Read, info, reads, staged))
+                    kind, reads = Fetch, staged
+                instruction = self._move_saved(kind, info, reads, (out,))
             case ops.WAIT_FETCH_SAVED:
                 pending = self.registers[node.args[0]]  # type: ignore[index]
                 instruction = WaitFetch(pending, outs)
@@ -292,10 +304,10 @@ class _Lowering:
         return kind(what, label, name, size, reads, outs, bucket=info.bucket, tile=info.tile, params=info.params)
 
     def _move_saved(
-        self, kind: type[Read | Fetch | Write | Spill], info: Saved, tensors: Any, outs: tuple[int, ...]
+        self, kind: type[Read | Fetch | Write | Spill], info: Saved, reads: tuple[int, ...], outs: tuple[int, ...]
     ) -> Read | Fetch | Write | Spill:
         module = layer_of_activation(info.label) or info.label
-        return kind("activations", info.label, module, sum(info.bytes), self._regs(tensors), outs)
+        return kind("activations", info.label, module, sum(info.bytes), reads, outs)
 
     def _describe_saved(self, info: Saved, tensors: Any, outs: tuple[int, ...]) -> None:
         """Registers ``outs`` hold what ``tensors`` do, on another tier."""
@@ -318,7 +330,9 @@ class _Lowering:
         callee = self.cache.get(body, digest)
         known = self.segments.get(digest)  # repeated layers cost the same
         segment = _segment(digest, computing, outs, inputs) if known is None else self.described[known]
-        self._append_compute(segment, callee, inputs, outs, *_module_and_line(computing))
+        facts = (n.meta.get("zg") for n in computing)
+        tiles = max((fact.tiles for fact in facts if isinstance(fact, TokenTile)), default=1)
+        self._append_compute(segment, callee, inputs, outs, *_module_and_line(computing), tiles)
 
     def _compute_sizes(self, sizes: list[fx.Node]) -> None:
         """Symbolic sizes that the graph returns: plain integer arithmetic, not worth a compiler."""
@@ -340,6 +354,7 @@ class _Lowering:
         outs: list[Any],
         module: str = "",
         source: str = "",
+        token_tiles: int = 1,
     ) -> None:
         # Layers that are alike share a digest, and with it one callable.
         if segment.digest not in self.segments:
@@ -347,7 +362,7 @@ class _Lowering:
             self.described.append(segment)
             self.callables.append(callee)
         args, results = self._regs(inputs), tuple(self._register(n) for n in outs)
-        self.instructions.append(Compute(self.segments[segment.digest], args, results, module=module, source=source))
+        self.instructions.append(Compute(self.segments[segment.digest], args, results, (), module, source, token_tiles))
 
 
 def _tile(info: Transfer) -> dict[str, Any]:

@@ -23,6 +23,20 @@ class BucketReport:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenTiles:
+    """Tiles of tokens that head and loss run in, and that the MLPs of so many ``layers`` run in."""
+
+    loss: int
+    mlp: int
+    layers: int
+
+    def __str__(self) -> str:
+        loss = f"head and loss in {self.loss} tiles of tokens" if self.loss > 1 else ""
+        layers = f"MLPs of {self.layers} layer{'s' * (self.layers > 1)} in {self.mlp}" if self.mlp > 1 else ""
+        return ", ".join(part for part in (loss, layers and f"{layers} tiles of tokens") if part)
+
+
+@dataclass(frozen=True, slots=True)
 class RecordedStep:
     """A recorded step beside its forecasts.
 
@@ -72,6 +86,7 @@ class Report:
         on_host: bytes in the memory of an accelerator's host, of this rank, which its allocator does not count:
             parameters, their copies in the compute dtype, gradients, slots; states are counted by nobody but their
             optimizer.
+        token_tiles: by frame, tiles of tokens that head and loss run in, and MLPs of how many layers in how many.
         whole_logits: by frame, why its logits, or those of a second head, exist for all tokens at once.
         recorded: the last step that ``backend.record()`` recorded.
     """
@@ -90,6 +105,7 @@ class Report:
     on_nvme: Mapping[str, int] = field(default_factory=dict)
     slots: int = 0
     on_host: Mapping[str, int] = field(default_factory=dict)
+    token_tiles: Mapping[int, TokenTiles] = field(default_factory=dict)
     whole_logits: Mapping[int, str] = field(default_factory=dict)
     recorded: RecordedStep | None = None
 
@@ -106,6 +122,7 @@ class Report:
             lines.append(f"  on NVMe: {sizes}; updates stream through {format_bytes(self.slots)} of memory")
         if self.on_host:
             lines.append(f"  on the host: {', '.join(f'{what} {format_bytes(n)}' for what, n in self.on_host.items())}")
+        lines += [f"  frame {frame}: {tiles}" for frame, tiles in self.token_tiles.items() if str(tiles)]
         lines += [f"  frame {frame}: logits are whole: {why}" for frame, why in self.whole_logits.items()]
         if self.recorded is not None:
             lines.append(f"  {self.recorded}")

@@ -30,7 +30,18 @@ ACTIVATIONS = ("auto", "keep", *OFFLOAD_TIERS)
 Tile = Literal["auto", "off"] | int | tuple[tuple[str, int], ...]
 """Tiles of parameters: a number, or numbers by patterns of names."""
 _LEAVES = ("offload", "tier", "update", "activations")
-PLANNED = ("stage", "bucket_size", "prefetch", "recompute", "tile", "loss_tiles", "memory", "machine", *_LEAVES)
+PLANNED = (
+    "stage",
+    "bucket_size",
+    "prefetch",
+    "recompute",
+    "tile",
+    "loss_tiles",
+    "token_tiles",
+    "memory",
+    "machine",
+    *_LEAVES,
+)
 """Arguments that say what a plan decides, and so have no place beside ``plan``."""
 
 
@@ -69,6 +80,8 @@ class Config:
         nvme: bytes that a rank reserves there; None is what the plan needs, if the folders have that.
         loss_tiles: parts over tokens that head and loss run in, so that logits never exist whole; 1 leaves them whole,
             "auto" does too unless a plan is searched, which then takes as few as the budget needs.
+        token_tiles: parts over tokens that the MLPs of recomputed layers run in; more than 1 recompute all layers where
+            ``recompute`` is "auto". 1 runs them whole, "auto" does too unless a plan is searched and nothing else fits.
         loss_only: whether a forward that trains returns None in place of logits and whatever else is no loss.
         compute: "inductor" compiles the segments between collectives; "eager" runs the same program uncompiled.
         plan: what a plan file decided, in place of rules; ``stage`` and ``prefetch`` are then the plan's.
@@ -96,6 +109,7 @@ class Config:
     path: tuple[str, ...] = ()
     nvme: int | None = None
     loss_tiles: int | Literal["auto"] = "auto"
+    token_tiles: int | Literal["auto"] = "auto"
     loss_only: bool = False
     compute: Literal["inductor", "eager"] = "inductor"
     plan: GivenPlan | None = None
@@ -151,6 +165,19 @@ class Config:
         return self.machine is not None and self.machine.split
 
     @property
+    def by_token(self) -> bool:
+        """Whether plans may run layers for some tokens at a time."""
+        if self.plan is not None:
+            return bool(self.plan.plan.token_regions)
+        return self.searches if self.token_tiles == "auto" else self.token_tiles > 1
+
+    @property
+    def recomputed(self) -> Recompute:
+        """What the backward computes again: all layers where tiles of tokens were asked for, and nothing else was."""
+        tiled = self.token_tiles not in ("auto", 1)
+        return "full" if tiled and self.recompute == "auto" else self.recompute
+
+    @property
     def casts(self) -> bool:
         """Whether 16 bits compute, of parameters that may have more."""
         return str(self.dtype).removeprefix("torch.") in ("bfloat16", "float16")
@@ -200,6 +227,16 @@ class Config:
             self.loss_tiles == "auto" or (type(self.loss_tiles) is int and self.loss_tiles >= 1),
             f'loss_tiles must be "auto" or a number of tiles >= 1, got {self.loss_tiles!r}',
             "8 makes the logits of an eighth of the tokens at a time",
+        )
+        _require(
+            self.token_tiles == "auto" or (type(self.token_tiles) is int and self.token_tiles >= 1),
+            f'token_tiles must be "auto" or a number of tiles >= 1, got {self.token_tiles!r}',
+            "8 runs the MLPs of recomputed layers for an eighth of the tokens at a time",
+        )
+        _require(
+            self.token_tiles in ("auto", 1) or self.recompute not in ("none", 0),
+            f"token_tiles={self.token_tiles!r} with recompute={self.recompute!r}: MLPs that are saved are whole",
+            'only recomputed layers run for some tokens at a time: recompute="full"',
         )
         _require(
             type(self.loss_only) is bool,

@@ -14,12 +14,10 @@ class Executable:
     """What a backend carries out on one kind of device. Which parameters may be in tiles, a step says.
 
     Attributes:
-        tiers: beside the device, that shards may live on.
-        activations: where saved activations may wait that one copy brings there.
+        tiers: beside the device, that shards may live on, and activations wait on for the backward.
     """
 
     tiers: tuple[Tier, ...]
-    activations: tuple[Tier, ...] = ()
 
     @classmethod
     def on(cls, machine: Machine, *, nvme: bool = True) -> Executable:
@@ -28,10 +26,9 @@ class Executable:
         Args:
             nvme: whether it has a folder on NVMe.
         """
-        # NVMe behind the host of a GPU is not reached, and what layers save stays on it.
+        # NVMe behind the host of a GPU is not reached.
         there: dict[Tier, bool] = {"host": machine.has_host, "nvme": nvme and machine.device == "cpu"}
-        tiers = tuple(tier for tier, runs in there.items() if runs)
-        return cls(tiers, tiers[:1] if machine.device == "cpu" else ())
+        return cls(tuple(tier for tier, runs in there.items() if runs))
 
     def missing(self, plan: Plan) -> str:
         """What ``plan`` needs beyond that, for people; empty when it can be run."""
@@ -40,7 +37,7 @@ class Executable:
     def _missing(self, plan: Plan) -> Iterator[str]:
         away = (b for b in plan.buckets if not b.homes.away <= {*self.tiers})
         yield from (f"{b.homes} (bucket {b.name})" for b in [*away][:1])
-        saved = (one for one in plan.offload if one[1] not in self.activations)
+        saved = (one for one in plan.offload if one[1] not in self.tiers)
         yield from (f"activations of {name} on {tier}" for name, tier in [*saved][:1])
         if plan.loss_tiles > 1 and not plan.head:
             yield f"head and loss in {plan.loss_tiles} tiles, of logits without a name"

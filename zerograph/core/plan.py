@@ -35,7 +35,7 @@ __all__ = [
     "token_tiles",
 ]
 
-VERSION = 7
+VERSION = 8
 
 Residency = Literal["use", "backward", "step"]
 """How long a gathered bucket stays whole: until its last use in a graph, until its use in the backward, or until
@@ -233,6 +233,9 @@ class Plan:
         loss_tiles: parts over tokens that the head and its loss run in, one after another, so that logits never exist
             whole; the backward computes each part again.
         head: lasting name of the logits that are cut so; empty where they are whole, or their step was never traced.
+        token_tiles: parts over tokens that the MLPs of recomputed layers run in, one after another, with the norm and
+            residual around them, forward and backward.
+        token_regions: lasting names of what these begin with, the widest that each makes.
     """
 
     stage: int = field(metadata={"decided": "stage"})
@@ -246,8 +249,10 @@ class Plan:
     reductions: int = field(default=1, metadata={"decided": "reductions under way"})
     fetch_ahead: int = field(default=1, metadata={"decided": "layers fetched ahead"})
     loss_tiles: int = field(default=1, metadata={"decided": "tiles of the loss"})
+    token_tiles: int = field(default=1, metadata={"decided": "tiles of tokens"})
     update: Update = field(default="host", metadata={"decided": "where updates compute"})
     head: str = ""
+    token_regions: tuple[str, ...] = ()
 
     def ahead(self) -> tuple[int, ...]:
         """How many visits ahead the gathers of each bucket begin, at most."""
@@ -300,7 +305,8 @@ class Plan:
             buckets = tuple(_bucket(**b) for b in data["buckets"])
             layers, save = tuple(map(_text, data["recompute"])), tuple(map(_text, data["save"]))
             offload = tuple((_text(name), tier) for name, tier in data["offload"])
-            plan = cls(**{**data, "buckets": buckets, "recompute": layers, "save": save, "offload": offload})
+            named = {"recompute": layers, "save": save, "token_regions": tuple(map(_text, data["token_regions"]))}
+            plan = cls(**{**data, "buckets": buckets, "offload": offload, **named})
             wrong = next(plan.mistakes(), "")
         except (KeyError, TypeError, ValueError) as error:
             raise ZeroGraphError(f"the plan is incomplete: {error}", "give what Plan.to_json wrote") from None
@@ -325,9 +331,14 @@ class Plan:
             yield f"{self.loss_tiles} tiles of the loss"
         if self.head and self.loss_tiles == 1:
             yield f"{self.head} is cut in tiles, and the loss in none"
+        if self.token_tiles < 1 or (self.token_tiles > 1) != bool(self.token_regions):
+            yield f"{self.token_tiles} tiles of tokens of {len(self.token_regions)} layers"
         yield from (f"{layer} is recomputed twice" for layer in _twice(self.recompute))
         yield from (f"{name} is saved twice" for name in _twice(self.save))
         layers = frozenset(self.recompute)
+        yield from (f"{name} runs by token twice" for name in _twice(self.token_regions))
+        kept = (name for name in self.token_regions if layer_of_activation(name) not in layers)
+        yield from (f"{name} runs by token, of a layer that is not recomputed" for name in kept)
         whole = (name for name in self.save if layer_of_activation(name) not in layers)
         yield from (f"{name} is saved, of a layer that is not recomputed" for name in whole)
         if self.update not in UPDATES:

@@ -194,7 +194,15 @@ class PlanFile:
 
 
 _NUMBERS: Mapping[str, Mapping[str, type | UnionType]] = {
-    "spans": {"task": int, "start": int | float, "end": int | float, "flops": int, "bucket": int, "tile": int},
+    "spans": {
+        "task": int,
+        "start": int | float,
+        "end": int | float,
+        "flops": int,
+        "bucket": int,
+        "tile": int,
+        "token_tiles": int,
+    },
     "holdings": {"bytes": int, "first": int, "last": int},
 }
 
@@ -203,7 +211,7 @@ def _require_numbers(data: dict[str, Any]) -> None:
     """Refuse what a text editor puts where numbers belong, before sums and comparisons meet it."""
     for name, columns in _NUMBERS.items():
         for column, kind in columns.items():
-            _require(f"{column} of {name}", unpacked(data[name][column]), kind)
+            _require(f"{column} of {name}", unpacked(data[name].get(column, [])), kind)
     _require("after of spans", [task for after in unpacked(data["spans"]["after"]) for task in after], int)
     _require("critical_path", data["critical_path"], int)
     _require("budget", list(data["budget"].values()), int)

@@ -41,7 +41,12 @@ class _Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Compute(_Instruction):
-    """Run segment ``segment`` (an index into :attr:`Program.segments`) on ``args``."""
+    """Run segment ``segment`` (an index into :attr:`Program.segments`) on ``args``.
+
+    Attributes:
+        token_tiles: into how many tiles of tokens the plan divides work of the region that it is of, of which it is
+            one, or in a sketch all.
+    """
 
     stream = "compute"
     operation = "compute"
@@ -51,6 +56,7 @@ class Compute(_Instruction):
     dead: tuple[int, ...] = ()
     module: str = ""
     source: str = ""
+    token_tiles: int = 1
 
     @property
     def reads(self) -> tuple[int, ...]:

@@ -293,6 +293,7 @@ class Tasks:
                 tile=0 if isinstance(instruction, Computing) else instruction.tile,
                 what=instruction.what if isinstance(instruction, Move) else "",
                 label="" if segment is not None else program.label(instruction),
+                token_tiles=instruction.token_tiles if isinstance(instruction, Compute) else 1,
             )
 
 

@@ -116,6 +116,7 @@ class Op:
         again: the user's ``torch.utils.checkpoint`` has the backward compute it again.
         activation: lasting name of what a forward's operation makes (:func:`activation_names`); parts of a tuple have
             the tuple's.
+        token_tiles: the plan has it run for some tokens at a time, in so many tiles.
     """
 
     name: str
@@ -131,6 +132,7 @@ class Op:
     cheap: bool = False
     again: bool = False
     activation: str = ""
+    token_tiles: int = 1
     packed: int = 0
 
 
@@ -196,6 +198,27 @@ class Lookup:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRegion:
+    """What of a layer can run for some tokens at a time, if the layer is recomputed.
+
+    Attributes:
+        layer: that it is of.
+        activation: lasting name of the widest that it makes, at which it begins.
+        params: that it reads.
+        values: that exist for the tokens of one tile only.
+        moved: by operation, bytes that each further tile moves: weights that it reads again, sums that it adds to.
+        sums: the operations that add to a sum.
+    """
+
+    layer: str
+    activation: str
+    params: tuple[str, ...]
+    values: tuple[str, ...]
+    moved: tuple[tuple[str, int], ...]
+    sums: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """Forward and, when training, backward of one frame and the optimizer's update, in execution order.
 
@@ -209,6 +232,7 @@ class Step:
         tilable: names of the parameters that can be used in tiles of their rows; None where no graph tells.
         loss_gradients: operations of the backward that a loss in tiles runs in the forward, by name.
         ends_at_break: whether the user's code goes on uncompiled, behind a graph break, with what the forward returns.
+        token_regions: what of layers can run for some tokens at a time.
     """
 
     ops: tuple[Op, ...]
@@ -221,6 +245,7 @@ class Step:
     tilable: tuple[str, ...] | None = None
     loss_gradients: tuple[str, ...] = ()
     ends_at_break: bool = False
+    token_regions: tuple[TokenRegion, ...] = ()
 
     @property
     def passes(self) -> tuple[Op, ...]:

@@ -41,6 +41,8 @@ class Span:
         bucket, tile: that it is about; -1 and 0 where it is about none.
         what: it moves between tiers: "shard", "gradient", "states", "parameters" or "activations".
         label: whose that is, or who is updated: a bucket, a tile of it, a layer or an activation.
+        token_tiles: into how many tiles of tokens the plan divides work where it computes: of a program it is one of
+            them, of a schedule it stands for all.
     """
 
     task: int
@@ -59,6 +61,7 @@ class Span:
     tile: int = 0
     what: str = ""
     label: str = ""
+    token_tiles: int = 1
 
 
 @dataclass(frozen=True, slots=True)

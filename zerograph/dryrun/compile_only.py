@@ -169,6 +169,7 @@ class _Call:
                 tied=adoption.tied,
                 moments=moments,
                 loss_only=config.loss_only,
+                by_token=config.by_token,
                 staging=planner.staging,
                 text_of=lambda gm: str(gm.graph),
             )

@@ -77,14 +77,14 @@ def plan_file(
     saved = options.get("activations", "auto")
     if saved == "nvme":
         options |= {"path": "."}  # to which nothing is written
-    if offload != "none" or saved not in ("auto", "keep", *Executable.on(machine).activations):
+    if offload != "none" or saved not in ("auto", "keep", *Executable.on(machine).tiers):
         if saved in TIERS:
             open_tiers(machine, world, "optimizer", saved)  # which refuses what is not there
         config = Config.of(**options)
         wish = Wish.of(config, world, offload=offload, tier=tier)
         compiled = compile_only(
             make, world_size=world, batch=batch, seq=seq, sizes=sizes, fold=fold, programs=False, moments=moments,
-            dtype=compute, stage=config.sharding,
+            dtype=compute, stage=config.sharding, token_tiles=config.token_tiles,
         )  # fmt: skip
         step = movable(compiled.frame.step, world)
         return file_from_sketch(name, step, wish, machine, moments=moments, reserve=reserve, tokens=compiled.tokens)

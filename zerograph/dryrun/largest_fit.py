@@ -125,11 +125,13 @@ def probe(
     **options: Any,
 ) -> Probe:
     """The plans of a model by batch or sequence; see :func:`largest_file`."""
-    wish = Wish.of(Config.of(**options), world, offload=offload, tier=tier)
+    config = Config.of(**options)
+    wish = Wish.of(config, world, offload=offload, tier=tier)
     compute = torch_compute_dtype(dtype, world, offload)
     steps = Steps(
-        make, what, world=world, batch=batch, seq=seq, dtype=compute, stage=wish.sharding, moments=moments, fold=fold
-    )
+        make, what, world=world, batch=batch, seq=seq, dtype=compute, stage=wish.sharding, moments=moments, fold=fold,
+        token_tiles=config.token_tiles,
+    )  # fmt: skip
     return Probe(steps, machine, wish, moments)
 
 

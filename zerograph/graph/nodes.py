@@ -53,6 +53,13 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenTile:
+    """The fact on operators of one tile of tokens: into how many the plan divides them."""
+
+    tiles: int
+
+
+@dataclass(frozen=True, slots=True)
 class Activation:
     """The fact on operators of the forward: what plans call their result."""
 
@@ -210,7 +217,8 @@ def computed(
 ) -> fx.Node:
     """Insert a call as :func:`call` does; fake tensors tell what it makes, in ``like``'s mode where it reads none."""
     given, named = fx.node.map_arg((args, dict(kwargs)), lambda n: n.meta["val"])  # type: ignore[arg-type, misc]
-    with like.meta["val"].fake_mode:
+    made = like.meta["val"]
+    with (made[0] if isinstance(made, (tuple, list)) else made).fake_mode:
         val = target(*given, **named)
     node = call(graph, target, args, val, like)
     node.kwargs = dict(kwargs)

@@ -12,6 +12,7 @@ and the slice is left out: what stands in front of it is made for no others.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,7 +104,7 @@ def region_of(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _: Tr
     if not all(isinstance(size, int) for size in shape):
         raise NotByToken(product, "has a number of tokens that is not known before it runs")
     # Half of the words: of logits whose padding was cut off the gradient is smaller.
-    finder = _Finder(product, Region(shape[0], shape[1] // 2), counts)
+    finder = Finder(product, Region(shape[0], shape[1] // 2), counts)
     finder.grow()
     return finder.region
 
@@ -112,7 +113,7 @@ def head_of(nodes: Iterable[fx.Node], plan: Plan) -> fx.Node | None:
     """The product of ``nodes`` that makes the logits which ``plan`` cuts in tiles."""
     facts = ((node, node.meta.get("zg")) for node in nodes)
     named = (node for node, fact in facts if isinstance(fact, Activation) and fact.name == plan.head)
-    return next((node for node in named if node.target in _PRODUCTS), None)
+    return next((node for node in named if node.target in PRODUCTS), None)
 
 
 def copy_of_tile(
@@ -148,7 +149,7 @@ def copy_of_tile(
             copies[node] = (argument(_sliced(node)),)
             continue
         args: list[Any] = list(fx.node.map_arg(node.args, argument))  # type: ignore[arg-type]
-        if tokens is None and node.target in _PRODUCTS:
+        if tokens is None and node.target in PRODUCTS:
             copies[node] = tuple(args)
             continue
         if tokens is not None and node.target in _SIZED:
@@ -157,21 +158,29 @@ def copy_of_tile(
     return copies
 
 
-class _Finder:
+class Finder:
+    """Grows a region from a product."""
+
     def __init__(self, product: fx.Node, region: Region, counts: Callable[[fx.Node], bool]) -> None:
         self.product, self.region, self.counts = product, region, counts
 
     def grow(self) -> None:
         """Take in what reads or makes large values, and what lies between, until there is nothing more."""
-        self._enter(self.product, ROWS)
+        self.enter(self.product, ROWS)
         done: set[fx.Node] = set()
         while len(done) < len(self.region.tokens):
             for node in [n for n in self.region.nodes if n not in done]:
                 done.add(node)
                 for user in self._users(node) if self._is_large(node) else ():
-                    self._enter_behind(user)
-            for node in self._between():
-                self._enter_behind(node)
+                    self.enter_behind(user)
+            for node in self.between():
+                self.enter_behind(node)
+        self.check_exits()
+
+    def check_exits(self) -> None:
+        """Raises:
+        NotByToken: what is read outside cannot be put together.
+        """
         for node in self.region.exits():
             if any(user not in self.region.tokens for user in self._users(node)):
                 self._check_exit(node, self.region.tokens[node])
@@ -195,9 +204,13 @@ class _Finder:
 
     def _is_large(self, node: fx.Node) -> bool:
         # A product of logits has the model's width, which words may be fewer than.
-        return self.region.is_large(node) and (node.target not in _PRODUCTS or node is self.product)
+        return self.region.is_large(node) and (node.target not in PRODUCTS or node is self.product)
 
-    def _enter(self, node: fx.Node, tokens: Tokens | None, behind: fx.Node | None = None) -> None:
+    def _begins(self, product: fx.Node, tokens: Tokens) -> bool:
+        """Whether the region begins at ``product``, too, which makes something large of what comes from outside."""
+        return False
+
+    def enter(self, node: fx.Node, tokens: Tokens | None, behind: fx.Node | None = None) -> None:
         """``node`` is inside, with ``tokens``, as was found ``behind`` something; so is what it reads that is large."""
         self.region.tokens[node] = tokens
         if node.target in SLICES and any(isinstance(place, fx.Node) for place in node.args[SLICES[node.target] :]):
@@ -205,20 +218,27 @@ class _Finder:
         window = window_of(node, tokens) if tokens is not None else None
         if window is not None:
             self._look_through(window, node)
+        if node.target in _SEVERAL:
+            for part in self._users(node):
+                self.region.tokens[part] = tokens
         for source in node.all_input_nodes:
-            if source is behind or not isinstance(source.meta.get("val"), torch.Tensor):
+            if source is behind or not isinstance(source.meta.get("val"), (torch.Tensor, tuple, list)):
+                continue
+            if node.target is operator.getitem and source.target in _SEVERAL:
+                if source not in self.region.tokens:
+                    self.enter(source, tokens)
                 continue
             found = _operand(node, source, tokens)
             if source in self.region.tokens:
                 if self.region.tokens[source] != found:
                     raise NotByToken(node, "mixes tokens with something else")
             elif found is not None:
-                made = source.op == "call_function" and source.target not in _PRODUCTS
+                made = source.op == "call_function" and (source.target not in PRODUCTS or self._begins(source, found))
                 makes_large = made and self.region.would_be_large(source, found)
                 # What is sliced for the loss to read, such as a label's probabilities, is there anyway.
                 sliced = makes_large and slices_tokens(source, found)
-                if makes_large and not sliced and node.target not in _PRODUCTS:
-                    self._enter(source, found)
+                if makes_large and not sliced and node.target not in PRODUCTS:
+                    self.enter(source, found)
                 else:
                     self.region.given[node, source] = found
 
@@ -230,36 +250,44 @@ class _Finder:
         if region.window != window:
             raise NotByToken(node, "keeps other tokens than another slice")
 
-    def _enter_behind(self, node: fx.Node) -> None:
+    def enter_behind(self, node: fx.Node) -> None:
         """``node``, which reads something inside, is inside."""
         if node in self.region.tokens:
             return
         if node.op == "output":
             raise NotByToken(node, "returns logits, or what is as large")
-        if not isinstance(node.meta.get("val"), torch.Tensor):
+        if not isinstance(node.meta.get("val"), torch.Tensor) and node.target not in _SEVERAL:
             raise NotByToken(node, "makes several tensors of them")
         source = next(n for n in node.all_input_nodes if n in self.region.tokens)
         tokens = self.region.tokens[source]
         if tokens is None:
             raise NotByToken(node, "reads a sum over all tokens")
-        self._enter(node, _result(node, source, tokens), source)
-        # What was given to others before it was found inside is none of the given.
+        self.enter(node, _result(node, source, tokens), source)
+        self.forget_given()
+
+    def forget_given(self) -> None:
+        """What was given to others before it was found inside is none of the given."""
         self.region.given = {key: value for key, value in self.region.given.items() if key[1] not in self.region.tokens}
 
-    def _between(self) -> list[fx.Node]:
+    def between(self) -> list[fx.Node]:
         """What depends on the region, and the region on it, in order."""
-        inside = self.region.tokens
-        node, last = min(inside), max(inside)
-        behind: dict[fx.Node, None] = {}
-        while node is not last:
-            if node in inside or (self.counts(node) and not behind.keys().isdisjoint(node.all_input_nodes)):
-                behind[node] = None
-            node = node.next
-        ahead = set(inside)
+        behind = sorted(self.behind(max(self.region.tokens)))
+        ahead = set(self.region.tokens)
         for node in reversed(behind):
             if not ahead.isdisjoint(node.users):
                 ahead.add(node)
-        return [node for node in behind if node in ahead and node not in inside]
+        return [node for node in behind if node in ahead]
+
+    def behind(self, last: fx.Node) -> set[fx.Node]:
+        """What depends on the region, and stands in front of ``last``."""
+        inside, found = self.region.tokens, set[fx.Node]()
+        waiting = [user for node in inside for user in node.users]
+        while waiting:
+            node = waiting.pop()
+            if node not in found and node not in inside and node < last and self.counts(node):
+                found.add(node)
+                waiting += node.users
+        return found
 
 
 def _is_constant(node: fx.Node) -> bool:
@@ -279,7 +307,9 @@ def _result(node: fx.Node, source: fx.Node, tokens: Tokens) -> Tokens | None:
         NotByToken: it does not treat tokens one by one, or nobody knows.
     """
     target: Any = node.target
-    if target in _PRODUCTS:
+    if target in _SEVERAL:
+        return _several(node, tokens)
+    if target in PRODUCTS:
         left, right = node.args[-2:]
         if left is not right and tokens == ROWS and source is left:
             return tokens
@@ -306,7 +336,7 @@ def _operand(node: fx.Node, source: fx.Node, tokens: Tokens | None) -> Tokens | 
         NotByToken: it does not treat tokens one by one, or nobody knows.
     """
     target: Any = node.target
-    if target in _PRODUCTS:
+    if target in PRODUCTS:
         left, right = node.args[-2:]
         if tokens is None:
             return COLUMNS if source is left else ROWS
@@ -314,6 +344,8 @@ def _operand(node: fx.Node, source: fx.Node, tokens: Tokens | None) -> Tokens | 
             return tokens if source is left else None
         return _aligned(node, source, tokens)
     if tokens is not None:
+        if target in _SEVERAL:
+            return _several(node, tokens)
         if target in _VIEWS:
             return _viewed(node, _shape(node), tokens, _shape(source))
         if target is aten.permute.default:
@@ -332,6 +364,17 @@ def _operand(node: fx.Node, source: fx.Node, tokens: Tokens | None) -> Tokens | 
     raise NotByToken(node, "is not known to treat every token by itself")
 
 
+def _several(node: fx.Node, tokens: Tokens) -> Tokens:
+    """The tokens of each of several tensors that ``node`` makes of one."""
+    at, keeps = _SEVERAL[node.target]
+    named: Any = node.args[at] if len(node.args) > at else 0
+    rank = len(_shape(node.all_input_nodes[0]))
+    dims = {dim % rank for dim in (named if isinstance(named, (list, tuple)) else [named])}
+    if not dims.isdisjoint(tokens.dims) or (keeps and not node.kwargs.get(keeps)):
+        raise NotByToken(node, "makes several tensors of them")
+    return tokens
+
+
 def _works_by_token(node: fx.Node, tokens: Tokens) -> bool:
     target: Any = node.target
     if target in SLICES:
@@ -343,7 +386,7 @@ def _works_by_token(node: fx.Node, tokens: Tokens) -> bool:
 
 
 def _dim(node: fx.Node) -> int:
-    dim: Any = node.args[1]
+    dim: Any = node.args[1] if len(node.args) > 1 else 0
     return dim % len(_shape(node))  # type: ignore[no-any-return]
 
 
@@ -401,7 +444,8 @@ def _same_numbers(node: fx.Node, ahead: int, count: int, sizes: Sequence[int]) -
     raise NotByToken(node, "mixes tokens with something else")
 
 
-_PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
+PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
+"""What a region begins at."""
 _SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
 MEANS = frozenset({aten.mean.default, aten.mean.dim})
 """Of all tokens a mean is the sum over tiles of their means, each times its share of the tokens."""
@@ -414,11 +458,17 @@ _SIZED: Mapping[Any, int] = {
 _VIEWS = frozenset({
     aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.squeeze.dim, aten.squeeze.dims,
 })  # fmt: skip
+_SEVERAL: Mapping[Any, tuple[int, str]] = {
+    aten.split.Tensor: (2, ""), aten.split_with_sizes.default: (2, ""), aten.var_mean.correction: (1, "keepdim"),
+}  # fmt: skip
+"""Operators that make several tensors, along which dimensions, and what says that these stay."""
 _CONSTANTS = frozenset({
     aten.full.default, aten.scalar_tensor.default, aten.arange.start_step, prims.iota.default,
     aten.unsqueeze.default, aten.expand.default,
 })  # fmt: skip
-_ALONG = frozenset({aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default})
+_ALONG = frozenset({
+    aten.gather.default, aten.scatter.value, aten.scatter.src, aten.scatter_add.default, aten.cat.default,
+})  # fmt: skip
 """They work along one dimension, their second argument."""
 _ALSO_POINTWISE = frozenset({
     prims.convert_element_type.default, aten.alias.default, aten.clone.default, aten.expand.default, aten.full.default,

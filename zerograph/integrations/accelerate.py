@@ -58,7 +58,7 @@ class Accelerator(accelerate.Accelerator):
     def _shard_with(self, backend: Backend, state_dict_type: str) -> None:
         refuse_other_backends(backend)
         _refuse_others(self)
-        self._next_backend = backend
+        self._given_backend = self._next_backend = backend
         self.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=state_dict_type)
 
     @property
@@ -91,7 +91,7 @@ class Accelerator(accelerate.Accelerator):
         if not getattr(model, "_is_accelerate_prepared", False):
             if self.device_placement if device_placement is None else device_placement:
                 model.to(self.device)
-            backend, self._next_backend = self._next_backend, copy.copy(self._next_backend)
+            backend, self._next_backend = self._next_backend, copy.copy(self._given_backend)
             zerograph.shard(model, backend)
             compile_call(model, backend)
             generate_in_step(model)

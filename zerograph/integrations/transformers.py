@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,8 @@ class ShardedTrainer(_Mixed):
     Put it first among the bases: ``class MyTrainer(ShardedTrainer, SFTTrainer): pass``.
 
     Args:
-        backend: what ``zerograph.backend(...)`` returned.
+        backend: what ``zerograph.backend(...)`` returned. Where nobody reads what the model returns in training beside
+            its loss, the model gets a copy with ``loss_only=True`` (``zerograph.backend_of(model)``).
         state_dict_type: how checkpoints are written, as in ``fsdp_config``: "FULL_STATE_DICT" (rank 0 gathers weights
             and optimizer states on the host, and writes model.safetensors too) or "SHARDED_STATE_DICT" (each rank
             writes its shards; ``save_model`` writes model.safetensors when you call it).
@@ -35,8 +37,10 @@ class ShardedTrainer(_Mixed):
     ) -> None:
         self._backend, self._state_dict_type = backend, state_dict_type
         super().__init__(*arguments, **options)
-        if self._reads_loss_only:
-            backend.config = replace(backend.config, loss_only=True)
+        if self._reads_loss_only and not backend.config.loss_only and self.accelerator._next_backend is backend:
+            # Not the given one, with which another model may be trained whose logits somebody reads.
+            self._backend = self.accelerator._next_backend = copy.copy(backend)
+            self._backend.config = replace(backend.config, loss_only=True)
 
     @property
     def _reads_loss_only(self) -> bool:

@@ -136,6 +136,16 @@ def _loss(step: Step, plan: Plan) -> Iterator[Found]:
         yield BEFORE, "", "", f"the loss is in {plan.loss_tiles} tiles, and the step has none behind logits of its own"
 
 
+def _token_regions(step: Step, plan: Plan) -> Iterator[Found]:
+    by_token = {region.activation: region for region in step.token_regions}
+    tiled = {param.name for bucket in plan.buckets if bucket.tiles > 1 for param in bucket.params}
+    for name in plan.token_regions:
+        if name not in by_token:
+            yield BEFORE, name, "", f"{name} is in {plan.token_tiles} tiles of tokens, and needs all at once"
+        elif not tiled.isdisjoint(by_token[name].params):
+            yield BEFORE, name, "", f"{name} is in tiles of tokens, and a weight that each of them reads is in tiles"
+
+
 def _reads(step: Step, plan: Plan) -> Iterator[Found]:
     written = {name for op in step.ops for name in op.writes}
     there = {value.name for value in step.values if value.name not in written}  # inputs
@@ -202,6 +212,7 @@ CHECKS: Mapping[str, tuple[str, Finder]] = {
     "parameters": ("the plan is about the very parameters of the step", _parameters),
     "layers": ("layers that are recomputed or offloaded exist", _layers),
     "loss": ("a loss that is tiled is the model's own, behind its logits", _loss),
+    "tokens": ("layers in tiles of tokens can run so, with their weights whole", _token_regions),
     "reads": ("what is read was made before, and nothing is made twice", _reads),
     "reductions": ("every gradient is reduced once", _reductions),
     "updates": ("every trainable parameter is updated once, with its gradient", _updates),

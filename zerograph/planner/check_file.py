@@ -196,6 +196,7 @@ CHECKS: Mapping[str, tuple[str, Finder]] = {
     "arrivals": ("what is read has come from the tier where it lives", _of("arrivals", check_tasks.arrivals)),
     "returns": ("saved activations are back before they are read", _of("returns", check_tasks.returns)),
     "layers": ("layers that are recomputed or offloaded exist", _of("layers", check_tasks.layers)),
+    "tokens": ("what is divided over tokens runs in as many tiles", _of("tokens", check_tasks.tokens)),
     "use": ("sharded parameters are gathered, and something that computes waits for it", _of("use", check_tasks.use)),
     "gathers": (
         "nothing is gathered while it is whole, and few tiles are at a time",

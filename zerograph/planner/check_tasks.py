@@ -129,6 +129,25 @@ def layers(file: PlanFile) -> Iterator[Found]:
             yield None, name, f"what {name} saves was decided, and nothing runs in such a layer"
 
 
+def tokens(file: PlanFile) -> Iterator[Found]:
+    """What the plan divides into tiles of tokens, tasks run in so many: the loss, and the layers that it names; and
+    nothing else."""
+    plan = file.plan
+    regions = {layer_of_activation(name): name for name in plan.token_regions}
+    tiles = {"": plan.loss_tiles, **dict.fromkeys(regions, plan.token_tiles)}  # by layer; the loss is in none
+    left = {layer: count for layer, count in tiles.items() if count > 1}
+    for span in file.forecast.spans:
+        layer = layer_of(span.module)
+        wanted = tiles.get(layer, 1)
+        if span.token_tiles == wanted:
+            left.pop(layer, None)
+        elif span.token_tiles > 1:
+            yield span, span.module, f"{span.name} runs in {span.token_tiles} tiles of tokens, the plan has {wanted}"
+    for layer, wanted in left.items():
+        name = regions[layer] if layer else plan.head
+        yield None, layer or name, f"{name} is in {wanted} tiles of tokens, and no task makes one"
+
+
 def use(file: PlanFile) -> Iterator[Found]:
     """Every sharded bucket is gathered, and something that computes waits for every gather."""
     if file.plan.world_size == 1 or file.plan.stage == 0:

@@ -16,7 +16,7 @@ from itertools import pairwise, product
 
 from zerograph.core.simulate import Peaks
 from zerograph.planner.knobs import Knob, first, halfway, spread
-from zerograph.planner.space import Candidate, Space, frontier
+from zerograph.planner.space import Candidate, Space, frontier, way_of
 
 Knobs = Mapping[Space, Sequence[Knob]]
 Look = tuple[Knobs, Knobs]
@@ -79,9 +79,9 @@ def _explored(knobs_of: Knobs, known: Sequence[Candidate], most: tuple[int, int]
     found = dict.fromkeys(known)
     ways = set()
     for space, own in knobs_of.items():
-        for plan in first(space.plan, own, least=space.plan.loss_tiles not in ways):
+        for plan in first(space.plan, own, least=way_of(space.plan) not in ways):
             found[space.of(plan)] = None
-        ways.add(space.plan.loss_tiles)
+        ways.add(way_of(space.plan))
     end = len(found) + most[0]
     for one in _descents(knobs_of, found):
         found[one] = None

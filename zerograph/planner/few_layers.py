@@ -167,6 +167,7 @@ def _without(space: Space, left_out: Sequence[str]) -> dict[str, Any]:
             buckets=buckets,
             recompute=tuple(layer for layer in plan.recompute if layer not in gone),
             save=tuple(name for name in plan.save if layer_of_activation(name) not in gone),
+            token_regions=tuple(name for name in plan.token_regions if layer_of_activation(name) not in gone),
         ),
         "rates": scheduler.rates,
         "held": (*space.held, ("device", -size)),

@@ -223,12 +223,14 @@ def _placements(wish: Wish, machine: Machine) -> Iterator[tuple[str, Wish]]:
             "tile= for large linear layers" if runs else "tiling of large operators" + _PLANNED,
             replace(wish, tile=True),
         )
-    if wish.executable is not None and wish.executable.activations and wish.saved is None and wish.offload != "auto":
-        for tier in wish.executable.activations:
+    if wish.executable is not None and wish.saved is None and wish.offload != "auto":
+        for tier in wish.executable.tiers:
             if machine.capacity(tier, wish.world_size):
                 yield f'activations="{tier}"', replace(wish, saved=tier)
     if wish.executable is not None and isinstance(wish.loss, int):
         yield 'loss_tiles="auto"', replace(wish, loss="auto")
+    if wish.executable is not None and isinstance(wish.tokens, int) and wish.recompute in ("auto", "full"):
+        yield 'token_tiles="auto"', replace(wish, tokens="auto")
     if wish.offload == "auto":
         if wish.executable is None and wish.tier is not None:
             yield "offload to any tier" + _PLANNED, replace(wish, tier=None)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from zerograph.core.plan import Plan
 from zerograph.core.step import Op, Step
 from zerograph.planner.liveness import Graph
+from zerograph.planner.token_tiles import in_tiles
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +36,8 @@ class Head:
         activation: lasting name of the logits.
         params: that it reads.
         large: values that hold a number per token and word, in forward and backward.
-        weights: by operation, bytes of weights that each tile reads.
-        sums: by operation that sums over tokens, bytes that each tile reads and writes of the sum.
+        weights: by operation that works on them, bytes of weights that each tile moves.
+        sums: the operations that sum over tokens.
         bytes: of the logits.
         others: source lines of other products that make as much, as those of a second head, which stay whole.
     """
@@ -46,7 +47,7 @@ class Head:
     params: tuple[str, ...]
     large: frozenset[str]
     weights: dict[str, int]
-    sums: dict[str, int]
+    sums: frozenset[str]
     bytes: int
     others: tuple[str, ...] = ()
 
@@ -86,16 +87,16 @@ def _head_or_why(graph: Graph) -> Head | str:
         return ""
     size = graph.size[graph.writes[product]]
     large, weights = {graph.writes[product]}, {graph.ops[product].name: _weights(graph, product)}
-    sums = dict[str, int]()
+    sums = set[str]()
     for i in (*behind, *range(graph.backward, len(graph.ops))):
         reads = not large.isdisjoint(graph.reads[i])
         if reads and (graph.layer[i] or (graph.ops[i].flops and i < graph.backward)):
             return ""
         if reads and graph.ops[i].flops:
-            if _weights(graph, i):
-                weights[graph.ops[i].name] = _weights(graph, i)
-            else:
-                sums[graph.ops[i].name] = 2 * graph.values[graph.writes[i]].bytes
+            name, read = graph.ops[i].name, _weights(graph, i)
+            weights[name] = read or 2 * graph.values[graph.writes[i]].bytes
+            if not read:
+                sums.add(name)
         # Half: beside logits in 32 bit their gradient may be in 16.
         elif reads and graph.values[graph.writes[i]].bytes >= size // 2:
             large.add(graph.writes[i])
@@ -119,8 +120,8 @@ def _head_or_why(graph: Graph) -> Head | str:
     ahead = _ahead(graph, product)
     apart = [i for i in products if i not in ahead and graph.size[graph.writes[i]] >= size // 2]
     return Head(
-        graph.ops[product].name, graph.activation[product], graph.params_read[product], names, weights, sums, size,
-        tuple(graph.ops[i].source or graph.ops[i].name for i in apart),
+        graph.ops[product].name, graph.activation[product], graph.params_read[product], names, weights,
+        frozenset(sums), size, tuple(graph.ops[i].source or graph.ops[i].name for i in apart),
     )  # fmt: skip
 
 
@@ -162,23 +163,16 @@ def tiled(step: Step, head: Head, tiles: int) -> Step:
     Of what is as large as the logits a tile is held at a time. Products read their weight, or add to its gradient, once
     per tile, and the logits themselves are read from memory all the same. Each tile packs the weight again, too.
     """
-    sizes, ahead = {value.name: value.bytes for value in step.values}, frozenset(step.loss_gradients)
+    ahead = frozenset(step.loss_gradients)
 
-    def in_tiles(op: Op) -> Op:
+    def placed(op: Op) -> Op:
         if op.name in ahead:
             op = replace(op, phase="forward")
-        logits = sum(sizes[name] for name in (*op.reads, *op.writes) if name in head.large)
-        if not logits or op.phase == "update":
-            return op
         again = op.again or (not ahead and op.phase == "forward" and op.writes[0] in head.large)
-        if op.name not in head.weights and op.name not in head.sums:
-            return replace(op, again=again)
-        weights, sums = ((tiles - 1) * each.get(op.name, 0) for each in (head.weights, head.sums))
-        moved = op.moved + weights + sums + logits - logits // tiles
-        return replace(op, again=again, moved=moved, packed=op.packed + weights)
+        return replace(op, again=again)
 
-    values = tuple(replace(v, bytes=-(-v.bytes // tiles)) if v.name in head.large else v for v in step.values)
-    return replace(step, ops=tuple(map(in_tiles, step.ops)), values=values)
+    step = replace(step, ops=tuple(op if op.phase == "update" else placed(op) for op in step.ops))
+    return in_tiles(step, head.large, head.weights, head.sums, tiles)
 
 
 def with_loss_tiles(plan: Plan, head: Head, tiles: int) -> Plan:

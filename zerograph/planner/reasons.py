@@ -52,6 +52,10 @@ def reasons(
         yield Reason(bucket.name, _decided(bucket), why)
     if plan.loss_tiles > 1:
         yield Reason("loss", f"in {plan.loss_tiles} tiles of tokens", "logits never exist whole")
+    if plan.token_tiles > 1:
+        layers = len(plan.token_regions)
+        text = f"MLPs of {layers} layer{'s' * (layers > 1)} in {plan.token_tiles} tiles of tokens"
+        yield Reason("tokens", text, "what is wider than the model is never whole; each tile reads their weights again")
     yield from under_way(plan)
     yield from _updated(step, plan)
 

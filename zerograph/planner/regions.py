@@ -43,13 +43,17 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """One layer's operations in one phase; ``layer`` is empty outside of repeated layers. ``work`` is by level."""
+    """One layer's operations in one phase; ``layer`` is empty outside of repeated layers. ``work`` is by level.
+
+    In ``token_tiles`` tiles the plan has some of it run.
+    """
 
     phase: Phase
     layer: str
     module: str
     source: str
     work: tuple[Work, ...]
+    token_tiles: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +253,8 @@ def _region(graph: Graph, span: tuple[int, int], found: Sequence[Saved], crossin
     ops = graph.ops[begin:end]
     source = next((op.source for op in ops if op.source), "")
     work = tuple(_work(graph, _sequence(graph, begin, end, s), s, crossing) for s in found)
-    return Region(first.phase, layer, layer or max(ops, key=lambda op: op.flops).module, source, work)
+    module, tiles = layer or max(ops, key=lambda op: op.flops).module, max(op.token_tiles for op in ops)
+    return Region(first.phase, layer, module, source, work, tiles)
 
 
 def _sequence(graph: Graph, begin: int, end: int, kept: Saved) -> list[int]:

@@ -25,7 +25,7 @@ def replay(given: GivenPlan, step: Step) -> Plan:
     if not step.training:
         return _for_evaluation(given, step)
     if not step.params and given.plan.buckets:
-        return replace(given.plan, buckets=(), recompute=(), save=(), offload=(), loss_tiles=1, head="")
+        return replace(_without_activations(given.plan), buckets=())
     planned = {p.name: p for bucket in given.plan.buckets for p in bucket.params}
     _refuse(
         given,
@@ -44,9 +44,13 @@ def restricted_to_step(plan: Plan, step: Step) -> Plan:
     The plan may be that of another program of the frame, or of another rank; in evaluation a dropout makes nothing, for
     one. Which activations of a layer are saved, and where, decides no collective, so ranks may differ in that.
     """
-    if not plan.save and not plan.offload and not plan.head:
+    if not plan.save and not plan.offload and not plan.head and not plan.token_regions:
         return plan
     made = {op.activation for op in step.ops}
+    by_token = {region.activation for region in step.token_regions}
+    regions = tuple(name for name in plan.token_regions if name in by_token)
+    if regions != plan.token_regions:
+        plan = replace(plan, token_tiles=plan.token_tiles if regions else 1, token_regions=regions)
     if plan.head not in made:
         plan = replace(plan, loss_tiles=1, head="")
     save = tuple(name for name in plan.save if name in made)
@@ -80,7 +84,12 @@ def _for_evaluation(given: GivenPlan, step: Step) -> Plan:
     # Buckets stand in order of first use, which evaluation may change.
     kept.sort(key=lambda bucket: min(first[p.name] for p in bucket.params))
     buckets: list[Bucket] = [replace(bucket, index=index) for index, bucket in enumerate(kept)]
-    return replace(given.plan, buckets=tuple(buckets), recompute=(), save=(), offload=(), loss_tiles=1, head="")
+    return replace(_without_activations(given.plan), buckets=tuple(buckets))
+
+
+def _without_activations(plan: Plan) -> Plan:
+    """``plan`` without what it decides of activations."""
+    return replace(plan, recompute=(), save=(), offload=(), loss_tiles=1, head="", token_tiles=1, token_regions=())
 
 
 _NOT_READ = "is in the plan, and the model does not read it"
@@ -122,6 +131,12 @@ def _layers(plan: Plan, step: Step) -> Iterator[str]:
     yield from (f"{name} is saved in the plan, and not made here" for name in plan.save if name not in made)
     if plan.head and plan.head not in made:
         yield f"{plan.head} is made in {plan.loss_tiles} tiles in the plan, and not made here"
+    by_token = {region.activation for region in step.token_regions}
+    yield from (
+        f"{name} is made in {plan.token_tiles} tiles of tokens in the plan, and cannot be here"
+        for name in plan.token_regions
+        if name not in by_token
+    )
     off = (name for name, _ in plan.offload if name not in layers and name not in made)
     yield from (f"activations of {name} leave the device in the plan, and are not made here" for name in off)
 

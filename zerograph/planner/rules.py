@@ -58,7 +58,7 @@ def plan_step(
         world_size=world_size,
         buckets=buckets,
         prefetch=prefetch,
-        recompute=_recomputed(step, recompute),
+        recompute=recomputed_layers(step, recompute),
         save_others=recompute == "none",
         offload=tuple((layer, saved) for layer in _layers(step, f"activations={saved!r}")) if saved != "device" else (),
         update=update,
@@ -75,7 +75,7 @@ def layer_of_param(name: str) -> str:
     return layer_of(name.rpartition(".")[0])
 
 
-def _recomputed(step: Step, recompute: Recompute) -> tuple[str, ...]:
+def recomputed_layers(step: Step, recompute: Recompute) -> tuple[str, ...]:
     """The layers that are recomputed fully: the share that was asked for, evenly spread over the depth."""
     share = _SHARES[recompute] if isinstance(recompute, str) else recompute
     layers = _layers(step, f"recompute={recompute!r}") if share else []

@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
+from types import MappingProxyType
 from typing import Any
 
 from zerograph.core.machine import Tier
@@ -236,12 +237,13 @@ class Scheduler:
         module: str,
         source: str,
         args: tuple[int, ...] = (),
+        token_tiles: int = 1,
     ) -> Compute:
         """The instruction that does that."""
-        key = (work, outs, dead, module, source, args)
+        key = (work, outs, dead, module, source, args, token_tiles)
         found: Compute | None = self.made.get(key)
         if found is None:
-            found = self.made[key] = Compute(work, args, outs, dead, module, source)
+            found = self.made[key] = Compute(work, args, outs, dead, module, source, token_tiles)
         return found
 
     def saved(self, levels: tuple[int, ...], offload: tuple[tuple[str, Tier], ...]) -> SavedRegisters:
@@ -265,10 +267,16 @@ def _phases(
     """Divide the regions of each phase into pieces and visits."""
     profile, at = scheduler.profile, levels_of(scheduler.profile, levels)
     saved = scheduler.saved(levels, ())
-    phases: tuple[Phase, ...] = ("forward", "backward") if profile.training else ("forward",)
-    for name in phases:
-        regions = [k for k, region in enumerate(profile.regions) if region.phase == name]
-        yield _phase(scheduler, name, regions, at, tiles, prefetch, saved)
+    forward, backward = (
+        [k for k, region in enumerate(profile.regions) if region.phase == name] for name in ("forward", "backward")
+    )
+    # A loss in tiles makes gradients in the forward: those of buckets that get more in the backward wait for these.
+    later = frozenset(bucket for k in backward for part in scheduler.parts(k, at[k]) for bucket in part.gradients)
+    first = _phase(scheduler, "forward", forward, at, tiles, prefetch, saved, later)
+    yield first
+    if profile.training:
+        made = {bucket: grads for bucket, grads in first.gradients.items() if bucket in later}
+        yield _phase(scheduler, "backward", backward, at, tiles, prefetch, saved, frozenset(), made)
 
 
 def levels_of(profile: Profile, levels: Sequence[int]) -> list[int]:
@@ -355,7 +363,11 @@ def _phase(
     tiles: tuple[int, ...],
     prefetch: int,
     saved: SavedRegisters,
+    later: frozenset[int] = frozenset(),
+    made_before: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
 ) -> PhaseWork:
+    """One phase in pieces and visits. Gradients of buckets that get some ``later`` are not ready in it, and those that
+    were ``made_before`` are reduced with those that it makes."""
     parts: list[tuple[int, _RegionPart]] = []
     begins: list[int] = []
     for k in regions:
@@ -373,9 +385,9 @@ def _phase(
     ready: dict[int, list[int]] = {}
     # Of several parts that make gradients of a bucket, the dict keeps the last: then the bucket can be reduced.
     for bucket, at in {bucket: i for i, (_, part) in enumerate(parts) for bucket in part.gradients}.items():
-        if bucket not in tiled:
+        if bucket not in tiled and bucket not in later:
             ready.setdefault(at, []).append(bucket)
-    pieces, gradients, whole = [], dict[int, tuple[int, ...]](), 0
+    pieces, gradients, whole = [], dict(made_before), 0
     for begin, end in pairwise((*cuts, len(parts))):
         k, inside = parts[begin][0], [part for _, part in parts[begin:end]]
         region = scheduler.profile.regions[k]
@@ -409,7 +421,7 @@ def _phase(
         ending = sum(scheduler.registers.contents[register].bytes for register in dead) if slices == 1 else 0
         temporary = max(temporary, -ending)
         work = scheduler.segment(flops, moved, packed, temporary if slices == 1 else 0, slices)
-        compute = scheduler.compute(work, outs, dead, region.module, region.source)
+        compute = scheduler.compute(work, outs, dead, region.module, region.source, (), region.token_tiles)
         done = tuple(bucket for at in range(begin, end) for bucket in ready.get(at, ()))
         visited = tuple(starts.get(begin, ()))
         pieces.append(Piece(compute, k, first, last, visited, done, slices, reads, makes, tuple(made), work, temporary))

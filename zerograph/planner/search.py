@@ -33,7 +33,7 @@ from zerograph.core.garbage import without_gc
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Offload, Plan, Update, compute_dtype
 from zerograph.core.simulate import on
-from zerograph.core.step import Step
+from zerograph.core.step import Step, TokenRegion
 from zerograph.planner import knobs
 from zerograph.planner.deep_search import DeepSearch, Look
 from zerograph.planner.few_layers import by_few_layers
@@ -44,10 +44,11 @@ from zerograph.planner.loss import LOSS_TILES, Head, head_of, loss_tiles, tiled,
 from zerograph.planner.peaks import with_lower_peaks
 from zerograph.planner.rates import Rates, state_bytes
 from zerograph.planner.regions import Profile, profile
-from zerograph.planner.rules import plan_step
+from zerograph.planner.rules import plan_step, recomputed_layers
 from zerograph.planner.selective import stops
-from zerograph.planner.space import Candidate, Space, frontier
+from zerograph.planner.space import Candidate, Space, frontier, way_of
 from zerograph.planner.tiling import tiles_wanted
+from zerograph.planner.token_tiles import TOKEN_TILES, by_token, with_token_tiles
 
 MIB = 2**20
 BUCKET_SIZES = (8 * MIB, 16 * MIB, DEFAULT_BUCKET_SIZE, 64 * MIB, 128 * MIB)
@@ -97,6 +98,7 @@ class Wish:
         tile: whether large parameters may be tiled; None as ``offload`` has it.
         loss: tiles of the loss; "auto" looks at some, None too where ``tile`` does and the plan need not be
             executable.
+        tokens: tiles of tokens in layers, all of which are then recomputed; "auto" looks at some, None at none.
         tiling: of which parameters the number of tiles is fixed, as in :class:`~zerograph.core.config.Config`.
         update: where states on the host are updated; on the device only what the host has can be.
         executable: what the one who runs the plan can carry out, and nothing else is searched; None searches all.
@@ -112,6 +114,7 @@ class Wish:
     saved: Tier | None = None
     tile: bool | None = None
     loss: int | Literal["auto"] | None = None
+    tokens: int | Literal["auto"] | None = None
     tiling: Tile = "auto"
     update: Update = "host"
     executable: Executable | None = None
@@ -122,11 +125,12 @@ class Wish:
         given = {
             "bucket_size": config.bucket_size if "bucket_size" in config.given else None,
             "prefetch": config.prefetch if "prefetch" in config.given else None,
-            "recompute": config.recompute,
+            "recompute": config.recomputed,
             "offload": config.offload,
             "tier": config.tier,
             "saved": None if config.activations == "auto" else config.saved,
             "loss": None if config.loss_tiles == "auto" else config.loss_tiles,
+            "tokens": None if config.token_tiles == "auto" else config.token_tiles,
             "update": config.update,
             "tile": None if config.tile == "auto" else False,
             "tiling": config.tile,
@@ -147,7 +151,7 @@ class Wish:
     @property
     def activations(self) -> bool:
         """Whether the search chooses which saved activations leave the device, where something may."""
-        return self.saved is None and (self.executable is None or bool(self.executable.activations))
+        return self.saved is None and (self.executable is None or bool(self.executable.tiers))
 
     def tiers(self, machine: Machine) -> tuple[Tier, ...]:
         """Where something may go that leaves the device.
@@ -168,11 +172,13 @@ class Wish:
 
 
 class Way(NamedTuple):
-    """A step with its loss whole, or in tiles, each of which reads the parameters of ``head`` whole."""
+    """A step with its loss whole, or in tiles, each of which reads the parameters of ``head`` whole; and with tokens
+    whole, or with all layers recomputed in tiles of them."""
 
     profile: Profile
     loss_tiles: int = 1
     head: Head | None = None
+    token_tiles: int = 1
 
 
 class Search:
@@ -219,7 +225,8 @@ class Search:
                 return
             found = _Local()
             if DEVICE in self.homes:
-                stay = self.spaces if self.tiers or wish.tiles or wish.loss is None else spaces
+                tiled = wish.loss is not None or wish.tokens is not None
+                stay = spaces if tiled and not (self.tiers or wish.tiles) else self.spaces
                 found.explore({space: _staying(space, wish) for space in stay}, WORK)
             if self.tiers or wish.tiles:
                 open_knobs = {s: _all_knobs(s, wish, self.homes, self.tiers) for s in spaces}
@@ -308,9 +315,9 @@ class _Local:
         """
         ways = set()
         for space, own in knobs_of.items():  # the smallest buckets of a way come first
-            for plan in first(space.plan, own, least=space.plan.loss_tiles not in ways):
+            for plan in first(space.plan, own, least=way_of(space.plan) not in ways):
                 self._add(space.of(plan))
-            ways.add(space.plan.loss_tiles)
+            ways.add(way_of(space.plan))
         few = all(len(space.plan.buckets) <= FEW for space in knobs_of)
         coarse = {space: [knob for knob in own if not knob.fine] for space, own in knobs_of.items()}
         # Knobs are independent: the plans of a space are the product of all choices.
@@ -386,7 +393,8 @@ def _look(wish: Wish, few: Sequence[Space], tiers: Sequence[Tier]) -> Look:
     tiers = () if wish.offload == "none" else tuple(tier for tier in tiers if wish.tier in (None, tier))
     homes = open_homes(wish.offload, tiers, wish.sharding)
     leaves = bool(tiers) or wish.tiles
-    stay = [space for space in few if space.plan.loss_tiles == 1 or not leaves or wish.loss not in (None, "auto")]
+    fixed = wish.loss not in (None, "auto") and wish.tokens != "auto"
+    stay = [space for space in few if way_of(space.plan) == (1, 1) or not leaves or fixed]
     staying = {space: _staying(space, wish) for space in stay if DEVICE in homes}
     return staying, {space: _all_knobs(space, wish, homes, tiers) for space in few if leaves}
 
@@ -404,7 +412,7 @@ def _fixed_once(wish: Wish, tiers: Sequence[Tier]) -> Iterator[Wish]:
 
 
 def _same_ways(wish: Wish, other: Wish) -> bool:
-    ours, theirs = ((one.recompute, one.tiles, one.bucket_size, one.saved) for one in (wish, other))
+    ours, theirs = ((one.recompute, one.tiles, one.bucket_size, one.saved, one.tokens) for one in (wish, other))
     return ours == theirs
 
 
@@ -415,7 +423,8 @@ def _staying(space: Space, wish: Wish) -> list[Knob]:
     if profile.training and wish.sharding == 3:
         found.append(_only(knobs.residency(space), "use" if wish.stage == 3 else None))
     if profile.training and wish.recompute in ("auto", "full") and profile.layers:
-        found.append(_only(knobs.levels(space), 0 if wish.recompute == "full" else None))
+        full = wish.recompute == "full" or space.plan.token_tiles > 1
+        found.append(_only(knobs.levels(space), 0 if full else None))
     prefetches = _prefetches(space, wish)
     found.append(knobs.prefetch(prefetches))
     if rates.overlaps and prefetches[-1]:
@@ -440,9 +449,7 @@ def _all_knobs(space: Space, wish: Wish, homes: Sequence[Homes], tiers: Sequence
     if tiers and space.scheduler.profile.training:
         found.append(knobs.homes(space, homes))
         if wish.activations:
-            # Where something may go that a program moves in one step.
-            near = tiers if wish.executable is None else [t for t in tiers if t in wish.executable.activations]
-            found += (knobs.layers_away(space, near), knobs.activations_away(space, near))
+            found += (knobs.layers_away(space, tiers), knobs.activations_away(space, tiers))
             found.append(knobs.of_step("fetch_ahead", FETCHES, fine=True))
     return found
 
@@ -484,19 +491,37 @@ def _ways(graph: Graph, wish: Wish, machine: Machine) -> list[Way]:
     spared = {}
     if wish.recompute == "auto" and graph.step.training:
         spared = stops(graph, Rates(machine, wish.world_size, compute_dtype(graph.step.params)))
-    whole = Way(profile(graph, base, spared))
-    # Who runs the plan asks for tiles of the loss where nothing fits without.
+    # Who runs the plan asks for tiles of the loss, and of tokens, where nothing fits without.
     looks = wish.tiles and wish.executable is None if wish.loss is None else wish.loss != 1
     head = head_of(graph) if looks else None
-    if head is None:
-        return [whole]
+    losses = (1, *_loss_tiles(wish, head)) if head is not None else (1,)
     if isinstance(wish.loss, int):
-        numbers: tuple[int, ...] = (wish.loss,)
-    else:
-        size = wish.bucket_size or DEFAULT_BUCKET_SIZE
-        numbers = loss_tiles(head, size) if wish.loss is None else LOSS_TILES
-    parts = [Way(profile(tiled(graph.step, head, tiles), base, spared), tiles, head) for tiles in numbers]
-    return parts if isinstance(wish.loss, int) else [whole, *parts]
+        losses = losses[-1:]
+    regions = _regions(graph.step, wish) if wish.tokens not in (None, 1) else []
+    tokens: tuple[int, ...] = (1,)
+    if regions:
+        tokens = (wish.tokens,) if isinstance(wish.tokens, int) else (1, *TOKEN_TILES)
+    found = []
+    for number in tokens:
+        step = by_token(graph.step, regions, number) if number > 1 else graph.step
+        for tiles in losses:
+            here = tiled(step, head, tiles) if head is not None and tiles > 1 else step
+            profiled = profile(graph if here is graph.step else here, base, spared)
+            found.append(Way(profiled, tiles, head if tiles > 1 else None, number))
+    return found
+
+
+def _loss_tiles(wish: Wish, head: Head) -> tuple[int, ...]:
+    if isinstance(wish.loss, int):
+        return (wish.loss,)
+    return loss_tiles(head, wish.bucket_size or DEFAULT_BUCKET_SIZE) if wish.loss is None else LOSS_TILES
+
+
+def _regions(step: Step, wish: Wish) -> list[TokenRegion]:
+    """What is in tiles of tokens where any is: of layers that are recomputed, with weights that are whole."""
+    layers = recomputed_layers(step, "full" if wish.recompute == "auto" else wish.recompute)
+    tiled = tiles_wanted(wish.tiling, step, wish.world_size, wish.bucket_size or DEFAULT_BUCKET_SIZE)
+    return [r for r in step.token_regions if r.layer in layers and tiled.keys().isdisjoint(r.params)]
 
 
 def over(candidate: Candidate, budget: int | Mapping[Tier, int]) -> float:
@@ -529,7 +554,7 @@ def _spaces(
             world_size=wish.world_size,
             bucket_size=size,
             prefetch=DEFAULT_PREFETCH if wish.prefetch is None else wish.prefetch,
-            recompute=wish.recompute,
+            recompute="full" if way.token_tiles > 1 and wish.recompute == "auto" else wish.recompute,
             saved=wish.saved or "device",
             update=wish.update,
             tiles=tiles_wanted(wish.tiling, step, wish.world_size, size),
@@ -537,6 +562,9 @@ def _spaces(
         whole: tuple[str, ...] = ()
         if way.head is not None:
             plan, whole = with_loss_tiles(plan, way.head, way.loss_tiles), way.head.params
+        if way.token_tiles > 1:
+            plan = with_token_tiles(plan, step, way.token_tiles)
+            whole += tuple(name for region in step.token_regions for name in region.params)
         # A model smaller than a bucket gets the same buckets for several sizes.
         if plan not in seen:
             seen.add(plan)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from zerograph.core.machine import Tier
@@ -164,7 +165,7 @@ class _Sketch:
             compute, begins, ends = piece.compute, self.saved.begins, self.saved.ends
             outs = (*(begins.get(piece.region, ()) if piece.first else ()), *piece.made)
             dead = ends.get(piece.region, ()) if piece.last else ()
-            self.made[key] = Compute(compute.segment, (), outs, dead, compute.module, compute.source)
+            self.made[key] = replace(compute, outs=outs, dead=dead)
         found: Compute = self.made[key]
         return found
 
@@ -398,7 +399,7 @@ def _slice(
     work = (scheduler.registers.get(key, name, piece.temporary, "temporary"),)
     outs = (*whole.outs, *work, *makes) if number == 0 else makes
     dead = (*whole.dead, *work) if number == piece.slices - 1 else ()
-    return scheduler.compute(whole.segment, outs, dead, whole.module, whole.source, read)
+    return scheduler.compute(whole.segment, outs, dead, whole.module, whole.source, read, whole.token_tiles)
 
 
 def _bring(scheduler: Scheduler, bucket: int, tile: int, tiles: int, home: Tier, own: bool) -> tuple[Instruction, ...]:

@@ -129,6 +129,11 @@ class Space:
         )
 
 
+def way_of(plan: Plan) -> tuple[int, int]:
+    """Tiles of the loss, and of tokens."""
+    return plan.loss_tiles, plan.token_tiles
+
+
 def frontier(found: Iterable[Candidate]) -> list[Candidate]:
     """Those that no other beats, the smallest on the device first."""
     best: list[Candidate] = []

@@ -1,0 +1,39 @@
+"""Run the MLP of recomputed layers, and the norm and residual around it, for some tokens at a time.
+
+The region of each layer (:mod:`zerograph.graph.layer_tokens`) is written once for each tile
+(:mod:`zerograph.graph.token_tiles`), in the forward and in the backward, where a tile is computed again right before
+its gradients: torch may put all that is computed again first.
+
+Safe because every operator inside treats each token by itself, or sums: numbers per token are those of the whole, as
+far as products give the same for fewer rows, and sums are rounded in another order.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from torch import fx
+
+from zerograph.core.plan import Plan
+from zerograph.graph.layer_tokens import layer_region, wide_products
+from zerograph.graph.token_region import NotByToken
+from zerograph.graph.token_tiles import write_tiles
+
+log = logging.getLogger(__name__)
+
+
+def tile_tokens(gm: fx.GraphModule, plan: Plan) -> int:
+    """Rewrite ``gm`` (forward or backward graph) in place; returns the number of tiles of all layers."""
+    if plan.token_tiles == 1:
+        return 0
+    tiles = 0
+    for product in list(wide_products(gm.graph.nodes, plan.token_regions)):
+        try:
+            tiles += write_tiles(gm.graph, layer_region(product), plan.token_tiles)
+        except NotByToken as error:
+            log.warning("the MLP that %s begins runs whole: %s", product.meta["zg"].name, error)
+    if tiles:
+        gm.graph.eliminate_dead_code()
+        gm.graph.lint()
+        gm.recompile()
+    return tiles

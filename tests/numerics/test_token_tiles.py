@@ -1,0 +1,223 @@
+"""Layers in tiles of tokens compute what they compute in one piece: losses and gradients, of every kind of MLP, at any
+world size, wherever shards and activations are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from numerics.compare import full, mean_over_ranks, mine, seeded
+from ranks import run
+from torch import Tensor, nn
+
+import zerograph
+from zerograph.core.errors import ConfigError
+from zerograph.core.program import Accumulate, Place
+
+WIDTH, WORDS, BATCH, LENGTH = 8, 19, 2, 7  # fourteen tokens: five of four tiles are no even part
+Middle = Callable[["Block", Tensor], Tensor]
+
+
+def gelu(block: Block, x: Tensor) -> Tensor:
+    return block.down(F.gelu(block.up(x)))
+
+
+def swiglu(block: Block, x: Tensor) -> Tensor:
+    return block.down(F.silu(block.gate(x)) * block.up(x))
+
+
+def fused(block: Block, x: Tensor) -> Tensor:
+    """Gate and value in one weight, as Phi 3 has it."""
+    gate, value = block.both(x).chunk(2, dim=-1)
+    return block.down(F.silu(gate) * value)
+
+
+def rows_in(block: Block, x: Tensor) -> Tensor:
+    """Weights whose rows are inputs, as GPT-2 has them."""
+    return F.gelu(x @ block.up.weight.T, approximate="tanh") @ block.wide
+
+
+def twice(block: Block, x: Tensor) -> Tensor:
+    """One weight in two products of the MLP."""
+    return block.down(torch.relu(block.up(x))) + block.down(block.up(x).sigmoid())
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each behind a norm, or with the MLP beside attention."""
+
+    def __init__(self, middle: Middle, parallel: bool, dropout: float) -> None:
+        super().__init__()
+        self.middle, self.parallel, self.dropout = middle, parallel, dropout
+        self.before, self.norm = nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down, self.gate = nn.Linear(WIDTH, 40), nn.Linear(40, WIDTH), nn.Linear(WIDTH, 40, bias=False)
+        self.both, self.wide = nn.Linear(WIDTH, 80), nn.Parameter(torch.randn(40, WIDTH) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, dim=-1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        h = x + F.dropout(self.out(mixed), self.dropout)
+        if self.parallel:
+            return h + self.middle(self, self.before(x))
+        return h + F.dropout(self.middle(self, self.norm(h)), self.dropout)
+
+
+class GPT(nn.Module):
+    def __init__(self, middle: Middle, parallel: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.layers = nn.ModuleList(Block(middle, parallel, dropout) for _ in range(2))
+        for name, p in self.named_parameters():
+            used = {gelu: ("up", "down"), swiglu: ("up", "down", "gate"), fused: ("both", "down")}.get(middle)
+            if used and name.split(".")[2:3] and name.split(".")[2] in {"up", "down", "gate", "both", "wide"} - {*used}:
+                p.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+def trained(middle: Middle, steps: int = 3, **options: Any) -> tuple[list[Tensor], dict[str, Tensor], Any]:
+    """Losses, gradients and backend of a few steps; without options those of plain PyTorch, in float64."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    shape = {name: options.pop(name) for name in ("parallel", "dropout") if name in options}
+    model, backend = GPT(middle, **shape), None
+    if options:
+        backend = zerograph.backend(**{"compute": "eager"} | options)
+        model.compile(backend=backend)
+    else:
+        model.double()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    losses, grads = [], dict[str, Tensor]()
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    for step in range(steps):
+        ids = torch.randint(WORDS, (BATCH * world, LENGTH), generator=seeded(step))
+        torch.manual_seed(step)
+        loss = model(*(mine([ids]) if backend is not None and world > 1 else [ids]))
+        loss.backward()
+        losses.append(loss.detach())
+        grads = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, grads, backend
+
+
+def assert_close(found: dict[Any, Tensor], wanted: dict[Any, Tensor], most: float = 1e-5) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        scale = wanted[name].abs().max().clamp(min=1e-6)
+        assert ((value - wanted[name]).abs().max() / scale).item() < most, name
+
+
+def assert_in_tiles(backend: zerograph.api.Backend, tiles: int) -> None:
+    (plan,) = {frame.plan for frame in backend._frames}
+    assert plan.token_tiles == tiles
+    assert plan.token_regions and len(plan.token_regions) == len(plan.recompute) == 2
+    for kind, ends in (("forward", Place), ("backward", Accumulate)):
+        done = [i for i in backend.program[kind].instructions if isinstance(i, ends)]
+        assert len(done) >= 2 * tiles - 2  # the last tile of few tokens may be none
+
+
+@pytest.mark.parametrize(
+    ("middle", "parallel"), [(gelu, True), (swiglu, False), (fused, False), (rows_in, False), (twice, False)],
+    ids=lambda one: one.__name__ if callable(one) else "beside" if one else "behind",
+)  # fmt: skip
+def test_every_mlp_is_the_same_in_tiles(middle: Middle, parallel: bool) -> None:
+    """Behind attention, or beside it."""
+    losses, grads, backend = trained(middle, token_tiles=4, parallel=parallel)
+    truth, wanted, _ = trained(middle, parallel=parallel)
+    assert_in_tiles(backend, 4)
+    assert_close(dict(enumerate(losses)), dict(enumerate(truth)), 1e-6)
+    assert_close(grads, wanted)
+
+
+def test_compiled_beside_a_loss_in_tiles_and_with_one_token_each() -> None:
+    truth, wanted, _ = trained(swiglu)
+    for tiles in (3, 100):
+        losses, grads, backend = trained(swiglu, token_tiles=tiles, loss_tiles=2, compute="inductor")
+        assert_in_tiles(backend, tiles) if tiles == 3 else None
+        assert_close(dict(enumerate(losses)), dict(enumerate(truth)), 1e-6)
+        assert_close(grads, wanted)
+    text = f"frame 0: head and loss in 2 tiles of tokens, MLPs of 2 layers in {tiles} tiles of tokens"
+    assert text in str(backend.report())
+
+
+def test_dropout_draws_the_same_numbers() -> None:
+    losses, grads, _ = trained(gelu, recompute="full", dropout=0.2)
+    same, also, backend = trained(gelu, token_tiles=3, dropout=0.2)
+    assert_in_tiles(backend, 3)
+    assert_close(dict(enumerate(same)), dict(enumerate(losses)), 1e-6)
+    assert_close(also, grads)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_wherever_shards_and_activations_are_the_bits_are_the_same(world_size: int, tmp_path: Path) -> None:
+    run(world_size, _places, tmp_path)
+
+
+def _places(folder: Path) -> None:
+    where = str(folder / str(dist.get_rank()))
+    Path(where).mkdir()
+    losses, grads, backend = trained(gelu, token_tiles=4, stage=3)
+    assert_in_tiles(backend, 4)
+    truth, wanted, _ = trained(gelu)
+    assert_close(dict(enumerate(map(mean_over_ranks, losses))), dict(enumerate(truth)), 1e-6)
+    assert_close(grads, wanted)
+    others: list[dict[str, Any]] = [
+        {"stage": 3, "activations": "nvme", "path": where},
+        {"stage": 3, "offload": "parameters", "path": where},
+        *({"stage": stage} for stage in (1, 2) if dist.get_world_size() > 1),
+    ]
+    for options in others:
+        same, also, _ = trained(gelu, token_tiles=4, **options)
+        assert [loss.item() for loss in same] == [loss.item() for loss in losses], options
+        assert all(torch.equal(also[name], grads[name]) for name in grads), options
+
+
+def test_half_of_the_layers() -> None:
+    losses, grads, backend = trained(gelu, token_tiles=4, recompute=0.5)
+    truth, wanted, _ = trained(gelu)
+    (plan,) = {frame.plan for frame in backend._frames}
+    assert plan.token_regions == (f"{plan.recompute[0]}.up:addmm",)
+    assert_close(dict(enumerate(losses)), dict(enumerate(truth)), 1e-6)
+    assert_close(grads, wanted)
+
+
+def test_evaluation_and_other_lengths_between_steps() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GPT(gelu)
+    truth = GPT(gelu).double()
+    truth.load_state_dict(model.state_dict())
+    model.compile(backend=zerograph.backend(compute="eager", token_tiles=4), dynamic=False)
+    for length in (7, 1, 7, 5):
+        ids = torch.randint(WORDS, (BATCH, length), generator=seeded(length))
+        with torch.no_grad():
+            assert abs(model(ids).item() - truth(ids).item()) < 1e-5
+        model.zero_grad()
+        truth.zero_grad()
+        model(ids).backward()
+        truth(ids).backward()
+        grads = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        assert_close(grads, {name: p.grad for name, p in truth.named_parameters() if p.grad is not None})
+
+
+def test_a_number_of_tokens_that_varies_runs_whole_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    torch._dynamo.reset()
+    model = GPT(gelu)
+    model.compile(backend=zerograph.backend(compute="eager", token_tiles=4), dynamic=True)
+    model(torch.randint(WORDS, (BATCH, LENGTH))).backward()
+    assert "token_tiles=4: layers run for all tokens at once" in caplog.text
+
+
+def test_what_is_saved_cannot_be_in_tiles() -> None:
+    with pytest.raises(ConfigError, match="MLPs that are saved are whole"):
+        zerograph.backend(token_tiles=2, recompute="none")
