@@ -23,7 +23,7 @@ values while the others stay at their first.
 
 Prediction. At the largest value of each, ours with `recompute="full"` and the loss in 16 tiles has the lowest peak: of
 one process stage 0 beside `torch.compile` with and without `torch.utils.checkpoint` around each block, of two ranks
-stage 3, with weights or the layers' MLPs in tiles, beside `fully_shard` with and without that. Beyond what stays between
+stage 3, with weights or the layers' MLPs in tiles, beside `fully_shard` with and without. Beyond what stays between
 steps it is at most half of the checkpointed variants' at the largest vocabulary and at most equal to it at the longest
 sequence. What is not sharded has a gradient as large as its parameters in all variants, which at the largest width is
 most of the peak.
