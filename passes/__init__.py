@@ -24,6 +24,7 @@ from zerograph.passes.reduce import reduce
 from zerograph.passes.spill import spill
 from zerograph.passes.tile import tile
 from zerograph.passes.tile_loss import tile_loss
+from zerograph.passes.tile_mlp import tile_mlp
 from zerograph.passes.verify import verify
 from zerograph.passes.verify_reduced import verify_reduced
 
@@ -67,6 +68,7 @@ PIPELINE: tuple[Pass, ...] = (
     # before gathers, whose buckets are freed behind their last tile
     Pass("graph", tile_loss),
     # before the gathers, which take a tile for a bucket
+    Pass("graph", tile_mlp),
     Pass("graph", tile),
     Pass("graph", gather),
     Pass("graph", prefetch),
@@ -99,6 +101,7 @@ __all__ = [
     "spill",
     "tile",
     "tile_loss",
+    "tile_mlp",
     "verify",
     "verify_reduced",
 ]

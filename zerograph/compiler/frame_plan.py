@@ -41,7 +41,7 @@ from zerograph.planner.placement import Shards, kept_on
 from zerograph.planner.rates import shard_bytes, state_bytes
 from zerograph.planner.replay import restricted_to_step
 from zerograph.planner.search import Search, Wish
-from zerograph.planner.tiling import refuse_unknown, tiles_wanted
+from zerograph.planner.tiling import in_loops, refuse_unknown, tiles_wanted
 
 log = logging.getLogger(__name__)
 
@@ -300,6 +300,7 @@ class Planner:
             update=config.update if step.training else "host",
             tiles=tiles_wanted(config.tile, step, self._world_size, config.bucket_size),
         )
+        plan = in_loops(plan, step)
         return plan if config.loss_tiles == "auto" else in_loss_tiles(plan, step, config.loss_tiles)
 
     def _search(self, step: Step, states: int) -> Found:
@@ -328,7 +329,7 @@ class Planner:
             format_bytes(found.peak),
             format_bytes(self._budget),
         )
-        return search.smallest.peak, found.plan
+        return search.smallest.peak, in_loops(found.plan, step)
 
     def states(self, step: Step, plain: Sequence[Plain]) -> int:
         """Bytes between steps: shards and optimizer states of the whole model, whatever this frame reads of it."""

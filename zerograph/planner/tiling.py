@@ -1,13 +1,15 @@
-"""In how many tiles the user wants which parameters (``zerograph.backend(tile=...)``)."""
+"""In how many tiles the user wants which parameters (``zerograph.backend(tile=...)``), and which run in one loop."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from zerograph.core.config import Tile
 from zerograph.core.errors import ConfigError
-from zerograph.core.step import Param, Step
+from zerograph.core.plan import Bucket, Plan
+from zerograph.core.step import Mlp, Param, Step
 
 
 def tiles_wanted(wanted: Tile, step: Step, world_size: int, bucket_size: int) -> dict[str, int]:
@@ -36,6 +38,57 @@ def tiles_wanted(wanted: Tile, step: Step, world_size: int, bucket_size: int) ->
 def tiles_of(name: str, patterns: Iterable[tuple[str, int]]) -> int:
     """How many tiles ``patterns`` have for the parameter of that name; 1 where none fits."""
     return next((tiles for pattern, tiles in patterns if fnmatchcase(name, pattern)), 1)
+
+
+def in_loops(plan: Plan, step: Step) -> Plan:
+    """``plan`` with the weights of each MLP in one loop over its middle, where that can be; elsewhere each weight has
+    tiles of its rows, by itself."""
+    for mlp in step.mlps:
+        own = _buckets_of(mlp, plan)
+        if any(bucket.tiles > 1 for bucket in own) and not why_apart(mlp, plan):
+            dims = dict(mlp.weights)
+            inside = {bucket.index: dims[bucket.params[0].name] for bucket in own}
+            buckets = (replace(b, dim=inside[b.index], loop=mlp.name) if b.index in inside else b for b in plan.buckets)
+            plan = _without_middle(replace(plan, buckets=tuple(buckets)), step, mlp)
+    return plan
+
+
+def why_apart(mlp: Mlp, plan: Plan) -> str:
+    """Why weights of an MLP that are in tiles do not run in one loop; empty where they can, or none is in tiles."""
+    own = _buckets_of(mlp, plan)
+    tiles = {bucket.tiles for bucket in own}
+    if tiles <= {1}:
+        return ""
+    if len(own) < len(mlp.weights) or len(tiles) > 1:
+        told = ", ".join(f"{b.params[0].name} in {b.tiles}" for b in own)
+        return f"its weights are in different numbers of tiles ({told})"
+    away = [b for b in own if not b.homes.parameters == b.homes.spilled == "device"]
+    if away:
+        return f"tiles of columns are not read and written piece by piece where {away[0].name} has {away[0].homes}"
+    share, (count,) = -(-mlp.hidden // plan.world_size), tiles
+    if count > share:
+        return f"each rank has {share} of its {mlp.hidden} hidden places, which is less than {count} tiles"
+    return ""
+
+
+def apart(plan: Plan, step: Step) -> dict[str, str]:
+    """The MLPs whose weights have tiles of their own, and why; those that run in one loop are not among them."""
+    found = {mlp.name: why_apart(mlp, plan) for mlp in step.mlps if mlp.name not in plan.loops()}
+    return {name: why for name, why in found.items() if why}
+
+
+def _buckets_of(mlp: Mlp, plan: Plan) -> list[Bucket]:
+    """The buckets that hold a weight of ``mlp`` alone."""
+    names = {name for name, _ in mlp.weights}
+    return [b for b in plan.buckets if len(b.params) == 1 and b.params[0].name in names]
+
+
+def _without_middle(plan: Plan, step: Step, mlp: Mlp) -> Plan:
+    """``plan`` saving nothing of the middle, which is never whole."""
+    middle = set(mlp.middle)
+    names = {op.activation for op in step.passes if op.activation and op.name in middle}
+    save = tuple(name for name in plan.save if name not in names)
+    return replace(plan, save=save, offload=tuple(one for one in plan.offload if one[0] not in names))
 
 
 def _require_tilable(param: Param, tiles: int, tilable: set[str], world_size: int) -> None:
