@@ -13,6 +13,7 @@ from zerograph.core.units import format_bytes, format_seconds
 from zerograph.planner.placement import Shards
 from zerograph.planner.rates import Rates, gathered_bytes
 from zerograph.planner.search import Wish
+from zerograph.planner.tiling import apart
 
 _FASTEST = "of the plans that were looked at and fit, it is predicted to be the fastest"
 _ASKED = "it was asked for"
@@ -52,6 +53,10 @@ def reasons(
         yield Reason(bucket.name, _decided(bucket), why)
     if plan.loss_tiles > 1:
         yield Reason("loss", f"in {plan.loss_tiles} tiles of tokens", "logits never exist whole")
+    for loop, own in plan.loops().items():
+        yield Reason(loop, f"in one loop of {own[0].tiles} tiles over its hidden dimension", "its middle is never whole")
+    for mlp, why in apart(plan, step).items():
+        yield Reason(mlp, "each weight in tiles of its rows, by itself", why)
     yield from under_way(plan)
     yield from _updated(step, plan)
 
@@ -121,7 +126,7 @@ def _decided(bucket: Bucket) -> str:
     count = f"{len(bucket.params)} parameter" + ("" if len(bucket.params) == 1 else "s")
     tied = "".join(f", {p.name} is also {' and '.join(p.tied_to)}" for p in bucket.params if p.tied_to)
     ahead = "" if bucket.ahead is None else f", gathered {bucket.ahead} ahead"
-    tiles = f", in {bucket.tiles} tiles" if bucket.tiles > 1 else ""
+    tiles = f", in {bucket.tiles} tiles" + " of columns" * (bucket.dim == 1) if bucket.tiles > 1 else ""
     homes = "" if bucket.homes == DEVICE else f", {bucket.homes}"
     gathered = format_bytes(bucket.gathered_bytes)
     return f"{count}, {gathered}, residency {bucket.residency}{ahead}{tied}{tiles}{homes}"
