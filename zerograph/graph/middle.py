@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -258,22 +258,22 @@ def reads_parameters_alone(node: fx.Node) -> bool:
 
 def mlps_of(graph: fx.Graph, backward: set[fx.Node]) -> Iterator[Mlp]:
     """The MLPs of ``graph``, a whole step; each weight is in one of them, and wide middles come first."""
-    can = {name for name in tilable(graph)}
-    found = list[tuple[Mlp, int]]()
-    order = 0
+    can = set(tilable(graph))
+    found = dict[tuple[tuple[str, int], ...], Mlp]()
     for marker in markers(graph, UNSHARD):
-        if marker.name in can:
-            for dim in _first_uses(marker, backward):
-                order += 1
+        for dim in _first_uses(marker, backward) if marker.name in can else ():
+            if not any((marker.name, dim) in weights for weights in found):
                 mlp = _mlp(graph, backward, {marker.name: dim}, can)
                 if mlp is not None:
-                    found.append((mlp, order))
-    taken = set[str]()
-    for mlp, _ in sorted(found, key=lambda one: (-one[0].hidden, one[1])):
-        names = {name for name, _ in mlp.weights}
-        if taken.isdisjoint(names):
-            taken |= names
-            yield mlp
+                    found[mlp.weights] = mlp
+    taken, names = set[str](), set[str]()
+    for mlp in sorted(found.values(), key=lambda mlp: -mlp.hidden):
+        own = [name for name, _ in mlp.weights]
+        if taken.isdisjoint(own):
+            taken.update(own)
+            # A module may hold several.
+            yield mlp if mlp.name not in names else replace(mlp, name=own[0])
+            names.add(mlp.name)
 
 
 def _first_uses(marker: Marker, backward: set[fx.Node]) -> list[int]:
@@ -312,8 +312,12 @@ def _mlp(graph: fx.Graph, backward: set[fx.Node], weights: dict[str, int], can: 
     last = {m for node in sums for m in _sources(node.args[-1])}
     if not last or not last <= whole.weights.keys():
         return None
-    middle = tuple(node.name for node in sorted(whole.dims) if whole.dims[node] is not None and not _of_weights(node, whole))
-    hidden = next(iter(whole.weights)).meta["val"].shape[next(iter(whole.weights.values()))]
+    sizes = [(node.meta["val"].shape[dim], node.meta["val"].shape[1 - dim]) for node, dim in whole.weights.items()]
+    hidden = sizes[0][0]
+    # One that is narrower than what is around it is not what takes memory.
+    if any(hidden <= around for _, around in sizes):
+        return None
+    middle = tuple(node.name for node in sorted(whole.dims) if whole.dims[node] is not None and not _is_weight(node, whole))
     return Mlp(_name(weights), hidden, tuple(sorted(weights.items())), middle)
 
 
@@ -348,13 +352,25 @@ def _sources(node: Any) -> list[fx.Node]:
     return [node]
 
 
-def _of_weights(node: fx.Node, whole: Middle) -> bool:
-    """Whether it is a view or cast of a weight."""
+def _is_weight(node: fx.Node, whole: Middle) -> bool:
+    """Whether it is a weight, or the gradient of one: views and casts of it too."""
+    if node in whole.gradients or (whole.dims[node] is not None and _leads_to_gradient(node, whole)):
+        return True
     while node not in whole.weights:
         if not (is_transpose(node) or is_identity_view(node) or is_cast(node)):
             return False
         node = node.args[0]  # type: ignore[assignment]
     return True
+
+
+def _leads_to_gradient(node: fx.Node, whole: Middle) -> bool:
+    """Whether nothing but the reduction reads it, through views and casts."""
+    def is_of_one(user: fx.Node) -> bool:
+        if user in whole.gradients:
+            return True
+        return (is_transpose(user) or is_identity_view(user) or is_cast(user)) and _leads_to_gradient(user, whole)
+
+    return bool(node.users) and all(map(is_of_one, node.users))
 
 
 def _name(names: Mapping[str, int]) -> str:

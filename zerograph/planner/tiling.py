@@ -71,6 +71,18 @@ def why_apart(mlp: Mlp, plan: Plan) -> str:
     return ""
 
 
+def looped(step: Step, plan: Plan) -> Step:
+    """``step`` with MLPs in the loops of ``plan``: of their middles a tile is held at a time, and the backward computes
+    them again. What each product moves is about the same: its weights are read once, in tiles or whole."""
+    tiles = {loop: own[0].tiles for loop, own in plan.loops().items()}
+    of = {name: tiles[mlp.name] for mlp in step.mlps if mlp.name in tiles for name in mlp.middle}
+    if not of:
+        return step
+    values = (replace(v, bytes=-(-v.bytes // of[v.name])) if v.name in of else v for v in step.values)
+    ops = (replace(op, again=True) if op.name in of and op.phase == "forward" else op for op in step.ops)
+    return replace(step, ops=tuple(ops), values=tuple(values))
+
+
 def apart(plan: Plan, step: Step) -> dict[str, str]:
     """The MLPs whose weights have tiles of their own, and why; those that run in one loop are not among them."""
     found = {mlp.name: why_apart(mlp, plan) for mlp in step.mlps if mlp.name not in plan.loops()}
