@@ -14,10 +14,11 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 
 from zerograph.core.errors import InvariantError
-from zerograph.core.plan import Plan, tile_rows
+from zerograph.core.plan import Plan, chunk_of, tile_rows
 from zerograph.core.step import Op, Param, Step, layer_of, layer_of_activation
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import head_of
+from zerograph.planner.tiling import unknown_loops
 
 BEFORE = -1
 """The task that stands for the start of the step."""
@@ -94,14 +95,14 @@ def buckets(plan: Plan) -> Iterator[Found]:
 
 
 def tiles(plan: Plan) -> Iterator[Found]:
-    """Tiles of a parameter follow one another from its shards' first row to their last."""
+    """Tiles of a parameter follow one another from its shards' first row to their last, or column."""
     for bucket in plan.buckets:
         if bucket.tiles > 1 and bucket.params and plan.world_size >= 1:
-            rows = bucket.params[0].chunk_rows(plan.world_size)
+            rows = chunk_of(bucket.params[0], bucket.dim, plan.world_size)
             cuts = tile_rows(rows, bucket.tiles)
             joined = all(end == begin for (_, end), (begin, _) in pairwise(cuts))
             if not joined or (cuts[0][0], cuts[-1][1]) != (0, rows) or any(begin == end for begin, end in cuts):
-                yield BEFORE, bucket.name, "", f"{bucket.tiles} tiles of {bucket.name} are not its {rows} rows once"
+                yield BEFORE, bucket.name, "", f"{bucket.tiles} tiles of {bucket.name} are not its {rows} {'columns' if bucket.dim else 'rows'} once"
 
 
 def _parameters(step: Step, plan: Plan) -> Iterator[Found]:
@@ -134,6 +135,10 @@ def _loss(step: Step, plan: Plan) -> Iterator[Found]:
     head = head_of(Graph(step)) if plan.loss_tiles > 1 else None
     if plan.loss_tiles > 1 and (head is None or head.activation != plan.head):
         yield BEFORE, "", "", f"the loss is in {plan.loss_tiles} tiles, and the step has none behind logits of its own"
+
+
+def _loops(step: Step, plan: Plan) -> Iterator[Found]:
+    yield from ((BEFORE, "", "", text) for text in unknown_loops(plan, step))
 
 
 def _reads(step: Step, plan: Plan) -> Iterator[Found]:
@@ -202,6 +207,7 @@ CHECKS: Mapping[str, tuple[str, Finder]] = {
     "parameters": ("the plan is about the very parameters of the step", _parameters),
     "layers": ("layers that are recomputed or offloaded exist", _layers),
     "loss": ("a loss that is tiled is the model's own, behind its logits", _loss),
+    "loops": ("weights that run in one loop are those of an MLP of the step", _loops),
     "reads": ("what is read was made before, and nothing is made twice", _reads),
     "reductions": ("every gradient is reduced once", _reductions),
     "updates": ("every trainable parameter is updated once, with its gradient", _updates),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -73,14 +73,32 @@ def why_apart(mlp: Mlp, plan: Plan) -> str:
 
 def looped(step: Step, plan: Plan) -> Step:
     """``step`` with MLPs in the loops of ``plan``: of their middles a tile is held at a time, and the backward computes
-    them again. What each product moves is about the same: its weights are read once, in tiles or whole."""
+    them again. What each product moves is about the same: its weights are read once, in tiles or whole.
+
+    Two tiles are counted: gathers and sums cut a loop where a whole layer's kernels would fuse, and what crosses such a
+    cut is in memory beside what is made of it.
+    """
     tiles = {loop: own[0].tiles for loop, own in plan.loops().items()}
     of = {name: tiles[mlp.name] for mlp in step.mlps if mlp.name in tiles for name in mlp.middle}
     if not of:
         return step
-    values = (replace(v, bytes=-(-v.bytes // of[v.name])) if v.name in of else v for v in step.values)
+    values = (replace(v, bytes=min(v.bytes, -(-2 * v.bytes // of[v.name]))) if v.name in of else v for v in step.values)
     ops = (replace(op, again=True) if op.name in of and op.phase == "forward" else op for op in step.ops)
     return replace(step, ops=tuple(ops), values=tuple(values))
+
+
+def unknown_loops(plan: Plan, step: Step) -> Iterator[str]:
+    """What ``plan`` says of loops that ``step`` has not, of the parameters that it reads."""
+    for loop in strange_loops(plan, step):
+        names = (f"{'columns' if b.dim else 'rows'} of {b.params[0].name}" for b in plan.loops()[loop])
+        yield f"{loop} is in one loop over {' and '.join(names)}, and they are no MLP that can be"
+
+
+def strange_loops(plan: Plan, step: Step) -> frozenset[str]:
+    """The loops of ``plan`` whose weights are no MLP of ``step``."""
+    known = {frozenset(mlp.weights) for mlp in step.mlps}
+    own = {loop: frozenset((b.params[0].name, b.dim) for b in buckets) for loop, buckets in plan.loops().items()}
+    return frozenset(loop for loop, weights in own.items() if weights not in known)
 
 
 def apart(plan: Plan, step: Step) -> dict[str, str]:
