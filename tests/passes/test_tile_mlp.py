@@ -159,11 +159,12 @@ return [place_default_2, view_default_2, accumulate_default_1]""")
     verify(gm, p)
 
 
-def test_what_reads_a_sum_and_leads_to_the_middle_again_gets_a_loop_of_its_own() -> None:
+@pytest.mark.parametrize("added", [True, False])
+def test_what_reads_a_sum_and_leads_to_the_middle_again_gets_a_loop_of_its_own(added: bool) -> None:
     b, up, down, x, middle = mlp()
     turned = b.call(aten.permute.default, up, [1, 0])
     y = b.mm(middle, b.call(aten.permute.default, down, [1, 0]))
-    again = b.call(aten.relu.default, b.mm(b.call(aten.add.Tensor, x, y), turned))
+    again = b.call(aten.relu.default, b.mm(b.call(aten.add.Tensor, x, y) if added else y, turned))
     gm = b.output(b.mm(again, b.call(aten.permute.default, down, [1, 0])))
     p = in_a_loop(gm)
     assert tile_mlp(gm, p) == 4

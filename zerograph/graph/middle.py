@@ -24,8 +24,9 @@ from zerograph.core.step import Mlp
 from zerograph.graph.nodes import Marker, aten, is_identity_view, markers
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 from zerograph.graph.products import is_cast, is_transpose, tilable
-from zerograph.graph.token_region import VIEWS, NotByToken, dims_of_operand, dims_of_result
+from zerograph.graph.token_region import SIZED, VIEWS, NotByToken, dims_of_operand, dims_of_result
 from zerograph.graph.tokens import SLICES, Tokens
+from zerograph.graph.torch_private import OpOverload
 
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 _SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
@@ -51,9 +52,11 @@ class Middle:
     gradients: set[fx.Node] = field(default_factory=set)
 
     def exits(self, counts: Counts = lambda _: True) -> list[fx.Node]:
-        """What is read outside, by what ``counts`` or returned, in order."""
+        """What is whole behind a loop, in order: sums, and what is read outside, by what ``counts``, or returned."""
 
         def leaves(node: fx.Node) -> bool:
+            if self.dims[node] is None:
+                return bool(node.users)
             return any(user not in self.dims and (user.op == "output" or counts(user)) for user in node.users)
 
         return sorted(node for node in self.dims if node in self.gradients or leaves(node))
@@ -160,6 +163,8 @@ class _Finder:
 
     def _take_in(self, node: fx.Node, dim: int | None, behind: fx.Node | None) -> None:
         """``node`` is inside, and of what it reads what has the dimension is cut, or inside too."""
+        if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise NotByToken(node, "is random: a tile of it would be another one")
         self.middle.dims[node] = dim
         if dim is not None:
             self._push(node)
@@ -179,7 +184,9 @@ class _Finder:
         """Whether ``source``, from outside, is as large as the middle and can be made for some of it at a time."""
         sizes = [size for size in source.meta["val"].shape if not isinstance(size, int) or size > 1]
         makes = source.op == "call_function" and self.counts(source) and not reads_parameters_alone(source)
-        return makes and len(sizes) > 1
+        target: Any = source.target
+        known = target in PRODUCTS | VIEWS | SIZED.keys() or is_transpose(source) or _is_pointwise(target)
+        return makes and known and len(sizes) > 1
 
     def _result(self, node: fx.Node, source: fx.Node) -> int | None:
         dim = self._inside(source)
@@ -239,6 +246,11 @@ class _Finder:
         if found is not None and len(found.dims) != 1:
             raise NotByToken(node, "takes the hidden dimension apart")
         return found.dims[0] if found is not None else None
+
+
+def _is_pointwise(target: Any) -> bool:
+    """Whether the operator makes each number of those in the same place."""
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def _is(size: Any, number: int) -> bool:
@@ -307,7 +319,7 @@ def _mlp(graph: fx.Graph, backward: set[fx.Node], weights: dict[str, int], can: 
         return None
     exits = forward.exits(lambda node: node not in backward)
     sums = [node for node in exits if node.target in PRODUCTS and forward.dims[node] is None]
-    if len(sums) < len(exits) or not sums or not _is_closed(whole, backward):
+    if len(sums) < len(exits) or not sums or not _is_closed(whole, backward) or any(map(_is_computed, whole.given)):
         return None
     last = {m for node in sums for m in _sources(node.args[-1])}
     if not last or not last <= whole.weights.keys():
@@ -319,6 +331,13 @@ def _mlp(graph: fx.Graph, backward: set[fx.Node], weights: dict[str, int], can: 
         return None
     middle = tuple(node.name for node in sorted(whole.dims) if whole.dims[node] is not None and not _is_weight(node, whole))
     return Mlp(_name(weights), hidden, tuple(sorted(weights.items())), middle)
+
+
+def _is_computed(given: tuple[fx.Node, fx.Node]) -> bool:
+    """Whether what is given is computed, and as large as the middle: whole, such as a mask of random numbers."""
+    _, source = given
+    sizes = [size for size in source.meta["val"].shape if not isinstance(size, int) or size > 1]
+    return source.op == "call_function" and len(sizes) > 1 and not reads_parameters_alone(source)
 
 
 def _is_closed(whole: Middle, backward: set[fx.Node]) -> bool:
