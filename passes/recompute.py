@@ -6,8 +6,9 @@ collective is a matter of residency, decided by the runtime's cache.
 
 Activations, as planned: all of a recomputed layer but what enters and leaves it, as ``torch.utils.checkpoint`` around
 the layer would, and but for those that the plan saves by name. Of other layers, what the plan names to wait off the
-device is saved. Of a loss in tiles what is as large as logits is computed again, and what it makes per token is saved; of an
-MLP in one loop the middle is computed again.
+device is saved. Of a loss in tiles what is as large as logits is computed again, and what it makes per token is saved;
+of an MLP in one loop the middle is computed again.
+
 Safe because operators are pure: random ones either read a seed that is saved, or are replayed by the partitioner with
 the state of the generator. What must run once stays out, and so does what reads an input that the
 forward overwrites (a counter in a buffer): torch 2.13 reads such inputs again, changed, in its own recomputations too,

@@ -25,7 +25,7 @@ from torch import fx
 
 from zerograph.core.plan import Bucket, ParamTile, Plan, tile_params
 from zerograph.graph.middle import PRODUCTS, Middle, middle_of, reads_parameters_alone
-from zerograph.graph.nodes import Marker, Tile, added, aten, call, computed, is_view, markers
+from zerograph.graph.nodes import Marker, Tile, added, aten, call, computed, is_view
 from zerograph.graph.ops import PLACE, REDUCE_GRAD, UNSHARD
 from zerograph.graph.shares import Shares
 from zerograph.graph.token_region import SIZED, NotByToken
@@ -116,9 +116,7 @@ class _Loops:
     def _place(self, exits: list[fx.Node], needed: set[fx.Node]) -> fx.Node:
         """The node before which the loop runs: what it reads moves before it, where that stands behind."""
         inside = self.middle.dims
-        first = min(
-            user for node in exits for user in node.users if inside[node] is None or user not in inside
-        )
+        first = min(user for node in exits for user in node.users if inside[node] is None or user not in inside)
         node, ahead = max(needed), set(needed)
         while node is not first.prev:
             if not ahead.isdisjoint(node.users):
@@ -135,7 +133,7 @@ class _Loops:
         held, found = None, list[fx.Node]()
         while left:
             ready = [node for node, waits in left.items() if not waits]
-            uses = [read for node in left if (read := reads[node]) is not None]
+            uses = [reads[node] for node in left]
             node = min(ready, key=lambda n: (reads[n] is not None, reads[n] is not held, uses.count(reads[n])))
             held = reads[node] or held
             found.append(node)
@@ -220,10 +218,11 @@ class _Tile:
 
     def _reduce(self, node: fx.Node, grad: fx.Node, into: fx.Node | None) -> fx.Node:
         """Reduce a tile's gradient and put it in its place in the shard's."""
-        _, shape, *spec = node.args
+        args: Any = node.args
+        _, shape, *spec = args
         dim: int = self.middle.dims[node]  # type: ignore[assignment]
         param = self.loops.tiles[str(spec[1])][self.index]
-        own = [self.end - self.begin if dim == 0 else shape[0], *param.shape[1:]]  # type: ignore[index]
+        own = [self.end - self.begin if dim == 0 else shape[0], *param.shape[1:]]
         val = node.meta["val"].new_empty(own)
         grad = self.shares.padded(grad, dim, self.begin, self.end)
         tile = call(self.graph, REDUCE_GRAD, (grad, own, *spec), val, node)
@@ -231,8 +230,8 @@ class _Tile:
         if dim == 1:
             return self.shares.place(tile, into, dim, self.begin, self.end)
         whole = node.meta["val"]
-        args = ([tile], into, list(shape), 0, min(self.begin, whole.shape[0]))  # type: ignore[call-overload]
-        return call(self.graph, PLACE, args, whole.new_empty(whole.shape), node)
+        place = ([tile], into, list(shape), 0, min(self.begin, whole.shape[0]))
+        return call(self.graph, PLACE, place, whole.new_empty(whole.shape), node)
 
     def _insert(self, node: fx.Node, args: list[Any]) -> fx.Node:
         return computed(self.graph, node.target, tuple(args), node, node.kwargs)

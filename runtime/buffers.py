@@ -154,8 +154,8 @@ def padded(param: Param, tile: Tensor) -> Tensor:
 
     Zeros pad it: products are computed of them, and what is left in memory may be NaN.
     """
-    by_rows = isinstance(param, ParamTile) and param.dim == 0
-    lacking = param.end - param.begin - len(tile) if by_rows else 0
+    # Of columns a shard has its own rows, which transports pad as those of whole parameters.
+    lacking = param.end - param.begin - len(tile) if isinstance(param, ParamTile) and param.dim == 0 else 0
     return torch.cat([tile.detach(), tile.new_zeros(lacking, *tile.shape[1:])]) if lacking else tile
 
 

@@ -291,7 +291,14 @@ class Backend:
             transport=ranks.communicator.name if ranks is not None and ranks.communicator else "no communication",
             buckets=tuple(
                 BucketReport(
-                    f.index, b.name, tuple(p.name for p in b.params), b.gathered_bytes, b.residency, b.tiles, b.dim, b.loop
+                    f.index,
+                    b.name,
+                    tuple(p.name for p in b.params),
+                    b.gathered_bytes,
+                    b.residency,
+                    b.tiles,
+                    b.dim,
+                    b.loop,
                 )
                 for f in frames
                 for b in f.plan.buckets

@@ -94,7 +94,9 @@ def test_attention_is_none() -> None:
 
 
 def test_a_module_with_two_has_two_names() -> None:
-    found = mlps(nn.Sequential(nn.Linear(8, 20), nn.ReLU(), nn.Linear(20, 8), nn.Linear(8, 30), nn.Tanh(), nn.Linear(30, 8)))
+    found = mlps(
+        nn.Sequential(nn.Linear(8, 20), nn.ReLU(), nn.Linear(20, 8), nn.Linear(8, 30), nn.Tanh(), nn.Linear(30, 8))
+    )
     assert sorted((mlp.hidden, dict(mlp.weights)) for mlp in found) == [
         (20, {"0.weight": 0, "2.weight": 1}),
         (30, {"3.weight": 0, "5.weight": 1}),

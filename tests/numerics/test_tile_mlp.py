@@ -16,6 +16,10 @@ from transformers import GPT2Config, LlamaConfig
 from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from zerograph.core.machine import machine_named
+from zerograph.dryrun.compile_only import compile_only
+from zerograph.dryrun.forecast import forecast_file
+
 
 class Gelu(nn.Module):
     """Two linear layers with biases; ranks and tiles divide the middle unevenly."""
@@ -72,7 +76,16 @@ class Mlps(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.gelu.up.weight.dtype)
-        for mlp in (self.gelu, self.glu, self.transposed, self.infinite, self.frozen, self.partly, self.twice, self.twice):
+        for mlp in (
+            self.gelu,
+            self.glu,
+            self.transposed,
+            self.infinite,
+            self.frozen,
+            self.partly,
+            self.twice,
+            self.twice,
+        ):
             x = x + mlp(F.layer_norm(x, (24,)))
         return x
 
@@ -214,3 +227,31 @@ def _apart(folder: str) -> str:
 def test_where_columns_would_be_read_piece_by_piece_rows_are_tiles(tmp_path: Path) -> None:
     for told in run(2, _apart, str(tmp_path)):
         assert "gelu: each weight has tiles of its rows by itself: tiles of columns are not read and written" in told
+
+
+@pytest.mark.parametrize("recompute", ["auto", "full", "none"])
+def test_the_middle_is_never_whole(recompute: str) -> None:
+    tokens, hidden = 512, 1024
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Gelu(hidden) for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = x + layer(F.layer_norm(x, (24,)))
+            return x.square().mean()
+
+    def make() -> tuple[nn.Module, tuple[Tensor]]:
+        return Deep(), (torch.zeros(tokens, 24),)
+
+    peaks = []
+    for tile in ("off", {"*.weight": 8}):
+        found = compile_only(make, world_size=2, tile=tile, recompute=recompute)
+        file = forecast_file("tests", found, machine_named("cpu"))
+        peaks.append(file.forecast.peaks["device"].bytes)
+    # In two layers a middle is saved, and others are made beside it: of each an eighth is there.
+    whole = 4 * tokens * hidden
+    assert max(c.bytes for program in found.frame.programs.values() for c in program.contents) <= whole // 8
+    assert peaks[1] < peaks[0] - whole

@@ -24,9 +24,7 @@ def in_a_loop(gm: fx.GraphModule, tiles: int = 2, **options: Any) -> Plan:
     """A plan with ``up`` and ``down`` in one loop, and buckets for all others."""
     names = [m.name for m in markers(gm.graph, UNSHARD)]
     found = plan(gm, *names, **options)
-    buckets = (
-        replace(b, tiles=tiles, dim=DIMS[b.name], loop="mlp") if b.name in DIMS else b for b in found.buckets
-    )
+    buckets = (replace(b, tiles=tiles, dim=DIMS[b.name], loop="mlp") if b.name in DIMS else b for b in found.buckets)
     return replace(found, buckets=tuple(buckets))
 
 
@@ -50,7 +48,9 @@ def test_a_tile_makes_its_part_of_the_middle_and_a_term() -> None:
     p = in_a_loop(gm)
     assert tile_mlp(gm, p) == 2
     assert tile(gm, p) == 0
-    assert_expected_inline(show(gm), """\
+    assert_expected_inline(
+        show(gm),
+        """\
 unshard_default = unshard(up_shard, up)
 permute_default_2 = permute(unshard_default, [1, 0])
 unshard_default_1 = unshard(down_shard, down)
@@ -65,7 +65,8 @@ permute_default_5 = permute(unshard_default_3, [1, 0])
 mm_default_3 = mm(x, permute_default_4)
 relu_default_2 = relu(mm_default_3)
 accumulate_default_1 = accumulate([relu_default_2, permute_default_5], accumulate_default)
-return [accumulate_default_1]""")
+return [accumulate_default_1]""",
+    )
     tiles = [tile_params(bucket.params[0], 2, 2, bucket.dim) for bucket in p.buckets]
     assert [m.tile for m in markers(gm.graph, UNSHARD)] == [Tile(i, own[i]) for i in range(2) for own in tiles]
 
@@ -81,7 +82,9 @@ def test_tiles_are_gathered_one_after_another() -> None:
 def test_what_pads_the_last_shards_is_cut_off_before_it_is_read() -> None:
     gm = forward(7)
     assert tile_mlp(gm, in_a_loop(gm)) == 2
-    assert_expected_inline(show(gm), """\
+    assert_expected_inline(
+        show(gm),
+        """\
 unshard_default = unshard(up_shard, up)
 permute_default_2 = permute(unshard_default, [1, 0])
 unshard_default_1 = unshard(down_shard, down)
@@ -98,7 +101,8 @@ permute_default_5 = permute(slice_tensor_1, [1, 0])
 mm_default_3 = mm(x, permute_default_4)
 relu_default_2 = relu(mm_default_3)
 accumulate_default_1 = accumulate([relu_default_2, permute_default_5], accumulate_default)
-return [accumulate_default_1]""")
+return [accumulate_default_1]""",
+    )
 
 
 def backward() -> fx.GraphModule:
@@ -116,7 +120,9 @@ def test_the_backward_reduces_rows_and_columns_and_gathers_each_tile_once() -> N
     gm = backward()
     p = in_a_loop(gm)
     assert tile_mlp(gm, p) == 2
-    assert_expected_inline(show(gm), """\
+    assert_expected_inline(
+        show(gm),
+        """\
 permute_default_2 = permute(dy, [1, 0])
 unshard_default = unshard(up_shard, up)
 permute_default_4 = permute(unshard_default, [1, 0])
@@ -153,7 +159,8 @@ place_default_3 = place([view_default_1], place_default_1, [-1, 2, 4], 2, 2)
 permute_default_9 = permute(permute_default_8, [1, 0])
 accumulate_default_1 = accumulate([permute_default_9, unshard_default_2], accumulate_default)
 view_default_2 = view(place_default_3, [2, 8])
-return [place_default_2, view_default_2, accumulate_default_1]""")
+return [place_default_2, view_default_2, accumulate_default_1]""",
+    )
     assert gather(gm, p) == 4
     assert reduce(gm, p) == 4
     verify(gm, p)

@@ -300,8 +300,10 @@ class Planner:
             update=config.update if step.training else "host",
             tiles=tiles_wanted(config.tile, step, self._world_size, config.bucket_size),
         )
-        plan = in_loops(plan, step)
-        return plan if config.loss_tiles == "auto" else in_loss_tiles(plan, step, config.loss_tiles)
+        if config.loss_tiles != "auto":
+            plan = in_loss_tiles(plan, step, config.loss_tiles)
+        # Behind the loss, which has what its head reads whole.
+        return in_loops(plan, step)
 
     def _search(self, step: Step, states: int) -> Found:
         known = self.found(step)

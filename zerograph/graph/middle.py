@@ -4,7 +4,8 @@ Every value that has the hidden dimension is made of the weights of the linear l
 dimension too: rows of the first ones and columns of the second (the other way round where inputs are rows). So the
 middle is all that follows from these weights, up to products that sum over the hidden dimension and to the weights'
 gradients. Each of its operators treats every place of that dimension by itself, which
-:mod:`zerograph.graph.token_region` knows of tokens. What is read from outside with the dimension, such as a bias, is cut.
+:mod:`zerograph.graph.token_region` knows of tokens. What is read from outside with the
+dimension, such as a bias, is cut.
 
 A graph may need several *loops* over the dimension, one after another: where a sum is read by what leads to the middle
 again, as in a backward that first computes its layer anew, or of weights that are used twice.
@@ -69,7 +70,10 @@ class Middle:
         while node is not last.next:
             # A sum over the dimension is there behind its loop, and so is what is read outside.
             within = self.dims.get(node) is not None
-            behind = (level.get(n, 0) + (n in self.dims and not (within and self.dims[n] is not None)) for n in node.all_input_nodes)
+            behind = (
+                level.get(n, 0) + (n in self.dims and not (within and self.dims[n] is not None))
+                for n in node.all_input_nodes
+            )
             level[node] = max(behind, default=0)
             node = node.next
         # A sum is made in the loop that makes its factors.
@@ -217,7 +221,7 @@ class _Finder:
 
     def _operand(self, node: fx.Node, source: fx.Node, dim: int | None) -> int | None:
         if node.target in PRODUCTS:
-            *bias, left, right = node.args
+            left, right = node.args[-2:]
             if source is left:
                 return 1 if dim is None else (0 if dim == 0 else None)
             if source is right:
@@ -329,7 +333,9 @@ def _mlp(graph: fx.Graph, backward: set[fx.Node], weights: dict[str, int], can: 
     # One that is narrower than what is around it is not what takes memory.
     if any(hidden <= around for _, around in sizes):
         return None
-    middle = tuple(node.name for node in sorted(whole.dims) if whole.dims[node] is not None and not _is_weight(node, whole))
+    middle = tuple(
+        node.name for node in sorted(whole.dims) if whole.dims[node] is not None and not _is_weight(node, whole)
+    )
     return Mlp(_name(weights), hidden, tuple(sorted(weights.items())), middle)
 
 
@@ -384,6 +390,7 @@ def _is_weight(node: fx.Node, whole: Middle) -> bool:
 
 def _leads_to_gradient(node: fx.Node, whole: Middle) -> bool:
     """Whether nothing but the reduction reads it, through views and casts."""
+
     def is_of_one(user: fx.Node) -> bool:
         if user in whole.gradients:
             return True

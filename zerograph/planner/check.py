@@ -102,7 +102,8 @@ def tiles(plan: Plan) -> Iterator[Found]:
             cuts = tile_rows(rows, bucket.tiles)
             joined = all(end == begin for (_, end), (begin, _) in pairwise(cuts))
             if not joined or (cuts[0][0], cuts[-1][1]) != (0, rows) or any(begin == end for begin, end in cuts):
-                yield BEFORE, bucket.name, "", f"{bucket.tiles} tiles of {bucket.name} are not its {rows} {'columns' if bucket.dim else 'rows'} once"
+                what = "columns" if bucket.dim else "rows"
+                yield BEFORE, bucket.name, "", f"{bucket.tiles} tiles of {bucket.name} are not its {rows} {what} once"
 
 
 def _parameters(step: Step, plan: Plan) -> Iterator[Found]:

@@ -54,7 +54,9 @@ def reasons(
     if plan.loss_tiles > 1:
         yield Reason("loss", f"in {plan.loss_tiles} tiles of tokens", "logits never exist whole")
     for loop, own in plan.loops().items():
-        yield Reason(loop, f"in one loop of {own[0].tiles} tiles over its hidden dimension", "its middle is never whole")
+        yield Reason(
+            loop, f"in one loop of {own[0].tiles} tiles over its hidden dimension", "its middle is never whole"
+        )
     for mlp, why in apart(plan, step).items():
         yield Reason(mlp, "each weight in tiles of its rows, by itself", why)
     yield from under_way(plan)
