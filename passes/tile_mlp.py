@@ -25,7 +25,7 @@ from torch import fx
 
 from zerograph.core.plan import Bucket, ParamTile, Plan, tile_params
 from zerograph.graph.middle import PRODUCTS, Middle, middle_of, reads_parameters_alone
-from zerograph.graph.nodes import Marker, Tile, added, aten, call, computed, is_view
+from zerograph.graph.nodes import Marker, Tile, added, aten, call, computed, is_view, markers
 from zerograph.graph.ops import PLACE, REDUCE_GRAD, UNSHARD
 from zerograph.graph.shares import Shares
 from zerograph.graph.token_region import SIZED, NotByToken
@@ -36,11 +36,12 @@ prims = torch.ops.prims
 
 def tile_mlp(gm: fx.GraphModule, plan: Plan) -> int:
     """Rewrite ``gm`` (forward, backward or inference graph) in place; returns the number of tiles of all loops."""
-    written = 0
-    for loop, buckets in plan.loops().items():
+    written, loops = 0, plan.loops()
+    read = markers(gm.graph, UNSHARD) if loops else []
+    for loop, buckets in loops.items():
         weights = {bucket.params[0].name: bucket.dim for bucket in buckets}
         try:
-            middle = middle_of(gm.graph, weights)
+            middle = middle_of(read, weights)
         except NotByToken as error:
             log.warning(
                 "%s was planned in one loop of %d tiles, and its weights are in tiles one by one, because %s",

@@ -14,7 +14,7 @@ again, as in a backward that first computes its layer anew, or of weights that a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,17 +93,17 @@ class Middle:
         return found
 
 
-def middle_of(graph: fx.Graph, weights: Mapping[str, int], counts: Counts = lambda _: True) -> Middle:
+def middle_of(read: Sequence[Marker], weights: Mapping[str, int], counts: Counts = lambda _: True) -> Middle:
     """The middle between ``weights``, by parameter with the dimension that is hidden.
 
     Args:
+        read: the ``unshard`` markers of a graph.
         counts: whether a node that reads something is part of what is looked at.
 
     Raises:
         NotByToken: something does not treat every place of the hidden dimension by itself.
     """
-    read = {m.node: weights[m.name] for m in markers(graph, UNSHARD) if m.name in weights}
-    finder = _Finder(Middle(read), weights, counts)
+    finder = _Finder(Middle({m.node: weights[m.name] for m in read if m.name in weights}), weights, counts)
     finder.grow()
     return finder.middle
 
@@ -112,8 +112,7 @@ class _Finder:
     def __init__(self, middle: Middle, weights: Mapping[str, int], counts: Counts) -> None:
         self.middle, self.names, self.counts = middle, weights, counts
         self.waiting: list[fx.Node] = []
-        marker = next(iter(middle.weights), None)
-        self.hidden = marker.meta["val"].shape[middle.weights[marker]] if marker is not None else 0
+        self.hidden = _hidden(middle)
 
     def grow(self) -> None:
         """Take in all that follows from the weights."""
@@ -276,12 +275,14 @@ def mlps_of(graph: fx.Graph, backward: set[fx.Node]) -> Iterator[Mlp]:
     """The MLPs of ``graph``, a whole step; each weight is in one of them, and wide middles come first."""
     can = set(tilable(graph))
     found = dict[tuple[tuple[str, int], ...], Mlp]()
-    for marker in markers(graph, UNSHARD):
+    read, seen = markers(graph, UNSHARD), set[tuple[str, int]]()
+    for marker in read:
         for dim in _first_uses(marker, backward) if marker.name in can else ():
-            if not any((marker.name, dim) in weights for weights in found):
-                mlp = _mlp(graph, backward, {marker.name: dim}, can)
+            if (marker.name, dim) not in seen and _is_wide(marker.node, dim):
+                mlp = _mlp(read, backward, {marker.name: dim}, can)
                 if mlp is not None:
                     found[mlp.weights] = mlp
+                    seen.update(mlp.weights)
     taken, names = set[str](), set[str]()
     for mlp in sorted(found.values(), key=lambda mlp: -mlp.hidden):
         own = [name for name, _ in mlp.weights]
@@ -309,16 +310,16 @@ def _first_uses(marker: Marker, backward: set[fx.Node]) -> list[int]:
     return sorted(set(follow(marker.node, False)))
 
 
-def _mlp(graph: fx.Graph, backward: set[fx.Node], weights: dict[str, int], can: set[str]) -> Mlp | None:
+def _mlp(read: Sequence[Marker], backward: set[fx.Node], weights: dict[str, int], can: set[str]) -> Mlp | None:
     """The MLP that ``weights`` are some of."""
     try:
         while True:
-            whole = middle_of(graph, weights)
+            whole = middle_of(read, weights)
             more = {name: dim for name, dim in _others(whole) if name in can and name not in weights}
             if not more:
                 break
             weights = weights | more
-        forward = middle_of(graph, weights, lambda node: node not in backward)
+        forward = middle_of(read, weights, lambda node: node not in backward)
     except NotByToken:
         return None
     exits = forward.exits(lambda node: node not in backward)
@@ -328,15 +329,12 @@ def _mlp(graph: fx.Graph, backward: set[fx.Node], weights: dict[str, int], can: 
     last = {m for node in sums for m in _sources(node.args[-1])}
     if not last or not last <= whole.weights.keys():
         return None
-    sizes = [(node.meta["val"].shape[dim], node.meta["val"].shape[1 - dim]) for node, dim in whole.weights.items()]
-    hidden = sizes[0][0]
-    # One that is narrower than what is around it is not what takes memory.
-    if any(hidden <= around for _, around in sizes):
+    if not all(_is_wide(node, dim) for node, dim in whole.weights.items()):
         return None
     middle = tuple(
         node.name for node in sorted(whole.dims) if whole.dims[node] is not None and not _is_weight(node, whole)
     )
-    return Mlp(_name(weights), hidden, tuple(sorted(weights.items())), middle)
+    return Mlp(_name(weights), _hidden(whole), tuple(sorted(weights.items())), middle)
 
 
 def _is_computed(given: tuple[fx.Node, fx.Node]) -> bool:
@@ -375,6 +373,17 @@ def _sources(node: Any) -> list[fx.Node]:
             return []
         node = node.args[0]
     return [node]
+
+
+def _is_wide(marker: fx.Node, dim: int) -> bool:
+    """Whether the hidden dimension of a weight is larger than the other: else it is not what takes memory."""
+    shape = marker.meta["val"].shape
+    return bool(shape[dim] > shape[1 - dim])
+
+
+def _hidden(middle: Middle) -> int:
+    """Size of the hidden dimension."""
+    return next((int(node.meta["val"].shape[dim]) for node, dim in middle.weights.items()), 0)
 
 
 def _is_weight(node: fx.Node, whole: Middle) -> bool:
