@@ -24,6 +24,7 @@ from zerograph.passes.reduce import reduce
 from zerograph.passes.spill import spill
 from zerograph.passes.tile import tile
 from zerograph.passes.tile_loss import tile_loss
+from zerograph.passes.tile_mlp import tile_mlp
 from zerograph.passes.tile_tokens import tile_tokens
 from zerograph.passes.verify import verify
 from zerograph.passes.verify_reduced import verify_reduced
@@ -69,6 +70,7 @@ PIPELINE: tuple[Pass, ...] = (
     Pass("graph", tile_loss),
     Pass("graph", tile_tokens),
     # before the gathers, which take a tile for a bucket
+    Pass("graph", tile_mlp),
     Pass("graph", tile),
     Pass("graph", gather),
     Pass("graph", prefetch),
@@ -101,6 +103,7 @@ __all__ = [
     "spill",
     "tile",
     "tile_loss",
+    "tile_mlp",
     "tile_tokens",
     "verify",
     "verify_reduced",

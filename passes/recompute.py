@@ -6,7 +6,9 @@ collective is a matter of residency, decided by the runtime's cache.
 
 Activations, as planned: all of a recomputed layer but what enters and leaves it, as ``torch.utils.checkpoint`` around
 the layer would, and but for those that the plan saves by name. Of other layers, what the plan names to wait off the
-device is saved. Of a loss in tiles what is as large as logits is computed again, and what it makes per token is saved.
+device is saved. Of a loss in tiles what is as large as logits is computed again, and what it makes per token is saved;
+of an MLP in one loop the middle is computed again.
+
 Safe because operators are pure: random ones either read a seed that is saved, or are replayed by the partitioner with
 the state of the generator. What must run once stays out, and so does what reads an input that the
 forward overwrites (a counter in a buffer): torch 2.13 reads such inputs again, changed, in its own recomputations too,
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import operator
+from collections.abc import Mapping, Sequence, Set
 
 import torch
 from torch import fx
@@ -26,7 +29,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zerograph.core.plan import Plan
 from zerograph.core.step import layer_of_activation, layers_of
 from zerograph.graph.layers import module_of
-from zerograph.graph.nodes import Activation, backward_nodes, is_size, is_view, readings_of_overwritten
+from zerograph.graph.middle import middle_of, reads_parameters_alone
+from zerograph.graph.nodes import Activation, Marker, backward_nodes, is_size, is_view, markers, readings_of_overwritten
 from zerograph.graph.ops import UNSHARD
 from zerograph.graph.token_region import NotByToken, head_of, region_of
 from zerograph.graph.torch_private import SEEDS, WITH_EFFECTS
@@ -58,6 +62,10 @@ def recompute(gm: fx.GraphModule, plan: Plan) -> int:
     _save_offloaded(forward, plan)
     if plan.loss_tiles > 1:
         _recompute_loss(forward, plan)
+    if loops := plan.loops():
+        read, inside = markers(gm.graph, UNSHARD), frozenset(forward)
+        for buckets in loops.values():
+            _recompute_middle(read, {bucket.params[0].name: bucket.dim for bucket in buckets}, inside)
     return sum("recompute" in n.meta for n in gm.graph.nodes if n not in before)
 
 
@@ -133,6 +141,19 @@ def _recompute_loss(forward: list[fx.Node], plan: Plan) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
         elif not is_view(node) and any(map(region.is_large, node.users)):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _recompute_middle(read: Sequence[Marker], weights: Mapping[str, int], forward: Set[fx.Node]) -> None:
+    """Of an MLP in one loop recompute the middle, tile by tile."""
+    try:
+        middle = middle_of(read, weights, lambda node: node in forward or reads_parameters_alone(node))
+    except NotByToken as error:
+        # Inductor's passes made something else of it: `tile_mlp` warns.
+        log.debug("the middle of %s stays whole: %s", ", ".join(weights), error)
+        return
+    for node, dim in middle.dims.items():
+        if dim is not None and node.meta.get("ac_graph_id") != _LAST_REGION:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _save_offloaded(forward: list[fx.Node], plan: Plan) -> None:

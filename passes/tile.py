@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.plan import Bucket, ParamTile, Plan, tile_params
+from zerograph.core.plan import Bucket, ParamTile, Plan, chunk_of, tile_params
 from zerograph.graph.nodes import Marker, Tile, added, call, computed, is_identity_view, markers, part_of
 from zerograph.graph.ops import PLACE, REDUCE_GRAD, UNSHARD
 from zerograph.graph.products import (
@@ -32,6 +32,7 @@ from zerograph.graph.products import (
     is_gradient_of_lookup,
     is_sum,
     is_transpose,
+    is_transposed,
     other_than_rows,
     products_of,
 )
@@ -47,8 +48,9 @@ def tile(gm: fx.GraphModule, plan: Plan) -> int:
         ConfigError: the graph uses a parameter in a way that its tiles cannot be.
     """
     tiled = {bucket.params[0].name: bucket for bucket in plan.buckets if bucket.tiles > 1}
-    read = [m for m in markers(gm.graph, UNSHARD) if m.name in tiled]
-    reduced = [m for m in markers(gm.graph, REDUCE_GRAD) if m.name in tiled]
+    # Those that have a tile are of a loop.
+    read = [m for m in markers(gm.graph, UNSHARD) if m.name in tiled and m.tile is None]
+    reduced = [m for m in markers(gm.graph, REDUCE_GRAD) if m.name in tiled and m.tile is None]
     inserted = 0
     for marker in read:
         inserted += _Tiles(gm.graph, tiled[marker.name], plan.world_size, marker).use()
@@ -67,18 +69,21 @@ class _Tiles:
     def __init__(self, graph: fx.Graph, bucket: Bucket, ranks: int, marker: Marker) -> None:
         self.graph, self.marker, self.ranks = graph, marker, ranks
         self.param = bucket.params[0]
-        self.params = tile_params(self.param, bucket.tiles, ranks)
-        self.rows, self.chunk = self.param.shape[0], self.param.chunk_rows(ranks)
+        self.dim, self.params = bucket.dim, tile_params(self.param, bucket.tiles, ranks, bucket.dim)
+        self.rows, self.chunk = self.param.shape[bucket.dim], chunk_of(self.param, bucket.dim, ranks)
         self.like = marker.node
 
     def use(self) -> int:
         """In place of an ``unshard`` marker: its products; returns the number of tiles made."""
         found = products_of(self.marker)
-        if found.other is not None:
-            raise self._refused(found.other)
-        for product in found.columns:
+        other = found.other or (found.lookups[0] if self.dim and found.lookups else None)
+        if other is not None:
+            raise self._refused(other)
+        # Columns of a weight do what rows of its transpose do.
+        columns, terms = (found.terms, found.columns) if self.dim else (found.columns, found.terms)
+        for product in columns:
             self._replace(product, self._columns(product))
-        for product in found.terms:
+        for product in terms:
             self._replace(product, self._terms(product))
         for lookup in found.lookups:
             self._replace(lookup, self._looked_up(lookup))
@@ -91,16 +96,21 @@ class _Tiles:
         if other is not None:
             raise self._refused(other)
         shape: list[int] = marker.node.args[1]  # type: ignore[assignment]
-        into = None
+        into, by_columns = None, self.dim == 1
         with self.graph.inserting_before(marker.node):
-            factors = self._wide(grad, False)
+            factors = self._wide(grad, by_columns)
             for index, param in enumerate(self.params):
-                part = self._rows(grad, False, param, factors)
-                rows = [param.end - param.begin, *shape[1:]]
+                part = self._rows(grad, by_columns, param, factors)
+                rows = [shape[0] if by_columns else param.end - param.begin, *param.shape[1:]]
                 val = marker.node.meta["val"].new_empty(rows)
                 node = call(self.graph, REDUCE_GRAD, (part, rows, *marker.node.args[2:]), val, self.like)
                 node.meta["zg"] = Tile(index, param)
-                into = self._place(node, into, shape, 0, min(param.begin, shape[0]))
+                if by_columns:
+                    into = self._place_columns(node, into, param)
+                else:
+                    into = self._place(node, into, shape, 0, min(param.begin, shape[0]))
+            if by_columns and into is not None:
+                into = self._narrow(into)
         self._replace(marker.node, into)
         return len(self.params)
 
@@ -134,7 +144,7 @@ class _Tiles:
             biases = [self._wide_rows(one, copies=True) for one in bias]  # type: ignore[arg-type]
             for param, weight in self._markers():
                 begins = [self._part(one, param) for one in biases]
-                columns = self._call(product.target, *begins, x, self._transpose(weight))
+                columns = self._call(product.target, *begins, x, self._as_read(weight, product))
                 into = self._place_columns(columns, into, param)
             assert into is not None
             return self._narrow(into)
@@ -146,11 +156,18 @@ class _Tiles:
         with self.graph.inserting_before(product):
             wide = self._wide_rows(x)  # type: ignore[arg-type]
             for param, weight in self._markers():
-                into = added(self.graph, [self._part(wide, param), weight], into, product)
+                into = added(self.graph, [self._part(wide, param), self._as_read(weight, product)], into, product)
             assert into is not None
             for one in bias:
                 into = self._call(aten.add.Tensor, into, one)
             return self._rounded(into)
+
+    def _as_read(self, weight: fx.Node, product: fx.Node) -> fx.Node:
+        """A tile as ``product`` reads the weight: cast, as autocast does, and transposed."""
+        read: fx.Node = product.args[-1]  # type: ignore[assignment]
+        if weight.meta["val"].dtype != read.meta["val"].dtype:
+            weight = self._call(prims.convert_element_type.default, weight, read.meta["val"].dtype)
+        return self._transpose(weight) if is_transposed(read) else weight
 
     def _looked_up(self, lookup: fx.Node) -> fx.Node:
         """``embedding(W, ids)``: a row is in one tile, and the others add zeros."""

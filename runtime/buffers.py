@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -103,8 +103,50 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def tile_of(param: Param, shard: Tensor) -> Tensor:
-    """The rows of this rank's ``shard`` that ``param`` has of it: all, or where it is a tile, those that there are."""
-    return shard[param.begin : param.end] if isinstance(param, ParamTile) else shard
+    """What ``param`` has of this rank's ``shard``: all, or where it is a tile its rows, those that there are.
+
+    Of a tile of columns that is ``[rows, ranks, columns of a rank]``: a view, where ranks divide the columns.
+    """
+    if not isinstance(param, ParamTile):
+        return shard
+    if param.dim == 0:
+        return shard[param.begin : param.end]
+    ranks, chunk = _shares(param, shard)
+    if ranks * chunk == shard.shape[1]:
+        return shard.unflatten(1, (ranks, chunk))[:, :, param.begin : param.end]
+    packed = shard.new_zeros(len(shard), ranks, param.end - param.begin)
+    for rank, columns in _pieces(param, shard):
+        packed[:, rank, : columns.shape[1]] = columns.detach()
+    return packed
+
+
+def add_to_tile(param: Param, shard: Tensor, tile: Tensor) -> None:
+    """Add ``tile`` to what ``param`` has of this rank's ``shard``; rows that pad it are left out."""
+    tile = tile.to(shard.device)
+    if not isinstance(param, ParamTile):
+        shard.add_(tile)
+    elif param.dim == 0:
+        rows = shard[param.begin : param.end]
+        rows.add_(tile[: len(rows)])
+    else:
+        by_rank = tile.unflatten(1, (-1, param.end - param.begin))
+        for rank, columns in _pieces(param, shard):
+            columns.add_(by_rank[:, rank, : columns.shape[1]])
+
+
+def _shares(tile: ParamTile, shard: Tensor) -> tuple[int, int]:
+    """Ranks, and the columns that belong to each."""
+    ranks = tile.shape[1] // (tile.end - tile.begin)
+    return ranks, -(-shard.shape[1] // ranks)
+
+
+def _pieces(tile: ParamTile, shard: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The columns of a tile, rank by rank, as far as there are some."""
+    ranks, chunk = _shares(tile, shard)
+    for rank in range(ranks):
+        columns = shard[:, rank * chunk : (rank + 1) * chunk][:, tile.begin : tile.end]
+        if columns.shape[1]:
+            yield rank, columns
 
 
 def padded(param: Param, tile: Tensor) -> Tensor:
@@ -112,7 +154,8 @@ def padded(param: Param, tile: Tensor) -> Tensor:
 
     Zeros pad it: products are computed of them, and what is left in memory may be NaN.
     """
-    lacking = param.end - param.begin - len(tile) if isinstance(param, ParamTile) else 0
+    # Of columns a shard has its own rows, which transports pad as those of whole parameters.
+    lacking = param.end - param.begin - len(tile) if isinstance(param, ParamTile) and param.dim == 0 else 0
     return torch.cat([tile.detach(), tile.new_zeros(lacking, *tile.shape[1:])]) if lacking else tile
 
 

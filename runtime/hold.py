@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.plan import Param, ParamTile
-from zerograph.runtime.buffers import shard_shape, tile_of, torch_dtype
+from zerograph.runtime.buffers import add_to_tile, shard_shape, torch_dtype
 from zerograph.runtime.comm import Communicator, together
 from zerograph.runtime.entry import Entry, sequence_of
 from zerograph.runtime.torch_private import after_backward, current_backward, local_tensor
@@ -170,8 +170,7 @@ class GradientHold:
             self.state = before
             raise
         for param, result in zip(params, results, strict=True):
-            left = tile_of(param, _local(self._params[param.name].grad))
-            left.add_(result[: len(left)].to(left.device) if isinstance(param, ParamTile) else result.to(left.device))
+            add_to_tile(param, _local(self._params[param.name].grad), result)
 
     def refuse_step(self) -> None:
         """Raises:

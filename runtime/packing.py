@@ -34,11 +34,12 @@ def padded_shards(
         here = shard.device.type == device.type
         if here and shard.dtype == dtype and shard.numel() == length and shard.is_contiguous():
             sends[i] = shard.detach().view(-1)
-        elif here and _packs(device, shard.dtype, dtype):
+        elif here and shard.is_contiguous() and _packs(device, shard.dtype, dtype):
             kinds.setdefault(dtype, []).append(i)
         else:
             sends[i] = torch.zeros(length, dtype=dtype, device=device)
-            sends[i][: shard.numel()] = shard.reshape(-1)  # type: ignore[index]
+            # Of columns a strided copy: they are packed as they are written into the message.
+            sends[i][: shard.numel()].view(shard.shape).copy_(shard.detach())  # type: ignore[index]
     for dtype, members in kinds.items():
         lengths = [params[i].chunk_elements(world_size) for i in members]
         offsets, width = _aligned(lengths, ALIGNMENT // dtype.itemsize)

@@ -29,6 +29,7 @@ from zerograph.core.program import Program
 from zerograph.optim.check import OptimizerCheck
 from zerograph.optim.overlap import EarlySteps
 from zerograph.planner.loss import why_whole
+from zerograph.planner.tiling import apart
 from zerograph.runtime import delayed
 from zerograph.runtime.comm import Communicator
 from zerograph.runtime.early import EarlyUpdates
@@ -283,7 +284,16 @@ class Backend:
             world_size=ranks.size if ranks is not None else 1,
             transport=ranks.communicator.name if ranks is not None and ranks.communicator else "no communication",
             buckets=tuple(
-                BucketReport(f.index, b.name, tuple(p.name for p in b.params), b.gathered_bytes, b.residency, b.tiles)
+                BucketReport(
+                    f.index,
+                    b.name,
+                    tuple(p.name for p in b.params),
+                    b.gathered_bytes,
+                    b.residency,
+                    b.tiles,
+                    b.dim,
+                    b.loop,
+                )
                 for f in frames
                 for b in f.plan.buckets
             ),
@@ -301,6 +311,7 @@ class Backend:
                 f.index: TokenTiles(f.plan.loss_tiles, f.plan.token_tiles, len(f.plan.token_regions)) for f in frames
             },
             whole_logits={f.index: why for f in frames if (why := why_whole(f.step, f.plan.loss_tiles))},
+            apart={mlp: why for f in frames for mlp, why in apart(f.plan, f.step).items()},
             recorded=self._recording.beside_forecast() if self._recording is not None else None,
         )
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from zerograph.graph.products import is_gradient_of_lookup, is_product, tilable
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 def _turned(b: Builder, node: fx.Node) -> fx.Node:
@@ -28,6 +28,7 @@ def _turned(b: Builder, node: fx.Node) -> fx.Node:
         (lambda b, x, w: b.mm(w, x), False),
         (lambda b, x, w: b.mm(_turned(b, w), x), False),
         (lambda b, x, w: b.mm(w, _turned(b, w)), False),
+        (lambda b, x, w: b.mm(x, _turned(b, b.call(prims.convert_element_type.default, w, torch.float32))), True),
         (lambda b, x, w: b.call(aten.addmm.default, w, x, _turned(b, w)), False),
         (lambda b, x, w: b.call(aten.addmm.default, x, x, _turned(b, w)), False),  # a bias for each token
         (lambda b, x, w: b.call(aten.addmm.default, x, x, w), False),

@@ -411,6 +411,88 @@ return [accumulate_default_1, place_default_1]""",
     )
 
 
+def test_a_tile_is_cast_as_the_weight_is() -> None:
+    b = Builder()
+    x = b.input("x", 3, 4, dtype=torch.bfloat16)
+    (w,) = b.params("w", shape=(8, 4))
+    cast = b.call(torch.ops.prims.convert_element_type.default, w, torch.bfloat16)
+    gm = b.output(b.mm(x, b.call(aten.permute.default, cast, [1, 0])))
+    assert tile(gm, in_tiles(gm)) == 2
+    assert_expected_inline(
+        show(gm),
+        """\
+unshard_default = unshard(w_shard, w)
+convert_element_type_default_1 = convert_element_type(unshard_default, torch.bfloat16)
+permute_default_1 = permute(convert_element_type_default_1, [1, 0])
+mm_default_1 = mm(x, permute_default_1)
+view_default = view(mm_default_1, [3, 2, 2])
+place_default = place([view_default], None, [-1, 2, 4], 2, 0)
+unshard_default_1 = unshard(w_shard, w)
+convert_element_type_default_2 = convert_element_type(unshard_default_1, torch.bfloat16)
+permute_default_2 = permute(convert_element_type_default_2, [1, 0])
+mm_default_2 = mm(x, permute_default_2)
+view_default_1 = view(mm_default_2, [3, 2, 2])
+place_default_1 = place([view_default_1], place_default, [-1, 2, 4], 2, 2)
+view_default_2 = view(place_default_1, [3, 8])
+return [view_default_2]""",
+    )
+
+
+def test_columns_of_a_weight_do_what_rows_of_its_transpose_do() -> None:
+    b = Builder()
+    x, grad = b.input("x", 3, 8), b.input("grad", 3, 4)
+    (w,) = b.params("w", shape=(4, 8))
+    term = b.mm(x, b.call(aten.permute.default, w, [1, 0]))
+    gm = b.output(term, b.mm(grad, w), b.reduce_grad(b.mm(b.call(aten.permute.default, grad, [1, 0]), x), w))
+    p = in_tiles(gm)
+    p = replace(p, buckets=(replace(p.buckets[0], dim=1, loop="w"),))
+    assert tile(gm, p) == 6
+    assert_expected_inline(
+        show(gm),
+        """\
+view_default_3 = view(x, [3, 2, 4])
+unshard_default_2 = unshard(w_shard, w)
+view_default_4 = view(view_default_3, 2, 0, 2)
+clone_default = clone(view_default_4, torch.contiguous_format)
+view_default_5 = view(clone_default, [3, 4])
+permute_default_2 = permute(unshard_default_2, [1, 0])
+accumulate_default = accumulate([view_default_5, permute_default_2], None)
+unshard_default_3 = unshard(w_shard, w)
+view_default_6 = view(view_default_3, 2, 2, 4)
+clone_default_1 = clone(view_default_6, torch.contiguous_format)
+view_default_7 = view(clone_default_1, [3, 4])
+permute_default_3 = permute(unshard_default_3, [1, 0])
+accumulate_default_1 = accumulate([view_default_7, permute_default_3], accumulate_default)
+unshard_default = unshard(w_shard, w)
+mm_default_3 = mm(grad, unshard_default)
+view_default = view(mm_default_3, [3, 2, 2])
+place_default = place([view_default], None, [-1, 2, 4], 2, 0)
+unshard_default_1 = unshard(w_shard, w)
+mm_default_4 = mm(grad, unshard_default_1)
+view_default_1 = view(mm_default_4, [3, 2, 2])
+place_default_1 = place([view_default_1], place_default, [-1, 2, 4], 2, 2)
+view_default_2 = view(place_default_1, [3, 8])
+permute_default_1 = permute(grad, [1, 0])
+view_default_8 = view(x, [3, 2, 4])
+view_default_9 = view(view_default_8, 2, 0, 2)
+clone_default_2 = clone(view_default_9, torch.contiguous_format)
+view_default_10 = view(clone_default_2, [3, 4])
+mm_default_5 = mm(permute_default_1, view_default_10)
+reduce_grad_default_1 = reduce_grad(mm_default_5, w)
+view_default_11 = view(reduce_grad_default_1, [2, 2, 2])
+place_default_2 = place([view_default_11], None, [-1, 2, 4], 2, 0)
+view_default_12 = view(view_default_8, 2, 2, 4)
+clone_default_3 = clone(view_default_12, torch.contiguous_format)
+view_default_13 = view(clone_default_3, [3, 4])
+mm_default_6 = mm(permute_default_1, view_default_13)
+reduce_grad_default_2 = reduce_grad(mm_default_6, w)
+view_default_14 = view(reduce_grad_default_2, [2, 2, 2])
+place_default_3 = place([view_default_14], place_default_2, [-1, 2, 4], 2, 2)
+view_default_15 = view(place_default_3, [2, 8])
+return [accumulate_default_1, view_default_2, view_default_15]""",
+    )
+
+
 @pytest.mark.parametrize("made", [backward, rows_in, lookup])
 def test_sums_of_16_bits_are_rounded_once(made: Callable[[torch.dtype], fx.GraphModule]) -> None:
     gm = made(torch.bfloat16)

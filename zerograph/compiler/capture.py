@@ -28,6 +28,7 @@ from zerograph.graph.layer_tokens import layer_region
 from zerograph.graph.layers import module_of
 from zerograph.graph.lookups import last_of_range
 from zerograph.graph.loss_gradients import loss_gradients
+from zerograph.graph.middle import mlps_of
 from zerograph.graph.nodes import SPEC_AT, Activation, Marker, backward_nodes, is_view, markers, output_of
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 from zerograph.graph.products import tilable
@@ -75,6 +76,7 @@ def capture(graph: fx.Graph, setting: Setting) -> Step:
         outputs=tuple(n.name for n in returned if n.op != "placeholder"),
         lookups=tuple(_lookups(graph)),
         tilable=tuple(tilable(graph)),
+        mlps=tuple(mlps_of(graph, backward)),
         ends_at_break=setting.ends_at_break,
     )
     whole = Graph(step)

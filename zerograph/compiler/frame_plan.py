@@ -41,7 +41,7 @@ from zerograph.planner.placement import Shards, kept_on
 from zerograph.planner.rates import shard_bytes, state_bytes
 from zerograph.planner.replay import restricted_to_step
 from zerograph.planner.search import Search, Wish
-from zerograph.planner.tiling import refuse_unknown, tiles_wanted
+from zerograph.planner.tiling import in_loops, refuse_unknown, tiles_wanted
 from zerograph.planner.token_tiles import in_token_tiles
 
 log = logging.getLogger(__name__)
@@ -305,7 +305,8 @@ class Planner:
             plan = in_loss_tiles(plan, step, config.loss_tiles)
         if config.token_tiles != "auto" and step.training:
             plan = in_token_tiles(plan, step, config.token_tiles)
-        return plan
+        # Behind the loss, which has what its head reads whole.
+        return in_loops(plan, step)
 
     def _search(self, step: Step, states: int) -> Found:
         known = self.found(step)
@@ -338,7 +339,7 @@ class Planner:
             format_bytes(found.peak),
             format_bytes(self._budget),
         )
-        return search.smallest.peak, found.plan
+        return search.smallest.peak, in_loops(found.plan, step)
 
     def states(self, step: Step, plain: Sequence[Plain]) -> int:
         """Bytes between steps: shards and optimizer states of the whole model, whatever this frame reads of it."""

@@ -12,7 +12,7 @@ from zerograph.planner.process_memory import Resident
 
 @dataclass(frozen=True, slots=True)
 class BucketReport:
-    """One bucket of one frame; ``bytes`` is its size when whole."""
+    """One bucket of one frame; ``bytes`` is its size when whole, ``loop`` the MLP in whose loop its tiles run."""
 
     frame: int
     name: str
@@ -20,6 +20,8 @@ class BucketReport:
     bytes: int
     residency: str
     tiles: int = 1
+    dim: int = 0
+    loop: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,7 @@ class Report:
             optimizer.
         token_tiles: by frame, tiles of tokens that head and loss run in, and MLPs of how many layers in how many.
         whole_logits: by frame, why its logits, or those of a second head, exist for all tokens at once.
+        apart: by MLP, why weights of it that are in tiles do not run in one loop.
         recorded: the last step that ``backend.record()`` recorded.
     """
 
@@ -107,6 +110,7 @@ class Report:
     on_host: Mapping[str, int] = field(default_factory=dict)
     token_tiles: Mapping[int, TokenTiles] = field(default_factory=dict)
     whole_logits: Mapping[int, str] = field(default_factory=dict)
+    apart: Mapping[str, str] = field(default_factory=dict)
     recorded: RecordedStep | None = None
 
     def __str__(self) -> str:
@@ -124,6 +128,7 @@ class Report:
             lines.append(f"  on the host: {', '.join(f'{what} {format_bytes(n)}' for what, n in self.on_host.items())}")
         lines += [f"  frame {frame}: {tiles}" for frame, tiles in self.token_tiles.items() if str(tiles)]
         lines += [f"  frame {frame}: logits are whole: {why}" for frame, why in self.whole_logits.items()]
+        lines += [f"  {mlp}: each weight has tiles of its rows by itself: {why}" for mlp, why in self.apart.items()]
         if self.recorded is not None:
             lines.append(f"  {self.recorded}")
             if self.recorded.resident is not None:
@@ -131,6 +136,7 @@ class Report:
         lines += [
             f"  frame {b.frame}  {b.name:32s} {len(b.params):4d} parameters  {format_bytes(b.bytes):>9s}  {b.residency}"
             + (f", in {b.tiles} tiles of {format_bytes(b.bytes // b.tiles)}" if b.tiles > 1 else "")
+            + (f" ({'columns' if b.dim else 'rows'}, in the loop of {b.loop})" if b.loop else "")
             for b in self.buckets
         ]
         lines += [

@@ -483,7 +483,8 @@ class Program:
                     how = "" if p.sharded else " whole"
                     dtype = p.compute_dtype if instruction.operation == "gather" else p.reduce_dtype
                     # Names, and not sizes alone: different parameters of one size would be summed without an error.
-                    rows = f" rows {p.begin} to {p.end}" if isinstance(p, ParamTile) else ""
+                    of = ("rows", "columns")[p.dim] if isinstance(p, ParamTile) else ""
+                    rows = f" {of} {p.begin} to {p.end}" if isinstance(p, ParamTile) else ""
                     what = f"{p.name}{rows} {list(p.shape)} {dtype}{how}"
                     yield f"{instruction.operation} bucket {instruction.bucket}: {what}"
 

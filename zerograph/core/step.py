@@ -219,6 +219,23 @@ class TokenRegion:
 
 
 @dataclass(frozen=True, slots=True)
+class Mlp:
+    """Linear layers, and what lies between them, that can run for some of the hidden dimension at a time.
+
+    Attributes:
+        name: of the module that holds them.
+        hidden: size of the hidden dimension.
+        weights: by parameter, which of its dimensions that is.
+        middle: operations that make something of that dimension, by name.
+    """
+
+    name: str
+    hidden: int
+    weights: tuple[tuple[str, int], ...]
+    middle: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """Forward and, when training, backward of one frame and the optimizer's update, in execution order.
 
@@ -233,6 +250,7 @@ class Step:
         loss_gradients: operations of the backward that a loss in tiles runs in the forward, by name.
         ends_at_break: whether the user's code goes on uncompiled, behind a graph break, with what the forward returns.
         token_regions: what of layers can run for some tokens at a time.
+        mlps: linear layers that can run in one loop over the dimension between them.
     """
 
     ops: tuple[Op, ...]
@@ -246,6 +264,7 @@ class Step:
     loss_gradients: tuple[str, ...] = ()
     ends_at_break: bool = False
     token_regions: tuple[TokenRegion, ...] = ()
+    mlps: tuple[Mlp, ...] = ()
 
     @property
     def passes(self) -> tuple[Op, ...]:

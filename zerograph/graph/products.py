@@ -60,7 +60,7 @@ def _follow(node: fx.Node, transposed: bool, found: Products) -> None:
     for user in node.users:
         if is_transpose(user):
             _follow(user, not transposed, found)
-        elif is_identity_view(user):
+        elif is_identity_view(user) or is_cast(user):
             _follow(user, transposed, found)
         elif _is_linear(user, node):
             (found.columns if transposed else found.terms).append(user)
@@ -75,6 +75,15 @@ def is_transpose(node: fx.Node) -> bool:
     if node.target is aten.permute.default:
         return list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
     return node.target is aten.t.default
+
+
+def is_transposed(node: fx.Node) -> bool:
+    """Whether ``node``, made of a parameter by views and casts, is its transpose."""
+    transposed = False
+    while node.target is not UNSHARD:
+        transposed ^= is_transpose(node)
+        node = node.args[0]  # type: ignore[assignment]
+    return transposed
 
 
 def _is_linear(user: fx.Node, weight: fx.Node) -> bool:

@@ -473,3 +473,6 @@ _ALONG = frozenset({
 _ALSO_POINTWISE = frozenset({
     prims.convert_element_type.default, aten.alias.default, aten.clone.default, aten.expand.default, aten.full.default,
 })  # fmt: skip
+
+dims_of_result, dims_of_operand, SIZED, VIEWS = _result, _operand, _SIZED, _VIEWS
+"""For regions of another dimension than tokens (:mod:`zerograph.graph.middle`)."""

@@ -14,10 +14,11 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 
 from zerograph.core.errors import InvariantError
-from zerograph.core.plan import Plan, tile_rows
+from zerograph.core.plan import Plan, chunk_of, tile_rows
 from zerograph.core.step import Op, Param, Step, layer_of, layer_of_activation
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import head_of
+from zerograph.planner.tiling import unknown_loops
 
 BEFORE = -1
 """The task that stands for the start of the step."""
@@ -94,14 +95,15 @@ def buckets(plan: Plan) -> Iterator[Found]:
 
 
 def tiles(plan: Plan) -> Iterator[Found]:
-    """Tiles of a parameter follow one another from its shards' first row to their last."""
+    """Tiles of a parameter follow one another from its shards' first row to their last, or column."""
     for bucket in plan.buckets:
         if bucket.tiles > 1 and bucket.params and plan.world_size >= 1:
-            rows = bucket.params[0].chunk_rows(plan.world_size)
+            rows = chunk_of(bucket.params[0], bucket.dim, plan.world_size)
             cuts = tile_rows(rows, bucket.tiles)
             joined = all(end == begin for (_, end), (begin, _) in pairwise(cuts))
             if not joined or (cuts[0][0], cuts[-1][1]) != (0, rows) or any(begin == end for begin, end in cuts):
-                yield BEFORE, bucket.name, "", f"{bucket.tiles} tiles of {bucket.name} are not its {rows} rows once"
+                what = "columns" if bucket.dim else "rows"
+                yield BEFORE, bucket.name, "", f"{bucket.tiles} tiles of {bucket.name} are not its {rows} {what} once"
 
 
 def _parameters(step: Step, plan: Plan) -> Iterator[Found]:
@@ -144,6 +146,10 @@ def _token_regions(step: Step, plan: Plan) -> Iterator[Found]:
             yield BEFORE, name, "", f"{name} is in {plan.token_tiles} tiles of tokens, and needs all at once"
         elif not tiled.isdisjoint(by_token[name].params):
             yield BEFORE, name, "", f"{name} is in tiles of tokens, and a weight that each of them reads is in tiles"
+
+
+def _loops(step: Step, plan: Plan) -> Iterator[Found]:
+    yield from ((BEFORE, "", "", text) for text in unknown_loops(plan, step))
 
 
 def _reads(step: Step, plan: Plan) -> Iterator[Found]:
@@ -213,6 +219,7 @@ CHECKS: Mapping[str, tuple[str, Finder]] = {
     "layers": ("layers that are recomputed or offloaded exist", _layers),
     "loss": ("a loss that is tiled is the model's own, behind its logits", _loss),
     "tokens": ("layers in tiles of tokens can run so, with their weights whole", _token_regions),
+    "loops": ("weights that run in one loop are those of an MLP of the step", _loops),
     "reads": ("what is read was made before, and nothing is made twice", _reads),
     "reductions": ("every gradient is reduced once", _reductions),
     "updates": ("every trainable parameter is updated once, with its gradient", _updates),

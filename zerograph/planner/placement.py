@@ -138,7 +138,8 @@ def bucket_parts(
     own = moved.copy if world > 1 and rates.overlaps else 0
     if world == 1:
         own = sum(copy_bytes(p, world) for p in params if p.sharded and is_whole(p, world))
-    rows = params[0].chunk_rows(world) if tiles > 1 else 1
+    # Columns may be in more tiles than there are rows; of either a tile has its share of the bytes.
+    rows = max(params[0].chunk_rows(world), tiles) if tiles > 1 else 1
     slices = tile_rows(rows, tiles)
 
     def part(size: int, tile: int) -> int:

@@ -13,6 +13,7 @@ from zerograph.core.units import format_bytes, format_seconds
 from zerograph.planner.placement import Shards
 from zerograph.planner.rates import Rates, gathered_bytes
 from zerograph.planner.search import Wish
+from zerograph.planner.tiling import apart
 
 _FASTEST = "of the plans that were looked at and fit, it is predicted to be the fastest"
 _ASKED = "it was asked for"
@@ -56,6 +57,12 @@ def reasons(
         layers = len(plan.token_regions)
         text = f"MLPs of {layers} layer{'s' * (layers > 1)} in {plan.token_tiles} tiles of tokens"
         yield Reason("tokens", text, "what is wider than the model is never whole; each tile reads their weights again")
+    for loop, own in plan.loops().items():
+        yield Reason(
+            loop, f"in one loop of {own[0].tiles} tiles over its hidden dimension", "its middle is never whole"
+        )
+    for mlp, why in apart(plan, step).items():
+        yield Reason(mlp, "each weight in tiles of its rows, by itself", why)
     yield from under_way(plan)
     yield from _updated(step, plan)
 
@@ -125,7 +132,7 @@ def _decided(bucket: Bucket) -> str:
     count = f"{len(bucket.params)} parameter" + ("" if len(bucket.params) == 1 else "s")
     tied = "".join(f", {p.name} is also {' and '.join(p.tied_to)}" for p in bucket.params if p.tied_to)
     ahead = "" if bucket.ahead is None else f", gathered {bucket.ahead} ahead"
-    tiles = f", in {bucket.tiles} tiles" if bucket.tiles > 1 else ""
+    tiles = f", in {bucket.tiles} tiles" + " of columns" * (bucket.dim == 1) if bucket.tiles > 1 else ""
     homes = "" if bucket.homes == DEVICE else f", {bucket.homes}"
     gathered = format_bytes(bucket.gathered_bytes)
     return f"{count}, {gathered}, residency {bucket.residency}{ahead}{tied}{tiles}{homes}"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Bucket, GivenPlan, Plan
 from zerograph.core.step import Param, Step, layer_of, layer_of_activation
+from zerograph.planner.tiling import strange_loops, unknown_loops
 
 _SHOWN = 6
 """Differences that an error names; more are counted."""
@@ -33,6 +34,7 @@ def replay(given: GivenPlan, step: Step) -> Plan:
             *_parameters(planned, {p.name: p for p in step.params}),
             *_layers(given.plan, step),
             *_tiles(given.plan, step),
+            *unknown_loops(given.plan, step),
         ],
     )
     return given.plan
@@ -84,12 +86,22 @@ def _for_evaluation(given: GivenPlan, step: Step) -> Plan:
     # Buckets stand in order of first use, which evaluation may change.
     kept.sort(key=lambda bucket: min(first[p.name] for p in bucket.params))
     buckets: list[Bucket] = [replace(bucket, index=index) for index, bucket in enumerate(kept)]
-    return replace(_without_activations(given.plan), buckets=tuple(buckets))
+    return _loops_of(replace(_without_activations(given.plan), buckets=tuple(buckets)), step)
 
 
 def _without_activations(plan: Plan) -> Plan:
     """``plan`` without what it decides of activations."""
     return replace(plan, recompute=(), save=(), offload=(), loss_tiles=1, head="", token_tiles=1, token_regions=())
+
+
+def _loops_of(plan: Plan, step: Step) -> Plan:
+    """``plan`` without the loops that ``step`` has not: their weights are in tiles of rows, one by one."""
+    gone = strange_loops(plan, step)
+    return replace(plan, buckets=tuple(_by_rows(b, plan.world_size) if b.loop in gone else b for b in plan.buckets))
+
+
+def _by_rows(bucket: Bucket, world_size: int) -> Bucket:
+    return replace(bucket, dim=0, loop="", tiles=min(bucket.tiles, bucket.params[0].chunk_rows(world_size)))
 
 
 _NOT_READ = "is in the plan, and the model does not read it"

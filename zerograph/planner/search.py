@@ -47,7 +47,7 @@ from zerograph.planner.regions import Profile, profile
 from zerograph.planner.rules import plan_step, recomputed_layers
 from zerograph.planner.selective import stops
 from zerograph.planner.space import Candidate, Space, frontier, way_of
-from zerograph.planner.tiling import tiles_wanted
+from zerograph.planner.tiling import in_loops, looped, tiles_wanted
 from zerograph.planner.token_tiles import TOKEN_TILES, by_token, with_token_tiles
 
 MIB = 2**20
@@ -487,6 +487,7 @@ def _ways(graph: Graph, wish: Wish, machine: Machine) -> list[Way]:
     Each has the levels between nothing and all saved where the search may choose them. Those are of layers, which the
     tiles of the loss do not touch.
     """
+    graph = _in_loops(graph, wish)
     base: Mode = "none" if wish.recompute == "none" else "auto"
     spared = {}
     if wish.recompute == "auto" and graph.step.training:
@@ -522,6 +523,19 @@ def _regions(step: Step, wish: Wish) -> list[TokenRegion]:
     layers = recomputed_layers(step, "full" if wish.recompute == "auto" else wish.recompute)
     tiled = tiles_wanted(wish.tiling, step, wish.world_size, wish.bucket_size or DEFAULT_BUCKET_SIZE)
     return [r for r in step.token_regions if r.layer in layers and tiled.keys().isdisjoint(r.params)]
+
+
+def _in_loops(graph: Graph, wish: Wish) -> Graph:
+    """The step with the MLPs in loops whose tiles the user fixed. Where something may leave the device it is not known
+    which of them are, and where tiles are searched they take no more than what is counted for weights in tiles."""
+    if wish.offload != "none" or not isinstance(wish.tiling, tuple) or not graph.step.mlps:
+        return graph
+    step, size = graph.step, wish.bucket_size or DEFAULT_BUCKET_SIZE
+    tiles = tiles_wanted(wish.tiling, step, wish.world_size, size)
+    plan = plan_step(
+        step, stage=wish.sharding, world_size=wish.world_size, bucket_size=size, prefetch=DEFAULT_PREFETCH, tiles=tiles
+    )
+    return Graph(looped(step, in_loops(plan, step)))
 
 
 def over(candidate: Candidate, budget: int | Mapping[Tier, int]) -> float:

@@ -1,0 +1,419 @@
+"""The middle of an MLP: what of a graph can run for some of the hidden dimension at a time, weights included.
+
+Every value that has the hidden dimension is made of the weights of the linear layers around it, of which it is a
+dimension too: rows of the first ones and columns of the second (the other way round where inputs are rows). So the
+middle is all that follows from these weights, up to products that sum over the hidden dimension and to the weights'
+gradients. Each of its operators treats every place of that dimension by itself, which
+:mod:`zerograph.graph.token_region` knows of tokens. What is read from outside with the
+dimension, such as a bias, is cut.
+
+A graph may need several *loops* over the dimension, one after another: where a sum is read by what leads to the middle
+again, as in a backward that first computes its layer anew, or of weights that are used twice.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerograph.core.step import Mlp
+from zerograph.graph.nodes import Marker, aten, is_identity_view, markers
+from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
+from zerograph.graph.products import is_cast, is_transpose, tilable
+from zerograph.graph.token_region import SIZED, VIEWS, NotByToken, dims_of_operand, dims_of_result
+from zerograph.graph.tokens import SLICES, Tokens
+from zerograph.graph.torch_private import OpOverload
+
+PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
+_SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
+Counts = Callable[[fx.Node], bool]
+"""Whether a node is part of what is looked at."""
+
+
+@dataclass(slots=True)
+class Middle:
+    """What runs for some of the hidden dimension at a time.
+
+    Attributes:
+        weights: markers that gather the weights, with the dimension of each that is hidden.
+        dims: by operator inside, the dimension of its result that is hidden; None of a sum over it.
+        given: by operator inside and argument from outside, the dimension of that one that is hidden. What is not here
+            every tile reads whole.
+        gradients: of what is inside, the markers that reduce the gradients of the weights.
+    """
+
+    weights: dict[fx.Node, int]
+    dims: dict[fx.Node, int | None] = field(default_factory=dict)
+    given: dict[tuple[fx.Node, fx.Node], int] = field(default_factory=dict)
+    gradients: set[fx.Node] = field(default_factory=set)
+
+    def exits(self, counts: Counts = lambda _: True) -> list[fx.Node]:
+        """What is whole behind a loop, in order: sums, and what is read outside, by what ``counts``, or returned."""
+
+        def leaves(node: fx.Node) -> bool:
+            if self.dims[node] is None:
+                return bool(node.users)
+            return any(user not in self.dims and (user.op == "output" or counts(user)) for user in node.users)
+
+        return sorted(node for node in self.dims if node in self.gradients or leaves(node))
+
+    def loops(self) -> list[list[fx.Node]]:
+        """The exits of each loop, in order: those that depend on an earlier one's through something outside."""
+        level: dict[fx.Node, int] = {}
+        exits, last = self.exits(), max(self.dims)
+        node = min(self.dims)
+        while node is not last.next:
+            # A sum over the dimension is there behind its loop, and so is what is read outside.
+            within = self.dims.get(node) is not None
+            behind = (
+                level.get(n, 0) + (n in self.dims and not (within and self.dims[n] is not None))
+                for n in node.all_input_nodes
+            )
+            level[node] = max(behind, default=0)
+            node = node.next
+        # A sum is made in the loop that makes its factors.
+        for node in (n for n in exits if self.dims[n] is None):
+            terms = node.args[-2:] if node.target in PRODUCTS else node.args[:1]
+            level[node] = max(level.get(n, 0) + (self.dims.get(n, 0) is None) for n in terms)  # type: ignore[arg-type, misc]
+        return [[node for node in exits if level[node] == number] for number in sorted({level[n] for n in exits})]
+
+    def needed(self, exits: list[fx.Node]) -> set[fx.Node]:
+        """What of the inside ``exits`` are computed from, themselves included."""
+        found, waiting = set[fx.Node](), list(exits)
+        while waiting:
+            node = waiting.pop()
+            if node not in found:
+                found.add(node)
+                waiting += [n for n in node.all_input_nodes if self.dims.get(n) is not None]
+        return found
+
+
+def middle_of(read: Sequence[Marker], weights: Mapping[str, int], counts: Counts = lambda _: True) -> Middle:
+    """The middle between ``weights``, by parameter with the dimension that is hidden.
+
+    Args:
+        read: the ``unshard`` markers of a graph.
+        counts: whether a node that reads something is part of what is looked at.
+
+    Raises:
+        NotByToken: something does not treat every place of the hidden dimension by itself.
+    """
+    finder = _Finder(Middle({m.node: weights[m.name] for m in read if m.name in weights}), weights, counts)
+    finder.grow()
+    return finder.middle
+
+
+class _Finder:
+    def __init__(self, middle: Middle, weights: Mapping[str, int], counts: Counts) -> None:
+        self.middle, self.names, self.counts = middle, weights, counts
+        self.waiting: list[fx.Node] = []
+        self.hidden = _hidden(middle)
+
+    def grow(self) -> None:
+        """Take in all that follows from the weights."""
+        for marker in self.middle.weights:
+            self._push(marker)
+        while self.waiting:
+            # In the order of the graph, so that of what a node reads it is known whether it is inside.
+            node = heapq.heappop(self.waiting)
+            if node in self.middle.dims or not self.counts(node) or node.op == "output":
+                continue
+            if node.target is REDUCE_GRAD:
+                self._gradient(node)
+            else:
+                self._enter(node)
+        self._settle()
+
+    def _push(self, node: fx.Node) -> None:
+        """The readers of ``node`` are to be looked at."""
+        for user in node.users:
+            heapq.heappush(self.waiting, user)
+
+    def _settle(self) -> None:
+        """What was found inside after it was given is none of the given."""
+        for (node, source), dim in list(self.middle.given.items()):
+            found = self._inside(source)
+            if found is not None:
+                if found != dim:
+                    raise NotByToken(node, "mixes the hidden dimension with something else")
+                del self.middle.given[node, source]
+
+    def _gradient(self, node: fx.Node) -> None:
+        marker = Marker(node, *node.args[3:])  # type: ignore[arg-type]
+        if marker.name not in self.names:
+            return  # a bias, whose gradient is there whole
+        if self._inside(marker.source) != self.names[marker.name]:
+            raise NotByToken(node, "reduces a gradient with the hidden dimension in another place")
+        self.middle.dims[node] = self.names[marker.name]
+        self.middle.gradients.add(node)
+
+    def _inside(self, node: fx.Node) -> int | None:
+        found = self.middle.weights.get(node)
+        return self.middle.dims.get(node) if found is None else found
+
+    def _enter(self, node: fx.Node) -> None:
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            raise NotByToken(node, "makes several tensors of them")
+        if node.target in SLICES and any(isinstance(place, fx.Node) for place in node.args[SLICES[node.target] :]):
+            raise NotByToken(node, "slices at places that are not known before it runs")
+        source = next(n for n in node.all_input_nodes if self._inside(n) is not None)
+        self._take_in(node, self._result(node, source), source)
+
+    def _take_in(self, node: fx.Node, dim: int | None, behind: fx.Node | None) -> None:
+        """``node`` is inside, and of what it reads what has the dimension is cut, or inside too."""
+        if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise NotByToken(node, "is random: a tile of it would be another one")
+        self.middle.dims[node] = dim
+        if dim is not None:
+            self._push(node)
+        for source in node.all_input_nodes:
+            if source is behind or not isinstance(source.meta.get("val"), torch.Tensor):
+                continue
+            found, wanted = self._inside(source), self._operand(node, source, dim)
+            if found is not None and found != wanted:
+                raise NotByToken(node, "mixes the hidden dimension with something else")
+            if found is None and wanted is not None:
+                if source not in self.middle.dims and self._is_made(source):
+                    self._take_in(source, wanted, None)
+                else:
+                    self.middle.given[node, source] = wanted
+
+    def _is_made(self, source: fx.Node) -> bool:
+        """Whether ``source``, from outside, is as large as the middle and can be made for some of it at a time."""
+        sizes = [size for size in source.meta["val"].shape if not isinstance(size, int) or size > 1]
+        makes = source.op == "call_function" and self.counts(source) and not reads_parameters_alone(source)
+        target: Any = source.target
+        known = target in PRODUCTS | VIEWS | SIZED.keys() or is_transpose(source) or _is_pointwise(target)
+        return makes and known and len(sizes) > 1
+
+    def _result(self, node: fx.Node, source: fx.Node) -> int | None:
+        dim = self._inside(source)
+        assert dim is not None
+        if node.target in PRODUCTS:
+            return self._of_product(node)
+        if node.target in VIEWS:
+            return self._viewed(node, source, dim)
+        if is_transpose(node):
+            return 1 - dim
+        found = self._one(node, dims_of_result(node, source, Tokens((dim,))))
+        if found is None and node.target not in _SUMS:
+            raise NotByToken(node, "reads all of the hidden dimension")
+        return found
+
+    def _of_product(self, node: fx.Node) -> int | None:
+        *bias, left, right = node.args
+        dims = [self._inside(n) for n in (left, right)]  # type: ignore[arg-type]
+        if node.kwargs or left is right or (bias and bias[0] in (left, right)):
+            raise NotByToken(node, "is a product of another kind")
+        if dims in ([1, None], [None, 0], [1, 0]):
+            return None
+        if dims in ([0, None], [None, 1]):
+            return 0 if dims[0] == 0 else 1
+        if bias and self._inside(bias[0]) is not None and dims == [None, None]:  # type: ignore[arg-type]
+            return 1  # what is added to a product has the dimension: so has the product
+        raise NotByToken(node, "makes a product of the hidden dimension with itself")
+
+    def _operand(self, node: fx.Node, source: fx.Node, dim: int | None) -> int | None:
+        if node.target in PRODUCTS:
+            left, right = node.args[-2:]
+            if source is left:
+                return 1 if dim is None else (0 if dim == 0 else None)
+            if source is right:
+                return 0 if dim is None else (1 if dim == 1 else None)
+            shape = source.meta["val"].shape
+            at = None if dim is None else dim - (2 - len(shape))
+            return at if at is not None and at >= 0 and shape[at] == self.hidden else None
+        if dim is not None and node.target in VIEWS:
+            return self._viewed(source, node, dim)
+        if dim is not None and is_transpose(node):
+            return 1 - dim
+        if dim is None:
+            return self._inside(source)  # of a sum
+        return self._one(node, dims_of_operand(node, source, Tokens((dim,))))
+
+    def _viewed(self, node: fx.Node, source: fx.Node, dim: int) -> int:
+        """The dimension of ``node`` where it has the same numbers as ``source``: first stays first, and last last."""
+        before, after = source.meta["val"].shape, node.meta["val"].shape
+        if dim == len(before) - 1 and _is(after[-1], self.hidden):
+            return len(after) - 1
+        if dim == 0 and _is(after[0], self.hidden):
+            return 0
+        raise NotByToken(node, "mixes the hidden dimension with something else")
+
+    def _one(self, node: fx.Node, found: Tokens | None) -> int | None:
+        if found is not None and len(found.dims) != 1:
+            raise NotByToken(node, "takes the hidden dimension apart")
+        return found.dims[0] if found is not None else None
+
+
+def _is_pointwise(target: Any) -> bool:
+    """Whether the operator makes each number of those in the same place."""
+    return isinstance(target, OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def _is(size: Any, number: int) -> bool:
+    # A symbolic size is never compared: torch would assume what it answers.
+    return isinstance(size, int) and size == number
+
+
+def reads_parameters_alone(node: fx.Node) -> bool:
+    """Whether ``node`` is made of nothing but gathered parameters."""
+    if node.target is UNSHARD:
+        return True
+    return bool(node.all_input_nodes) and all(map(reads_parameters_alone, node.all_input_nodes))
+
+
+# ---- which weights have a middle between them
+
+
+def mlps_of(graph: fx.Graph, backward: set[fx.Node]) -> Iterator[Mlp]:
+    """The MLPs of ``graph``, a whole step; each weight is in one of them, and wide middles come first."""
+    can = set(tilable(graph))
+    found = dict[tuple[tuple[str, int], ...], Mlp]()
+    read, seen = markers(graph, UNSHARD), set[tuple[str, int]]()
+    for marker in read:
+        for dim in _first_uses(marker, backward) if marker.name in can else ():
+            if (marker.name, dim) not in seen and _is_wide(marker.node, dim):
+                mlp = _mlp(read, backward, {marker.name: dim}, can)
+                if mlp is not None:
+                    found[mlp.weights] = mlp
+                    seen.update(mlp.weights)
+    taken, names = set[str](), set[str]()
+    for mlp in sorted(found.values(), key=lambda mlp: -mlp.hidden):
+        own = [name for name, _ in mlp.weights]
+        if taken.isdisjoint(own):
+            taken.update(own)
+            # A module may hold several.
+            yield mlp if mlp.name not in names else replace(mlp, name=own[0])
+            names.add(mlp.name)
+
+
+def _first_uses(marker: Marker, backward: set[fx.Node]) -> list[int]:
+    """The dimensions of a weight that products of the forward make."""
+
+    def follow(node: fx.Node, transposed: bool) -> Iterator[int]:
+        for user in node.users:
+            if user in backward:
+                continue
+            if is_transpose(user):
+                yield from follow(user, not transposed)
+            elif is_identity_view(user) or is_cast(user):
+                yield from follow(user, transposed)
+            elif user.target in PRODUCTS and user.args[-1] is node:
+                yield 0 if transposed else 1
+
+    return sorted(set(follow(marker.node, False)))
+
+
+def _mlp(read: Sequence[Marker], backward: set[fx.Node], weights: dict[str, int], can: set[str]) -> Mlp | None:
+    """The MLP that ``weights`` are some of."""
+    try:
+        while True:
+            whole = middle_of(read, weights)
+            more = {name: dim for name, dim in _others(whole) if name in can and name not in weights}
+            if not more:
+                break
+            weights = weights | more
+        forward = middle_of(read, weights, lambda node: node not in backward)
+    except NotByToken:
+        return None
+    exits = forward.exits(lambda node: node not in backward)
+    sums = [node for node in exits if node.target in PRODUCTS and forward.dims[node] is None]
+    if len(sums) < len(exits) or not sums or not _is_closed(whole, backward) or any(map(_is_computed, whole.given)):
+        return None
+    last = {m for node in sums for m in _sources(node.args[-1])}
+    if not last or not last <= whole.weights.keys():
+        return None
+    if not all(_is_wide(node, dim) for node, dim in whole.weights.items()):
+        return None
+    middle = tuple(
+        node.name for node in sorted(whole.dims) if whole.dims[node] is not None and not _is_weight(node, whole)
+    )
+    return Mlp(_name(weights), _hidden(whole), tuple(sorted(weights.items())), middle)
+
+
+def _is_computed(given: tuple[fx.Node, fx.Node]) -> bool:
+    """Whether what is given is computed, and as large as the middle: whole, such as a mask of random numbers."""
+    _, source = given
+    sizes = [size for size in source.meta["val"].shape if not isinstance(size, int) or size > 1]
+    return source.op == "call_function" and len(sizes) > 1 and not reads_parameters_alone(source)
+
+
+def _is_closed(whole: Middle, backward: set[fx.Node]) -> bool:
+    """Whether nothing but sums, and gradients of weights and biases, leaves the backward's middle."""
+    return all(
+        whole.dims[node] is None or node in whole.gradients or all(u.target is REDUCE_GRAD for u in node.users)
+        for node in whole.exits()
+        if node in backward
+    )
+
+
+def _others(middle: Middle) -> Iterator[tuple[str, int]]:
+    """Weights that products inside read, and that are cut."""
+    for (node, source), dim in middle.given.items():
+        transposed = False
+        while source.target is not UNSHARD:
+            if not (is_transpose(source) or is_identity_view(source) or is_cast(source)):
+                break
+            transposed ^= is_transpose(source)
+            source = source.args[0]  # type: ignore[assignment]
+        if source.target is UNSHARD and node.target in PRODUCTS and source.meta["val"].dim() == 2:
+            yield str(source.args[2]), 1 - dim if transposed else dim
+
+
+def _sources(node: Any) -> list[fx.Node]:
+    """The marker that ``node`` is a view or cast of."""
+    while node.target is not UNSHARD:
+        if not (is_transpose(node) or is_identity_view(node) or is_cast(node)):
+            return []
+        node = node.args[0]
+    return [node]
+
+
+def _is_wide(marker: fx.Node, dim: int) -> bool:
+    """Whether the hidden dimension of a weight is larger than the other: else it is not what takes memory."""
+    shape = marker.meta["val"].shape
+    return bool(shape[dim] > shape[1 - dim])
+
+
+def _hidden(middle: Middle) -> int:
+    """Size of the hidden dimension."""
+    return next((int(node.meta["val"].shape[dim]) for node, dim in middle.weights.items()), 0)
+
+
+def _is_weight(node: fx.Node, whole: Middle) -> bool:
+    """Whether it is a weight, or the gradient of one: views and casts of it too."""
+    if node in whole.gradients or (whole.dims[node] is not None and _leads_to_gradient(node, whole)):
+        return True
+    while node not in whole.weights:
+        if not (is_transpose(node) or is_identity_view(node) or is_cast(node)):
+            return False
+        node = node.args[0]  # type: ignore[assignment]
+    return True
+
+
+def _leads_to_gradient(node: fx.Node, whole: Middle) -> bool:
+    """Whether nothing but the reduction reads it, through views and casts."""
+
+    def is_of_one(user: fx.Node) -> bool:
+        if user in whole.gradients:
+            return True
+        return (is_transpose(user) or is_identity_view(user) or is_cast(user)) and _leads_to_gradient(user, whole)
+
+    return bool(node.users) and all(map(is_of_one, node.users))
+
+
+def _name(names: Mapping[str, int]) -> str:
+    """The module that holds all of ``names``."""
+    parts = [name.split(".")[:-1] for name in names]
+    common = []
+    for same in zip(*parts, strict=False):
+        if len(set(same)) > 1:
+            break
+        common.append(same[0])
+    return ".".join(common) or min(names)

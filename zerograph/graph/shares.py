@@ -1,0 +1,103 @@
+"""A dimension that is divided among ranks, and of which each tile has the same part of every rank's share.
+
+Seen as ``[..., ranks, share, ...]`` the part of a tile is one view. Where the last ranks' shares are short, zeros pad
+them in that view; as only trailing shares are, what a tile has of all ranks is short at its end, and is cut there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from zerograph.graph.nodes import call, computed, part_of
+from zerograph.graph.ops import PLACE
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """A dimension of that ``size``, divided among ``ranks``."""
+
+    graph: fx.Graph
+    size: int
+    ranks: int
+
+    @property
+    def share(self) -> int:
+        """The largest that a rank has."""
+        return -(-self.size // self.ranks)
+
+    def width(self, begin: int, end: int) -> int:
+        """What a tile has, with what pads it."""
+        return self.ranks * (end - begin)
+
+    def there(self, begin: int, end: int) -> int:
+        """What a tile has, without what pads it."""
+        ends = (min(self.size - rank * self.share, end) for rank in range(self.ranks))
+        return sum(max(0, last - begin) for last in ends)
+
+    def wide(self, node: fx.Node, dim: int, *, copies: bool = False) -> fx.Node:
+        """``node`` as ``[..., ranks, share, ...]``; with ``copies`` memory of its own."""
+        lacking = self.ranks * self.share - self.size
+        if lacking:
+            node = self._padded(node, dim, lacking)
+        elif copies or not node.meta["val"].is_contiguous():
+            node = self._call(aten.clone.default, node, node, memory_format=torch.contiguous_format)
+        return self._split(node, dim, self.share)
+
+    def part(self, wide: fx.Node, dim: int, begin: int, end: int) -> fx.Node:
+        """What a tile has of what :meth:`wide` gave, side by side."""
+        part = part_of(self.graph, wide, dim + 1, begin, end, wide)
+        dense = self._call(aten.clone.default, part, part, memory_format=torch.contiguous_format)
+        return self.cut(self._joined(dense, dim), dim, begin, end)
+
+    def cut(self, node: fx.Node, dim: int, begin: int, end: int) -> fx.Node:
+        """A tile without what pads it."""
+        there = self.there(begin, end)
+        return node if there == self.width(begin, end) else self._call(aten.slice.Tensor, node, node, dim, 0, there)
+
+    def padded(self, node: fx.Node, dim: int, begin: int, end: int) -> fx.Node:
+        """A tile with what pads it."""
+        lacking = self.width(begin, end) - self.there(begin, end)
+        return self._padded(node, dim, lacking) if lacking else node
+
+    def place(self, node: fx.Node, into: fx.Node | None, dim: int, begin: int, end: int) -> fx.Node:
+        """Put a tile, with what pads it, beside the others, in what :meth:`whole` takes."""
+        parts = self._split(node, dim, end - begin)
+        shape, val = [-1] * parts.meta["val"].dim(), parts.meta["val"]
+        shape[dim], shape[dim + 1] = self.ranks, self.share
+        sizes = [own if size < 0 else size for size, own in zip(shape, val.shape, strict=True)]
+        return call(self.graph, PLACE, ([parts], into, shape, dim + 1, begin), val.new_empty(sizes), node)
+
+    def whole(self, placed: fx.Node, dim: int) -> fx.Node:
+        """All tiles, as one dimension again."""
+        joined = self._joined(placed, dim)
+        if self.size == self.ranks * self.share:
+            return joined
+        cut = self._call(aten.slice.Tensor, joined, joined, dim, 0, self.size)
+        return self._call(aten.clone.default, cut, cut, memory_format=torch.contiguous_format)
+
+    def _padded(self, node: fx.Node, dim: int, lacking: int) -> fx.Node:
+        behind = node.meta["val"].dim() - dim - 1
+        return self._call(aten.constant_pad_nd.default, node, node, [0, 0] * behind + [0, lacking])
+
+    def _split(self, node: fx.Node, dim: int, share: int) -> fx.Node:
+        shape = _sizes(node)
+        return self._call(aten.view.default, node, node, [*shape[:dim], self.ranks, share, *shape[dim + 1 :]])
+
+    def _joined(self, node: fx.Node, dim: int) -> fx.Node:
+        shape = _sizes(node)
+        joined = shape[dim] * shape[dim + 1]
+        return self._call(aten.view.default, node, node, [*shape[:dim], joined, *shape[dim + 2 :]])
+
+    def _call(self, target: Any, like: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+        return computed(self.graph, target, args, like, kwargs)
+
+
+def _sizes(node: fx.Node) -> list[int]:
+    """The shape as a view is given it: a number of tokens that varies is left to it."""
+    return [size if isinstance(size, int) else -1 for size in node.meta["val"].shape]
