@@ -10,7 +10,8 @@ In the backward it begins to come back ``plan.fetch_ahead`` layers before the on
 
 Tensors that look at one memory move together. Safe because nothing writes to a saved value, and no operator of the
 forward reads one after it has left. What the model returns stays, and so do inputs, what is on the processor beside an
-accelerator, and what Inductor's own passes have put in the place of an activation that the plan names. Needs forwards in which no operator moves any more.
+accelerator, and what Inductor's own passes have put in the place of an activation that the plan names. Needs forwards
+in which no operator moves any more.
 """
 
 from __future__ import annotations

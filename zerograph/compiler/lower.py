@@ -359,9 +359,7 @@ class _Lowering:
             self.described.append(segment)
             self.callables.append(callee)
         args, results = self._regs(inputs), tuple(self._register(n) for n in outs)
-        self.instructions.append(
-            Compute(self.segments[segment.digest], args, results, (), module, source, token_tiles)
-        )
+        self.instructions.append(Compute(self.segments[segment.digest], args, results, (), module, source, token_tiles))
 
 
 def _tile(info: Transfer) -> dict[str, Any]:

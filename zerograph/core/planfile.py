@@ -194,7 +194,15 @@ class PlanFile:
 
 
 _NUMBERS: Mapping[str, Mapping[str, type | UnionType]] = {
-    "spans": {"task": int, "start": int | float, "end": int | float, "flops": int, "bucket": int, "tile": int, "token_tiles": int},
+    "spans": {
+        "task": int,
+        "start": int | float,
+        "end": int | float,
+        "flops": int,
+        "bucket": int,
+        "tile": int,
+        "token_tiles": int,
+    },
     "holdings": {"bytes": int, "first": int, "last": int},
 }
 
