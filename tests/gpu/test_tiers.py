@@ -72,6 +72,23 @@ def test_each_home_gives_the_same_bits(world_size: int, dtype: torch.dtype | Non
     run(world_size, _here, _each_home, dtype)
 
 
+def _activations(recompute: str) -> int:
+    here, there = (Run(adamw, stage=3, recompute=recompute, **more) for more in ({}, {"activations": "host"}))
+    for training in (here, there):
+        _accumulates_and_evaluates(training)
+    cases.close(torch.tensor(there.losses), torch.tensor(here.losses))
+    values = here.result()[1]
+    for name, value in there.result()[1].items():
+        cases.close(value, values[name])
+    return there.backend.report().on_host["activations"]
+
+
+@pytest.mark.parametrize("recompute", ["auto", "full"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_layers_save_waits_on_the_host(world_size: int, recompute: str) -> None:
+    assert all(run(world_size, _here, _activations, recompute))
+
+
 def _moves() -> None:
     training = Run(adamw, stage=3, **cases.on_host())
     training.steps(1)

@@ -75,7 +75,7 @@ def test_what_nothing_executes_yet_is_told() -> None:
     assert file_of(step, there, GPU).unexecuted == "activations of blocks.0 on nvme"
     one = ruled(step, bucket_size=1)
     tiled = replace(placed(one, Homes("host", "host", "host"), tiles=2), offload=(("blocks.0", "host"),))
-    assert file_of(step, tiled, GPU).unexecuted == "activations of blocks.0 on host"
+    assert file_of(step, tiled, GPU).unexecuted == ""
     assert file_of(step, placed(one, Homes(), tiles=2), GPU).unexecuted == ""
 
 

@@ -233,13 +233,13 @@ class _Lowering:
                 instruction = Scale(source, by, out, moved=2 * bytes_of(node.meta["val"]), module=module)
                 self.shared[out] = self.shared.get(source, source)
             case ops.SPILL_SAVED:
-                kind, reads = Write if info.tier == "nvme" else Spill, self._regs(node.args[0])
+                reads = self._regs(node.args[0])
                 if info.tier == "nvme" and self.staging == "host":
                     staged = self._staged(node, info.bytes)
                     self.shared |= {out: staged[first] for out, first in zip(staged, info.memory, strict=True)}
                     self.instructions.append(self._move_saved(Spill, info, reads, staged))
                     reads = staged
-                instruction = self._move_saved(kind, info, reads, outs)
+                instruction = self._move_saved(Write if info.tier == "nvme" else Spill, info, reads, outs)
                 self.tiers |= dict.fromkeys(outs, info.tier)
                 self._describe_saved(info, node.args[0], outs)
             case ops.FETCH_SAVED:

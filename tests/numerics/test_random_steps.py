@@ -1,0 +1,162 @@
+"""Plans drawn at random in which anything may be in tiles, computed again, and wait anywhere, all in one step, train to
+the bit as the same tiles in one place. By kind: test_random_plans.py has homes, test_random_tiles.py tiles of
+parameters and test_activations.py what layers save."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from numerics.compare import full_values, mean_over_ranks, seeded
+from numerics.test_recompute import LENGTH, ROWS, Model
+from numerics.test_tiles import SPLIT
+from ranks import run
+from torch import Tensor, nn
+
+import zerograph
+from zerograph.core.machine import TIERS, Tier, machine_named
+from zerograph.core.plan import OFFLOADS, Bucket, Homes, Plan
+from zerograph.core.step import Step, layer_of_activation
+from zerograph.dryrun.compile_only import compile_only
+from zerograph.dryrun.forecast import forecast_file
+from zerograph.planner.check_file import check_file
+from zerograph.planner.token_tiles import with_token_tiles
+from zerograph.runtime import shards
+
+WORDS, LAYERS = 41, 3
+SLOTS = 2**10, 2**16
+"""Bytes of a slot: smaller than parameters, and larger."""
+
+
+class Words(nn.Module):
+    """A table of words, layers with attention, and a head with its loss; ``given`` says what layers have."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__()
+        self.words, self.body = nn.Embedding(WORDS, 5), Model(**given, layers=LAYERS)
+        self.body.head = nn.Linear(self.body.head.in_features, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.cross_entropy(self.body(self.words(ids)).flatten(0, 1), ids.flatten())
+
+
+def drawn(folder: Path, seed: int, world_size: int, split: bool) -> dict[str, Any]:
+    """Write two plans with the same tiles, of which one has all in one place; returns what trains by them."""
+    draw, machine = Random(seed), SPLIT if split else machine_named("cpu")
+    stage = draw.choice([1, 2, 3, 3, 3])
+    given = {"dropout": draw.choice([0.0, 0.3]), "region": draw.random() < 0.3}
+    # A lone rank that moves nothing has plain parameters, and none in tiles.
+    far: dict[str, Any] = dict.fromkeys(OFFLOADS[1 : stage + 1], "nvme")
+    one = Homes() if world_size > 1 else Homes(**far)
+    away = {"offload": OFFLOADS[stage], "tier": "nvme", "path": str(folder), "machine": machine}
+    found = compile_only(
+        lambda: (Words(given).train(), (torch.zeros(ROWS, LENGTH, dtype=torch.int64),)),
+        world_size=world_size, stage=stage, bucket_size=draw.choice([4, 4, "8KiB"]), loss_tiles=draw.choice([1, 2, 3]),
+        **away,
+    )  # fmt: skip
+    file, step = forecast_file("tests", found, machine), found.frame.step
+    assert not [wrong for wrong in check_file(file) if wrong.check == "tokens"]
+    plan = replace(_divided(file.plan, step, draw, one), reductions=1, prefetch=0)
+    (folder / "plain.json").write_text(replace(file, plan=plan).to_json())
+    ways = [Homes(*tiers) for tiers in product(TIERS if split else ("device", "nvme"), repeat=3)]
+    ways = [homes for homes in ways if homes.in_order and homes.least_stage <= stage]
+    buckets = tuple(replace(bucket, homes=_home(bucket, ways, draw, world_size)) for bucket in plan.buckets)
+    tiers: list[Tier] = ["host", "nvme"] if split else ["nvme"]
+    moved = replace(
+        plan, buckets=buckets, prefetch=draw.randint(0, 3), reductions=draw.randint(1, 3),
+        offload=_offloaded(step, draw, tiers), fetch_ahead=draw.randint(1, 4),
+    )  # fmt: skip
+    (folder / "drawn.json").write_text(replace(file, plan=moved).to_json())
+    on_nvme = "nvme" in {tier for _, tier in moved.offload} or any("nvme" in b.homes.away for b in buckets)
+    on_nvme_alone = {"path": str(folder), "nvme": "8MiB"}
+    return {
+        "given": given,
+        "drawn": on_nvme_alone if on_nvme else {},
+        "plain": on_nvme_alone if one.away else {},
+    }
+
+
+def _divided(plan: Plan, step: Step, draw: Random, home: Homes) -> Plan:
+    """``plan`` with tiles of parameters and of tokens, and layers that are computed again."""
+    names: dict[str, set[str]] = {}
+    for op in step.ops:
+        names.setdefault(layer_of_activation(op.activation), set()).add(op.activation)
+    recompute = [layer for layer in sorted(names) if layer and draw.random() < 0.4]
+    save = [name for layer in recompute for name in draw.sample(sorted(names[layer]), 2)]
+    tilable = set(step.tilable or ()) if plan.stage == 3 else set()
+    buckets = []
+    for bucket in plan.buckets:
+        alone = len(bucket.params) == 1 and bucket.params[0].name in tilable
+        whole = plan.loss_tiles > 1 and "head" in bucket.name  # which each tile of the loss reads
+        most = 1 if whole or not alone or draw.random() < 0.5 else bucket.params[0].chunk_rows(plan.world_size)
+        buckets.append(replace(bucket, tiles=draw.randint(1, min(5, most)), homes=home))
+    plan = replace(plan, buckets=tuple(buckets), recompute=tuple(recompute), save=tuple(save))
+    return with_token_tiles(plan, step, draw.choice([1, 3]))
+
+
+def _home(bucket: Bucket, ways: list[Homes], draw: Random, world_size: int) -> Homes:
+    # A lone rank has tiles of what is off the device.
+    if world_size == 1 and bucket.tiles > 1:
+        ways = [homes for homes in ways if homes.parameters != "device"]
+    return draw.choice(ways)
+
+
+def _offloaded(step: Step, draw: Random, tiers: list[Tier]) -> tuple[tuple[str, Tier], ...]:
+    """Layers whose activations leave, and some that leave alone."""
+    names = sorted({op.activation for op in step.ops if layer_of_activation(op.activation)})
+    layers = [layer for layer in sorted({*map(layer_of_activation, names)}) if draw.random() < 0.6]
+    return tuple((name, draw.choice(tiers)) for name in (*layers, *draw.sample(names, draw.randint(0, 6))))
+
+
+def _trained(plan: Path, seed: int, given: dict[str, Any], options: dict[str, Any]) -> tuple[list[Tensor], Any, Any]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Words(given)
+    backend = zerograph.backend(plan=plan, compute="eager", **options)
+    compiled, optimizer = torch.compile(model, backend=backend), zerograph.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+
+    def batch(number: int) -> Tensor:
+        rank = torch.distributed.get_rank()
+        return torch.randint(WORDS, (ROWS, LENGTH), generator=seeded(100 * number + rank))
+
+    for step in range(3):
+        for part in range(1 + seed % 2):
+            torch.manual_seed(step)  # of masks
+            loss = compiled(batch(2 * step + part))
+            loss.backward(retain_graph=step == 1)
+            if step == 1:
+                loss.backward()
+            losses.append(mean_over_ranks(loss))
+        optimizer.step(clip=0.5)
+        optimizer.zero_grad(set_to_none=bool(step))
+        with torch.no_grad():
+            torch.manual_seed(step)
+            losses.append(compiled(batch(step)).clone())
+    return losses, full_values(model), backend
+
+
+def _equal(folder: Path, seed: int, drawn: dict[str, Any]) -> dict[str, int]:
+    shards.SLOT = SLOTS[seed % len(SLOTS)]
+    expected, truth, _ = _trained(folder / "plain.json", seed, drawn["given"], drawn["plain"])
+    losses, values, backend = _trained(folder / "drawn.json", seed, drawn["given"], drawn["drawn"])
+    for loss, there in zip(losses, expected, strict=True):
+        assert torch.equal(loss, there)
+    for name, value in truth.items():
+        assert torch.equal(values[name], value), name
+    found: dict[str, int] = backend._store.bytes()
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("split", [False, True], ids=["nvme", "host and nvme"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_random_step_is_the_same_in_one_place(world_size: int, split: bool, seed: int, tmp_path: Path) -> None:
+    options = drawn(tmp_path, seed, world_size, split)
+    run(world_size, _equal, tmp_path, seed, options)
