@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -148,11 +148,11 @@ def kernel_bytes(node: fx.Node, without: Container[fx.Node] = ()) -> int:
 
 def packed_bytes(node: fx.Node) -> int:
     """Bytes of the matrices that ``node`` multiplies; 0 where it is no product of matrices."""
-    at = _FACTORS.get(getattr(node.target, "overloadpacket", None))
-    return sum(bytes_of(node.args[i].meta.get("val")) for i in at) if at is not None else 0  # type: ignore[union-attr]
+    factors: list[Any] = [node.args[i] for i in _FACTORS.get(getattr(node.target, "overloadpacket", None), ())]
+    return bytes_of([factor.meta.get("val") for factor in factors])
 
 
-_FACTORS: dict[Any, tuple[int, int]] = {
+_FACTORS: Mapping[Any, tuple[int, ...]] = {
     torch.ops.aten.mm: (0, 1),
     torch.ops.aten.bmm: (0, 1),
     torch.ops.aten.addmm: (1, 2),

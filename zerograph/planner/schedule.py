@@ -130,7 +130,7 @@ class Scheduler:
         self.made: dict[tuple[Any, ...], Any] = {}
         work = [region.work[0] for region in profile.regions]  # gradients are the same at all levels
         self._whole = {name: size for w in work for atom in w.atoms for name, size in atom.gradients}
-        self._segments: dict[tuple[int, int, int, int], int] = {}
+        self._segments: dict[tuple[int, ...], int] = {}
         self._bucket_parts: dict[tuple[int, int], tuple[BucketPart, ...]] = {}
         self._all: dict[tuple[int, ...], tuple[tuple[BucketPart, ...], ...]] = {}
         self._parts: dict[tuple[int, int], list[_RegionPart]] = {}
