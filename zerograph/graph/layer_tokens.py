@@ -94,7 +94,7 @@ class _LayerFinder(Finder):
 
     def _takes_in(self, node: fx.Node) -> bool:
         region = self.region
-        before = dict(region.tokens), dict(region.given)
+        before = dict(region.tokens), dict(region.given), region.window, region.count
         try:
             given = {tokens for (_, source), tokens in region.given.items() if source is node}
             if not given:
@@ -107,7 +107,7 @@ class _LayerFinder(Finder):
             self._check_order(region.tokens.keys() - before[0].keys())
             self.check_exits()
         except NotByToken:
-            region.tokens, region.given = before
+            region.tokens, region.given, region.window, region.count = before
         return node in region.tokens
 
     def _check_order(self, new: Set[fx.Node]) -> None:
