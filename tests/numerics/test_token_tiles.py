@@ -245,3 +245,11 @@ def test_of_two_mlps_that_one_is_planned_which_the_backward_can_run_by_tile(capl
     assert "runs whole" not in caplog.text
     assert_close(dict(enumerate(losses)), dict(enumerate(truth)), 1e-6)
     assert_close(grads, wanted)
+
+
+def test_an_empty_batch_runs_whole() -> None:
+    torch._dynamo.reset()
+    block = nn.Sequential(Block(gelu, False, 0.0), nn.Linear(WIDTH, 1))
+    block.compile(backend=zerograph.backend(compute="eager", token_tiles=4), dynamic=False)
+    block(torch.zeros(0, LENGTH, WIDTH)).sum().backward()
+    assert not block[0].up.weight.grad.any()

@@ -31,6 +31,8 @@ def layer_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _:
     (tokens, wide), entering = product.meta["val"].shape, _width_of_source(product)
     if not isinstance(tokens, int):
         raise NotByToken(product, "has a number of tokens that is not known before it runs")
+    if not tokens:
+        raise NotByToken(product, "has no tokens")
     if wide <= entering:
         raise NotByToken(product, "makes nothing wider than what it reads")
     # Half, as a gate may be cut off; but no less than the stream of the model, which leaves the MLP.
