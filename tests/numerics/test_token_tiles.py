@@ -47,6 +47,18 @@ def twice(block: Block, x: Tensor) -> Tensor:
     return block.down(torch.relu(block.up(x))) + block.down(block.up(x).sigmoid())
 
 
+def some(block: Block, x: Tensor) -> Tensor:
+    """Of all but the first token, behind what treats each alike: a slice that cannot be taken in cuts no tiles."""
+    made = gelu(block, x)
+    return torch.cat([x[:, :1], made[:, 1:]], dim=1)
+
+
+def before_attention(block: Block, x: Tensor) -> Tensor:
+    """A second MLP behind what mixes tokens: the backward needs the first one's end before its gradients are there."""
+    made = gelu(block, x)
+    return gelu(block, made + made.cumsum(dim=1))
+
+
 class Block(nn.Module):
     """Attention and an MLP, each behind a norm, or with the MLP beside attention."""
 
@@ -73,8 +85,10 @@ class GPT(nn.Module):
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.layers = nn.ModuleList(Block(middle, parallel, dropout) for _ in range(2))
         for name, p in self.named_parameters():
-            used = {gelu: ("up", "down"), swiglu: ("up", "down", "gate"), fused: ("both", "down")}.get(middle)
-            if used and name.split(".")[2:3] and name.split(".")[2] in {"up", "down", "gate", "both", "wide"} - {*used}:
+            used = {swiglu: ("up", "down", "gate"), fused: ("both", "down")}
+            used |= dict.fromkeys((gelu, some, before_attention), ("up", "down"))
+            apart = {"up", "down", "gate", "both", "wide"} - {*used.get(middle, name.split("."))}
+            if middle in used and name.split(".")[2:3] and name.split(".")[2] in apart:
                 p.requires_grad_(False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -127,7 +141,8 @@ def assert_in_tiles(backend: zerograph.api.Backend, tiles: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("middle", "parallel"), [(gelu, True), (swiglu, False), (fused, False), (rows_in, False), (twice, False)],
+    ("middle", "parallel"), [(gelu, True), (swiglu, False), (fused, False), (rows_in, False), (twice, False),
+     (some, False)],
     ids=lambda one: one.__name__ if callable(one) else "beside" if one else "behind",
 )  # fmt: skip
 def test_every_mlp_is_the_same_in_tiles(middle: Middle, parallel: bool) -> None:
@@ -221,3 +236,20 @@ def test_a_number_of_tokens_that_varies_runs_whole_with_a_warning(caplog: pytest
 def test_what_is_saved_cannot_be_in_tiles() -> None:
     with pytest.raises(ConfigError, match="MLPs that are saved are whole"):
         zerograph.backend(token_tiles=2, recompute="none")
+
+
+def test_of_two_mlps_that_one_is_planned_which_the_backward_can_run_by_tile(caplog: pytest.LogCaptureFixture) -> None:
+    losses, grads, backend = trained(before_attention, token_tiles=4)
+    truth, wanted, _ = trained(before_attention)
+    assert_in_tiles(backend, 4)
+    assert "runs whole" not in caplog.text
+    assert_close(dict(enumerate(losses)), dict(enumerate(truth)), 1e-6)
+    assert_close(grads, wanted)
+
+
+def test_an_empty_batch_runs_whole() -> None:
+    torch._dynamo.reset()
+    block = nn.Sequential(Block(gelu, False, 0.0), nn.Linear(WIDTH, 1))
+    block.compile(backend=zerograph.backend(compute="eager", token_tiles=4), dynamic=False)
+    block(torch.zeros(0, LENGTH, WIDTH)).sum().backward()
+    assert not block[0].up.weight.grad.any()

@@ -25,7 +25,7 @@ from zerograph.graph.costs import (
     traced_size,
 )
 from zerograph.graph.layer_tokens import layer_region
-from zerograph.graph.layers import module_of
+from zerograph.graph.layers import layer_of_node, module_of
 from zerograph.graph.lookups import last_of_range
 from zerograph.graph.loss_gradients import loss_gradients
 from zerograph.graph.middle import mlps_of
@@ -123,8 +123,12 @@ def _token_regions(
         if node.target in PRODUCTS and node not in backward and isinstance(fact, Activation):
             wide.setdefault(layer_of_activation(fact.name), []).append(node)
     for layer, products in wide.items():
-        widest = max(products, key=_bytes)
-        if layer and (found := _token_region(layer, widest, backward, params_read)) is not None:
+        most = max(map(_bytes, products))
+        # Of several MLPs in a layer it may be that only the last one's middle is not needed before its gradients are.
+        widest = (product for product in products if layer and _bytes(product) == most)
+        regions = (_token_region(layer, product, backward, params_read) for product in widest)
+        found = next((region for region in regions if region is not None), None)
+        if found is not None:
             yield found
 
 
@@ -134,7 +138,8 @@ def _token_region(
     """The backward is looked at as it will be: with what it needs of the forward, computed again."""
     try:
         forward = layer_region(product, lambda node: node not in backward)
-        both = layer_region(product, lambda node: node in backward or node in forward.tokens)
+        again = _computed_again(layer, product.graph, backward)
+        both = layer_region(product, lambda node: node in backward or node in forward.tokens or node in again)
     except NotByToken as error:
         log.debug("%s runs for all tokens at once: %s", layer, error)
         return None
@@ -148,6 +153,21 @@ def _token_region(
         moved=tuple((node.name, _moved_by_each_tile(node, both)) for node in multiply),
         sums=tuple(node.name for node in multiply if both.tokens[node] is None),
     )
+
+
+def _computed_again(layer: str, graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
+    """What a backward computes again of ``layer``, which saves nothing: what the layer hands on is there."""
+    found: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or node in backward or layer_of_node(node) != layer:
+            continue
+        users = [user for user in node.users if user.op != "output"]
+        handed_on = len(users) < len(node.users) or any(
+            user not in backward and layer_of_node(user) not in (layer, None) for user in users
+        )
+        if not handed_on and any(user in backward or user in found for user in users):
+            found.add(node)
+    return found
 
 
 def _moved_by_each_tile(product: fx.Node, region: Region) -> int:

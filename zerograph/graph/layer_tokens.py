@@ -31,6 +31,8 @@ def layer_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _:
     (tokens, wide), entering = product.meta["val"].shape, _width_of_source(product)
     if not isinstance(tokens, int):
         raise NotByToken(product, "has a number of tokens that is not known before it runs")
+    if not tokens:
+        raise NotByToken(product, "has no tokens")
     if wide <= entering:
         raise NotByToken(product, "makes nothing wider than what it reads")
     # Half, as a gate may be cut off; but no less than the stream of the model, which leaves the MLP.
@@ -94,7 +96,7 @@ class _LayerFinder(Finder):
 
     def _takes_in(self, node: fx.Node) -> bool:
         region = self.region
-        before = dict(region.tokens), dict(region.given)
+        before = dict(region.tokens), dict(region.given), region.window, region.count
         try:
             given = {tokens for (_, source), tokens in region.given.items() if source is node}
             if not given:
@@ -107,7 +109,7 @@ class _LayerFinder(Finder):
             self._check_order(region.tokens.keys() - before[0].keys())
             self.check_exits()
         except NotByToken:
-            region.tokens, region.given = before
+            region.tokens, region.given, region.window, region.count = before
         return node in region.tokens
 
     def _check_order(self, new: Set[fx.Node]) -> None:
