@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ def _loss_gradients(graph: fx.Graph, product: fx.Node) -> tuple[str, ...]:
 
 
 def _token_regions(
-    nodes: Iterable[fx.Node], backward: set[fx.Node], params_read: Mapping[str, tuple[str, ...]]
+    nodes: Sequence[fx.Node], backward: set[fx.Node], params_read: Mapping[str, tuple[str, ...]]
 ) -> Iterator[TokenRegion]:
     """Of each layer that has one, the MLP that can run for some tokens at a time; ``params_read`` is by operation."""
     wide: dict[str, list[fx.Node]] = {}
@@ -122,24 +122,27 @@ def _token_regions(
         fact = node.meta.get("zg")
         if node.target in PRODUCTS and node not in backward and isinstance(fact, Activation):
             wide.setdefault(layer_of_activation(fact.name), []).append(node)
+    again = _computed_again(nodes, backward)
     for layer, products in wide.items():
         most = max(map(_bytes, products))
         # Of several MLPs in a layer it may be that only the last one's middle is not needed before its gradients are.
         widest = (product for product in products if layer and _bytes(product) == most)
-        regions = (_token_region(layer, product, backward, params_read) for product in widest)
+        regions = (_token_region(layer, product, backward, again, params_read) for product in widest)
         found = next((region for region in regions if region is not None), None)
         if found is not None:
             yield found
 
 
 def _token_region(
-    layer: str, product: fx.Node, backward: set[fx.Node], params_read: Mapping[str, tuple[str, ...]]
-) -> TokenRegion | None:
-    """The backward is looked at as it will be: with what it needs of the forward, computed again."""
+    layer: str, product: fx.Node, backward: set[fx.Node], again: Mapping[fx.Node, str],
+    params_read: Mapping[str, tuple[str, ...]],
+) -> TokenRegion | None:  # fmt: skip
+    """The backward is looked at as it will be: with what it needs of the forward, computed ``again``."""
     try:
         forward = layer_region(product, lambda node: node not in backward)
-        again = _computed_again(layer, product.graph, backward)
-        both = layer_region(product, lambda node: node in backward or node in forward.tokens or node in again)
+        both = layer_region(
+            product, lambda node: node in backward or node in forward.tokens or again.get(node) == layer
+        )
     except NotByToken as error:
         log.debug("%s runs for all tokens at once: %s", layer, error)
         return None
@@ -155,18 +158,19 @@ def _token_region(
     )
 
 
-def _computed_again(layer: str, graph: fx.Graph, backward: set[fx.Node]) -> set[fx.Node]:
-    """What a backward computes again of ``layer``, which saves nothing: what the layer hands on is there."""
-    found: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node.op != "call_function" or node in backward or layer_of_node(node) != layer:
+def _computed_again(nodes: Sequence[fx.Node], backward: set[fx.Node]) -> dict[fx.Node, str]:
+    """What a backward computes again of layers that save nothing, with its layer: what a layer hands on is there."""
+    layers = {node: layer_of_node(node) for node in nodes if node not in backward}
+    found: dict[fx.Node, str] = {}
+    for node in reversed(nodes):
+        if not (layer := layers.get(node)):
             continue
-        users = [user for user in node.users if user.op != "output"]
-        handed_on = len(users) < len(node.users) or any(
-            user not in backward and layer_of_node(user) not in (layer, None) for user in users
+        handed_on = any(
+            user.op == "output" or (user not in backward and layers.get(user) not in (layer, None))
+            for user in node.users
         )
-        if not handed_on and any(user in backward or user in found for user in users):
-            found.add(node)
+        if not handed_on and any(user in backward or user in found for user in node.users):
+            found[node] = layer
     return found
 
 
