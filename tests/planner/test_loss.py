@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from planner.steps import Layer, step_of
 
 from zerograph.core.machine import TIERS, machine_named
-from zerograph.core.plan import Plan
+from zerograph.core.plan import GivenPlan, Plan
 from zerograph.core.planfile import PlanFile
 from zerograph.core.step import Op, Param, Step, Value
+from zerograph.planner import replay
 from zerograph.planner.check import check_plan
 from zerograph.planner.forecasts import forecast_sketch
 from zerograph.planner.liveness import Graph
-from zerograph.planner.loss import MOST_LOSS_TILES, head_of, loss_tiles, tiled, why_whole
+from zerograph.planner.loss import MOST_LOSS_TILES, head_of, loss_tiles, tiled, why_whole, with_loss_tiles
 from zerograph.planner.optimizer import with_updates
 from zerograph.planner.rules import plan_step
 from zerograph.planner.search import Search, Wish
@@ -201,3 +202,13 @@ def test_what_is_left_open_is_never_slower_than_what_is_fixed(recompute: str | f
         free, told = search.within(budget), fixed.within(budget)
         assert free is not None
         assert told is None or free.seconds <= told.seconds * 1.01, share
+
+
+def test_one_process_that_moves_no_parameters_replays_tiles_of_the_loss() -> None:
+    step = with_head()
+    step = replace(step, ops=tuple(replace(op, activation="head:mm") if op.name == "logits" else op for op in step.ops))
+    head = head_of(Graph(step))
+    assert head is not None
+    plan = with_loss_tiles(plan_step(step, stage=3, world_size=WORLD, bucket_size=MIB, prefetch=1), head, 4)
+    alone = replay(GivenPlan("plan.json", plan), replace(step, params=()))
+    assert alone == replace(plan, buckets=()) and alone.loss_tiles == 4

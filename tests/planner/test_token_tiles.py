@@ -122,3 +122,14 @@ def test_a_plan_of_another_step_is_refused_or_restricted() -> None:
     assert replay(GivenPlan("plan.json", plan), step) == plan
     evaluation = replay(GivenPlan("plan.json", plan), replace(step, training=False))
     assert (evaluation.token_tiles, evaluation.token_regions) == (1, ())
+
+
+def test_one_process_that_moves_no_parameters_replays_what_is_decided_of_activations() -> None:
+    """Its parameters are the user's own, and in no bucket."""
+    step = wide()
+    plan = with_token_tiles(ruled(step), step, 4)
+    alone = replay(GivenPlan("plan.json", plan), replace(step, params=()))
+    assert alone == replace(plan, buckets=()) and alone.recompute
+    behind = replace(step, params=(), ops=tuple(op for op in step.ops if not op.module), token_regions=())
+    broken = replay(GivenPlan("plan.json", plan), behind)  # what a graph break leaves without layers
+    assert (broken.recompute, broken.token_tiles, broken.token_regions) == ((), 1, ())

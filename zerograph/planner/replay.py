@@ -8,6 +8,8 @@ from dataclasses import replace
 from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Bucket, GivenPlan, Plan
 from zerograph.core.step import Param, Step, layer_of, layer_of_activation
+from zerograph.planner.liveness import Graph
+from zerograph.planner.loss import head_of
 from zerograph.planner.tiling import strange_loops, unknown_loops
 
 _SHOWN = 6
@@ -18,7 +20,8 @@ def replay(given: GivenPlan, step: Step) -> Plan:
     """The plan for ``step`` that ``given`` holds.
 
     A training step must have the very parameters that were planned. Evaluation may use fewer of them and trains none:
-    it gets the same buckets, less what it does not read. What a graph break leaves without parameters gets no buckets.
+    it gets the same buckets, less what it does not read. Where parameters are the user's own, as in one process that
+    moves none, and in what a graph break leaves without them, there are no buckets.
 
     Raises:
         ConfigError: the step is not the one that was planned; says what differs.
@@ -26,7 +29,7 @@ def replay(given: GivenPlan, step: Step) -> Plan:
     if not step.training:
         return _for_evaluation(given, step)
     if not step.params and given.plan.buckets:
-        return replace(_without_activations(given.plan), buckets=())
+        return _of_activations(given.plan, step)
     planned = {p.name: p for bucket in given.plan.buckets for p in bucket.params}
     _refuse(
         given,
@@ -87,6 +90,16 @@ def _for_evaluation(given: GivenPlan, step: Step) -> Plan:
     kept.sort(key=lambda bucket: min(first[p.name] for p in bucket.params))
     buckets: list[Bucket] = [replace(bucket, index=index) for index, bucket in enumerate(kept)]
     return _loops_of(replace(_without_activations(given.plan), buckets=tuple(buckets)), step)
+
+
+def _of_activations(plan: Plan, step: Step) -> Plan:
+    """What ``plan`` decides of activations that ``step`` makes, which reads no sharded parameters."""
+    layers, head = {layer_of(op.module) for op in step.passes}, head_of(Graph(step)) if plan.head else None
+    if head is None or head.activation != plan.head:
+        plan = replace(plan, loss_tiles=1, head="")
+    recompute = tuple(layer for layer in plan.recompute if layer in layers)
+    offload = tuple((name, tier) for name, tier in plan.offload if (layer_of_activation(name) or name) in layers)
+    return restricted_to_step(replace(plan, buckets=(), recompute=recompute, offload=offload), step)
 
 
 def _without_activations(plan: Plan) -> Plan:
