@@ -348,6 +348,7 @@ def test_memory_is_searched_within_at_any_stage_and_without_moments_more_fits(mo
     given = (f"{model}:small", "--world", "4", "--batch", "8", "--seq", "256", "--stage", "3")
     found = run(*given, "--memory", "64MiB")
     assert found.exit_code == 0, found.stderr
+    given += ("--token-tiles", "1")  # with which it fits in half
     with_moments, without = (run(*given, "--memory", "30MiB", "--moments", n) for n in ("2", "0"))
     needs = [re.search(r"the step needs ([\d.]+) MiB", result.stderr) for result in (with_moments, without)]
     assert with_moments.exit_code == 1 and needs[0] is not None

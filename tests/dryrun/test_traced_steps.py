@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -155,7 +156,8 @@ def test_a_plan_of_a_told_step_is_that_of_the_compiled_one() -> None:
     options: dict[str, Any] = {"stage": "auto", "memory": budget, "machine": machine}
     compiled = compile_only(MODELS["gpt"], world_size=WORLD, sizes={"seq": 48}, **options).frame
     step = steps_of(MODELS["gpt"], "seq", 36, 96).at(48)
-    assert step == compiled.step
+    # Where memory is given, plans may run layers by token, and it is looked which can.
+    assert step == replace(compiled.step, token_regions=())
     found = Search(step, Wish("auto", WORLD), machine).within(int(budget * 0.94))
     assert found is not None and found.plan.digest == compiled.plan.digest
 

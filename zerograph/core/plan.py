@@ -462,8 +462,9 @@ def _mistakes(bucket: Bucket, plan: Plan) -> Iterator[str]:
         yield "is tiled, and is not one sharded parameter"
     elif not 0 <= bucket.dim < min(2, len(bucket.params[0].shape)):
         yield f"has tiles of its dimension {bucket.dim}"
-    elif not 1 < bucket.tiles <= (most := chunk_of(bucket.params[0], bucket.dim, plan.world_size)):
-        yield f"has {bucket.tiles} tiles of {most} {'columns' if bucket.dim else 'rows'}"
+    elif not 1 < bucket.tiles <= chunk_of(bucket.params[0], bucket.dim, plan.world_size):
+        most, what = chunk_of(bucket.params[0], bucket.dim, plan.world_size), "columns" if bucket.dim else "rows"
+        yield f"has {bucket.tiles} tiles of {most} {what}"
     elif bucket.dim and not bucket.loop:
         yield "has tiles of columns, which a loop alone has"
     elif bucket.loop and not (bucket.homes.parameters == bucket.homes.spilled == "device"):

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from zerograph.core.plan import Plan
-from zerograph.core.step import Op, Step, TokenRegion
+from zerograph.core.step import Op, Step, TokenRegion, layer_of
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,11 @@ def by_token(step: Step, regions: Collection[TokenRegion], tiles: int) -> Step:
     """``step`` with ``regions`` in ``tiles`` over tokens: of what is inside a tile is held at a time."""
     inside = frozenset(name for region in regions for name in region.values)
     moved = {name: size for region in regions for name, size in region.moved}
-    return in_tiles(step, inside, moved, {name for region in regions for name in region.sums}, tiles)
+    found = in_tiles(step, inside, moved, {name for region in regions for name in region.sums}, tiles)
+    # What tracing left no module of may be counted with what is outside of layers, which does not run by tile.
+    layers = {region.layer for region in regions}
+    ops = (op if layer_of(op.module) in layers else replace(op, token_tiles=1) for op in found.ops)
+    return replace(found, ops=tuple(ops))
 
 
 def in_tiles(step: Step, inside: Collection[str], moved: Mapping[str, int], sums: Collection[str], tiles: int) -> Step:
