@@ -24,11 +24,11 @@ import torch
 from torch import fx
 
 from zerograph.core.plan import Bucket, ParamTile, Plan, tile_params
-from zerograph.graph.middle import PRODUCTS, Middle, middle_of, reads_parameters_alone
-from zerograph.graph.nodes import Marker, Tile, added, aten, call, computed, is_view, markers
+from zerograph.graph.middle import Middle, middle_of, reads_parameters_alone
+from zerograph.graph.nodes import Marker, Tile, added, aten, call, computed, is_view, markers, move_needed_before
 from zerograph.graph.ops import PLACE, REDUCE_GRAD, UNSHARD
 from zerograph.graph.shares import Shares
-from zerograph.graph.token_region import SIZED, NotByToken
+from zerograph.graph.token_region import PRODUCTS, SIZED, NotByToken
 
 log = logging.getLogger(__name__)
 prims = torch.ops.prims
@@ -118,13 +118,7 @@ class _Loops:
         """The node before which the loop runs: what it reads moves before it, where that stands behind."""
         inside = self.middle.dims
         first = min(user for node in exits for user in node.users if inside[node] is None or user not in inside)
-        node, ahead = max(needed), set(needed)
-        while node is not first.prev:
-            if not ahead.isdisjoint(node.users):
-                ahead.add(node)
-            node = node.prev
-        for node in sorted(node for node in ahead - needed if not node < first):
-            first.prepend(node)
+        move_needed_before(first, needed)
         return first
 
     def _order(self, needed: Iterable[fx.Node]) -> list[fx.Node]:

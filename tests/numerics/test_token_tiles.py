@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from numerics.compare import full, mean_over_ranks, mine, seeded
+from numerics.test_tiled_loss import assert_close
 from ranks import run
 from torch import Tensor, nn
 
@@ -122,13 +123,6 @@ def trained(middle: Middle, steps: int = 3, **options: Any) -> tuple[list[Tensor
         optimizer.step()
         optimizer.zero_grad()
     return losses, grads, backend
-
-
-def assert_close(found: dict[Any, Tensor], wanted: dict[Any, Tensor], most: float = 1e-5) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in found.items():
-        scale = wanted[name].abs().max().clamp(min=1e-6)
-        assert ((value - wanted[name]).abs().max() / scale).item() < most, name
 
 
 def assert_in_tiles(backend: zerograph.api.Backend, tiles: int) -> None:

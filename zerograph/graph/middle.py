@@ -22,15 +22,13 @@ import torch
 from torch import fx
 
 from zerograph.core.step import Mlp
-from zerograph.graph.nodes import Marker, aten, is_identity_view, markers
+from zerograph.graph.nodes import Marker, is_identity_view, markers
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 from zerograph.graph.products import is_cast, is_transpose, tilable
-from zerograph.graph.token_region import SIZED, VIEWS, NotByToken, dims_of_operand, dims_of_result
+from zerograph.graph.token_region import PRODUCTS, SIZED, SUMS, VIEWS, NotByToken, dims_of_operand, dims_of_result
 from zerograph.graph.tokens import SLICES, Tokens
 from zerograph.graph.torch_private import OpOverload
 
-PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
-_SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
 Counts = Callable[[fx.Node], bool]
 """Whether a node is part of what is looked at."""
 
@@ -201,7 +199,7 @@ class _Finder:
         if is_transpose(node):
             return 1 - dim
         found = self._one(node, dims_of_result(node, source, Tokens((dim,))))
-        if found is None and node.target not in _SUMS:
+        if found is None and node.target not in SUMS:
             raise NotByToken(node, "reads all of the hidden dimension")
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -243,6 +243,17 @@ def move_users_after(node: fx.Node) -> None:
         if user.op != "output" and user < node:
             node.append(user)
             move_users_after(user)
+
+
+def move_needed_before(first: fx.Node, inside: Set[fx.Node]) -> None:
+    """Move what is outside, stands behind ``first`` and is needed by what is ``inside`` before it, in order."""
+    needed, node = set(inside), max(inside)
+    while node > first:
+        if not needed.isdisjoint(node.users):
+            needed.add(node)
+        node = node.prev
+    for node in sorted(node for node in needed - inside if node > first):
+        first.prepend(node)
 
 
 def protect_outputs(graph: fx.Graph) -> None:

@@ -422,7 +422,7 @@ def _reduced(node: fx.Node, tokens: Tokens) -> Tokens | None:
     if not over:
         keeps = len(node.args) > 2 and bool(node.args[2])
         return tokens if keeps else Tokens(tuple(d - sum(gone < d for gone in dims) for d in tokens.dims))
-    if len(over) < len(tokens.dims) or node.target not in _SUMS | MEANS:
+    if len(over) < len(tokens.dims) or node.target not in SUMS | MEANS:
         raise NotByToken(node, "does more than sum over tokens")
     return None
 
@@ -446,10 +446,10 @@ def _same_numbers(node: fx.Node, ahead: int, count: int, sizes: Sequence[int]) -
 
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
 """What a region begins at."""
-_SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
+SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
 MEANS = frozenset({aten.mean.default, aten.mean.dim})
 """Of all tokens a mean is the sum over tiles of their means, each times its share of the tokens."""
-_REDUCTIONS = _SUMS | MEANS | {aten.amax.default, aten.argmax.default, aten.any.dim, aten.any.dims}
+_REDUCTIONS = SUMS | MEANS | {aten.amax.default, aten.argmax.default, aten.any.dim, aten.any.dims}
 _SIZED: Mapping[Any, int] = {
     aten.view.default: 1, aten.reshape.default: 1, aten._unsafe_view.default: 1, aten.expand.default: 1,
     aten.full.default: 0,

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from zerograph.core.plan import token_tiles
-from zerograph.graph.nodes import TokenTile, added, aten, call, computed, part_of
+from zerograph.graph.nodes import TokenTile, added, aten, call, computed, move_needed_before, part_of
 from zerograph.graph.ops import PLACE
 from zerograph.graph.token_region import MEANS, Region, copy_of_tile
 from zerograph.graph.tokens import Tokens
@@ -55,14 +55,7 @@ class _Tiles:
         """The node before which all tiles run: what they read moves before it, where that stands behind."""
         inside = self.region.tokens
         first = min(user for node in self.region.exits() for user in node.users if user not in inside)
-        needed: set[fx.Node] = set(inside)
-        node = max(inside)
-        while node > first:
-            if not needed.isdisjoint(node.users):
-                needed.add(node)
-            node = node.prev
-        for node in sorted(node for node in needed - inside.keys() if node > first):
-            first.prepend(node)
+        move_needed_before(first, inside.keys())
         return first
 
     def _insert(self, count: int) -> Callable[[fx.Node, tuple[Any, ...]], fx.Node]:
