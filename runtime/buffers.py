@@ -102,6 +102,11 @@ def torch_dtype(name: str) -> torch.dtype:
     return getattr(torch, name)  # type: ignore[no-any-return]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.bfloat16`` as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def tile_of(param: Param, shard: Tensor) -> Tensor:
     """What ``param`` has of this rank's ``shard``: all, or where it is a tile its rows, those that there are.
 

@@ -60,8 +60,11 @@ class Communicator(Protocol):
             RankError: another rank does not come.
         """
 
-    def enter(self, entry: Entry) -> None:
+    def enter(self, entry: Entry, *, compared: bool = False) -> None:
         """This rank begins a program with collectives; after an error, once all ranks do.
+
+        Args:
+            compared: whether it is compared with what the others begin also where that waits for the device.
 
         Raises:
             RankError: another rank failed, or does not come.
@@ -127,7 +130,7 @@ class LoneCommunicator:
     def rejoin(self) -> None:
         """There is nobody."""
 
-    def enter(self, entry: Entry) -> None:
+    def enter(self, entry: Entry, *, compared: bool = False) -> None:
         """There is nobody to agree with."""
         self.steps = entry.steps
 
@@ -238,17 +241,17 @@ class GroupCommunicator:
     def trim(self) -> None:
         """There is none."""
 
-    def enter(self, entry: Entry) -> None:
+    def enter(self, entry: Entry, *, compared: bool = False) -> None:
         """Compare with the other ranks, on gloo; on NCCL that would wait for the device. See :class:`Communicator`."""
         self.rejoin()
         self.steps = entry.steps
-        if not self.compares:
+        if self.meeting is None or not (self.compares or compared):
             return
-        assert self.meeting is not None
         self._doing = f"in the {entry.program}"
         self.meeting.programs += 1
-        everyone = torch.empty(self.world_size, 2, dtype=torch.int64)
-        mine = torch.tensor([[entry.sequence, entry.steps]])
+        device = torch.device("cpu") if self.compares else self.device
+        everyone = torch.empty(self.world_size, 2, dtype=torch.int64, device=device)
+        mine = torch.tensor([[entry.sequence, entry.steps]], device=device)
         self._wait(self._fly(_all_gather(everyone, mine, group=self.group, async_op=True)))
         found = everyone.tolist()
         if all(theirs == found[self.rank] for theirs in found):

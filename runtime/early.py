@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.core.plan import Param
+from zerograph.runtime.delayed import is_read_eagerly
 from zerograph.runtime.hold import is_mark
 from zerograph.runtime.torch_private import (
     accumulated_directly,
@@ -167,6 +168,7 @@ class EarlyUpdates:
             and self._left.get(name) is not owner.iteration
             and id(param) in direct
             and not has_gradient_hooks(param)
+            and not is_read_eagerly(param)  # which adds a gradient of its own
             and (param.grad is None or is_mark(param.grad))
         ):
             return True

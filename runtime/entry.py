@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 
 from zerograph.core.errors import CollectiveMismatch
 
@@ -18,11 +18,13 @@ class Entry:
         program: its kind and the user's function it was compiled from.
         sequence: a hash of its collectives, at most 60 bits.
         steps: of optimizers over the backend's parameters that this rank has taken.
+        hint: what to do where others enter something else, if more is known than usual.
     """
 
     program: str
     sequence: int
     steps: int
+    hint: str = field(default="", compare=False)
 
     @classmethod
     def from_json(cls, text: str) -> Entry:
@@ -54,7 +56,7 @@ def describe_difference(mine: Entry, rank: int, theirs: Entry, me: int) -> Colle
         )
     return CollectiveMismatch(
         f"rank {me} and rank {rank} are about to run different programs: rank {me} {mine}; rank {rank} {theirs}",
-        _hint(mine.program, theirs.program),
+        mine.hint or theirs.hint or _hint(mine.program, theirs.program),
     )
 
 
@@ -78,6 +80,13 @@ def _hint(*programs: str) -> str:
         "all ranks must take the same batches, branches and layers: let what is drawn at random or depends on the data "
         "be the same on all of them"
     )
+
+
+ROUTES = (
+    "at stages 1 and 2 ranks may read different weights in modules that Dynamo does not compile, such as the experts "
+    "that their tokens are for"
+)
+"""The hint where ranks read different weights."""
 
 
 def reason_of(error: BaseException) -> str:

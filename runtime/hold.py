@@ -27,6 +27,7 @@ class GradientHold:
     def __init__(self, params: Mapping[str, Tensor]) -> None:
         """``params`` are the outward parameters by name, now and later."""
         self.active = False
+        self.apart: set[str] = set()  # parameters whose held gradients others reduce
         self._params = params
         self._held: dict[_Part, tuple[Param, Tensor]] = {}
         self._left: dict[str, tuple[Tensor, int]] = {}  # each gradient and its version as the last backward left it
@@ -80,11 +81,11 @@ class GradientHold:
         return [self._with_held(p, g) for p, g in zip(params, grads, strict=True)]
 
     def _with_held(self, param: Param, grad: Tensor) -> Tensor:
-        held = self._pop(param)
+        held = self.withdraw(param)
         # In the dtype of the reduction: micro-batches in 16 bit would round away small gradients.
         return grad if held is None else held.to(torch_dtype(param.reduce_dtype)) + grad
 
-    def _pop(self, param: Param) -> Tensor | None:
+    def withdraw(self, param: Param) -> Tensor | None:
         """What is held for ``param``, unless the user dropped it; nothing is held for it afterwards."""
         left = self._left.get(param.name)
         if left is not None:
@@ -156,7 +157,8 @@ class GradientHold:
     def _flush(self) -> None:
         """Reduce what this backward left held: gradients of parameters that it did not read."""
         self._flushing, before = None, self.state
-        found = [(param, self._pop(param)) for param, _ in list(self._held.values())]
+        held_here = [param for param, _ in self._held.values() if param.name not in self.apart]
+        found = [(param, self.withdraw(param)) for param in held_here]
         kept = [(param, held.to(torch_dtype(param.reduce_dtype))) for param, held in found if held is not None]
         if not kept:
             return
@@ -179,7 +181,7 @@ class GradientHold:
         for param, _ in list(self._held.values()):
             left = self._left.get(param.name)
             if left is not None and self._dropped(param.name, *left):
-                self._pop(param)
+                self.withdraw(param)
         if self._held:
             raise ZeroGraphError(
                 f"an optimizer steps while no_sync() holds back gradients of {len(self.names)} parameters, "

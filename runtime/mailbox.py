@@ -106,7 +106,7 @@ class MailboxCommunicator:
         self._finish("gather", pending.params, ticket, lambda wait: self.mailbox.finish_gather(ticket, outs, wait))
         return full.tensors
 
-    def enter(self, entry: Entry) -> None:
+    def enter(self, entry: Entry, *, compared: bool = False) -> None:
         """See :class:`~zerograph.runtime.comm.Communicator`. Every message then bears a tag with the entry in it."""
         self.rejoin()
         if self.mailbox.aborted():

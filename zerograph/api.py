@@ -42,6 +42,7 @@ from zerograph.runtime.residency import GatheredCache, StepCount
 from zerograph.runtime.saved import room_for
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.telemetry import Telemetry
+from zerograph.runtime.uncompiled import UncompiledReads
 from zerograph.sharding import adopt
 from zerograph.sharding.adoption import Adoption
 from zerograph.sharding.materialize import Init, fill
@@ -59,7 +60,7 @@ class Backend:
     def __init__(self, config: Config) -> None:
         self.config = config
         self._frames: list[Frame] = []
-        self._adoption = Adoption(config, self._connect, self._remember)
+        self._adoption = Adoption(config, self._connect, self._remember, self._reads)
         self._segments = SegmentCache(config.compute)
         self._telemetry = Telemetry()
         # The same sets and dicts for all: adoption fills them when a model comes, and everyone sees it.
@@ -76,6 +77,7 @@ class Backend:
             self._communicator,
             self._store,
             self._steps,
+            self._complete_gradients,
         )
         self._early = EarlyUpdates(self._adoption.params, self._overlapping)
         # A graph without parameters may come before the model that tells what to compile for: it needs no other rank.
@@ -198,6 +200,17 @@ class Backend:
         """
         delayed.settle(self._adoption.params.values())
         self._store.touched(self._adoption.params.values())
+
+    def _reads(self, ranks: Ranks) -> UncompiledReads | None:
+        """How code that is not compiled reads parameters; None where there is one rank."""
+        if ranks.communicator is None or ranks.size == 1:
+            return None
+        return UncompiledReads(ranks.communicator, self._adoption.known, self._steps, self._hold, self.config.sharding)
+
+    def _complete_gradients(self) -> None:
+        """Reduce with the other ranks what no backward of this one has: gradients of what ranks read as they like."""
+        if self._adoption.reads is not None:
+            self._adoption.reads.late.settle()
 
     def _remember(self, new: Iterable[nn.Parameter]) -> None:
         self._optimizers.remember(new)

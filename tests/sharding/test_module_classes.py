@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from zerograph.core.errors import ShardingError, UnsupportedError
 from zerograph.sharding import module_classes
-from zerograph.sharding.module_classes import ShardSpec, present
+from zerograph.sharding.module_classes import present
+from zerograph.sharding.spec import ShardSpec, default_reduce_dtype
 
 
 def spec(name: str, dtype: torch.dtype = torch.float32) -> ShardSpec:
@@ -168,5 +169,5 @@ def test_a_parameter_without_values_cannot_be_read_in_a_forward() -> None:
     ids=str,
 )
 def test_gradients_are_summed_in_no_less_than_float32(computes: torch.dtype, reduced: torch.dtype) -> None:
-    assert module_classes.default_reduce_dtype(computes) is reduced
+    assert default_reduce_dtype(computes) is reduced
     assert spec("w").computing_in(computes) == ShardSpec("w", "", computes, reduced, False)

@@ -22,7 +22,7 @@ from zerograph.core.errors import CollectiveMismatch
 from zerograph.core.plan import GivenPlan
 from zerograph.core.program import Program
 from zerograph.runtime.comm import Communicator
-from zerograph.runtime.entry import reason_of
+from zerograph.runtime.entry import ROUTES, reason_of
 from zerograph.runtime.meeting import Meeting, shared
 from zerograph.runtime.torch_private import backend_name
 
@@ -156,5 +156,6 @@ def _compare(frame: str, who: str, theirs: list[str], me: str, mine: list[str]) 
     raise CollectiveMismatch(
         f"{frame}: {who} and {me} would run different collectives "
         f"({len(theirs)} against {len(mine)}, {len(differing)} differ)\n" + "\n".join(shown),
-        "every rank must use the same parameters in the same order; make control flow in forward the same on all ranks",
+        "every rank must use the same parameters in the same order: make control flow in forward the same on all "
+        f"ranks, or: {ROUTES}",
     )

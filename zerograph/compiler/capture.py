@@ -36,6 +36,7 @@ from zerograph.graph.token_region import PRODUCTS, NotByToken, Region, region_of
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import head_of
 from zerograph.planner.optimizer import with_updates
+from zerograph.runtime.buffers import dtype_name
 
 log = logging.getLogger(__name__)
 
@@ -270,11 +271,6 @@ def _param(marker: Marker, shape: Any, dtype: Any, trainable: bool) -> Param:
         trainable=trainable,
         sharded=marker.sharded,
     )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``torch.bfloat16`` as ``"bfloat16"``."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _op(node: fx.Node, backward: bool, part: _StepNodes) -> Op:

@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from zerograph.compiler.agreement import Agreement
-from zerograph.compiler.capture import dtype_name
 from zerograph.compiler.compilation import Plain
 from zerograph.compiler.room import Disk, disks, room_for_each
 from zerograph.core.config import Config
@@ -43,6 +42,7 @@ from zerograph.planner.replay import restricted_to_step
 from zerograph.planner.search import Search, Wish
 from zerograph.planner.tiling import in_loops, refuse_unknown, tiles_wanted
 from zerograph.planner.token_tiles import in_token_tiles
+from zerograph.runtime.buffers import dtype_name
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import sysconfig
 import traceback
@@ -18,11 +19,26 @@ def users_line(frames: Iterable[FrameSummary]) -> FrameSummary | None:
     return next((frame for frame in reversed(list(frames)) if _users(Path(frame.filename))), None)
 
 
+def running_line() -> str:
+    """The user's line that runs in this thread, as ``file.py:12``; that is a call of torch's or ours by now."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if _is_users(frame.f_code.co_filename):
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "a line of torch's"
+
+
 def line_of(error: BaseException) -> FrameSummary | None:
     """The user's line that raised ``error``; where it does not parse, that line."""
     if isinstance(error, SyntaxError) and error.filename:
         return FrameSummary(error.filename, error.lineno, "<module>")
     return users_line(traceback.extract_tb(error.__traceback__))
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
+    return _users(Path(file))
 
 
 def _users(file: Path) -> bool:

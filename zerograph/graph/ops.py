@@ -1,8 +1,9 @@
 """The ``zg::`` operators: all that passes and runtime share.
 
 ``unshard`` and ``reduce_grad`` are the *markers* that Dynamo records and AOTAutograd carries into the joint graph; both
-also run eagerly, so that code outside a compiled region is slower and never wrong. The others stand for instructions:
-passes insert them in place of markers, and lowering turns them into a program. They are never dispatched.
+also run eagerly (``zerograph/sharding/markers.py``), so that code outside a compiled region is slower and never wrong.
+The others stand for instructions: passes insert them in place of markers, and lowering turns them into a program. They
+are never dispatched.
 """
 
 from __future__ import annotations
@@ -48,45 +49,11 @@ def world_size(group: str) -> int:
 skip_frame(world_size)
 
 
-def _unshard(
-    shard: Tensor, shape: Sequence[int], name: str, group: str, dtype: torch.dtype, reduce_dtype: torch.dtype,
-    sharded: bool, device: torch.device | None = None,
-) -> Tensor:  # fmt: skip
-    if not sharded or not group:
-        return shard.to(device, dtype, copy=True)  # an operator's result may not alias its input
-    world = world_size(group)
-    rows = -(-shape[0] // world)
-    send = shard.new_empty((rows, *shape[1:]), dtype=dtype, device=device)
-    # The last shards may be short. Equal pieces are gathered, and the surplus rows cut off.
-    send[: shard.shape[0]] = shard
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor(functional.all_gather_into_tensor(send, world, group))[: shape[0]]
-
-
 def _unshard_fake(
     shard: Tensor, shape: Sequence[int], name: str, group: str, dtype: torch.dtype, reduce_dtype: torch.dtype,
     sharded: bool, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
     return shard.new_empty(shape, dtype=dtype, device=device)
-
-
-def _reduce_grad(
-    grad: Tensor, shard_shape: Sequence[int], shard_dtype: torch.dtype, name: str, group: str, dtype: torch.dtype,
-    reduce_dtype: torch.dtype, sharded: bool, device: torch.device | None = None,
-) -> Tensor:  # fmt: skip
-    world = world_size(group)
-    functional = torch.ops._c10d_functional
-    if not sharded or not group:
-        summed = grad.to(reduce_dtype, copy=True)
-        if world > 1:
-            summed = functional.wait_tensor(functional.all_reduce(summed, "sum", group))
-        return (summed / world).to(device, shard_dtype)
-    rows = -(-grad.shape[0] // world)
-    # Zeros: the rows that pad the last shards add nothing.
-    send = grad.new_zeros((rows * world, *grad.shape[1:]), dtype=reduce_dtype)
-    send[: grad.shape[0]] = grad
-    summed = functional.wait_tensor(functional.reduce_scatter_tensor(send, "sum", world, group))
-    return (summed[: shard_shape[0]] / world).to(device, shard_dtype)
 
 
 def _reduce_grad_fake(
@@ -100,12 +67,7 @@ def _pending_fake(tensors: Sequence[Tensor], bucket: int, tile: int = 0) -> Tens
     return tensors[0].new_empty(0)
 
 
-for _name, _kernel, _fake in (
-    ("unshard", _unshard, _unshard_fake),
-    ("reduce_grad", _reduce_grad, _reduce_grad_fake),
-):
-    _LIB.impl(_name, _kernel, "CompositeExplicitAutograd")
-    skip_frame(_kernel)
+for _name, _fake in (("unshard", _unshard_fake), ("reduce_grad", _reduce_grad_fake)):
     torch.library.register_fake(f"zg::{_name}", _fake, lib=_LIB)
 for _name in ("gather", "fetch", "reduce"):
     torch.library.register_fake(f"zg::{_name}", _pending_fake, lib=_LIB)

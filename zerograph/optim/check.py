@@ -52,12 +52,15 @@ class OptimizerCheck:
         communicator: Callable[[], Communicator | None],
         store: ShardStore,
         steps: StepCount,
+        complete: Callable[[], None] = lambda: None,
     ) -> None:
         """``params`` are the ids of the backend's own, ``replaced`` what was in their places before, ``skipped`` finds
         those that should be its own and are not, ``communicator`` how the ranks communicate that hold them, ``store``
-        knows where their states live, ``steps`` counts what the ranks have taken alike.
+        knows where their states live, ``steps`` counts what the ranks have taken alike, ``complete`` completes their
+        gradients.
         """
         self._telemetry, self._communicator, self._store, self._steps = telemetry, communicator, store, steps
+        self._complete = complete
         self._params, self._replaced, self._skipped, self._hold = params, replaced, skipped, hold
         self._memory: dict[int, _Memory] = {}
         self._passed: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
@@ -103,6 +106,8 @@ class OptimizerCheck:
         if ranks is not None and isinstance(optimizer, HostOptimizer) and any(map(is_split, self._own(optimizer))):
             optimizer.communicator = weakref.ref(ranks)
         if self._holds_own(optimizer):
+            if _moves(optimizer):
+                self._complete()
             delayed.settle(_params_of(optimizer))
             if isinstance(optimizer, HostOptimizer):
                 optimizer.steps = self._steps
@@ -175,8 +180,8 @@ class OptimizerCheck:
         ShardingError: the ``.data`` of one of them was assigned, which does nothing.
         ZeroGraphError: a part of the gradients is held back.
         """
-        if all(group.get("lr") == 0 for group in optimizer.param_groups):
-            return  # DCP steps once without moving anything, to make the state
+        if not _moves(optimizer):
+            return
         if self._hold.names and self._holds_own(optimizer):
             self._hold.refuse_step()
         self._look_at(optimizer)
@@ -270,6 +275,11 @@ class _Memory(NamedTuple):
 
     def is_of(self, param: DTensor) -> bool:
         return self.param() is param
+
+
+def _moves(optimizer: Optimizer) -> bool:
+    """Whether a step changes anything. DCP steps once with learning rates of 0, on some ranks, to make the states."""
+    return any(group.get("lr") != 0 for group in optimizer.param_groups)
 
 
 def _params_of(optimizer: Optimizer) -> list[Tensor]:

@@ -13,10 +13,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zerograph.compiler.torch_private import traced_code
 from zerograph.core.config import Config
 from zerograph.core.errors import ShardingError, UnsupportedError
 from zerograph.core.plan import Plan
+from zerograph.runtime.uncompiled import UncompiledReads
 from zerograph.sharding import adopt
+from zerograph.sharding.forward import has_opened
 from zerograph.sharding.gathered import is_open
 from zerograph.sharding.host_parameters import homes_in, is_outward_there
 from zerograph.sharding.model_copies import await_updates, take_over
@@ -37,6 +40,7 @@ class Adoption:
         tied: of each that the model has several names for, the other ones.
         known: the parameters by ``id``.
         replaced: what was in their places before.
+        reads: how code reads them that is not compiled; None before the first model, and in one process.
     """
 
     def __init__(
@@ -44,15 +48,17 @@ class Adoption:
         config: Config,
         connect: Callable[[torch.device], Ranks],
         adopted: Callable[[Iterable[nn.Parameter]], None] = lambda _: None,
+        reads: Callable[[Ranks], UncompiledReads | None] = lambda _: None,
     ) -> None:
         """``connect`` is called once, with the device of the first model, before anything of that is changed;
-        ``adopted`` with the sharded parameters of each model."""
-        self._config, self._connect, self._adopted = config, connect, adopted
+        ``adopted`` with the sharded parameters of each model; ``reads`` gives what reads them uncompiled."""
+        self._config, self._connect, self._adopted, self._new_reads = config, connect, adopted, reads
         self.ranks: Ranks | None = None
         self.params: dict[str, nn.Parameter] = {}
         self.tied: dict[str, tuple[str, ...]] = {}
         self.known: set[int] = set()
         self.replaced = WeakIdKeyDictionary()
+        self.reads: UncompiledReads | None = None
         self._traced_in_vain = False
 
     def before_trace(self, root: nn.Module) -> None:
@@ -88,6 +94,8 @@ class Adoption:
                 self._traced_in_vain = True
                 raise Retrace
             self._refuse_foreign(foreign)
+        if params and has_opened(traced_code()):
+            raise Retrace
         ignore_shard_aliasing()
         if self._traced_in_vain:
             gc.collect()  # the abandoned trace holds the full parameters in reference cycles
@@ -100,7 +108,10 @@ class Adoption:
 
         At world size 1 without a compute dtype or offload there is not: the model stays as it is.
         """
-        ranks = self.ranks = self.ranks or self._connect(device)
+        if self.ranks is None:
+            self.ranks = self._connect(device)
+            self.reads = self._new_reads(self.ranks)
+        ranks = self.ranks
         if ranks.size == 1 and self._config.dtype is None and not self._config.offloads:
             return False
         before = tuple(p for root in roots for p in root.parameters())  # not a list: those are rewritten
@@ -109,7 +120,7 @@ class Adoption:
             ranks.agreement.require_same(_given(self._config, roots, objects))
         # First what is sharded already: the rest then gets names beside those.
         new = take_over(roots, self._config, ranks, self.params)
-        new |= shard_parameters(roots, self._config, ranks, objects, {**self.params, **new})
+        new |= shard_parameters(roots, self._config, ranks, objects, {**self.params, **new}, self.reads)
         await_updates(roots, objects)
         self.params |= new
         self.tied |= other_names(roots, new)

@@ -1,8 +1,8 @@
 """Inside of a forward or outside: whether the code that reads a parameter sees the sharded one or the full tensor.
 
-The modules of an adopted model count the forwards that run, per thread. Inside of one, reading ``self.weight`` yields
-the full tensor; outside it yields the parameter itself, as under ``fully_shard``. Compiled code counts nothing: there
-every reading is recorded as a marker.
+The modules of an adopted model keep a list of the forwards that run, per thread. Inside of one, reading ``self.weight``
+yields the full tensor; outside it yields the parameter itself, as under ``fully_shard``. Compiled code keeps none:
+there every reading is recorded as a marker.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Container
-from types import MethodType
+from types import CodeType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,19 +18,22 @@ from torch import fx, nn
 from torch.compiler import is_compiling
 
 from zerograph.graph.torch_private import skip_frame
-from zerograph.sharding.torch_private import cleanups_of_call, in_backward
+from zerograph.sharding import unsharded
+from zerograph.sharding.torch_private import compiles_calls, in_backward, running_call
+from zerograph.sharding.unsharded import Call
 
 
 class _Forwards(threading.local):
-    """How many forwards run in this thread. As a context it counts one more."""
+    """The forwards that Python runs in this thread, outermost first. As a context it is inside of one more."""
 
-    depth = 0
+    def __init__(self) -> None:
+        self.running: list[Call] = []
 
     def __enter__(self) -> None:
-        self.depth += 1
+        self.running.append(Call(None, self.__enter__, compiles=False))
 
     def __exit__(self, *_: object) -> None:
-        self.depth -= 1
+        self.running.pop()
 
 
 FORWARDS = _Forwards()
@@ -40,12 +43,53 @@ def inside() -> bool:
     """Whether code of a forward runs in this thread."""
     # torch.utils.checkpoint runs a part of a forward again in the backward, where nothing counts it. It does so with
     # gradients enabled; hooks, which also run in a backward and are outside, run with them disabled.
-    return FORWARDS.depth > 0 or (torch.is_grad_enabled() and in_backward())
+    return bool(FORWARDS.running) or (torch.is_grad_enabled() and in_backward())
 
 
-def _count(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with FORWARDS:
-        return function(*args, **kwargs)
+skip_frame(inside)
+
+
+def _count(owner: type[nn.Module] | _Own, *args: Any, **kwargs: Any) -> Any:
+    function = owner.forward
+    call = _begin(args, function, compiles_calls())
+    try:
+        return _end((args, kwargs), function(*args, **kwargs))
+    finally:
+        _leave(call)
+
+
+skip_frame(_count)
+
+
+@torch.compiler.disable
+def _begin(args: tuple[Any, ...], function: Callable[..., Any], compiles: bool) -> Call:
+    module = args[0] if args and isinstance(args[0], nn.Module) else None
+    call = Call(module, function, compiles)
+    FORWARDS.running.append(call)
+    unsharded.begins(FORWARDS.running)
+    return call
+
+
+@torch.compiler.disable
+def _end(inputs: Any, outputs: Any) -> Any:
+    return unsharded.ends(FORWARDS.running, inputs, outputs)
+
+
+@torch.compiler.disable
+def _leave(call: Call) -> None:
+    FORWARDS.running.remove(call)
+    unsharded.close(call)
+
+
+@torch.compiler.disable
+def before_reading(compiles: bool) -> None:
+    """Code that is not compiled is about to read a weight; ``compiles``: whether Dynamo compiles what it calls."""
+    unsharded.reads_weight(FORWARDS.running, compiles)
+
+
+def has_opened(code: CodeType) -> bool:
+    """Whether weights that Dynamo has traced as sharded ones, in ``code``, are whole tensors from now on."""
+    return unsharded.is_traced(FORWARDS.running, code)
 
 
 class _Own(NamedTuple):
@@ -63,7 +107,7 @@ def counting(owner: type[nn.Module] | _Own) -> Callable[..., Any]:
     # Without the function's attributes: Dynamo goes by some of them, and they are true of that function alone.
     @functools.wraps(known, updated=())
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return owner.forward(*args, **kwargs) if is_compiling() else _count(owner.forward, *args, **kwargs)
+        return owner.forward(*args, **kwargs) if is_compiling() else _count(owner, *args, **kwargs)
 
     counted: Any = forward
     if (known.__module__ or "").partition(".")[0] == "torch":
@@ -73,9 +117,6 @@ def counting(owner: type[nn.Module] | _Own) -> Callable[..., Any]:
     # Dynamo inlines it. After a graph break it runs uncompiled and counts, and the forward below it is compiled.
     skip_frame(counted)
     return counted  # type: ignore[no-any-return]
-
-
-skip_frame(_count)
 
 
 def count_own_forward(module: nn.Module) -> None:
@@ -96,7 +137,10 @@ def count_running_call(modules: Container[nn.Module]) -> None:
     A model that is adopted by its first call runs that forward already, and nothing has counted it. Where Dynamo skips
     the forward, as it does for a graph break in a loop, the rest of the call runs uncompiled and reads weights.
     """
-    cleanups = cleanups_of_call(modules)
-    if cleanups is not None:
-        cleanups.append(FORWARDS.__exit__)
-        FORWARDS.__enter__()
+    found = running_call(modules)
+    if found is not None:
+        module, cleanups = found
+        forward = module.forward
+        call = Call(module, getattr(forward, "__wrapped__", forward), compiles=True, may_be_inlined=True)
+        FORWARDS.running.append(call)
+        cleanups.append(lambda *_: _leave(call))

@@ -16,9 +16,10 @@ from zerograph.core.config import Config
 from zerograph.core.errors import ShardingError, UnsupportedError
 from zerograph.runtime.torch_private import local_tensor, placed_as
 from zerograph.sharding.adopt import replace_everywhere
-from zerograph.sharding.module_classes import ShardSpec, generate_classes, present
+from zerograph.sharding.module_classes import generate_classes, present
 from zerograph.sharding.parametrization import convert_state, distribute, spec_of, unique
 from zerograph.sharding.ranks import Ranks
+from zerograph.sharding.spec import ShardSpec
 from zerograph.sharding.torch_private import original
 
 
@@ -143,7 +144,7 @@ def shard_alike(copy: nn.Module, model: nn.Module) -> None:
             new[id(plain)] = (plain, nn.Parameter(rows, requires_grad=plain.requires_grad))
         present(owner, attribute, new[id(plain)][1], spec)
     if new:
-        generate_classes([copy])
+        generate_classes([copy], model.__dict__.get("_zg_reads"))
         replace_everywhere(new, convert_state, ())
 
 

@@ -14,7 +14,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,44 +26,21 @@ from zerograph.graph.ops import UNSHARD
 from zerograph.graph.torch_private import skip_frame
 from zerograph.runtime import delayed
 from zerograph.runtime.torch_private import local_tensor
+from zerograph.runtime.uncompiled import UncompiledReads
 from zerograph.sharding.adopt import move_to_one_mesh, skip_getters
-from zerograph.sharding.forward import count_own_forward, counting, inside
+from zerograph.sharding.forward import before_reading, count_own_forward, counting, inside
 from zerograph.sharding.shards import as_shard
-from zerograph.sharding.torch_private import original, set_shard
-
-
-class ShardSpec(NamedTuple):
-    """How the marker of one parameter is to be read; the constants that travel in the graph.
-
-    Attributes:
-        name: fully qualified name in the sharded model.
-        group: name of the process group, empty at world size 1.
-        dtype: dtype of the full tensor, for gather and compute.
-        reduce_dtype: dtype of the gradient's reduction over ranks.
-        sharded: split by rows over the ranks of ``group``, or whole on each.
-        device: of the full tensor, where the outward parameter is on the host of an accelerator; else None.
-    """
-
-    name: str
-    group: str
-    dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    sharded: bool
-    device: torch.device | None = None
-
-    def computing_in(self, dtype: torch.dtype) -> ShardSpec:
-        """That of the same parameter in another compute dtype."""
-        return self._replace(dtype=dtype, reduce_dtype=default_reduce_dtype(dtype))
-
-
-def default_reduce_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize < 4 and dtype.is_floating_point else dtype
+from zerograph.sharding.spec import ShardSpec
+from zerograph.sharding.torch_private import compiles_calls, original, set_shard
+from zerograph.sharding.uncompiled import read_uncompiled
 
 
 class ShardedModule:
     """Mixin of generated module classes; its attributes say how this instance's parameters are sharded."""
 
     _zg_specs: Mapping[str, ShardSpec] = {}
+    _zg_reads: UncompiledReads | None = None
+    _zg_unsharded: Mapping[str, Tensor] = {}
     _zg_base: type[nn.Module]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +121,7 @@ class ShardedModule:
         self._zg_settle()
         # Protocol 2 names the class as the first argument of `__newobj__`, where it can be exchanged.
         _, (_, *args), *rest = super().__reduce_ex__(2)  # type: ignore[misc, str-unpack]
-        return (_rebuild, (self._zg_base, frozenset(self._zg_specs), *args), *rest)
+        return (_rebuild, (self._zg_base, frozenset(self._zg_specs), _is_routed(self), *args), *rest)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[misc]
@@ -208,9 +185,9 @@ def _memory(tensor: Tensor) -> int:
     return local_tensor(tensor).data_ptr()
 
 
-def _rebuild(base: type[nn.Module], names: frozenset[str], *args: Any) -> nn.Module:
+def _rebuild(base: type[nn.Module], names: frozenset[str], routed: bool, *args: Any) -> nn.Module:
     module = copyreg.__newobj__(base, *args)  # type: ignore[attr-defined]
-    module.__class__ = sharded_class(base, names)  # type: ignore[arg-type]
+    module.__class__ = sharded_class(base, names, routed)  # type: ignore[arg-type]
     return module  # type: ignore[no-any-return]
 
 
@@ -218,11 +195,22 @@ def _getter(name: str) -> Any:
     """What the generated property ``name`` of a sharded module calls."""
 
     def read(self: Any) -> Tensor | None:
-        param = self._parameters[name]
         # Dynamo takes this for a constant: its graph has the marker, and no branch.
         if is_compiling():
-            return unshard(param, self._zg_specs[name])
-        return _unshard_eagerly(param, self._zg_specs[name]) if inside() else param
+            return unshard(self._parameters[name], self._zg_specs[name])
+        return _read(self, name, compiles_calls()) if inside() else self._parameters[name]
+
+    return read
+
+
+def _routed_getter(name: str) -> Any:
+    """The same where forwards may run inside of which parameters are whole (:mod:`~zerograph.sharding.unsharded`)."""
+
+    def read(self: Any) -> Tensor | None:
+        if is_compiling():
+            full = self._zg_unsharded
+            return full[name] if name in full else unshard(self._parameters[name], self._zg_specs[name])
+        return _read(self, name, compiles_calls()) if inside() else self._parameters[name]
 
     return read
 
@@ -240,20 +228,23 @@ skip_frame(unshard)
 
 
 @torch.compiler.disable
-def _unshard_eagerly(param: Tensor, spec: ShardSpec) -> Tensor:
-    if param.is_meta:
-        raise ShardingError(
-            f"parameter {spec.name} is on the meta device and has no values",
-            "call zerograph.materialize(model) first; an init function may touch a module's own parameters only",
-        )
-    delayed.read_eagerly(param)
-    return unshard(param, spec)
+def _read(module: ShardedModule, name: str, compiles: bool) -> Tensor:
+    before_reading(compiles)
+    param: nn.Parameter = module._parameters[name]  # type: ignore[attr-defined]
+    if name in module._zg_unsharded and id(param) in module._zg_reads.known:  # type: ignore[union-attr]
+        return module._zg_unsharded[name]
+    return read_uncompiled(param, module._zg_specs[name], module._zg_reads)
 
 
 @functools.cache
-def sharded_class(base: type[nn.Module], names: frozenset[str]) -> type[nn.Module]:
-    """Subclass of ``base`` that counts its forwards, and in which the parameters ``names`` are properties."""
-    members: dict[str, Any] = {name: property(_getter(name)) for name in sorted(names)}
+def sharded_class(base: type[nn.Module], names: frozenset[str], routed: bool = False) -> type[nn.Module]:
+    """Subclass of ``base`` that counts its forwards, and in which the parameters ``names`` are properties.
+
+    Args:
+        routed: whether forwards may run inside of which parameters are whole.
+    """
+    getter = _routed_getter if routed else _getter
+    members: dict[str, Any] = {name: property(getter(name)) for name in sorted(names)}
     if issubclass(base, nn.RNNBase):
         # RNNs keep their parameters in a list as well, which would hold shards.
         members["_flat_weights"] = property(
@@ -299,9 +290,11 @@ def plain_class(module: nn.Module) -> type[nn.Module]:
     return getattr(cls, "_zg_base", cls)
 
 
-def generate_classes(roots: Iterable[nn.Module]) -> None:
-    """Make every module of ``roots`` an instance of a generated class."""
+def generate_classes(roots: Iterable[nn.Module], reads: UncompiledReads | None = None) -> None:
+    """Make every module of ``roots`` an instance of a generated class, whose parameters uncompiled code ``reads``."""
     for module in own_modules(roots):
+        if reads is not None:
+            module.__dict__["_zg_reads"] = reads
         generate_class(module)
 
 
@@ -319,7 +312,12 @@ def own_modules(roots: Iterable[nn.Module]) -> list[nn.Module]:
 
 def class_of(module: nn.Module, names: Iterable[str]) -> type[nn.Module]:
     base, counts = plain_class(module), not isinstance(module, fx.GraphModule) and _has_forward(plain_class(module))
-    return sharded_class(base, frozenset(names)) if names or counts else base  # type: ignore[arg-type]
+    return sharded_class(base, frozenset(names), _is_routed(module)) if names or counts else base  # type: ignore[arg-type]
+
+
+def _is_routed(module: Any) -> bool:
+    reads = module.__dict__.get("_zg_reads")
+    return reads is not None and bool(reads.routes)
 
 
 def present(module: nn.Module, name: str, param: nn.Parameter, spec: ShardSpec) -> None:

@@ -17,20 +17,15 @@ from zerograph.core.config import Config
 from zerograph.core.errors import UnsupportedError
 from zerograph.core.units import format_bytes
 from zerograph.runtime.host import HostMemory
+from zerograph.runtime.uncompiled import UncompiledReads
 from zerograph.sharding.adopt import modules_holding, replace_everywhere
 from zerograph.sharding.forward import count_running_call
 from zerograph.sharding.host_parameters import homes_by_name, is_outward_there, moved
-from zerograph.sharding.module_classes import (
-    ShardSpec,
-    class_of,
-    default_reduce_dtype,
-    generate_classes,
-    own_modules,
-    present,
-)
+from zerograph.sharding.module_classes import class_of, generate_classes, own_modules, present
 from zerograph.sharding.optimizer_states import early_states, share, share_states
 from zerograph.sharding.ranks import Ranks
 from zerograph.sharding.shards import as_shard, local_rows
+from zerograph.sharding.spec import ShardSpec, default_reduce_dtype
 from zerograph.sharding.torch_private import share_hooks
 from zerograph.sharding.unsupported_modules import refuse_modules
 
@@ -46,6 +41,7 @@ def shard_parameters(
     ranks: Ranks,
     objects: Sequence[Any],
     taken: Container[str] = (),
+    reads: UncompiledReads | None = None,
 ) -> dict[str, nn.Parameter]:
     """Shard every parameter of ``roots``, in place; returns the outward ones by name.
 
@@ -55,6 +51,7 @@ def shard_parameters(
 
     Args:
         objects: all modules and optimizers of the process.
+        reads: how code reads them that is not compiled; None in one process.
 
     Raises:
         UnsupportedError: a parameter that cannot be sharded, before anything was changed.
@@ -81,7 +78,7 @@ def shard_parameters(
     for name, param in named.items():
         for module, attribute in places[id(param)]:
             present(module, attribute, new[name], specs[name])
-    generate_classes(roots)
+    generate_classes(roots, reads)
     count_running_call(own_modules(roots))
     replace_everywhere({id(old): (old, new[name]) for name, old in named.items()}, convert_state, objects)
     _share_buffers(roots, mesh)

@@ -12,11 +12,12 @@ import inspect
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, get_eval_frame_callback
 from torch._dynamo import callback
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
@@ -34,8 +35,10 @@ from torch._guards import Guard, TracingContext
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dispatch import found_inf_reduce_handler
+from torch.utils import _pytree
 
 from zerograph.core.errors import StorageError, ZeroGraphError
+from zerograph.graph.torch_private import skip_frame
 
 # Compiled models
 
@@ -141,20 +144,61 @@ def called_model() -> tuple[nn.Module, Any] | None:
 _MODULE_CALLS = {function.__code__ for function in (nn.Module._wrapped_call_impl, nn.Module._call_impl)}
 
 
-def cleanups_of_call(modules: Container[nn.Module]) -> list[Callable[..., object]] | None:
-    """What torch.compile calls when the compiled call ends that is being compiled, whatever happens in it; None where
-    none of ``modules`` is being called. It has no hook there."""
-    frame, running = sys._getframe(1), False
+def running_call(modules: Container[nn.Module]) -> tuple[nn.Module, list[Callable[..., object]]] | None:
+    """Which of ``modules`` is called by the compiled call that is being compiled, and what torch.compile calls when
+    that call ends, whatever happens in it; None where none of them is. It has no hook there. Seen in 2.11, 2.13."""
+    frame, module = sys._getframe(1), None
     while frame is not None and frame.f_code.co_name != "compile_wrapper":
-        running = running or _calls(frame, modules)
+        module = _called(frame, modules) or module
         frame = frame.f_back  # type: ignore[assignment]
-    if frame is None or not (running or _calls(frame.f_back, modules)):
+    module = module or (_called(frame.f_back, modules) if frame is not None else None)
+    return (module, frame.f_locals["cleanups"]) if frame is not None and module is not None else None
+
+
+def _called(frame: FrameType | None, modules: Container[nn.Module]) -> nn.Module | None:
+    if frame is None or frame.f_code not in _MODULE_CALLS:
         return None
-    return frame.f_locals["cleanups"]  # type: ignore[no-any-return]
+    module = original(frame.f_locals["self"])
+    return module if module in modules else None
 
 
-def _calls(frame: FrameType | None, modules: Container[nn.Module]) -> bool:
-    return frame is not None and frame.f_code in _MODULE_CALLS and original(frame.f_locals["self"]) in modules
+def compiles_calls() -> bool:
+    """Whether Dynamo compiles what is called in this thread now. Seen in 2.11, 2.13."""
+    return bool(get_eval_frame_callback())
+
+
+skip_frame(compiles_calls)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in what a forward returned, as torch and transformers say how to take it apart; torch has had that
+    for years under a private name. Seen in 2.11, 2.13."""
+    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """``value`` with what ``function`` makes of its tensors in their places. Seen in 2.11, 2.13."""
+    return _pytree.tree_map_only(Tensor, function, value)
+
+
+def codes_of(function: Callable[..., Any] | None) -> list[CodeType]:
+    """The code of ``function``, and of what it wraps where it is a decorator's."""
+    codes = []
+    while function is not None:
+        codes += [function.__code__] if hasattr(function, "__code__") else []
+        function = getattr(function, "__wrapped__", None)
+    return codes
+
+
+def is_compiled(function: Callable[..., Any]) -> bool:
+    """Whether Dynamo has compiled ``function``, or a part of it; it tells nobody which code it skips.
+    Seen in 2.11, 2.13."""
+    return all(map(_debug_get_cache_entry_list, codes_of(function)[:1]))
+
+
+def is_compiled_throughout(function: Callable[..., Any]) -> bool:
+    """The same of what ``function`` wraps, too."""
+    return all(map(_debug_get_cache_entry_list, codes_of(function)))
 
 
 def in_backward() -> bool:

@@ -1,0 +1,75 @@
+"""Markers that run: in code that is not compiled, and in graphs that another backend has compiled.
+
+A parameter that belongs to a backend is read through that (:mod:`~zerograph.sharding.uncompiled`). A graph of another
+backend's, and a model that came from a file, know no more than the process group; their reads and reductions are
+compared between its ranks as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerograph.core.plan import Param
+from zerograph.graph import ops
+from zerograph.graph.torch_private import resolve_group, skip_frame
+from zerograph.runtime.buffers import dtype_name
+from zerograph.runtime.comm import connect
+from zerograph.runtime.hold import GradientHold
+from zerograph.runtime.meeting import Meeting
+from zerograph.runtime.residency import StepCount
+from zerograph.runtime.torch_private import backend_name
+from zerograph.runtime.uncompiled import UncompiledReads
+
+_OF_GROUPS: dict[str, tuple[dist.ProcessGroup, UncompiledReads]] = {}
+# Operators get constants: of a group they know the name.
+
+
+def reads_of_group(name: str, device: torch.device) -> UncompiledReads:
+    """What reads parameters over the process group ``name`` that belong to no backend. All its ranks call this first
+    together."""
+    group = resolve_group(name)
+    known, reads = _OF_GROUPS.get(name, (None, None))
+    if reads is None or known is not group:  # names of groups that were destroyed are used again
+        meeting = None if backend_name(group, device) == "fake" else Meeting.open(group, device)
+        reads = UncompiledReads(connect(group, device, meeting), (), StepCount(), GradientHold({}), 3)
+        _OF_GROUPS[name] = (group, reads)
+    return reads
+
+
+def _unshard(
+    shard: Tensor, shape: Sequence[int], name: str, group: str, dtype: torch.dtype, reduce_dtype: torch.dtype,
+    sharded: bool, device: torch.device | None = None,
+) -> Tensor:  # fmt: skip
+    shard = shard.to(device or shard.device)
+    if not sharded or ops.world_size(group) == 1:
+        return shard.to(dtype=dtype, copy=True)  # an operator's result may not alias its input
+    param = _param(name, shape, shard.dtype, dtype, reduce_dtype, sharded)
+    return reads_of_group(group, shard.device).gather(param, shard, _WHOSE)
+
+
+def _reduce_grad(
+    grad: Tensor, shard_shape: Sequence[int], shard_dtype: torch.dtype, name: str, group: str, dtype: torch.dtype,
+    reduce_dtype: torch.dtype, sharded: bool, device: torch.device | None = None,
+) -> Tensor:  # fmt: skip
+    if ops.world_size(group) == 1:
+        return grad.to(reduce_dtype, copy=True).to(device, shard_dtype)
+    param = _param(name, grad.shape, shard_dtype, dtype, reduce_dtype, sharded)
+    return reads_of_group(group, grad.device).reduce(param, grad, _WHOSE).to(device)
+
+
+_WHOSE = "a graph of another backend"
+
+
+def _param(
+    name: str, shape: Sequence[int], dtype: torch.dtype, compute: torch.dtype, reduce: torch.dtype, sharded: bool
+) -> Param:
+    return Param(name, tuple(shape), dtype_name(dtype), dtype_name(compute), dtype_name(reduce), True, sharded)
+
+
+for _name, _kernel in (("unshard", _unshard), ("reduce_grad", _reduce_grad)):
+    torch.library.impl(f"zg::{_name}", "CompositeExplicitAutograd", _kernel)
+    skip_frame(_kernel)

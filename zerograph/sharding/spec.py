@@ -1,0 +1,51 @@
+"""How a parameter is sharded, as its module and the markers of graphs say it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zerograph.core.plan import Param
+from zerograph.runtime.buffers import dtype_name
+
+
+class ShardSpec(NamedTuple):
+    """How the marker of one parameter is to be read; the constants that travel in the graph.
+
+    Attributes:
+        name: fully qualified name in the sharded model.
+        group: name of the process group, empty at world size 1.
+        dtype: dtype of the full tensor, for gather and compute.
+        reduce_dtype: dtype of the gradient's reduction over ranks.
+        sharded: split by rows over the ranks of ``group``, or whole on each.
+        device: of the full tensor, where the outward parameter is on the host of an accelerator; else None.
+    """
+
+    name: str
+    group: str
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    sharded: bool
+    device: torch.device | None = None
+
+    def described(self, param: Tensor) -> Param:
+        """``param``, the outward one, as plans and transports know it."""
+        return Param(
+            self.name,
+            tuple(param.shape),
+            dtype_name(param.dtype),
+            dtype_name(self.dtype),
+            dtype_name(self.reduce_dtype),
+            param.requires_grad,
+            self.sharded,
+        )
+
+    def computing_in(self, dtype: torch.dtype) -> ShardSpec:
+        """That of the same parameter in another compute dtype."""
+        return self._replace(dtype=dtype, reduce_dtype=default_reduce_dtype(dtype))
+
+
+def default_reduce_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype.itemsize < 4 and dtype.is_floating_point else dtype

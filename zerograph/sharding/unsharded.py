@@ -1,0 +1,278 @@
+"""Modules whose forward Dynamo does not compile, at stages 0 to 2: ranks may read what they like of them.
+
+A loop over experts that leaves out those without tokens breaks the graph in a loop: Dynamo skips such code, and each
+rank reads the weights of other experts. At these stages a step has parameters whole on every rank, so nothing need be
+gathered where it is read. All ranks call the module, and when it is called its parameters are gathered, all that it and
+its children own. Inside of its forward these are plain full tensors, in code that Dynamo compiles there too. Their
+gradients are reduced together when the backward ends (:mod:`~zerograph.runtime.late_gradients`).
+
+Which module that is, is known once something in it is read or called that would not be if its code were compiled: the
+outermost forward that runs uncompiled then. A rank that reads nothing of it takes part when the forward ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerograph.core.plan import Param
+from zerograph.core.units import format_bytes
+from zerograph.runtime import delayed
+from zerograph.runtime.torch_private import local_tensor
+from zerograph.runtime.uncompiled import UncompiledReads
+from zerograph.sharding.spec import ShardSpec
+from zerograph.sharding.torch_private import (
+    codes_of,
+    in_backward,
+    is_compiled,
+    is_compiled_throughout,
+    map_tensors,
+    tensors_of,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Call:
+    """A forward that Python runs.
+
+    Attributes:
+        module: whose forward it is, if that is known.
+        function: the user's code.
+        compiles: whether Dynamo compiles what it calls.
+        may_be_inlined: whether its code may run as a part of what called it, compiled with that.
+        opened: the parameters of the module, if it has made these whole.
+    """
+
+    __slots__ = ("compiles", "function", "may_be_inlined", "module", "opened")
+
+    def __init__(
+        self, module: nn.Module | None, function: Callable[..., Any], compiles: bool, may_be_inlined: bool = False
+    ) -> None:
+        self.module, self.function, self.compiles, self.may_be_inlined = module, function, compiles, may_be_inlined
+        self.opened: Unsharded | None = None
+
+
+class Unsharded:
+    """The parameters of a module and its children, which are whole while it is open.
+
+    Attributes:
+        parts: the module and its children.
+        is_shown: whether it is open: in its forward, and while a backward may compute parts of that again.
+    """
+
+    def __init__(self, module: nn.Module, reads: UncompiledReads) -> None:
+        self.reads = reads
+        self.parts = weakref.WeakSet(module.modules())
+        self.is_shown = False
+        self._owners = [weakref.ref(part) for part in module.modules() if part.__dict__.get("_zg_specs")]
+        self._full: dict[int, Tensor] = {}  # by ``id`` of the outward parameter
+        self._described: list[Param] = []
+        self.bytes = 0
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there are parameters of the backend; copies of a model have their own."""
+        return any(True for _ in self._places())
+
+    def open(self, what: str) -> None:
+        """Gather what may have changed since the last forward; a part of one that is computed again in a backward finds
+        what that forward read."""
+        if not in_backward():
+            self.reads.late.forget()
+            self.reads.late.settle()
+            self._full.clear()
+        if not self._full:
+            self._gather(what)
+        self._show()
+
+    def _gather(self, what: str) -> None:
+        found = {id(param): (spec.described(param), param) for _, _, spec, param in self._places()}
+        params = list(found.values())
+        self._described = [each for each, _ in params]
+        for _, param in params:
+            delayed.read_eagerly(param)
+        shards = [(each, local_tensor(param).detach()) for each, param in params]
+        full = self.reads.gather_all(shards, what)
+        if torch.is_grad_enabled():
+            self.reads.late.expect(params)
+            for tensor, (each, param) in zip(full, params, strict=True):
+                if each.trainable:
+                    tensor.requires_grad_().register_post_accumulate_grad_hook(_passing_on(self.reads, param))
+        self._full = dict(zip(found, full, strict=True))
+        self.bytes = sum(tensor.nbytes for tensor in full)
+
+    def _places(self) -> Iterator[tuple[nn.Module, str, ShardSpec, nn.Parameter]]:
+        """Where parameters of the backend are now; ``functional_call`` puts other tensors in their places."""
+        for owner in (live for ref in self._owners if (live := ref()) is not None):
+            for name, spec in owner.__dict__["_zg_specs"].items():
+                param = owner._parameters[name]
+                if param is not None and id(param) in self.reads.known:
+                    yield owner, name, spec, param
+
+    def _show(self) -> None:
+        self.is_shown = True
+        for owner, name, _, param in self._places():
+            if id(param) in self._full:
+                owner.__dict__.setdefault("_zg_unsharded", {})[name] = self._full[id(param)]
+
+    def close(self) -> None:
+        """Outside, parameters are sharded; a backward may come that computes a part of the forward again."""
+        self.is_shown = False
+        for owner in (ref() for ref in self._owners):
+            if owner is not None:
+                owner.__dict__.pop("_zg_unsharded", None)
+        if not torch.is_grad_enabled():
+            self._full.clear()
+
+    def follow(self, inputs: Any, outputs: Any) -> Any:
+        """Take part in the reduction of gradients if a backward comes through ``outputs``, whatever this rank read.
+
+        A rank that read nothing may have outputs that need no gradient. It returns some that do and come from all
+        ``inputs``, as those of the others do: programs behind them and before them are the same then.
+        """
+        if not torch.is_grad_enabled() or not any(each.trainable for each in self._described):
+            return outputs
+        if not any(tensor.requires_grad for tensor in tensors_of(outputs)):
+            needing = [tensor for tensor in tensors_of(inputs) if tensor.requires_grad]
+            outputs = map_tensors(lambda tensor: _joined(tensor, needing), outputs)
+        opened = weakref.ref(self)
+
+        def begins(_: Tensor) -> None:
+            live = opened()
+            if live is not None:
+                live._show()
+                live.reads.late.reduce_after_backward(live._backward_ended)
+
+        for tensor in tensors_of(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(begins)
+        return outputs
+
+    def _backward_ended(self) -> None:
+        self.close()
+        self._full.clear()
+
+
+def _joined(tensor: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    return _Joined.apply(tensor, *inputs, torch.empty(0, requires_grad=True))  # type: ignore[no-any-return]
+
+
+class _Joined(torch.autograd.Function):
+    """A tensor that counts as computed from others, whose gradients are zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *map(torch.zeros_like, ctx.saved_tensors)
+
+
+def _passing_on(reads: UncompiledReads, param: nn.Parameter) -> Callable[[Tensor], None]:
+    def accumulated(full: Tensor) -> None:
+        grad, full.grad = full.grad, None
+        assert grad is not None
+        reads.late.add(param, grad)
+
+    return accumulated
+
+
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, Unsharded] = weakref.WeakKeyDictionary()
+# Of all backends: modules, which look here, know none.
+
+
+def begins(running: Sequence[Call]) -> None:
+    """The last of the ``running`` forwards begins."""
+    call = running[-1]
+    if not _may_open(running):
+        return
+    if call.module in _KNOWN:
+        _open(call)
+    else:
+        _open_uncompiled(running[:-1], call, call.compiles)
+
+
+def reads_weight(running: Sequence[Call], compiles: bool) -> None:
+    """Code that is not compiled reads a weight in the last of the ``running`` forwards."""
+    if _may_open(running):
+        _open_uncompiled(running, running[-1], compiles)
+
+
+def is_traced(running: Sequence[Call], code: CodeType) -> bool:
+    """Dynamo has traced ``code``, which reads weights; returns whether it is to trace that again, as these are whole
+    now."""
+    calls = [call for call in running if not call.may_be_inlined and code not in codes_of(call.function)]
+    if not _may_open(running) or all(is_compiled_throughout(call.function) for call in calls):
+        return False
+    _open_uncompiled(calls, calls[-1], compiles=True)
+    return any(call.opened is not None for call in calls)
+
+
+def ends(running: Sequence[Call], inputs: Any, outputs: Any) -> Any:
+    """The last of the ``running`` forwards has made ``outputs`` of its ``inputs``; returns what its caller gets."""
+    call = running[-1]
+    if _may_open(running) and not is_compiled(call.function):
+        _open(call)
+    return call.opened.follow(inputs, outputs) if call.opened is not None else outputs
+
+
+def close(call: Call) -> None:
+    """``call`` is over, in whatever way."""
+    if call.opened is not None:
+        call.opened.close()
+
+
+def _may_open(running: Sequence[Call]) -> bool:
+    reads = _reads(running[-1]) if running else None
+    if reads is None or not reads.routes or any(call.opened is not None for call in running):
+        return False
+    # What is computed again in a backward is called by what autograd calls.
+    return not (in_backward() and any(each.is_shown and running[-1].module in each.parts for each in _KNOWN.values()))
+
+
+def _reads(call: Call) -> UncompiledReads | None:
+    return call.module.__dict__.get("_zg_reads") if call.module is not None else None
+
+
+def _open_uncompiled(callers: Sequence[Call], call: Call, compiles: bool) -> None:
+    """Open the outermost of ``callers`` whose code is not compiled; where Dynamo was told to compile nothing, the one
+    that said so, or ``call``."""
+    known = [caller for caller in callers if caller.module is not None]
+    uncompiled = next((caller for caller in known if not is_compiled_throughout(caller.function)), None)
+    if uncompiled is None and not compiles:
+        uncompiled = known[-1] if known else call
+    if uncompiled is not None:
+        _open(uncompiled)
+
+
+def _open(call: Call) -> None:
+    module, reads = call.module, _reads(call)
+    if module is None or reads is None:
+        return
+    code = getattr(call.function, "__code__", None)
+    place = f" ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})" if code is not None else ""
+    what = f"forward of {type(module).__name__}{place}"
+    first = module not in _KNOWN
+    unsharded = _KNOWN[module] = _KNOWN.get(module) or Unsharded(module, reads)
+    if not unsharded.is_any:
+        return
+    unsharded.open(what)
+    call.opened = unsharded
+    if first and reads.comm.rank == 0:
+        log.warning(
+            "the %s is not compiled: its parameters (%s), and then their gradients, are whole on every rank until the "
+            "backward ends; ranks may read different ones",
+            what,
+            format_bytes(unsharded.bytes),
+        )
