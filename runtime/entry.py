@@ -78,7 +78,7 @@ def _hint(*programs: str) -> str:
         )
     return (
         "all ranks must take the same batches, branches and layers: let what is drawn at random or depends on the data "
-        "be the same on all of them"
+        f"be the same on all of them; {ROUTES}"
     )
 
 

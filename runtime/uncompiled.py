@@ -32,6 +32,7 @@ class UncompiledReads:
         known: the backend's parameters by ``id``, now and later.
         routes: whether ranks may read different parameters: where these are whole during a step anyway.
         late: gradients of such parameters.
+        told: forwards of which the user was told that they read so.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class UncompiledReads:
     ) -> None:
         self.comm, self.known, self._steps = comm, known, steps
         self.routes = stage < 3
-        self.late = LateGradients(comm, steps, hold)
+        self.late, self.told = LateGradients(comm, steps, hold), set[str]()
 
     def __deepcopy__(self, _: object) -> UncompiledReads:
         """A copy of a model has the same ranks."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from zerograph.core.errors import ConfigError
 from zerograph.dryrun.torch_private import simulate_group
+from zerograph.graph.torch_private import skip_frame
 from zerograph.sharding import torch_private
 
 
@@ -218,3 +221,76 @@ def test_gradients_are_unscaled_in_order(mesh: DeviceMesh) -> None:
         assert len(seen) == 2 and grads[0].to_local().tolist() == [0.5, 0.5]
     finally:
         DTensor._op_dispatcher._custom_op_handlers.update(before)
+
+
+def _loops(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(2):
+        x = _breaks(x)
+    return x
+
+
+def _breaks(x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.graph_break()
+    return x + 1
+
+
+def test_where_dynamo_gave_up() -> None:
+    @functools.wraps(_loops)
+    def wrapper(x: torch.Tensor) -> torch.Tensor:
+        return _loops(x + 1)
+
+    torch.compile(wrapper, backend="eager")(torch.ones(2))
+    file, line = torch_private.line_of_break(_loops.__code__) or ("", 0)
+    assert file == __file__ and line == _breaks.__code__.co_firstlineno + 1
+    assert torch_private.line_of_break(_breaks.__code__) is None  # in a loop alone a break is the end
+    assert torch_private.code_of(wrapper) is _loops.__code__ and torch_private.code_of(len) is None
+
+
+def test_whose_code_runs_and_whether_calls_are_compiled() -> None:
+    assert not torch_private.compiles_calls() and sys._getframe().f_code in torch_private.running_codes()
+    seen = []
+    seeing = lambda: seen.append((torch_private.compiles_calls(), torch_private.running_codes()))  # noqa: E731
+    skip_frame(seeing)
+    for calling in (_calling_in_a_loop, _calling, _calling_behind_a_break):
+        torch.compile(calling, backend="eager")(torch.ones(2), seeing)
+        (compiles, running), (disabled, _) = seen[-2:]
+        assert compiles and not disabled
+        assert (calling.__code__ in running) is (calling is not _calling)
+    # Its loop runs as a part of its own, behind the break that comes first.
+    _, part = torch_private.parts_of(_calling_behind_a_break.__code__)
+    assert running[_calling_behind_a_break.__code__] is part
+    assert torch_private.line_of_break(part) is not None
+    assert torch_private.line_of_break(_calling_behind_a_break.__code__) is None
+
+
+def _calling_behind_a_break(x: torch.Tensor, seeing: Callable[[], None]) -> torch.Tensor:
+    x = x + 1
+    torch._dynamo.graph_break()
+    for _ in range(1):
+        torch._dynamo.graph_break()
+        seeing()
+        torch.compiler.disable(seeing)()
+    return x
+
+
+def _calling_in_a_loop(x: torch.Tensor, seeing: Callable[[], None]) -> torch.Tensor:
+    for _ in range(1):
+        torch._dynamo.graph_break()
+        seeing()
+        torch.compiler.disable(seeing)()
+    return x
+
+
+def _calling(x: torch.Tensor, seeing: Callable[[], None]) -> torch.Tensor:
+    x = x + 1
+    torch._dynamo.graph_break()
+    seeing()
+    torch.compiler.disable(seeing)()
+    return x * 2
+
+
+def test_tensors_in_what_a_forward_returns() -> None:
+    first, second = torch.ones(1), torch.zeros(1)
+    value = {"first": first, "others": [second, 3, None]}
+    assert all(a is b for a, b in zip(torch_private.tensors_of(value), (first, second), strict=True))
+    assert torch_private.map_tensors(lambda tensor: tensor + 1, value)["others"][0] == 1

@@ -141,6 +141,6 @@ def count_running_call(modules: Container[nn.Module]) -> None:
     if found is not None:
         module, cleanups = found
         forward = module.forward
-        call = Call(module, getattr(forward, "__wrapped__", forward), compiles=True, may_be_inlined=True)
+        call = Call(module, getattr(forward, "__wrapped__", forward), compiles=True)
         FORWARDS.running.append(call)
         cleanups.append(lambda *_: _leave(call))

@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list, get_eval_frame_callback
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._dynamo import callback
 from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
 from torch._dynamo.exc import ShortenTraceback, TensorifyScalarRestartAnalysis, UnspecializeRestartAnalysis
 from torch._dynamo.guards import GuardBuilder
+from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.source import (
     AttrSource,
     ClosureSource,
@@ -31,6 +32,7 @@ from torch._dynamo.source import (
     LocalSource,
 )
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import get_compilation_metrics
 from torch._guards import Guard, TracingContext
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -181,24 +183,40 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return _pytree.tree_map_only(Tensor, function, value)
 
 
-def codes_of(function: Callable[..., Any] | None) -> list[CodeType]:
-    """The code of ``function``, and of what it wraps where it is a decorator's."""
-    codes = []
-    while function is not None:
-        codes += [function.__code__] if hasattr(function, "__code__") else []
-        function = getattr(function, "__wrapped__", None)
+def code_of(function: Callable[..., Any]) -> CodeType | None:
+    """The code of ``function``; of what it wraps, where it is a decorator's."""
+    return getattr(inspect.unwrap(function), "__code__", None)
+
+
+def running_codes() -> dict[CodeType, CodeType]:
+    """The user's code that runs in this thread as it was written, each with the part of it that runs: behind a graph
+    break Dynamo goes on with a part as a function of its own. What it has compiled runs as other code. Seen in 2.13."""
+    frame, codes = sys._getframe(1), dict[CodeType, CodeType]()
+    while frame is not None:
+        codes.setdefault(_original_code(frame.f_code), frame.f_code)
+        frame = frame.f_back  # type: ignore[assignment]
     return codes
 
 
-def is_compiled(function: Callable[..., Any]) -> bool:
-    """Whether Dynamo has compiled ``function``, or a part of it; it tells nobody which code it skips.
-    Seen in 2.11, 2.13."""
-    return all(map(_debug_get_cache_entry_list, codes_of(function)[:1]))
+def parts_of(code: CodeType) -> list[CodeType]:
+    """``code`` and those of its parts that Dynamo has made functions of. Seen in 2.13."""
+    made = ContinueExecutionCache.cache
+    return [code, *(made[code].values() if code in made else ())]
 
 
-def is_compiled_throughout(function: Callable[..., Any]) -> bool:
-    """The same of what ``function`` wraps, too."""
-    return all(map(_debug_get_cache_entry_list, codes_of(function)))
+def _original_code(code: CodeType) -> CodeType:
+    made = ContinueExecutionCache.generated_code_metadata
+    return made[code].code if code in made else code  # type: ignore[no-any-return]
+
+
+def line_of_break(code: CodeType) -> tuple[str, int] | None:
+    """File and line at which Dynamo gave up to compile ``code``, which may be in what that calls; None where it has
+    compiled it, or has not tried lately. Public is only a text for people. Seen in 2.11, 2.13."""
+    own = (code.co_filename, code.co_firstlineno, code.co_name)
+    tried = [m for m in get_compilation_metrics() if (m.co_filename, m.co_firstlineno, m.co_name) == own]
+    if not tried or tried[-1].fail_user_frame_filename is None or tried[-1].fail_user_frame_lineno is None:
+        return None
+    return tried[-1].fail_user_frame_filename, tried[-1].fail_user_frame_lineno
 
 
 def in_backward() -> bool:

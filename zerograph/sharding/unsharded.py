@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -28,11 +28,12 @@ from zerograph.runtime.torch_private import local_tensor
 from zerograph.runtime.uncompiled import UncompiledReads
 from zerograph.sharding.spec import ShardSpec
 from zerograph.sharding.torch_private import (
-    codes_of,
+    code_of,
     in_backward,
-    is_compiled,
-    is_compiled_throughout,
+    line_of_break,
     map_tensors,
+    parts_of,
+    running_codes,
     tensors_of,
 )
 
@@ -46,16 +47,13 @@ class Call:
         module: whose forward it is, if that is known.
         function: the user's code.
         compiles: whether Dynamo compiles what it calls.
-        may_be_inlined: whether its code may run as a part of what called it, compiled with that.
         opened: the parameters of the module, if it has made these whole.
     """
 
-    __slots__ = ("compiles", "function", "may_be_inlined", "module", "opened")
+    __slots__ = ("compiles", "function", "module", "opened")
 
-    def __init__(
-        self, module: nn.Module | None, function: Callable[..., Any], compiles: bool, may_be_inlined: bool = False
-    ) -> None:
-        self.module, self.function, self.compiles, self.may_be_inlined = module, function, compiles, may_be_inlined
+    def __init__(self, module: nn.Module | None, function: Callable[..., Any], compiles: bool) -> None:
+        self.module, self.function, self.compiles = module, function, compiles
         self.opened: Unsharded | None = None
 
 
@@ -212,17 +210,15 @@ def reads_weight(running: Sequence[Call], compiles: bool) -> None:
 def is_traced(running: Sequence[Call], code: CodeType) -> bool:
     """Dynamo has traced ``code``, which reads weights; returns whether it is to trace that again, as these are whole
     now."""
-    calls = [call for call in running if not call.may_be_inlined and code not in codes_of(call.function)]
-    if not _may_open(running) or all(is_compiled_throughout(call.function) for call in calls):
-        return False
-    _open_uncompiled(calls, calls[-1], compiles=True)
-    return any(call.opened is not None for call in calls)
+    if _may_open(running):
+        _open_uncompiled([call for call in running if code_of(call.function) is not code], running[-1], compiles=True)
+    return any(call.opened is not None for call in running)
 
 
 def ends(running: Sequence[Call], inputs: Any, outputs: Any) -> Any:
     """The last of the ``running`` forwards has made ``outputs`` of its ``inputs``; returns what its caller gets."""
     call = running[-1]
-    if _may_open(running) and not is_compiled(call.function):
+    if _may_open(running) and call.module is not None and _has_broken(call.module, call.function):
         _open(call)
     return call.opened.follow(inputs, outputs) if call.opened is not None else outputs
 
@@ -246,33 +242,66 @@ def _reads(call: Call) -> UncompiledReads | None:
 
 
 def _open_uncompiled(callers: Sequence[Call], call: Call, compiles: bool) -> None:
-    """Open the outermost of ``callers`` whose code is not compiled; where Dynamo was told to compile nothing, the one
-    that said so, or ``call``."""
+    """Open the outermost of ``callers`` whose code runs as the user wrote it and is why Dynamo has not compiled it;
+    where Dynamo was told to compile nothing, the one that said so, or ``call``."""
     known = [caller for caller in callers if caller.module is not None]
-    uncompiled = next((caller for caller in known if not is_compiled_throughout(caller.function)), None)
-    if uncompiled is None and not compiles:
-        uncompiled = known[-1] if known else call
-    if uncompiled is not None:
-        _open(uncompiled)
+    if not compiles:
+        _open(known[-1] if known else call)
+        return
+    codes = running_codes()
+    for broken in (each for each in known if _runs_broken(each, codes)):
+        _open(broken)
+        return
+
+
+def _runs_broken(call: Call, codes: Mapping[CodeType, CodeType]) -> bool:
+    part = codes.get(code_of(call.function))  # type: ignore[arg-type]
+    return part is not None and call.module is not None and _breaks(call.module, part)
+
+
+def _has_broken(module: nn.Module, function: Callable[..., Any]) -> bool:
+    code = code_of(function)
+    return code is not None and any(_breaks(module, part) for part in parts_of(code))
+
+
+def _breaks(module: nn.Module, code: CodeType) -> bool:
+    """Whether Dynamo leaves ``code``, of the forward of ``module`` or a part of it, uncompiled for what it does itself.
+
+    Where a child is why, in a loop over children, that loop is taken for the same on all ranks.
+    """
+    place = line_of_break(code) if code not in _BREAKS else None
+    if place is not None:
+        children = {code_of(child.forward) for child in module.modules() if child is not module}
+        _BREAKS[code] = not any(_contains(child, *place) for child in children if child is not None)
+    return _BREAKS.get(code, False)
+
+
+_BREAKS: weakref.WeakKeyDictionary[CodeType, bool] = weakref.WeakKeyDictionary()
+# Dynamo leaves code uncompiled, whoever's it is.
+
+
+def _contains(code: CodeType, file: str, line: int) -> bool:
+    lines = [number for _, _, number in code.co_lines() if number is not None]
+    return code.co_filename == file and min(lines, default=0) <= line <= max(lines, default=-1)
 
 
 def _open(call: Call) -> None:
     module, reads = call.module, _reads(call)
     if module is None or reads is None:
         return
-    code = getattr(call.function, "__code__", None)
+    code = code_of(call.function)
     place = f" ({code.co_filename.rpartition('/')[2]}:{code.co_firstlineno})" if code is not None else ""
     what = f"forward of {type(module).__name__}{place}"
-    first = module not in _KNOWN
     unsharded = _KNOWN[module] = _KNOWN.get(module) or Unsharded(module, reads)
     if not unsharded.is_any:
         return
     unsharded.open(what)
     call.opened = unsharded
-    if first and reads.comm.rank == 0:
+    if what not in reads.told and reads.comm.rank == 0:
         log.warning(
             "the %s is not compiled: its parameters (%s), and then their gradients, are whole on every rank until the "
             "backward ends; ranks may read different ones",
             what,
             format_bytes(unsharded.bytes),
         )
+    reads.told.add(what)
