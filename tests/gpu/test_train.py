@@ -55,4 +55,5 @@ def test_stages_agree_on_two_ranks_of_one_gpu() -> None:
     plain = run(2, _two_ranks, None)[0]
     results = [run(2, _two_ranks, stage)[0] for stage in (1, 2, 3)]
     assert results[0] == pytest.approx(plain, rel=1e-4)
-    assert results[0] == results[1] == results[2]
+    # Equal bits are promised on a CPU: a GPU's kernels may add up in another order in each run.
+    assert all(losses == pytest.approx(results[0], rel=1e-5) for losses in results)
