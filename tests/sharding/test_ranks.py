@@ -35,6 +35,29 @@ def test_a_mesh_is_found_or_refused() -> None:
     assert first == "" and "rank 1 is not in the mesh, which has ranks [0]" in second
 
 
+def _beside_a_gpu() -> None:
+    config = zerograph.backend(stage=3).config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)  # where it is, torch's meshes over gloo make a group
+        for device in ("cpu", "cuda"):
+            mesh = resolve_mesh(config, device)
+            assert mesh is not None and mesh.device_type == device and mesh.size() == 2
+            assert mesh.get_group() is dist.group.WORLD
+
+
+def test_the_mesh_has_the_group_that_is_there() -> None:
+    run(2, _beside_a_gpu)
+
+
+def test_a_model_beside_the_current_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    config = zerograph.backend(stage=3).config
+    told = r"(?s)the model is on cuda:1, and the current device is cuda:0.*hint: .*torch\.cuda\.set_device\(1\)"
+    with pytest.raises(ConfigError, match=told):
+        Ranks.connect(config, torch.device("cuda", 1))
+    assert Ranks.connect(config, torch.device("cuda", 0)).size == 1
+
+
 def test_a_process_without_a_group_is_alone() -> None:
     config = zerograph.backend(stage=3).config
     assert resolve_mesh(config, "cpu") is None and expected(config) == 1

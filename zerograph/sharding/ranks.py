@@ -16,6 +16,7 @@ from zerograph.runtime.host import AcceleratorHost, HostMemory
 from zerograph.runtime.torch_private import reach_host
 from zerograph.sharding.adopt import one_mesh
 from zerograph.sharding.grad_scaler import find_inf_on_all_ranks
+from zerograph.sharding.shards import default_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,12 @@ class Ranks:
 
     @classmethod
     def connect(cls, config: Config, device: torch.device) -> Ranks:
-        """Find the mesh and connect to the other ranks, who all call this."""
+        """Find the mesh and connect to the other ranks, who all call this.
+
+        Raises:
+            ConfigError: the mesh lies on another device type than the model, or the model beside the current device.
+        """
+        _refuse_beside_current(device)
         mesh = resolve_mesh(config, device.type)
         host = AcceleratorHost(device) if "host" in config.away and device.type != "cpu" else None
         if mesh is None or mesh.size() == 1:
@@ -52,6 +58,19 @@ class Ranks:
         agreement = Agreement.open(group, device, config.plan)
         communicator = connect(group, device, agreement.meeting if agreement is not None else None)
         return cls(device, mesh.size(), mesh, communicator, agreement, host)
+
+
+def _refuse_beside_current(device: torch.device) -> None:
+    """Streams, events and collectives are those of the current device, whatever device a tensor is on."""
+    if device.type == "cpu":
+        return
+    current = torch.accelerator.current_device_index()
+    if device.index != current:
+        raise ConfigError(
+            f"the model is on {device}, and the current device is {device.type}:{current}",
+            f"torch.{device.type}.set_device({device.index}) before the model is made; under torchrun "
+            f'torch.{device.type}.set_device(int(os.environ["LOCAL_RANK"]))',
+        )
 
 
 def expected(config: Config) -> int:
@@ -79,6 +98,8 @@ def resolve_mesh(config: Config, device_type: str) -> DeviceMesh | None:
                 "run the model only on ranks of its mesh, or make a mesh of all ranks",
             )
         return one_mesh(config.mesh)
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    group = default_group()
+    if group is None or group.size() == 1:
         return None
-    return one_mesh(dist.device_mesh.init_device_mesh(device_type, (dist.get_world_size(),)))
+    # Not init_device_mesh, which makes another group where the default one is gloo's and there is a GPU.
+    return one_mesh(DeviceMesh.from_group(group, device_type))
