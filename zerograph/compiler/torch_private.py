@@ -455,6 +455,11 @@ def compile_segment(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
         return compile_fx_inner(gm, inputs, is_inference=True)  # type: ignore[return-value]
 
 
+def wants_cuda_graphs() -> bool:
+    """Whether the user has told Inductor to make CUDA graphs. Seen in 2.11, 2.13."""
+    return bool(inductor_config.triton.cudagraphs)
+
+
 @contextmanager
 def kernels_in_background() -> Iterator[None]:
     """Patch Inductor so that its C++ compilers work beside what goes on inside; the end waits for them.
