@@ -376,7 +376,7 @@ def backend(**options: Any) -> Backend:
         memory: device memory that a rank may use, ``"70GiB"`` or bytes; 6% of it are left free. Whatever of residency
             (``stage="auto"``), recomputation (``recompute="auto"``), offload (``offload="auto"``), ``bucket_size`` and
             ``prefetch`` is not given is then chosen for the least predicted step time that fits. Default at stage
-            "auto": all of a GPU.
+            "auto": what is free on a GPU, and what torch's allocator holds there.
         machine: what predictions go by: the name of a preset, or a file that ``zerograph bench -o`` wrote. Default:
             the preset closest to the device.
 
