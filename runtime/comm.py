@@ -346,7 +346,7 @@ class GroupCommunicator:
         sends = padded_shards(params, shards, self.world_size, self.device)
         self._enqueued += 1
         if self.coalesces:
-            with coalescing(self.group, self.device) as manager:
+            with coalescing(self.group) as manager:
                 for out, send in zip(full.padded, sends, strict=True):
                     _all_gather(out, send, group=self.group, async_op=True)
             # What is sent must stay alive until the collective has ended.
@@ -427,6 +427,15 @@ class GroupCommunicator:
                 self._follow(self.meeting)  # the others wait for this rank to connect, and hear nothing meanwhile
             finally:
                 self.meeting.fail(reason)
+        if not self.compares:
+            self._land()
+
+    def _land(self) -> None:
+        """Let the device's stream wait for what is in flight: the caller frees its memory, in the stream's order."""
+        for flight in list(self._flying):
+            with contextlib.suppress(RuntimeError):  # the first error is on its way to the caller
+                self._wait(flight)
+        self._flying.clear()
 
 
 _SLICE = timedelta(seconds=0.5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 import zlib
 from dataclasses import replace
 
@@ -142,6 +143,40 @@ def test_a_transport_that_is_none(group: dist.ProcessGroup, monkeypatch: pytest.
         ConfigError, match=r"(?s)ZEROGRAPH_TRANSPORT='pigeon' names no transport.*\"auto\" or \"group\""
     ):
         connect(group, CPU)
+
+
+class Landing:
+    """A collective of NCCL: waiting lets the stream wait, and only then may its memory be used for something else."""
+
+    def __init__(self, work: dist.Work, memory: Tensor) -> None:
+        self.work, self.memory = work, weakref.ref(memory)
+
+    def wait(self) -> None:
+        assert self.memory() is not None
+        self.work.wait()
+        self.work = None
+
+
+def _given_up() -> None:
+    """As on NCCL: a bucket's gathers in one launch, and an error before they are waited for."""
+    comm = GroupCommunicator(dist.group.WORLD, CPU)
+    comm.coalesces = True
+    sharded = [p for p in PARAMS if p.sharded]
+    shards = [rows(p, values(p)) for p in sharded]
+    full = comm.finish_gather(comm.start_gather(sharded, shards))
+    assert all(torch.equal(f, values(p).to(f)) for p, f in zip(sharded, full, strict=True))
+    pending = comm.start_gather(sharded, shards)
+    (flight,) = pending.works
+    flight.work = landing = Landing(flight.work, pending.full.tensors[0])
+    comm.abort("an error")
+    assert landing.work is None and flight.work is None
+    del pending
+    assert landing.memory() is None, "nothing of the communicator's holds what was given up"
+    comm.abort("another one")
+
+
+def test_what_is_in_flight_on_a_stream_is_waited_for_after_an_error() -> None:
+    run(2, _given_up)
 
 
 def test_without_a_meeting_nothing_is_compared(group: dist.ProcessGroup) -> None:

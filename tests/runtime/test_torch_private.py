@@ -59,7 +59,13 @@ def test_process_groups(group: dist.ProcessGroup) -> None:
     value = torch.ones(2)
     own.allreduce([value]).wait()
     assert value.tolist() == [1, 1] and own is not group
-    assert callable(torch_private.coalescing(group, CPU).__enter__)  # of NCCL; gloo has no coalesced all-gather
+    gathered = [torch.zeros(2), torch.zeros(3, dtype=torch.bfloat16)]
+    with torch_private.coalescing(group) as manager:
+        for each in gathered:
+            dist.all_gather_into_tensor(each, torch.ones_like(each), group=group, async_op=True)
+        assert not any(each.any() for each in gathered)
+    manager.wait()
+    assert all(each.eq(1).all() for each in gathered)
 
 
 def test_a_tensor_is_placed_as_another_where_it_is(group: dist.ProcessGroup) -> None:
