@@ -26,7 +26,7 @@ from zerograph.runtime.buffers import Full, allocate_full, shard_shape, torch_dt
 from zerograph.runtime.entry import ALONE, Entry, describe_difference, reason_of, sequence_of
 from zerograph.runtime.meeting import Meeting
 from zerograph.runtime.packing import gradient_message, padded_shards
-from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group
+from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group, second_group
 
 # Renamed in torch 2.13, which warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -212,9 +212,7 @@ class GroupCommunicator:
         self._connected = 0  # the generation of the connections
         self.reduce_group = group
         if backend_name(group, device) == "nccl" and group.size() > 1:
-            ranks = dist.get_process_group_ranks(group)
-            # Only the mesh's ranks come here; by default every rank of the job would have to call this.
-            self.reduce_group = dist.new_group(ranks, use_local_synchronization=True, group_desc="zerograph-reduce")
+            self.reduce_group = second_group(group, device)
         self.name = f"torch.distributed ({backend_name(group, device)})"
         self.rank, self.world_size = group.rank(), group.size()
         self.coalesces = backend_name(group, device) == "nccl"

@@ -170,6 +170,27 @@ def gloo_group(
     return group
 
 
+def second_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Another group over the backend that ``group`` has for ``device``, connected now; its ranks call this, and no others.
+
+    From a default group that is bound to a device (``init_process_group(device_id=...)``) torch splits communicators,
+    in which all ranks of the job take part. So it is unbound meanwhile. Seen in 2.13."""
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    bound, everyone.bound_device_id = everyone.bound_device_id, None
+    try:
+        return dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timedelta(seconds=timeout_of(group, device)),
+            backend=backend_name(group, device),
+            use_local_synchronization=True,
+            group_desc="zerograph-reduce",
+            device_id=device,
+        )
+    finally:
+        everyone.bound_device_id = bound
+
+
 def reach_host(group: dist.ProcessGroup) -> None:
     """Let ``group`` communicate what is on the host, over gloo, if it cannot; all its ranks call this. Which devices a
     group reaches is said when it is made, and NCCL's alone has no CPU. Seen in 2.13."""

@@ -6,6 +6,10 @@ import os
 import weakref
 import zlib
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -177,6 +181,54 @@ def _given_up() -> None:
 
 def test_what_is_in_flight_on_a_stream_is_waited_for_after_an_error() -> None:
     run(2, _given_up)
+
+
+class Splitting(dist.ProcessGroupGloo):
+    """What ProcessGroupNCCL does when groups are made: a communicator is split by all ranks of the one it comes from."""
+
+    Options = SimpleNamespace
+    supports_splitting = True
+    made: ClassVar[list[Splitting]] = []  # Python's part of them lives no longer than they do here
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: SimpleNamespace) -> None:
+        super().__init__(store, rank, size, timedelta(seconds=5))
+        self.connected: torch.device | None = None
+        self.made.append(self)
+        if parent := getattr(options, "split_from", None):
+            parent.perform_nocolor_split(CPU)
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        self.barrier().wait()
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected = device
+
+    def name(self) -> str:
+        return "nccl"
+
+
+def _bound_to_devices(folder: str) -> None:
+    """``init_process_group("nccl", device_id=...)``, a mesh of ranks 0 and 1, and nothing more from rank 2."""
+    rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device("cuda", 0)
+    stores = [dist.FileStore(f"{folder}/{name}", world) for name in ("nccl", "gloo")]
+    dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_NCCL_AVAILABLE", True)
+        patch.setattr(dist.distributed_c10d, "ProcessGroupNCCL", Splitting, raising=False)
+        dist.init_process_group("nccl", store=stores[0], rank=rank, world_size=world)
+        dist.group.WORLD.bound_device_id = device
+        group = dist.new_group([0, 1])
+        if rank < 2:
+            comm = GroupCommunicator(group, device)
+            assert comm.reduce_group is not group and comm.reduce_group.size() == 2
+            assert Splitting.made[-1].connected == device, "the first reduction does not have to"
+            assert dist.group.WORLD.bound_device_id == device
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=stores[1], rank=rank, world_size=world)
+
+
+def test_the_group_of_reductions_is_made_by_its_own_ranks(tmp_path: Path) -> None:
+    run(3, _bound_to_devices, str(tmp_path))
 
 
 def test_without_a_meeting_nothing_is_compared(group: dist.ProcessGroup) -> None:
