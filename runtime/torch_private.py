@@ -171,7 +171,7 @@ def gloo_group(
 
 
 def second_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Another group over the backend that ``group`` has for ``device``, connected now; its ranks call this, and no others.
+    """Another group over the backend that ``group`` has for ``device``, connected now. Its ranks call this, no others.
 
     From a default group that is bound to a device (``init_process_group(device_id=...)``) torch splits communicators,
     in which all ranks of the job take part. So it is unbound meanwhile. Seen in 2.13."""

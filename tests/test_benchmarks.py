@@ -13,7 +13,8 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.mark.parametrize(
-    ("asked", "device", "gpus", "world"), [(None, "cpu", 0, 2), (3, "cpu", 0, 3), (None, "cuda", 1, 1), (4, "cuda", 8, 4)]
+    ("asked", "device", "gpus", "world"),
+    [(None, "cpu", 0, 2), (3, "cpu", 0, 3), (None, "cuda", 1, 1), (4, "cuda", 8, 4)],
 )
 def test_cuda_has_no_more_ranks_than_gpus(
     asked: int | None, device: str, gpus: int, world: int, monkeypatch: pytest.MonkeyPatch

@@ -184,7 +184,7 @@ def test_what_is_in_flight_on_a_stream_is_waited_for_after_an_error() -> None:
 
 
 class Splitting(dist.ProcessGroupGloo):
-    """What ProcessGroupNCCL does when groups are made: a communicator is split by all ranks of the one it comes from."""
+    """What ProcessGroupNCCL does where groups are made: all ranks of a communicator split it."""
 
     Options = SimpleNamespace
     supports_splitting = True

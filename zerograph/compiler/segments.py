@@ -48,8 +48,8 @@ class SegmentCache:
             prepare_kernels()
         if self.compute == "inductor" and device.type == "cuda" and wants_cuda_graphs():
             log.warning(
-                "torch._inductor.config.triton.cudagraphs is on: what lies between collectives is compiled without CUDA "
-                "graphs, which would write over what programs still hold, and launches each kernel by itself"
+                "torch._inductor.config.triton.cudagraphs is on: what lies between collectives is compiled without "
+                "CUDA graphs, which would write over what programs still hold, and launches each kernel by itself"
             )
 
     def get(self, body: Body, digest: str) -> Callee:
