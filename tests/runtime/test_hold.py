@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.step import Param
+from zerograph.runtime import hold
 from zerograph.runtime.comm import GroupCommunicator
 from zerograph.runtime.hold import GradientHold
 
@@ -61,9 +63,33 @@ class Read(torch.autograd.Function):
         return result, None, None, None
 
 
-@pytest.fixture
-def programs(group: dist.ProcessGroup) -> Programs:
+@pytest.fixture(params=["host", "device"])
+def programs(group: dist.ProcessGroup, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    """Of gradients that the host can look at, and of those that are read as a device's are."""
+    if request.param == "device":
+        monkeypatch.setattr(hold, "_is_read_at_once", lambda local: False)
     return Programs(group)
+
+
+class Unread(TorchDispatchMode):
+    """Counts what is read as a device's gradients are, and refuses single values."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default
+        self.reads += func is torch.ops.aten.stack.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_device_is_waited_for_once_in_a_backward(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hold, "_is_read_at_once", lambda local: False, raising=False)
+    programs = Programs(group)
+    for held, reads in ((True, 0), (True, 1), (False, 1), (False, 0)):
+        with Unread() as seen:
+            programs.backward("w", "v", by=1.0, held=held)
+        assert seen.reads == reads
+    assert programs.grads("w") == programs.grads("v") == [4.0, 4.0]
 
 
 def test_what_is_held_comes_with_the_next_gradient(programs: Programs) -> None:
