@@ -28,3 +28,16 @@ class NoWaits(TorchDispatchMode):
 
 
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+
+
+class Unread(TorchDispatchMode):
+    """Inside, no single number of a tensor is read. What is read together is stacked before, and counted."""
+
+    stacked = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host waits for a number"
+        self.stacked += func is torch.ops.aten.stack.default
+        return func(*args, **(kwargs or {}))

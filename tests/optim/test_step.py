@@ -1,6 +1,6 @@
 """What one step does beside the update: unscale, clip, skip, tell autograd, refuse.
 
-Tests ``optim/clip.py``, ``optim/host.py`` and ``optim/update.py``.
+Tests ``optim/clip.py``, ``optim/factor.py``, ``optim/host.py`` and ``optim/update.py``.
 """
 
 from __future__ import annotations

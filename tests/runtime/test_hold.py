@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from waits import Unread
 
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.step import Param
@@ -71,24 +71,13 @@ def programs(group: dist.ProcessGroup, request: pytest.FixtureRequest, monkeypat
     return Programs(group)
 
 
-class Unread(TorchDispatchMode):
-    """Counts what is read as a device's gradients are, and refuses single values."""
-
-    reads = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten._local_scalar_dense.default
-        self.reads += func is torch.ops.aten.stack.default
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_device_is_waited_for_once_in_a_backward(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hold, "_is_read_at_once", lambda local: False, raising=False)
     programs = Programs(group)
     for held, reads in ((True, 0), (True, 1), (False, 1), (False, 0)):
         with Unread() as seen:
             programs.backward("w", "v", by=1.0, held=held)
-        assert seen.reads == reads
+        assert seen.stacked == reads
     assert programs.grads("w") == programs.grads("v") == [4.0, 4.0]
 
 
