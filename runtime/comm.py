@@ -440,19 +440,30 @@ _SLICE = timedelta(seconds=0.5)
 """How long to wait for gloo before looking whether a rank failed."""
 
 
-def connect(group: dist.ProcessGroup, device: torch.device, meeting: Meeting | None = None) -> Communicator:
-    """The fastest transport between the ranks of ``group``, who all call this.
-
-    CPU ranks of one host share memory; ``ZEROGRAPH_TRANSPORT=group`` keeps to the process group. Simulated ranks have
-    no ``meeting``.
+def keeps_to_group() -> bool:
+    """Whether ``ZEROGRAPH_TRANSPORT=group`` asks for collectives of the process group, whatever else is faster: the
+    shared memory of a CPU's ranks, and no communication in a group of one.
 
     Raises:
-        ConfigError: ``ZEROGRAPH_TRANSPORT`` is neither "auto" nor "group".
+        ConfigError: it is neither "auto" nor "group".
     """
     wanted = os.environ.get("ZEROGRAPH_TRANSPORT", "auto")
     if wanted not in ("auto", "group"):
         raise ConfigError(f"ZEROGRAPH_TRANSPORT={wanted!r} names no transport", 'set it to "auto" or "group"')
-    if device.type == "cpu" and wanted == "auto" and backend_name(group, device) == "gloo":
+    return wanted == "group"
+
+
+def connect(group: dist.ProcessGroup, device: torch.device, meeting: Meeting | None = None) -> Communicator:
+    """The fastest transport between the ranks of ``group``, who all call this; of a group of one, its collectives.
+
+    CPU ranks of one host share memory, unless :func:`keeps_to_group` says otherwise. Simulated ranks have no
+    ``meeting``.
+
+    Raises:
+        ConfigError: ``ZEROGRAPH_TRANSPORT`` is neither "auto" nor "group".
+    """
+    shares = not keeps_to_group()
+    if device.type == "cpu" and shares and backend_name(group, device) == "gloo":
         from zerograph.runtime.mailbox import open_mailbox  # needs the native core, which other transports do not
 
         mailbox = open_mailbox(group, meeting)

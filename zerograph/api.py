@@ -182,7 +182,7 @@ class Backend:
     def _overlapping(self) -> list[EarlySteps]:
         """Optimizers that update the model inside of its backwards."""
         found, ranks = self._optimizers.overlapping(), self._adoption.ranks
-        alone = ranks is not None and ranks.size == 1 and not self.config.offloads
+        alone = ranks is not None and ranks.mesh is None and not self.config.offloads
         if found and (alone or self.config.sharding == 0):
             where = "on one process that offloads nothing" if alone else "at stage 0"
             raise ConfigError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -40,6 +42,30 @@ def test_one_gpu_trains_like_plain_pytorch(stage: int) -> None:
     batch = torch.randn(16, 32, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     plain = _losses(None, batch)
     assert _losses(zerograph.backend(stage=stage), batch) == pytest.approx(plain, rel=1e-4)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_gpu_runs_the_collectives_of_nccl(
+    stage: int, nccl: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZEROGRAPH_TRANSPORT", "group")
+    batch = torch.randn(16, 32, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    backend, plain = zerograph.backend(stage=stage, bucket_size="64KB"), _losses(None, batch)
+    assert _losses(backend, batch) == pytest.approx(plain, rel=1e-4)
+    assert backend.report().transport == "torch.distributed (nccl)"
+
+
+def test_a_step_is_recorded(nccl: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROGRAPH_TRANSPORT", "group")
+    model, backend, batch = _model().cuda(), zerograph.backend(stage=3), torch.randn(16, 32, device="cuda")
+    optimizer, compiled = torch.optim.AdamW(model.parameters()), torch.compile(model, backend=backend)
+    for recorded in (False, False, True):
+        with backend.record() if recorded else contextlib.nullcontext() as recording:
+            compiled(batch).float().pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [span.name for span in recording.forecast.spans].count("optimizer update") == 1
+    assert recording.forecast.peaks["device"].bytes > 0
 
 
 def _two_ranks(stage: int | None) -> list[float]:

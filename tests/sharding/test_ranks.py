@@ -10,15 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zerograph
 from zerograph.core.errors import ConfigError
-from zerograph.sharding.ranks import Ranks, expected, resolve_mesh
+from zerograph.sharding.ranks import Ranks, resolve_mesh, will_be_alone
 
 
 def _meshes() -> str:
     config = zerograph.backend(stage=3).config
     mesh = resolve_mesh(config, "cpu")
-    assert mesh is not None and mesh.size() == expected(config) == 2
+    assert mesh is not None and mesh.size() == 2 and not will_be_alone(config)
     first = zerograph.backend(stage=3, mesh=DeviceMesh("cpu", [0])).config
-    assert expected(first) == 1
+    assert will_be_alone(first)
     with pytest.raises(ConfigError, match="mesh is on 'cpu', the model on 'cuda'"):
         resolve_mesh(first, "cuda")
     if dist.get_rank() == 0:
@@ -60,4 +60,10 @@ def test_a_model_beside_the_current_device_is_refused(monkeypatch: pytest.Monkey
 
 def test_a_process_without_a_group_is_alone() -> None:
     config = zerograph.backend(stage=3).config
-    assert resolve_mesh(config, "cpu") is None and expected(config) == 1
+    assert resolve_mesh(config, "cpu") is None and will_be_alone(config)
+
+
+def test_a_process_without_a_group_cannot_keep_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROGRAPH_TRANSPORT", "group")
+    with pytest.raises(ConfigError, match=r"(?s)and there is none.*hint: torch\.distributed\.init_process_group"):
+        resolve_mesh(zerograph.backend(stage=3).config, "cpu")
