@@ -205,6 +205,6 @@ def reach_host(group: dist.ProcessGroup) -> None:
 
 def coalescing(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
     """Inside, collectives of ``group`` become one, which the context's value waits for; functional collectives have
-    that, and no buffers of their own. With a device it would put a second group around that one, and the work that
-    holds the tensors would end before either is launched. Seen in 2.11, 2.13."""
+    that, and no buffers of their own. With a device torch puts a second NCCL group around that one, and the work that
+    holds the tensors ends before they are launched. Seen in 2.11, 2.13."""
     return dist._coalescing_manager(group, async_ops=True)
