@@ -7,8 +7,8 @@ public name does, and where it was seen: 2.11 in torch's sources, 2.13 by the te
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -203,8 +203,14 @@ def reach_host(group: dist.ProcessGroup) -> None:
         group._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, backend)
 
 
-def coalescing(group: dist.ProcessGroup) -> AbstractContextManager[Any]:
+@contextmanager
+def coalescing(group: dist.ProcessGroup) -> Iterator[Any]:
     """Inside, collectives of ``group`` become one, which the context's value waits for; functional collectives have
     that, and no buffers of their own. With a device torch puts a second NCCL group around that one, and the work that
     holds the tensors ends before they are launched. Seen in 2.11, 2.13."""
-    return dist._coalescing_manager(group, async_ops=True)
+    try:
+        with dist._coalescing_manager(group, async_ops=True) as work:
+            yield work
+    except BaseException:
+        dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)  # else the next one finds it
+        raise
