@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,10 +22,11 @@ from torch import Tensor
 from zerograph.core.errors import ConfigError, RankError
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import Full, allocate_full, shard_shape, torch_dtype
-from zerograph.runtime.entry import ALONE, Entry, describe_difference, reason_of, sequence_of
+from zerograph.runtime.entry import Entry, describe_difference, reason_of, sequence_of
 from zerograph.runtime.meeting import Meeting
 from zerograph.runtime.packing import gradient_message, padded_shards
 from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group, second_group
+from zerograph.runtime.waiting import Wait
 
 # Renamed in torch 2.13, which warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -224,7 +224,7 @@ class GroupCommunicator:
         """Connections between the ranks for this generation."""
         assert self.meeting is not None
         self._connected = self.meeting.generation  # even if it fails: nobody connects twice in a generation
-        store = dist.PrefixStore(f"gloo/{self.meeting.generation}", self.meeting.store)
+        store = dist.PrefixStore(f"gloo/{self.meeting.generation}", self.meeting.store.raw)
         timeout = timedelta(seconds=self.meeting.timeout)
         self.group = self.reduce_group = gloo_group(store, self.rank, self.world_size, timeout, self.device)
 
@@ -244,15 +244,16 @@ class GroupCommunicator:
             return
         assert self.meeting is not None
         self._doing = f"in the {entry.program}"
+        self.meeting.programs += 1
         everyone = torch.empty(self.world_size, 2, dtype=torch.int64)
         mine = torch.tensor([[entry.sequence, entry.steps]])
         self._wait(self._fly(_all_gather(everyone, mine, group=self.group, async_op=True)))
         found = everyone.tolist()
         if all(theirs == found[self.rank] for theirs in found):
             return
-        names = self._told("entered", entry.program)
-        rank = next(rank for rank, theirs in enumerate(found) if theirs != found[self.rank])
-        raise describe_difference(entry, rank, Entry(names[rank], *found[rank]), self.rank)
+        told = [Entry.from_json(text) for text in self._told("entered", entry.to_json())]
+        rank = next(rank for rank, theirs in enumerate(told) if theirs != entry)
+        raise describe_difference(entry, rank, told[rank], self.rank)
 
     def _told(self, key: str, mine: str) -> list[str]:
         """What every rank says under ``key``, after an exchange that they all have seen differ."""
@@ -261,7 +262,7 @@ class GroupCommunicator:
         self.meeting.store.set(f"{name}/{self.rank}", mine)
         keys = {rank: f"{name}/{rank}" for rank in range(self.world_size)}
         self.meeting.wait(keys, "to learn what other ranks run", heed=False)
-        return [self.meeting.store.get(key).decode() for key in keys.values()]
+        return [self.meeting.store.get(key) for key in keys.values()]
 
     def rejoin(self) -> None:
         """See :class:`Communicator`."""
@@ -312,12 +313,11 @@ class GroupCommunicator:
             flight.work.wait()
         else:
             assert self.meeting is not None
-            start, noticed = time.monotonic(), False
-            while not self._ends_soon(flight):
-                self.meeting.check(self._doing)
-                if not noticed and time.monotonic() - start >= self.meeting.notice_after:
-                    noticed = True
-                    self.meeting.notice(self._doing, hint=ALONE)
+            # gloo does not say which ranks have not come.
+            others = [rank for rank in range(self.world_size) if rank != self.rank]
+            with Wait(self.meeting, self._doing, lambda: others) as wait:
+                while not self._ends_soon(flight):
+                    wait.look()
         self._flying.discard(flight)
         flight.work = None
 
@@ -330,12 +330,7 @@ class GroupCommunicator:
             if not flight.work.is_completed():
                 return False
             assert self.meeting is not None
-            self.meeting.check(self._doing)
-            others = self.meeting.reports([rank for rank in range(self.world_size) if rank != self.rank])
-            raise RankError(
-                f"rank {self.rank} cannot go on {self._doing}: {str(error).splitlines()[0]}; {others}",
-                "look at the output of the other ranks; " + ALONE,
-            ) from error
+            raise self.meeting.disconnected(self._doing, str(error).splitlines()[0]) from error
         return True
 
     def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> _PendingGather:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from zerograph.core.errors import CollectiveMismatch
 
@@ -22,6 +23,15 @@ class Entry:
     program: str
     sequence: int
     steps: int
+
+    @classmethod
+    def from_json(cls, text: str) -> Entry:
+        """What :meth:`to_json` gave."""
+        return cls(*json.loads(text))
+
+    def to_json(self) -> str:
+        """As one line."""
+        return json.dumps(astuple(self))
 
     def __str__(self) -> str:
         return f"the {self.program}, after {self.steps} optimizer steps"
@@ -44,8 +54,29 @@ def describe_difference(mine: Entry, rank: int, theirs: Entry, me: int) -> Colle
         )
     return CollectiveMismatch(
         f"rank {me} and rank {rank} are about to run different programs: rank {me} {mine}; rank {rank} {theirs}",
-        "all ranks must take the same branches, skip the same batches, and call the model in training and evaluation "
-        "together; " + ALONE,
+        _hint(mine.program, theirs.program),
+    )
+
+
+def describe_deadlock(me: int, mine: str, rank: int, theirs: str) -> CollectiveMismatch:
+    """What to raise where two ranks wait for each other at different places, as in "rank 0 waits ..."."""
+    return CollectiveMismatch(
+        f"rank {me} and rank {rank} wait for each other at different places: rank {me} waits {mine}; "
+        f"rank {rank} waits {theirs}",
+        _hint(mine, theirs),
+    )
+
+
+def _hint(*programs: str) -> str:
+    """The next thing to do where ranks run different programs, by what is known of these."""
+    if len({"inference" in program for program in programs}) > 1:
+        return (
+            "one rank alone cannot evaluate, as gathers need all ranks: let all evaluate, or call the model inside "
+            "`with zerograph.gathered(model):`, which all ranks enter"
+        )
+    return (
+        "all ranks must take the same batches, branches and layers: let what is drawn at random or depends on the data "
+        "be the same on all of them"
     )
 
 
@@ -53,10 +84,3 @@ def reason_of(error: BaseException) -> str:
     """What other ranks are told of ``error``: one line."""
     # Hints are for the rank that failed; the text goes through the store, so it is cut.
     return f"{type(error).__name__}: {str(error).partition(chr(10) + chr(10))[0]}"[:400]
-
-
-ALONE = (
-    "one rank alone cannot evaluate, as gathers need all ranks: let all evaluate, or call the model inside "
-    "`with zerograph.gathered(model):`, which all ranks enter"
-)
-"""The hint where a rank runs a program that the others do not."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import random
@@ -28,8 +27,10 @@ from zerograph import _core
 from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import BufferPool, Full, allocate_full, shard_shape, torch_dtype
-from zerograph.runtime.entry import ALONE, Entry, describe_difference
-from zerograph.runtime.meeting import Meeting, StoreLost, named, shared
+from zerograph.runtime.entry import Entry, describe_difference
+from zerograph.runtime.meeting import Meeting, shared
+from zerograph.runtime.store_client import StoreLost
+from zerograph.runtime.waiting import LOOK, Wait
 
 log = logging.getLogger(__name__)
 
@@ -102,8 +103,7 @@ class MailboxCommunicator:
         # Only now: until the peers' data is read, the bucket needs no memory of its own.
         outs = [(flat.data_ptr(), flat.numel() // self.world_size) for flat in full.padded]
         ticket = pending.ticket
-        with self._explained("gather", pending.params, ticket):
-            self._finish(ticket, lambda seconds: self.mailbox.finish_gather(ticket, outs, seconds))
+        self._finish("gather", pending.params, ticket, lambda wait: self.mailbox.finish_gather(ticket, outs, wait))
         return full.tensors
 
     def enter(self, entry: Entry) -> None:
@@ -112,6 +112,7 @@ class MailboxCommunicator:
         if self.mailbox.aborted():
             self.meeting.check(f"with the {entry.program}")
         self.entry, self.steps = entry, entry.steps
+        self.meeting.programs += 1
         # An odd factor spreads the steps over 64 bits: a sum of small numbers could equal another program's.
         self._salt = (entry.sequence + entry.steps * _ODD) & _MASK
 
@@ -131,11 +132,23 @@ class MailboxCommunicator:
         """See :class:`~zerograph.runtime.comm.Communicator`."""
         with self._explained("end"):
             ticket = self.mailbox.start_gather(self._salt, [])
-        with self._explained("end", ticket=ticket):
-            self._finish(ticket, lambda seconds: self.mailbox.finish_gather(ticket, [], seconds))
+        self._finish("end", (), ticket, lambda wait: self.mailbox.finish_gather(ticket, [], wait))
 
-    def _finish(self, ticket: int, finish: Callable[[float], None]) -> None:
-        self.meeting.patiently(finish, f"in the {self.entry.program}", lambda: self.mailbox.missing(ticket), ALONE)
+    def _finish(self, verb: str, params: Sequence[Param], ticket: int, finish: Callable[[float], None]) -> None:
+        """``finish(seconds)``, which may be called again after its TimeoutError, as long as there is hope."""
+        first = min(self.meeting.notice_after, self.meeting.timeout)
+        with self._explained(verb, params):
+            if _in_time(finish, first):
+                return
+            missing = partial(self.mailbox.missing, ticket)
+            with Wait(self.meeting, self._doing(verb, params), missing, waited=first) as wait:
+                wait.look()
+                while not _in_time(finish, LOOK):
+                    wait.look()
+
+    def _doing(self, verb: str, params: Sequence[Param]) -> str:
+        what = f"{verb} {_names(params)} in" if params else verb
+        return f"to {what} the {self.entry.program}"
 
     def _tag(self, params: Sequence[Param]) -> int:
         return _digest(params) ^ self._salt
@@ -167,8 +180,7 @@ class MailboxCommunicator:
         for sharded, part in ((True, pending.scattered), (False, pending.whole)):
             if part is not None:
                 outs = [(results[i].data_ptr(), _wire_of(results[i].dtype)) for i in part[1]]
-                with self._explained("reduce", pending.params, part[0]):
-                    self._finish(part[0], partial(finish[sharded], part[0], outs, scale))
+                self._finish("reduce", pending.params, part[0], partial(finish[sharded], part[0], outs, scale))
         return results
 
     def abort(self, reason: str) -> None:
@@ -178,45 +190,44 @@ class MailboxCommunicator:
         self.mailbox.abort(reason)
 
     @contextlib.contextmanager
-    def _explained(self, verb: str, params: Sequence[Param] = (), ticket: int | None = None) -> Iterator[None]:
-        """Name program, parameters and ranks in what the core raises; ``ticket`` is what is waited for."""
-        what = f"{verb} {_names(params)} in" if params else verb
+    def _explained(self, verb: str, params: Sequence[Param] = ()) -> Iterator[None]:
+        """Name program, parameters and ranks in what the core raises."""
         try:
             yield
         except _core.MismatchError as error:
-            raise self._difference(what, error) from error
+            raise self._difference(self._doing(verb, params), error) from error
         except _core.PeerError as error:
+            doing = self._doing(verb, params)
             with contextlib.suppress(StoreLost):  # if it ended with the peer: the mailbox says who and why as well
-                self.meeting.check(f"to {what} the {self.entry.program}")
-            raise RankError(
-                f"cannot {what} the {self.entry.program}: {error}", "look at the output of the rank that is named"
-            ) from error
-        except TimeoutError as error:
-            assert ticket is not None
-            missing = self.mailbox.missing(ticket)
-            raise RankError(
-                f"cannot {what} the {self.entry.program}: rank {self.rank} waited {self.meeting.timeout:.0f} s for "
-                f"{named(missing)}; {self.meeting.reports(missing)}",
-                "the wait is the timeout of the process group; " + ALONE,
-            ) from error
+                self.meeting.check(doing)
+                self.meeting.refuse_gone(range(self.world_size), doing)
+            raise RankError(f"cannot go on {doing}: {error}", "look at the output of the rank that is named") from error
 
-    def _difference(self, what: str, error: _core.MismatchError) -> CollectiveMismatch:
+    def _difference(self, doing: str, error: _core.MismatchError) -> CollectiveMismatch:
         """What other ranks run; they see that messages differ as soon as they read one, and tell."""
-        meeting, name = self.meeting, f"{self.generation}/entered"
-        mine = self.entry
-        meeting.store.set(f"{name}/{self.rank}", json.dumps([mine.program, mine.sequence, mine.steps]))
+        store, name, mine = self.meeting.store, f"{self.generation}/entered", self.entry
+        store.set(f"{name}/{self.rank}", mine.to_json())
         deadline = time.monotonic() + EXPLAINING
         for rank in [r for r in range(self.world_size) if r != self.rank]:
-            while not meeting.store.check([f"{name}/{rank}"]) and time.monotonic() < deadline:
+            while not store.has(f"{name}/{rank}") and time.monotonic() < deadline:
                 time.sleep(0.01)
-            if meeting.store.check([f"{name}/{rank}"]):
-                theirs = Entry(*json.loads(meeting.store.get(f"{name}/{rank}")))
+            if store.has(f"{name}/{rank}"):
+                theirs = Entry.from_json(store.get(f"{name}/{rank}"))
                 if theirs != mine:
                     return describe_difference(mine, rank, theirs, self.rank)
         return CollectiveMismatch(
-            f"rank {self.rank} wants to {what} {mine}; another rank is at another operation: {error}",
+            f"rank {self.rank} waits {doing}, after {mine.steps} optimizer steps; another rank is at another "
+            f"operation: {error}",
             "every rank must run the same forward and backward calls in the same order",
         )
+
+
+def _in_time(finish: Callable[[float], None], seconds: float) -> bool:
+    try:
+        finish(seconds)
+    except TimeoutError:
+        return False
+    return True
 
 
 def _wire_of(dtype: torch.dtype) -> _core.DType:

@@ -162,9 +162,12 @@ def gloo_group(
     store: dist.Store, rank: int, world_size: int, timeout: timedelta, device: torch.device
 ) -> dist.ProcessGroup:
     """A group over gloo, for the CPU and ``device``, that is in none of torch's tables. ``dist.new_group`` needs all
-    ranks of the default group, and would take up the connections of one that failed. Seen in 2.11, 2.13."""
+    ranks of the default group, and would take up the connections of one that failed.
+
+    ``timeout`` is that of connecting; collectives have none, and whoever waits for one ends that. Seen in 2.13."""
     group = dist.ProcessGroup(store, rank, world_size)
     backend = dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    backend._set_default_timeout(timedelta(days=365))
     for kind in {"cpu", device.type}:
         group._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, backend)
     return group

@@ -22,7 +22,7 @@ from zerograph.core.errors import CollectiveMismatch
 from zerograph.core.plan import GivenPlan
 from zerograph.core.program import Program
 from zerograph.runtime.comm import Communicator
-from zerograph.runtime.entry import ALONE, reason_of
+from zerograph.runtime.entry import reason_of
 from zerograph.runtime.meeting import Meeting, shared
 from zerograph.runtime.torch_private import backend_name
 
@@ -32,7 +32,6 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup, meeting: Meeting) -> None:
         self.rank, self.world_size, self.meeting, self._group = group.rank(), group.size(), meeting, group
-        self._store = dist.PrefixStore("agreement", meeting.store)
         self._first: dict[str, dict[str, list[str]]] = {}
 
     @classmethod
@@ -56,13 +55,12 @@ class Agreement:
             # After a failure on another rank this compilation belongs to the next generation of ranks
             # (runtime/meeting.py).
             communicator.rejoin()
-            self.meeting.report(f"compiles {code}")
-            yield
+            with self.meeting.compiling(code):
+                yield
         # Ctrl-C too: the other ranks wait for what this one would have told them.
         except BaseException as error:
             communicator.abort(f"while compiling {code}: {reason_of(error)}")
             raise
-        self.meeting.report(f"compiled {code}")
 
     def require_same(self, lines: Sequence[str]) -> None:
         """Compare ``lines``, what this rank was given, with those of all ranks, who call this together.
@@ -107,22 +105,18 @@ class Agreement:
 
     def tell(self, key: str, mine: Any) -> None:
         """Let other ranks know ``mine`` (data that JSON can hold) under ``key``; once per key."""
-        self._store.set(f"{key}/{self.rank}", json.dumps(mine))
+        self.meeting.store.set(f"agreement/{key}/{self.rank}", json.dumps(mine))
 
     def told(self, key: str, rank: int) -> Any:
         """What ``rank`` tells under ``key``; waits for it.
 
         Raises:
             RankError: it failed, ended, or did not tell within the timeout of the process group.
+            CollectiveMismatch: it waits for this rank, elsewhere.
         """
-        name = f"{key}/{rank}"
-        self.meeting.wait(
-            {rank: f"agreement/{name}"},
-            f"for rank {rank} to compile {key}",
-            f"all ranks compile a function's first program together: see whether rank {rank} failed, or takes another "
-            f"path through the model; {ALONE}",
-        )
-        return json.loads(self._store.get(name))
+        name = f"agreement/{key}/{rank}"
+        self.meeting.wait({rank: name}, f"for rank {rank} to compile {key}", key)
+        return json.loads(self.meeting.store.get(name))
 
     def answers(self, key: str, mine: Any) -> list[Any]:
         """What every rank tells under ``key``, by rank."""
