@@ -26,7 +26,7 @@ from zerograph.core.runfile import Measured, Run
 from zerograph.dryrun.forecast import plan_file
 from zerograph.planner.rates import Rates
 from zerograph.planner.retime import retimed, tasks_of
-from zerograph.runtime.telemetry import LABEL, Telemetry
+from zerograph.runtime.telemetry import LABEL
 
 
 class Stack(nn.Module):
@@ -213,19 +213,6 @@ def _recorded_with_device() -> int:
 
 def test_what_a_gpu_tells_of_each_label_counts_once() -> None:
     assert run(2, _recorded_with_device) == [1, 1]
-
-
-def test_an_update_ends_when_the_device_has_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    telemetry, waited = Telemetry(), list[bool]()
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waited.append(telemetry.recording))
-    telemetry.updating()
-    telemetry.updated()
-    assert waited == []
-    telemetry.recording = True
-    telemetry.updating()
-    telemetry.updated()
-    assert waited == [True]
 
 
 def planned(stage: int, batch: int = 512) -> PlanFile:
