@@ -6,7 +6,6 @@ TIMEOUT ?= 300
 WORKERS ?= 3
 BIN    := $(VENV)/bin
 LINT   := build/lint
-GPU    := build/gpu-venv
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard cmake/* csrc/* csrc/bindings/*)
 
 .PHONY: help demo test lint format bench pictures gpu-test gpu-bench clean
@@ -67,17 +66,10 @@ $(VENV)/.installed-dev: $(BUILD_INPUTS) | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev,hf]"
 	@touch $@ $(VENV)/.installed
 
-# On a GPU machine the image's own torch, pybind11, scikit-build-core and CMake are used, with no network.
-gpu-test: $(GPU)/.installed
-	$(GPU)/bin/python -m pytest tests/gpu
-
-gpu-bench: $(GPU)/.installed
-	$(GPU)/bin/python benchmarks/step.py --device cuda
-	$(GPU)/bin/python benchmarks/kernels.py
-
-$(GPU)/.installed: $(BUILD_INPUTS)
-	PYTHON=$(PYTHON) .ci/gpu-venv $(GPU)
-	@touch $@
+# On a GPU machine the image's own torch, pybind11, scikit-build-core and CMake are used, with no network. Where there is
+# no make, .ci/gpu does it.
+gpu-test gpu-bench: gpu-%:
+	PYTHON=$(PYTHON) .ci/gpu $*
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import platform
@@ -30,6 +31,17 @@ def machine_facts(device: str) -> dict[str, Any]:
     if device == "cuda":
         facts["gpu"] = torch.cuda.get_device_name()
     return facts
+
+
+def processes(parser: argparse.ArgumentParser, asked: int | None, device: str) -> int:
+    """How many ranks to start: as many as were asked for, else one for each GPU, or two on a CPU. It ends the program
+    where there are fewer GPUs: NCCL wants one for each rank."""
+    if device != "cuda":
+        return asked or 2
+    found = torch.cuda.device_count()
+    if not found or (asked or 0) > found:
+        parser.error(f"{asked or 'one or more'} rank(s) on CUDA need as many GPUs, and this machine has {found}")
+    return asked or found
 
 
 def cpu_model() -> str:

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from crew import Crew, CrewFailed, runnable
-from facts import Load, append_json, describe, machine_facts
+from facts import Load, append_json, describe, machine_facts, processes
 from model import TRANSFORMERS, Workload
 from rich.console import Console
 from rich.table import Table
@@ -89,7 +89,7 @@ def arguments() -> argparse.Namespace:
     add("--layers", type=integers, default=[12, 24, 48])
     add("--model", choices=["gpt", *TRANSFORMERS], default="gpt")
     add("--warm", action="store_true", help="also measure a restart, with the cache that the first start left")
-    add("--worlds", type=integers, default=[1, 2], help="process counts")
+    add("--worlds", type=integers, help="process counts; default 1 and 2, on CUDA 1 and one for each GPU")
     add("--dim", type=int, default=128)
     add("--heads", type=int, default=4)
     add("--batch", type=int, default=2)
@@ -100,7 +100,9 @@ def arguments() -> argparse.Namespace:
     add("--repeats", type=int, default=1)
     add("--timeout", type=float, default=1200)
     add("--json", type=Path, help="append the result to this JSON Lines file")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.worlds = list(dict.fromkeys(processes(parser, n, args.device) for n in args.worlds or (1, None)))
+    return args
 
 
 def integers(text: str) -> list[int]:

@@ -44,7 +44,7 @@ from typing import Any
 
 import torch
 from crew import Crew, CrewFailed, runnable
-from facts import append_json, describe, machine_facts
+from facts import append_json, describe, machine_facts, processes
 from model import Workload, batches, build_model
 from rich.console import Console
 from rich.table import Table
@@ -190,11 +190,13 @@ def arguments() -> argparse.Namespace:
     add("--vocab", type=int, nargs="+", default=[8192])
     add("--dtype", choices=["fp32", "bf16"], default="fp32")
     add("--device", choices=["cpu", "cuda"], default="cpu")
-    add("--world", type=int, default=2)
+    add("--world", type=int, help="ranks; default 2, on CUDA one for each GPU")
     add("--variants", type=known, help=f"by commas; {','.join(DEFAULT)}, or where sizes grow {','.join(GROWING)}")
     add("--timeout", type=float, default=1200)
     add("--json", type=Path, help="append the result to this JSON Lines file")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.world = processes(parser, args.world, args.device)
+    return args
 
 
 def known(names: str) -> list[str]:

@@ -25,7 +25,7 @@ from zerograph.runtime.buffers import Full, allocate_full, shard_shape, torch_dt
 from zerograph.runtime.entry import Entry, describe_difference, reason_of, sequence_of
 from zerograph.runtime.meeting import Meeting
 from zerograph.runtime.packing import gradient_message, padded_shards
-from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group
+from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group, second_group
 from zerograph.runtime.waiting import Wait
 
 # Renamed in torch 2.13, which warns about the old names.
@@ -215,9 +215,7 @@ class GroupCommunicator:
         self._connected = 0  # the generation of the connections
         self.reduce_group = group
         if backend_name(group, device) == "nccl" and group.size() > 1:
-            ranks = dist.get_process_group_ranks(group)
-            # Only the mesh's ranks come here; by default every rank of the job would have to call this.
-            self.reduce_group = dist.new_group(ranks, use_local_synchronization=True, group_desc="zerograph-reduce")
+            self.reduce_group = second_group(group, device)
         self.name = f"torch.distributed ({backend_name(group, device)})"
         self.rank, self.world_size = group.rank(), group.size()
         self.coalesces = backend_name(group, device) == "nccl"
@@ -344,7 +342,7 @@ class GroupCommunicator:
         sends = padded_shards(params, shards, self.world_size, self.device)
         self._enqueued += 1
         if self.coalesces:
-            with coalescing(self.group, self.device) as manager:
+            with coalescing(self.group) as manager:
                 for out, send in zip(full.padded, sends, strict=True):
                     _all_gather(out, send, group=self.group, async_op=True)
             # What is sent must stay alive until the collective has ended.
@@ -425,25 +423,45 @@ class GroupCommunicator:
                 self._follow(self.meeting)  # the others wait for this rank to connect, and hear nothing meanwhile
             finally:
                 self.meeting.fail(reason)
+        if not self.compares:
+            self._land()
+
+    def _land(self) -> None:
+        """Let the device's stream wait for what is in flight: the caller frees its memory, in the stream's order."""
+        for flight in list(self._flying):
+            with contextlib.suppress(RuntimeError):  # the first error is on its way to the caller
+                self._wait(flight)
+        self._flying.clear()
 
 
 _SLICE = timedelta(seconds=0.5)
 """How long to wait for gloo before looking whether a rank failed."""
 
 
-def connect(group: dist.ProcessGroup, device: torch.device, meeting: Meeting | None = None) -> Communicator:
-    """The fastest transport between the ranks of ``group``, who all call this.
-
-    CPU ranks of one host share memory; ``ZEROGRAPH_TRANSPORT=group`` keeps to the process group. Simulated ranks have
-    no ``meeting``.
+def keeps_to_group() -> bool:
+    """Whether ``ZEROGRAPH_TRANSPORT=group`` asks for collectives of the process group, whatever else is faster: the
+    shared memory of a CPU's ranks, and no communication in a group of one.
 
     Raises:
-        ConfigError: ``ZEROGRAPH_TRANSPORT`` is neither "auto" nor "group".
+        ConfigError: it is neither "auto" nor "group".
     """
     wanted = os.environ.get("ZEROGRAPH_TRANSPORT", "auto")
     if wanted not in ("auto", "group"):
         raise ConfigError(f"ZEROGRAPH_TRANSPORT={wanted!r} names no transport", 'set it to "auto" or "group"')
-    if device.type == "cpu" and wanted == "auto" and backend_name(group, device) == "gloo":
+    return wanted == "group"
+
+
+def connect(group: dist.ProcessGroup, device: torch.device, meeting: Meeting | None = None) -> Communicator:
+    """The fastest transport between the ranks of ``group``, who all call this; of a group of one, its collectives.
+
+    CPU ranks of one host share memory, unless :func:`keeps_to_group` says otherwise. Simulated ranks have no
+    ``meeting``.
+
+    Raises:
+        ConfigError: ``ZEROGRAPH_TRANSPORT`` is neither "auto" nor "group".
+    """
+    shares = not keeps_to_group()
+    if device.type == "cpu" and shares and backend_name(group, device) == "gloo":
         from zerograph.runtime.mailbox import open_mailbox  # needs the native core, which other transports do not
 
         mailbox = open_mailbox(group, meeting)

@@ -17,7 +17,7 @@ from torch import Tensor
 from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.core.plan import Param
 from zerograph.runtime.delayed import is_read_eagerly
-from zerograph.runtime.hold import is_mark
+from zerograph.runtime.hold import are_marks
 from zerograph.runtime.torch_private import (
     accumulated_directly,
     after_backward,
@@ -147,8 +147,9 @@ class EarlyUpdates:
             return list(grads)
         direct, kept = accumulated_directly(), list[tuple[str, Tensor]]()
         left: list[Tensor | None] = []
-        for described, grad in zip(params, grads, strict=True):
-            takes = grad is not None and self._takes(described.name, direct)
+        alone = are_marks([self._params[described.name].grad for described in params])
+        for described, grad, is_alone in zip(params, grads, alone, strict=True):
+            takes = grad is not None and self._takes(described.name, direct, is_alone)
             left.append(None if takes else grad)
             if takes and grad is not None:
                 kept.append((described.name, grad))
@@ -158,7 +159,8 @@ class EarlyUpdates:
             arrivals += [arrival] if arrival is not None else []
         return left
 
-    def _takes(self, name: str, direct: set[int]) -> bool:
+    def _takes(self, name: str, direct: set[int], is_alone: bool) -> bool:
+        """``is_alone``: autograd would add to nothing."""
         param = self._params[name]
         owner = self._owners.get(id(param))
         if owner is None or not will_accumulate(param):  # torch.autograd.grad returns it
@@ -169,7 +171,7 @@ class EarlyUpdates:
             and id(param) in direct
             and not has_gradient_hooks(param)
             and not is_read_eagerly(param)  # which adds a gradient of its own
-            and (param.grad is None or is_mark(param.grad))
+            and is_alone
         ):
             return True
         self._left[name] = owner.iteration

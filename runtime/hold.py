@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -32,6 +32,8 @@ class GradientHold:
         self._held: dict[_Part, tuple[Param, Tensor]] = {}
         self._left: dict[str, tuple[Tensor, int]] = {}  # each gradient and its version as the last backward left it
         self._flushing: int | None = None  # the backward at whose end the rest is reduced
+        self._seen: dict[str, Values] = {}  # of gradients on a device, since the beginning of a backward
+        self._seen_in: int | None = None  # that backward
         self._comm: Communicator
 
     @property
@@ -53,6 +55,7 @@ class GradientHold:
         """Whether gradients are held that the user did not drop, as one of them tells."""
         name, _ = next(iter(self._held), (None, 0))
         left = self._left.get(name) if name is not None else None
+        self._seen.clear()
         return name is not None and (left is None or not self._dropped(name, *left))
 
     def add(self, params: Sequence[Param], grads: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
@@ -105,8 +108,10 @@ class GradientHold:
             ZeroGraphError: it was changed in another way, which the held part did not see.
         """
         grad = self._params[name].grad
-        local = _local(grad)
-        if _is_zeroed(local) or (grad is not left and not _is_marked(local)):
+        if grad is None:
+            return True
+        values = self._values(name, local_tensor(grad))
+        if values == "zeros" or (grad is not left and values != "marks"):
             return True
         if grad is not left or grad._version != version:  # another tensor with the mark was computed from the gradient
             raise ZeroGraphError(
@@ -114,6 +119,24 @@ class GradientHold:
                 "change gradients after a backward outside of no_sync(), which completes them",
             )
         return False
+
+    def _values(self, name: str, local: Tensor) -> Values:
+        """A rank without rows has no element to mark: there, only a gradient that is gone says that it was dropped."""
+        if not local.numel():
+            return "others"
+        if _is_read_at_once(local):
+            return values_of([local])[0]
+        if name not in self._seen or self._seen_in != current_backward():
+            self._look()
+        return self._seen[name]
+
+    def _look(self) -> None:
+        """Read all gradients that a backward left on a device, so that it is waited for once."""
+        grads = {name: self._params[name].grad for name in self._left}
+        there = {name: local_tensor(grad) for name, grad in grads.items() if grad is not None}
+        there = {name: local for name, local in there.items() if local.numel() and not _is_read_at_once(local)}
+        self._seen = dict(zip(there, values_of(list(there.values())), strict=True))
+        self._seen_in = current_backward()
 
     def _follow(self, name: str) -> None:
         """Let a hook record what each backward leaves in ``.grad``; once for each tensor that bears the name."""
@@ -131,6 +154,7 @@ class GradientHold:
         param.__dict__["_zg_followed"] = param.register_post_accumulate_grad_hook(accumulated).id
 
     def _accumulated(self, name: str, param: Tensor) -> None:
+        self._seen.pop(name, None)
         if not self.active:  # a backward that no program reduced: the model ran uncompiled
             left, version = self._left.get(name, (None, 0))
             # One bump is autograd's own addition. More than one: the user changed the gradient as well, and
@@ -142,9 +166,7 @@ class GradientHold:
             # The version alone cannot tell: _foreach_zero_ of a DTensor, which zero_grad(set_to_none=False) may call,
             # bumps none. So a gradient of zeros becomes negative zeros: they add like zeros, and whatever zeroes them
             # writes positive ones. Marked anew after each backward, since -0.0 + 0.0 is 0.0.
-            local = _local(param.grad)
-            if not local.any():
-                local.fill_(-0.0)
+            _mark_zeros(local_tensor(param.grad))
             self._left[name] = (param.grad, param.grad._version)
 
     def _flush_after_backward(self) -> None:
@@ -172,12 +194,15 @@ class GradientHold:
             self.state = before
             raise
         for param, result in zip(params, results, strict=True):
-            add_to_tile(param, _local(self._params[param.name].grad), result)
+            grad = self._params[param.name].grad
+            assert grad is not None  # else nothing would have been left to reduce
+            add_to_tile(param, local_tensor(grad), result)
 
     def refuse_step(self) -> None:
         """Raises:
         ZeroGraphError: an optimizer steps on gradients that lack a part held back.
         """
+        self._seen.clear()
         for param, _ in list(self._held.values()):
             left = self._left.get(param.name)
             if left is not None and self._dropped(param.name, *left):
@@ -198,10 +223,38 @@ def _part(param: Param) -> _Part:
     return param.name, param.begin if isinstance(param, ParamTile) else 0
 
 
-def is_mark(grad: Tensor) -> bool:
-    """Whether a ``.grad`` has nothing but the marks of a gradient that was held back."""
-    local = _local(grad)
-    return not local.numel() or _is_marked(local)
+Values = Literal["marks", "zeros", "others"]
+"""All that a gradient has: negative zeros, the mark of one that is held back; other zeros too; or anything else."""
+
+
+def values_of(locals: Sequence[Tensor]) -> list[Values]:
+    """What each of the tensors has, of which none is empty. A device is waited for once."""
+    there = [flag for t in locals if not _is_read_at_once(t) for flag in (t.any(), t.signbit().all())]
+    read = iter(torch.stack(there).tolist() if there else ())
+    found: list[Values] = []
+    for t in locals:
+        if _is_read_at_once(t):
+            some = bool(t.any())
+            all_signed = not some and bool(t.signbit().all())
+        else:
+            some, all_signed = next(read), next(read)
+        found.append("others" if some else "marks" if all_signed else "zeros")
+    return found
+
+
+def are_marks(grads: Sequence[Tensor | None]) -> list[bool]:
+    """Whether each ``.grad`` is none, or has nothing but the marks of a gradient that was held back."""
+    local = [None if grad is None else local_tensor(grad) for grad in grads]
+    values = iter(values_of([t for t in local if t is not None and t.numel()]))
+    return [t is None or not t.numel() or next(values) == "marks" for t in local]
+
+
+def _mark_zeros(local: Tensor) -> None:
+    """Make zeros negative, if nothing else is there."""
+    if not _is_read_at_once(local):
+        local.masked_fill_(~local.any(), -0.0)
+    elif not local.any():
+        local.fill_(-0.0)
 
 
 def _nothing(param: Param, device: torch.device, comm: Communicator) -> Tensor:
@@ -209,18 +262,6 @@ def _nothing(param: Param, device: torch.device, comm: Communicator) -> Tensor:
     return torch.full(shape, -0.0, dtype=torch_dtype(param.dtype), device=device)
 
 
-def _local(grad: Tensor | None) -> Any:
-    return None if grad is None else local_tensor(grad)
-
-
-def _is_zeroed(local: Tensor | None) -> bool:
-    """Whether nothing but zeros is left, without the mark of a held gradient."""
-    # A rank without rows has no element to mark: there, only a gradient that is gone says that it was dropped.
-    if local is None or not local.numel():
-        return local is None
-    return not local.any() and not bool(local.signbit().all())
-
-
-def _is_marked(local: Tensor) -> bool:
-    """Whether negative zeros are all there is."""
-    return bool(local.numel()) and not local.any() and bool(local.signbit().all())
+def _is_read_at_once(local: Tensor) -> bool:
+    """Whether the host can look at ``local`` without waiting for a device."""
+    return local.is_cpu

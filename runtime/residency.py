@@ -84,7 +84,8 @@ class GatheredCache:
         """
         now = (self._steps.value, generation)
         # Any optimizer counts, not only those of the backend: a step of a foreign one may write to the same tensors.
-        if now != self._gathered_at or (kind != "backward" and not self._hold.open):
+        # Whether gradients are held may have to be read from a device: it is asked where it matters.
+        if now != self._gathered_at or (kind != "backward" and self._full and not self._hold.open):
             self._gathered_at = now
             self._stale = set(self._full)
         if kind != "forward":

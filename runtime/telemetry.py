@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
+import torch
 from torch.profiler import record_function
 
 
@@ -43,6 +44,8 @@ class Telemetry:
     def updated(self) -> None:
         """An update ends."""
         if self._update is not None:
+            if torch.accelerator.is_available():  # like each instruction, it lasts until the device has made it
+                torch.accelerator.synchronize()
             self._update.__exit__(None, None, None)
             self._update = None
 

@@ -7,8 +7,8 @@ public name does, and where it was seen: 2.11 in torch's sources, 2.13 by the te
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -173,6 +173,27 @@ def gloo_group(
     return group
 
 
+def second_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Another group over the backend that ``group`` has for ``device``, connected now. Its ranks call this, no others.
+
+    From a default group that is bound to a device (``init_process_group(device_id=...)``) torch splits communicators,
+    in which all ranks of the job take part. So it is unbound meanwhile. Seen in 2.13."""
+    everyone = dist.group.WORLD
+    assert everyone is not None
+    bound, everyone.bound_device_id = everyone.bound_device_id, None
+    try:
+        return dist.new_group(
+            dist.get_process_group_ranks(group),
+            timeout=timedelta(seconds=timeout_of(group, device)),
+            backend=backend_name(group, device),
+            use_local_synchronization=True,
+            group_desc="zerograph-reduce",
+            device_id=device,
+        )
+    finally:
+        everyone.bound_device_id = bound
+
+
 def reach_host(group: dist.ProcessGroup) -> None:
     """Let ``group`` communicate what is on the host, over gloo, if it cannot; all its ranks call this. Which devices a
     group reaches is said when it is made, and NCCL's alone has no CPU. Seen in 2.13."""
@@ -185,7 +206,14 @@ def reach_host(group: dist.ProcessGroup) -> None:
         group._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, backend)
 
 
-def coalescing(group: dist.ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
+@contextmanager
+def coalescing(group: dist.ProcessGroup) -> Iterator[Any]:
     """Inside, collectives of ``group`` become one, which the context's value waits for; functional collectives have
-    that, and no buffers of their own. Seen in 2.11, 2.13."""
-    return dist._coalescing_manager(group, device, async_ops=True)
+    that, and no buffers of their own. With a device torch puts a second NCCL group around that one, and the work that
+    holds the tensors ends before they are launched. Seen in 2.11, 2.13."""
+    try:
+        with dist._coalescing_manager(group, async_ops=True) as work:
+            yield work
+    except BaseException:
+        dist.distributed_c10d._world.pg_coalesce_state.pop(group, None)  # else the next one finds it
+        raise

@@ -184,7 +184,7 @@ class Backend:
     def _overlapping(self) -> list[EarlySteps]:
         """Optimizers that update the model inside of its backwards."""
         found, ranks = self._optimizers.overlapping(), self._adoption.ranks
-        alone = ranks is not None and ranks.size == 1 and not self.config.offloads
+        alone = ranks is not None and ranks.mesh is None and not self.config.offloads
         if found and (alone or self.config.sharding == 0):
             where = "on one process that offloads nothing" if alone else "at stage 0"
             raise ConfigError(
@@ -202,8 +202,8 @@ class Backend:
         self._store.touched(self._adoption.params.values())
 
     def _reads(self, ranks: Ranks) -> UncompiledReads | None:
-        """How code that is not compiled reads parameters; None where there is one rank."""
-        if ranks.communicator is None or ranks.size == 1:
+        """How code that is not compiled reads parameters; None on a lone rank."""
+        if ranks.communicator is None or ranks.mesh is None:
             return None
         return UncompiledReads(ranks.communicator, self._adoption.known, self._steps, self._hold, self.config.sharding)
 
@@ -389,7 +389,7 @@ def backend(**options: Any) -> Backend:
         memory: device memory that a rank may use, ``"70GiB"`` or bytes; 6% of it are left free. Whatever of residency
             (``stage="auto"``), recomputation (``recompute="auto"``), offload (``offload="auto"``), ``bucket_size`` and
             ``prefetch`` is not given is then chosen for the least predicted step time that fits. Default at stage
-            "auto": all of a GPU.
+            "auto": what is free on a GPU, and what torch's allocator holds there.
         machine: what predictions go by: the name of a preset, or a file that ``zerograph bench -o`` wrote. Default:
             the preset closest to the device.
 

@@ -21,6 +21,7 @@ from zerograph.core.plan import Plan
 from zerograph.core.planfile import PlanFile
 from zerograph.core.program import Update
 from zerograph.dryrun.forecast import plan_file
+from zerograph.planner.estimate import RESERVE
 from zerograph.planner.rates import Rates, shard_bytes, update_bytes
 
 
@@ -35,6 +36,16 @@ def first_call(made: list[zerograph.Backend] | None = None, **options: Any) -> z
             made.append(backend)
         model(torch.arange(4)).sum().backward()
         return backend
+
+
+def test_a_gpu_offers_what_is_free_there_and_what_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 80 GiB 10 are gone to a context and other processes, and 20 torch's, in which the model lies."""
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda d: (50 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda d: 20 * 2**30)
+    config = zerograph.backend(stage="auto", machine=machine_named("h100-80gb")).config
+    planner = frame_plan.Planner(config, 1, {}, device)
+    assert planner.budget() == int(70 * 2**30 * (1 - RESERVE))
 
 
 def losing_a_parameter(plan: Plan) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from ranks import run
 from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import profile
 from toy import Toy, adamw, compiled
 
 import zerograph
@@ -23,6 +26,7 @@ from zerograph.core.runfile import Measured, Run
 from zerograph.dryrun.forecast import plan_file
 from zerograph.planner.rates import Rates
 from zerograph.planner.retime import retimed, tasks_of
+from zerograph.runtime.telemetry import LABEL
 
 
 class Stack(nn.Module):
@@ -178,6 +182,37 @@ def _groups() -> None:
 
 def test_the_update_of_a_recorded_step_is_that_of_the_optimizers() -> None:
     run(2, _groups)
+
+
+class WithDevice(profile):
+    """Sees what a profile of a GPU has besides: each label once more, on the device, a little later."""
+
+    def stop(self) -> None:
+        super().stop()
+        results = self.profiler.kineto_results
+        on_device = [OnDevice(event) for event in results.events() if LABEL.fullmatch(event.name())]
+        self.profiler.kineto_results = SimpleNamespace(events=lambda: [*results.events(), *on_device])
+
+
+class OnDevice:
+    def __init__(self, event: Any) -> None:
+        self.name, self.start_ns, self.duration_ns = event.name, lambda: event.start_ns() + 500, event.duration_ns
+
+    def device_type(self) -> DeviceType:
+        return DeviceType.CUDA
+
+
+def _recorded_with_device() -> int:
+    model = Toy().train()
+    backend = compiled(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zerograph.compiler.recording.profile", WithDevice)
+        recording = recorded_step(backend, adamw(model), lambda: model(torch.arange(4)).sum())
+    return [span.name for span in recording.forecast.spans].count("optimizer update")
+
+
+def test_what_a_gpu_tells_of_each_label_counts_once() -> None:
+    assert run(2, _recorded_with_device) == [1, 1]
 
 
 def planned(stage: int, batch: int = 512) -> PlanFile:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -316,7 +317,7 @@ def test_constants_are_folded_but_not_what_must_run() -> None:
     assert "zg_test.keep.default" in names and "aten.neg.default" not in names
 
 
-def test_segments_are_compiled_and_stored() -> None:
+def _squares() -> Callable[[list[Any]], Sequence[Any]]:
     with torch_private.FakeTensorMode():
         fake = torch.ones(2, 2)
     graph = fx.Graph()
@@ -324,13 +325,25 @@ def test_segments_are_compiled_and_stored() -> None:
     product = graph.call_function(aten.mm.default, (x, x))
     x.meta["val"], product.meta["val"] = fake, fake
     graph.output((product,))
-    compiled = torch_private.compile_segment(fx.GraphModule({}, graph))
+    return torch_private.compile_segment(fx.GraphModule({}, graph))
+
+
+def test_segments_are_compiled_and_stored() -> None:
+    compiled = _squares()
     loaded = torch_private.loaded_segment(pickle.loads(pickle.dumps(torch_private.stored_segment(compiled))))
     for run in (compiled, loaded):
         (result,) = run([torch.full((2, 2), 3.0)])
         assert result.tolist() == [[18, 18], [18, 18]]
     with pytest.raises(torch_private.Uncacheable):
         torch_private.stored_segment(lambda args: args)
+
+
+def test_segments_are_no_cuda_graphs() -> None:
+    """Whose outputs the next replay would write over; a CPU's are counted as skipped where they are asked for."""
+    before = counters["inductor"]["cudagraph_skips"]
+    with inductor_config.patch({"triton.cudagraphs": True}):
+        torch_private.loaded_segment(torch_private.stored_segment(_squares()))
+    assert counters["inductor"]["cudagraph_skips"] == before
 
 
 def test_kernels_are_waited_for_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
 import torch
 import torch.distributed as dist
 
 from zerograph.core.step import Param
 from zerograph.runtime.comm import GroupCommunicator
-
-
-@pytest.fixture
-def nccl() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def _param(rows: int) -> Param:

@@ -23,7 +23,6 @@ def _here(case: Callable[..., Any], *args: Any) -> Any:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     Run.device = torch.device(device.type, 0)
-    torch.zeros(1, device=Run.device)  # before a mesh takes the rank's number for its device's
     return case(*args)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,6 +44,30 @@ def test_one_gpu_trains_like_plain_pytorch(stage: int) -> None:
     assert _losses(zerograph.backend(stage=stage), batch) == pytest.approx(plain, rel=1e-4)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_gpu_runs_the_collectives_of_nccl(
+    stage: int, nccl: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ZEROGRAPH_TRANSPORT", "group")
+    batch = torch.randn(16, 32, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    backend, plain = zerograph.backend(stage=stage, bucket_size="64KB"), _losses(None, batch)
+    assert _losses(backend, batch) == pytest.approx(plain, rel=1e-4)
+    assert backend.report().transport == "torch.distributed (nccl)"
+
+
+def test_a_step_is_recorded(nccl: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROGRAPH_TRANSPORT", "group")
+    model, backend, batch = _model().cuda(), zerograph.backend(stage=3), torch.randn(16, 32, device="cuda")
+    optimizer, compiled = torch.optim.AdamW(model.parameters()), torch.compile(model, backend=backend)
+    for recorded in (False, False, True):
+        with backend.record() if recorded else contextlib.nullcontext() as recording:
+            compiled(batch).float().pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [span.name for span in recording.forecast.spans].count("optimizer update") == 1
+    assert recording.forecast.peaks["device"].bytes > 0
+
+
 def _two_ranks(stage: int | None) -> list[float]:
     torch.cuda.set_device(0)
     batch = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)).cuda()
@@ -55,4 +81,5 @@ def test_stages_agree_on_two_ranks_of_one_gpu() -> None:
     plain = run(2, _two_ranks, None)[0]
     results = [run(2, _two_ranks, stage)[0] for stage in (1, 2, 3)]
     assert results[0] == pytest.approx(plain, rel=1e-4)
-    assert results[0] == results[1] == results[2]
+    # Equal bits are promised on a CPU: a GPU's kernels may add up in another order in each run.
+    assert all(losses == pytest.approx(results[0], rel=1e-5) for losses in results)

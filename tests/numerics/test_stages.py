@@ -9,7 +9,9 @@ from numerics.compare import ALL, Result, check, full_values, mean_over_ranks, m
 from ranks import run
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from toy import adamw, build, compiled, train
 
 import zerograph
 
@@ -74,6 +76,27 @@ def _train(how: How, longer: bool) -> Result:
 
 def _all(hows: tuple[How, ...], longer: bool) -> dict[How, Result]:
     return {how: _train(how, longer) for how in hows}
+
+
+def _group_of_one() -> dict[How, Result]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ZEROGRAPH_TRANSPORT", "group")
+        model = build()
+        backend = compiled(model)
+        train(model, adamw(model), range(2))
+        told = backend.report()
+        assert (told.transport, told.world_size) == ("torch.distributed (gloo)", 1)
+        assert told.peak_whole_buckets and all(isinstance(p, DTensor) for p in model.parameters())
+        with backend.record() as recording:
+            train(model, adamw(model), range(1))
+        assert "reduce" in {span.stream for span in recording.forecast.spans}
+        return _all(("plain", *ALL), False)
+
+
+def test_a_group_of_one_runs_its_collectives() -> None:
+    """So that one device shows what stages do."""
+    (results,) = run(1, _group_of_one)
+    check({None if how == "plain" else how: result for how, result in results.items()}, rel=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize(

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
+from typing import Any
 
 import pytest
 import torch
 from optim.training import PAIRS, assert_close, give_gradients, parameters, train
+from torch import nn
+from waits import DEVICE, NoWaits, Unread
 
 import zerograph.optim as native
 from zerograph.core.errors import UnsupportedError
+from zerograph.optim.tensors import GroupLayout
 
 
 @pytest.fixture(autouse=True)
 def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("tensors", "parts", "host"):
+    for module in ("tensors", "parts", "host", "factor"):
         monkeypatch.setattr(f"zerograph.optim.{module}.uses_kernels", lambda local: local.ndim == 3)
 
 
@@ -71,6 +77,66 @@ def test_steps_are_skipped_there_too() -> None:
     optimizer.step()
     assert_close(params, before, 0, 0)
     assert optimizer.skipped == 1 and not optimizer.state
+
+
+ELSEWHERE = [(3, 5), (17,), (), (0, 4)]
+KINDS: dict[str, tuple[type, dict[str, Any], torch.dtype]] = {
+    "adamw": (native.AdamW, {}, torch.float32),
+    "adam amsgrad": (native.Adam, {"amsgrad": True}, torch.float32),
+    "masters": (native.AdamW, {"master": torch.float32}, torch.bfloat16),
+    "momentum": (native.SGD, {"momentum": 0.9}, torch.float32),
+    "adagrad": (native.Adagrad, {"skip_nonfinite": False}, torch.float32),
+    "lion": (native.Lion, {"skip_nonfinite": False}, torch.float32),
+}
+"""Adagrad and Lion have no kernel that skips."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_step_waits_for_a_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But the first, which is given nothing to decide here: values of the meta device cannot be read."""
+    monkeypatch.setattr(GroupLayout, "_check", _take_dtype)  # refuses the meta device
+    monkeypatch.setattr(torch, "_fused_sgd_", lambda *_, **__: None)  # unknown there
+    cls, options, dtype = KINDS[kind]
+    params = [nn.Parameter(p.detach().to(DEVICE)) for p in parameters(dtype, ELSEWHERE)]
+    optimizer = cls(params, lr=0.1, **{**options, "skip_nonfinite": False})
+    for step in range(4):
+        optimizer.skip_nonfinite = options.get("skip_nonfinite", step > 0)
+        for p in params:
+            p.grad = torch.empty_like(p)
+        asked = ({}, {"clip": 1.0}, {"clip": 1.0, "grad_scale": torch.ones((), device=DEVICE)}, {"grad_scale": 8.0})
+        with NoWaits():
+            optimizer.step(**asked[step])
+
+
+def _take_dtype(layout: GroupLayout, index: int, grad: torch.Tensor) -> None:
+    layout.dtypes[index] = grad.dtype
+    layout.changes += 1
+
+
+@pytest.mark.parametrize("kind", ["adamw", "momentum"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["norm", "GradScaler"])
+def test_a_device_decides_for_itself(kind: str, scaled: bool) -> None:
+    """As the host does, which reads what was decided when it is asked for."""
+    cls, options, dtype = KINDS[kind]
+    mine, its = parameters(dtype, ELSEWHERE), parameters(dtype, ELSEWHERE)
+    optimizer, other = cls(mine, lr=0.1, **options), cls(its, lr=0.1, **options)
+    for step in range(6):
+        bad = step in (2, 4)
+        give_gradients(mine, step, 8.0)
+        mine[0].grad[0, 0] = math.nan if bad else 1.0
+        if scaled:
+            optimizer.found_inf, optimizer.grad_scale = torch.tensor(float(bad)), torch.tensor(8.0)
+        with Unread() if step else contextlib.nullcontext():
+            optimizer.step(clip=0.5, grad_scale=None if scaled else 8.0)
+        assert math.isfinite(optimizer.grad_norm) is not bad
+        if not bad:
+            give_gradients(its, step)
+            its[0].grad[0, 0] = 1.0 / 8.0
+            other.step(clip=0.5)
+            assert optimizer.grad_norm == pytest.approx(other.grad_norm)
+    assert_close(mine, its)
+    assert optimizer.skipped == 2
+    assert copy.deepcopy(optimizer).skipped == 2
 
 
 def test_moments_that_torch_cannot_keep() -> None:

@@ -1,6 +1,6 @@
 """What one step does beside the update: unscale, clip, skip, tell autograd, refuse.
 
-Tests ``optim/clip.py``, ``optim/host.py`` and ``optim/update.py``.
+Tests ``optim/clip.py``, ``optim/factor.py``, ``optim/host.py`` and ``optim/update.py``.
 """
 
 from __future__ import annotations
@@ -11,14 +11,19 @@ import warnings
 
 import pytest
 import torch
+from graphs import fake_world
 from optim.training import assert_close, give_gradients, parameters, train
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+from waits import DEVICE, NoWaits
 
 import zerograph
 import zerograph.optim as native
 from zerograph import _core
 from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.optim import host
+from zerograph.runtime.torch_private import as_dtensor
 
 
 @pytest.mark.parametrize("scale", [None, 1024.0, torch.tensor(1024.0)], ids=str)
@@ -193,6 +198,22 @@ def test_clip_grad_norm(norm_type: float, dtype: torch.dtype) -> None:
     torch.testing.assert_close(ours, theirs.to(ours.dtype), rtol=1e-2 if dtype == torch.bfloat16 else 1e-6, atol=0)
     tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-6
     assert_close([p.grad for p in mine if p.numel()], [p.grad for p in its], tolerance, tolerance)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, math.inf])
+@pytest.mark.parametrize("world", [1, 2])
+def test_clipping_waits_for_no_device(world: int, norm_type: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whole gradients, and of those that are split over ranks; of two dtypes, and empty ones."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)  # the meta device has none
+    params = [nn.Parameter(p.to(DEVICE)) for p in (*parameters(), *parameters(torch.bfloat16))]
+    with fake_world(0, 2):
+        mesh = DeviceMesh("cpu", [0, 1])
+        if world == 2:
+            params = [nn.Parameter(as_dtensor(p.detach(), mesh, [Shard(0)], p.shape, p.stride())) for p in params]
+        for p in params:
+            p.grad = p.detach()
+        with NoWaits():
+            assert zerograph.clip_grad_norm_(params, 0.5, norm_type).device == DEVICE
 
 
 def test_a_step_beside_python() -> None:

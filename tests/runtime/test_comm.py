@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import os
+import weakref
 import zlib
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -142,6 +147,88 @@ def test_a_transport_that_is_none(group: dist.ProcessGroup, monkeypatch: pytest.
         ConfigError, match=r"(?s)ZEROGRAPH_TRANSPORT='pigeon' names no transport.*\"auto\" or \"group\""
     ):
         connect(group, CPU)
+
+
+class Landing:
+    """A collective of NCCL: waiting lets the stream wait, and only then may its memory be used for something else."""
+
+    def __init__(self, work: dist.Work, memory: Tensor) -> None:
+        self.work, self.memory = work, weakref.ref(memory)
+
+    def wait(self) -> None:
+        assert self.memory() is not None
+        self.work.wait()
+        self.work = None
+
+
+def _given_up() -> None:
+    """As on NCCL: a bucket's gathers in one launch, and an error before they are waited for."""
+    comm = GroupCommunicator(dist.group.WORLD, CPU)
+    comm.coalesces = True
+    sharded = [p for p in PARAMS if p.sharded]
+    shards = [rows(p, values(p)) for p in sharded]
+    full = comm.finish_gather(comm.start_gather(sharded, shards))
+    assert all(torch.equal(f, values(p).to(f)) for p, f in zip(sharded, full, strict=True))
+    pending = comm.start_gather(sharded, shards)
+    (flight,) = pending.works
+    flight.work = landing = Landing(flight.work, pending.full.tensors[0])
+    comm.abort("an error")
+    assert landing.work is None and flight.work is None
+    del pending
+    assert landing.memory() is None, "nothing of the communicator's holds what was given up"
+    comm.abort("another one")
+
+
+def test_what_is_in_flight_on_a_stream_is_waited_for_after_an_error() -> None:
+    run(2, _given_up)
+
+
+class Splitting(dist.ProcessGroupGloo):
+    """What ProcessGroupNCCL does where groups are made: all ranks of a communicator split it."""
+
+    Options = SimpleNamespace
+    supports_splitting = True
+    made: ClassVar[list[Splitting]] = []  # Python's part of them lives no longer than they do here
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: SimpleNamespace) -> None:
+        super().__init__(store, rank, size, timedelta(seconds=5))
+        self.connected: torch.device | None = None
+        self.made.append(self)
+        if parent := getattr(options, "split_from", None):
+            parent.perform_nocolor_split(CPU)
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        self.barrier().wait()
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected = device
+
+    def name(self) -> str:
+        return "nccl"
+
+
+def _bound_to_devices(folder: str) -> None:
+    """``init_process_group("nccl", device_id=...)``, a mesh of ranks 0 and 1, and nothing more from rank 2."""
+    rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device("cuda", 0)
+    stores = [dist.FileStore(f"{folder}/{name}", world) for name in ("nccl", "gloo")]
+    dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_NCCL_AVAILABLE", True)
+        patch.setattr(dist.distributed_c10d, "ProcessGroupNCCL", Splitting, raising=False)
+        dist.init_process_group("nccl", store=stores[0], rank=rank, world_size=world)
+        dist.group.WORLD.bound_device_id = device
+        group = dist.new_group([0, 1])
+        if rank < 2:
+            comm = GroupCommunicator(group, device)
+            assert comm.reduce_group is not group and comm.reduce_group.size() == 2
+            assert Splitting.made[-1].connected == device, "the first reduction does not have to"
+            assert dist.group.WORLD.bound_device_id == device
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=stores[1], rank=rank, world_size=world)
+
+
+def test_the_group_of_reductions_is_made_by_its_own_ranks(tmp_path: Path) -> None:
+    run(3, _bound_to_devices, str(tmp_path))
 
 
 def test_without_a_meeting_nothing_is_compared(group: dist.ProcessGroup) -> None:

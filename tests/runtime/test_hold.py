@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from waits import Unread
 
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.step import Param
+from zerograph.runtime import hold
 from zerograph.runtime.comm import GroupCommunicator
 from zerograph.runtime.hold import GradientHold
 
@@ -61,9 +63,22 @@ class Read(torch.autograd.Function):
         return result, None, None, None
 
 
-@pytest.fixture
-def programs(group: dist.ProcessGroup) -> Programs:
+@pytest.fixture(params=["host", "device"])
+def programs(group: dist.ProcessGroup, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    """Of gradients that the host can look at, and of those that are read as a device's are."""
+    if request.param == "device":
+        monkeypatch.setattr(hold, "_is_read_at_once", lambda local: False)
     return Programs(group)
+
+
+def test_a_device_is_waited_for_once_in_a_backward(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hold, "_is_read_at_once", lambda local: False, raising=False)
+    programs = Programs(group)
+    for held, reads in ((True, 0), (True, 1), (False, 1), (False, 0)):
+        with Unread() as seen:
+            programs.backward("w", "v", by=1.0, held=held)
+        assert seen.stacked == reads
+    assert programs.grads("w") == programs.grads("v") == [4.0, 4.0]
 
 
 def test_what_is_held_comes_with_the_next_gradient(programs: Programs) -> None:

@@ -169,3 +169,16 @@ def test_a_count_that_is_gone_is_not_told() -> None:
     gc.collect()
     assert len(hooks) == before
     optimizer.step()
+
+
+def test_gradients_are_looked_at_only_where_something_stays_whole(
+    cache_of: Making, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device that waits for the last backward."""
+    asked: list[str] = []
+    monkeypatch.setattr(GradientHold, "open", property(lambda _: bool(asked.append("open"))))
+    for residency, times in (("use", 0), ("step", 1)):
+        cache, *_ = cache_of(residency)  # type: ignore[arg-type]
+        for _ in range(2):
+            gather(cache, "forward")
+        assert len(asked) == times

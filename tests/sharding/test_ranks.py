@@ -10,15 +10,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zerograph
 from zerograph.core.errors import ConfigError
-from zerograph.sharding.ranks import Ranks, expected, resolve_mesh
+from zerograph.sharding.ranks import Ranks, resolve_mesh, will_be_alone
 
 
 def _meshes() -> str:
     config = zerograph.backend(stage=3).config
     mesh = resolve_mesh(config, "cpu")
-    assert mesh is not None and mesh.size() == expected(config) == 2
+    assert mesh is not None and mesh.size() == 2 and not will_be_alone(config)
     first = zerograph.backend(stage=3, mesh=DeviceMesh("cpu", [0])).config
-    assert expected(first) == 1
+    assert will_be_alone(first)
     with pytest.raises(ConfigError, match="mesh is on 'cpu', the model on 'cuda'"):
         resolve_mesh(first, "cuda")
     if dist.get_rank() == 0:
@@ -35,6 +35,35 @@ def test_a_mesh_is_found_or_refused() -> None:
     assert first == "" and "rank 1 is not in the mesh, which has ranks [0]" in second
 
 
+def _beside_a_gpu() -> None:
+    config = zerograph.backend(stage=3).config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)  # where it is, torch's meshes over gloo make a group
+        for device in ("cpu", "cuda"):
+            mesh = resolve_mesh(config, device)
+            assert mesh is not None and mesh.device_type == device and mesh.size() == 2
+            assert mesh.get_group() is dist.group.WORLD
+
+
+def test_the_mesh_has_the_group_that_is_there() -> None:
+    run(2, _beside_a_gpu)
+
+
+def test_a_model_beside_the_current_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    config = zerograph.backend(stage=3).config
+    told = r"(?s)the model is on cuda:1, and the current device is cuda:0.*hint: .*torch\.cuda\.set_device\(1\)"
+    with pytest.raises(ConfigError, match=told):
+        Ranks.connect(config, torch.device("cuda", 1))
+    assert Ranks.connect(config, torch.device("cuda", 0)).size == 1
+
+
 def test_a_process_without_a_group_is_alone() -> None:
     config = zerograph.backend(stage=3).config
-    assert resolve_mesh(config, "cpu") is None and expected(config) == 1
+    assert resolve_mesh(config, "cpu") is None and will_be_alone(config)
+
+
+def test_a_process_without_a_group_cannot_keep_to_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROGRAPH_TRANSPORT", "group")
+    with pytest.raises(ConfigError, match=r"(?s)and there is none.*hint: torch\.distributed\.init_process_group"):
+        resolve_mesh(zerograph.backend(stage=3).config, "cpu")

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from zerograph.compiler.agreement import Agreement
 from zerograph.compiler.compilation import Plain
-from zerograph.compiler.room import Disk, disks, room_for_each
+from zerograph.compiler.room import Disk, disks, room_for_each, room_on
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.executable import Executable
@@ -106,7 +106,7 @@ class Planner:
         memory = config.memory
         # A GPU is this rank's alone; a CPU's memory is shared with other ranks, so that its part must be told.
         if memory is None and device.type == "cuda":
-            memory = torch.cuda.get_device_properties(device).total_memory
+            memory = room_on(device)
         if memory is None and config.searches:
             wish = 'stage="auto"' if config.stage == "auto" else 'offload="auto"'
             raise ConfigError(

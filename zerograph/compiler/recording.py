@@ -168,7 +168,8 @@ class Recording:
         updates = list[tuple[int, int]]()
         for event in events:
             start, end = event.start_ns(), event.start_ns() + event.duration_ns()
-            if match := LABEL.fullmatch(event.name()):
+            # Of a GPU kineto tells each label twice, once with the time that its kernels took.
+            if (match := LABEL.fullmatch(event.name())) and event.device_type() == DeviceType.CPU:
                 number, kind, index = int(match[1]), match[2], int(match[3])
                 if kind == "update":
                     updates.append((start, end))

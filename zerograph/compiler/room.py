@@ -1,4 +1,4 @@
-"""How much room there is on NVMe and in the host's memory for each of the ranks that share it."""
+"""How much room a rank has: on its device, and on NVMe and in the host's memory, which ranks share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import torch
 
 Disk = tuple[str, int]
 """What tells a file system, or the memory of a host, apart from those of other hosts, and bytes that are free on it."""
@@ -17,6 +19,12 @@ def memory_here() -> Disk:
     import psutil
 
     return f"{_host()} memory", psutil.virtual_memory().available
+
+
+def room_on(device: torch.device) -> int:
+    """Bytes of a GPU that this process may use: those that are free, and those that torch's allocator has, in which the
+    model lies. The context, communicators and other processes have the rest."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
 
 
 def disks(folders: Iterable[str]) -> list[Disk]:

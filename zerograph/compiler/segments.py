@@ -20,6 +20,7 @@ from zerograph.compiler.torch_private import (
     loaded_segment,
     prepare_kernels,
     stored_segment,
+    wants_cuda_graphs,
 )
 
 log = logging.getLogger(__name__)
@@ -40,10 +41,16 @@ class SegmentCache:
     preparing: bool = False
 
     def prepare(self, device: torch.device) -> None:
-        """Begin what the first kernel for a CPU needs, in a thread, so that tracing does not wait for it."""
+        """Begin what the first kernel for a CPU needs, in a thread, so that tracing does not wait for it. On a GPU say
+        what segments leave out."""
         self.preparing = self.compute == "inductor" and device.type == "cpu"
         if self.preparing:
             prepare_kernels()
+        if self.compute == "inductor" and device.type == "cuda" and wants_cuda_graphs():
+            log.warning(
+                "torch._inductor.config.triton.cudagraphs is on: what lies between collectives is compiled without "
+                "CUDA graphs, which would write over what programs still hold, and launches each kernel by itself"
+            )
 
     def get(self, body: Body, digest: str) -> Callee:
         """The callable for ``body``; compiled unless one of the same structure was."""

@@ -402,7 +402,7 @@ def stored_segment(callee: object) -> Any:
 def loaded_segment(stored: Any) -> Callable[[list[Any]], Sequence[Any]]:
     """The callable of what :func:`stored_segment` gave. Seen in 2.13."""
     with tracing(TracingContext(FakeTensorMode())):  # as it was compiled
-        settings = {"cudagraphs": BoxedBool(inductor_config.triton.cudagraphs), "is_backward": False}
+        settings = {"cudagraphs": BoxedBool(False), "is_backward": False}
         return stored.post_compile(stored.load([]), settings)  # type: ignore[no-any-return]
 
 
@@ -445,12 +445,19 @@ def never_fold(operator: Any) -> None:
 def compile_segment(gm: fx.GraphModule) -> Callable[[list[Any]], Sequence[Any]]:
     """``gm`` compiled by Inductor, without another round of AOTAutograd, as a function of a list that it may clear.
 
-    ``torch._inductor.compile`` would trace again. Seen in 2.11, 2.13.
+    ``torch._inductor.compile`` would trace again. It is no CUDA graph, whatever the user's settings: the outputs of one
+    lie in its own pool, and the next replay writes over them. Seen in 2.11, 2.13.
     """
     inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
     # Its own context: Dynamo's would check this segment's strides against the whole graph's outputs.
-    with tracing(TracingContext(fake_mode_of(inputs) or FakeTensorMode())):
+    context = TracingContext(fake_mode_of(inputs) or FakeTensorMode())
+    with tracing(context), inductor_config.patch({"triton.cudagraphs": False}):
         return compile_fx_inner(gm, inputs, is_inference=True)  # type: ignore[return-value]
+
+
+def wants_cuda_graphs() -> bool:
+    """Whether the user has told Inductor to make CUDA graphs. Seen in 2.11, 2.13."""
+    return bool(inductor_config.triton.cudagraphs)
 
 
 @contextmanager

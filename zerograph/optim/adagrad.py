@@ -79,6 +79,7 @@ class Adagrad(HostOptimizer, torch.optim.Adagrad):
         grads: list[Tensor],
         members: Sequence[Member],
         scale: Tensor | None,
+        nonfinite: Tensor | None,
     ) -> None:
         adagrad(
             [m.target for m in members],

@@ -11,6 +11,7 @@ from torch.optim.adam import adam
 
 from zerograph import _core
 from zerograph.core.errors import ConfigError
+from zerograph.optim.factor import Factor
 from zerograph.optim.host import HostOptimizer
 from zerograph.optim.parts import Member, Part
 from zerograph.runtime import kernels
@@ -18,6 +19,7 @@ from zerograph.runtime import kernels
 
 class _AdamUpdate(HostOptimizer):
     _counts_on_device = True
+    _skips_on_device = True
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class _AdamUpdate(HostOptimizer):
         return kernels.available(local.device) and {local.dtype, target}.issubset(kernels.DTYPES)
 
     def _update_by_kernel(
-        self, group: Mapping[str, Any], part: Part, grads: list[Tensor], members: Sequence[Member], factor: float
+        self, group: Mapping[str, Any], part: Part, grads: list[Tensor], members: Sequence[Member], factor: Factor
     ) -> None:
         from zerograph.runtime.kernels import adamw  # imports Triton
 
@@ -101,7 +103,7 @@ class _AdamUpdate(HostOptimizer):
             bool(group["decoupled_weight_decay"]),
             bool(group["maximize"]),
         )
-        adamw.update(tensors, rule, factor)
+        adamw.update(tensors, rule, factor.by, factor.nonfinite)
 
     def _update_on_device(
         self,
@@ -110,6 +112,7 @@ class _AdamUpdate(HostOptimizer):
         grads: list[Tensor],
         members: Sequence[Member],
         scale: Tensor | None,
+        nonfinite: Tensor | None,
     ) -> None:
         beta1, beta2 = group["betas"]
         adam(
@@ -121,6 +124,7 @@ class _AdamUpdate(HostOptimizer):
             [m.step for m in members if m.step is not None],
             fused=True,
             grad_scale=scale,
+            found_inf=nonfinite,
             amsgrad=group["amsgrad"],
             beta1=beta1,
             beta2=beta2,

@@ -96,24 +96,25 @@ def _norm_over_ranks(split: list[Tensor], whole: list[Tensor], p: float, group: 
         group: whose ranks sum up; None if nothing is split.
 
     Returns:
-        A 0-d tensor, of float64 where kernels of ours took the norm.
+        A 0-d tensor where the gradients are, of float64 where kernels of ours took the norm.
     """
     # Powers, not norms, add up over ranks.
-    power = power_sum(split, p)
+    powers = []
     if split:
+        powers.append(power_sum(split, p))
         op = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
-        dist.all_reduce(power, op=op, group=group)
-    power = power.to(whole[0].device) if whole and not split else power
-    other = power_sum(whole, p).to(power.device)
-    precision = torch.promote_types(power.dtype, other.dtype)
-    both = torch.stack([power.to(precision), other.to(precision)])
+        dist.all_reduce(powers[0], op=op, group=group)
+    if whole:
+        powers.append(power_sum(whole, p))
+    if not powers:
+        return torch.zeros(())
+    precision = functools.reduce(torch.promote_types, {power.dtype for power in powers})
+    both = torch.stack([power.to(powers[0].device, precision) for power in powers])
     return both.max() if math.isinf(p) else both.sum() ** (1.0 / p)
 
 
 def power_sum(grads: list[Tensor], p: float) -> Tensor:
-    """Sum of ``|g|**p`` over all elements, or their largest absolute value."""
-    if not grads:
-        return torch.zeros(())
+    """Sum of ``|g|**p`` over all elements of some ``grads``, or their largest absolute value."""
     if p == 2.0 and on_host(grads):
         dense = [g if is_dense(g) else g.contiguous() for g in grads]
         return torch.tensor(sum_of(_core.squares(pieces(dense))), dtype=torch.float64)
@@ -130,12 +131,15 @@ def power_sums(tensors: list[Tensor], p: float) -> Tensor:
     if p == 2.0 and on_host(tensors):
         dense = [t if is_dense(t) else t.contiguous() for t in tensors]
         return torch.tensor([sum_of(_core.squares(pieces([t]))) for t in dense], dtype=torch.float64)
-    device = tensors[0].device
-    norms = torch.zeros(len(tensors), device=device, dtype=_precision(tensors))
+    # In a list: an index of places would have to come from the host.
+    found = [torch.zeros((), device=tensors[0].device, dtype=_precision(tensors))] * len(tensors)
     for places in _by_kind(tensors):
         filled = [i for i in places if tensors[i].numel()]
         if filled:
-            norms[filled] = torch.stack(torch._foreach_norm([tensors[i].reshape(-1) for i in filled], p)).to(norms)
+            norms = torch.stack(torch._foreach_norm([tensors[i].reshape(-1) for i in filled], p)).to(found[0])
+            for i, norm in zip(filled, norms.unbind(), strict=True):
+                found[i] = norm
+    norms = torch.stack(found)
     return norms if math.isinf(p) else norms**p
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from zerograph.core.errors import ConfigError, ZeroGraphError
+from zerograph.optim.factor import Factor
 from zerograph.optim.parts import Row
 from zerograph.optim.tensors import GroupLayout
 from zerograph.optim.torch_private import tell_failed_step
@@ -42,13 +43,13 @@ class Owner(Protocol):
     def layout(self, key: tuple[int, ...], group: Mapping[str, Any], params: Sequence[Tensor]) -> GroupLayout:
         """Of some ``params`` of a group, kept under ``key``."""
 
-    def factor(self, rows: Sequence[Row], grad_scale: float | Tensor | None, clip: float | None) -> float | None:
+    def factor(self, rows: Sequence[Row], grad_scale: float | Tensor | None, clip: float | None) -> Factor | None:
         """What gradients are multiplied by; None to skip the step."""
 
     def start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
         """Begin an ordinary step."""
 
-    def update(self, rows: Sequence[Row], factor: float, arrival: Arrival | None = None) -> PendingUpdate:
+    def update(self, rows: Sequence[Row], factor: Factor, arrival: Arrival | None = None) -> PendingUpdate:
         """Begin to update."""
 
     def leave_half_done(self, why: str) -> None:
@@ -67,7 +68,7 @@ class DelayedSteps:
     def __init__(self, optimizer: Owner) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._background = Background("zerograph-delayed")
-        self._pending: tuple[PendingUpdate, list[Row], float] | None = None  # beside, behind it, their factor
+        self._pending: tuple[PendingUpdate, list[Row], Factor] | None = None  # beside, behind it, their factor
         self._versions: list[tuple[int, int]] = []
         self.changing: list[Tensor] = []
         delayed.follow(self)

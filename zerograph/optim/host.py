@@ -26,6 +26,7 @@ from zerograph.core import slots
 from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.optim.clip import power_sum
 from zerograph.optim.delayed import DelayedSteps
+from zerograph.optim.factor import Asked, Factor
 from zerograph.optim.lifted import Lifted
 from zerograph.optim.overlap import EarlySteps
 from zerograph.optim.parts import GroupParts, Member, Part, Row, parts_of
@@ -47,9 +48,6 @@ class HostOptimizer(Optimizer):
     """Base of the native optimizers, mixed into torch's own ones, whose groups and state dicts they have.
 
     Attributes:
-        skipped: how many steps were skipped because a gradient was not finite.
-        grad_norm: norm of all gradients, unscaled and before clipping, in the last step that took it (one with ``clip``
-            or with ``skip_nonfinite``); the same on every rank.
         early: updates inside of backwards; None without ``overlap``.
         late: updates that programs see a step later; None without ``delayed``.
         communicator, store, steps: of the backend whose sharded parameters these are, which sets them before each step.
@@ -59,6 +57,9 @@ class HostOptimizer(Optimizer):
     store: ShardStore | None = None
     steps: StepCount | None = None
     late: DelayedSteps | None = None
+
+    _skipped_there: Tensor | None  # on a device, and not read yet
+    _grad_norm: float | Tensor
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then sets grad_scale and found_inf on the optimizer
 
@@ -109,7 +110,8 @@ class HostOptimizer(Optimizer):
                 "warmup=40 beside delayed=True, or leave it out",
             )
         self.master, self.moments, self.skip_nonfinite, self.overlap = master, moments, skip_nonfinite, overlap
-        self.delayed, self.skipped, self.grad_norm = delayed, 0, math.nan
+        self.delayed = delayed
+        self._skipped, self._skipped_there, self._grad_norm = 0, None, math.nan
         super().__init__(params, **torchs)
         if delayed:
             self.defaults["warmup"] = warmup
@@ -127,6 +129,24 @@ class HostOptimizer(Optimizer):
         self.early = EarlySteps(self) if self.overlap else None
         self.late = DelayedSteps(self) if self.delayed else None
 
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped because a gradient was not finite. A device that decides is asked when you do."""
+        there, self._skipped_there = self._skipped_there, None
+        self._skipped += int(there) if there is not None else 0
+        return self._skipped
+
+    @skipped.setter
+    def skipped(self, steps: int) -> None:
+        self._skipped, self._skipped_there = steps, None
+
+    @property
+    def grad_norm(self) -> float:
+        """Norm of all gradients, unscaled and before clipping, in the last step that took it (one with ``clip`` or with
+        ``skip_nonfinite``); the same on every rank. A device that took it is asked when you do."""
+        self._grad_norm = float(self._grad_norm)
+        return self._grad_norm
+
     # What an algorithm says of itself.
 
     def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -143,17 +163,21 @@ class HostOptimizer(Optimizer):
         grads: list[Tensor],
         members: Sequence[Member],
         scale: Tensor | None,
+        nonfinite: Tensor | None,
     ) -> None:
         """Update the targets of ``members`` by torch; gradients are to be divided by ``scale``: torch's fused kernels
-        do that themselves, for others there is :func:`unscaled`."""
+        do that themselves, for others there is :func:`unscaled`. Where ``nonfinite`` is not 0 nothing changes."""
         raise NotImplementedError
+
+    _skips_on_device = False
+    """Whether the above takes ``nonfinite``."""
 
     def _has_kernel_for(self, local: Tensor, target: torch.dtype) -> bool:
         """Whether a kernel of ours updates ``local``, which lies on a device, or its master, of dtype ``target``."""
         return False
 
     def _update_by_kernel(
-        self, group: Mapping[str, Any], part: Part, grads: list[Tensor], members: Sequence[Member], factor: float
+        self, group: Mapping[str, Any], part: Part, grads: list[Tensor], members: Sequence[Member], factor: Factor
     ) -> None:
         """The same by that kernel, of gradients in their own dtype, multiplied by ``factor``. Parameters that follow
         from masters are written too."""
@@ -286,28 +310,48 @@ class HostOptimizer(Optimizer):
         rows: Sequence[Row],
         grad_scale: float | Tensor | None,
         clip: float | None,
-    ) -> float | None:
+    ) -> Factor | None:
         """What gradients are multiplied by; None to skip the step."""
-        found_inf = self.__dict__.get("found_inf")  # set by GradScaler, which has looked at all gradients of all ranks
-        if found_inf is not None and float(found_inf):
+        scales = [s for s in (self.__dict__.get("grad_scale"), grad_scale) if s is not None]
+        asked = Asked(scales, clip, self.skip_nonfinite, self.__dict__.get("found_inf"))  # the latter by GradScaler
+        if self._decides_there(rows, asked):
+            return self._factor_there(rows, asked)
+        if asked.found_inf is not None and float(asked.found_inf):
             return None
-        scale = math.prod(float(s) for s in (self.__dict__.get("grad_scale"), grad_scale) if s is not None)
-        if not scale:
-            raise ConfigError("grad_scale=0: gradients cannot be divided by it", "give what the loss was multiplied by")
-        if clip is not None and not clip > 0:
-            raise ConfigError(
-                f"clip={clip}: the largest norm allowed must be positive", "clip=1.0, or leave it out to scale nothing"
-            )
-        if clip is None and (found_inf is not None or not self.skip_nonfinite):
-            return 1.0 / scale
-        self.grad_norm = norm = self._norm(rows) / scale
-        if self.skip_nonfinite and not math.isfinite(norm):
-            return None
-        ratio = clip / (norm + 1e-6) if clip is not None else 1.0
-        return (1.0 if ratio > 1.0 else ratio) / scale  # a norm that is not a number stays one
+        scale = float(asked.scale())
+        if not asked.takes_norm:
+            return Factor(1.0 / scale)
+        split, whole = self._sums_of_squares(rows)
+        self._grad_norm = norm = math.sqrt(float(split) + float(whole)) / scale
+        return asked.decided(norm, scale)
 
-    def _norm(self, rows: Sequence[Row]) -> float:
-        """Norm of all gradients of all ranks, in one pass over this rank's and one scalar reduction."""
+    def _decides_there(self, rows: Sequence[Row], asked: Asked) -> bool:
+        """Whether a device has all that is updated, and can skip the update: it is then not waited for. First steps,
+        which make states, are decided on the host."""
+        devices = set[torch.device]().union(*(row.layout.devices for row in rows))
+        known = [self._plans.get(row.key) for row in rows]
+        return (
+            len(devices) == 1
+            and all(row.layout.is_elsewhere for row in rows)
+            and all(p is not None and p.is_settled(r.layout, r.grads) for p, r in zip(known, rows, strict=True))
+            and (self._skips_on_device or not asked.may_skip)
+            and (asked.found_inf is None or asked.found_inf.device in devices)
+        )
+
+    def _factor_there(self, rows: Sequence[Row], asked: Asked) -> Factor:
+        scale, norm = asked.scale(there=True), None
+        if asked.takes_norm:
+            split, whole = self._sums_of_squares(rows)
+            self._grad_norm = norm = (split + whole).sqrt() / scale
+        factor = asked.decided_there(norm, scale)
+        if factor.nonfinite is not None:
+            before = self._skipped_there
+            self._skipped_there = factor.nonfinite if before is None else before + factor.nonfinite
+        return factor
+
+    def _sums_of_squares(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
+        """Of the gradients of all ranks that are split, and of those that are whole, in one pass over this rank's and
+        one scalar reduction."""
         layouts = [row.layout for row in rows]
         groups = frozenset[ProcessGroup]().union(*(layout.process_groups for layout in layouts))
         if len(groups) > 1:
@@ -318,13 +362,14 @@ class HostOptimizer(Optimizer):
         split, whole = (self._squares(rows, split) for split in (True, False))
         for group in groups:
             where = next(t.device for layout in layouts for t, s in zip(layout.locals, layout.split, strict=True) if s)
-            # To the device over which its group communicates.
-            split, ranks = split.to(where), self.communicator()
+            # To the device over which its group communicates; a number of the host's is none to wait for.
+            split = torch.full_like(split, float(split), device=where) if split.is_cpu else split.to(where)
+            ranks = self.communicator()
             if ranks is not None:
                 split = sum_over_ranks(ranks, split, f"update by {type(self).__name__}")
             else:
                 dist.all_reduce(split, group=group)
-        return math.sqrt(float(split) + float(whole))
+        return split, whole
 
     def _squares(self, rows: Sequence[Row], split: bool) -> Tensor:
         """Sum of squares of this rank's gradients, those that are split or those that are whole."""
@@ -338,7 +383,7 @@ class HostOptimizer(Optimizer):
         elsewhere = [grad for row in rows for grad in row.layout.elsewhere(row.grads, split)]
         return power_sum(elsewhere, 2.0).double() + total if elsewhere else total
 
-    def update(self, rows: Sequence[Row], factor: float, arrival: Arrival | None = None) -> PendingUpdate:
+    def update(self, rows: Sequence[Row], factor: Factor, arrival: Arrival | None = None) -> PendingUpdate:
         """Begin to update; where there is an ``arrival``, gradients are read after it, by what waits."""
         # By identity: whoever replaced a parameter's dict has replaced tensors whose addresses kernels hold.
         states = set(map(id, self.state.values()))
@@ -363,15 +408,16 @@ class HostOptimizer(Optimizer):
             _tell_target()
         streams = []
         if stored and self.store is not None:
-            streams.append(self._streamed(self.store, stored, apart, factor))
+            streams.append(self._streamed(self.store, stored, apart, factor.number))
         if lifted and self.store is not None:
             passing = Lifted(self, self.store, [part for part, _, _ in lifted], slots.SLOT)
             rules, theirs = [rule for _, rule, _ in lifted], [own for _, _, own in lifted]
-            streams.append(functools.partial(passing.run, rules, theirs, factor))
+            streams.append(functools.partial(passing.run, rules, theirs, factor.number))
         if arrival is not None:
-            streams = [functools.partial(_update_arrived, arrival, calls, factor, streams)]
+            streams = [functools.partial(_update_arrived, arrival, calls, factor.number, streams)]
             return PendingUpdate(None, touched, streams, self._tell_updated)
-        return PendingUpdate(_core.update(calls, factor) if calls else None, touched, streams, self._tell_updated)
+        ticket = _core.update(calls, factor.number) if calls else None
+        return PendingUpdate(ticket, touched, streams, self._tell_updated)
 
     def leave_half_done(self, why: str) -> None:
         """An update ended half done: nothing goes on before a checkpoint is loaded."""
@@ -391,7 +437,7 @@ class HostOptimizer(Optimizer):
             self._streams[key] = Stream(self, store, stored)
         return functools.partial(self._streams[key].run, [rule for rule, _ in apart], [own for _, own in apart], factor)
 
-    def _on_device(self, group: Mapping[str, Any], part: Part, grads: Gradients, factor: float) -> None:
+    def _on_device(self, group: Mapping[str, Any], part: Part, grads: Gradients, factor: Factor) -> None:
         pairs = [(m, g) for m, g in zip(part.members, grads.tensors, strict=True) if g is not None]
         if not pairs:
             return
@@ -400,9 +446,7 @@ class HostOptimizer(Optimizer):
             self._update_by_kernel(group, part, present, members, factor)
             return
         present = [g.to(m.target.dtype) for m, g in pairs]
-        # torch's kernels divide by a scale, ours multiply by a factor.
-        scale = torch.tensor(1.0 / factor if factor else math.inf, device=present[0].device) if factor != 1.0 else None
-        self._update_on_device(group, part, present, members, scale)
+        self._update_on_device(group, part, present, members, factor.divisor(present[0].device), factor.nonfinite)
         if part.mastered:
             torch._foreach_copy_([m.local for m in members], [m.target for m in members])
 
@@ -538,8 +582,9 @@ class HostOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self.settle()
-        kept = ("master", "moments", "skip_nonfinite", "overlap", "delayed", "skipped", "grad_norm")
-        return super().__getstate__() | {name: getattr(self, name) for name in kept}
+        kept = ("master", "moments", "skip_nonfinite", "overlap", "delayed")
+        read = {"_skipped": self.skipped, "_skipped_there": None, "_grad_norm": self.grad_norm}
+        return super().__getstate__() | {name: getattr(self, name) for name in kept} | read
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -594,7 +639,7 @@ def _counter(value: Any, device: torch.device) -> Tensor:
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if not isinstance(value, Tensor):
-        return torch.tensor(float(value), dtype=torch.float32, device=device)
+        return torch.full((), float(value), dtype=torch.float32, device=device)
     value = value.to(device, torch.float32)
     return value if value.ndim == 0 else value.reshape(())
 

@@ -83,6 +83,7 @@ class Lion(HostOptimizer):
         grads: list[Tensor],
         members: Sequence[Member],
         scale: Tensor | None,
+        nonfinite: Tensor | None,
     ) -> None:
         targets, moments = [m.target for m in members], [m.states[0] for m in members]
         (beta1, beta2), lr = group["betas"], float(group["lr"])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zerograph.core.errors import ConfigError, ZeroGraphError
+from zerograph.optim.factor import Factor
 from zerograph.optim.parts import Row
 from zerograph.optim.tensors import GroupLayout
 from zerograph.optim.torch_private import tell_failed_step
@@ -32,7 +33,7 @@ class Owner(Protocol):
     def layout(self, key: tuple[int, ...], group: Mapping[str, Any], params: Sequence[Tensor]) -> GroupLayout:
         """Of some ``params`` of a group, kept under ``key``."""
 
-    def update(self, rows: Sequence[Row], factor: float, arrival: Arrival | None = None) -> PendingUpdate:
+    def update(self, rows: Sequence[Row], factor: Factor, arrival: Arrival | None = None) -> PendingUpdate:
         """Begin to update."""
 
     def leave_half_done(self, why: str) -> None:
@@ -107,7 +108,7 @@ class EarlySteps:
             key = (index, *map(id, params))
             layout = opt.layout(key, group, params)
             rows.append(Row(key, group, layout, layout.gradients_of([grad for _, grad in pairs])))
-        pending = opt.update(rows, 1.0, arrival)
+        pending = opt.update(rows, Factor(), arrival)
         # It has begun: whatever fails from here on, these are updated.
         self._under_way.append(pending)
         self.updated.update(id(param) for param, _ in grads)

@@ -90,7 +90,7 @@ class Part:
         for m in self.members:
             # Only where they differ: a master has more digits than its parameter, which an untouched element must keep.
             changed = m.target.to(m.local.dtype) != m.local
-            if changed.any():
+            if not uses_kernels(m.local) or changed.any():  # a device is not waited for
                 m.target.copy_(torch.where(changed, m.local.to(m.target.dtype), m.target))
 
     def updated(self, grads: Gradients) -> Sequence[Tensor]:
@@ -162,6 +162,10 @@ class GroupParts:
             and _same(self._values, _values(self._dicts))
             and _addresses(self._locals) == self._addresses
         )
+
+    def is_settled(self, layout: GroupLayout, grads: Gradients) -> bool:
+        """Whether they have all that has a gradient, and none is updated for the first time."""
+        return self.layout is layout and self._covers(grads) and not any(any(part.fresh) for part in self.parts)
 
     def members_of(self, layout: GroupLayout, state: Mapping[Tensor, Any]) -> set[int]:
         """Those who may stay while they have no gradient: who has one may change from step to step."""

@@ -22,6 +22,7 @@ class SGD(HostOptimizer, torch.optim.SGD):
 
     _counts = False
     _starts_from_gradient = True
+    _skips_on_device = True
 
     def __init__(
         self,
@@ -75,6 +76,7 @@ class SGD(HostOptimizer, torch.optim.SGD):
         grads: list[Tensor],
         members: Sequence[Member],
         scale: Tensor | None,
+        nonfinite: Tensor | None,
     ) -> None:
         first = {id(m) for m, fresh in zip(part.members, part.fresh, strict=False) if fresh}
         # The fused kernel takes all tensors of a call as first ones, or none.
@@ -93,4 +95,5 @@ class SGD(HostOptimizer, torch.optim.SGD):
                     maximize=group["maximize"],
                     is_first_step=is_first,
                     grad_scale=scale,
+                    found_inf=nonfinite,
                 )

@@ -153,6 +153,16 @@ class GroupLayout:
         rows = zip(grads.tensors, self.split, self._where, strict=True)
         return [g for g, s, where in rows if g is not None and where is None and s is split]
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether no parameter is on the host."""
+        return self._kinds == {None}
+
+    @functools.cached_property
+    def devices(self) -> frozenset[torch.device]:
+        """Where this rank's parts are."""
+        return frozenset(t.device for t in self.locals)
+
     @functools.cached_property
     def process_groups(self) -> frozenset[ProcessGroup]:
         """The groups over whose ranks parameters are split, each along one dimension.

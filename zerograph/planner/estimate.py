@@ -20,7 +20,9 @@ from zerograph.planner.training import Training
 
 TILES = (1, 8, 64)
 RESERVE = 0.06
-"""Share of every tier that is left alone: device context, workspaces and fragmentation; the system's own memory."""
+"""Share of every tier that is left alone. On a device: communicators and workspaces of libraries that are made during
+training, fragmentation, and what forecasts miss; the context too where the machine is only described. Elsewhere: the
+system's own memory."""
 
 
 @dataclass(frozen=True, slots=True)

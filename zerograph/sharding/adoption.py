@@ -25,7 +25,7 @@ from zerograph.sharding.host_parameters import homes_in, is_outward_there
 from zerograph.sharding.model_copies import await_updates, take_over
 from zerograph.sharding.optimizer_states import early_states
 from zerograph.sharding.parametrization import leave, other_names, shard_parameters
-from zerograph.sharding.ranks import Ranks, expected
+from zerograph.sharding.ranks import Ranks, will_be_alone
 from zerograph.sharding.torch_private import Retrace, errors_reach_users, ignore_shard_aliasing
 
 log = logging.getLogger(__name__)
@@ -106,13 +106,13 @@ class Adoption:
     def shard(self, roots: Sequence[nn.Module], device: torch.device) -> bool:
         """Shard the parameters of ``roots`` in place; returns whether there was anything to do.
 
-        At world size 1 without a compute dtype or offload there is not: the model stays as it is.
+        On a lone rank without a compute dtype or offload there is not: the model stays as it is.
         """
         if self.ranks is None:
             self.ranks = self._connect(device)
             self.reads = self._new_reads(self.ranks)
         ranks = self.ranks
-        if ranks.size == 1 and self._config.dtype is None and not self._config.offloads:
+        if ranks.mesh is None and self._config.dtype is None and not self._config.offloads:
             return False
         before = tuple(p for root in roots for p in root.parameters())  # not a list: those are rewritten
         objects = adopt.live(nn.Module, Optimizer)
@@ -160,13 +160,13 @@ class Adoption:
 
     def skipped(self, backend: object) -> list[nn.Parameter]:
         """Parameters of models given to ``backend`` that nothing has sharded."""
-        if expected(self._config) == 1:
+        if will_be_alone(self._config):
             return []
         return [p for m in adopt.modules_given_to(backend) for p in m.parameters() if id(p) not in self.known]
 
     def _refuse_first_call(self) -> None:
         """Dynamo would keep the plain code for calls outside; on one rank that is all there is."""
-        if not self.params and expected(self._config) > 1:
+        if not self.params and not will_be_alone(self._config):
             raise ShardingError(
                 "the first call of a compiled model is inside zerograph.gathered(), where parameters are plain",
                 "call it once outside before, or zerograph.shard(model, backend)",
@@ -174,7 +174,7 @@ class Adoption:
 
     def _refuse_foreign(self, params: Sequence[nn.Parameter]) -> None:
         """Parameters of no module on the call's path would train unsynchronized."""
-        if self.ranks is not None and self.ranks.size > 1:
+        if self.ranks is not None and self.ranks.mesh is not None:
             raise UnsupportedError(
                 f"the compiled code reads {len(params)} parameter(s) of no module that ZeroGraph can find, "
                 f"the first of shape {list(params[0].shape)}",

@@ -41,7 +41,7 @@ def _described(value: Any) -> str:
 
 def share_states(states: Mapping[str, Any], mesh: DeviceMesh | None) -> None:
     """Rank 0's values into the tensors of all ranks, which have compared the keys. Collective."""
-    if mesh is None or mesh.size() == 1:
+    if mesh is None:
         return
     for value in states.values():
         if isinstance(value, Tensor) and not value.is_meta:

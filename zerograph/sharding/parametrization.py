@@ -57,7 +57,7 @@ def shard_parameters(
         UnsupportedError: a parameter that cannot be sharded, before anything was changed.
     """
     mesh = ranks.mesh
-    refuse_modules(roots, several_ranks=mesh is not None and mesh.size() > 1)
+    refuse_modules(roots, several_ranks=mesh is not None)
     named, places = _owned(roots, taken)
     # Everything that may be refused comes before the first change: a model is sharded wholly or not at all.
     _make_classes(roots, places)
@@ -187,7 +187,7 @@ def _take_marks(new: nn.Parameter, old: nn.Parameter) -> None:
 
 def _convert_grad(grad: Tensor, new: nn.Parameter, mesh: DeviceMesh | None) -> Tensor:
     """A gradient from before sharding: averaged over ranks, then split like its parameter."""
-    if mesh is None or mesh.size() == 1:
+    if mesh is None:
         return grad.to(new.device)
     grad = grad.detach().clone()
     if not grad.is_meta:
@@ -205,7 +205,7 @@ def convert_state(value: Any, param: nn.Parameter) -> Any:
 
 def _share_buffers(roots: Sequence[nn.Module], mesh: DeviceMesh | None) -> None:
     """Start all ranks from rank 0's buffers, as DistributedDataParallel does."""
-    if mesh is None or mesh.size() == 1:
+    if mesh is None:
         return
     group = mesh.get_group()
     for buffer in dict.fromkeys(b for root in roots for b in root.buffers()):
@@ -237,16 +237,16 @@ def spec_of(param: Tensor, name: str, config: Config, mesh: DeviceMesh | None) -
         reduce_dtype = default_reduce_dtype(dtype)
     world = mesh.size() if mesh is not None else 1
     # One rank gathers what lives off the device from there.
-    splits = config.sharding > 0 and (world > 1 or config.offloads)
+    splits = config.sharding > 0 and (mesh is not None or config.offloads)
     sharded = splits and param.ndim > 0 and param.shape[0] >= world
-    group = mesh.get_group().group_name if mesh is not None and world > 1 else ""
+    group = mesh.get_group().group_name if mesh is not None else ""
     return ShardSpec(name, group, dtype, reduce_dtype if floating else dtype, sharded)
 
 
 def distribute(value: Tensor, spec: ShardSpec, mesh: DeviceMesh | None, stage: int = 3) -> Tensor:
-    """``value`` as the outward parameter, with rank 0's values: a DTensor; plain at stage 0 and world size 1."""
+    """``value`` as the outward parameter, with rank 0's values: a DTensor; plain at stage 0 and on a lone rank."""
     value = value.detach().contiguous()
-    if mesh is None or mesh.size() == 1:
+    if mesh is None:
         return value
     placement = Shard(0) if spec.sharded else Replicate()
     if stage == 0:

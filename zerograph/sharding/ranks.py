@@ -11,11 +11,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerograph.compiler.agreement import Agreement
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError
-from zerograph.runtime.comm import Communicator, LoneCommunicator, connect
+from zerograph.runtime.comm import Communicator, LoneCommunicator, connect, keeps_to_group
 from zerograph.runtime.host import AcceleratorHost, HostMemory
 from zerograph.runtime.torch_private import reach_host
 from zerograph.sharding.adopt import one_mesh
 from zerograph.sharding.grad_scaler import find_inf_on_all_ranks
+from zerograph.sharding.shards import default_group
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +26,7 @@ class Ranks:
     Attributes:
         device: where this rank's shards live.
         size: how many ranks there are.
-        mesh: the mesh of them; None without a process group.
+        mesh: the mesh of them; None where one rank communicates with nobody.
         communicator: the transport; None before there is a model.
         agreement: how they agree on what they compile; None where there is one rank, and where ranks are simulated.
         host: of an accelerator, for what leaves it; None where nothing does, and on a CPU.
@@ -40,11 +41,16 @@ class Ranks:
 
     @classmethod
     def connect(cls, config: Config, device: torch.device) -> Ranks:
-        """Find the mesh and connect to the other ranks, who all call this."""
+        """Find the mesh and connect to the other ranks, who all call this.
+
+        Raises:
+            ConfigError: the mesh lies on another device type than the model, or the model beside the current device.
+        """
+        _refuse_beside_current(device)
         mesh = resolve_mesh(config, device.type)
         host = AcceleratorHost(device) if "host" in config.away and device.type != "cpu" else None
-        if mesh is None or mesh.size() == 1:
-            return cls(device, mesh=mesh, communicator=LoneCommunicator(), host=host)
+        if mesh is None:
+            return cls(device, communicator=LoneCommunicator(), host=host)
         group = mesh.get_group()
         if host is not None:
             reach_host(group)
@@ -54,19 +60,37 @@ class Ranks:
         return cls(device, mesh.size(), mesh, communicator, agreement, host)
 
 
-def expected(config: Config) -> int:
-    """How many ranks there will be, known before they are connected."""
-    if config.mesh is not None:
-        return config.mesh.size()
-    return dist.get_world_size() if dist.is_initialized() else 1
+def _refuse_beside_current(device: torch.device) -> None:
+    """Streams, events and collectives are those of the current device, whatever device a tensor is on."""
+    if device.type == "cpu":
+        return
+    current = torch.accelerator.current_device_index()
+    if device.index != current:
+        raise ConfigError(
+            f"the model is on {device}, and the current device is {device.type}:{current}",
+            f"torch.{device.type}.set_device({device.index}) before the model is made; under torchrun "
+            f'torch.{device.type}.set_device(int(os.environ["LOCAL_RANK"]))',
+        )
+
+
+def will_be_alone(config: Config) -> bool:
+    """Whether one rank will communicate with nobody, known before ranks are connected."""
+    group = config.mesh if config.mesh is not None else default_group()
+    return group is None or (group.size() == 1 and not keeps_to_group())
 
 
 def resolve_mesh(config: Config, device_type: str) -> DeviceMesh | None:
-    """The mesh to shard over: the user's, or a 1-D one over the default process group; None without any group.
+    """The mesh to shard over: the user's, or a 1-D one over the default process group; None for one rank, unless it is
+    to keep to the process group.
 
     Raises:
-        ConfigError: the mesh lies on another device type than the model.
+        ConfigError: the mesh lies on another device type than the model, or there is no group to keep to.
     """
+    if default_group() is None and keeps_to_group():
+        raise ConfigError(
+            "ZEROGRAPH_TRANSPORT='group' keeps to a process group, and there is none",
+            "torch.distributed.init_process_group() first, under torchrun --nproc-per-node 1 too; or unset it",
+        )
     if config.mesh is not None:
         if config.mesh.device_type != device_type:
             raise ConfigError(
@@ -78,7 +102,9 @@ def resolve_mesh(config: Config, device_type: str) -> DeviceMesh | None:
                 f"rank {dist.get_rank()} is not in the mesh, which has ranks {config.mesh.mesh.flatten().tolist()}",
                 "run the model only on ranks of its mesh, or make a mesh of all ranks",
             )
-        return one_mesh(config.mesh)
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None if will_be_alone(config) else one_mesh(config.mesh)
+    group = default_group()
+    if group is None or will_be_alone(config):
         return None
-    return one_mesh(dist.device_mesh.init_device_mesh(device_type, (dist.get_world_size(),)))
+    # Not init_device_mesh, which makes another group where the default one is gloo's and there is a GPU.
+    return one_mesh(DeviceMesh.from_group(group, device_type))

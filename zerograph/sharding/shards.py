@@ -23,6 +23,11 @@ def group_of(model: nn.Module) -> dist.ProcessGroup | None:
         for spec in module.__dict__.get("_zg_specs", {}).values():
             if spec.group:
                 return resolve_group(spec.group)
+    return default_group()
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """All ranks of the job; None in a lone process."""
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 

@@ -25,7 +25,7 @@ def _as_on_a_gpu() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "available", lambda device: True)
-        for module in ("tensors", "parts", "host"):
+        for module in ("tensors", "parts", "host", "factor"):
             patch.setattr(f"zerograph.optim.{module}.uses_kernels", lambda local: False)
         patch.setattr("zerograph.optim.adam.adam", None)  # torch's, which is not to be called
         patch.setattr(torch, "_foreach_norm", None)
@@ -74,6 +74,31 @@ UPDATES = [
 @pytest.mark.parametrize("name", UPDATES)
 def test_an_update_is_that_of_the_host(interpreted: Callable[..., Any], name: str) -> None:
     interpreted(_updates, name)
+
+
+def _skips() -> None:
+    from optim.training import assert_close, give_gradients, parameters
+
+    import zerograph.optim as native
+
+    ends = []
+    for context in (contextlib.nullcontext(), _as_on_a_gpu()):
+        params = parameters()
+        optimizer = native.AdamW(params, lr=0.1)
+        with context:
+            for step in range(5):
+                give_gradients(params, step)
+                if step == 2:
+                    params[1].grad[3] = float("nan")
+                optimizer.step(clip=1.0)
+        assert optimizer.skipped == 1
+        ends.append([*params, *(optimizer.state[p]["step"] for p in params)])
+    assert_close(*ends, 0, 0)
+    assert float(ends[0][-1]) == 4
+
+
+def test_a_step_that_a_gpu_skips_is_that_of_the_host(interpreted: Callable[..., Any]) -> None:
+    interpreted(_skips)
 
 
 def _norms() -> None:
