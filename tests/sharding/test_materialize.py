@@ -38,7 +38,7 @@ def _trains_like_the_plain_model(path: str, stage: int) -> None:
         optimizer = adamw(model) if optimizer_first else None
         zerograph.shard(model, compiled(model, stage))
         torch.manual_seed(0 if dist.get_rank() == 0 else 1)  # rank 0's generator decides
-        assert zerograph.materialize(model, files=files) is model
+        assert zerograph.materialize(model, files=files or None) is model
         if not files:
             model.norm.running_mean.copy_(values["norm.running_mean"])
         assert differing(full(model), values) == []
@@ -262,7 +262,7 @@ def _memory(path: str) -> tuple[int, int]:
         model = _meta(Deep)
         with PeakMemory() as peak, pytest.MonkeyPatch.context() as patch:
             patch.setattr(shard_files, "_read", _measured(shard_files._read, peak))
-            zerograph.materialize(model, files=files)
+            zerograph.materialize(model, files=files or None)
         del model
         peaks.append(peak.private if files else peak.bytes)
     return peaks[0], peaks[1]

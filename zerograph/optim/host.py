@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from zerograph import _core
 from zerograph.core import slots
+from zerograph.core.arguments import number, require, require_flag
 from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.optim.clip import power_sum
 from zerograph.optim.delayed import DelayedSteps
@@ -78,9 +79,12 @@ class HostOptimizer(Optimizer):
 
         Raises:
             ConfigError: ``master`` is neither None nor float32, ``moments`` neither float32 nor bfloat16;
-                ``overlap`` beside ``skip_nonfinite`` or ``delayed``; ``warmup`` is negative, or without ``delayed``.
+                ``overlap`` beside ``skip_nonfinite`` or ``delayed``; ``warmup`` is no number of steps, or without
+                ``delayed``; a flag is no bool.
             UnsupportedError: ``differentiable=True``.
         """
+        for name, flag in (("skip_nonfinite", skip_nonfinite), ("overlap", overlap), ("delayed", delayed)):
+            require_flag(name, flag, f"leave {name} out for what it is by default")
         if master not in (None, torch.float32):
             raise ConfigError(
                 f"master={master}: masters are kept in torch.float32 only",
@@ -102,9 +106,9 @@ class HostOptimizer(Optimizer):
                 "overlap=True updates parameters in the backward, and delayed=True after the next one",
                 "leave one of them out: overlap changes no numbers, delayed hides more",
             )
-        if warmup < 0 or (warmup and not delayed):
+        if type(warmup) is not int or warmup < 0 or (warmup and not delayed):
             raise ConfigError(
-                f"warmup={warmup} counts ordinary steps before those of delayed=True"
+                f"warmup={warmup!r:.80} counts ordinary steps before those of delayed=True"
                 + ", which is not given" * (not delayed),
                 "warmup=40 beside delayed=True, or leave it out",
             )
@@ -291,13 +295,14 @@ class HostOptimizer(Optimizer):
         found_inf = self.__dict__.get("found_inf")  # set by GradScaler, which has looked at all gradients of all ranks
         if found_inf is not None and float(found_inf):
             return None
-        scale = math.prod(float(s) for s in (self.__dict__.get("grad_scale"), grad_scale) if s is not None)
+        scales = [s for s in (self.__dict__.get("grad_scale"), grad_scale) if s is not None]
+        scale = math.prod(number("grad_scale", s, "give what the loss was multiplied by") for s in scales)
         if not scale:
             raise ConfigError("grad_scale=0: gradients cannot be divided by it", "give what the loss was multiplied by")
-        if clip is not None and not clip > 0:
-            raise ConfigError(
-                f"clip={clip}: the largest norm allowed must be positive", "clip=1.0, or leave it out to scale nothing"
-            )
+        if clip is not None:
+            hint = "clip=1.0, or leave it out to scale nothing"
+            clip = number("clip", clip, hint)
+            require(clip > 0, f"clip={clip}: the largest norm allowed must be positive", hint)
         if clip is None and (found_inf is not None or not self.skip_nonfinite):
             return 1.0 / scale
         self.grad_norm = norm = self._norm(rows) / scale

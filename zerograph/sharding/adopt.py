@@ -20,9 +20,20 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from zerograph.core.arguments import require_kind
 from zerograph.core.errors import UnsupportedError
 from zerograph.graph.torch_private import skip_frame
 from zerograph.sharding.torch_private import backend_given, called_model, modules_read_through, original, place_on
+
+
+def model_given(model: object, function: str) -> nn.Module:
+    """The module that ``function``, one that users call, was given: of what torch.compile returned, the one inside.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    require_kind(model, nn.Module, function, "give it the model itself; several of them one by one, or in a ModuleList")
+    return original(model)  # type: ignore[arg-type]
 
 
 def refuse_wrapped(modules: Iterable[nn.Module | None]) -> None:
@@ -70,7 +81,12 @@ def live(*bases: type) -> list[Any]:
         types |= new
         subclasses: set[type] = set().union(*(type.__subclasses__(cls) for cls in new))
         new = subclasses - types
-    return [obj for obj in gc.get_objects() if type(obj) in types]
+    return [obj for obj in gc.get_objects() if type(obj) in types and not _is_half_made(obj)]
+
+
+def _is_half_made(obj: Any) -> bool:
+    """Whether it is an optimizer whose ``__init__`` raised, which the error's traceback keeps alive."""
+    return isinstance(obj, Optimizer) and not hasattr(obj, "param_groups")
 
 
 def modules_holding(params: Iterable[Tensor], objects: Iterable[Any]) -> list[nn.Module]:

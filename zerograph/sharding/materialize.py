@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zerograph.core.arguments import paths, require
 from zerograph.core.errors import ShardingError
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.torch_private import placed_as
@@ -29,6 +30,7 @@ from zerograph.sharding.shards import group_of, is_sharded, local_of, on_first_r
 log = logging.getLogger(__name__)
 
 Init = Callable[[nn.Module], Any] | Literal["reset_parameters"] | None
+Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None
 
 
 @dataclass(slots=True)
@@ -50,17 +52,43 @@ class Slot:
         return self.tensor.shape[0] if self.tensor.ndim else 1
 
 
+def files_to_read(init: object, files: object) -> tuple[str, ...]:
+    """What :func:`zerograph.materialize` was given as ``files``, none if it was not.
+
+    Raises:
+        ConfigError: ``files`` are no paths, or no file, or ``init`` is no function: a path, perhaps.
+    """
+    named = init is None or (isinstance(init, str) and init == "reset_parameters")
+    require(
+        named or (callable(init) and not isinstance(init, nn.Module)),
+        f'init must be None, "reset_parameters" or a function of a module, got {init!r:.80}',
+        f"weights are read from files=: zerograph.materialize(model, files={init!r:.80})"
+        if isinstance(init, str | os.PathLike | list | tuple)
+        else "init=model._init_weights initializes a model of transformers",
+    )
+    if files is None:
+        return ()
+    found = paths("files", files, "a safetensors file", 'files=sorted(Path(folder).glob("*.safetensors"))')
+    require(bool(found), "files is empty: nothing would be read", "see whether the folder has *.safetensors files")
+    return found
+
+
 def fill(
     model: nn.Module,
     adoption: Adoption | None,
     init: Init,
-    files: Sequence[str | os.PathLike[str]],
+    files: Sequence[str],
     store: ShardStore | None = None,
 ) -> nn.Module:
     """What :func:`zerograph.materialize` does, for a model that ``adoption`` has sharded; in ``store``, if it is given,
     as parameters then leave the device."""
     slots = _empty_slots(model)
     if not slots:
+        require(
+            not files,
+            "nothing of the model is on the meta device, and what has values keeps them: files= would not be read",
+            "build it under torch.device('meta'), or load it: model.load_state_dict(safetensors.torch.load_file(path))",
+        )
         return model
     if adoption is None or adoption.ranks is None:
         raise ShardingError(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerograph.compiler.agreement import Agreement
+from zerograph.core.arguments import require
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError
 from zerograph.runtime.comm import Communicator, LoneCommunicator, connect
@@ -82,3 +85,34 @@ def resolve_mesh(config: Config, device_type: str) -> DeviceMesh | None:
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     return one_mesh(dist.device_mesh.init_device_mesh(device_type, (dist.get_world_size(),)))
+
+
+def home_of(model: nn.Module, config: Config, device: object) -> torch.device:
+    """The device that the shards of ``model`` belong on; ``device`` is the one that :func:`zerograph.shard` was given.
+
+    Raises:
+        ConfigError: that is none, or the model is elsewhere.
+    """
+    own = next((p.device for p in model.parameters() if not p.is_meta), None)
+    given = _device_given(device) if device is not None else None
+    require(
+        given is None or own is None or given.type == own.type,
+        f"zerograph.shard got device={str(given)!r}, and the model is on {own}",
+        "device= is for a model on the meta device; move one that has values before: model.to(device)",
+    )
+    on_mesh = config.mesh.device_type if config.mesh is not None else None
+    home = torch.device(given or own or on_mesh or torch.accelerator.current_accelerator() or "cpu")
+    if home.index is None and home.type != "cpu":
+        home = torch.device(home.type, torch.accelerator.current_device_index())
+    return home
+
+
+def _device_given(device: Any) -> torch.device:
+    hint = 'a device of this machine, such as "cpu" or "cuda"'
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"zerograph.shard got device={device!r:.80}, which is none", hint) from error
+    here = ("cpu", *filter(None, [getattr(torch.accelerator.current_accelerator(), "type", None)]))
+    require(found.type in here, f"zerograph.shard got device={str(found)!r}; here there is {' and '.join(here)}", hint)
+    return found

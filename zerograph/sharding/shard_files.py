@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -31,7 +30,7 @@ class Wanted(Protocol):
 
 def read_files(
     slots: Sequence[Wanted],
-    files: Sequence[str | os.PathLike[str]],
+    files: Sequence[str],
     room: Room,
     group: dist.ProcessGroup | None,
     *,
@@ -51,14 +50,14 @@ def read_files(
         _all_agree(group, lambda: _read_all([s for s in slots if id(s) in found], found, room))
 
 
-def _open_all(files: Sequence[str | os.PathLike[str]], stack: ExitStack) -> dict[str, Any]:
+def _open_all(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
     """The open file of each name."""
     holders: dict[str, Any] = {}
     for path in files:
         try:
-            file = stack.enter_context(safe_open(os.fspath(path), framework="pt"))
+            file = stack.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot read {os.fspath(path)}: {error}", "give full safetensors files") from error
+            raise CheckpointError(f"cannot read {path}: {error}", "give full safetensors files") from error
         holders |= dict.fromkeys(file.keys(), file)
     return holders
 
