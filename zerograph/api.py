@@ -443,7 +443,7 @@ def shard(model: nn.Module, backend: Backend, device: torch.device | str | None 
     """
     model = adopt.model_given(model, "zerograph.shard")
     refuse_other_backends(backend, "zerograph.shard")
-    adopt.refuse_wrapped(model.modules())
+    adopt.refuse_wrapped([model])
     _BY_MODEL[model] = backend
     backend._adoption.shard([model], home_of(model, backend.config, device))
     return model

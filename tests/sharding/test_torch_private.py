@@ -128,6 +128,22 @@ def test_a_module_that_calls_a_compiled_function_is_not_the_model() -> None:
     assert backend.found == [None]
 
 
+def test_the_modules_that_run_innermost_first() -> None:
+    class Host(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    host, found = Host(), list[nn.Module]()
+    host.net.inner.register_forward_hook(lambda *_: found.extend(dict.fromkeys(torch_private.running_modules())))
+    host(torch.ones(2))
+    assert found == [host.net.inner, host.net, host]
+    assert not list(torch_private.running_modules())
+
+
 GLOBAL = Net()
 
 
@@ -218,3 +234,35 @@ def test_gradients_are_unscaled_in_order(mesh: DeviceMesh) -> None:
         assert len(seen) == 2 and grads[0].to_local().tolist() == [0.5, 0.5]
     finally:
         DTensor._op_dispatcher._custom_op_handlers.update(before)
+
+
+def test_an_operator_of_dtensors_is_answered(mesh: DeviceMesh) -> None:
+    def answer(op: Any, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+        raise LookupError(f"{op} of {len(args[0])}")
+
+    before = dict(DTensor._op_dispatcher._custom_op_handlers)
+    try:
+        torch_private.answer_op(torch.ops.c10d.broadcast_.default, answer)
+        shard = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
+        with pytest.raises(LookupError, match=r"c10d\.broadcast_\.default of 1"):
+            dist.broadcast(shard, 0)
+    finally:
+        DTensor._op_dispatcher._custom_op_handlers.clear()
+        DTensor._op_dispatcher._custom_op_handlers.update(before)
+
+
+def test_wrappers_tell_what_they_are_made_of() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module, twice: bool = False) -> None:
+            super().__init__()
+            self.module, self.twice = module, twice
+
+    def check(wrapper: type[nn.Module], module: nn.Module) -> None:
+        seen.append((wrapper, module))
+
+    seen: list[Any] = []
+    for _ in range(2):
+        torch_private.before_wrapping(Wrapper, check)
+    one, two = Net(), Net()
+    assert Wrapper(one, twice=True).twice and Wrapper(module=two).module is two
+    assert seen == [(Wrapper, one), (Wrapper, two)]

@@ -23,7 +23,14 @@ from torch.optim import Optimizer
 from zerograph.core.arguments import require_kind
 from zerograph.core.errors import UnsupportedError
 from zerograph.graph.torch_private import skip_frame
-from zerograph.sharding.torch_private import backend_given, called_model, modules_read_through, original, place_on
+from zerograph.sharding.torch_private import (
+    backend_given,
+    called_model,
+    modules_read_through,
+    original,
+    place_on,
+    running_modules,
+)
 
 
 def model_given(model: object, function: str) -> nn.Module:
@@ -36,18 +43,41 @@ def model_given(model: object, function: str) -> nn.Module:
     return original(model)  # type: ignore[arg-type]
 
 
-def refuse_wrapped(modules: Iterable[nn.Module | None]) -> None:
-    """Refuse models that something else already distributes.
+def refuse_wrapped(roots: Iterable[nn.Module | None]) -> None:
+    """Refuse models that something else already distributes, in them or around their call.
 
     Raises:
         UnsupportedError: naming the wrapper.
     """
-    for module in modules:
-        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)):
-            raise UnsupportedError(
-                f"the model is wrapped by {type(module).__name__}, which synchronizes gradients itself",
-                "give torch.compile the plain model; ZeroGraph does what the wrapper did (stage=0 is DDP)",
-            )
+    around = [m for m in dict.fromkeys(running_modules()) if isinstance(m, _WRAPPERS)]
+    for root in [root for root in roots if root is not None]:
+        inside = [m for m in root.modules() if isinstance(m, _WRAPPERS)]
+        for wrapper in (*inside, *(m for m in around if _takes_care_of(m, root))):
+            raise wrapped_by(type(wrapper))
+
+
+def wrapped_by(wrapper: type[nn.Module]) -> UnsupportedError:
+    """What to raise for a model in, or under, a module of class ``wrapper``."""
+    return UnsupportedError(
+        f"the model is wrapped by {wrapper.__name__}, which synchronizes gradients itself",
+        "leave the wrapper out, and compile and call the plain model: ZeroGraph does what the wrapper did "
+        "(stage=0 is DDP)",
+    )
+
+
+_WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+
+
+def _takes_care_of(wrapper: nn.Module, model: nn.Module) -> bool:
+    """Whether ``wrapper`` would synchronize parameters of ``model``, which sharding replaces.
+
+    A part that is frozen, or that DDP was told to ignore, may be sharded inside of it.
+    """
+    if not isinstance(wrapper, DistributedDataParallel):
+        return any(module is model for module in wrapper.modules())
+    ignored = wrapper.parameters_to_ignore
+    averaged = {id(p) for n, p in wrapper.module.named_parameters() if p.requires_grad and n not in ignored}
+    return any(id(p) in averaged for p in model.parameters())
 
 
 def parameters(gm: fx.GraphModule) -> list[nn.Parameter]:

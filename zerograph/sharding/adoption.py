@@ -61,7 +61,7 @@ class Adoption:
         if not params or is_open(params) or any(p.is_meta or is_lazy(p) for p in params):
             return  # what is to be said about them is said where a graph reads them
         with errors_reach_users():
-            adopt.refuse_wrapped(root.modules())
+            adopt.refuse_wrapped([root])
             self.shard([root], params[0].device)
 
     def covers(self, gm: fx.GraphModule, called: nn.Module | None) -> bool:
@@ -83,7 +83,7 @@ class Adoption:
                 self._refuse_first_call()
                 return False
             roots = adopt.roots_of_call(gm, called)
-            adopt.refuse_wrapped(m for root in roots for m in root.modules())
+            adopt.refuse_wrapped(roots)
             if self.shard(roots, foreign[0].device):
                 self._traced_in_vain = True
                 raise Retrace

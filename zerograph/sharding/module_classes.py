@@ -13,7 +13,7 @@ import copyreg
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -327,3 +327,13 @@ def present(module: nn.Module, name: str, param: nn.Parameter, spec: ShardSpec) 
     module._parameters[name] = param
     module.__dict__["_zg_specs"] = {**module.__dict__.get("_zg_specs", {}), name: spec}
     generate_class(module)
+
+
+def specs_of(roots: Iterable[nn.Module]) -> Iterator[tuple[dict[str, ShardSpec], str, nn.Parameter]]:
+    """Each place of a sharded parameter in ``roots``: the specs of its module, the attribute and the parameter."""
+    for module in dict.fromkeys(m for root in roots for m in root.modules()):
+        specs = module.__dict__.get("_zg_specs", {})
+        for attribute in specs:
+            param = module._parameters[attribute]
+            if param is not None:
+                yield specs, attribute, param

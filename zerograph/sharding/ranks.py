@@ -18,6 +18,7 @@ from zerograph.runtime.comm import Communicator, LoneCommunicator, connect
 from zerograph.runtime.host import AcceleratorHost, HostMemory
 from zerograph.runtime.torch_private import reach_host
 from zerograph.sharding.adopt import one_mesh
+from zerograph.sharding.foreign_code import explain_shards
 from zerograph.sharding.grad_scaler import find_inf_on_all_ranks
 
 
@@ -52,6 +53,7 @@ class Ranks:
         if host is not None:
             reach_host(group)
         find_inf_on_all_ranks()
+        explain_shards()
         agreement = Agreement.open(group, device, config.plan)
         communicator = connect(group, device, agreement.meeting if agreement is not None else None)
         return cls(device, mesh.size(), mesh, communicator, agreement, host)

@@ -119,22 +119,29 @@ def compile_any_call(module: nn.Module, backend: Any) -> None:
     module._compiled_call_impl = torch.compile(call, backend=backend)
 
 
+def running_modules() -> Iterator[nn.Module]:
+    """The modules that are being called, the innermost first.
+
+    Dynamo tells neither callbacks nor backends whose call it compiles, and ``nn.Module`` has no list of its calls, so
+    they are looked for on the stack. Seen in 2.11, 2.13.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _MODULE_CALLS:
+            yield frame.f_locals[frame.f_code.co_varnames[0]]
+        frame = frame.f_back
+
+
 def called_model() -> tuple[nn.Module, Any] | None:
     """The innermost module that is being called and that torch.compile was given, and its backend.
 
-    Dynamo tells neither callbacks nor backends whose call it compiles, and ``nn.Module`` has no list of its calls, so
-    they are looked for on the stack. This is for every loop that calls ``model(x)``: the model is sharded before it is
-    traced, in place of tracing it twice, and a layer that Dynamo compiles by itself, after a graph break, is not taken
-    for the model. Seen in 2.11, 2.13.
+    This is for every loop that calls ``model(x)``: the model is sharded before it is traced, in place of tracing it
+    twice, and a layer that Dynamo compiles by itself, after a graph break, is not taken for the model.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in _MODULE_CALLS:
-            module = frame.f_locals[frame.f_code.co_varnames[0]]
-            backend = backend_given(module)
-            if backend is not None:
-                return original(module), backend
-        frame = frame.f_back  # type: ignore[assignment]
+    for module in running_modules():
+        backend = backend_given(module)
+        if backend is not None:
+            return original(module), backend
     return None
 
 
@@ -258,19 +265,42 @@ def share_hooks(old: Tensor, new: Tensor) -> None:
         new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks  # type: ignore[attr-defined]
 
 
-# GradScaler
+# Other code
 
 
-def unscale_in_order(in_order: Callable[[Sequence[DTensor]], list[DTensor]]) -> None:
-    """Patch DTensor's handler of what GradScaler calls so that it sees gradients ``in_order``; idempotent.
+def before_wrapping(wrapper: type[nn.Module], check: Callable[[type[nn.Module], nn.Module], None]) -> None:
+    """Have ``check`` called with ``wrapper`` and the module that an instance of it is about to be made of; idempotent.
+
+    DDP and FSDP tell nobody of what they wrap, and their own errors about DTensors come from deep inside.
+    Seen in 2.11, 2.13.
+    """
+    init: Any = wrapper.__init__
+    if hasattr(init, "_zg_checked"):
+        return
+
+    @functools.wraps(init)
+    def checked(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        check(wrapper, module)
+        init(self, module, *args, **kwargs)
+
+    checked._zg_checked = True  # type: ignore[attr-defined]
+    wrapper.__init__ = checked  # type: ignore[method-assign]
+
+
+def answer_op(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Have DTensor call ``handler`` for ``op``, with it and its arguments; idempotent.
 
     The table of handlers is one per process and not public. Seen in 2.11, 2.13.
     """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[op] = handler
+
+
+def unscale_in_order(in_order: Callable[[Sequence[DTensor]], list[DTensor]]) -> None:
+    """Have DTensor's handler of what GradScaler calls see gradients ``in_order``; idempotent. Seen in 2.11, 2.13."""
 
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         grads, *others = args
         found_inf_reduce_handler(op, (in_order(grads), *others), kwargs)
 
-    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[unscale] = handler
+    answer_op(torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default, handler)
