@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +17,13 @@ from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError
 from zerograph.runtime.comm import Communicator, LoneCommunicator, connect
 from zerograph.runtime.host import AcceleratorHost, HostMemory
+from zerograph.runtime.meeting import named
 from zerograph.runtime.torch_private import reach_host
 from zerograph.sharding.adopt import one_mesh
 from zerograph.sharding.foreign_code import explain_shards
 from zerograph.sharding.grad_scaler import find_inf_on_all_ranks
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +50,8 @@ class Ranks:
     def connect(cls, config: Config, device: torch.device) -> Ranks:
         """Find the mesh and connect to the other ranks, who all call this."""
         mesh = resolve_mesh(config, device.type)
+        if mesh is not None:
+            _tell_of_other_ranks(mesh)
         host = AcceleratorHost(device) if "host" in config.away and device.type != "cpu" else None
         if mesh is None or mesh.size() == 1:
             return cls(device, mesh=mesh, communicator=LoneCommunicator(), host=host)
@@ -57,6 +63,18 @@ class Ranks:
         agreement = Agreement.open(group, device, config.plan)
         communicator = connect(group, device, agreement.meeting if agreement is not None else None)
         return cls(device, mesh.size(), mesh, communicator, agreement, host)
+
+
+def _tell_of_other_ranks(mesh: DeviceMesh) -> None:
+    """Warn, on the first rank of ``mesh``, where that is a part of the job: copies of a model drift apart unseen."""
+    ranks, world = mesh.mesh.flatten().tolist(), dist.get_world_size()
+    if len(ranks) < world and dist.get_rank() == ranks[0]:
+        log.warning(
+            "mesh= has %s of the job's %d: other ranks that train this model are not synchronized with these, neither "
+            "their first values nor their gradients\n\n"
+            "hint: leave mesh= out to train one model on all ranks, or let the loop average between meshes",
+            named(ranks), world,
+        )  # fmt: skip
 
 
 def expected(config: Config) -> int:
