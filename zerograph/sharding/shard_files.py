@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -14,7 +15,9 @@ from torch import Tensor
 from zerograph.core.errors import CheckpointError
 from zerograph.sharding.export import DTYPES
 from zerograph.sharding.room import Room
-from zerograph.sharding.shards import describe, is_sharded, local_of, shard_rows
+from zerograph.sharding.shards import describe, is_first, is_sharded, local_of, shard_rows
+
+log = logging.getLogger(__name__)
 
 
 class Wanted(Protocol):
@@ -47,6 +50,9 @@ def read_files(
     with ExitStack() as stack:
         found: dict[int, tuple[Any, str]] = {}
         _all_agree(group, lambda: found.update(_match(slots, _open_all(files, stack), strict)))
+        missing = [slot.names[0] for slot in slots if slot.persistent and id(slot) not in found]
+        if missing and is_first(group):
+            log.warning("the files lack %s, which are initialized", _some("parameters or buffers", missing))
         _all_agree(group, lambda: _read_all([s for s in slots if id(s) in found], found, room))
 
 
