@@ -251,18 +251,28 @@ def test_an_operator_of_dtensors_is_answered(mesh: DeviceMesh) -> None:
         DTensor._op_dispatcher._custom_op_handlers.update(before)
 
 
-def test_wrappers_tell_what_they_are_made_of() -> None:
+def test_calls_are_looked_at_before_they_run() -> None:
     class Wrapper(nn.Module):
         def __init__(self, module: nn.Module, twice: bool = False) -> None:
             super().__init__()
             self.module, self.twice = module, twice
 
-    def check(wrapper: type[nn.Module], module: nn.Module) -> None:
-        seen.append((wrapper, module))
+    def check(wrapper: nn.Module, module: nn.Module, **options: bool) -> None:
+        seen.append((type(wrapper), module, options))
 
     seen: list[Any] = []
     for _ in range(2):
-        torch_private.before_wrapping(Wrapper, check)
+        torch_private.before(Wrapper, "__init__", check)
     one, two = Net(), Net()
     assert Wrapper(one, twice=True).twice and Wrapper(module=two).module is two
-    assert seen == [(Wrapper, one), (Wrapper, two)]
+    assert seen == [(Wrapper, one, {"twice": True}), (Wrapper, two, {})]
+    torch_private.before(Wrapper, "missing", check)
+
+
+def test_what_safetensors_writes_passes_one_function() -> None:
+    import safetensors.torch
+
+    assert safetensors.torch._find_shared_tensors({"one": torch.ones(1), "two": torch.ones(1)}) in (
+        [{"one"}, {"two"}],
+        [{"two"}, {"one"}],
+    )

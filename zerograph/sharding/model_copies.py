@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from zerograph.core.config import Config
 from zerograph.core.errors import ShardingError, UnsupportedError
 from zerograph.runtime.torch_private import local_tensor, placed_as
 from zerograph.sharding.adopt import replace_everywhere
-from zerograph.sharding.module_classes import ShardSpec, generate_classes, present, specs_of
+from zerograph.sharding.module_classes import ShardSpec, generate_classes, present
 from zerograph.sharding.parametrization import convert_state, distribute, spec_of, unique
 from zerograph.sharding.ranks import Ranks
 from zerograph.sharding.torch_private import original
@@ -32,7 +32,7 @@ def take_over(
     """
     known = {id(param) for param in mine.values()}
     taken: dict[int, tuple[ShardSpec, nn.Parameter]] = {}
-    for specs, attribute, param in specs_of(roots):
+    for specs, attribute, param in _specs_of(roots):
         if id(param) in known:
             continue
         if id(param) not in taken:
@@ -42,6 +42,15 @@ def take_over(
             taken[id(param)] = (spec._replace(name=unique(spec.name, used, mine)), param)
         specs[attribute] = taken[id(param)][0]
     return {spec.name: param for spec, param in taken.values()}
+
+
+def _specs_of(roots: Sequence[nn.Module]) -> Iterator[tuple[dict[str, ShardSpec], str, nn.Parameter]]:
+    for module in dict.fromkeys(m for root in roots for m in root.modules()):
+        specs = module.__dict__.get("_zg_specs", {})
+        for attribute in specs:
+            param = module._parameters[attribute]
+            if param is not None:
+                yield specs, attribute, param
 
 
 def _check(spec: ShardSpec, param: nn.Parameter, config: Config, ranks: Ranks) -> None:
@@ -72,7 +81,7 @@ def await_updates(roots: Sequence[nn.Module], objects: Iterable[Any]) -> None:
     averages = [o for o in objects if isinstance(o, AveragedModel) and not isinstance(o, _Waiting)]
     sharded = {_shapes(module) for root in roots for module in root.modules()} if averages else set()
     for average in averages:
-        if _shapes(average.module) in sharded and not any(True for _ in specs_of([average])):
+        if _shapes(average.module) in sharded and not any(True for _ in _specs_of([average])):
             average.__class__ = _waiting(type(average))  # type: ignore[arg-type]
 
 

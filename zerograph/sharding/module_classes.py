@@ -13,7 +13,7 @@ import copyreg
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from zerograph.graph.torch_private import skip_frame
 from zerograph.runtime import delayed
 from zerograph.runtime.torch_private import local_tensor
 from zerograph.sharding.adopt import move_to_one_mesh, skip_getters
+from zerograph.sharding.foreign_code import explained_methods
 from zerograph.sharding.forward import count_own_forward, counting, inside
 from zerograph.sharding.shards import as_shard
 from zerograph.sharding.torch_private import original, set_shard
@@ -78,9 +79,11 @@ class ShardedModule:
 
         Pruning and parametrizations put a parameter, or a full copy that they read of it, under another name.
         """
-        if name in self._zg_specs:
-            raise _kept(self._zg_specs[name].name, "replaced")
         owned: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
+        if name in self._zg_specs:
+            if param is owned.get(name):
+                return  # as who ties weights again sets them
+            raise _kept(self._zg_specs[name].name, "replaced")
         for attribute, spec in self._zg_specs.items():
             if attribute not in owned:
                 raise _kept(spec.name, "removed")
@@ -262,6 +265,7 @@ def sharded_class(base: type[nn.Module], names: frozenset[str]) -> type[nn.Modul
         )
     if _has_forward(base):
         members["forward"] = counting(base)
+    members |= explained_methods(base)
     members |= {"_zg_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
     try:
         cls = type(base.__name__, (ShardedModule, base), members)
@@ -327,13 +331,3 @@ def present(module: nn.Module, name: str, param: nn.Parameter, spec: ShardSpec) 
     module._parameters[name] = param
     module.__dict__["_zg_specs"] = {**module.__dict__.get("_zg_specs", {}), name: spec}
     generate_class(module)
-
-
-def specs_of(roots: Iterable[nn.Module]) -> Iterator[tuple[dict[str, ShardSpec], str, nn.Parameter]]:
-    """Each place of a sharded parameter in ``roots``: the specs of its module, the attribute and the parameter."""
-    for module in dict.fromkeys(m for root in roots for m in root.modules()):
-        specs = module.__dict__.get("_zg_specs", {})
-        for attribute in specs:
-            param = module._parameters[attribute]
-            if param is not None:
-                yield specs, attribute, param

@@ -268,23 +268,23 @@ def share_hooks(old: Tensor, new: Tensor) -> None:
 # Other code
 
 
-def before_wrapping(wrapper: type[nn.Module], check: Callable[[type[nn.Module], nn.Module], None]) -> None:
-    """Have ``check`` called with ``wrapper`` and the module that an instance of it is about to be made of; idempotent.
+def before(owner: Any, name: str, check: Callable[..., None]) -> None:
+    """Have ``check`` called with the arguments of every call of ``owner.name``, before it runs; idempotent.
 
-    DDP and FSDP tell nobody of what they wrap, and their own errors about DTensors come from deep inside.
-    Seen in 2.11, 2.13.
+    For other code that has no hook and takes shards for plain tensors: wrappers when they are made, and safetensors,
+    of which all that it writes passes ``_find_shared_tensors``. Seen in 2.11, 2.13, and in safetensors 0.8.
     """
-    init: Any = wrapper.__init__
-    if hasattr(init, "_zg_checked"):
+    function: Any = getattr(owner, name, None)
+    if function is None or hasattr(function, "_zg_checked"):
         return
 
-    @functools.wraps(init)
-    def checked(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        check(wrapper, module)
-        init(self, module, *args, **kwargs)
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return function(*args, **kwargs)
 
     checked._zg_checked = True  # type: ignore[attr-defined]
-    wrapper.__init__ = checked  # type: ignore[method-assign]
+    setattr(owner, name, checked)
 
 
 def answer_op(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
