@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -276,3 +278,20 @@ def test_what_safetensors_writes_passes_one_function() -> None:
         [{"one"}, {"two"}],
         [{"two"}, {"one"}],
     )
+
+
+def test_a_writer_of_checkpoints_tells_which_files_there_are(tmp_path: Path) -> None:
+    def finish(writer: dcp.FileSystemWriter, metadata: Any, results: Any) -> None:
+        assert all(path.exists() for path in torch_private.files_written(writer, results))
+        found.extend(path.name for path in torch_private.files_written(writer, results))
+        writer.fs = object()  # type: ignore[assignment]
+        assert torch_private.files_written(writer, results) == []
+
+    class Writer(dcp.FileSystemWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            super().finish(metadata, results)
+            finish(self, metadata, results)
+
+    found: list[str] = []
+    dcp.save({"one": torch.ones(2)}, storage_writer=Writer(tmp_path), no_dist=True)
+    assert found == ["__0_0.distcp"]

@@ -20,6 +20,7 @@ from zerograph.runtime.host import AcceleratorHost, HostMemory
 from zerograph.runtime.meeting import named
 from zerograph.runtime.torch_private import reach_host
 from zerograph.sharding.adopt import one_mesh
+from zerograph.sharding.checkpoint_folders import watch_checkpoints
 from zerograph.sharding.foreign_code import explain_shards
 from zerograph.sharding.grad_scaler import find_inf_on_all_ranks
 
@@ -60,6 +61,7 @@ class Ranks:
             reach_host(group)
         find_inf_on_all_ranks()
         explain_shards()
+        watch_checkpoints()
         agreement = Agreement.open(group, device, config.plan)
         communicator = connect(group, device, agreement.meeting if agreement is not None else None)
         return cls(device, mesh.size(), mesh, communicator, agreement, host)
