@@ -215,6 +215,7 @@ class Ordered(nn.Module):
         self.weight = nn.Parameter(torch.empty(4))
         self.register_buffer("order", torch.arange(4), persistent=False)
         self.register_buffer("counts", torch.ones(4, dtype=torch.bool), persistent=False)
+        self.register_buffer("nothing", torch.empty(0, dtype=torch.int64), persistent=False)
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)

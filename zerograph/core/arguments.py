@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -31,15 +32,10 @@ def require_flag(name: str, value: object, hint: str) -> None:
 
 def number(name: str, value: Any, hint: str) -> float:
     """``value``, a number or a tensor of one element, as a float; a tensor on a device is waited for."""
-    found = None
     if not isinstance(value, str | bytes):
-        try:
-            found = float(value)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            found = None
-    if found is None:
-        raise ConfigError(f"{name} must be a number, got {value!r:.80}", hint)
-    return found
+        with contextlib.suppress(TypeError, ValueError, RuntimeError, OverflowError):
+            return float(value)
+    raise ConfigError(f"{name} must be a number, got {value!r:.80}", hint)
 
 
 def paths(name: str, given: object, what: str, hint: str) -> tuple[str, ...]:

@@ -52,7 +52,22 @@ def refuse_wrapped(roots: Iterable[nn.Module | None]) -> None:
     around = [m for m in dict.fromkeys(running_modules()) if isinstance(m, _WRAPPERS)]
     for root in [root for root in roots if root is not None]:
         inside = [m for m in root.modules() if isinstance(m, _WRAPPERS)]
-        for wrapper in (*inside, *(m for m in around if _takes_care_of(m, root))):
+        found = inside or [m for m in around if _takes_care_of(m, root)]
+        if found:
+            raise wrapped_by(type(found[0]))
+
+
+def refuse_flattened(models: Iterable[nn.Module]) -> None:
+    """Refuse ``models``, which nothing has sharded, where FSDP has put their parameters into flat ones of its own.
+
+    Dynamo compiles nothing of such models, and asks no backend.
+
+    Raises:
+        UnsupportedError: naming the wrapper.
+    """
+    skipped = set(models)
+    for wrapper in live(FullyShardedDataParallel) if skipped else ():
+        if not skipped.isdisjoint(wrapper.modules()):
             raise wrapped_by(type(wrapper))
 
 

@@ -151,7 +151,9 @@ class Adoption:
         """Parameters of models given to ``backend`` that nothing has sharded."""
         if expected(self._config) == 1:
             return []
-        return [p for m in adopt.modules_given_to(backend) for p in m.parameters() if id(p) not in self.known]
+        given = adopt.modules_given_to(backend)
+        adopt.refuse_flattened(m for m in given if self.known.isdisjoint(map(id, m.parameters())))
+        return [p for m in given for p in m.parameters() if id(p) not in self.known]
 
     def _refuse_first_call(self) -> None:
         """Dynamo would keep the plain code for calls outside; on one rank that is all there is."""

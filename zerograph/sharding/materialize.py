@@ -201,7 +201,7 @@ def _fill(
         _refuse_half_filled(module, label)
     _require_reset(unit, [slot for slot in places.values() if slot.local is None], init, label, hint)
     blank = {id(slot): _blank(slot.tensor, device, there.get(id(slot))) for slot in places.values()}
-    before = {key: tensor._version for key, tensor in blank.items()}
+    before = {key: tensor._version for key, tensor in blank.items() if not tensor.is_inference()}
     with ExitStack() as stack:
         for module in unit:
             own = {a: blank[id(slot)] for (m, a), slot in places.items() if m is module}
@@ -211,7 +211,7 @@ def _fill(
         # Reversed, so that of tied places the first one's value stays in the dict.
         values = {id(slot): _current(m, a) for (m, a), slot in reversed(places.items())}
     for slot in {id(s): s for s in places.values() if s.local is None}.values():
-        untouched = _is_untouched(values[id(slot)], blank[id(slot)], before[id(slot)])
+        untouched = _is_untouched(values[id(slot)], blank[id(slot)], before.get(id(slot)))
         _check_filled(values[id(slot)], slot, init, label, hint, untouched)
     return {key: _apart(value, there.get(key), there.values()) for key, value in values.items()}
 
@@ -287,9 +287,10 @@ def _current(module: nn.Module, attribute: str) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _is_untouched(value: Any, blank: Tensor, version: int) -> bool:
-    """Whether an initialization has left ``blank`` as it was; no number of an integer says so."""
-    return isinstance(value, Tensor) and value.data_ptr() == blank.data_ptr() and blank._version == version
+def _is_untouched(value: Any, blank: Tensor, version: int | None) -> bool:
+    """Whether an initialization has left ``blank`` as it was at ``version``; no number of an integer says so."""
+    same = isinstance(value, Tensor) and value.numel() > 0 and value.data_ptr() == blank.data_ptr()
+    return same and version is not None and blank._version == version
 
 
 def _check_filled(value: Any, slot: Slot, init: Any, label: str, hint: str, untouched: bool) -> None:
