@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import multiprocessing as mp
 import os
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.forkserver import ensure_running
 from typing import Any
@@ -47,6 +49,18 @@ def run(
     if group is None or not group.alive:
         group = _GROUPS[world_size] = _Group(world_size)
     return group.call(function, args, timeout)
+
+
+@contextmanager
+def warned() -> Iterator[list[str]]:
+    """Inside, the list gets what this process logs under ``zerograph``, warnings and worse."""
+    handler, told = logging.Handler(logging.WARNING), list[str]()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zerograph").addHandler(handler)
+    try:
+        yield told
+    finally:
+        logging.getLogger("zerograph").removeHandler(handler)
 
 
 class _Group:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from zerograph.compiler.report import BucketReport, Report, TokenTiles
 from zerograph.compiler.room import memory_here
 from zerograph.compiler.segments import SegmentCache
 from zerograph.compiler.torch_private import graph_breaks
+from zerograph.core.arguments import require, require_kind
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, UnsupportedError, ZeroGraphError
 from zerograph.core.plan import Plan
@@ -45,9 +45,9 @@ from zerograph.runtime.telemetry import Telemetry
 from zerograph.runtime.uncompiled import UncompiledReads
 from zerograph.sharding import adopt
 from zerograph.sharding.adoption import Adoption
-from zerograph.sharding.materialize import Init, fill
-from zerograph.sharding.ranks import Ranks
-from zerograph.sharding.torch_private import Retrace, before_traces, called_model, errors_reach_users, original
+from zerograph.sharding.materialize import Files, Init, files_to_read, fill
+from zerograph.sharding.ranks import Ranks, home_of
+from zerograph.sharding.torch_private import Retrace, before_traces, called_model, errors_reach_users
 
 
 class Backend:
@@ -58,6 +58,7 @@ class Backend:
     """
 
     def __init__(self, config: Config) -> None:
+        require_kind(config, Config, "zerograph.Backend", "zerograph.backend(stage=3) makes one")
         self.config = config
         self._frames: list[Frame] = []
         self._adoption = Adoption(config, self._connect, self._remember, self._reads)
@@ -336,7 +337,7 @@ def _adopt_early() -> None:
         given._adoption.before_trace(model)
 
 
-def backend(**options: Any) -> Backend:
+def backend(*positional: Any, **options: Any) -> Backend:
     """A ``torch.compile`` backend that shards training over ranks (ZeRO).
 
     Args:
@@ -396,6 +397,10 @@ def backend(**options: Any) -> Backend:
     Raises:
         ConfigError: an argument is wrong; says which and what it may be.
     """
+    with errors_reach_users():  # Dynamo calls this function where it was given in place of a backend
+        by_dynamo = bool(positional) and isinstance(positional[0], fx.GraphModule)
+        require(not by_dynamo, "torch.compile got zerograph.backend as it is", "call it: backend=zerograph.backend()")
+        require(not positional, f"zerograph.backend got {positional!r:.80} without names", "for example stage=3")
     return Backend(Config.of(**options))
 
 
@@ -405,7 +410,10 @@ def dynamo_backend(
     """What ``torch.compile(model, backend="zerograph", options={"stage": 3})`` calls, per frame."""
     with errors_reach_users():
         _refuse_options(other)
-        config = Config.of(**(options or {}))
+        options = options if options is not None else {}
+        named = isinstance(options, dict) and all(isinstance(name, str) for name in options)
+        require(named, f"options must be arguments by name, got {options!r:.80}", 'options={"stage": 3}')
+        config = Config.of(**options)
     roots = adopt.roots_of_call(gm, adopt.called_by(dynamo_backend))
     found = next((_BY_MODEL[root] for root in roots if root in _BY_MODEL), None)
     if found is None or found.config != config:
@@ -427,7 +435,7 @@ def backend_of(model: nn.Module) -> Backend:
     Raises:
         ZeroGraphError: the model was not compiled that way, or not called yet.
     """
-    model = original(model)
+    model = adopt.model_given(model, "zerograph.backend_of")
     if model not in _BY_MODEL:
         raise ZeroGraphError("no backend belongs to this model", 'compile it with backend="zerograph" and call it once')
     return _BY_MODEL[model]
@@ -443,18 +451,25 @@ def shard(model: nn.Module, backend: Backend, device: torch.device | str | None 
         device: where a model on the meta device will live; default: the accelerator when there is one, else the CPU.
 
     Raises:
+        ConfigError: an argument is none of these, or ``device`` is not where the values of the model are.
         UnsupportedError: a parameter that cannot be sharded.
     """
-    model = original(model)
-    if not isinstance(backend, Backend):
-        raise ConfigError(f"zerograph.shard got {backend!r}", "give it what zerograph.backend(...) returns")
-    adopt.refuse_wrapped(model.modules())
+    model = adopt.model_given(model, "zerograph.shard")
+    refuse_other_backends(backend, "zerograph.shard")
+    adopt.refuse_wrapped([model])
     _BY_MODEL[model] = backend
-    backend._adoption.shard([model], _home(model, backend, device))
+    backend._adoption.shard([model], home_of(model, backend.config, device))
     return model
 
 
-def materialize(model: nn.Module, init: Init = None, files: Sequence[str | os.PathLike[str]] = ()) -> nn.Module:
+def refuse_other_backends(backend: object, function: str) -> None:
+    """Raises:
+    ConfigError: ``backend``, which ``function`` was given, is none of ours.
+    """
+    require_kind(backend, Backend, function, "give it what zerograph.backend(...) returns")
+
+
+def materialize(model: nn.Module, init: Init = None, files: Files = None) -> nn.Module:
     """Give a model that was built under ``torch.device("meta")`` and sharded its memory and values; returns it.
 
     All ranks call this together, after ``zerograph.shard(model, backend)`` and before the first call of the model;
@@ -469,24 +484,26 @@ def materialize(model: nn.Module, init: Init = None, files: Sequence[str | os.Pa
         init: ``None`` or ``"reset_parameters"`` calls each module's ``reset_parameters()``. A function is called with
             each module after that, as ``model.apply(init)`` would; it may touch the module's own parameters and
             buffers only.
-        files: safetensors files that hold all parameters and persistent buffers; tied ones under any of their names.
-            Only with an explicit ``init`` may some be missing. Values are widened to the parameter's dtype, never
-            narrowed.
+        files: safetensors files, one or several, that hold all parameters and persistent buffers; tied ones under any
+            of their names. Only with an explicit ``init`` may some be missing. Values are widened to the parameter's
+            dtype, never narrowed.
 
     Raises:
+        ConfigError: ``init`` is no function, ``files`` are no paths or none, or nothing of the model is to be read.
         CheckpointError: files cannot be read, or their names, shapes or dtypes are not the model's; on every rank.
         ShardingError: the model was not given to ``zerograph.shard``, or a module cannot be initialized.
     """
-    model = original(model)
+    model = adopt.model_given(model, "zerograph.materialize")
+    given = files_to_read(init, files)
     owner = _BY_MODEL.get(model)
     if owner is None:
-        return fill(model, None, init, files)
+        return fill(model, None, init, given)
     homes = owner._planner.homes_before()
     leaves = homes.parameters == "nvme"
     if leaves:
         owner._store.forget_early()
         owner._store.reserve({}, homes, owner.config.casts, MOMENTS, early=True)
-    return fill(model, owner._adoption, init, files, owner._store if leaves else None)
+    return fill(model, owner._adoption, init, given, owner._store if leaves else None)
 
 
 def _refuse_options(options: Mapping[str, Any]) -> None:
@@ -496,15 +513,3 @@ def _refuse_options(options: Mapping[str, Any]) -> None:
             f"torch.compile was given {', '.join(sorted(options))} beside a ZeroGraph backend",
             'pass arguments to zerograph.backend(...), or options= with backend="zerograph"',
         )
-
-
-def _home(model: nn.Module, backend: Backend, device: torch.device | str | None) -> torch.device:
-    """The device that the shards of ``model`` belong on."""
-    if device is None:
-        device = next((p.device for p in model.parameters() if not p.is_meta), None)
-    if device is None and backend.config.mesh is not None:
-        device = backend.config.mesh.device_type
-    device = torch.device(device or torch.accelerator.current_accelerator() or "cpu")
-    if device.index is None and device.type != "cpu":
-        device = torch.device(device.type, torch.accelerator.current_device_index())
-    return device

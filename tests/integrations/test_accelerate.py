@@ -165,10 +165,12 @@ def _refused() -> None:
         ({"dynamo_backend": "inductor"}, "dynamo backend INDUCTOR"),
         ({"kwargs_handlers": [accelerate.DistributedDataParallelKwargs()]}, "DistributedDataParallelKwargs"),
         ({"fsdp_plugin": accelerate.FullyShardedDataParallelPlugin(fsdp_version=2)}, "fsdp_plugin"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, "state_dict_type must be"),
+        ({"backend": zerograph.backend}, "Accelerator got function in the place of a Backend"),
     ]:
         quiet()
         with pytest.raises(ConfigError, match=named):
-            Accelerator(backend=backend, cpu=True, **options)
+            Accelerator(**{"backend": backend, "cpu": True, **options})
     ours = Run(1)
     with (
         pytest.raises(UnsupportedError, match="trigger_sync_in_backward"),

@@ -215,8 +215,11 @@ def test_trainer_resumes_at_another_world_size(trainer: Any, name: str, world: i
 
 
 def _refused(path: str) -> None:
-    with pytest.raises(ConfigError, match="backend is 3"):
-        ZeroGraphStrategy(3)
+    for strategy in (ZeroGraphStrategy, ZeroGraphFabricStrategy):
+        with pytest.raises(ConfigError, match=f"{strategy.__name__} got int in the place of a Backend"):
+            strategy(3)
+        with pytest.raises(ConfigError, match="save_distributed_checkpoint must be True or False"):
+            strategy(zerograph.backend(), "file")
     ours = Run(3)
     with pytest.raises(CheckpointError, match="given 0 models"):
         ours.fabric.save(path, {"optimizer": ours.optimizer})

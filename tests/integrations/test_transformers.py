@@ -252,8 +252,11 @@ def _refused(path: str) -> None:
         with pytest.raises(ConfigError, match=named):
             trainer(path, 3, llama(), keep, **options)
         os.environ.pop("ACCELERATE_DYNAMO_BACKEND", None)  # which TrainingArguments leaves behind
-    with pytest.raises(ConfigError, match="backend is 3"):
+    with pytest.raises(ConfigError, match="Trainer got int in the place of a Backend"):
         Trainer(llama(), arguments(path), backend=3)
+    for unknown in ("sharded_state_dict", "LOCAL_STATE_DICT", None):
+        with pytest.raises(ConfigError, match="state_dict_type must be"):
+            Trainer(llama(), arguments(path), backend=zerograph.backend(), state_dict_type=unknown)
 
 
 def test_arguments_that_do_not_go_with_sharding_are_refused(tmp_path: Path) -> None:

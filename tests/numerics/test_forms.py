@@ -18,7 +18,7 @@ import torch.distributed as dist
 from numerics.compare import Result, check, full_values, mean_over_ranks, mine, seeded
 from ranks import run
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zerograph
@@ -241,6 +241,123 @@ def test_refuses_models_that_something_else_distributes(which: str, how: str) ->
     for message in run(2, _wrapped, which, how):
         assert "hint:" in message
         assert which in message or "FSDP" in message
+
+
+class Around(nn.Module):
+    """Something that calls a model, with a layer of its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.own = model, nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.model(x))
+
+
+def _compiled(stage: int = 3) -> nn.Module:
+    module = Net()
+    module.compile(backend=zerograph.backend(stage=stage, compute="eager"))
+    return module
+
+
+def _sharded(stage: int) -> nn.Module:
+    module, backend = Net(), zerograph.backend(stage=stage, compute="eager")
+    zerograph.shard(module, backend)
+    module.compile(backend=backend)
+    return module
+
+
+def _called(stage: int) -> nn.Module:
+    module = _compiled(stage)
+    module(torch.ones(2, 6)).sum().backward()
+    return module
+
+
+def _wrap_a_part() -> nn.Module:
+    module = _compiled()
+    module.up = DistributedDataParallel(module.up)
+    return module
+
+
+def _wrapped_first() -> nn.Module:
+    module = Net()
+    wrapper = DistributedDataParallel(module)
+    module.compile(backend=zerograph.backend(**OPTIONS))
+    return wrapper
+
+
+WRAPPED: dict[str, Callable[[], nn.Module]] = {
+    "DDP": lambda: DistributedDataParallel(_compiled()),
+    "DDP at stage 0": lambda: DistributedDataParallel(_compiled(0)),
+    "DDP of torch.compile": lambda: DistributedDataParallel(torch.compile(Net(), backend=zerograph.backend(**OPTIONS))),
+    "DDP of what is around": lambda: DistributedDataParallel(Around(_compiled())),
+    "DDP, then compiled": _wrapped_first,
+    "DDP of a part": _wrap_a_part,
+    "DDP of a sharded model": lambda: DistributedDataParallel(_sharded(3)),
+    "DDP of one sharded at stage 0": lambda: DistributedDataParallel(_sharded(0)),
+    "DDP after the first call": lambda: DistributedDataParallel(_called(2)),
+    "FSDP": lambda: FullyShardedDataParallel(_compiled(), device_id=torch.device("cpu")),
+    "FSDP of what is around": lambda: FullyShardedDataParallel(Around(_compiled()), device_id=torch.device("cpu")),
+    "FSDP of a sharded model": lambda: FullyShardedDataParallel(_sharded(3), device_id=torch.device("cpu")),
+    "fully_shard": lambda: fully_shard(_compiled()),
+    "fully_shard of what is around": lambda: fully_shard(Around(_compiled())),
+}
+
+
+def _outcomes() -> dict[str, str]:
+    """Of each way to put a wrapper over a model that has a backend: the error that it ends in."""
+    found = {}
+    for name, make in WRAPPED.items():
+        torch._dynamo.reset()
+        try:
+            model = make()
+            optimizer = torch.optim.SGD(model.parameters())
+            model(torch.ones(2, 6)).sum().backward()
+            optimizer.step()  # where FSDP has the parameters, Dynamo asks no backend
+            found[name] = "no error"
+        except UnsupportedError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_a_wrapper_over_a_model_that_has_a_backend_is_refused() -> None:
+    for found in run(2, _outcomes):
+        for name, told in found.items():
+            kinds = {"DDP": "DistributedDataParallel", "FSDP": "FullyShardedDataParallel", "fully_shard": "FSDP"}
+            assert kinds[name.split()[0].rstrip(",")] in told and "hint: leave" in told and "ZeroGraph" in told, (
+                name,
+                told,
+            )
+
+
+def _beside(ignored: bool) -> tuple[float, float]:
+    """DDP trains what is around a sharded model, whose parameters are frozen, or which it was told to ignore."""
+    torch.manual_seed(0)
+    outer = Around(Net())
+    if ignored:
+        names = [name for name, _ in outer.named_parameters() if name.startswith("model.")]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(outer, names)
+    else:
+        outer.model.requires_grad_(False)
+    outer.model.compile(backend=zerograph.backend(**OPTIONS))
+    wrapper = DistributedDataParallel(outer)
+    x = torch.full((2, 6), 1.0 + dist.get_rank())
+    wrapper(x).square().sum().backward()
+    inner = outer.model.up.weight.grad
+    return outer.own.weight.grad.sum().item(), 0.0 if inner is None else inner.full_tensor().sum().item()
+
+
+def _beside_plain() -> tuple[float, float]:
+    torch.manual_seed(0)
+    outer = Around(Net())
+    sum(outer(torch.full((2, 6), value)).square().sum() for value in (1.0, 2.0)).div(2).backward()
+    return outer.own.weight.grad.sum().item(), outer.model.up.weight.grad.sum().item()
+
+
+def test_a_wrapper_may_train_what_is_around_a_sharded_model() -> None:
+    own, inner = _beside_plain()
+    assert run(2, _beside, False) == [pytest.approx((own, 0.0))] * 2
+    assert run(2, _beside, True) == [pytest.approx((own, inner))] * 2
 
 
 # Nothing compiled.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+import zerograph
 from zerograph.core.errors import UnsupportedError
 from zerograph.sharding import adopt
 
@@ -26,6 +27,17 @@ def test_live_objects_are_found_by_class_and_subclass() -> None:
     kept = [Marked(1, 1), MarkedTwice(1, 1)]
     assert set(map(id, adopt.live(Marked))) == set(map(id, kept))
     assert adopt.live(MarkedTwice) == kept[1:]
+
+
+def test_an_optimizer_whose_init_raised_is_none() -> None:
+    """The error's traceback keeps it alive, as one in a notebook does."""
+    held: list[BaseException] = []
+    for make in (torch.optim.AdamW, zerograph.optim.AdamW):
+        with pytest.raises(ValueError, match="Invalid learning rate") as caught:
+            make(nn.Linear(2, 2).parameters(), lr=-1.0)
+        held.append(caught.value)
+    assert all(hasattr(optimizer, "param_groups") for optimizer in adopt.live(torch.optim.Optimizer))
+    zerograph.materialize(zerograph.shard(nn.Linear(2, 2, device="meta"), zerograph.backend()))
 
 
 def test_all_owners_of_a_parameter_are_found() -> None:

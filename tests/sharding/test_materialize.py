@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run
+from models import llama
+from ranks import run, warned
 from safetensors.torch import save_file
 from torch import nn
 from toy import PeakMemory, Toy, adamw, build, compiled, differing, full, train
@@ -38,7 +39,7 @@ def _trains_like_the_plain_model(path: str, stage: int) -> None:
         optimizer = adamw(model) if optimizer_first else None
         zerograph.shard(model, compiled(model, stage))
         torch.manual_seed(0 if dist.get_rank() == 0 else 1)  # rank 0's generator decides
-        assert zerograph.materialize(model, files=files) is model
+        assert zerograph.materialize(model, files=files or None) is model
         if not files:
             model.norm.running_mean.copy_(values["norm.running_mean"])
         assert differing(full(model), values) == []
@@ -206,6 +207,66 @@ def test_initializations_that_fail_name_the_module() -> None:
     assert all(there.removeprefix("on rank 0: ") == here for here, there in zip(first, second, strict=True))
 
 
+class Ordered(nn.Module):
+    """A weight, and what is in no checkpoint: whole numbers, and whether they count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4))
+        self.register_buffer("order", torch.arange(4), persistent=False)
+        self.register_buffer("counts", torch.ones(4, dtype=torch.bool), persistent=False)
+        self.register_buffer("nothing", torch.empty(0, dtype=torch.int64), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+def _fill_order(module: nn.Module) -> None:
+    """Of buffers alone: weights come from a file."""
+    module.order.copy_(torch.arange(4))
+    module.counts = torch.ones(4, dtype=torch.bool)
+
+
+def _whole_numbers(path: str) -> None:
+    with pytest.raises(ShardingError, match=r"reset_parameters\(\) did not fill all of order in module at the root"):
+        zerograph.materialize(_meta(Ordered))
+    with pytest.raises(ShardingError, match="the given init function did not fill all of counts"):
+        zerograph.materialize(_meta(Ordered), init=lambda module: module.order.zero_())
+    model = zerograph.materialize(_meta(Ordered), init=_fill_order, files=path)
+    assert model.order.tolist() == [0, 1, 2, 3] and model.counts.all()
+    assert full(model)["weight"].tolist() == [2.0] * 4
+
+
+def test_buffers_that_nothing_fills_are_told_also_of_whole_numbers(tmp_path: Path) -> None:
+    save_file({"weight": torch.full((4,), 2.0)}, tmp_path / "weight.safetensors")
+    run(1, _whole_numbers, str(tmp_path / "weight.safetensors"))
+
+
+def _llama_from_file(path: str) -> tuple[str, list[str]]:
+    """Its rotary frequencies are in no checkpoint: the error says what computes them, and that does."""
+    plain, _ = llama()
+    with pytest.raises(ShardingError, match=r"fill model\.rotary_emb\.inv_freq") as caught:
+        zerograph.materialize(_meta(lambda: llama()[0]), files=path)
+    model = _meta(lambda: llama()[0])
+    with warned() as told:
+        zerograph.materialize(model, init=model._init_weights, files=path)
+    assert differing(full(model), full(plain)) == []
+    names = {name for name, _ in plain.named_buffers()}
+    assert names == {"model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"}
+    assert all(torch.equal(value, plain.get_buffer(name)) for name, value in model.named_buffers())
+    return caught.value.hint, told
+
+
+def test_a_model_of_transformers_is_loaded_as_the_error_says(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    path = str(tmp_path / "model.safetensors")
+    torch.manual_seed(0)
+    zerograph.export(llama()[0], path)
+    for hint, told in run(2, _llama_from_file, path):
+        assert hint == "no file holds it: zerograph.materialize(model, init=model._init_weights, files=...)"
+        assert told == []
+
+
 def _file_failures(folder: str) -> list[str]:
     messages = []
     for name in ("missing", "shape", "dtype", "absent"):
@@ -215,7 +276,9 @@ def _file_failures(folder: str) -> list[str]:
         with pytest.raises(CheckpointError, match="hint: ") as caught:
             zerograph.materialize(_meta(), files=[path])
         messages.append(str(caught.value))
-    partly = zerograph.materialize(_meta(), init="reset_parameters", files=[f"{folder}/partly.safetensors"])
+    with warned() as told:
+        partly = zerograph.materialize(_meta(), init="reset_parameters", files=[f"{folder}/partly.safetensors"])
+    assert [t.partition(" (")[0] for t in told] == ["the files lack 9 parameters or buffers"] * (dist.get_rank() == 0)
     assert torch.equal(full(partly)["up.weight"], build().up.weight)
     half = zerograph.materialize(_meta(), files=[f"{folder}/{part}.safetensors" for part in ("one", "two")])
     assert torch.equal(full(half)["up.weight"], build().up.weight.bfloat16().float())
@@ -262,7 +325,7 @@ def _memory(path: str) -> tuple[int, int]:
         model = _meta(Deep)
         with PeakMemory() as peak, pytest.MonkeyPatch.context() as patch:
             patch.setattr(shard_files, "_read", _measured(shard_files._read, peak))
-            zerograph.materialize(model, files=files)
+            zerograph.materialize(model, files=files or None)
         del model
         peaks.append(peak.private if files else peak.bytes)
     return peaks[0], peaks[1]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run
-from torch.distributed.device_mesh import DeviceMesh
+from ranks import run, warned
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import zerograph
 from zerograph.core.errors import ConfigError
@@ -56,6 +58,29 @@ def test_a_model_beside_the_current_device_is_refused(monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match=told):
         Ranks.connect(config, torch.device("cuda", 1))
     assert Ranks.connect(config, torch.device("cuda", 0)).size == 1
+
+
+def _replicas() -> tuple[list[str], float, float]:
+    """What one rank is told, and the sum of its weights: in a mesh of its own, and over all ranks."""
+    sums = []
+    meshes = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replica", "shard"))
+    with warned() as told:
+        for options in ({"mesh": meshes["shard"]}, {"mesh": meshes["replica"]}, {}):
+            torch.manual_seed(dist.get_rank())
+            model = nn.Linear(4, 4)
+            zerograph.shard(model, zerograph.backend(**options))
+            weight = model.weight
+            sums.append((weight.full_tensor() if isinstance(weight, DTensor) else weight).sum().item())
+    return told, sums[0], sums[1]
+
+
+def test_replicas_outside_of_a_mesh_are_told_of_once() -> None:
+    first, second = run(2, _replicas)
+    for rank, (told, _, _) in enumerate((first, second)):
+        assert len(told) == 1, "not where a mesh has all ranks"
+        assert told[0].startswith(f"mesh= has rank {rank} of the job's 2: other ranks") and "leave mesh= out" in told[0]
+        assert "first values" in told[0] and "gradients" in told[0]
+    assert first[1] != second[1] and first[2] == second[2], "as they are told"
 
 
 def test_a_process_without_a_group_is_alone() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -129,6 +131,22 @@ def test_a_module_that_calls_a_compiled_function_is_not_the_model() -> None:
     add = torch.compile(lambda x: x + 1, backend=backend)
     Host()(torch.ones(2))
     assert backend.found == [None]
+
+
+def test_the_modules_that_run_innermost_first() -> None:
+    class Host(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+    host, found = Host(), list[nn.Module]()
+    host.net.inner.register_forward_hook(lambda *_: found.extend(dict.fromkeys(torch_private.running_modules())))
+    host(torch.ones(2))
+    assert found == [host.net.inner, host.net, host]
+    assert not list(torch_private.running_modules())
 
 
 GLOBAL = Net()
@@ -294,3 +312,62 @@ def test_tensors_in_what_a_forward_returns() -> None:
     value = {"first": first, "others": [second, 3, None]}
     assert all(a is b for a, b in zip(torch_private.tensors_of(value), (first, second), strict=True))
     assert torch_private.map_tensors(lambda tensor: tensor + 1, value)["others"][0] == 1
+
+
+def test_an_operator_of_dtensors_is_answered(mesh: DeviceMesh) -> None:
+    def answer(op: Any, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+        raise LookupError(f"{op} of {len(args[0])}")
+
+    before = dict(DTensor._op_dispatcher._custom_op_handlers)
+    try:
+        torch_private.answer_op(torch.ops.c10d.broadcast_.default, answer)
+        shard = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
+        with pytest.raises(LookupError, match=r"c10d\.broadcast_\.default of 1"):
+            dist.broadcast(shard, 0)
+    finally:
+        DTensor._op_dispatcher._custom_op_handlers.clear()
+        DTensor._op_dispatcher._custom_op_handlers.update(before)
+
+
+def test_calls_are_looked_at_before_they_run() -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module, twice: bool = False) -> None:
+            super().__init__()
+            self.module, self.twice = module, twice
+
+    def check(wrapper: nn.Module, module: nn.Module, **options: bool) -> None:
+        seen.append((type(wrapper), module, options))
+
+    seen: list[Any] = []
+    for _ in range(2):
+        torch_private.before(Wrapper, "__init__", check)
+    one, two = Net(), Net()
+    assert Wrapper(one, twice=True).twice and Wrapper(module=two).module is two
+    assert seen == [(Wrapper, one, {"twice": True}), (Wrapper, two, {})]
+    torch_private.before(Wrapper, "missing", check)
+
+
+def test_what_safetensors_writes_passes_one_function() -> None:
+    import safetensors.torch
+
+    assert safetensors.torch._find_shared_tensors({"one": torch.ones(1), "two": torch.ones(1)}) in (
+        [{"one"}, {"two"}],
+        [{"two"}, {"one"}],
+    )
+
+
+def test_a_writer_of_checkpoints_tells_which_files_there_are(tmp_path: Path) -> None:
+    def finish(writer: dcp.FileSystemWriter, metadata: Any, results: Any) -> None:
+        assert all(path.exists() for path in torch_private.files_written(writer, results))
+        found.extend(path.name for path in torch_private.files_written(writer, results))
+        writer.fs = object()  # type: ignore[assignment]
+        assert torch_private.files_written(writer, results) == []
+
+    class Writer(dcp.FileSystemWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            super().finish(metadata, results)
+            finish(self, metadata, results)
+
+    found: list[str] = []
+    dcp.save({"one": torch.ones(2)}, storage_writer=Writer(tmp_path), no_dist=True)
+    assert found == ["__0_0.distcp"]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from zerograph.core.arguments import paths, require, require_flag
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import Machine, Tier, machine_from
 from zerograph.core.plan import OFFLOADS, UPDATES, Bucket, GivenPlan, Offload, Update, level_at
@@ -207,48 +208,44 @@ class Config:
         return config
 
     def _validate(self) -> None:
-        _require(
+        require(
             # By type: True is an int, and would pass for stage 1.
             self.stage == "auto" or (type(self.stage) is int and self.stage in STAGES),
             f'stage must be 0, 1, 2, 3 or "auto", got {self.stage!r}',
             "3 shards parameters, gradients and optimizer states; 0 is data parallelism",
         )
-        _require(
+        require(
             type(self.prefetch) is int and self.prefetch >= 0,
             f"prefetch must be a number of buckets >= 0, got {self.prefetch!r}",
             "1 gathers the next bucket while the current one computes",
         )
-        _require(
+        require(
             _is_recompute(self.recompute),
             f'recompute must be "auto", "none", "full" or a share of layers from 0 to 1, got {self.recompute!r}',
             'recompute="full" saves the least memory, 0.5 does the same in every other layer',
         )
-        _require(
+        require(
             self.loss_tiles == "auto" or (type(self.loss_tiles) is int and self.loss_tiles >= 1),
             f'loss_tiles must be "auto" or a number of tiles >= 1, got {self.loss_tiles!r}',
             "8 makes the logits of an eighth of the tokens at a time",
         )
-        _require(
+        require(
             self.token_tiles == "auto" or (type(self.token_tiles) is int and self.token_tiles >= 1),
             f'token_tiles must be "auto" or a number of tiles >= 1, got {self.token_tiles!r}',
             "8 runs the MLPs of recomputed layers for an eighth of the tokens at a time",
         )
-        _require(
+        require(
             self.token_tiles in ("auto", 1) or self.recompute not in ("none", 0),
             f"token_tiles={self.token_tiles!r} with recompute={self.recompute!r}: MLPs that are saved are whole",
             'only recomputed layers run for some tokens at a time: recompute="full"',
         )
-        _require(
-            type(self.loss_only) is bool,
-            f"loss_only must be True or False, got {self.loss_only!r}",
-            "True has a training forward return None in place of logits",
-        )
-        _require(
+        require_flag("loss_only", self.loss_only, "True has a training forward return None in place of logits")
+        require(
             self.compute in COMPUTE,
             f"compute must be one of {COMPUTE}, got {self.compute!r}",
             '"eager" runs the same program without compiling its segments, for debugging',
         )
-        _require(
+        require(
             isinstance(self.tile, str) or self.tile == 1 or self.sharding == 3,
             f"tile={self.tile!r} at stage {self.stage}, which keeps parameters whole",
             "stage 3 gathers them for each use",
@@ -260,50 +257,50 @@ class Config:
             _require_mesh(self.mesh)
 
     def _validate_offload(self) -> None:
-        _require(
+        require(
             self.offload in OFFLOAD,
             f"offload must be one of {OFFLOAD}, got {self.offload!r}",
             '"optimizer" moves optimizer states off the device, "gradients" those and gradients',
         )
-        _require(
+        require(
             self.tier is None or self.tier in OFFLOAD_TIERS,
             f"tier must be one of {OFFLOAD_TIERS}, got {self.tier!r}",
             'offload="optimizer", tier="host" keeps optimizer states in host memory',
         )
-        _require(
+        require(
             self.activations in ACTIVATIONS,
             f"activations must be one of {ACTIVATIONS}, got {self.activations!r}",
             '"nvme" moves what layers save for the backward to the folders of path=',
         )
-        _require(
+        require(
             self.tier is None or self.offload != "none",
             f"tier={self.tier!r} is given, and offload is none",
             'say what goes there, for example offload="optimizer"',
         )
         # First what no stage could do, then what no backend does yet: the second error would hide the first.
         level_at(self.sharding, "optimizer" if self.offload == "auto" else self.offload)
-        _require(
+        require(
             "nvme" not in self.away or bool(self.path),
             "what is offloaded to NVMe needs a folder to be kept in",
             'path="/folder/on/a/disk", or several in a list, over which it is striped',
         )
         given = [name for name in ("path", "nvme") if getattr(self, name)]
-        _require(
+        require(
             "nvme" in self.away or not given,
             f"{' and '.join(given)} given, and nothing goes to NVMe",
             'say what goes there: offload="optimizer", activations="nvme", or offload="auto" with memory=',
         )
-        _require(
+        require(
             self.update in UPDATES,
             f"update must be one of {UPDATES}, got {self.update!r}",
             '"host" updates states on the host beside them, "device" has them pass through the device',
         )
-        _require(
+        require(
             self.update == "host" or self._shards_on == {"host"},
             'update="device" has states of the host pass through the device, and nothing is kept on the host alone',
             'offload="optimizer", tier="host", which on a CPU needs a machine= with "split": true; or update="host"',
         )
-        _require(
+        require(
             "host" in self.away or self.host_memory is None,
             "host_memory given, and nothing goes to the host",
             "leave it out: memory= is the device's, which on a CPU is the host's",
@@ -342,10 +339,7 @@ def _folders(options: dict[str, Any]) -> dict[str, tuple[str, ...]]:
     path = options.get("path")
     if path is None:
         return {"path": ()} if "path" in options else {}
-    folders = [path] if isinstance(path, str | os.PathLike) else path
-    if not isinstance(folders, list | tuple) or not all(isinstance(f, str | os.PathLike) for f in folders):
-        raise ConfigError(f"path must be a folder or a list of folders, got {path!r}", 'path="/mnt/nvme"')
-    return {"path": tuple(os.fspath(folder) for folder in folders)}
+    return {"path": paths("path", path, "a folder", 'path="/mnt/nvme"')}
 
 
 def _size(name: str, size: object, example: str) -> int:
@@ -391,7 +385,7 @@ def _replayed(options: dict[str, Any]) -> dict[str, Any]:
 
     file = read_plan(Path(path))
     plan, unexecuted = file.plan, file.unexecuted
-    _require(
+    require(
         not unexecuted,
         f"the plan {os.fspath(path)} has {unexecuted}, which no backend runs yet",
         "make one that can be run: `zerograph plan MODEL` without --offload; or have the backend plan what it can run, "
@@ -407,14 +401,9 @@ def _is_recompute(value: object) -> bool:
     return type(value) in (int, float) and 0 <= value <= 1  # type: ignore[operator]
 
 
-def _require(condition: bool, message: str, hint: str) -> None:
-    if not condition:
-        raise ConfigError(message, hint)
-
-
 def _require_dtype(argument: str, dtype: object) -> None:
     name = str(dtype).removeprefix("torch.")
-    _require(
+    require(
         # By name: this floor must not import torch.
         dtype is None or (type(dtype).__name__ == "dtype" and name in DTYPES),
         f"{argument} must be a floating torch.dtype ({', '.join(DTYPES)}) or None, got {dtype!r}",
@@ -422,12 +411,12 @@ def _require_dtype(argument: str, dtype: object) -> None:
     )
 
 
-def _require_mesh(mesh: object) -> None:
-    # By what it has: this floor must not import torch.
-    ndim = getattr(mesh, "ndim", None)
-    _require(ndim is not None, f"mesh must be a torch DeviceMesh, got {type(mesh).__name__}", "see init_device_mesh")
-    _require(
-        ndim == 1,
-        f"mesh has {ndim} dimensions; ZeroGraph shards over one",
+def _require_mesh(mesh: Any) -> None:
+    # By name: this floor must not import torch.
+    is_mesh = any(cls.__name__ == "DeviceMesh" for cls in type(mesh).__mro__)
+    require(is_mesh, f"mesh must be a torch DeviceMesh, got {type(mesh).__name__}", "see init_device_mesh")
+    require(
+        mesh.ndim == 1,
+        f"mesh has {mesh.ndim} dimensions; ZeroGraph shards over one",
         'pass the data-parallel slice, for example mesh["dp"]',
     )

@@ -16,7 +16,7 @@ class ZeroGraphError(Exception):
 
 
 class ConfigError(ZeroGraphError, ValueError):
-    """An argument of :func:`zerograph.backend`, :func:`zerograph.shard` or of an optimizer is wrong."""
+    """An argument of a function of ours or of an optimizer is wrong; the message names it."""
 
 
 class UnsupportedError(ZeroGraphError, NotImplementedError):

@@ -158,7 +158,7 @@ class _Call:
             # Constants of the model's code are real tensors.
             params, mode = plain(model.parameters()), FakeTensorMode(allow_non_fake_inputs=True)
             stack = _foldable(model) if fold else None
-            adopt.refuse_wrapped(model.modules())
+            adopt.refuse_wrapped([model])
             adoption = Adoption(config, lambda device: Ranks.connect(config, device))
             adoption.shard([model], torch.device("cpu"))
             planner = Planner(config, world_size, adoption.params, torch.device("cpu"), moments=moments)

@@ -20,9 +20,10 @@ from accelerate.utils import DistributedType, DynamoBackend, FullyShardedDataPar
 from torch import Tensor, nn
 
 import zerograph
-from zerograph.api import Backend
+from zerograph.api import Backend, refuse_other_backends
+from zerograph.core.arguments import require
 from zerograph.core.errors import ConfigError, UnsupportedError
-from zerograph.integrations.models import compile_call, held_back, refuse_other_backends
+from zerograph.integrations.models import compile_call, held_back
 
 
 class Accelerator(accelerate.Accelerator):
@@ -56,7 +57,12 @@ class Accelerator(accelerate.Accelerator):
         return plain
 
     def _shard_with(self, backend: Backend, state_dict_type: str) -> None:
-        refuse_other_backends(backend)
+        refuse_other_backends(backend, "Accelerator")
+        require(
+            state_dict_type in ("SHARDED_STATE_DICT", "FULL_STATE_DICT"),
+            f'state_dict_type must be "SHARDED_STATE_DICT" or "FULL_STATE_DICT", got {state_dict_type!r:.80}',
+            "sharded ones are written by all ranks, full ones by rank 0",
+        )
         _refuse_others(self)
         self._given_backend = self._next_backend = backend
         self.state.fsdp_plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=state_dict_type)

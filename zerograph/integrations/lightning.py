@@ -33,9 +33,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 from torch.optim import Optimizer
 
 import zerograph
-from zerograph.api import Backend
+from zerograph.api import Backend, refuse_other_backends
+from zerograph.core.arguments import require_flag
 from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
-from zerograph.integrations.models import compile_call, held_back, refuse_other_backends
+from zerograph.integrations.models import compile_call, held_back
 from zerograph.sharding.module_classes import plain_class
 
 State = dict[str, Any]
@@ -56,7 +57,8 @@ class _DataParallel(_Mixed):
     """
 
     def __init__(self, backend: Backend, save_distributed_checkpoint: bool = True, **options: Any) -> None:
-        refuse_other_backends(backend)
+        refuse_other_backends(backend, type(self).__name__)
+        require_flag("save_distributed_checkpoint", save_distributed_checkpoint, "False writes one file")
         self.zerograph_backend = backend
         super().__init__(save_distributed_checkpoint=save_distributed_checkpoint, **options)
 

@@ -7,16 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import nn
 
 from zerograph.api import Backend
-from zerograph.core.errors import ConfigError
 from zerograph.sharding.torch_private import compile_any_call
-
-
-def refuse_other_backends(backend: object) -> None:
-    """Raises:
-    ConfigError: ``backend`` is none of ours.
-    """
-    if not isinstance(backend, Backend):
-        raise ConfigError(f"backend is {backend!r}", "give it what zerograph.backend(...) returns")
 
 
 def compile_call(module: nn.Module, backend: Backend) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 
-from zerograph.api import Backend
+from zerograph.api import Backend, refuse_other_backends
 from zerograph.core.errors import ConfigError
 from zerograph.integrations.accelerate import Accelerator
 
@@ -29,12 +29,13 @@ class ShardedTrainer(_Mixed):
         arguments: those of the trainer.
 
     Raises:
-        ConfigError: an argument of ``TrainingArguments`` that does not go with sharding.
+        ConfigError: an argument that is none, or one of ``TrainingArguments`` that does not go with sharding.
     """
 
     def __init__(
         self, *arguments: Any, backend: Backend, state_dict_type: str = "FULL_STATE_DICT", **options: Any
     ) -> None:
+        refuse_other_backends(backend, type(self).__name__)
         self._backend, self._state_dict_type = backend, state_dict_type
         super().__init__(*arguments, **options)
         if self._reads_loss_only and not backend.config.loss_only and self.accelerator._next_backend is backend:

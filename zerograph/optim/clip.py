@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
 from zerograph import _core
-from zerograph.core.errors import ConfigError, UnsupportedError
+from zerograph.core.arguments import number, require, require_flag
+from zerograph.core.errors import UnsupportedError
 from zerograph.optim.tensors import is_dense, on_gpu, on_host, pieces, sum_of
 from zerograph.runtime.torch_private import local_tensor
+
+log = logging.getLogger(__name__)
 
 
 def clip_grad_norm_(
@@ -28,7 +32,7 @@ def clip_grad_norm_(
     Args:
         parameters: sharded or plain parameters; those without gradient are skipped.
         max_norm: the largest norm allowed.
-        norm_type: the p of the norm; ``math.inf`` is the largest absolute value.
+        norm_type: the p of the norm; ``math.inf`` or ``"inf"`` is the largest absolute value.
         error_if_nonfinite: raise instead of scaling by a norm that is not finite.
 
     Returns:
@@ -36,17 +40,20 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set.
-        ConfigError: ``norm_type`` is not positive.
+        ConfigError: ``parameters`` are no tensors, ``max_norm`` is negative, or ``norm_type`` not positive.
         UnsupportedError: a gradient that is partial over ranks, or sharded over more than one mesh dimension.
     """
-    refuse_norm(norm_type)
-    params = [parameters] if isinstance(parameters, Tensor) else parameters
-    grads = [p.grad for p in params if p.grad is not None]
+    order = order_of_norm(norm_type)
+    if not (isinstance(max_norm, Tensor) and max_norm.numel() == 1):  # one on a device is not waited for
+        max_norm = number("max_norm", max_norm, "for example 1.0")
+        require(max_norm >= 0, f"max_norm={max_norm}: the largest norm allowed cannot be negative", "for example 1.0")
+    require_flag("error_if_nonfinite", error_if_nonfinite, "True raises where the norm is not finite")
+    grads = [p.grad for p in _tensors(parameters) if p.grad is not None]
     split: list[DTensor] = [g for g in grads if is_split(g)]  # type: ignore[misc]
     whole = [local_tensor(g) for g in grads if not is_split(g)]
     mine = [local_tensor(g) for g in split]
     group = split[0].device_mesh.get_group() if split else None
-    norm = _norm_over_ranks(mine, whole, float(norm_type), group).to(_precision(mine + whole))
+    norm = _norm_over_ranks(mine, whole, order, group).to(_precision(mine + whole))
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the total norm of order {norm_type} of the gradients is {norm.item()}, so they cannot be clipped"
@@ -60,15 +67,26 @@ def clip_grad_norm_(
     return norm
 
 
-def refuse_norm(p: float) -> None:
-    """Raises:
-    ConfigError: there is no norm of order ``p``.
+def order_of_norm(norm_type: float | str) -> float:
+    """The p of a norm; torch's functions take "inf" too.
+
+    Raises:
+        ConfigError: there is no norm of that order.
     """
-    if not p > 0:
-        raise ConfigError(
-            f"norm_type={p}: the order of a norm must be positive",
-            "2 is the Euclidean norm, math.inf the largest absolute value",
-        )
+    hint = "2 is the Euclidean norm, math.inf the largest absolute value"
+    order = math.inf if norm_type == "inf" else number("norm_type", norm_type, hint)
+    require(order > 0, f"norm_type={norm_type}: the order of a norm must be positive", hint)
+    return order
+
+
+def _tensors(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    several = isinstance(parameters, Iterable) and not isinstance(parameters, Tensor | nn.Module | str)
+    params = list(parameters) if several else [parameters]
+    other = next((type(p).__name__ for p in params if not isinstance(p, Tensor)), None)
+    require(other is None, f"parameters must be tensors, got {other}", "give model.parameters()")
+    if isinstance(parameters, Generator) and not params:
+        log.warning("zerograph.clip_grad_norm_ got an empty generator, used up perhaps: no gradient is clipped")
+    return params  # type: ignore[return-value]
 
 
 def is_split(grad: Tensor) -> bool:

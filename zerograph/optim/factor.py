@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from zerograph.core.errors import ConfigError
+from zerograph.core.arguments import number, require
 from zerograph.optim.tensors import uses_kernels
 
 
@@ -73,16 +73,16 @@ class Asked:
         """The product of ``scales``, without waiting for tensors on a device if it is wanted ``there``.
 
         Raises:
-            ConfigError: it is zero, or ``clip`` is not positive.
+            ConfigError: one is no number, or zero, or ``clip`` is not positive.
         """
-        scale: float | Tensor = math.prod(float(s) for s in self.scales if not (there and _is_away(s)))
-        if not scale:
-            raise ConfigError("grad_scale=0: gradients cannot be divided by it", "give what the loss was multiplied by")
-        if self.clip is not None and not self.clip > 0:
-            raise ConfigError(
-                f"clip={self.clip}: the largest norm allowed must be positive",
-                "clip=1.0, or leave it out to scale nothing",
-            )
+        hint = "give what the loss was multiplied by"
+        here = [number("grad_scale", s, hint) for s in self.scales if not (there and _is_away(s))]
+        scale: float | Tensor = math.prod(here)
+        require(bool(scale), "grad_scale=0: gradients cannot be divided by it", hint)
+        if self.clip is not None:
+            hint = "clip=1.0, or leave it out to scale nothing"
+            clip = number("clip", self.clip, hint)
+            require(clip > 0, f"clip={clip}: the largest norm allowed must be positive", hint)
         for away in self.scales if there else ():
             if _is_away(away):
                 scale = scale * away.double().reshape(())

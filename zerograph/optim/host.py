@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from zerograph import _core
 from zerograph.core import slots
+from zerograph.core.arguments import require_flag
 from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.optim.clip import power_sum
 from zerograph.optim.delayed import DelayedSteps
@@ -79,9 +80,12 @@ class HostOptimizer(Optimizer):
 
         Raises:
             ConfigError: ``master`` is neither None nor float32, ``moments`` neither float32 nor bfloat16;
-                ``overlap`` beside ``skip_nonfinite`` or ``delayed``; ``warmup`` is negative, or without ``delayed``.
+                ``overlap`` beside ``skip_nonfinite`` or ``delayed``; ``warmup`` is no number of steps, or without
+                ``delayed``; a flag is no bool.
             UnsupportedError: ``differentiable=True``.
         """
+        for name, flag in (("skip_nonfinite", skip_nonfinite), ("overlap", overlap), ("delayed", delayed)):
+            require_flag(name, flag, f"leave {name} out for what it is by default")
         if master not in (None, torch.float32):
             raise ConfigError(
                 f"master={master}: masters are kept in torch.float32 only",
@@ -103,9 +107,9 @@ class HostOptimizer(Optimizer):
                 "overlap=True updates parameters in the backward, and delayed=True after the next one",
                 "leave one of them out: overlap changes no numbers, delayed hides more",
             )
-        if warmup < 0 or (warmup and not delayed):
+        if type(warmup) is not int or warmup < 0 or (warmup and not delayed):
             raise ConfigError(
-                f"warmup={warmup} counts ordinary steps before those of delayed=True"
+                f"warmup={warmup!r:.80} counts ordinary steps before those of delayed=True"
                 + ", which is not given" * (not delayed),
                 "warmup=40 beside delayed=True, or leave it out",
             )

@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from zerograph import _core
-from zerograph.core.errors import ConfigError
+from zerograph.core.arguments import require, require_flag
 from zerograph.optim.host import HostOptimizer, unscaled
 from zerograph.optim.parts import Member, Part
+
+
+def _is_right(lr: Any, betas: Any, weight_decay: Any) -> bool:
+    try:
+        return bool(lr >= 0 and weight_decay >= 0 and len(betas) == 2 and all(0 <= beta < 1 for beta in betas))
+    except (TypeError, RuntimeError):  # no numbers, or tensors of several
+        return False
 
 
 class Lion(HostOptimizer):
@@ -45,11 +52,12 @@ class Lion(HostOptimizer):
         delayed: bool = False,
         warmup: int = 0,
     ) -> None:
-        if not (lr >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
-            raise ConfigError(
-                f"Lion(lr={lr}, betas={betas}, weight_decay={weight_decay})",
-                "lr and weight_decay are not negative, betas are at least 0 and less than 1",
-            )
+        require(
+            _is_right(lr, betas, weight_decay),
+            f"Lion(lr={lr!r:.80}, betas={betas!r:.80}, weight_decay={weight_decay!r:.80})",
+            "lr and weight_decay are not negative, betas are two numbers of at least 0 and less than 1",
+        )
+        require_flag("maximize", maximize, "True goes up the gradient")
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(
             params,

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerograph.core.errors import ShardingError
-from zerograph.optim.clip import is_split, power_sums, refuse_norm
+from zerograph.optim.clip import is_split, order_of_norm, power_sums
 from zerograph.runtime import delayed
 from zerograph.runtime.torch_private import local_tensor
+from zerograph.sharding.adopt import model_given
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +55,22 @@ def norms(model: nn.Module, norm_type: float = 2.0) -> Norms:
         norm_type: the p of the norms; ``math.inf`` is the largest absolute value.
 
     Raises:
-        ConfigError: ``norm_type`` is not positive.
+        ConfigError: ``model`` is none, or ``norm_type`` is not positive.
         ShardingError: a parameter is on the meta device.
         UnsupportedError: a tensor is partial over ranks, or sharded over more than one mesh dimension.
     """
-    refuse_norm(norm_type)
-    params = {name.removeprefix("_orig_mod."): p for name, p in model.named_parameters()}
+    order = order_of_norm(norm_type)
+    params = dict(model_given(model, "zerograph.norms").named_parameters())
     _refuse_meta(params)
     delayed.settle(params.values())
     # Split parameters first, each with a place for its gradient: ranks add up vectors of one length.
     split = [p for p in params.values() if is_split(p)]
     whole = [p for p in params.values() if not is_split(p)]
-    powers = torch.cat([_over_ranks(split, norm_type), _powers(whole, norm_type)], dim=1).cpu()
-    found = (powers if math.isinf(norm_type) else powers ** (1.0 / norm_type)).tolist()
-    order = {id(p): i for i, p in enumerate(split + whole)}
-    weights, gradients = ({n: row[order[id(p)]] for n, p in params.items()} for row in found)
-    return Norms(norm_type, weights, {n: gradients[n] for n, p in params.items() if p.grad is not None})
+    powers = torch.cat([_over_ranks(split, order), _powers(whole, order)], dim=1).cpu()
+    found = (powers if math.isinf(order) else powers ** (1.0 / order)).tolist()
+    places = {id(p): i for i, p in enumerate(split + whole)}
+    weights, gradients = ({n: row[places[id(p)]] for n, p in params.items()} for row in found)
+    return Norms(order, weights, {n: gradients[n] for n, p in params.items() if p.grad is not None})
 
 
 def _refuse_meta(params: dict[str, nn.Parameter]) -> None:

@@ -20,23 +20,79 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from zerograph.core.arguments import require_kind
 from zerograph.core.errors import UnsupportedError
 from zerograph.graph.torch_private import skip_frame
-from zerograph.sharding.torch_private import backend_given, called_model, modules_read_through, original, place_on
+from zerograph.sharding.torch_private import (
+    backend_given,
+    called_model,
+    modules_read_through,
+    original,
+    place_on,
+    running_modules,
+)
 
 
-def refuse_wrapped(modules: Iterable[nn.Module | None]) -> None:
-    """Refuse models that something else already distributes.
+def model_given(model: object, function: str) -> nn.Module:
+    """The module that ``function``, one that users call, was given: of what torch.compile returned, the one inside.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    require_kind(model, nn.Module, function, "give it the model itself; several of them one by one, or in a ModuleList")
+    return original(model)  # type: ignore[arg-type]
+
+
+def refuse_wrapped(roots: Iterable[nn.Module | None]) -> None:
+    """Refuse models that something else already distributes, in them or around their call.
 
     Raises:
         UnsupportedError: naming the wrapper.
     """
-    for module in modules:
-        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)):
-            raise UnsupportedError(
-                f"the model is wrapped by {type(module).__name__}, which synchronizes gradients itself",
-                "give torch.compile the plain model; ZeroGraph does what the wrapper did (stage=0 is DDP)",
-            )
+    around = [m for m in dict.fromkeys(running_modules()) if isinstance(m, _WRAPPERS)]
+    for root in [root for root in roots if root is not None]:
+        inside = [m for m in root.modules() if isinstance(m, _WRAPPERS)]
+        found = inside or [m for m in around if _takes_care_of(m, root)]
+        if found:
+            raise wrapped_by(type(found[0]))
+
+
+def refuse_flattened(models: Iterable[nn.Module]) -> None:
+    """Refuse ``models``, which nothing has sharded, where FSDP has put their parameters into flat ones of its own.
+
+    Dynamo compiles nothing of such models, and asks no backend.
+
+    Raises:
+        UnsupportedError: naming the wrapper.
+    """
+    skipped = set(models)
+    for wrapper in live(FullyShardedDataParallel) if skipped else ():
+        if not skipped.isdisjoint(wrapper.modules()):
+            raise wrapped_by(type(wrapper))
+
+
+def wrapped_by(wrapper: type[nn.Module]) -> UnsupportedError:
+    """What to raise for a model in, or under, a module of class ``wrapper``."""
+    return UnsupportedError(
+        f"the model is wrapped by {wrapper.__name__}, which synchronizes gradients itself",
+        "leave the wrapper out, and compile and call the plain model: ZeroGraph does what the wrapper did "
+        "(stage=0 is DDP)",
+    )
+
+
+_WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)
+
+
+def _takes_care_of(wrapper: nn.Module, model: nn.Module) -> bool:
+    """Whether ``wrapper`` would synchronize parameters of ``model``, which sharding replaces.
+
+    A part that is frozen, or that DDP was told to ignore, may be sharded inside of it.
+    """
+    if not isinstance(wrapper, DistributedDataParallel):
+        return any(module is model for module in wrapper.modules())
+    ignored = wrapper.parameters_to_ignore
+    averaged = {id(p) for n, p in wrapper.module.named_parameters() if p.requires_grad and n not in ignored}
+    return any(id(p) in averaged for p in model.parameters())
 
 
 def parameters(gm: fx.GraphModule) -> list[nn.Parameter]:
@@ -70,7 +126,12 @@ def live(*bases: type) -> list[Any]:
         types |= new
         subclasses: set[type] = set().union(*(type.__subclasses__(cls) for cls in new))
         new = subclasses - types
-    return [obj for obj in gc.get_objects() if type(obj) in types]
+    return [obj for obj in gc.get_objects() if type(obj) in types and not _is_half_made(obj)]
+
+
+def _is_half_made(obj: Any) -> bool:
+    """Whether it is an optimizer whose ``__init__`` raised, which the error's traceback keeps alive."""
+    return isinstance(obj, Optimizer) and not hasattr(obj, "param_groups")
 
 
 def modules_holding(params: Iterable[Tensor], objects: Iterable[Any]) -> list[nn.Module]:

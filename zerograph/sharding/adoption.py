@@ -67,7 +67,7 @@ class Adoption:
         if not params or is_open(params) or any(p.is_meta or is_lazy(p) for p in params):
             return  # what is to be said about them is said where a graph reads them
         with errors_reach_users():
-            adopt.refuse_wrapped(root.modules())
+            adopt.refuse_wrapped([root])
             self.shard([root], params[0].device)
 
     def covers(self, gm: fx.GraphModule, called: nn.Module | None) -> bool:
@@ -89,7 +89,7 @@ class Adoption:
                 self._refuse_first_call()
                 return False
             roots = adopt.roots_of_call(gm, called)
-            adopt.refuse_wrapped(m for root in roots for m in root.modules())
+            adopt.refuse_wrapped(roots)
             if self.shard(roots, foreign[0].device):
                 self._traced_in_vain = True
                 raise Retrace
@@ -162,7 +162,9 @@ class Adoption:
         """Parameters of models given to ``backend`` that nothing has sharded."""
         if will_be_alone(self._config):
             return []
-        return [p for m in adopt.modules_given_to(backend) for p in m.parameters() if id(p) not in self.known]
+        given = adopt.modules_given_to(backend)
+        adopt.refuse_flattened(m for m in given if self.known.isdisjoint(map(id, m.parameters())))
+        return [p for m in given for p in m.parameters() if id(p) not in self.known]
 
     def _refuse_first_call(self) -> None:
         """Dynamo would keep the plain code for calls outside; on one rank that is all there is."""

@@ -18,8 +18,10 @@ from typing import IO
 import torch
 from torch import Tensor, nn
 
+from zerograph.core.arguments import require
 from zerograph.core.errors import CheckpointError
 from zerograph.runtime.meeting import noticed
+from zerograph.sharding.adopt import model_given
 from zerograph.sharding.shards import gather_to_first, group_of, is_first, on_first_rank
 
 log = logging.getLogger(__name__)
@@ -58,7 +60,11 @@ def export(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Raises:
         CheckpointError: on every rank, when rank 0 cannot write, or the model holds what the format cannot.
+        ConfigError: ``model`` or ``path`` is none.
     """
+    model = model_given(model, "zerograph.export")
+    named = isinstance(path, str | os.PathLike) and bool(Path(path).name)
+    require(named, f"path must be the path of a file, got {path!r:.80}", 'for example "model.safetensors"')
     tensors, aliases = unique_tensors(model)
     group, file = group_of(model), _File(Path(path))
     try:
@@ -144,6 +150,8 @@ class _File:
 
     def open(self, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
         head, size = _header(tensors, aliases)
+        if os.path.isdir(self.path):  # a rename would say so, when all has been gathered and written
+            raise CheckpointError(f"cannot write {self.path}: it is a folder", f"{self.path / 'model.safetensors'}")
         with self._named():
             self._stream = self._partial.open("wb")
             _reserve(self._stream.fileno(), len(head) + size)

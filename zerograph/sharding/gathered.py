@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from zerograph.core.arguments import require_flag
 from zerograph.core.errors import ShardingError
 from zerograph.runtime import delayed
 from zerograph.runtime.meeting import noticed
+from zerograph.sharding.adopt import model_given
 from zerograph.sharding.module_classes import plain_class
 from zerograph.sharding.shards import full_value, group_of, is_sharded, local_of, on_first_rank, send_from_first
-from zerograph.sharding.torch_private import original
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,12 @@ def gathered(module: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
             process as well as on many.
 
     Raises:
+        ConfigError: ``module`` or ``writeback`` is none.
         ShardingError: with ``writeback``, a parameter was removed, untied, or changed its shape or dtype inside; or a
             nested ``writeback`` that an enclosing context would drop.
     """
-    module = original(module)
+    module = model_given(module, "zerograph.gathered")
+    require_flag("writeback", writeback, "one module is gathered; True writes rank 0's values into shards")
     delayed.settle(module.parameters())
     with noticed(group_of(module), "to gather parameters in zerograph.gathered()"):
         opened = _open(module, writeback)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zerograph.core.arguments import paths, require
 from zerograph.core.errors import ShardingError
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.torch_private import placed_as
@@ -29,6 +30,7 @@ from zerograph.sharding.shards import group_of, is_sharded, local_of, on_first_r
 log = logging.getLogger(__name__)
 
 Init = Callable[[nn.Module], Any] | Literal["reset_parameters"] | None
+Files = str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None
 
 
 @dataclass(slots=True)
@@ -50,17 +52,43 @@ class Slot:
         return self.tensor.shape[0] if self.tensor.ndim else 1
 
 
+def files_to_read(init: object, files: object) -> tuple[str, ...]:
+    """What :func:`zerograph.materialize` was given as ``files``, none if it was not.
+
+    Raises:
+        ConfigError: ``files`` are no paths, or no file, or ``init`` is no function: a path, perhaps.
+    """
+    named = init is None or (isinstance(init, str) and init == "reset_parameters")
+    require(
+        named or (callable(init) and not isinstance(init, nn.Module)),
+        f'init must be None, "reset_parameters" or a function of a module, got {init!r:.80}',
+        f"weights are read from files=: zerograph.materialize(model, files={init!r:.80})"
+        if isinstance(init, str | os.PathLike | list | tuple)
+        else "init=model._init_weights initializes a model of transformers",
+    )
+    if files is None:
+        return ()
+    found = paths("files", files, "a safetensors file", 'files=sorted(Path(folder).glob("*.safetensors"))')
+    require(bool(found), "files is empty: nothing would be read", "see whether the folder has *.safetensors files")
+    return found
+
+
 def fill(
     model: nn.Module,
     adoption: Adoption | None,
     init: Init,
-    files: Sequence[str | os.PathLike[str]],
+    files: Sequence[str],
     store: ShardStore | None = None,
 ) -> nn.Module:
     """What :func:`zerograph.materialize` does, for a model that ``adoption`` has sharded; in ``store``, if it is given,
     as parameters then leave the device."""
     slots = _empty_slots(model)
     if not slots:
+        require(
+            not files,
+            "nothing of the model is on the meta device, and what has values keeps them: files= would not be read",
+            "build it under torch.device('meta'), or load it: model.load_state_dict(safetensors.torch.load_file(path))",
+        )
         return model
     if adoption is None or adoption.ranks is None:
         raise ShardingError(
@@ -70,7 +98,7 @@ def fill(
     room, group = Room(adoption.ranks.device, store, adoption.ranks.host), group_of(model)
     if files:
         read_files(slots, files, room, group, strict=init is None)
-    _initialize(model, slots, init if callable(init) else None, room, group)
+    _initialize(model, slots, init if callable(init) else None, room, group, _how_to_initialize(model, files))
     adoption.replace(_install(slots))
     return model
 
@@ -94,14 +122,23 @@ def _empty_slots(model: nn.Module) -> list[Slot]:
     return list(slots.values())
 
 
+def _how_to_initialize(model: nn.Module, files: Sequence[str]) -> str:
+    """The hint where something is left without values."""
+    if callable(getattr(model, "_init_weights", None)):  # of transformers
+        call = "zerograph.materialize(model, init=model._init_weights"
+        return f"no file holds it: {call}, files=...)" if files else f"{call})"
+    return "fill every own parameter and buffer, also non-persistent ones, in reset_parameters() or in init="
+
+
 def _initialize(
     model: nn.Module,
     slots: Sequence[Slot],
     init: Callable[[nn.Module], Any] | None,
     room: Room,
     group: dist.ProcessGroup | None,
+    hint: str,
 ) -> None:
-    """Fill the slots that are still empty, unit by unit, with rank 0's values."""
+    """Fill the slots that are still empty, unit by unit, with rank 0's values; ``hint`` says how, where that fails."""
     by_place = {(module, attribute): slot for slot in slots for module, attribute in slot.at}
     names = {module: name for name, module in model.named_modules()}
     # All shards before the first full tensor: otherwise they come to lie between the holes that those leave.
@@ -119,7 +156,7 @@ def _initialize(
         with room.filling(there.values()):
             on_first_rank(
                 group,
-                lambda: full.update(_fill(unit, places, init, room.device, label, there)),  # noqa: B023
+                lambda: full.update(_fill(unit, places, init, room.device, label, there, hint)),  # noqa: B023
                 ShardingError,
             )
         for slot in {id(s): s for s in places.values() if s.local is None}.values():
@@ -156,24 +193,27 @@ def _fill(
     device: torch.device,
     label: str,
     there: Mapping[int, Tensor],
+    hint: str,
 ) -> dict[int, Tensor]:
     """Run the initialization of ``unit`` on full tensors, of which some are ``there``; returns them by ``id`` of their
     slots."""
     for module in unit:
         _refuse_half_filled(module, label)
+    _require_reset(unit, [slot for slot in places.values() if slot.local is None], init, label, hint)
     blank = {id(slot): _blank(slot.tensor, device, there.get(id(slot))) for slot in places.values()}
+    before = {key: tensor._version for key, tensor in blank.items() if not tensor.is_inference()}
     with ExitStack() as stack:
         for module in unit:
             own = {a: blank[id(slot)] for (m, a), slot in places.items() if m is module}
             stack.enter_context(_shown_blank(module, own))
         for module in unit:
-            _reset(module, init, label)
+            _reset(module, init)
         # Reversed, so that of tied places the first one's value stays in the dict.
         values = {id(slot): _current(m, a) for (m, a), slot in reversed(places.items())}
-    values = {key: _apart(value, there.get(key), there.values()) for key, value in values.items()}
-    for slot in {id(s): s for s in places.values()}.values():
-        _check_filled(values[id(slot)], slot, init, label)
-    return values
+    for slot in {id(s): s for s in places.values() if s.local is None}.values():
+        untouched = _is_untouched(values[id(slot)], blank[id(slot)], before.get(id(slot)))
+        _check_filled(values[id(slot)], slot, init, label, hint, untouched)
+    return {key: _apart(value, there.get(key), there.values()) for key, value in values.items()}
 
 
 def _apart(value: Any, own: Tensor | None, there: Iterable[Tensor]) -> Any:
@@ -221,16 +261,23 @@ def _shown_blank(module: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None
             module._buffers.update(buffers)
 
 
-def _reset(module: nn.Module, init: Callable[[nn.Module], Any] | None, label: str) -> None:
-    default = getattr(module, "_reset_parameters" if _resets_children(module) else "reset_parameters", None)
-    if default is None and init is None:
-        raise ShardingError(
-            f"{label} has no reset_parameters() to initialize it",
-            "give it one, or pass materialize(model, init=function_of_a_module), or load it from files",
-        )
+def _require_reset(
+    unit: Sequence[nn.Module], empty: Sequence[Slot], init: Callable[[nn.Module], Any] | None, label: str, hint: str
+) -> None:
+    names = ", ".join(dict.fromkeys(slot.names[0] for slot in empty))
+    if init is None and any(_own_reset(module) is None for module in unit):
+        raise ShardingError(f"{label} has no reset_parameters() to fill {names}", hint)
+
+
+def _own_reset(module: nn.Module) -> Callable[[], Any] | None:
+    return getattr(module, "_reset_parameters" if _resets_children(module) else "reset_parameters", None)
+
+
+def _reset(module: nn.Module, init: Callable[[nn.Module], Any] | None) -> None:
+    own = _own_reset(module)
     with torch.no_grad(), FORWARDS:  # what is not the module's own is refused, as a meta parameter in a forward is
-        if default is not None:
-            default()
+        if own is not None:
+            own()
         if init is not None:
             init(module)
 
@@ -240,16 +287,22 @@ def _current(module: nn.Module, attribute: str) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-def _check_filled(value: Any, slot: Slot, init: Any, label: str) -> None:
+def _is_untouched(value: Any, blank: Tensor, version: int | None) -> bool:
+    """Whether an initialization has left ``blank`` as it was at ``version``; no number of an integer says so."""
+    same = isinstance(value, Tensor) and value.numel() > 0 and value.data_ptr() == blank.data_ptr()
+    return same and version is not None and blank._version == version
+
+
+def _check_filled(value: Any, slot: Slot, init: Any, label: str, hint: str, untouched: bool) -> None:
     by = "the given init function" if init is not None else "reset_parameters()"
     if not isinstance(value, Tensor) or value.shape != slot.tensor.shape:
         raise ShardingError(f"{by} left {slot.names[0]} without a tensor of shape {list(slot.tensor.shape)}")
     # In parts: what tells of each element is a quarter of them.
-    if value.is_floating_point() and any(part.isnan().any() for part in value.reshape(-1).split(_PART)):
-        raise ShardingError(
-            f"{by} did not fill all of {slot.names[0]} in {label}",
-            "fill every own parameter and buffer, also non-persistent ones, in reset_parameters() or in `init`",
-        )
+    left = (
+        any(part.isnan().any() for part in value.reshape(-1).split(_PART)) if value.is_floating_point() else untouched
+    )
+    if left:
+        raise ShardingError(f"{by} did not fill all of {slot.names[0]} in {label}", hint)
 
 
 _PART = 2**24

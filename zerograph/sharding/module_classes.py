@@ -28,6 +28,7 @@ from zerograph.runtime import delayed
 from zerograph.runtime.torch_private import local_tensor
 from zerograph.runtime.uncompiled import UncompiledReads
 from zerograph.sharding.adopt import move_to_one_mesh, skip_getters
+from zerograph.sharding.foreign_code import explained_methods
 from zerograph.sharding.forward import before_reading, count_own_forward, counting, inside
 from zerograph.sharding.shards import as_shard
 from zerograph.sharding.spec import ShardSpec
@@ -55,9 +56,11 @@ class ShardedModule:
 
         Pruning and parametrizations put a parameter, or a full copy that they read of it, under another name.
         """
-        if name in self._zg_specs:
-            raise _kept(self._zg_specs[name].name, "replaced")
         owned: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
+        if name in self._zg_specs:
+            if param is owned.get(name):
+                return  # as who ties weights again sets them
+            raise _kept(self._zg_specs[name].name, "replaced")
         for attribute, spec in self._zg_specs.items():
             if attribute not in owned:
                 raise _kept(spec.name, "removed")
@@ -253,6 +256,7 @@ def sharded_class(base: type[nn.Module], names: frozenset[str], routed: bool = F
         )
     if _has_forward(base):
         members["forward"] = counting(base)
+    members |= explained_methods(base)
     members |= {"_zg_base": base, "__module__": base.__module__, "__qualname__": base.__qualname__}
     try:
         cls = type(base.__name__, (ShardedModule, base), members)

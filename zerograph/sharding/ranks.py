@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerograph.compiler.agreement import Agreement
+from zerograph.core.arguments import require
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError
 from zerograph.runtime.comm import Communicator, LoneCommunicator, connect, keeps_to_group
 from zerograph.runtime.host import AcceleratorHost, HostMemory
+from zerograph.runtime.roster import Roster
 from zerograph.runtime.torch_private import reach_host
 from zerograph.sharding.adopt import one_mesh
+from zerograph.sharding.checkpoint_folders import watch_checkpoints
+from zerograph.sharding.foreign_code import explain_shards
 from zerograph.sharding.grad_scaler import find_inf_on_all_ranks
 from zerograph.sharding.shards import default_group
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,8 @@ class Ranks:
         """
         _refuse_beside_current(device)
         mesh = resolve_mesh(config, device.type)
+        if config.mesh is not None:
+            _tell_of_other_ranks(config.mesh)
         host = AcceleratorHost(device) if "host" in config.away and device.type != "cpu" else None
         if mesh is None:
             return cls(device, communicator=LoneCommunicator(), host=host)
@@ -55,6 +66,8 @@ class Ranks:
         if host is not None:
             reach_host(group)
         find_inf_on_all_ranks()
+        explain_shards()
+        watch_checkpoints()
         agreement = Agreement.open(group, device, config.plan)
         communicator = connect(group, device, agreement.meeting if agreement is not None else None)
         return cls(device, mesh.size(), mesh, communicator, agreement, host)
@@ -77,6 +90,18 @@ def will_be_alone(config: Config) -> bool:
     """Whether one rank will communicate with nobody, known before ranks are connected."""
     group = config.mesh if config.mesh is not None else default_group()
     return group is None or (group.size() == 1 and not keeps_to_group())
+
+
+def _tell_of_other_ranks(mesh: DeviceMesh) -> None:
+    """Warn, on the first rank of ``mesh``, where that is a part of the job: copies of a model drift apart unseen."""
+    ranks, world = mesh.mesh.flatten().tolist(), dist.get_world_size()
+    if len(ranks) < world and dist.get_rank() == ranks[0]:
+        log.warning(
+            "mesh= has %s of the job's %d: other ranks that train this model are not synchronized with these, neither "
+            "their first values nor their gradients\n\n"
+            "hint: leave mesh= out to train one model on all ranks, or let the loop average between meshes",
+            Roster().named(ranks), world,
+        )  # fmt: skip
 
 
 def resolve_mesh(config: Config, device_type: str) -> DeviceMesh | None:
@@ -108,3 +133,34 @@ def resolve_mesh(config: Config, device_type: str) -> DeviceMesh | None:
         return None
     # Not init_device_mesh, which makes another group where the default one is gloo's and there is a GPU.
     return one_mesh(DeviceMesh.from_group(group, device_type))
+
+
+def home_of(model: nn.Module, config: Config, device: object) -> torch.device:
+    """The device that the shards of ``model`` belong on; ``device`` is the one that :func:`zerograph.shard` was given.
+
+    Raises:
+        ConfigError: that is none, or the model is elsewhere.
+    """
+    own = next((p.device for p in model.parameters() if not p.is_meta), None)
+    given = _device_given(device) if device is not None else None
+    require(
+        given is None or own is None or given.type == own.type,
+        f"zerograph.shard got device={str(given)!r}, and the model is on {own}",
+        "device= is for a model on the meta device; move one that has values before: model.to(device)",
+    )
+    on_mesh = config.mesh.device_type if config.mesh is not None else None
+    home = torch.device(given or own or on_mesh or torch.accelerator.current_accelerator() or "cpu")
+    if home.index is None and home.type != "cpu":
+        home = torch.device(home.type, torch.accelerator.current_device_index())
+    return home
+
+
+def _device_given(device: Any) -> torch.device:
+    hint = 'a device of this machine, such as "cpu" or "cuda"'
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(f"zerograph.shard got device={device!r:.80}, which is none", hint) from error
+    here = ("cpu", *filter(None, [getattr(torch.accelerator.current_accelerator(), "type", None)]))
+    require(found.type in here, f"zerograph.shard got device={str(found)!r}; here there is {' and '.join(here)}", hint)
+    return found

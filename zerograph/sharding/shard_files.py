@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
@@ -15,7 +15,9 @@ from torch import Tensor
 from zerograph.core.errors import CheckpointError
 from zerograph.sharding.export import DTYPES
 from zerograph.sharding.room import Room
-from zerograph.sharding.shards import describe, is_sharded, local_of, shard_rows
+from zerograph.sharding.shards import describe, is_first, is_sharded, local_of, shard_rows
+
+log = logging.getLogger(__name__)
 
 
 class Wanted(Protocol):
@@ -31,7 +33,7 @@ class Wanted(Protocol):
 
 def read_files(
     slots: Sequence[Wanted],
-    files: Sequence[str | os.PathLike[str]],
+    files: Sequence[str],
     room: Room,
     group: dist.ProcessGroup | None,
     *,
@@ -48,17 +50,20 @@ def read_files(
     with ExitStack() as stack:
         found: dict[int, tuple[Any, str]] = {}
         _all_agree(group, lambda: found.update(_match(slots, _open_all(files, stack), strict)))
+        missing = [slot.names[0] for slot in slots if slot.persistent and id(slot) not in found]
+        if missing and is_first(group):
+            log.warning("the files lack %s, which are initialized", _some("parameters or buffers", missing))
         _all_agree(group, lambda: _read_all([s for s in slots if id(s) in found], found, room))
 
 
-def _open_all(files: Sequence[str | os.PathLike[str]], stack: ExitStack) -> dict[str, Any]:
+def _open_all(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
     """The open file of each name."""
     holders: dict[str, Any] = {}
     for path in files:
         try:
-            file = stack.enter_context(safe_open(os.fspath(path), framework="pt"))
+            file = stack.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot read {os.fspath(path)}: {error}", "give full safetensors files") from error
+            raise CheckpointError(f"cannot read {path}: {error}", "give full safetensors files") from error
         holders |= dict.fromkeys(file.keys(), file)
     return holders
 

@@ -12,8 +12,9 @@ import inspect
 import sys
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -41,6 +42,10 @@ from torch.utils import _pytree
 
 from zerograph.core.errors import StorageError, ZeroGraphError
 from zerograph.graph.torch_private import skip_frame
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.storage import WriteResult
 
 # Compiled models
 
@@ -124,22 +129,29 @@ def compile_any_call(module: nn.Module, backend: Any) -> None:
     module._compiled_call_impl = torch.compile(call, backend=backend)
 
 
+def running_modules() -> Iterator[nn.Module]:
+    """The modules that are being called, the innermost first.
+
+    Dynamo tells neither callbacks nor backends whose call it compiles, and ``nn.Module`` has no list of its calls, so
+    they are looked for on the stack. Seen in 2.11, 2.13.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _MODULE_CALLS:
+            yield frame.f_locals[frame.f_code.co_varnames[0]]
+        frame = frame.f_back
+
+
 def called_model() -> tuple[nn.Module, Any] | None:
     """The innermost module that is being called and that torch.compile was given, and its backend.
 
-    Dynamo tells neither callbacks nor backends whose call it compiles, and ``nn.Module`` has no list of its calls, so
-    they are looked for on the stack. This is for every loop that calls ``model(x)``: the model is sharded before it is
-    traced, in place of tracing it twice, and a layer that Dynamo compiles by itself, after a graph break, is not taken
-    for the model. Seen in 2.11, 2.13.
+    This is for every loop that calls ``model(x)``: the model is sharded before it is traced, in place of tracing it
+    twice, and a layer that Dynamo compiles by itself, after a graph break, is not taken for the model.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in _MODULE_CALLS:
-            module = frame.f_locals[frame.f_code.co_varnames[0]]
-            backend = backend_given(module)
-            if backend is not None:
-                return original(module), backend
-        frame = frame.f_back  # type: ignore[assignment]
+    for module in running_modules():
+        backend = backend_given(module)
+        if backend is not None:
+            return original(module), backend
     return None
 
 
@@ -320,19 +332,55 @@ def share_hooks(old: Tensor, new: Tensor) -> None:
         new._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks  # type: ignore[attr-defined]
 
 
-# GradScaler
+# Other code
 
 
-def unscale_in_order(in_order: Callable[[Sequence[DTensor]], list[DTensor]]) -> None:
-    """Patch DTensor's handler of what GradScaler calls so that it sees gradients ``in_order``; idempotent.
+def before(owner: Any, name: str, check: Callable[..., None]) -> None:
+    """Have ``check`` called with the arguments of every call of ``owner.name``, before it runs; idempotent.
+
+    For other code that has no hook and takes shards for plain tensors: wrappers when they are made, and safetensors,
+    of which all that it writes passes ``_find_shared_tensors``. Seen in 2.11, 2.13, and in safetensors 0.8.
+    """
+    function: Any = getattr(owner, name, None)
+    if function is None or hasattr(function, "_zg_checked"):
+        return
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    checked._zg_checked = True  # type: ignore[attr-defined]
+    setattr(owner, name, checked)
+
+
+def files_written(writer: FileSystemWriter, results: Sequence[Sequence[WriteResult]]) -> list[Path]:
+    """The files that ranks have written of a checkpoint, by what they told; none where they are no files of a host.
+
+    A writer's file system and a result's file have no public names. Seen in 2.11, 2.13.
+    """
+    from torch.distributed.checkpoint.filesystem import FileSystem  # late: checkpoints take 0.1 s to import
+
+    if not isinstance(writer.fs, FileSystem):
+        return []
+    names = dict.fromkeys(result.storage_data.relative_path for told in results for result in told)
+    return [Path(writer.path) / name for name in names]
+
+
+def answer_op(op: Any, handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Have DTensor call ``handler`` for ``op``, with it and its arguments; idempotent.
 
     The table of handlers is one per process and not public. Seen in 2.11, 2.13.
     """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[op] = handler
+
+
+def unscale_in_order(in_order: Callable[[Sequence[DTensor]], list[DTensor]]) -> None:
+    """Have DTensor's handler of what GradScaler calls see gradients ``in_order``; idempotent. Seen in 2.11, 2.13."""
 
     def handler(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         grads, *others = args
         found_inf_reduce_handler(op, (in_order(grads), *others), kwargs)
 
-    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers[unscale] = handler
+    answer_op(torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default, handler)

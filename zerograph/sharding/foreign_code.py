@@ -1,0 +1,91 @@
+"""Other code that takes sharded parameters for plain tensors: our errors, with the line to write, before torch's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from zerograph.core.errors import CheckpointError, ShardingError, UnsupportedError
+from zerograph.sharding.adopt import wrapped_by
+from zerograph.sharding.torch_private import answer_op, before
+
+
+def explain_shards() -> None:
+    """From now on have errors of ours where other code meets shards. Idempotent; for the whole process."""
+    c10d = torch.ops.c10d
+    for op in (c10d.broadcast_, c10d.allreduce_, c10d.allreduce_coalesced_, c10d.reduce_):
+        answer_op(op.default, _refuse_collective)
+    for wrapper in (DistributedDataParallel, FullyShardedDataParallel):
+        before(wrapper, "__init__", _refuse_wrapper)
+    before(safetensors.torch, "_find_shared_tensors", _refuse_in_file)
+
+
+def _refuse_collective(op: Any, *_: Any) -> None:
+    """Loops that average gradients by hand call these with parameters."""
+    raise UnsupportedError(
+        f"a collective of torch.distributed ({op}) got a DTensor, of which each rank holds its own rows",
+        "leave out what synchronizes ranks: ZeroGraph starts all from rank 0's values and averages gradients; "
+        "param.to_local() is this rank's part",
+    )
+
+
+def _refuse_wrapper(wrapper: nn.Module, module: nn.Module, *_: Any, **__: Any) -> None:
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())  # how DDP is told, before it is made
+    ours = {id(p) for m in module.modules() for n, p in m._parameters.items() if n in m.__dict__.get("_zg_specs", ())}
+    if any(isinstance(p, DTensor) and id(p) in ours and n not in ignored for n, p in module.named_parameters()):
+        raise wrapped_by(type(wrapper))
+
+
+def _refuse_in_file(named: Mapping[str, Tensor]) -> None:
+    """Files of safetensors have whole tensors; those of ``save_model`` and of libraries that call it, for example."""
+    shards = [name for name, tensor in named.items() if isinstance(tensor, DTensor)]
+    if shards:
+        raise CheckpointError(
+            f"{len(shards)} of {len(named)} tensors, {shards[0]} for one, are DTensors, of which each rank holds rows; "
+            "a file has whole ones",
+            "to save, all ranks enter `with zerograph.gathered(model):`, and one writes inside, or all call "
+            "`zerograph.export(model, path)`; to load, `model.load_state_dict(safetensors.torch.load_file(path))`",
+        )
+
+
+def explained_methods(base: type[nn.Module]) -> dict[str, Any]:
+    """Methods of ``base``, of transformers and its like, that want whole weights: as members of its sharded class."""
+    return {name: explain(getattr(base, name)) for name, explain in _METHODS.items() if hasattr(base, name)}
+
+
+def _save_pretrained(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def save_pretrained(self: Any, *args: Any, **options: Any) -> Any:
+        given = [value for value in (*args, options.get("state_dict")) if isinstance(value, Mapping)]
+        _refuse_in_file(given[0] if given else dict(self.named_parameters()))
+        return method(self, *args, **options)
+
+    return save_pretrained
+
+
+def _resize_token_embeddings(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def resize_token_embeddings(self: Any, *args: Any, **options: Any) -> Any:
+        try:
+            return method(self, *args, **options)
+        except RuntimeError as error:  # nothing has changed yet
+            if "DTensor" not in str(error):
+                raise
+            raise ShardingError(
+                f"{type(self).__name__}.resize_token_embeddings: sharded embeddings cannot change their size",
+                "call it before the model's first call, and before zerograph.shard; to resize a trained model, load "
+                "what zerograph.export(model, path) wrote into a plain one",
+            ) from error
+
+    return resize_token_embeddings
+
+
+_METHODS = {"resize_token_embeddings": _resize_token_embeddings, "save_pretrained": _save_pretrained}
