@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from zerograph.compiler.room import disks, memory_here, room_for_each
+from zerograph.compiler.room import disks, memory_here, rooms
 
 
 def test_folders_are_told_by_their_file_system(tmp_path: Path) -> None:
@@ -24,9 +24,9 @@ def test_memory_is_told_by_its_host(tmp_path: Path) -> None:
 
 
 def test_ranks_share_what_is_free() -> None:
-    assert room_for_each([[("a", 100)]]) == 100
-    assert room_for_each([[("a", 100)], [("a", 90)]]) == 45  # of one host: the least that any of them saw
-    assert room_for_each([[("a", 100)], [("b", 300)]]) == 100  # of two hosts: the least counts
-    assert room_for_each([[("a", 100), ("b", 300)]]) == 200  # stripes are as long on each
-    assert room_for_each([[("a", 100), ("a", 100)], [("a", 100)]]) == 33
-    assert room_for_each([[("a", 100)], []]) == 100 and room_for_each([[], []]) == sys.maxsize
+    assert rooms([[("a", 100)]]) == [100]
+    assert rooms([[("a", 100)], [("a", 90)]]) == [45, 45]  # of one host: the least that any of them saw
+    assert rooms([[("a", 100)], [("b", 300)]]) == [100, 300]
+    assert rooms([[("a", 100), ("b", 300)]]) == [200]  # stripes are as long on each
+    assert rooms([[("a", 100), ("a", 100)], [("a", 100)]]) == [66, 33]
+    assert rooms([[("a", 100)], []]) == [100, sys.maxsize]

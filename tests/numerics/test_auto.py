@@ -146,8 +146,14 @@ def test_a_smaller_batch_may_be_tried_after_an_infeasible_one() -> None:
 
 
 def _budgets_that_differ(memory: int) -> str:
-    mine = memory if dist.get_rank() else 2 * memory
-    return str(_train({"stage": "auto", "memory": mine})["plan"])
+    if dist.get_rank() == 0:
+        memory *= 2
+    plan = str(_train({"stage": "auto", "memory": memory})["plan"])
+    torch._dynamo.reset()
+    with pytest.raises(InfeasibleError) as caught:
+        _train({"stage": "auto", "memory": memory // 20})
+    assert "; rank 1 has the least device memory of all ranks" in str(caught.value)
+    return plan
 
 
 def test_the_smallest_budget_of_all_ranks_counts() -> None:

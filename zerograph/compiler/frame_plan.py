@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from zerograph.compiler.agreement import Agreement
 from zerograph.compiler.compilation import Plain
-from zerograph.compiler.room import Disk, disks, room_for_each, room_on
+from zerograph.compiler.room import Disk, disks, room_on, rooms
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.executable import Executable
@@ -98,6 +98,7 @@ class Planner:
         self._asked: Counter[str] = Counter()
         self._machine = machine_of(config, device)
         self._budget, self._host, self.room = 0, sys.maxsize, sys.maxsize
+        self._whose: dict[Tier, str] = {}  # room it is, where ranks have different ones
         if config.searches or config.away:
             self._learn_budgets(device, folders, host)
 
@@ -121,11 +122,23 @@ class Planner:
             "disks": disks(folders),
         }
         told = self._agreement.answers("budget", mine) if self._agreement is not None else [mine]
-        # The smallest: all ranks run one plan, which must fit each of them.
         if memory is not None:
-            self._budget = int(min(one["memory"] for one in told) * (1 - RESERVE))
-        self._host = min(room_for_each([one["free"] for one in told]), *(one["host"] for one in told))
-        self.room = min(room_for_each([one["disks"] for one in told]), *(one["nvme"] for one in told))
+            self._budget = int(self._least("device", [one["memory"] for one in told]) * (1 - RESERVE))
+        free, room = rooms([one["free"] for one in told]), rooms([one["disks"] for one in told])
+        self._host = self._least("host", [min(size, one["host"]) for size, one in zip(free, told, strict=True)])
+        self.room = self._least("nvme", [min(size, one["nvme"]) for size, one in zip(room, told, strict=True)])
+
+    def _least(self, tier: Tier, by_rank: Sequence[int]) -> int:
+        """The smallest: all ranks run one plan, which must fit each of them."""
+        least = min(by_rank)
+        if least < max(by_rank):
+            assert self._agreement is not None  # else there is one rank
+            self._whose[tier] = self._agreement.meeting.roster.named([by_rank.index(least)])
+        return least
+
+    def _whose_room(self) -> str:
+        """Which ranks have the least room, behind what says that something does not fit."""
+        return "".join(f"; {rank} has the least {tier} memory of all ranks" for tier, rank in self._whose.items())
 
     def plan(self, code: str, step: Step, plain: Sequence[Plain]) -> Plan:
         """The plan for ``step``; nothing of it has been carried out yet.
@@ -170,7 +183,7 @@ class Planner:
         more = f"nvme={enough} in folders that have it" if tier == "nvme" else f"host_memory={enough}"
         raise InfeasibleError(
             f"the plan keeps {format_bytes(need)} {'on NVMe' if tier == 'nvme' else 'on the host'} per rank ({parts}) "
-            f"and may use {format_bytes(have)}, the reserve taken off",
+            f"and may use {format_bytes(have)}, the reserve taken off{self._whose_room()}",
             f"give each rank {more}, offload less, or use more ranks",
         )
 
@@ -275,7 +288,7 @@ class Planner:
         self._asked[code] += 1
         for rank, answer in enumerate(found):
             if "failure" in answer:
-                raise InfeasibleError(f"on rank {rank} {answer['failure']}", answer["hint"])
+                raise InfeasibleError(f"on rank {rank} {answer['failure']}{self._whose_room()}", answer["hint"])
         # Of equal needs the lowest rank's, so that every rank takes the same plan.
         most = max(range(len(found)), key=lambda rank: (found[rank]["need"], -rank))
         return Plan.from_json(agreement.told(f"{question}: text", most))

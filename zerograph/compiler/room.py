@@ -21,10 +21,14 @@ def memory_here() -> Disk:
     return f"{_host()} memory", psutil.virtual_memory().available
 
 
+GRAIN = 256 * 2**20
+"""Bytes that a GPU's room is rounded down to: the next start, with other crumbs free, then finds the same plans."""
+
+
 def room_on(device: torch.device) -> int:
     """Bytes of a GPU that this process may use: those that are free, and those that torch's allocator has, in which the
     model lies. The context, communicators and other processes have the rest."""
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)) // GRAIN * GRAIN
 
 
 def disks(folders: Iterable[str]) -> list[Disk]:
@@ -44,8 +48,8 @@ def _host() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def room_for_each(told: Sequence[Sequence[Disk]]) -> int:
-    """Bytes that every rank may reserve, where each reserves as many in each of its folders.
+def rooms(told: Sequence[Sequence[Disk]]) -> list[int]:
+    """Bytes that each rank may reserve, where all reserve as many in each of their folders.
 
     Args:
         told: the folders' file systems, by rank.
@@ -54,5 +58,4 @@ def room_for_each(told: Sequence[Sequence[Disk]]) -> int:
     free: dict[str, int] = {}
     for disk, size in (one for own in told for one in own):
         free[disk] = min(size, free.get(disk, size))  # ranks look one after another, while others write
-    rooms = (len(own) * min(free[disk] // users[disk] for disk, _ in own) for own in told if own)
-    return min(rooms, default=sys.maxsize)
+    return [len(own) * min(free[disk] // users[disk] for disk, _ in own) if own else sys.maxsize for own in told]
