@@ -507,7 +507,7 @@ def test_stock_optimizers_whose_states_nobody_knows_are_refused(tmp_path: Path) 
         ({"offload": "auto", "path": "/tmp", "stage": 0}, "stage 0 cannot offload optimizer"),
         ({"offload": "optimizer", "tier": "nvme"}, "needs a folder"),
         ({"path": "/tmp"}, "path given, and nothing goes to NVMe"),
-        ({"offload": "optimizer", "tier": "nvme", "path": 3}, "a folder or a list of folders"),
+        ({"offload": "optimizer", "tier": "nvme", "path": 3}, "a folder or a list of them, got 3"),
         ({"offload": "optimizer", "tier": "nvme", "path": "/tmp", "stage": 0}, "stage 0 cannot offload optimizer"),
         ({"offload": "optimizer", "tier": "nvme", "path": "/tmp", "nvme": "much"}, "nvme: "),
     ],
