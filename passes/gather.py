@@ -14,13 +14,15 @@ not change within a graph.
 from __future__ import annotations
 
 import operator
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from zerograph.core.plan import Plan
 from zerograph.core.prefetching import visit_numbers
+from zerograph.graph.descent import descend
 from zerograph.graph.layers import layer_starts
 from zerograph.graph.nodes import (
     Marker,
@@ -61,26 +63,27 @@ def gather(gm: fx.GraphModule, plan: Plan) -> int:
 
 def _sink_views(graph: fx.Graph, found: list[Marker]) -> None:
     """Give every non-view user its own copy of the views between it and the marker, right before it."""
+
+    def sink(node: fx.Node) -> Iterator[tuple[fx.Node]]:
+        for user in [user for user in node.users if is_view(user)]:
+            yield (user,)
+            for consumer in list(user.users):
+                with graph.inserting_before(consumer):
+                    # A copy for each reader: one view shared by two visits would keep the first one's memory alive.
+                    copy = graph.node_copy(user, lambda n: n)
+                consumer.replace_input_with(user, copy)
+            graph.erase_node(user)
+
     for marker in found:
-        _sink(graph, marker.node)
+        descend(sink, marker.node)
 
 
-def _sink(graph: fx.Graph, node: fx.Node) -> None:
-    for user in list(node.users):
-        if not is_view(user):
-            continue
-        _sink(graph, user)
-        for consumer in list(user.users):
-            with graph.inserting_before(consumer):
-                # A copy for each reader: one view shared by two visits would keep the first one's memory alive.
-                copy = graph.node_copy(user, lambda n: n)
-            consumer.replace_input_with(user, copy)
-        graph.erase_node(user)
-
-
-def _consumers(node: fx.Node) -> list[fx.Node]:
+def _consumers(marker: fx.Node) -> Iterator[fx.Node]:
     """The computing users of a marker, behind views."""
-    return [c for user in node.users for c in (_consumers(user) if is_view(user) else [user])]
+    behind = [marker]
+    for node in behind:
+        behind += filter(is_view, node.users)
+        yield from (user for user in node.users if not is_view(user))
 
 
 def _visits(graph: fx.Graph, found: list[Marker], plan: Plan) -> list[_Visit]:
@@ -134,14 +137,15 @@ def _starts(graph: fx.Graph, visits: list[_Visit]) -> list[fx.Node]:
     """Where each visit starts: with its layer, if nothing in that is used before, else right before its first use."""
     order = positions(graph)
     layers = layer_starts(graph)
+    begins = [order[node] for node in layers]
     # A use before the first, so that each has one before it.
     uses = [-1, *sorted(order[use] for visit in visits for use in visit.uses)]
     starts = []
     for visit in visits:
         first = order[visit.uses[0]]
         earlier = uses[bisect_left(uses, first) - 1]
-        begin = next((n for n in reversed(layers) if order[n] <= first), None)
-        starts.append(begin if begin and order[begin] > earlier else _first_view_before(visit))
+        layer = bisect_right(begins, first) - 1
+        starts.append(layers[layer] if layer >= 0 and begins[layer] > earlier else _first_view_before(visit))
     return starts
 
 
@@ -154,14 +158,17 @@ def _first_view_before(visit: _Visit) -> fx.Node:
 
 
 def _reads_marker(node: fx.Node) -> bool:
-    source = node.args[0]
-    return isinstance(source, fx.Node) and (source.target is UNSHARD or (is_view(source) and _reads_marker(source)))
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node.target is UNSHARD
 
 
 def _reroute(use: fx.Node, marker: fx.Node, tensor: fx.Node) -> None:
     """Let ``use`` read ``tensor`` where it read ``marker``, directly or through its own views."""
-    for source in list(use.all_input_nodes):
-        if source is marker:
-            use.replace_input_with(marker, tensor)
-        elif is_view(source) and _reads_marker(source):
-            _reroute(source, marker, tensor)
+    readers = [use]
+    for reader in readers:
+        for source in list(reader.all_input_nodes):
+            if source is marker:
+                reader.replace_input_with(marker, tensor)
+            elif is_view(source) and _reads_marker(source):
+                readers.append(source)

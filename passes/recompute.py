@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 
 import torch
 from torch import fx
@@ -29,8 +29,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from zerograph.core.plan import Plan
 from zerograph.core.step import layer_of_activation, layers_of
 from zerograph.graph.layers import module_of
-from zerograph.graph.middle import middle_of, reads_parameters_alone
-from zerograph.graph.nodes import Activation, Marker, backward_nodes, is_size, is_view, markers, readings_of_overwritten
+from zerograph.graph.middle import Gathered, middle_of
+from zerograph.graph.nodes import Activation, backward_nodes, is_size, is_view, readings_of_overwritten
 from zerograph.graph.ops import UNSHARD
 from zerograph.graph.token_region import NotByToken, head_of, region_of
 from zerograph.graph.torch_private import SEEDS, WITH_EFFECTS
@@ -63,7 +63,7 @@ def recompute(gm: fx.GraphModule, plan: Plan) -> int:
     if plan.loss_tiles > 1:
         _recompute_loss(forward, plan)
     if loops := plan.loops():
-        read, inside = markers(gm.graph, UNSHARD), frozenset(forward)
+        read, inside = Gathered.of(gm.graph), frozenset(forward)
         for buckets in loops.values():
             _recompute_middle(read, {bucket.params[0].name: bucket.dim for bucket in buckets}, inside)
     return sum("recompute" in n.meta for n in gm.graph.nodes if n not in before)
@@ -143,10 +143,10 @@ def _recompute_loss(forward: list[fx.Node], plan: Plan) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def _recompute_middle(read: Sequence[Marker], weights: Mapping[str, int], forward: Set[fx.Node]) -> None:
+def _recompute_middle(read: Gathered, weights: Mapping[str, int], forward: Set[fx.Node]) -> None:
     """Of an MLP in one loop recompute the middle, tile by tile."""
     try:
-        middle = middle_of(read, weights, lambda node: node in forward or reads_parameters_alone(node))
+        middle = middle_of(read, weights, lambda node: node in forward or node in read.alone)
     except NotByToken as error:
         # Inductor's passes made something else of it: `tile_mlp` warns.
         log.debug("the middle of %s stays whole: %s", ", ".join(weights), error)

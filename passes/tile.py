@@ -17,7 +17,7 @@ cut off. Runs on forward, backward and inference graph by themselves, so that th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,15 +25,17 @@ from torch import fx
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Bucket, ParamTile, Plan, chunk_of, tile_params
-from zerograph.graph.nodes import Marker, Tile, added, call, computed, is_identity_view, markers, part_of
+from zerograph.graph.nodes import Marker, Tile, added, call, computed, markers, part_of
 from zerograph.graph.ops import PLACE, REDUCE_GRAD, UNSHARD
 from zerograph.graph.products import (
+    Part,
     is_cast,
     is_gradient_of_lookup,
     is_sum,
     is_transpose,
     is_transposed,
     other_than_rows,
+    parts_of,
     products_of,
 )
 from zerograph.graph.table_rows import TableRows, checked
@@ -98,9 +100,10 @@ class _Tiles:
         shape: list[int] = marker.node.args[1]  # type: ignore[assignment]
         into, by_columns = None, self.dim == 1
         with self.graph.inserting_before(marker.node):
-            factors = self._wide(grad, by_columns)
+            parts = list(parts_of(grad, by_columns))
+            terms = {part: self._of_term(part) for part in parts if not part.sources}
             for index, param in enumerate(self.params):
-                part = self._rows(grad, by_columns, param, factors)
+                part = self._rows(parts, param, terms)
                 rows = [shape[0] if by_columns else param.end - param.begin, *param.shape[1:]]
                 val = marker.node.meta["val"].new_empty(rows)
                 node = call(self.graph, REDUCE_GRAD, (part, rows, *marker.node.args[2:]), val, self.like)
@@ -188,17 +191,11 @@ class _Tiles:
         same = summed.meta["val"].dtype == dtype
         return summed if same else self._call(prims.convert_element_type.default, summed, dtype)
 
-    def _wide(self, grad: fx.Node, transposed: bool) -> dict[fx.Node, Callable[[ParamTile], fx.Node]]:
-        """By product or lookup that a gradient is made of, what makes a tile of it; what tiles share is made here."""
-        if is_transpose(grad):
-            return self._wide(grad.args[0], not transposed)  # type: ignore[arg-type]
-        if is_identity_view(grad) or is_cast(grad):
-            return self._wide(grad.args[0], transposed)  # type: ignore[arg-type]
-        if is_sum(grad):
-            return self._wide(grad.args[0], transposed) | self._wide(grad.args[1], transposed)  # type: ignore[arg-type]
-        if is_gradient_of_lookup(grad):
-            return {grad: self._rows_of_lookup(grad)}
-        return {grad: self._rows_of_product(grad, transposed)}
+    def _of_term(self, term: Part) -> Callable[[ParamTile], fx.Node]:
+        """What makes a tile of a product or lookup that a gradient is made of; what tiles share is made here."""
+        if is_gradient_of_lookup(term.node):
+            return self._rows_of_lookup(term.node)
+        return self._rows_of_product(term.node, term.transposed)
 
     def _rows_of_product(self, grad: fx.Node, transposed: bool) -> Callable[[ParamTile], fx.Node]:
         """Of ``dY.T @ x``: each tile takes columns of ``dY``."""
@@ -232,19 +229,21 @@ class _Tiles:
         return rows
 
     def _rows(
-        self, grad: fx.Node, transposed: bool, param: ParamTile, wide: dict[fx.Node, Callable[[ParamTile], fx.Node]]
+        self, parts: list[Part], param: ParamTile, terms: Mapping[Part, Callable[[ParamTile], fx.Node]]
     ) -> fx.Node:
-        """A tile of a gradient, or of its transpose."""
-        if is_transpose(grad):
-            return self._transpose(self._rows(grad.args[0], not transposed, param, wide))  # type: ignore[arg-type]
-        if is_identity_view(grad):
-            return self._rows(grad.args[0], transposed, param, wide)  # type: ignore[arg-type]
-        if is_cast(grad):
-            return self._call(grad.target, self._rows(grad.args[0], transposed, param, wide), grad.args[1])  # type: ignore[arg-type]
-        if is_sum(grad):
-            parts = [self._rows(part, transposed, param, wide) for part in grad.args[:2]]  # type: ignore[arg-type]
-            return self._call(grad.target, *parts)
-        return wide[grad](param)
+        """A tile of the gradient, or of its transpose, that ``parts`` make, the last of them."""
+        made = dict[Part, fx.Node]()
+        for part in parts:
+            given = [made[source] for source in part.sources]
+            if part in terms:
+                made[part] = terms[part](param)
+            elif is_transpose(part.node):
+                made[part] = self._transpose(*given)
+            elif is_cast(part.node):
+                made[part] = self._call(part.node.target, *given, part.node.args[1])
+            else:
+                made[part] = self._call(part.node.target, *given) if is_sum(part.node) else given[0]
+        return made[parts[-1]]
 
     # ---- the parameter's rows as the last dimension of something: padded, and seen as [..., ranks, rows of a shard]
 

@@ -24,8 +24,8 @@ import torch
 from torch import fx
 
 from zerograph.core.plan import Bucket, ParamTile, Plan, tile_params
-from zerograph.graph.middle import Middle, middle_of, reads_parameters_alone
-from zerograph.graph.nodes import Marker, Tile, added, aten, call, computed, is_view, markers, move_needed_before
+from zerograph.graph.middle import Gathered, Middle, middle_of
+from zerograph.graph.nodes import Marker, Tile, added, aten, call, computed, is_view, move_needed_before
 from zerograph.graph.ops import PLACE, REDUCE_GRAD, UNSHARD
 from zerograph.graph.shares import Shares
 from zerograph.graph.token_region import PRODUCTS, SIZED, NotByToken
@@ -37,7 +37,9 @@ prims = torch.ops.prims
 def tile_mlp(gm: fx.GraphModule, plan: Plan) -> int:
     """Rewrite ``gm`` (forward, backward or inference graph) in place; returns the number of tiles of all loops."""
     written, loops = 0, plan.loops()
-    read = markers(gm.graph, UNSHARD) if loops else []
+    if not loops:
+        return 0
+    read = Gathered.of(gm.graph)
     for loop, buckets in loops.items():
         weights = {bucket.params[0].name: bucket.dim for bucket in buckets}
         try:
@@ -49,7 +51,7 @@ def tile_mlp(gm: fx.GraphModule, plan: Plan) -> int:
             )  # fmt: skip
             continue
         if middle.dims:
-            written += _Loops(gm.graph, middle, buckets, plan.world_size).write()
+            written += _Loops(gm.graph, read, middle, buckets, plan.world_size).write()
     if written:
         gm.graph.eliminate_dead_code()
         gm.graph.lint()
@@ -60,8 +62,8 @@ def tile_mlp(gm: fx.GraphModule, plan: Plan) -> int:
 class _Loops:
     """All loops over the hidden dimension of one MLP."""
 
-    def __init__(self, graph: fx.Graph, middle: Middle, buckets: list[Bucket], ranks: int) -> None:
-        self.graph, self.middle = graph, middle
+    def __init__(self, graph: fx.Graph, read: Gathered, middle: Middle, buckets: list[Bucket], ranks: int) -> None:
+        self.graph, self.read, self.middle = graph, read, middle
         (first, *_) = buckets
         self.shares = Shares(graph, first.params[0].shape[first.dim], ranks)
         self.tiles = {b.params[0].name: tile_params(b.params[0], b.tiles, ranks, b.dim) for b in buckets}
@@ -91,7 +93,7 @@ class _Loops:
 
     def _wide(self, source: fx.Node, dim: int) -> fx.Node:
         # A copy of a bias, so that it is read once and not by each tile.
-        return self.shares.wide(source, dim, copies=reads_parameters_alone(source))
+        return self.shares.wide(source, dim, copies=source in self.read.alone)
 
     def _whole(self, node: fx.Node, made: fx.Node | None) -> fx.Node:
         """What all tiles made of ``node``, in its dtype."""

@@ -224,8 +224,9 @@ class _StepNodes:
 
     def owner(self, node: fx.Node) -> fx.Node:
         """The node whose memory ``node`` looks at."""
-        owner = memory_owner(node)
-        return self.owner(self._same[owner]) if owner in self._same else owner
+        while (owner := memory_owner(node)) in self._same:
+            node = self._same[owner]
+        return owner
 
 
 def _left_as_it_is(node: fx.Node) -> fx.Node | None:

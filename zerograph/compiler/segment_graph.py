@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from zerograph.compiler.torch_private import lazily_coded
+from zerograph.graph.descent import descend
 from zerograph.graph.nodes import is_size  # arithmetic that every segment which needs it repeats
 
 
@@ -88,14 +90,14 @@ def body_of(gm: fx.GraphModule, nodes: list[fx.Node], outs: list[Any], symbols: 
     inputs = _inputs_of(nodes, symbols)
     order = dict.fromkeys(inputs)
 
-    def visit(node: fx.Node) -> None:
+    def visit(node: fx.Node) -> Iterator[tuple[fx.Node]]:
         if node not in order:
             for source in node.all_input_nodes:
-                visit(source)
+                yield (source,)
             order[node] = None
 
     for node in nodes:
-        visit(node)
+        descend(visit, node)
     return Body(gm, inputs, list(order)[len(inputs) :], outs)
 
 

@@ -14,7 +14,7 @@ again, as in a backward that first computes its layer anew, or of weights that a
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,9 +22,10 @@ import torch
 from torch import fx
 
 from zerograph.core.step import Mlp
+from zerograph.graph.descent import descend
 from zerograph.graph.nodes import Marker, is_identity_view, markers
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
-from zerograph.graph.products import is_cast, is_transpose, tilable
+from zerograph.graph.products import is_cast, is_transpose, readers_of, tilable
 from zerograph.graph.token_region import PRODUCTS, SIZED, SUMS, VIEWS, NotByToken, dims_of_operand, dims_of_result
 from zerograph.graph.tokens import SLICES, Tokens
 from zerograph.graph.torch_private import OpOverload
@@ -91,24 +92,49 @@ class Middle:
         return found
 
 
-def middle_of(read: Sequence[Marker], weights: Mapping[str, int], counts: Counts = lambda _: True) -> Middle:
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What a graph gathers.
+
+    Attributes:
+        markers: by parameter, the ``unshard`` markers of it.
+        alone: the nodes that are made of nothing but gathered parameters.
+    """
+
+    markers: Mapping[str, Sequence[Marker]]
+    alone: Set[fx.Node]
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> Gathered:
+        found, alone = dict[str, list[Marker]](), set[fx.Node]()
+        for marker in markers(graph, UNSHARD):
+            found.setdefault(marker.name, []).append(marker)
+        for node in graph.nodes:
+            sources = node.all_input_nodes
+            if node.target is UNSHARD or (sources and alone.issuperset(sources)):
+                alone.add(node)
+        return cls(found, alone)
+
+
+def middle_of(read: Gathered, weights: Mapping[str, int], counts: Counts = lambda _: True) -> Middle:
     """The middle between ``weights``, by parameter with the dimension that is hidden.
 
     Args:
-        read: the ``unshard`` markers of a graph.
+        read: what their graph gathers.
         counts: whether a node that reads something is part of what is looked at.
 
     Raises:
         NotByToken: something does not treat every place of the hidden dimension by itself.
     """
-    finder = _Finder(Middle({m.node: weights[m.name] for m in read if m.name in weights}), weights, counts)
+    nodes = {marker.node: dim for name, dim in weights.items() for marker in read.markers.get(name, ())}
+    finder = _Finder(Middle(nodes), weights, read.alone, counts)
     finder.grow()
     return finder.middle
 
 
 class _Finder:
-    def __init__(self, middle: Middle, weights: Mapping[str, int], counts: Counts) -> None:
-        self.middle, self.names, self.counts = middle, weights, counts
+    def __init__(self, middle: Middle, weights: Mapping[str, int], alone: Set[fx.Node], counts: Counts) -> None:
+        self.middle, self.names, self.alone, self.counts = middle, weights, alone, counts
         self.waiting: list[fx.Node] = []
         self.hidden = _hidden(middle)
 
@@ -160,9 +186,11 @@ class _Finder:
         if node.target in SLICES and any(isinstance(place, fx.Node) for place in node.args[SLICES[node.target] :]):
             raise NotByToken(node, "slices at places that are not known before it runs")
         source = next(n for n in node.all_input_nodes if self._inside(n) is not None)
-        self._take_in(node, self._result(node, source), source)
+        descend(self._take_in, node, self._result(node, source), source)
 
-    def _take_in(self, node: fx.Node, dim: int | None, behind: fx.Node | None) -> None:
+    def _take_in(
+        self, node: fx.Node, dim: int | None, behind: fx.Node | None
+    ) -> Iterator[tuple[fx.Node, int | None, None]]:
         """``node`` is inside, and of what it reads what has the dimension is cut, or inside too."""
         if isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags:
             raise NotByToken(node, "is random: a tile of it would be another one")
@@ -177,14 +205,14 @@ class _Finder:
                 raise NotByToken(node, "mixes the hidden dimension with something else")
             if found is None and wanted is not None:
                 if source not in self.middle.dims and self._is_made(source):
-                    self._take_in(source, wanted, None)
+                    yield source, wanted, None
                 else:
                     self.middle.given[node, source] = wanted
 
     def _is_made(self, source: fx.Node) -> bool:
         """Whether ``source``, from outside, is as large as the middle and can be made for some of it at a time."""
         sizes = [size for size in source.meta["val"].shape if not isinstance(size, int) or size > 1]
-        makes = source.op == "call_function" and self.counts(source) and not reads_parameters_alone(source)
+        makes = source.op == "call_function" and self.counts(source) and source not in self.alone
         target: Any = source.target
         known = target in PRODUCTS | VIEWS | SIZED.keys() or is_transpose(source) or _is_pointwise(target)
         return makes and known and len(sizes) > 1
@@ -259,13 +287,6 @@ def _is(size: Any, number: int) -> bool:
     return isinstance(size, int) and size == number
 
 
-def reads_parameters_alone(node: fx.Node) -> bool:
-    """Whether ``node`` is made of nothing but gathered parameters."""
-    if node.target is UNSHARD:
-        return True
-    return bool(node.all_input_nodes) and all(map(reads_parameters_alone, node.all_input_nodes))
-
-
 # ---- which weights have a middle between them
 
 
@@ -273,8 +294,8 @@ def mlps_of(graph: fx.Graph, backward: set[fx.Node]) -> Iterator[Mlp]:
     """The MLPs of ``graph``, a whole step; each weight is in one of them, and wide middles come first."""
     can = set(tilable(graph))
     found = dict[tuple[tuple[str, int], ...], Mlp]()
-    read, seen = markers(graph, UNSHARD), set[tuple[str, int]]()
-    for marker in read:
+    read, seen = Gathered.of(graph), set[tuple[str, int]]()
+    for marker in (marker for of_one in read.markers.values() for marker in of_one):
         for dim in _first_uses(marker, backward) if marker.name in can else ():
             if (marker.name, dim) not in seen and _is_wide(marker.node, dim):
                 mlp = _mlp(read, backward, {marker.name: dim}, can)
@@ -293,22 +314,16 @@ def mlps_of(graph: fx.Graph, backward: set[fx.Node]) -> Iterator[Mlp]:
 
 def _first_uses(marker: Marker, backward: set[fx.Node]) -> list[int]:
     """The dimensions of a weight that products of the forward make."""
-
-    def follow(node: fx.Node, transposed: bool) -> Iterator[int]:
-        for user in node.users:
-            if user in backward:
-                continue
-            if is_transpose(user):
-                yield from follow(user, not transposed)
-            elif is_identity_view(user) or is_cast(user):
-                yield from follow(user, transposed)
-            elif user.target in PRODUCTS and user.args[-1] is node:
-                yield 0 if transposed else 1
-
-    return sorted(set(follow(marker.node, False)))
+    return sorted(
+        {
+            0 if transposed else 1
+            for user, weight, transposed in readers_of(marker.node)
+            if user not in backward and user.target in PRODUCTS and user.args[-1] is weight
+        }
+    )
 
 
-def _mlp(read: Sequence[Marker], backward: set[fx.Node], weights: dict[str, int], can: set[str]) -> Mlp | None:
+def _mlp(read: Gathered, backward: set[fx.Node], weights: dict[str, int], can: set[str]) -> Mlp | None:
     """The MLP that ``weights`` are some of."""
     try:
         while True:
@@ -322,7 +337,9 @@ def _mlp(read: Sequence[Marker], backward: set[fx.Node], weights: dict[str, int]
         return None
     exits = forward.exits(lambda node: node not in backward)
     sums = [node for node in exits if node.target in PRODUCTS and forward.dims[node] is None]
-    if len(sums) < len(exits) or not sums or not _is_closed(whole, backward) or any(map(_is_computed, whole.given)):
+    if len(sums) < len(exits) or not sums or not _is_closed(whole, backward):
+        return None
+    if any(_is_computed(source, read) for _, source in whole.given):
         return None
     last = {m for node in sums for m in _sources(node.args[-1])}
     if not last or not last <= whole.weights.keys():
@@ -335,11 +352,10 @@ def _mlp(read: Sequence[Marker], backward: set[fx.Node], weights: dict[str, int]
     return Mlp(_name(weights), _hidden(whole), tuple(sorted(weights.items())), middle)
 
 
-def _is_computed(given: tuple[fx.Node, fx.Node]) -> bool:
+def _is_computed(source: fx.Node, read: Gathered) -> bool:
     """Whether what is given is computed, and as large as the middle: whole, such as a mask of random numbers."""
-    _, source = given
     sizes = [size for size in source.meta["val"].shape if not isinstance(size, int) or size > 1]
-    return source.op == "call_function" and len(sizes) > 1 and not reads_parameters_alone(source)
+    return source.op == "call_function" and len(sizes) > 1 and source not in read.alone
 
 
 def _is_closed(whole: Middle, backward: set[fx.Node]) -> bool:
@@ -397,13 +413,8 @@ def _is_weight(node: fx.Node, whole: Middle) -> bool:
 
 def _leads_to_gradient(node: fx.Node, whole: Middle) -> bool:
     """Whether nothing but the reduction reads it, through views and casts."""
-
-    def is_of_one(user: fx.Node) -> bool:
-        if user in whole.gradients:
-            return True
-        return (is_transpose(user) or is_identity_view(user) or is_cast(user)) and _leads_to_gradient(user, whole)
-
-    return bool(node.users) and all(map(is_of_one, node.users))
+    readers = {user for user, *_ in readers_of(node)}
+    return bool(readers) and readers <= whole.gradients
 
 
 def _name(names: Mapping[str, int]) -> str:

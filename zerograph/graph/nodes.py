@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from torch import fx
 from zerograph.core.errors import InvariantError
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Bucket, Param, ParamTile
+from zerograph.graph.descent import descend
 from zerograph.graph.ops import ACCUMULATE, REDUCE_GRAD, UNSHARD, VIEW
 from zerograph.graph.torch_private import OpOverload
 
@@ -187,8 +188,14 @@ def readings_of_overwritten(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 def is_size(node: fx.Node) -> bool:
     """Whether ``node`` is arithmetic on symbolic sizes only."""
-    scalar = isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
-    return scalar and (node.op == "placeholder" or all(is_size(n) for n in node.all_input_nodes))
+    waiting, seen = [node], {node}
+    for node in waiting:
+        if not isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return False
+        if node.op != "placeholder":
+            waiting += [source for source in node.all_input_nodes if source not in seen]
+            seen.update(node.all_input_nodes)
+    return True
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -239,10 +246,14 @@ def added(graph: fx.Graph, terms: Sequence[fx.Node], into: fx.Node | None, like:
 
 def move_users_after(node: fx.Node) -> None:
     """What reads a gradient (views, a sum that did not merge) cannot stay before what now gives it."""
-    for user in list(node.users):
-        if user.op != "output" and user < node:
-            node.append(user)
-            move_users_after(user)
+
+    def moved(node: fx.Node) -> Iterator[tuple[fx.Node]]:
+        for user in list(node.users):
+            if user.op != "output" and user < node:
+                node.append(user)
+                yield (user,)
+
+    descend(moved, node)
 
 
 def move_needed_before(first: fx.Node, inside: Set[fx.Node]) -> None:
@@ -268,7 +279,10 @@ def protect_outputs(graph: fx.Graph) -> None:
 
 
 def _with_views(node: fx.Node) -> list[fx.Node]:
-    return [node] + [n for user in list(node.users) if is_view(user) for n in _with_views(user)]
+    found = [node]
+    for node in found:
+        found += filter(is_view, node.users)
+    return found
 
 
 def broken(node: fx.Node, what: str) -> InvariantError:

@@ -52,22 +52,27 @@ def tilable(graph: fx.Graph) -> Iterator[str]:
 def products_of(marker: Marker) -> Products:
     """What its graph computes of the parameter of an ``unshard`` marker."""
     found = Products()
-    _follow(marker.node, False, found)
-    return found
-
-
-def _follow(node: fx.Node, transposed: bool, found: Products) -> None:
-    for user in node.users:
-        if is_transpose(user):
-            _follow(user, not transposed, found)
-        elif is_identity_view(user) or is_cast(user):
-            _follow(user, transposed, found)
-        elif _is_linear(user, node):
+    for user, weight, transposed in readers_of(marker.node):
+        if _is_linear(user, weight):
             (found.columns if transposed else found.terms).append(user)
-        elif not transposed and user.target is aten.embedding.default and node not in user.args[1:]:
+        elif not transposed and user.target is aten.embedding.default and weight not in user.args[1:]:
             found.lookups.append(user)
         else:
             found.other = user
+    return found
+
+
+def readers_of(matrix: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
+    """What reads ``matrix``, with the transpose, cast or view of it that it reads, and whether that is transposed."""
+    waiting = [(matrix, False)]
+    for node, transposed in waiting:
+        for user in node.users:
+            if is_transpose(user):
+                waiting.append((user, not transposed))
+            elif is_identity_view(user) or is_cast(user):
+                waiting.append((user, transposed))
+            else:
+                yield user, node, transposed
 
 
 def is_transpose(node: fx.Node) -> bool:
@@ -97,20 +102,46 @@ def _is_last_alone(user: fx.Node, weight: fx.Node) -> bool:
     return user.args[-1] is weight and weight not in user.args[:-1]
 
 
-def other_than_rows(grad: fx.Node, transposed: bool = False) -> fx.Node | None:
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A node of what makes a full gradient; ``transposed``: it makes the transpose of a part of that."""
+
+    node: fx.Node
+    transposed: bool
+
+    @property
+    def sources(self) -> list[Part]:
+        """Of a transpose, cast, view or sum what it is made of; none of what else is made."""
+        given: Any = self.node.args
+        if is_transpose(self.node):
+            return [Part(given[0], not self.transposed)]
+        if is_identity_view(self.node) or is_cast(self.node):
+            return [Part(given[0], self.transposed)]
+        return [Part(term, self.transposed) for term in given[:2]] if is_sum(self.node) else []
+
+
+def parts_of(grad: fx.Node, transposed: bool = False) -> Iterator[Part]:
+    """What makes a full gradient, or its transpose: each part once, behind those that it is made of."""
+    done, waiting = set[Part](), [Part(grad, transposed)]
+    while waiting:
+        missing = [source for source in waiting[-1].sources if source not in done]
+        waiting += reversed(missing)
+        if not missing and (part := waiting.pop()) not in done:
+            done.add(part)
+            yield part
+
+
+def other_than_rows(grad: fx.Node) -> fx.Node | None:
     """The first node in what makes a full gradient of which no rows can be computed alone; None where there is none.
 
-    A gradient is a product, that of a lookup, or a sum of such, transposed or not, cast or not. ``transposed``:
-    ``grad`` is that of the transpose.
+    A gradient is a product, that of a lookup, or a sum of such, transposed or not, cast or not.
     """
-    if is_transpose(grad):
-        return other_than_rows(grad.args[0], not transposed)  # type: ignore[arg-type]
-    if is_identity_view(grad) or is_cast(grad):
-        return other_than_rows(grad.args[0], transposed)  # type: ignore[arg-type]
-    if is_sum(grad):
-        parts = (other_than_rows(part, transposed) for part in grad.args[:2])  # type: ignore[arg-type]
-        return next((part for part in parts if part is not None), None)
-    return None if is_product(grad) or (is_gradient_of_lookup(grad) and not transposed) else grad
+    terms = (part for part in parts_of(grad) if not part.sources)
+    return next((term.node for term in terms if not _has_rows(term)), None)
+
+
+def _has_rows(term: Part) -> bool:
+    return is_product(term.node) or (is_gradient_of_lookup(term.node) and not term.transposed)
 
 
 def is_cast(node: fx.Node) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from zerograph.core.plan import Plan
+from zerograph.graph.descent import descend
 from zerograph.graph.nodes import Activation, aten
 from zerograph.graph.tokens import (
     COLUMNS,
@@ -28,10 +29,10 @@ from zerograph.graph.tokens import (
     SLICES,
     Tokens,
     Window,
-    is_zero_outside,
     is_zeros,
     slices_tokens,
     window_of,
+    zero_outside,
 )
 from zerograph.graph.torch_private import OpOverload
 
@@ -181,16 +182,18 @@ class Finder:
         """Raises:
         NotByToken: what is read outside cannot be put together.
         """
+        inside = self.region.tokens
+        zero = zero_outside(inside) if self.region.window is not None else frozenset[fx.Node]()
         for node in self.region.exits():
-            if any(user not in self.region.tokens for user in self._users(node)):
-                self._check_exit(node, self.region.tokens[node])
+            if any(user not in inside for user in self._users(node)):
+                self._check_exit(node, inside[node], zero)
 
-    def _check_exit(self, node: fx.Node, tokens: Tokens | None) -> None:
+    def _check_exit(self, node: fx.Node, tokens: Tokens | None, zero: Set[fx.Node]) -> None:
         """What is read outside is of tokens that the loss looks at, zero for others, and can be put together."""
         inside = self.region.tokens
         of_tokens = [node] if tokens is not None else [n for n in node.all_input_nodes if n in inside]
         counts_all = any(self.region.counts_all(n, t) for n in of_tokens if (t := inside[n]) is not None)
-        if counts_all and not is_zero_outside(node, inside):
+        if counts_all and node not in zero:
             raise NotByToken(node, "reads more tokens than a slice of the logits keeps")
         if tokens is None:
             return
@@ -212,6 +215,11 @@ class Finder:
 
     def enter(self, node: fx.Node, tokens: Tokens | None, behind: fx.Node | None = None) -> None:
         """``node`` is inside, with ``tokens``, as was found ``behind`` something; so is what it reads that is large."""
+        descend(self._enter, node, tokens, behind)
+
+    def _enter(
+        self, node: fx.Node, tokens: Tokens | None, behind: fx.Node | None = None
+    ) -> Iterator[tuple[fx.Node, Tokens | None]]:
         self.region.tokens[node] = tokens
         if node.target in SLICES and any(isinstance(place, fx.Node) for place in node.args[SLICES[node.target] :]):
             raise NotByToken(node, "slices at places that are not known before it runs")
@@ -226,7 +234,7 @@ class Finder:
                 continue
             if node.target is operator.getitem and source.target in _SEVERAL:
                 if source not in self.region.tokens:
-                    self.enter(source, tokens)
+                    yield source, tokens
                 continue
             found = _operand(node, source, tokens)
             if source in self.region.tokens:
@@ -238,7 +246,7 @@ class Finder:
                 # What is sliced for the loss to read, such as a label's probabilities, is there anyway.
                 sliced = makes_large and slices_tokens(source, found)
                 if makes_large and not sliced and node.target not in PRODUCTS:
-                    self.enter(source, found)
+                    yield source, found
                 else:
                     self.region.given[node, source] = found
 
@@ -292,8 +300,12 @@ class Finder:
 
 def _is_constant(node: fx.Node) -> bool:
     """Whether ``node`` is the same numbers in every step, which a kernel makes as it needs them."""
-    made = node.target in _CONSTANTS or node.target in _VIEWS
-    return node.op == "call_function" and made and all(map(_is_constant, node.all_input_nodes))
+    waiting = [node]
+    for node in waiting:
+        if node.op != "call_function" or node.target not in _CONSTANTS | _VIEWS:
+            return False
+        waiting += node.all_input_nodes
+    return True
 
 
 def _shape(node: fx.Node) -> list[int]:

@@ -116,23 +116,26 @@ def _dim(node: fx.Node) -> int:
     return named[0] % len(_whole(node))  # type: ignore[no-any-return]
 
 
-def is_zero_outside(node: Any, inside: Mapping[fx.Node, Tokens | None]) -> bool:
-    """Whether ``node`` is zero for the tokens that a slice leaves out, or a sum to which they add nothing.
+def zero_outside(inside: Mapping[fx.Node, Tokens | None]) -> set[fx.Node]:
+    """What is zero for the tokens that a slice leaves out, or a sum to which they add nothing.
 
     Args:
         inside: by node, which dimensions of its result are tokens.
     """
-    if not isinstance(node, fx.Node) or node not in inside:
-        return False
-    tokens = inside[node]
-    if tokens is not None and node.target is aten.slice_scatter.default:
-        among_zeros = is_zeros(node.args[0])
-        return among_zeros and (slices_tokens(node, tokens) or is_zero_outside(node.args[1], inside))
-    if node.target in _LINEAR_IN_EACH:
-        return any(is_zero_outside(arg, inside) for arg in node.args)
-    if node.target in _LINEAR_IN_BOTH:
-        return all(is_zero_outside(arg, inside) for arg in node.args)
-    return (is_view(node) or node.target in _LINEAR_IN_THE_FIRST) and is_zero_outside(node.args[0], inside)
+    found = set[fx.Node]()
+    for node in sorted(inside):
+        tokens, zero = inside[node], [isinstance(arg, fx.Node) and arg in found for arg in node.args]
+        if tokens is not None and node.target is aten.slice_scatter.default:
+            is_zero = is_zeros(node.args[0]) and (slices_tokens(node, tokens) or zero[1])
+        elif node.target in _LINEAR_IN_EACH:
+            is_zero = any(zero)
+        elif node.target in _LINEAR_IN_BOTH:
+            is_zero = all(zero)
+        else:
+            is_zero = (is_view(node) or node.target in _LINEAR_IN_THE_FIRST) and zero[0]
+        if is_zero:
+            found.add(node)
+    return found
 
 
 def is_zeros(node: Any) -> bool:

@@ -151,10 +151,11 @@ def _weights(graph: Graph, i: int) -> int:
 
 def _is_given(graph: Graph, value: int) -> bool:
     """Whether it is an input, or a view or cast of one."""
-    maker = graph.maker[value]
-    if maker < 0:
-        return True
-    return graph.ops[maker].cheap and len(graph.reads[maker]) == 1 and _is_given(graph, graph.reads[maker][0])
+    while (maker := graph.maker[value]) >= 0:
+        if not graph.ops[maker].cheap or len(graph.reads[maker]) != 1:
+            return False
+        (value,) = graph.reads[maker]
+    return True
 
 
 def tiled(step: Step, head: Head, tiles: int) -> Step:
