@@ -31,6 +31,7 @@ from zerograph.graph.nodes import (
     is_view,
     markers,
     output_of,
+    part_of_plan,
     positions,
     protect_outputs,
     transfer_of,
@@ -40,9 +41,18 @@ from zerograph.graph.ops import FREE, GATHER, UNSHARD, WAIT_GATHER
 
 @dataclass(slots=True)
 class _Visit:
+    """A stretch in which ``bucket`` is whole: what uses it, in order, and the marker that each reads."""
+
     bucket: int
-    uses: list[fx.Node] = field(default_factory=list)
-    markers: dict[fx.Node, Marker] = field(default_factory=dict)
+    uses: list[tuple[fx.Node, Marker]] = field(default_factory=list)
+
+    @property
+    def first(self) -> fx.Node:
+        return self.uses[0][0]
+
+    @property
+    def last(self) -> fx.Node:
+        return self.uses[-1][0]
 
 
 def gather(gm: fx.GraphModule, plan: Plan) -> int:
@@ -92,12 +102,10 @@ def _visits(graph: fx.Graph, found: list[Marker], plan: Plan) -> list[_Visit]:
     uses = sorted(
         ((order[user], user, marker) for marker in found for user in _consumers(marker.node)), key=lambda use: use[0]
     )
-    parts = [transfer_of([marker], bucket_of[marker.name]).part for _, _, marker in uses]
+    parts = [part_of_plan(marker, bucket_of[marker.name]) for _, _, marker in uses]
     visits: dict[int, _Visit] = {}
     for number, part, (_, user, marker) in zip(visit_numbers(parts, plan.prefetch), parts, uses, strict=True):
-        visit = visits.setdefault(number, _Visit(part[0]))
-        visit.uses.append(user)
-        visit.markers[marker.node] = marker
+        visits.setdefault(number, _Visit(part[0])).uses.append((user, marker))
     return list(visits.values())
 
 
@@ -108,7 +116,7 @@ def _insert(graph: fx.Graph, visits: list[_Visit], plan: Plan) -> None:
     frees: list[tuple[_Visit, list[fx.Node], Transfer]] = []
     for i, visit in enumerate(visits):
         one_each: dict[str, Marker] = {}  # uses of a tile have markers of their own
-        for marker in visit.markers.values():
+        for _, marker in visit.uses:
             one_each.setdefault(marker.name, marker)
         transfer = transfer_of([*one_each.values()], plan.buckets[visit.bucket])
         shards = [marker.source for marker in one_each.values()]
@@ -120,14 +128,12 @@ def _insert(graph: fx.Graph, visits: list[_Visit], plan: Plan) -> None:
         whole = dict(zip(one_each, full, strict=True))
         pending.meta["zg"] = wait.meta["zg"] = transfer
         cuts[i] = pending
-        for node, marker in visit.markers.items():
-            for use in visit.uses:
-                _reroute(use, node, whole[marker.name])
+        for use, marker in visit.uses:
+            _reroute(use, marker.node, whole[marker.name])
         frees.append((visit, full, transfer))
     # Not in the loop above: a visit is freed where a later one begins, which must stand there by now.
     for i, (visit, full, transfer) in enumerate(frees):
-        end = max(order[use] for use in visit.uses)
-        later = next((k for k in range(i + 1, len(visits)) if order[starts[k]] > end), None)
+        later = next((k for k in range(i + 1, len(visits)) if order[starts[k]] > order[visit.last]), None)
         with graph.inserting_before(cuts[later] if later is not None else output_of(graph)):
             free = call(graph, FREE, (full, *transfer.part), None)
         free.meta["zg"] = transfer
@@ -139,10 +145,10 @@ def _starts(graph: fx.Graph, visits: list[_Visit]) -> list[fx.Node]:
     layers = layer_starts(graph)
     begins = [order[node] for node in layers]
     # A use before the first, so that each has one before it.
-    uses = [-1, *sorted(order[use] for visit in visits for use in visit.uses)]
+    uses = [-1, *sorted(order[use] for visit in visits for use, _ in visit.uses)]
     starts = []
     for visit in visits:
-        first = order[visit.uses[0]]
+        first = order[visit.first]
         earlier = uses[bisect_left(uses, first) - 1]
         layer = bisect_right(begins, first) - 1
         starts.append(layers[layer] if layer >= 0 and begins[layer] > earlier else _first_view_before(visit))
@@ -151,7 +157,7 @@ def _starts(graph: fx.Graph, visits: list[_Visit]) -> list[fx.Node]:
 
 def _first_view_before(visit: _Visit) -> fx.Node:
     """Where a visit starts: its first use, or the copied views (of any bucket) that stand right before it."""
-    node = visit.uses[0]
+    node = visit.first
     while is_view(node.prev) and _reads_marker(node.prev):
         node = node.prev
     return node

@@ -9,12 +9,23 @@ because nothing reads a reduced gradient but the graph's output.
 from __future__ import annotations
 
 import operator
+from bisect import bisect_right
 
 from torch import fx
 
-from zerograph.core.plan import Plan
+from zerograph.core.plan import Bucket, Plan
 from zerograph.graph.layers import layer_starts
-from zerograph.graph.nodes import Marker, Transfer, call, markers, move_users_after, output_of, positions, transfer_of
+from zerograph.graph.nodes import (
+    Marker,
+    Transfer,
+    call,
+    markers,
+    move_users_after,
+    output_of,
+    part_of_plan,
+    positions,
+    transfer_of,
+)
 from zerograph.graph.ops import FREE, INSTRUCTIONS, REDUCE, REDUCE_GRAD, WAIT_REDUCE
 
 
@@ -23,13 +34,13 @@ def reduce(gm: fx.GraphModule, plan: Plan) -> int:
     groups = _groups(gm.graph, plan)
     if not groups:
         return 0
-    places = _places(gm.graph, groups)
+    places, bucket_of = _places(gm.graph, groups), plan.bucket_of()
     under_way: list[tuple[fx.Node, list[Marker], Transfer]] = []
     for group, place in zip(groups, places, strict=True):
         with gm.graph.inserting_before(place):
             if len(under_way) == plan.reductions:
                 _finish(gm.graph, *under_way.pop(0))
-            under_way.append(_start(gm.graph, plan, group))
+            under_way.append(_start(gm.graph, bucket_of[group[0].name], group))
     with gm.graph.inserting_before(output_of(gm.graph)):
         for pending in under_way:
             _finish(gm.graph, *pending)
@@ -47,7 +58,7 @@ def _groups(graph: fx.Graph, plan: Plan) -> list[list[Marker]]:
     rank = {p.name: i for b in plan.buckets for i, p in enumerate(b.params)}
     groups: dict[tuple[int, ...], list[Marker]] = {}
     for marker in markers(graph, REDUCE_GRAD):
-        groups.setdefault(transfer_of([marker], bucket_of[marker.name]).part, []).append(marker)
+        groups.setdefault(part_of_plan(marker, bucket_of[marker.name]), []).append(marker)
     for group in groups.values():
         # Ranks send a bucket as one message, so that its layout must be the same on all.
         group.sort(key=lambda m: rank[m.name])
@@ -70,7 +81,8 @@ def _places(graph: fx.Graph, groups: list[list[Marker]]) -> list[fx.Node]:
         # No later than the next bucket's last gradient: waiting for a cut behind that would hold two buckets' full
         # gradients.
         limit = ready[i + 1] if i + 1 < len(ready) else end
-        cut = next((c for c in cuts if c > at), end)
+        behind = bisect_right(cuts, at)
+        cut = cuts[behind] if behind < len(cuts) else end
         places.append(nodes[cut] if cut <= limit or cut == end == limit else nodes[at].next)
     return places
 
@@ -79,8 +91,8 @@ def _is_instruction(node: fx.Node) -> bool:
     return node.target in INSTRUCTIONS
 
 
-def _start(graph: fx.Graph, plan: Plan, group: list[Marker]) -> tuple[fx.Node, list[Marker], Transfer]:
-    transfer = transfer_of(group, plan.bucket_of()[group[0].name])
+def _start(graph: fx.Graph, bucket: Bucket, group: list[Marker]) -> tuple[fx.Node, list[Marker], Transfer]:
+    transfer = transfer_of(group, bucket)
     grads = [m.source for m in group]
     start = call(graph, REDUCE, (grads, *transfer.part), grads[0].meta["val"].new_empty(0), group[0].node)
     start.meta["zg"] = transfer

@@ -115,6 +115,12 @@ class Marker:
         return fact if isinstance(fact, Tile) else None
 
 
+def part_of_plan(marker: Marker, bucket: Bucket) -> tuple[int, ...]:
+    """What moves the parameter of ``marker``, or its tile, as :attr:`Transfer.part` has it."""
+    tile = marker.tile
+    return (bucket.index,) if tile is None or bucket.tiles == 1 else (bucket.index, tile.index)
+
+
 def transfer_of(found: Sequence[Marker], bucket: Bucket) -> Transfer:
     """What moves the parameters of markers: of one bucket, or of one tile."""
     tile = found[0].tile

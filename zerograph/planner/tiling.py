@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -43,19 +43,19 @@ def tiles_of(name: str, patterns: Iterable[tuple[str, int]]) -> int:
 def in_loops(plan: Plan, step: Step) -> Plan:
     """``plan`` with the weights of each MLP in one loop over its middle, where that can be; elsewhere each weight has
     tiles of its rows, by itself."""
+    alone = _alone(plan)
+    buckets, middle = list(plan.buckets), set[str]()
     for mlp in step.mlps:
-        own = _buckets_of(mlp, plan)
-        if any(bucket.tiles > 1 for bucket in own) and not why_apart(mlp, plan):
-            dims = dict(mlp.weights)
-            inside = {bucket.index: dims[bucket.params[0].name] for bucket in own}
-            buckets = (replace(b, dim=inside[b.index], loop=mlp.name) if b.index in inside else b for b in plan.buckets)
-            plan = _without_middle(replace(plan, buckets=tuple(buckets)), step, mlp)
-    return plan
+        own, dims = _buckets_of(mlp, alone), dict(mlp.weights)
+        if any(bucket.tiles > 1 for bucket in own) and not _why_apart(mlp, own, plan.world_size):
+            for bucket in own:
+                buckets[bucket.index] = replace(bucket, dim=dims[bucket.params[0].name], loop=mlp.name)
+            middle.update(mlp.middle)
+    return _without_middle(replace(plan, buckets=tuple(buckets)), step, middle)
 
 
-def why_apart(mlp: Mlp, plan: Plan) -> str:
+def _why_apart(mlp: Mlp, own: Sequence[Bucket], world_size: int) -> str:
     """Why weights of an MLP that are in tiles do not run in one loop; empty where they can, or none is in tiles."""
-    own = _buckets_of(mlp, plan)
     tiles = {bucket.tiles for bucket in own}
     if tiles <= {1}:
         return ""
@@ -65,7 +65,7 @@ def why_apart(mlp: Mlp, plan: Plan) -> str:
     away = [b for b in own if not b.homes.parameters == b.homes.spilled == "device"]
     if away:
         return f"tiles of columns are not read and written piece by piece where {away[0].name} has {away[0].homes}"
-    share, (count,) = -(-mlp.hidden // plan.world_size), tiles
+    share, (count,) = -(-mlp.hidden // world_size), tiles
     if count > share:
         return f"each rank has {share} of its {mlp.hidden} hidden places, which is less than {count} tiles"
     return ""
@@ -103,19 +103,24 @@ def strange_loops(plan: Plan, step: Step) -> frozenset[str]:
 
 def apart(plan: Plan, step: Step) -> dict[str, str]:
     """The MLPs whose weights have tiles of their own, and why; those that run in one loop are not among them."""
-    found = {mlp.name: why_apart(mlp, plan) for mlp in step.mlps if mlp.name not in plan.loops()}
+    loops, alone = plan.loops(), _alone(plan)
+    left = (mlp for mlp in step.mlps if mlp.name not in loops)
+    found = {mlp.name: _why_apart(mlp, _buckets_of(mlp, alone), plan.world_size) for mlp in left}
     return {name: why for name, why in found.items() if why}
 
 
-def _buckets_of(mlp: Mlp, plan: Plan) -> list[Bucket]:
-    """The buckets that hold a weight of ``mlp`` alone."""
-    names = {name for name, _ in mlp.weights}
-    return [b for b in plan.buckets if len(b.params) == 1 and b.params[0].name in names]
+def _alone(plan: Plan) -> dict[str, Bucket]:
+    """By parameter, the buckets that hold nothing else."""
+    return {b.params[0].name: b for b in plan.buckets if len(b.params) == 1}
 
 
-def _without_middle(plan: Plan, step: Step, mlp: Mlp) -> Plan:
-    """``plan`` saving nothing of the middle, which is never whole."""
-    middle = set(mlp.middle)
+def _buckets_of(mlp: Mlp, alone: Mapping[str, Bucket]) -> list[Bucket]:
+    """The buckets that hold a weight of ``mlp`` alone, in the order of the plan."""
+    return sorted((alone[name] for name, _ in mlp.weights if name in alone), key=lambda bucket: bucket.index)
+
+
+def _without_middle(plan: Plan, step: Step, middle: Set[str]) -> Plan:
+    """``plan`` saving nothing of the ``middle`` of MLPs in loops, which is never whole."""
     names = {op.activation for op in step.passes if op.activation and op.name in middle}
     save = tuple(name for name in plan.save if name not in names)
     return replace(plan, save=save, offload=tuple(one for one in plan.offload if one[0] not in names))
