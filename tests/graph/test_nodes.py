@@ -93,6 +93,19 @@ def test_sizes_are_no_work_on_data() -> None:
     assert [n.target for n in sizes] == [open_size.target, operator.floordiv, operator.add]
 
 
+def test_sizes_are_told_at_any_depth() -> None:
+    def doubled(n: int, x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros(n + n) + x.sum()
+
+    gm = make_fx(doubled, tracing_mode="symbolic")(6, torch.ones(12))
+    *_, last = (n for n in gm.graph.nodes if nodes.is_size(n))
+    for _ in range(1000):
+        with gm.graph.inserting_after(last):
+            twice = gm.graph.call_function(operator.add, (last, last))
+        twice.meta["val"], last = last.meta["val"], twice
+    assert nodes.is_size(last)
+
+
 def test_a_returned_parameter_and_a_view_of_one_are_copied() -> None:
     b = Builder()
     x = b.input("x", 4, 4)

@@ -7,7 +7,7 @@ import torch
 from graphs import Builder
 from torch import fx
 
-from zerograph.graph.products import is_gradient_of_lookup, is_product, tilable
+from zerograph.graph.products import is_gradient_of_lookup, is_product, other_than_rows, parts_of, tilable
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -91,3 +91,17 @@ def test_gradients_of_lookups_are_sums_of_rows_among_zeros() -> None:
     assert [is_gradient_of_lookup(node) for node in sums] == [True, False]
     gm = b.output(b.call(aten.embedding.default, w, ids), b.reduce_grad(sums[0], w))
     assert list(tilable(gm.graph)) == ["w"]
+
+
+def test_a_gradient_of_a_thousand_terms() -> None:
+    """As of a weight that a thousand layers share."""
+    b = Builder()
+    dy, x = b.input("dy", 4, 3), b.input("x", 3, 4)
+    total = b.mm(dy, x)
+    for _ in range(1000):
+        total = b.call(aten.add.Tensor, _turned(b, _turned(b, total)), b.mm(dy, x))
+    parts = list(parts_of(total))
+    assert [part.node for part in parts] == list(b.graph.nodes)[2:] and parts[-1].node is total
+    assert sum(not part.sources for part in parts) == 1001 and other_than_rows(total) is None
+    other = b.call(aten.exp.default, total)
+    assert other_than_rows(b.call(aten.add.Tensor, total, other)) is other

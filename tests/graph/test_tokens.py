@@ -65,3 +65,14 @@ def test_what_is_linear_in_zeros_is_zero() -> None:
     among = b.call(aten.slice_scatter.default, x, part, 0, 0, 3)
     inside[among] = ROWS
     assert among not in zero_outside(inside)
+
+
+def test_zeros_are_followed_through_a_thousand_operators() -> None:
+    b = Builder()
+    zeros, part = b.call(aten.full.default, [4, 8], 0), b.input("part", 3, 8)
+    node = b.call(aten.slice_scatter.default, zeros, part, 0, 0, 3)
+    inside: dict[fx.Node, Tokens | None] = {node: ROWS}
+    for _ in range(1000):
+        node = b.call(aten.add.Tensor, node, node)
+        inside[node] = ROWS
+    assert zero_outside(inside) == inside.keys()

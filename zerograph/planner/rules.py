@@ -106,28 +106,31 @@ def _buckets(params: Sequence[Param], limit: int, alone: Container[str]) -> list
 
 
 def _group(params: Iterable[Param], limit: int) -> list[tuple[Param, ...]]:
-    groups: list[tuple[Param, ...]] = []
-    for _, members in groupby(params, key=lambda p: layer_of_param(p.name)):
-        for part in _split(tuple(members), limit):
-            # Only small ones: a block that shares a bucket with half of the next would no longer repeat.
-            if groups and _bytes(groups[-1]) + _bytes(part) <= limit // _SMALL:
-                groups[-1] += part
-            else:
-                groups.append(part)
-    return groups
+    layers = (tuple(members) for _, members in groupby(params, key=lambda p: layer_of_param(p.name)))
+    # Only small ones: a block that shares a bucket with half of the next would no longer repeat.
+    return _packed((part for layer in layers for part in _split(layer, limit)), limit // _SMALL)
 
 
 def _split(params: tuple[Param, ...], limit: int) -> list[tuple[Param, ...]]:
     """Consecutive parts of at most ``limit`` bytes; the parameters of one module stay together where they fit."""
-    parts: list[tuple[Param, ...]] = []
-    for _, members in groupby(params, key=lambda p: p.name.rpartition(".")[0]):
-        module = tuple(members)
-        for piece in [module] if _bytes(module) <= limit else [(p,) for p in module]:
-            if parts and _bytes(parts[-1]) + _bytes(piece) <= limit:
-                parts[-1] += piece
-            else:
-                parts.append(piece)
-    return parts
+    modules = (tuple(members) for _, members in groupby(params, key=lambda p: p.name.rpartition(".")[0]))
+    return _packed(
+        (piece for module in modules for piece in ([module] if _bytes(module) <= limit else [(p,) for p in module])),
+        limit,
+    )
+
+
+def _packed(pieces: Iterable[tuple[Param, ...]], limit: int) -> list[tuple[Param, ...]]:
+    """Neighbours together, as far as they come to ``limit`` bytes."""
+    found, room = list[list[Param]](), 0
+    for piece in pieces:
+        size = _bytes(piece)
+        if not found or size > room:
+            found.append([])
+            room = limit
+        found[-1] += piece
+        room -= size
+    return [tuple(part) for part in found]
 
 
 def _bytes(params: tuple[Param, ...]) -> int:
