@@ -9,7 +9,8 @@ Targets, for 128 layers of hidden size 25600 on 2 cores: capture in 60 s, planni
 Method. Every case has a fresh process, which imports first. "capture" is everything from building the model on the meta
 device to its programs: tracing by Dynamo and AOTAutograd, partitioning, our passes and lowering. "ours" is that part of
 it which is not torch's: passes, capture of the step, lowering. "planning" is the planner alone, run once more on the
-captured step; "forecast" the simulation of the programs. Wall seconds and, for capture, CPU seconds of the process,
+captured step; "search" what `--stage auto --offload auto` looks for over all tiers, in CPU seconds; "forecast" the
+simulation of the programs. Wall seconds and, for capture, CPU seconds of the process,
 which other load disturbs less. Memory is the peak of the resident set, torch's own 0.4 GiB included.
 """
 
@@ -43,6 +44,7 @@ class Cost:
     capture_cpu: float
     ours_cpu: float
     planning: float
+    search_cpu: float
     forecast: float
     megabytes: float
     gibibytes: float
@@ -51,7 +53,8 @@ class Cost:
         return (
             f"{self.layers} layers, {self.parameters / 1e9:.3g} B parameters: capture {self.capture:.1f} s "
             f"({self.capture_cpu:.1f} s of CPU, {self.ours_cpu:.1f} of them ours), planning {self.planning:.3f} s, "
-            f"forecast {self.forecast:.3f} s, plan file {self.megabytes:.2f} MB, memory {self.gibibytes:.2f} GiB"
+            f"search {self.search_cpu:.1f} s of CPU, forecast {self.forecast:.3f} s, "
+            f"plan file {self.megabytes:.2f} MB, memory {self.gibibytes:.2f} GiB"
         )
 
 
@@ -81,6 +84,8 @@ def measure(layers: int, hidden: int, world: int, fold: bool) -> Cost:
     from zerograph.dryrun.compile_only import compile_only
     from zerograph.dryrun.forecast import forecast_file
     from zerograph.planner import plan_step
+    from zerograph.planner.estimate import RESERVE
+    from zerograph.planner.search import Search, Wish
 
     work = Workload(layers=layers, dim=hidden, heads=hidden // 128, vocab=VOCAB, batch=1, seq=SEQ)
 
@@ -101,8 +106,14 @@ def measure(layers: int, hidden: int, world: int, fold: bool) -> Cost:
     plan_step(step, stage=3, world_size=world, bucket_size=32 * 2**20, prefetch=1)
     planning = time.perf_counter() - begin
 
+    machine, cpu = machine_named("v100-32gb-dgx2"), time.process_time()
+    search = Search(step, Wish("auto", world, offload="auto"), machine)
+    if search.within(machine.budget(world, RESERVE)) is None:
+        raise SystemExit(f"no plan of {layers} layers fits")
+    search_cpu = time.process_time() - cpu
+
     begin = time.perf_counter()
-    file = forecast_file("gpt", compiled, machine_named("v100-32gb-dgx2"))
+    file = forecast_file("gpt", compiled, machine)
     forecast = time.perf_counter() - begin
     return Cost(
         layers,
@@ -111,6 +122,7 @@ def measure(layers: int, hidden: int, world: int, fold: bool) -> Cost:
         capture_cpu,
         ours.seconds,
         planning,
+        search_cpu,
         forecast,
         len(file.to_json()) / 1e6,
         resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,

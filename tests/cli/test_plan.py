@@ -607,3 +607,10 @@ def test_tokens_of_layers_can_be_planned_in_tiles(given: list[str]) -> None:
         peaks.append(file.forecast.peaks["device"].bytes)
     assert "MLPs of 4 layers in 8 tiles of tokens" in [reason.decision for reason in file.reasons]
     assert peaks[1] < peaks[0]
+
+
+def test_the_trillion_parameters_that_the_documentation_times() -> None:
+    shape = "--layers 128 --hidden 25600 --vocab 51200 --world 1024 --machine v100-32gb-dgx2 --dtype float16"
+    result = run(*shape.split(), "--stage", "auto", "--offload", "auto")
+    assert result.exit_code == 0, result.stderr
+    assert "activations of layers.127" in result.stdout

@@ -50,14 +50,11 @@ def _training(layers: int) -> Callable[[], tuple[nn.Module, tuple[Tensor]]]:
     return lambda: (Deep(layers).train(), (torch.zeros(2, 3, 8),))
 
 
-def test_a_searched_plan_of_256_layers_has_every_mlp(tmp_path: Path) -> None:
-    compiled = compile_only(
-        _training(LAYERS), world_size=8, programs=False, stage="auto", offload="auto", memory="1GiB",
-        path=str(tmp_path), machine="v100-32gb-dgx2",
-    )  # fmt: skip
-    step = compiled.frame.step
-    assert [mlp.name for mlp in step.mlps] == [f"layers.{i}" for i in range(LAYERS)]
-    assert not check_plan(step, compiled.frame.plan)
+def test_a_plan_of_256_layers_has_every_mlp_in_a_loop() -> None:
+    frame = compile_only(_training(LAYERS), world_size=2, programs=False, tile=LOOPS).frame
+    names = [f"layers.{i}" for i in range(LAYERS)]
+    assert [mlp.name for mlp in frame.step.mlps] == names and list(frame.plan.loops()) == names
+    assert not check_plan(frame.step, frame.plan)
 
 
 def _train_deep() -> tuple[list[float], list[float], int]:
