@@ -333,7 +333,7 @@ class GroupCommunicator:
             if not flight.work.is_completed():
                 return False
             assert self.meeting is not None
-            raise self.meeting.disconnected(self._doing, str(error).splitlines()[0]) from error
+            raise self.meeting.disconnected(self._doing, str(error).partition("\n")[0]) from error
         return True
 
     def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> _PendingGather:

@@ -21,7 +21,7 @@ class Entry:
         hint: what to do where others enter something else, if more is known than usual.
     """
 
-    program: str
+    program: str = field(compare=False)  # ranks may read the same weight in other lines
     sequence: int
     steps: int
     hint: str = field(default="", compare=False)

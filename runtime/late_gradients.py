@@ -6,7 +6,8 @@ Each rank has gradients of those that it read. The others count as zeros, as wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -23,10 +24,22 @@ AT_ONCE = 64 * 2**20
 """Bytes of full tensors that one message brings, or a little more."""
 
 
+_ALL: weakref.WeakSet[LateGradients] = weakref.WeakSet()
+"""Of all backends: what reads gradients is given parameters alone."""
+
+
+def settle(params: Iterable[Tensor]) -> None:
+    """Gradients of ``params`` are about to be read on all ranks: see :meth:`LateGradients.settle`."""
+    known = {id(param) for param in params} if _ALL else set()
+    for late in [late for late in _ALL if not known.isdisjoint(late.expected)]:
+        late.settle()
+
+
 class LateGradients:
     """Those of one backend."""
 
     def __init__(self, comm: Communicator, steps: StepCount, hold: GradientHold) -> None:
+        _ALL.add(self)
         self._comm, self._steps, self._hold = comm, steps, hold
         # By ``id``, in the order in which all ranks first made them whole.
         self._params: dict[int, tuple[Param, Tensor]] = {}
@@ -38,9 +51,14 @@ class LateGradients:
         """A forward has made ``params``, described and outward, whole: ranks may come to have gradients of them."""
         for described, outward in params:
             if described.trainable:
-                self._params.setdefault(id(outward), (described, outward))
+                self._params[id(outward)] = described, outward  # in another dtype than last time, perhaps
                 self._hold.apart.add(described.name)
                 self._expected = True
+
+    @property
+    def expected(self) -> Set[int]:
+        """By ``id``, the parameters that ranks may have gradients of which are not reduced yet."""
+        return self._params.keys() if self._expected else frozenset()
 
     def forget(self) -> None:
         """What is left of a backward that failed."""
@@ -80,16 +98,21 @@ class LateGradients:
     @torch.no_grad()
     def _reduce(self) -> None:
         own, self._own, self._expected = self._own, {}, False
+        before = self._hold.state
         held = {key: self._hold.withdraw(described) for key, (described, _) in self._params.items()}
         # One by one, as autograd and GradientHold do: the sum has the same bits.
         rounds = [[(*pair, grads.get(key)) for key, pair in self._params.items()] for grads in (own, held)]
         names = [described.name for described, _ in self._params.values()]
         entry = Entry("reduction of gradients of uncompiled forwards", sequence_of(names), self._steps.own)
         reduced: list[tuple[Tensor, Tensor]] = []
-        with together(self._comm, entry):
-            found = iter(self._anywhere([grad is not None for each in rounds for *_, grad in each]))
-            for each in rounds:
-                reduced += self._reduced([one for one in each if next(found)])
+        try:
+            with together(self._comm, entry):
+                found = iter(self._anywhere([grad is not None for each in rounds for *_, grad in each]))
+                for each in rounds:
+                    reduced += self._reduced([one for one in each if next(found)])
+        except BaseException:
+            self._hold.state = before  # of micro-batches that did not fail
+            raise
         for outward, grad in reduced:
             _accumulate(outward, grad)
 

@@ -46,7 +46,7 @@ class Peers:
     ) -> None:
         self.rank, self.world_size, self.timeout, self.roster = rank, world_size, timeout, roster or Roster()
         self.generation, self.failed, self.programs, self.waits = 0, False, 0, 0
-        self.notice_after = self.beat_every = NOTICE
+        self.notice_after, self.beat_every = NOTICE, min(NOTICE, timeout / 3)
         self.present: Callable[[int], bool] = lambda rank: True
         self.void: list[str] = []
         self.store = StoreClient(store, f"zerograph/{scope}", rank, timeout)

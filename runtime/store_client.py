@@ -87,7 +87,7 @@ class StoreClient:
             self._overdue = answer
             raise self._lost(f"no answer within {self.timeout:.0f} s") from error
         except RuntimeError as error:
-            raise self._lost(str(error).splitlines()[0]) from error
+            raise self._lost(str(error).partition("\n")[0]) from error
 
     def _lost(self, why: str) -> StoreLost:
         return StoreLost(

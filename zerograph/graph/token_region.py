@@ -300,11 +300,12 @@ class Finder:
 
 def _is_constant(node: fx.Node) -> bool:
     """Whether ``node`` is the same numbers in every step, which a kernel makes as it needs them."""
-    waiting = [node]
+    waiting, seen = [node], {node}
     for node in waiting:
         if node.op != "call_function" or node.target not in _CONSTANTS | _VIEWS:
             return False
-        waiting += node.all_input_nodes
+        waiting += [source for source in node.all_input_nodes if source not in seen]
+        seen.update(node.all_input_nodes)
     return True
 
 

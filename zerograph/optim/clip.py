@@ -16,6 +16,7 @@ from zerograph import _core
 from zerograph.core.arguments import number, require, require_flag
 from zerograph.core.errors import UnsupportedError
 from zerograph.optim.tensors import is_dense, on_gpu, on_host, pieces, sum_of
+from zerograph.runtime import late_gradients
 from zerograph.runtime.torch_private import local_tensor
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,9 @@ def clip_grad_norm_(
         max_norm = number("max_norm", max_norm, "for example 1.0")
         require(max_norm >= 0, f"max_norm={max_norm}: the largest norm allowed cannot be negative", "for example 1.0")
     require_flag("error_if_nonfinite", error_if_nonfinite, "True raises where the norm is not finite")
-    grads = [p.grad for p in _tensors(parameters) if p.grad is not None]
+    params = _tensors(parameters)
+    late_gradients.settle(params)
+    grads = [p.grad for p in params if p.grad is not None]
     split: list[DTensor] = [g for g in grads if is_split(g)]  # type: ignore[misc]
     whole = [local_tensor(g) for g in grads if not is_split(g)]
     mine = [local_tensor(g) for g in split]

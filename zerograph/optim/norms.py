@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zerograph.core.errors import ShardingError
 from zerograph.optim.clip import is_split, order_of_norm, power_sums
-from zerograph.runtime import delayed
+from zerograph.runtime import delayed, late_gradients
 from zerograph.runtime.torch_private import local_tensor
 from zerograph.sharding.adopt import model_given
 
@@ -63,6 +63,7 @@ def norms(model: nn.Module, norm_type: float = 2.0) -> Norms:
     params = dict(model_given(model, "zerograph.norms").named_parameters())
     _refuse_meta(params)
     delayed.settle(params.values())
+    late_gradients.settle(params.values())
     # Split parameters first, each with a place for its gradient: ranks add up vectors of one length.
     split = [p for p in params.values() if is_split(p)]
     whole = [p for p in params.values() if not is_split(p)]

@@ -169,12 +169,13 @@ class _Joined(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(*inputs)
+        # Not the inputs: code that may change them in place, as it reads none, would not be allowed to.
+        ctx.likes = [(each.shape, each.dtype, each.device) for each in inputs]
         return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *map(torch.zeros_like, ctx.saved_tensors)
+        return None, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.likes)
 
 
 def _passing_on(reads: UncompiledReads, param: nn.Parameter) -> Callable[[Tensor], None]:
