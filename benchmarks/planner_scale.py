@@ -10,8 +10,8 @@ Method. Every case has a fresh process, which imports first. "capture" is everyt
 device to its programs: tracing by Dynamo and AOTAutograd, partitioning, our passes and lowering. "ours" is that part of
 it which is not torch's: passes, capture of the step, lowering. "planning" is the planner alone, run once more on the
 captured step; "search" what `--stage auto --offload auto` looks for over all tiers, in CPU seconds; "forecast" the
-simulation of the programs. Wall seconds and, for capture, CPU seconds of the process,
-which other load disturbs less. Memory is the peak of the resident set, torch's own 0.4 GiB included.
+simulation of the programs. Wall seconds and, for capture, CPU seconds of the process, which other load disturbs less.
+Memory is the peak of the resident set, torch's own 0.4 GiB included.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -118,7 +118,7 @@ class Marker:
 def part_of_plan(marker: Marker, bucket: Bucket) -> tuple[int, ...]:
     """What moves the parameter of ``marker``, or its tile, as :attr:`Transfer.part` has it."""
     tile = marker.tile
-    return (bucket.index,) if tile is None or bucket.tiles == 1 else (bucket.index, tile.index)
+    return Transfer(bucket.index, (), *((tile.index, bucket.tiles) if tile is not None else ())).part
 
 
 def transfer_of(found: Sequence[Marker], bucket: Bucket) -> Transfer:
@@ -194,13 +194,17 @@ def readings_of_overwritten(nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 def is_size(node: fx.Node) -> bool:
     """Whether ``node`` is arithmetic on symbolic sizes only."""
+    return is_made_of(lambda n: isinstance(n.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)), node)
+
+
+def is_made_of(fits: Callable[[fx.Node], bool], node: fx.Node) -> bool:
+    """Whether ``node`` and all that it is computed from are such as ``fits`` says."""
     waiting, seen = [node], {node}
-    for node in waiting:
-        if not isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool)):
+    for one in waiting:
+        if not fits(one):
             return False
-        if node.op != "placeholder":
-            waiting += [source for source in node.all_input_nodes if source not in seen]
-            seen.update(node.all_input_nodes)
+        waiting += [source for source in one.all_input_nodes if source not in seen]
+        seen.update(one.all_input_nodes)
     return True
 
 

@@ -22,7 +22,7 @@ from torch import fx
 
 from zerograph.core.plan import Plan
 from zerograph.graph.descent import descend
-from zerograph.graph.nodes import Activation, aten
+from zerograph.graph.nodes import Activation, aten, is_made_of
 from zerograph.graph.tokens import (
     COLUMNS,
     ROWS,
@@ -300,13 +300,7 @@ class Finder:
 
 def _is_constant(node: fx.Node) -> bool:
     """Whether ``node`` is the same numbers in every step, which a kernel makes as it needs them."""
-    waiting, seen = [node], {node}
-    for node in waiting:
-        if node.op != "call_function" or node.target not in _CONSTANTS | _VIEWS:
-            return False
-        waiting += [source for source in node.all_input_nodes if source not in seen]
-        seen.update(node.all_input_nodes)
-    return True
+    return is_made_of(lambda n: n.op == "call_function" and (n.target in _CONSTANTS or n.target in _VIEWS), node)
 
 
 def _shape(node: fx.Node) -> list[int]:
