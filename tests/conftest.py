@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import sys
 from pathlib import Path
@@ -18,6 +19,10 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 # Tests change passes and planners and look at what they do: no frame of another test may be loaded in its place.
 os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
+
+# pytest's handlers would have torch write, for its structured trace, each graph that it makes.
+_trace = logging.getLogger("torch.__trace")
+_trace.addHandler = lambda handler: None  # type: ignore[method-assign]
 
 # No test says how long an example takes: that depends on what else the machine does.
 settings.register_profile("zerograph", deadline=None)
