@@ -341,65 +341,61 @@ def backend(*positional: Any, **options: Any) -> Backend:
     """A ``torch.compile`` backend that shards training over ranks (ZeRO).
 
     Args:
-        stage: 0 shards nothing (like DistributedDataParallel), 1 optimizer states, 2 gradients too, 3 parameters too.
-            "auto" shards as 3 does, and keeps those parameters whole from forward to backward that make the step
-            faster and fit ``memory``.
+        stage: 0 (nothing sharded, like DistributedDataParallel), 1 (optimizer states), 2 (gradients too),
+            3 (parameters too), or "auto": sharded as at 3, with as many parameters kept whole from forward to backward
+            as make the step faster and fit ``memory``.
         mesh: 1-D ``DeviceMesh``; default: all ranks of the default process group, or one process without any.
-        dtype: dtype of compute and gathers; parameters stay as they are. Default: each parameter's own.
-        reduce_dtype: dtype in which gradients are summed over ranks; default: float32 under 16-bit compute.
+        dtype: compute and gather dtype; parameters stay as they are. Default: each parameter's own.
+        reduce_dtype: dtype gradients are summed over ranks in; default float32 under 16-bit compute.
         bucket_size: bytes of gathered parameters per collective: an int, or a text such as ``"32MiB"``.
         prefetch: buckets gathered ahead, where memory allows; at stage 3 at most ``prefetch + 1`` are whole at a time.
-        recompute: activations that the backward computes again. "auto": those that the partitioner finds cheap, and
-            with ``memory`` as many whole layers as it takes to fit. "none": all activations are saved. "full": every
-            repeated layer saves its inputs only, as with ``torch.utils.checkpoint`` around each. A number from 0 to 1:
-            that share of the layers fully. A layer is a module with a number in its name. Regions of the user's own
-            ``torch.utils.checkpoint`` stay as they are.
-        tile: number of parts in which a parameter is gathered and used, one after another, so that it never exists
-            whole (docs/guide/tiling.md), at stage 3. One number goes for each parameter that is larger than a bucket;
-            ``{"*.mlp.*": 4}`` gives numbers by patterns of names. "off": no tiles. "auto": tiles only in a plan that
-            ``offload="auto"`` searches and that does not fit without them.
-        offload: tensors that leave the device between their uses (docs/guide/offload.md). "optimizer": optimizer
-            states, and masters of parameters that compute in another dtype. "gradients": gradients too. "parameters":
-            parameters too. "auto": per bucket as much as has to leave for the step to fit ``memory``. "none": nothing.
-        tier: where offloaded tensors go: "nvme", the default, or "host". GPUs take "host" only; a CPU takes it with a
-            ``machine`` whose file says ``"split": true``.
-        update: where states on the host are updated. "host": beside them. "device": they pass through the device in
-            slots; not with anything on NVMe, and not on GPUs.
-        host_memory: bytes of the host's memory that a rank may offload to, ``"100GiB"`` or a number; default: the free
-            memory, shared by the host's ranks, at most that of ``machine``.
-        activations: where activations of repeated layers wait for the backward. "keep": on the device. "host" (on
-            GPUs, and on a ``machine`` that is split) and "nvme" (not on GPUs): they leave layer by layer, and come
-            back before their layer's backward. "auto": chosen by layer where ``offload`` moves something and
-            ``memory`` is given, else "keep".
-        path: a folder on NVMe, or a list of folders over which data is striped; needed where something goes to NVMe.
-        nvme: bytes that a rank may use on NVMe and reserves, ``"500GiB"`` or a number; default: room for two moments
-            of each of its parameters, a master and everything else that leaves, within its share of the free space.
-        loss_tiles: number of parts, over tokens, in which the vocabulary head and its loss run, so that logits never
-            exist whole (docs/guide/tiling.md). The forward has to compute the loss; if it returns logits too, see
-            ``loss_only``. "auto": 1, or with ``memory`` as many as it takes to fit.
-        token_tiles: number of parts, over tokens, in which the MLPs of recomputed layers run, with the norm and
-            residual around them (docs/guide/tiling.md). More than 1 recomputes all layers where ``recompute`` is
-            "auto". "auto": 1, or with ``memory`` more where nothing else fits.
-        loss_only: if True, a forward that records gradients returns its one loss, and None in place of logits, keys,
-            values and other outputs of two dimensions or more that gradients reach. Evaluation returns everything.
+        recompute: activations computed again in the backward instead of saved: "auto" (what the partitioner finds
+            cheap; with ``memory`` also as many whole layers as are needed to fit), "none" (all are saved), "full" (of
+            every repeated layer only the inputs are saved, as with ``torch.utils.checkpoint`` around each), or a number
+            from 0 to 1: that share of the layers fully. Layers are modules with a number in their name. Regions of the
+            user's own ``torch.utils.checkpoint`` stay as they are.
+        tile: parts that parameters run in, one after another, so that none of them is whole (docs/tiling.md):
+            a number for each that is larger than a bucket, numbers by patterns of names (``{"*.mlp.*": 4}``), "off", or
+            "auto": none, unless ``offload="auto"`` searches for a plan that needs some. At stage 3 only.
+        offload: what leaves the device between its uses (docs/offload.md): "none"; "optimizer", its states, and masters
+            of parameters that compute in another dtype; "gradients", those too; "parameters", all of it; or "auto", per
+            bucket what has to leave for the step to fit ``memory``, and nothing where it fits without.
+        tier: where that goes: "nvme", the default; "host", which has to be given on GPUs, and runs on a
+            ``machine`` that counts as split.
+        update: where states on the host are updated: "host", beside them, or "device", through which they then pass in
+            slots and back. Not with anything on NVMe, and not on GPUs.
+        host_memory: bytes of the host's memory that a rank may use for that, ``"100GiB"`` or a number; default: what is
+            free, shared by the host's ranks, and no more than ``machine`` says.
+        activations: where what the forward saves of repeated layers waits for the backward: "keep" keeps it on the
+            device; "host" (on GPUs, and on a ``machine`` that counts as split) and "nvme" (not on GPUs) move it there
+            layer by layer, and back before its layer's backward. "auto" keeps it, unless ``offload`` moves something
+            and ``memory`` is given: then it is chosen by layer.
+        path: folder on NVMe to keep it in, or a list of folders, over which it is striped; needed where something goes
+            there.
+        nvme: bytes that a rank may use there and reserves, ``"500GiB"`` or a number; default: room for two moments of
+            each of its parameters, a master and what else leaves, out of what is free, shared by the host's ranks.
+        loss_tiles: parts over tokens that the vocabulary head and its loss run in, so that logits never exist whole
+            (docs/tiling.md); "auto": whole, or with ``memory`` in as many parts as it takes to fit. The loss is to be
+            computed in the forward. Where that returns logits too, see ``loss_only``.
+        token_tiles: parts over tokens that the MLPs of recomputed layers run in, with the norm and residual around
+            them, so that what is wider than the model never exists whole (docs/tiling.md); more than 1 recomputes all
+            layers where ``recompute`` is "auto". "auto": whole, or with ``memory`` tiles where nothing else fits.
+        loss_only: True: a forward that records gradients returns None in place of logits, keys, values and whatever
+            else of two dimensions or more a gradient reaches, beside its one loss. Evaluation returns all.
         compute: "inductor", or "eager" to run the same program with uncompiled segments, for debugging.
         plan: path of a file that ``zerograph plan -o`` wrote. Its decisions (stage, buckets and their residency,
-            prefetch, recomputation) are used as they are, so those arguments have no place beside it. Parameters,
-            dtypes and ranks have to be the planned ones, and all ranks need the same plan; batch and sequence may
-            differ.
-        memory: bytes of device memory that a rank may use, ``"70GiB"`` or a number; 6% of it are left free. The planner
-            then chooses residency (``stage="auto"``), recomputation (``recompute="auto"``), offload
-            (``offload="auto"``), ``bucket_size`` and ``prefetch``, each unless it is given, for the least predicted
-            step time that fits. Default at stage "auto": the free memory of a GPU, and that which torch's allocator
-            holds there.
-        machine: the machine that forecasts assume: the name of a preset, or a file that ``zerograph bench -o`` wrote.
-            Default: the preset closest to the device.
-
-    Returns:
-        A backend for one model, to be given to ``torch.compile`` or ``model.compile``.
+            prefetch, recomputation) are used as they are, so those arguments have no place beside it. A training step
+            with other parameters, dtypes or ranks than those that were planned is refused, as are ranks with different
+            plans. Batch and sequence may differ.
+        memory: device memory that a rank may use, ``"70GiB"`` or bytes; 6% of it are left free. Whatever of residency
+            (``stage="auto"``), recomputation (``recompute="auto"``), offload (``offload="auto"``), ``bucket_size`` and
+            ``prefetch`` is not given is then chosen for the least predicted step time that fits. Default at stage
+            "auto": what is free on a GPU, and what torch's allocator holds there.
+        machine: what predictions go by: the name of a preset, or a file that ``zerograph bench -o`` wrote. Default:
+            the preset closest to the device.
 
     Raises:
-        ConfigError: an argument is wrong; the message names it and says which values it takes.
+        ConfigError: an argument is wrong; says which and what it may be.
     """
     with errors_reach_users():  # Dynamo calls this function where it was given in place of a backend
         by_dynamo = bool(positional) and isinstance(positional[0], fx.GraphModule)
