@@ -6,9 +6,10 @@ TIMEOUT ?= 300
 WORKERS ?= 3
 BIN    := $(VENV)/bin
 LINT   := build/lint
+PAGES  := build/docs/pages
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard cmake/* csrc/* csrc/bindings/*)
 
-.PHONY: help demo test lint format bench pictures gpu-test gpu-bench clean
+.PHONY: help demo test lint docs format bench pictures gpu-test gpu-bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -16,6 +17,7 @@ help:
 	@echo "                OFFLOAD=folder keeps parameters, gradients and optimizer states in files there"
 	@echo "make test       install with the test tools and run every test (TESTS=path narrows it, WORKERS=0 shows output)"
 	@echo "make lint       ruff, mypy, import-linter"
+	@echo "make docs       the guide and the API reference into build/docs/site, with every link checked"
 	@echo "make bench      benchmarks/step.py on CPU"
 	@echo "make pictures   plan GPTs and draw the pictures of README.md and docs/tiling.md"
 	@echo "make gpu-test   build in place, offline, against this machine's torch, and run tests/gpu"
@@ -43,6 +45,12 @@ lint: $(VENV)/.installed-dev
 	touch $(LINT)/zerograph/_core.py  # a name for the extension in the import graph; mypy reads _core.pyi
 	cd $(LINT) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p zerograph
 	.ci/imports $(BIN)/python $(LINT)
+
+# One tree of links to what pages link to, so that links are the same here and on the site.
+docs: $(VENV)/.installed-dev
+	rm -rf $(PAGES) && mkdir -p $(PAGES)
+	ln -s $(addprefix $(CURDIR)/,README.md docs benchmarks examples) $(PAGES)
+	$(BIN)/mkdocs build --quiet
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

@@ -51,7 +51,7 @@ from zerograph.sharding.torch_private import Retrace, before_traces, called_mode
 
 
 class Backend:
-    """Compiles the frames of one model; made by :func:`backend`.
+    """Compiles the frames of one model; :func:`zerograph.backend` makes it.
 
     Attributes:
         config: the validated arguments.
@@ -195,9 +195,9 @@ class Backend:
         return found
 
     def refresh(self) -> None:
-        """Parameters were changed in a way that counts nowhere (``.data``, ``torch._foreach_mul_``): gather them anew.
+        """Gather parameters anew, after a change that no version counter shows (``.data``, ``torch._foreach_mul_``).
 
-        Needed where copies are gathered: of masters on NVMe or the host. Elsewhere it is the parameters themselves.
+        Needed only with masters on NVMe or the host, whose copies are gathered; elsewhere parameters have no copies.
         """
         delayed.settle(self._adoption.params.values())
         self._store.touched(self._adoption.params.values())
@@ -240,11 +240,11 @@ class Backend:
     def record(self) -> Iterator[Recording]:
         """Record one training step: forward, backward and, if wanted, the optimizer's step.
 
-        The compiled model must have run before. torch's profiler runs meanwhile, and on an accelerator every
-        instruction is waited for, so that the step is slower than others. :meth:`report` shows the last recording.
+        The compiled model must have run before. torch's profiler runs meanwhile, and on an accelerator the host waits
+        for every instruction, so the step is slower than others. ``report()`` shows the last recording.
 
         Raises:
-            ZeroGraphError: nothing was compiled yet, or something else than one step ran.
+            ZeroGraphError: nothing was compiled yet, or anything but one step ran.
         """
         self._last_frame()
         if not self._adoption.params:
@@ -264,7 +264,7 @@ class Backend:
 
     @property
     def frames(self) -> tuple[Frame, ...]:
-        """Every frame compiled so far, in order."""
+        """Every frame (a graph that Dynamo handed over) compiled so far, in order."""
         return tuple(self._frames)
 
     @property
@@ -278,7 +278,7 @@ class Backend:
 
     @property
     def program(self) -> dict[str, Program]:
-        """The programs of that frame by kind: "forward" and "backward", or "inference"."""
+        """The programs of the frame of :attr:`plan` by kind: "forward" and "backward", or "inference"."""
         return self._last_frame().programs
 
     def _last_frame(self) -> Frame:
@@ -290,7 +290,7 @@ class Backend:
         return (training or compiled)[-1]
 
     def report(self) -> Report:
-        """What was decided and what happened so far."""
+        """Decisions of the planner, and counts of everything that ran so far; ``print`` it."""
         frames, ranks = [f for f in self._frames if f.programs], self._adoption.ranks
         breaks = Counter(graph_breaks()) - Counter(self._breaks_before)
         return Report(
@@ -448,11 +448,16 @@ def shard(model: nn.Module, backend: Backend, device: torch.device | str | None 
     :func:`zerograph.materialize` before training.
 
     Args:
+        model: a model that has not been called yet; wrappers such as DistributedDataParallel are refused.
+        backend: the backend of this model, made by :func:`zerograph.backend`.
         device: where a model on the meta device will live; default: the accelerator when there is one, else the CPU.
 
+    Returns:
+        ``model`` itself.
+
     Raises:
-        ConfigError: an argument is none of these, or ``device`` is not where the values of the model are.
-        UnsupportedError: a parameter that cannot be sharded.
+        ConfigError: an argument has the wrong type, or the values of the model are not on ``device``.
+        UnsupportedError: a parameter cannot be sharded.
     """
     model = adopt.model_given(model, "zerograph.shard")
     refuse_other_backends(backend, "zerograph.shard")
@@ -473,14 +478,15 @@ def materialize(model: nn.Module, init: Init = None, files: Files = None) -> nn.
     """Give a model that was built under ``torch.device("meta")`` and sharded its memory and values; returns it.
 
     All ranks call this together, after ``zerograph.shard(model, backend)`` and before the first call of the model;
-    optimizers made in between are pointed at the new parameters. What has values already keeps them.
+    optimizers made in between are pointed at the new parameters. Tensors that have values already keep them.
 
-    From ``files`` (safetensors), each rank reads its own rows and nothing else. What no file holds (everything,
-    without files) is initialized module by module, children before parents, on rank 0 alone, whose random generator
-    decides: the values are those of any world size, one process included. Rank 0 holds one module's own tensors at a
-    time, full; the other ranks only their rows.
+    From ``files`` (safetensors), each rank reads its own rows and nothing else. Tensors that no file holds (all of
+    them, without files) are initialized module by module, children before parents, on rank 0 alone, by its random
+    generator: the values are the same for any world size. Rank 0 holds one module's own tensors at a time, full; the
+    other ranks only their rows.
 
     Args:
+        model: a model that was given to :func:`zerograph.shard`.
         init: ``None`` or ``"reset_parameters"`` calls each module's ``reset_parameters()``. A function is called with
             each module after that, as ``model.apply(init)`` would; it may touch the module's own parameters and
             buffers only.
@@ -489,7 +495,7 @@ def materialize(model: nn.Module, init: Init = None, files: Files = None) -> nn.
             dtype, never narrowed.
 
     Raises:
-        ConfigError: ``init`` is no function, ``files`` are no paths or none, or nothing of the model is to be read.
+        ConfigError: ``init`` is no function, ``files`` are no paths, or the model has all its values already.
         CheckpointError: files cannot be read, or their names, shapes or dtypes are not the model's; on every rank.
         ShardingError: the model was not given to ``zerograph.shard``, or a module cannot be initialized.
     """
