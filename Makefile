@@ -17,7 +17,7 @@ help:
 	@echo "make test       install with the test tools and run every test (TESTS=path narrows it, WORKERS=0 shows output)"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make bench      benchmarks/step.py on CPU"
-	@echo "make pictures   plan GPTs and draw the pictures of README.md and docs/tiling.md"
+	@echo "make pictures   plan GPTs and draw the pictures of README.md and docs/guide/tiling.md"
 	@echo "make gpu-test   build in place, offline, against this machine's torch, and run tests/gpu"
 	@echo "make gpu-bench  the same build, benchmarks/step.py and kernels.py on CUDA"
 

@@ -75,7 +75,7 @@ def works(findings: Sequence[Finding]) -> bool:
 
 
 def to_json(findings: Sequence[Finding]) -> str:
-    """The report as JSON; docs/cli.md has the schema."""
+    """The report as JSON; docs/guide/json.md has the schema."""
     data = {"version": VERSION, "works": works(findings), "findings": [asdict(f) for f in findings]}
     return json.dumps(data, indent=2)
 

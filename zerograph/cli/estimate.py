@@ -57,7 +57,7 @@ _SCORES = "Whether attention stores its scores (whole) or not (fused)."
 @click.option("--largest", "what", type=click.Choice(WHATS), help="Solve for the largest that fits.")
 @click.option("--capture", is_flag=True, help="Solve for batch or seq on MODEL's traced step too.")
 @click.option("--check", is_flag=True, help="Exit with 1 when nothing fits.")
-@click.option("--json", "as_json", is_flag=True, help="JSON, as docs/estimates.md describes it.")
+@click.option("--json", "as_json", is_flag=True, help="JSON, as docs/guide/json.md describes it.")
 @verbose_option
 def estimate(
     model: str | None, what: What | None, capture: bool, check: bool, as_json: bool, verbose: bool, **options: Any

@@ -104,7 +104,7 @@ def _beside(file: PlanFile, run: Run) -> Beside:
 
 
 def to_data(file: PlanFile, beside: Beside | None, by: By, top: int | None, at: Moment | None) -> dict[str, Any]:
-    """What ``--json`` writes; docs/cli.md has the schema."""
+    """What ``--json`` writes; docs/guide/json.md has the schema."""
     folds = grouped(file, by, beside.measured if beside else None)
     rows = group_data(folds if top is None else largest_rows(folds, by, top))
     data = {"version": VERSION, **summary.as_data(file, beside), "by": by, "rows": rows}
