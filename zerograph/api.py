@@ -1,4 +1,4 @@
-"""What users call: backends for ``torch.compile``, and models sharded for them."""
+"""The calls of users: backends for ``torch.compile``, and models sharded for them."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Backend:
         split = self.config.machine is not None and self.config.machine.split
         if "nvme" in away and device.type != "cpu":
             raise UnsupportedError(
-                f"what belongs to a model on {device.type} cannot be kept on NVMe yet", 'tier="host", or a CPU'
+                f"a model on {device.type} cannot keep anything on NVMe yet", 'tier="host", or a CPU'
             )
         given = self.config.plan.plan if self.config.plan is not None else None
         if "device" in (self.config.update, given.update if given is not None else "host") and device.type != "cpu":
@@ -290,7 +290,7 @@ class Backend:
         return (training or compiled)[-1]
 
     def report(self) -> Report:
-        """What was decided and what happened so far."""
+        """The decisions and events so far; ``print`` it."""
         frames, ranks = [f for f in self._frames if f.programs], self._adoption.ranks
         breaks = Counter(graph_breaks()) - Counter(self._breaks_before)
         return Report(
@@ -406,7 +406,7 @@ def backend(*positional: Any, **options: Any) -> Backend:
 def dynamo_backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, **other: Any
 ) -> Callable[..., Any]:
-    """What ``torch.compile(model, backend="zerograph", options={"stage": 3})`` calls, per frame."""
+    """Compile a frame: ``torch.compile(model, backend="zerograph", options={"stage": 3})`` calls this for each."""
     with errors_reach_users():
         _refuse_options(other)
         options = options if options is not None else {}

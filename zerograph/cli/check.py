@@ -27,7 +27,7 @@ SENTENCES = {**{name: sentence for name, (sentence, _) in CHECKS.items()}, DIGES
 @click.option("--memory", type=SIZE, help="Hold the device to this, such as 70GiB, not to the plan's own budget.")
 @as_json
 def check(plan: Path, memory: int | None, json_: bool) -> int:
-    """Check what must be true of every plan.
+    """Check the rules that every plan must keep.
 
     A line for each check. Exits with 1 when one fails, after saying where: the instruction, its module and source line.
     """
