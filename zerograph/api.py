@@ -290,7 +290,7 @@ class Backend:
         return (training or compiled)[-1]
 
     def report(self) -> Report:
-        """The decisions and events so far; ``print`` it."""
+        """What was decided and what happened so far."""
         frames, ranks = [f for f in self._frames if f.programs], self._adoption.ranks
         breaks = Counter(graph_breaks()) - Counter(self._breaks_before)
         return Report(
