@@ -1,11 +1,14 @@
-"""README and docs: links lead somewhere, prose names its nouns, guides name no source files, README stays short."""
+"""README, docs and ``--help``: links lead somewhere, prose names its nouns, guides name no source files."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import click
 import pytest
+
+from zerograph.cli import COMMANDS, main
 
 ROOT = Path(__file__).parent.parent
 GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
@@ -43,6 +46,15 @@ def test_links_lead_to_a_file_and_a_heading(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_sentences_name_their_noun(page: Path) -> None:
     assert _OPENING.findall(prose(page)) == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_texts_name_their_noun(name: str) -> None:
+    command = main.get_command(click.Context(main), name)
+    assert command is not None
+    texts = [" ".join((command.help or "").split())]
+    texts += [option.help or "" for option in command.params if isinstance(option, click.Option)]
+    assert [text for text in texts if _OPENING.search(text)] == []
 
 
 def test_guides_name_no_source_files() -> None:

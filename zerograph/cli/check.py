@@ -24,7 +24,7 @@ SENTENCES = {**{name: sentence for name, (sentence, _) in CHECKS.items()}, DIGES
 
 @click.command()
 @plan_argument
-@click.option("--memory", type=SIZE, help="Hold the device to this, such as 70GiB, not to the plan's own budget.")
+@click.option("--memory", type=SIZE, help="Budget of the device, such as 70GiB, in place of the plan's.")
 @as_json
 def check(plan: Path, memory: int | None, json_: bool) -> int:
     """Check the rules that every plan must keep.
