@@ -19,7 +19,7 @@ help:
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make docs       the guide and the API reference into build/docs/site, with every link checked"
 	@echo "make bench      benchmarks/step.py on CPU"
-	@echo "make pictures   plan GPTs and draw the pictures of README.md and docs/tiling.md"
+	@echo "make pictures   plan GPTs and draw the pictures of README.md and docs/guide/tiling.md"
 	@echo "make gpu-test   build in place, offline, against this machine's torch, and run tests/gpu"
 	@echo "make gpu-bench  the same build, benchmarks/step.py and kernels.py on CUDA"
 

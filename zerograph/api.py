@@ -1,4 +1,4 @@
-"""What users call: backends for ``torch.compile``, and models sharded for them."""
+"""The calls of users: backends for ``torch.compile``, and models sharded for them."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Backend:
         split = self.config.machine is not None and self.config.machine.split
         if "nvme" in away and device.type != "cpu":
             raise UnsupportedError(
-                f"what belongs to a model on {device.type} cannot be kept on NVMe yet", 'tier="host", or a CPU'
+                f"a model on {device.type} cannot keep anything on NVMe yet", 'tier="host", or a CPU'
             )
         given = self.config.plan.plan if self.config.plan is not None else None
         if "device" in (self.config.update, given.update if given is not None else "host") and device.type != "cpu":
@@ -342,56 +342,55 @@ def backend(*positional: Any, **options: Any) -> Backend:
 
     Args:
         stage: 0 (nothing sharded, like DistributedDataParallel), 1 (optimizer states), 2 (gradients too),
-            3 (parameters too), or "auto": sharded as at 3, with as many parameters kept whole from forward to backward
+            3 (parameters too), or "auto": sharded as at 3, and as many buckets stay gathered from forward to backward
             as make the step faster and fit ``memory``.
         mesh: 1-D ``DeviceMesh``; default: all ranks of the default process group, or one process without any.
         dtype: compute and gather dtype; parameters stay as they are. Default: each parameter's own.
-        reduce_dtype: dtype gradients are summed over ranks in; default float32 under 16-bit compute.
+        reduce_dtype: dtype in which gradients are summed over ranks; default: float32 under 16-bit compute.
         bucket_size: bytes of gathered parameters per collective: an int, or a text such as ``"32MiB"``.
-        prefetch: buckets gathered ahead, where memory allows; at stage 3 at most ``prefetch + 1`` are whole at a time.
-        recompute: activations computed again in the backward instead of saved: "auto" (what the partitioner finds
-            cheap; with ``memory`` also as many whole layers as are needed to fit), "none" (all are saved), "full" (of
-            every repeated layer only the inputs are saved, as with ``torch.utils.checkpoint`` around each), or a number
-            from 0 to 1: that share of the layers fully. Layers are modules with a number in their name. Regions of the
-            user's own ``torch.utils.checkpoint`` stay as they are.
-        tile: parts that parameters run in, one after another, so that none of them is whole (docs/tiling.md):
+        prefetch: buckets gathered ahead, where memory allows; at stage 3 at most ``prefetch + 1`` are gathered at once.
+        recompute: activations that the backward computes again: "auto" (those that the partitioner finds cheap; with
+            ``memory`` also as many layers as it takes to fit), "none" (all are saved), "full" (every repeated layer
+            saves its inputs alone, as with ``torch.utils.checkpoint`` around each), or a number from 0 to 1: that share
+            of the layers fully. Layers are modules with a number in their name. Regions of the user's own
+            ``torch.utils.checkpoint`` stay as they are.
+        tile: tiles that weights run in, one after another, so that none of them is whole (docs/guide/tiling.md):
             a number for each that is larger than a bucket, numbers by patterns of names (``{"*.mlp.*": 4}``), "off", or
             "auto": none, unless ``offload="auto"`` searches for a plan that needs some. At stage 3 only.
-        offload: what leaves the device between its uses (docs/offload.md): "none"; "optimizer", its states, and masters
-            of parameters that compute in another dtype; "gradients", those too; "parameters", all of it; or "auto", per
-            bucket what has to leave for the step to fit ``memory``, and nothing where it fits without.
-        tier: where that goes: "nvme", the default; "host", which has to be given on GPUs, and runs on a
+        offload: tensors that leave the device between their uses (docs/guide/offload.md): "none"; "optimizer": states,
+            and masters of parameters that compute in another dtype; "gradients": those too; "parameters": all of
+            these; or "auto": per bucket as much as has to leave for the step to fit ``memory``.
+        tier: where they go: "nvme", the default; "host", which has to be given on GPUs, and on a CPU needs a
             ``machine`` that counts as split.
         update: where states on the host are updated: "host", beside them, or "device", through which they then pass in
             slots and back. Not with anything on NVMe, and not on GPUs.
-        host_memory: bytes of the host's memory that a rank may use for that, ``"100GiB"`` or a number; default: what is
-            free, shared by the host's ranks, and no more than ``machine`` says.
-        activations: where what the forward saves of repeated layers waits for the backward: "keep" keeps it on the
-            device; "host" (on GPUs, and on a ``machine`` that counts as split) and "nvme" (not on GPUs) move it there
-            layer by layer, and back before its layer's backward. "auto" keeps it, unless ``offload`` moves something
-            and ``memory`` is given: then it is chosen by layer.
-        path: folder on NVMe to keep it in, or a list of folders, over which it is striped; needed where something goes
-            there.
-        nvme: bytes that a rank may use there and reserves, ``"500GiB"`` or a number; default: room for two moments of
-            each of its parameters, a master and what else leaves, out of what is free, shared by the host's ranks.
-        loss_tiles: parts over tokens that the vocabulary head and its loss run in, so that logits never exist whole
-            (docs/tiling.md); "auto": whole, or with ``memory`` in as many parts as it takes to fit. The loss is to be
-            computed in the forward. Where that returns logits too, see ``loss_only``.
-        token_tiles: parts over tokens that the MLPs of recomputed layers run in, with the norm and residual around
-            them, so that what is wider than the model never exists whole (docs/tiling.md); more than 1 recomputes all
-            layers where ``recompute`` is "auto". "auto": whole, or with ``memory`` tiles where nothing else fits.
-        loss_only: True: a forward that records gradients returns None in place of logits, keys, values and whatever
-            else of two dimensions or more a gradient reaches, beside its one loss. Evaluation returns all.
+        host_memory: bytes of the host's memory that a rank may use for offload, ``"100GiB"`` or a number; default: its
+            share of the free memory, and no more than ``machine`` has.
+        activations: where activations of repeated layers wait for the backward: "keep" keeps them on the device; "host"
+            (on GPUs, and on a ``machine`` that counts as split) and "nvme" (not on GPUs) move them there layer by
+            layer, and back before the layer's backward. "auto" keeps them, unless ``offload`` moves something and
+            ``memory`` is given: then it is chosen by layer.
+        path: folder on NVMe, or a list of folders to stripe over; needed where something goes to NVMe.
+        nvme: bytes that a rank reserves there, ``"500GiB"`` or a number; default: room for two moments of each of its
+            parameters, a master and everything else that leaves, out of its share of the free space.
+        loss_tiles: tiles of tokens that the vocabulary head and its loss run in, so that logits never exist whole
+            (docs/guide/tiling.md); "auto": one, or with ``memory`` as many as it takes to fit. The forward has to
+            compute the loss. If it returns logits too, see ``loss_only``.
+        token_tiles: tiles of tokens that the MLPs of recomputed layers run in, with the norm and residual around them,
+            so that nothing wider than the model exists whole (docs/guide/tiling.md); more than 1 recomputes all layers
+            where ``recompute`` is "auto". "auto": one, or with ``memory`` more where nothing else fits.
+        loss_only: True: a forward that records gradients returns None in place of logits, keys, values and every other
+            output of two dimensions or more that a gradient reaches, beside its one loss. Evaluation returns all.
         compute: "inductor", or "eager" to run the same program with uncompiled segments, for debugging.
         plan: path of a file that ``zerograph plan -o`` wrote. Its decisions (stage, buckets and their residency,
             prefetch, recomputation) are used as they are, so those arguments have no place beside it. A training step
-            with other parameters, dtypes or ranks than those that were planned is refused, as are ranks with different
+            whose parameters, dtypes or ranks differ from the planned ones is refused, as are ranks with different
             plans. Batch and sequence may differ.
-        memory: device memory that a rank may use, ``"70GiB"`` or bytes; 6% of it are left free. Whatever of residency
-            (``stage="auto"``), recomputation (``recompute="auto"``), offload (``offload="auto"``), ``bucket_size`` and
-            ``prefetch`` is not given is then chosen for the least predicted step time that fits. Default at stage
-            "auto": what is free on a GPU, and what torch's allocator holds there.
-        machine: what predictions go by: the name of a preset, or a file that ``zerograph bench -o`` wrote. Default:
+        memory: device memory that a rank may use, ``"70GiB"`` or bytes; 6% of it are left free. The planner then
+            chooses residency (``stage="auto"``), recomputation (``recompute="auto"``), offload (``offload="auto"``),
+            ``bucket_size`` and ``prefetch``, unless they are given, for the least predicted step time that fits.
+            Default at stage "auto": the free memory of a GPU, and the memory that torch's allocator holds there.
+        machine: rates that predictions use: the name of a preset, or a file that ``zerograph bench -o`` wrote. Default:
             the preset closest to the device.
 
     Raises:
@@ -407,7 +406,7 @@ def backend(*positional: Any, **options: Any) -> Backend:
 def dynamo_backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, **other: Any
 ) -> Callable[..., Any]:
-    """What ``torch.compile(model, backend="zerograph", options={"stage": 3})`` calls, per frame."""
+    """Compile a frame: ``torch.compile(model, backend="zerograph", options={"stage": 3})`` calls this for each."""
     with errors_reach_users():
         _refuse_options(other)
         options = options if options is not None else {}

@@ -142,7 +142,7 @@ class ZeroGraphStrategy(_DataParallel, TrainerModelParallel):  # type: ignore[mi
         if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
             raise UnsupportedError(
                 "StochasticWeightAveraging copies the model while it is plain, and cannot average sharded parameters",
-                "update a torch.optim.swa_utils.AveragedModel in a callback of your own (docs/outside-of-forward.md)",
+                "update a torch.optim.swa_utils.AveragedModel in a callback of your own (docs/guide/parameters.md)",
             )
         self.accelerator.setup(trainer)
         self.model: nn.Module = self.precision_plugin.convert_module(self.model)

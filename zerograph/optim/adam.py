@@ -144,14 +144,15 @@ class Adam(_AdamUpdate, torch.optim.Adam):
     Args:
         master: ``torch.float32`` keeps float32 masters of low-precision parameters in ``state[p]["master"]``, which
             take the update; the parameters are rounded copies of them. A change of a parameter through ``.data`` is
-            undone by the next step (docs/optim.md says what to do instead).
+            undone by the next step (docs/guide/optimizers.md has the alternative).
         moments: dtype of ``exp_avg`` and ``exp_avg_sq``, float32 if None; ``torch.bfloat16`` halves them.
         skip_nonfinite: skip steps with a gradient that is not finite, on all ranks, and count them in ``skipped``.
             Needs one more read of the gradients before the update, as ``clip`` does.
-        overlap: let backwards update parameters as their gradients are reduced (docs/optim.md); needs a backend of
-            zerograph, and ``skip_nonfinite=False``.
+        overlap: let backwards update parameters as their gradients are reduced (docs/guide/optimizers.md). Needs a
+            backend of zerograph, and ``skip_nonfinite=False``.
         delayed: let the next forward and backward compute with the parameters before an update, which the host makes
-            meanwhile (ZeRO-Offload; docs/optim.md). It changes training, and needs a backend with ``tier="host"``.
+            meanwhile (ZeRO-Offload; docs/guide/optimizers.md). It changes training, and needs a backend with
+            ``tier="host"``.
         warmup: steps before the first delayed one.
 
     Raises:

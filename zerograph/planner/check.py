@@ -220,7 +220,7 @@ CHECKS: Mapping[str, tuple[str, Finder]] = {
     "loss": ("a loss that is tiled is the model's own, behind its logits", _loss),
     "tokens": ("layers in tiles of tokens can run so, with their weights whole", _token_regions),
     "loops": ("weights that run in one loop are those of an MLP of the step", _loops),
-    "reads": ("what is read was made before, and nothing is made twice", _reads),
+    "reads": ("every value is made once, before it is read", _reads),
     "reductions": ("every gradient is reduced once", _reductions),
     "updates": ("every trainable parameter is updated once, with its gradient", _updates),
 }

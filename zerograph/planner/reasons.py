@@ -15,7 +15,7 @@ from zerograph.planner.rates import Rates, gathered_bytes
 from zerograph.planner.search import Wish
 from zerograph.planner.tiling import apart
 
-_FASTEST = "of the plans that were looked at and fit, it is predicted to be the fastest"
+_FASTEST = "predicted to be the fastest of the plans that were searched and fit"
 _ASKED = "it was asked for"
 
 
@@ -56,7 +56,7 @@ def reasons(
     if plan.token_tiles > 1:
         layers = len(plan.token_regions)
         text = f"MLPs of {layers} layer{'s' * (layers > 1)} in {plan.token_tiles} tiles of tokens"
-        yield Reason("tokens", text, "what is wider than the model is never whole; each tile reads their weights again")
+        yield Reason("tokens", text, "no tensor wider than the model is whole; each tile reads their weights again")
     for loop, own in plan.loops().items():
         yield Reason(
             loop, f"in one loop of {own[0].tiles} tiles over its hidden dimension", "its middle is never whole"
