@@ -4,6 +4,8 @@ VENV   ?= .venv
 NPROC  ?= 2
 TIMEOUT ?= 300
 WORKERS ?= 3
+# The torch that these commands install: the newest one that the whole suite runs on. pyproject.toml says which may be used.
+TORCH  ?= torch<2.14
 BIN    := $(VENV)/bin
 LINT   := build/lint
 PAGES  := build/docs/pages
@@ -16,6 +18,7 @@ help:
 	@echo "make demo       install, train a byte-level GPT at stage 3 on $(NPROC) processes, resume it on one"
 	@echo "                OFFLOAD=folder keeps parameters, gradients and optimizer states in files there"
 	@echo "make test       install with the test tools and run every test (TESTS=path narrows it, WORKERS=0 shows output)"
+	@echo "                TORCH='torch==2.14.1' does either with another torch, in a fresh VENV=folder"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make docs       the guide and the API reference into build/docs/site, with every link checked"
 	@echo "make bench      benchmarks/step.py on CPU"
@@ -67,11 +70,11 @@ $(BIN)/python:
 
 # Build isolation brings scikit-build-core, pybind11 and, where they are missing, CMake and Ninja.
 $(VENV)/.installed: $(BUILD_INPUTS) | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check -e .
+	$(BIN)/python -m pip install --disable-pip-version-check -e . "$(TORCH)"
 	@touch $@
 
 $(VENV)/.installed-dev: $(BUILD_INPUTS) | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev,hf]"
+	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev,hf]" "$(TORCH)"
 	@touch $@ $(VENV)/.installed
 
 # On a GPU machine the image's own torch, pybind11, scikit-build-core and CMake are used, with no network. Where there is

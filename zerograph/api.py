@@ -35,13 +35,13 @@ from zerograph.runtime.comm import Communicator
 from zerograph.runtime.early import EarlyUpdates
 from zerograph.runtime.executor import Runtime
 from zerograph.runtime.hold import GradientHold
-from zerograph.runtime.host import SplitHost
 from zerograph.runtime.hosted import HostShards
 from zerograph.runtime.nvme import Arena
 from zerograph.runtime.residency import GatheredCache, StepCount
 from zerograph.runtime.saved import room_for
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.telemetry import Telemetry
+from zerograph.runtime.testing.simulated_host import SimulatedHost
 from zerograph.runtime.uncompiled import UncompiledReads
 from zerograph.sharding import adopt
 from zerograph.sharding.adoption import Adoption
@@ -141,7 +141,7 @@ class Backend:
         self._segments.prepare(device)
         ranks = Ranks.connect(self.config, device)
         if split or ranks.host is not None:
-            self._store.host = HostShards(self._adoption.params, ranks.host or SplitHost())
+            self._store.host = HostShards(self._adoption.params, ranks.host or SimulatedHost())
         self._compile_for(ranks, self.config)
         return ranks
 
