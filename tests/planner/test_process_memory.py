@@ -13,7 +13,7 @@ from ranks import run
 from zerograph.core.program import Compute, Free, Gather, Instruction, Program, Reduce, Segment, WaitGather, WaitReduce
 from zerograph.core.step import Param
 from zerograph.planner.process_memory import FRAGMENTATION, PER_OPERATOR, resident, transport_bytes
-from zerograph.runtime.buffers import shard_shape, torch_dtype
+from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.mailbox import open_mailbox
 
 WIDE = Param("wide", (1024, 1024), "float32", "float32", "float32", trainable=True, sharded=True)
@@ -35,7 +35,7 @@ def gather(bucket: int, out: int) -> Gather:
 
 
 def rows(param: Param, rank: int) -> torch.Tensor:
-    return torch.ones(shard_shape(param, rank, 2), dtype=torch_dtype(param.dtype))
+    return torch.ones(param.shard_shape(rank, 2), dtype=torch_dtype(param.dtype))
 
 
 def _block(params: tuple[Param, ...], reduces: bool) -> int:

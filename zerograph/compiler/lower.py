@@ -19,6 +19,7 @@ from zerograph.compiler.segment_graph import Body, body_of
 from zerograph.compiler.segments import Callee, SegmentCache, interpret
 from zerograph.core.check import require_programs
 from zerograph.core.machine import Tier
+from zerograph.core.param_bytes import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
 from zerograph.core.plan import Plan
 from zerograph.core.program import (
     Accumulate,
@@ -54,7 +55,6 @@ from zerograph.graph.nodes import (
     output_of,
 )
 from zerograph.graph.torch_private import LOOKUP_SEED, changes_inputs
-from zerograph.planner.rates import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
 
 
 def returned_names(gm: fx.GraphModule) -> list[str]:
