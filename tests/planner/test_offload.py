@@ -19,6 +19,7 @@ from planner.steps import Layer, of_kinds, profile_of, step_of
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.executable import Executable
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
+from zerograph.core.param_bytes import gathered_bytes, state_bytes
 from zerograph.core.plan import Bucket, Homes, Offload, Plan, tile_rows
 from zerograph.core.planfile import PlanFile
 from zerograph.core.program import Write
@@ -31,7 +32,7 @@ from zerograph.planner.homes import HOMES
 from zerograph.planner.offloaded import offloaded
 from zerograph.planner.placement import Shards, bucket_parts
 from zerograph.planner.plan_file import file_from_sketch
-from zerograph.planner.rates import Rates, gathered_bytes, state_bytes
+from zerograph.planner.rates import Rates
 from zerograph.planner.rules import plan_step
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.search import Search, Wish
@@ -220,7 +221,7 @@ def plans(draw: st.DrawFn) -> Drawn:
     for bucket in plan.buckets:
         tiles, residency = 1, bucket.residency
         if stage == 3:
-            rows = bucket.params[0].chunk_rows(plan.world_size)
+            rows = bucket.params[0].chunk(plan.world_size)
             tiles = draw(st.integers(1, min(rows, 5))) if len(bucket.params) == 1 and bucket.params[0].sharded else 1
             residency = draw(st.sampled_from(["use", "backward"])) if tiles == 1 else "use"
         kept = [h for h in homes if h == Homes() or _moves(bucket, h)]
@@ -316,7 +317,7 @@ def _peak(forecast: Forecast, tier: Tier) -> int:
 def test_tiles_cover_every_shard_exactly_once(rows: int, world: int, tiles: int) -> None:
     step = step_of([Layer(rows=rows)])
     plan = placed(ruled(step, world=world), Homes(), tiles)
-    chunk = step.params[0].chunk_rows(world)
+    chunk = step.params[0].chunk(world)
     if tiles > chunk:
         assert any("tiles" in wrong for wrong in plan.mistakes())
         return

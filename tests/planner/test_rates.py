@@ -1,4 +1,7 @@
-"""Seconds of instructions: what ZeRO counts of collectives (Rajbhandari et al. 2019, section 7)."""
+"""Seconds of instructions: what ZeRO counts of collectives (Rajbhandari et al. 2019, section 7).
+
+Tests ``core/param_bytes.py`` too.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from dataclasses import replace
 import pytest
 
 from zerograph.core.machine import Link, machine_named
+from zerograph.core.param_bytes import gathered_bytes, reduced_bytes
 from zerograph.core.program import Accumulate, Compute, Gather, Read, Reduce, Segment, Write
 from zerograph.core.step import Param
-from zerograph.planner.rates import Rates, gathered_bytes, reduced_bytes
+from zerograph.planner.rates import Rates
 
 WORLD = 8
 GPU = machine_named("h100-80gb")

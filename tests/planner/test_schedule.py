@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph.core.machine import TIERS, Machine, machine_named
+from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import Homes
 from zerograph.core.planfile import Holding
 from zerograph.core.simulate import simulate
@@ -31,7 +32,7 @@ from zerograph.dryrun.forecast import forecast_file
 from zerograph.planner.forecasts import forecast_programs, forecast_sketch
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import head_of, tiled
-from zerograph.planner.rates import Rates, state_bytes
+from zerograph.planner.rates import Rates
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.sketch import sketch
 

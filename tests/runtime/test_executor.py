@@ -89,7 +89,7 @@ def program(*instructions: Any, inputs: int, registers: int, outputs: tuple[int 
 
 FORWARD = program(
     Gather(0, (W,), (0,), 2, dead=(0,)),
-    WaitGather(0, 2, (3,), dead=(2,)),
+    WaitGather(2, (3,), dead=(2,), bucket=0),
     Compute(0, (1, 3), (4,), dead=(1,)),
     Free(0, (3,), dead=(3,)),
     inputs=2,
@@ -127,7 +127,7 @@ def test_a_backward_reduces() -> None:
     backward = program(
         Compute(0, (0, 0), (1,), dead=(0,)),
         Reduce(0, (W,), (1,), 2, dead=(1,)),
-        WaitReduce(0, 2, (3,), dead=(2,)),
+        WaitReduce(2, (3,), dead=(2,), bucket=0),
         inputs=1,
         registers=4,
         outputs=(None, 3),

@@ -21,6 +21,7 @@ from zerograph.compiler.frame import Frame
 from zerograph.compiler.report import RecordedStep
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.machine import Machine
+from zerograph.core.param_bytes import kept_states
 from zerograph.core.plan import Plan
 from zerograph.core.program import (
     Compute,
@@ -39,7 +40,6 @@ from zerograph.core.program import (
 from zerograph.core.runfile import Measured, Run
 from zerograph.core.timeline import Forecast, Peak, Span, Stream
 from zerograph.planner.forecasts import ProgramForecast, forecast_programs, update_program
-from zerograph.planner.rates import kept_states
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.telemetry import LABEL
 from zerograph.runtime.torch_private import local_tensor

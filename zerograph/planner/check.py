@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 
 from zerograph.core.errors import InvariantError
-from zerograph.core.plan import Plan, chunk_of, tile_rows
+from zerograph.core.plan import Plan, tile_rows
 from zerograph.core.step import Op, Param, Step, layer_of, layer_of_activation
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import head_of
@@ -98,7 +98,7 @@ def tiles(plan: Plan) -> Iterator[Found]:
     """Tiles of a parameter follow one another from its shards' first row to their last, or column."""
     for bucket in plan.buckets:
         if bucket.tiles > 1 and bucket.params and plan.world_size >= 1:
-            rows = chunk_of(bucket.params[0], bucket.dim, plan.world_size)
+            rows = bucket.params[0].chunk(plan.world_size, bucket.dim)
             cuts = tile_rows(rows, bucket.tiles)
             joined = all(end == begin for (_, end), (begin, _) in pairwise(cuts))
             if not joined or (cuts[0][0], cuts[-1][1]) != (0, rows) or any(begin == end for begin, end in cuts):

@@ -16,10 +16,10 @@ from itertools import groupby
 from typing import Any
 
 from zerograph.core.machine import TIERS
+from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import Bucket, Plan, decided
 from zerograph.core.simulate import Peaks, walk
 from zerograph.core.step import layer_of_activation
-from zerograph.planner.rates import state_bytes
 from zerograph.planner.regions import Life, Profile
 from zerograph.planner.sketch import sketch
 from zerograph.planner.space import Candidate, Space

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from zerograph.core.machine import Machine
+from zerograph.core.param_bytes import kept_states
 from zerograph.core.plan import Bucket, Plan
 from zerograph.core.planfile import Holding
 from zerograph.core.program import Instruction, Program
@@ -15,7 +16,7 @@ from zerograph.core.simulate import simulate
 from zerograph.core.timeline import NOT_COUNTED, Forecast
 from zerograph.planner.placement import BucketPart, between_steps, bucket_parts
 from zerograph.planner.process_memory import Resident, resident
-from zerograph.planner.rates import Rates, device_update, kept_states
+from zerograph.planner.rates import Rates, device_update
 from zerograph.planner.regions import Life, Profile
 from zerograph.planner.schedule import Registers, Scheduler
 from zerograph.planner.sketch import sketch, update_away
@@ -85,7 +86,7 @@ def _kept(plan: Plan, moments: int) -> dict[str, int]:
 
 
 def update_program(plan: Plan, kept: Mapping[str, int], streams: Rates | None = None) -> Program:
-    """The optimizer's update of the parameters in ``kept`` (:func:`~zerograph.planner.rates.kept_states`).
+    """The optimizer's update of the parameters in ``kept`` (:func:`~zerograph.core.param_bytes.kept_states`).
 
     With ``streams``, the rates of a machine, states off the device are updated there, bucket by bucket.
     Without, all of it is one instruction, as a recording sees it.

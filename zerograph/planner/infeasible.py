@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 
 from zerograph.core.errors import InfeasibleError
 from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import OFFLOADS, Offload
 from zerograph.core.planfile import Holding
 from zerograph.core.step import Step, layer_of
 from zerograph.core.timeline import Forecast, Peak, Span
 from zerograph.core.units import format_bytes
 from zerograph.planner.forecasts import forecast_sketch
-from zerograph.planner.rates import state_bytes
 from zerograph.planner.regions import Life, Profile, Work
 from zerograph.planner.search import BUCKET_SIZES, Search, Way, Wish, limits, over, smallest
 from zerograph.planner.shortage import Remedy

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from zerograph.core.garbage import without_gc
 from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.param_bytes import kept_states, shard_bytes
 from zerograph.core.plan import Bucket, Homes, Plan
 from zerograph.core.program import Collective, Instruction, Program, Read, Register, WaitGather, WaitReduce, Write
 from zerograph.core.simulate import Costs, Tasks, walk
@@ -26,7 +27,7 @@ from zerograph.core.stretch import Stretch
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import head_of, tiled
 from zerograph.planner.placement import between_steps
-from zerograph.planner.rates import Rates, kept_states, shard_bytes
+from zerograph.planner.rates import Rates
 from zerograph.planner.regions import Profile, profile
 from zerograph.planner.rules import plan_step
 from zerograph.planner.schedule import Scheduler
@@ -237,7 +238,7 @@ def _tiles(bucket: Bucket, part: _Part) -> int:
     """As many as the strategy has, where so many are needed to make the parameter fit the size of buckets."""
     if part.strategy.stage < 3 or len(bucket.params) > 1 or not bucket.params[0].sharded:
         return 1
-    most = bucket.params[0].chunk_rows(part.world_size)
+    most = bucket.params[0].chunk(part.world_size)
     return min(part.strategy.tiles, -(-bucket.gathered_bytes // part.training.bucket_size), most)
 
 

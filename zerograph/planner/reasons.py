@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from zerograph.core.param_bytes import gathered_bytes
 from zerograph.core.plan import DEVICE, Bucket, Plan
 from zerograph.core.planfile import Reason
 from zerograph.core.step import Step, layer_of_activation
 from zerograph.core.timeline import Forecast
 from zerograph.core.units import format_bytes, format_seconds
 from zerograph.planner.placement import Shards
-from zerograph.planner.rates import Rates, gathered_bytes
+from zerograph.planner.rates import Rates
 from zerograph.planner.search import Wish
 from zerograph.planner.tiling import apart
 

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from zerograph.core.machine import Tier
+from zerograph.core.param_bytes import kept_states
 from zerograph.core.plan import Plan
 from zerograph.core.prefetching import Visit, gathers_by_start, visits
 from zerograph.core.program import Compute, Register, Segment, Update
@@ -25,7 +26,7 @@ from zerograph.core.simulate import Costs, Memory
 from zerograph.core.step import Kind, Param, Phase
 from zerograph.core.stretch import Stretch
 from zerograph.planner.placement import BucketPart, bucket_parts, ring_bytes, streamed
-from zerograph.planner.rates import Rates, device_update, kept_states
+from zerograph.planner.rates import Rates, device_update
 from zerograph.planner.regions import Atom, Life, Profile
 
 

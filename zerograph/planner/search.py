@@ -31,6 +31,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.executable import Executable
 from zerograph.core.garbage import without_gc
 from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Offload, Plan, Update, compute_dtype
 from zerograph.core.simulate import on
 from zerograph.core.step import Step, TokenRegion
@@ -42,7 +43,7 @@ from zerograph.planner.knobs import Knob, every, first, halfway, neighbours, spr
 from zerograph.planner.liveness import Graph, Mode
 from zerograph.planner.loss import LOSS_TILES, Head, head_of, loss_tiles, tiled, with_loss_tiles
 from zerograph.planner.peaks import with_lower_peaks
-from zerograph.planner.rates import Rates, state_bytes
+from zerograph.planner.rates import Rates
 from zerograph.planner.regions import Profile, profile
 from zerograph.planner.rules import plan_step, recomputed_layers
 from zerograph.planner.selective import stops
@@ -599,4 +600,4 @@ def most_tiles(plan: Plan, size: int, whole: Container[str] = ()) -> tuple[int, 
     alone = (b for b in plan.buckets if len(b.params) == 1 and b.params[0].sharded and b.params[0].name not in whole)
     large = {b.index for b in alone if b.gathered_bytes > size}
     most = min(MOST_TILES, max(2, ALL_TILES // max(1, len(large))))
-    return tuple(min(most, b.params[0].chunk_rows(plan.world_size)) if b.index in large else 1 for b in plan.buckets)
+    return tuple(min(most, b.params[0].chunk(plan.world_size)) if b.index in large else 1 for b in plan.buckets)

@@ -378,7 +378,7 @@ def _slot(scheduler: Buckets, ring: str, number: int) -> int:
 
 
 def _wait_gather(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: bool) -> WaitGather:
-    return WaitGather(bucket, _whole(scheduler, bucket, tile, tiles, own), (), (), tile, tiles)
+    return WaitGather(_whole(scheduler, bucket, tile, tiles, own), bucket=bucket, tile=tile, tiles=tiles)
 
 
 def _free(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: bool) -> Free:
@@ -503,7 +503,7 @@ def _wait_reduce(scheduler: Scheduler, reduce: Reduce, leaves: bool, last: bool)
         # What is not sharded stays on the device.
         size = part.reduced - part.shards.gradient
         outs += (scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient"),)
-    return WaitReduce(reduce.bucket, reduce.out, outs, (), reduce.tile, reduce.tiles)
+    return WaitReduce(reduce.out, outs, bucket=reduce.bucket, tile=reduce.tile, tiles=reduce.tiles)
 
 
 class Buckets(Protocol):
