@@ -129,7 +129,7 @@ def test_model_states_are_those_of_the_formulas_to_the_byte(
     step = half(step) if dtype == "bfloat16" else step
     strategy = Strategy(stage, offload, tier)  # type: ignore[arg-type]
     plan = ruled(step, stage, world)
-    plan = placed(plan, Homes(strategy.home("parameters"), strategy.home("gradients"), strategy.home("optimizer")))
+    plan = placed(plan, strategy.homes)
     memory = file_of(step, plan, GPU).forecast.memory
     formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), layout_of(Training(dtype=dtype)), strategy, world)
     for at in TIERS:
@@ -173,10 +173,9 @@ def test_peaks_of_a_gpt_like_step_are_near_the_formulas(
     inside = (layer_bytes(size, training) - stream) // 2
     step = step_of([Layer(rows=elements, stream=stream, inside=inside, flops=10**12)] * layers)
     strategy = Strategy(stage, offload, tier, activations)  # type: ignore[arg-type]
-    homes = Homes(strategy.home("parameters"), strategy.home("gradients"), strategy.home("optimizer"))
     names = tuple(f"blocks.{i}" for i in range(layers))
     plan = replace(
-        placed(ruled(step, stage, world, bucket_size=4 * elements), homes),
+        placed(ruled(step, stage, world, bucket_size=4 * elements), strategy.homes),
         recompute=names if strategy.recomputes else (),
         offload=tuple((name, activations) for name in names) if activations in TIERS else (),
     )

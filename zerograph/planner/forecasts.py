@@ -13,6 +13,7 @@ from zerograph.core.planfile import Holding
 from zerograph.core.program import Instruction, Program
 from zerograph.core.runfile import Measured
 from zerograph.core.simulate import simulate
+from zerograph.core.step import Kind
 from zerograph.core.timeline import NOT_COUNTED, Forecast
 from zerograph.planner.placement import BucketPart, between_steps, bucket_parts
 from zerograph.planner.process_memory import Resident, resident
@@ -69,6 +70,17 @@ def forecast_sketch(
     # A sketch has one register for all values with the same life; people want to see each.
     parts = {register: partial(_one_by_one, scheduler.profile, own) for register, own in lives.items()}
     return simulate(sketch(scheduler, plan), scheduler.rates, held=states, not_counted=not_counted, parts=parts)
+
+
+KINDS: Mapping[Kind, str] = {
+    "param": "parameters",
+    "state": "optimizer states",
+    "gradient": "gradients",
+    "gathered": "gathered parameters",
+    "activation": "activations",
+    "temporary": "temporaries",
+}
+"""What memory is used for, as people call it."""
 
 
 def _one_by_one(profile: Profile, lives: Sequence[Life], together: Holding) -> Iterator[Holding]:

@@ -47,7 +47,7 @@ from zerograph.planner.rates import Rates
 from zerograph.planner.regions import Profile, profile
 from zerograph.planner.rules import plan_step, recomputed_layers
 from zerograph.planner.selective import stops
-from zerograph.planner.space import Candidate, Space, frontier, way_of
+from zerograph.planner.space import Candidate, Space, frontier, overrun, way_of
 from zerograph.planner.tiling import in_loops, looped, tiles_wanted
 from zerograph.planner.token_tiles import TOKEN_TILES, by_token, with_token_tiles
 
@@ -279,7 +279,8 @@ class Search:
 
     def closest(self, budget: int | Mapping[Tier, int]) -> Candidate:
         """The one that overruns the tiers of ``budget`` by the smallest share."""
-        return min(self.best, key=lambda c: (over(c, budget), c.rank))
+        most = limits(budget)
+        return min(self.best, key=lambda c: (overrun(c.peaks, most)[0], c.rank))
 
     def within(self, budget: int | Mapping[Tier, int]) -> Candidate | None:
         """The fastest whose peaks are at most ``budget`` bytes; None when none is.
@@ -537,11 +538,6 @@ def _in_loops(graph: Graph, wish: Wish) -> Graph:
         step, stage=wish.sharding, world_size=wish.world_size, bucket_size=size, prefetch=DEFAULT_PREFETCH, tiles=tiles
     )
     return Graph(looped(step, in_loops(plan, step)))
-
-
-def over(candidate: Candidate, budget: int | Mapping[Tier, int]) -> float:
-    """By what share of its budget the fullest tier is overrun; 0 or less when all fit."""
-    return max((peak - most) / max(1, most) for peak, most in zip(candidate.peaks, limits(budget), strict=True))
 
 
 def limits(budget: int | Mapping[Tier, int]) -> tuple[int, ...]:

@@ -53,17 +53,18 @@ BUFFERS = 3
 """Staging buffers on the host, each for one bucket or tile: one being read, one in use, one being written."""
 
 
-def sketch(scheduler: Scheduler, plan: Plan, leaving: int = sys.maxsize) -> tuple[Program, ...]:
+def sketch(scheduler: Scheduler, plan: Plan, leaving: int = sys.maxsize, *, adds: bool = False) -> tuple[Program, ...]:
     """The programs of a step under ``plan``; each carries the registers of the one before it.
 
     Args:
         leaving: moves off the device that may be under way at a time; the compute waits for the one so many before.
+        adds: reduced gradients are added to those of earlier micro-batches, whose memory is held anyway.
     """
-    return tuple(_Sketch(scheduler, plan, leaving).programs)
+    return tuple(_Sketch(scheduler, plan, leaving, adds).programs)
 
 
 class _Sketch:
-    def __init__(self, scheduler: Scheduler, plan: Plan, leaving: int) -> None:
+    def __init__(self, scheduler: Scheduler, plan: Plan, leaving: int, adds: bool) -> None:
         self.scheduler, self.plan, self.rates = scheduler, plan, scheduler.rates
         self.most_leaving, self.leaving = leaving, deque[int]()  # registers that moves off the device fill
         self.buckets = plan.buckets
@@ -79,9 +80,10 @@ class _Sketch:
         self.tier_of = dict(plan.offload)  # layer or activation -> tier of what is saved of it
         self.whole: set[int] = set()  # buckets; of tiled ones the first tile
         self.fetched: set[int] = set()  # buckets whose gathers follow
-        self.under_way: list[tuple[Reduce, bool]] = []  # not waited for; whether gradients then leave the device
+        self.under_way: list[tuple[Reduce, bool]] = []  # not waited for; whether some leave, others stay
         self.reduced: dict[int, None] = {}  # buckets, in the order in which their gradients were reduced
-        self.summed: set[tuple[int, int]] = set()  # buckets and tiles of which a gradient was reduced
+        # Buckets and tiles that have a reduced gradient, to which others are added.
+        self.summed = {(i, tile) for i, tiles in enumerate(self.parts) for tile in range(len(tiles)) if adds}
         self.spilled: dict[tuple[int, int], int] = {}  # bucket and tile -> the register of its gradient, away from here
         # Layer or activation -> region -> registers of what of it is away until then.
         self.waiting: dict[str, dict[int, list[int]]] = {}
@@ -251,7 +253,7 @@ class _Sketch:
         again = (bucket, tile) in self.summed  # a tied parameter's tiles: the head's gradient, then the embedding's
         self.summed.add((bucket, tile))
         reduce = self._once(_reduce, bucket, tile, tiles, leaves, grads, again and not leaves)
-        self.under_way.append((reduce, leaves))
+        self.under_way.append((reduce, leaves and not again))
         self.instructions.append(reduce)
         if leaves:
             key, name = ("away", bucket, tile, tiles, homes.spilled), f"gradient of {part.label}"
@@ -470,20 +472,23 @@ def _down(
     scheduler: Scheduler, what: str, label: str, bucket: int, tile: int, here: tuple[int, ...], away: tuple[int, ...],
     tier: Tier, slot: int, there: tuple[int, ...],
 ) -> list[Instruction]:  # fmt: skip
-    """Move registers on the device to ``away`` on ``tier``, of which those ``there`` hold something already."""
+    """Move registers on the device to ``away`` on ``tier``; of these, those ``there`` hold something that it is added
+    to, which NVMe is read for."""
     contents = scheduler.registers.contents
     size = sum(contents[register].bytes for register in here)
     module = scheduler.names[bucket] if bucket >= 0 else layer_of_activation(label) or label
-    if scheduler.rates.staging == "device":
-        return [Write(what, label, module, size, here + there, away, here, bucket, tile)]
+    kind, staged, moves = contents[away[0]].kind, here, list[Instruction]()
     if tier != "nvme":
         return [Spill(what, label, module, size, here + there, away, here, bucket, tile)]
-    kind = contents[away[0]].kind
-    staged = (scheduler.registers.get(("staged", away), f"{what} of {label}", size, kind, "host"),)
-    return [
-        Spill(what, label, module, size, here, staged, here, bucket, tile, slot),
-        Write(what, label, module, size, staged + there, away, staged, bucket, tile, slot),
-    ]
+    if scheduler.rates.staging != "device":
+        staged = (scheduler.registers.get(("staged", away), f"{what} of {label}", size, kind, "host"),)
+        moves.append(Spill(what, label, module, size, here, staged, here, bucket, tile, slot))
+    if there:
+        # They are added up in the staging buffer, or where the reduced gradient is.
+        back = (scheduler.registers.get(("added", away), f"earlier {what} of {label}", 0, kind),)
+        moves.append(Read(what, label, module, size, staged + there, back, (), bucket, tile))
+        staged += back
+    return [*moves, Write(what, label, module, size, staged + there, away, staged, bucket, tile, slot)]
 
 
 def _reduce(
