@@ -153,7 +153,7 @@ class _Wanted:
 
     def of(self, program: Program, each: Instruction) -> Iterator[tuple[tuple[str, ...], str]]:
         """Operations, one of which has written something that ``each`` reads, and what they moved."""
-        if isinstance(each, Fetch | Read) and each.label in self.tier_of:
+        if isinstance(each, Fetch | Read) and each.what == "activations" and each.label in self.tier_of:
             away = self.tier_of[each.label] == "nvme"
             yield ("read" if isinstance(each, Fetch) and away else "write" if away else "spill",), "activations"
         if not 0 <= (index := getattr(each, "bucket", -1)) < len(self.buckets):

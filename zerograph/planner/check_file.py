@@ -35,9 +35,9 @@ def check_file(file: PlanFile) -> list[Violation]:
         found += (Violation(name, *wrong) for wrong in finder(file.plan))
     wrong = programs.check_programs(file.programs, file.plan)
     found += (Violation(each.check, BEFORE, each.module, each.source, str(each)) for each in wrong)
-    # What reads what is not there cannot be simulated.
-    unread = any(each.check == "reads" for each in wrong)
-    return found + list(_unread() if unread else _forecast(file))
+    if any(each.check == "reads" for each in wrong):
+        return [*found, _at("forecast", None, "programs whose reads are wrong are not simulated")]
+    return [*found, *_forecast(file)]
 
 
 def _budget(file: PlanFile) -> Iterator[Violation]:
@@ -60,10 +60,6 @@ def _budget(file: PlanFile) -> Iterator[Violation]:
 def _too_much(tier: Tier, held: int, budget: int, when: str) -> str:
     more, limit = format_bytes(held - budget), format_bytes(budget)
     return f"{tier} holds {format_bytes(held)} {when}, {more} more than its budget of {limit}"
-
-
-def _unread() -> Iterator[Violation]:
-    yield _at("forecast", None, "programs that read what is not there cannot be simulated")
 
 
 def _forecast(file: PlanFile) -> Iterator[Violation]:
