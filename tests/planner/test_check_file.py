@@ -1,4 +1,4 @@
-"""What must be true of every plan file, found wherever it is broken. What is wrong with programs: ``core/test_check*``."""
+"""What must be true of every plan file, found wherever it is broken; of its programs ``core/test_check*`` has more."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from zerograph.planner.homes import HOMES
 
 STEP = step_of([Layer(rows=MIB, stream=MIB)] * 4)
 FILE = file_of(STEP, placed(ruled(STEP), HOMES[-1]), GPU)
+MORE = Holding("more", "state", "device", 1, 0, 99)
 PEAK = FILE.forecast.peaks["device"]
 
 
@@ -87,7 +88,11 @@ def with_buckets(change: Callable[[tuple[Any, ...]], tuple[Any, ...]]) -> PlanFi
         (with_forecast(peaks={**FILE.forecast.peaks, "device": replace(PEAK, bytes=1)}), "forecast", "up to 1 B, and"),
         (with_forecast(critical_path=FILE.forecast.critical_path[1:]), "forecast", "critical path is not that"),
         (replace(FILE, holdings=FILE.holdings[:-1]), "forecast", "what is held is not what"),
-        (replace(FILE, holdings=(*FILE.holdings, Holding("x", "state", "device", 1, 0, 99))), "forecast", "what is held"),
+        (
+            replace(FILE, holdings=(*FILE.holdings, Holding("x", "state", "device", 1, 0, 99))),
+            "forecast",
+            "what is held",
+        ),
         (replace(FILE, machine=replace(GPU, launch=2 * GPU.launch)), "forecast", "and the programs run"),
     ],
 )

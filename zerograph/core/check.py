@@ -1,8 +1,8 @@
 """What must be true of the programs of a step, whoever built them, instruction by instruction. No torch in here.
 
 Those of the design's invariants that programs tell: every read finds its value on the tier that it needs; gathers and
-frees balance, nothing is used after it is free, and no bucket is gathered while it is whole. A plan says more of a whole
-step (:mod:`zerograph.core.check_step`): every trained shard is reduced once and updated once. Peaks are told by
+frees balance, nothing is used after it is free, and no bucket is gathered while it is whole. By a plan more is true of
+a whole step (:mod:`zerograph.core.check_step`): every trained shard is reduced once and updated once. Peaks are told by
 :mod:`zerograph.core.simulate`, and that ranks agree by the digest of a program's collectives.
 """
 
@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from zerograph.core import check_step
-from zerograph.core.check_step import Wrong
+from zerograph.core.check_step import STEP_CHECKS, Wrong, check_step
 from zerograph.core.errors import InvariantError
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
@@ -35,11 +34,10 @@ from zerograph.core.program import (
     Write,
 )
 
-
 CHECKS: Mapping[str, str] = {
     "reads": "what is read was made before, and lies on the tier where it is read",
     "gathers": "gathers and frees balance, and nothing is gathered while it is whole",
-    **{name: sentence for name, (sentence, _) in check_step.CHECKS.items()},
+    **{name: sentence for name, (sentence, _) in STEP_CHECKS.items()},
 }
 """Name of a check, and what it makes sure of; those behind the first two by a plan."""
 
@@ -52,8 +50,7 @@ def check_programs(programs: Sequence[Program], plan: Plan | None = None) -> lis
     """
     checked = _Check()
     found = [wrong for program in programs for wrong in checked.program(program)]
-    finders = (finder for _, finder in check_step.CHECKS.values()) if plan is not None else ()
-    return found + [wrong for finder in finders for wrong in finder(programs, plan)]
+    return found + list(check_step(programs, plan) if plan is not None else ())
 
 
 def require_programs(programs: Sequence[Program], hint: str, plan: Plan | None = None) -> None:

@@ -15,6 +15,7 @@ from zerograph.core.program import (
     Gather,
     HostUpdate,
     Instruction,
+    Move,
     Program,
     Read,
     Reduce,
@@ -62,8 +63,13 @@ class Wrong:
 
 Part = tuple[int, int]
 """A bucket and a tile of it."""
-Came = tuple[str, str, Part | str]
-"""An operation, what it moved, and whose that is: a bucket's and tile's, or an activation's by its label."""
+Trail = frozenset[tuple[str, str, Part | str]]
+"""Operations, what each moved, and whose that is: a bucket's and tile's, or an activation's by its label."""
+
+
+def check_step(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
+    """Everything that is wrong with ``programs`` as the step of ``plan``, check by check."""
+    return (wrong for _, finder in STEP_CHECKS.values() for wrong in finder(programs, plan))
 
 
 def _parts(bucket: Bucket) -> list[Part]:
@@ -124,22 +130,23 @@ def _updates(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
 def _arrivals(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
     wanted = _Wanted(programs, plan)
     # By register, what has written into it; lowered programs know what the one before them returned by its name.
-    came, saved = dict[int, frozenset[Came]](), dict[str, frozenset[Came]]()
+    came, saved = dict[int, Trail](), dict[str, Trail]()
     for program in programs:
         contents = program.contents
         if not program.carries:
             came = {at: saved[c.name] for at, c in enumerate(contents[: program.inputs]) if c.name in saved}
         for place, each in enumerate(program.instructions):
-            there = frozenset[Came]().union(*(came.get(register, ()) for register in each.reads))
+            there = Trail().union(*(came.get(register, ()) for register in each.reads))
             whose = _whose(each)
             for operations, what in wanted.of(program, each):
                 if there.isdisjoint((operation, what, whose) for operation in operations):
                     text = f"does not read what the {operations[0]} of its {what} wrote"
                     yield Wrong.at("arrivals", program, place, text)
-            own = there if isinstance(each, Wait | View) else {(each.operation, getattr(each, "what", ""), whose)}
+            own = Trail({(each.operation, getattr(each, "what", ""), whose)})
+            passed = there if isinstance(each, Wait | View) else Trail()
             for register in each.writes:
                 # It may be written into what is there.
-                came[register] = own | came[register] if register in each.reads and register in came else own
+                came[register] = own | (came.get(register, passed) if register in each.reads else passed)
         saved = {contents[at].name: came[at] for at in program.outputs if at in came}
 
 
@@ -192,29 +199,29 @@ class _Wanted:
 
 
 def _whose(each: Instruction) -> Part | str:
-    if getattr(each, "what", "") == "activations":
-        return str(each.label)  # type: ignore[union-attr]  # it is a move
+    if isinstance(each, Move) and each.what == "activations":
+        return each.label
     return getattr(each, "bucket", -1), getattr(each, "tile", 0)
 
 
 def _use(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
     # Gathers, and registers on the device of activations that come back, by where they begin.
-    begun: dict[Part | int, tuple[Program, int]] = {}
+    begun, unread = dict[Part | int, tuple[Program, int]](), list[tuple[Program, int]]()
     gathered = set[int]()
-    unread = list[tuple[Program, int]]()
     for program, place, each in _each(programs):
         match each:
-            case Gather(bucket=bucket, tile=tile):
-                gathered.add(bucket)
-                unread += [begun[bucket, tile]] if (bucket, tile) in begun else []
-                begun[bucket, tile] = program, place
-            case WaitGather(bucket=bucket, tile=tile):
-                begun.pop((bucket, tile), None)
+            case Gather():
+                gathered.add(each.bucket)
+                part = each.bucket, each.tile
+                unread += [begun[part]] if part in begun else []
+                begun[part] = program, place
+            case WaitGather():
+                begun.pop((each.bucket, each.tile), None)
             case Fetch(what="activations") | Read(what="activations"):
                 if program.contents[each.writes[0]].tier == "device":
                     begun[each.writes[0]] = program, place
-            case WaitFetch(pending=pending):
-                begun.pop(pending, None)
+            case WaitFetch():
+                begun.pop(each.pending, None)
             case _:
                 pass
     for program, place in (*unread, *begun.values()):
@@ -264,7 +271,7 @@ def _tokens(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
 
 
 Finder = Callable[[Sequence[Program], Plan], Iterator[Wrong]]
-CHECKS: Mapping[str, tuple[str, Finder]] = {
+STEP_CHECKS: Mapping[str, tuple[str, Finder]] = {
     "use": ("sharded parameters are gathered, and something waits for all that comes to the device", _use),
     "tiles ahead": ("no more tiles are whole at a time than are gathered ahead", _tiles),
     "arrivals": ("what is read has come from the tier where it lives", _arrivals),

@@ -28,7 +28,7 @@ def from_table(cls: Any, columns: dict[str, Any]) -> tuple[Any, ...]:
     # A column without a default that is missing raises KeyError below, which callers tell as an incomplete file.
     known = [f.name for f in fields(cls) if f.name in columns or f.default is MISSING]
     values = ([tuple(v) if isinstance(v, list) else v for v in unpacked(columns[name])] for name in known)
-    found = {name: column for name, column in zip(known, values, strict=True)}
+    found = dict(zip(known, values, strict=True))
     for f in fields(cls):
         if f.type in _NUMBERS:
             _require_numbers(f"{f.name} of {cls.__name__}", found.get(f.name, ()), f.type)

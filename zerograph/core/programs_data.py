@@ -6,7 +6,7 @@ it lists only those that it adds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -84,8 +84,8 @@ def _told(memory: Stretch) -> list[Any]:
     return [memory.levels, memory.begins, memory.left, list(memory.until.items())]
 
 
-def _stretch(levels: list[int], begins: list[int], left: int, until: list[list[Any]]) -> Stretch:
-    return Stretch(tuple(levels), tuple(begins), left, {name: interval for name, interval in until})
+def _stretch(levels: list[int], begins: list[int], left: int, until: list[tuple[Hashable, int]]) -> Stretch:
+    return Stretch(tuple(levels), tuple(begins), left, dict(until))
 
 
 def _require_places(program: Program) -> None:
