@@ -37,7 +37,7 @@ from zerograph.planner.rules import plan_step
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.search import Search, Wish
 from zerograph.planner.sizes import ModelSize
-from zerograph.planner.sketch import BUFFERS, sketch
+from zerograph.planner.sketch import BUFFERS, settled, sketch
 from zerograph.planner.strategy import Activations, Strategy, placements
 from zerograph.planner.training import Training
 
@@ -60,9 +60,10 @@ def placed(plan: Plan, homes: Homes, tiles: int = 1) -> Plan:
 
 
 def file_of(step: Step, plan: Plan, machine: Machine, moments: int = 2) -> PlanFile:
-    forecast, holdings = forecast_sketch(scheduler_of(step, plan, machine, moments), plan)
+    scheduler = scheduler_of(step, plan, machine, moments)
+    forecast, holdings = forecast_sketch(scheduler, plan)
     budget = {tier: peak.bytes for tier, peak in forecast.peaks.items()}
-    return PlanFile("any", plan, machine, budget, forecast, holdings)
+    return PlanFile("any", plan, machine, budget, forecast, holdings, programs=settled(sketch(scheduler, plan)))
 
 
 def test_what_nothing_executes_yet_is_told() -> None:
@@ -456,58 +457,12 @@ def test_plans_that_nobody_can_have_made_are_refused(change: dict[str, object], 
         Plan.from_json(plan.to_json())
 
 
-def broken(file: PlanFile, task: str, **changes: object) -> PlanFile:
-    """The same with one task changed, the first of that name."""
-    spans = list(file.forecast.spans)
-    place = next(i for i, s in enumerate(spans) if s.name == task)
-    spans[place] = replace(spans[place], **changes)  # type: ignore[arg-type]
-    return replace(file, forecast=replace(file.forecast, spans=tuple(spans)))
-
-
-def test_checks_find_what_is_wrong_with_moves() -> None:
-    step = step_of([Layer(rows=MIB, stream=MIB)] * 2)
-    file = file_of(step, placed(ruled(step), HOMES[-1], tiles=2), GPU)
-    assert check_file(file) == []
-
-    def found(wrong: PlanFile) -> dict[str, str]:
-        return {v.check: v.message for v in reversed(check_file(wrong))}
-
-    tile = "blocks.1 tile 1/2"
-    assert "does not wait for fetch shard of " + tile in found(broken(file, f"gather {tile}", after=()))["arrivals"]
-    assert "does not wait for read states of" in found(broken(file, f"update {tile}", after=()))["arrivals"]
-    assert f"does not wait for update {tile}" in found(broken(file, f"write states of {tile}", after=()))["arrivals"]
-    assert "does not wait for write gradient of" in found(broken(file, f"read states of {tile}", after=()))["arrivals"]
-    assert "reduced 0 times, not 1" in found(broken(file, f"reduce {tile}", operation="compute"))["reductions"]
-    assert "updated on the host 0 times" in found(broken(file, f"update {tile}", operation="compute"))["updates"]
-    assert "does not shard" in found(replace(file, plan=replace(file.plan, stage=1)))["plan"]
-    saved = replace(ruled(step), offload=(("blocks.0", "nvme"), ("blocks.1", "nvme")), save_others=True)
-    away = file_of(step, saved, GPU)
-    back = "activations of blocks.0"
-    assert check_file(away) == []
-    assert f"fetch {back} does not wait for read {back}" in found(broken(away, f"fetch {back}", after=()))["returns"]
-    assert f"read {back} does not wait for write {back}" in found(broken(away, f"read {back}", after=()))["returns"]
-    alone = broken(away, "backward blocks.0", after=())
-    assert f"nothing that computes waits for fetch {back}" in found(alone)["returns"]
-    ahead = file_of(
-        step_of([Layer(rows=MIB, flops=10**13)]), placed(ruled(step_of([Layer(rows=MIB)])), Homes(), 4), GPU
-    )
-    hasty = replace(ahead, plan=replace(ahead.plan, prefetch=0))
-    assert check_file(ahead) == []
-    assert "2 tiles of blocks.0 are whole at a time, 1 may be" in found(hasty)["gathers"]
-    gathered = next(h for h in file.holdings if h.kind == "gathered")
-    again = replace(file, holdings=(*file.holdings, gathered))
-    assert "and whole until" in found(again)["gathers"]
-
-
 def test_buckets_of_one_layer_that_share_a_name_may_be_whole_together() -> None:
     step = step_of([Layer(rows=1024)] * 3)
     plan = ruled(step, bucket_size=1)
     one = replace(plan, buckets=tuple(replace(bucket, name="blocks") for bucket in plan.buckets))
     file = file_of(step, one, GPU)
     assert len(plan.buckets) == 3 and check_file(file) == []
-    gathered = next(h for h in file.holdings if h.kind == "gathered")
-    often = replace(file, holdings=(*file.holdings, *[gathered] * 3))
-    assert {v.check for v in check_file(often)} == {"gathers"}
 
 
 # What the planner hands out ------------------------------------------------------------------------------------------

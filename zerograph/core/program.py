@@ -347,11 +347,13 @@ class HostUpdate(_Move):
 
     Attributes:
         updated: how many parameters these are of.
+        tiles: that updates of the bucket divide it into.
     """
 
     stream = "cpu_update"
     operation = "update"
     updated: int = 0
+    tiles: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,12 +361,13 @@ class DeviceUpdate(_Move):
     """The same on the device, of states that came from the host and go back there.
 
     Attributes:
-        updated: as :class:`HostUpdate` has it.
+        updated, tiles: as :class:`HostUpdate` has them.
     """
 
     stream = "compute"
     operation = "update"
     updated: int = 0
+    tiles: int = 1
 
 
 Move = Spill | Fetch | Write | Read | HostUpdate | DeviceUpdate

@@ -1,7 +1,7 @@
 """What must be true of a plan for the step that it is made for: a backend asks before anything of it is carried out.
 
 Of the design's invariants, those that can be told from decisions alone, in milliseconds. What is about the plan without
-a step is part of ``zerograph check`` too, which goes on with the forecast's tasks
+a step is part of ``zerograph check`` too, which goes on with the programs that a file carries
 (:mod:`~zerograph.planner.check_file`); gathers, frees and reductions of what is then compiled are looked at one by one
 in its graphs (:mod:`zerograph.passes.verify`).
 """

@@ -63,6 +63,17 @@ def sketch(scheduler: Scheduler, plan: Plan, leaving: int = sys.maxsize, *, adds
     return tuple(_Sketch(scheduler, plan, leaving, adds).programs)
 
 
+def settled(programs: Sequence[Program]) -> tuple[Program, ...]:
+    """A sketch that later ones of its scheduler do not add to."""
+    return tuple(
+        replace(
+            each, instructions=tuple(each.instructions), segments=tuple(each.segments), contents=tuple(each.contents),
+            buckets=tuple(each.buckets),
+        )
+        for each in programs
+    )  # fmt: skip
+
+
 class _Sketch:
     def __init__(self, scheduler: Scheduler, plan: Plan, leaving: int, adds: bool) -> None:
         self.scheduler, self.plan, self.rates = scheduler, plan, scheduler.rates
@@ -320,9 +331,11 @@ class _Sketch:
             tiles = buckets[bucket].tiles
             for tile, part in enumerate(self.parts[bucket]):
                 if part.shards.gradient:
-                    gradient = self.spilled.get((bucket, tile), -1)
-                    if gradient < 0 and bucket in self.reduced:
-                        gradient = _reduced(scheduler, bucket, tile, tiles, False)
+                    arrived: tuple[int, ...] = ()
+                    if (bucket, tile) in self.spilled:
+                        arrived = (self.spilled[bucket, tile],)
+                    elif bucket in self.reduced:
+                        arrived = (_reduced(scheduler, bucket, tile, tiles, False),)
                     self.instructions += self._once(
                         update_away,
                         bucket,
@@ -331,7 +344,7 @@ class _Sketch:
                         self.plan.update,
                         buckets[bucket].homes,
                         updates,
-                        gradient,
+                        arrived,
                         self.norm,
                     )
                     updates += 1
@@ -530,18 +543,19 @@ def update_away(
     where: UpdatePlace,
     homes: Homes,
     number: int,
-    gradient: int,
+    arrived: tuple[int, ...],
     norm: int,
-) -> list[Instruction]:
+) -> list[Instruction]:  # fmt: skip
     """The update of a bucket or tile whose states live off the device, computed there or on the device; the other
     arguments are those of :func:`host_update`."""
     update = _lifted_update if where == "device" and homes.optimizer == "host" else host_update
-    return update(scheduler, bucket, tile, tiles, homes, number, gradient, norm)
+    return update(scheduler, bucket, tile, tiles, homes, number, arrived, norm)
 
 
 def _lifted_update(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradient: int, norm: int
-) -> list[Instruction]:
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, arrived: tuple[int, ...],
+    norm: int,
+) -> list[Instruction]:  # fmt: skip
     """The update on the device of a bucket or tile whose states live on the host, where its gradient is too."""
     part, module = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
     shards, slot, beside = part.shards.at(homes), _slot(scheduler, "update", number), homes.parameters == "host"
@@ -554,33 +568,33 @@ def _lifted_update(
     states = shards.optimizer + shards.shared * beside
     gradients, kept = lifted("gradient", shards.gradient, "gradient"), lifted("states", states, "state")
     copy = lifted("copy", shards.copy * beside, "param")
-    start, arrived = ((norm,) if norm >= 0 else ()), ((gradient,) if gradient >= 0 else ())
+    start = (norm,) if norm >= 0 else ()
     up, down = states + shards.gradient, states + shards.copy * beside
     what, label = "states", part.label
     return [
         Fetch(what, label, module, up, (*start, *arrived), (*kept, *gradients), (), bucket, tile, slot),
         DeviceUpdate(
             what, label, module, shards.traffic, (*kept, *gradients), (*kept, *copy), gradients, bucket, tile, slot,
-            updated=part.updated,
+            updated=part.updated, tiles=tiles,
         ),
         Spill(what, label, module, down, (*kept, *copy), (), (*kept, *copy), bucket, tile, slot),
     ]  # fmt: skip
 
 
 def host_update(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradient: int, norm: int
-) -> list[Instruction]:
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, arrived: tuple[int, ...],
+    norm: int,
+) -> list[Instruction]:  # fmt: skip
     """The update of a bucket or tile whose states live off the device.
 
     Args:
         number: of host updates before it.
-        gradient: the register of its gradient, wherever that is; -1 where it has none.
+        arrived: the registers of its gradient, wherever that is.
         norm: the register that is ready when all gradients are; -1 where there are none.
     """
     part, module, rates = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket], scheduler.rates
     shards, staging, slot = part.shards.at(homes), rates.staging, _slot(scheduler, "update", number)
     start = (norm,) if norm >= 0 else ()
-    arrived = (gradient,) if gradient >= 0 else ()
     # An update on the host reads gradients from the host's memory: others come into a staging buffer first.
     copies = homes.spilled == "nvme" or (homes.spilled == "device" and staging == "host")
 
@@ -623,6 +637,7 @@ def host_update(
             tile,
             slot,
             updated=part.updated,
+            tiles=tiles,
         )
     )
     if states:
