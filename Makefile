@@ -8,13 +8,14 @@ BIN    := $(VENV)/bin
 LINT   := build/lint
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard cmake/* csrc/* csrc/bindings/*)
 
-.PHONY: help demo test lint format bench pictures gpu-test gpu-bench clean
+.PHONY: help demo test faults lint format bench pictures gpu-test gpu-bench clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       install, train a byte-level GPT at stage 3 on $(NPROC) processes, resume it on one"
 	@echo "                OFFLOAD=folder keeps parameters, gradients and optimizer states in files there"
 	@echo "make test       install with the test tools and run every test (TESTS=path narrows it, WORKERS=0 shows output)"
+	@echo "make faults     which test catches each seeded fault of tests/faults (FAULTS=name narrows it)"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make bench      benchmarks/step.py on CPU"
 	@echo "make pictures   plan GPTs and draw the pictures of README.md and docs/tiling.md"
@@ -27,6 +28,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --timeout=$(TIMEOUT) -n $(WORKERS) --dist worksteal $(TESTS)
+
+faults: $(VENV)/.installed-dev
+	$(BIN)/python tests/faults/run.py $(FAULTS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py
