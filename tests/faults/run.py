@@ -1,9 +1,9 @@
 """Which test catches each of the seeded faults: ``make faults``, or ``tests/faults/run.py [NAME ...]``.
 
 A fault is a patch beside this file: one plausible mistake that would hurt a user. Its opening lines say what is wrong
-and what a user would see, and name the tests that should catch it. Each fault has a copy of the repository of its own,
-where its tests run up to the first failure; where all pass, the whole quick suite runs. In the end the tests that caught
-something run without any fault: a test that fails then has caught nothing.
+and what a user would see, and name the tests that should catch it. They run in a copy of the repository with the fault,
+up to the first failure; where all pass, the whole quick suite does. In the end the tests that caught something run
+without a fault: one that fails then has caught nothing.
 """
 
 from __future__ import annotations
