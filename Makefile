@@ -11,7 +11,7 @@ LINT   := build/lint
 PAGES  := build/docs/pages
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard cmake/* csrc/* csrc/bindings/*)
 
-.PHONY: help demo test lint docs format bench pictures gpu-test gpu-bench clean
+.PHONY: help demo test faults lint docs format bench pictures gpu-test gpu-bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -19,6 +19,7 @@ help:
 	@echo "                OFFLOAD=folder keeps parameters, gradients and optimizer states in files there"
 	@echo "make test       install with the test tools and run every test (TESTS=path narrows it, WORKERS=0 shows output)"
 	@echo "                TORCH='torch==2.14.1' does either with another torch, in a fresh VENV=folder"
+	@echo "make faults     which test catches each seeded fault of tests/faults (FAULTS=name narrows it)"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make docs       the guide and the API reference into build/docs/site, with every link checked"
 	@echo "make bench      benchmarks/step.py on CPU"
@@ -32,6 +33,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --timeout=$(TIMEOUT) -n $(WORKERS) --dist worksteal $(TESTS)
+
+faults: $(VENV)/.installed-dev
+	$(BIN)/python tests/faults/run.py $(FAULTS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py

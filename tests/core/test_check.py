@@ -56,6 +56,12 @@ def test_what_is_missing_is_noticed(programs: list[Program], message: str) -> No
     assert any(message in text for text in found), found
 
 
+def test_a_gradient_is_reduced_once() -> None:
+    reduce = next(step for program in SKETCH for step in program.instructions if isinstance(step, Reduce))
+    found = [str(wrong) for wrong in check_programs(changed(reduce, (reduce, reduce)), PLAN)]
+    assert any("are reduced 2 times, not once" in text for text in found), found
+
+
 def test_what_is_read_lies_where_it_is_needed() -> None:
     contents = [replace(r, tier="host") if r.kind == "gathered" else r for r in SKETCH[0].contents]
     found = [str(wrong) for wrong in check_programs([replace(p, contents=contents) for p in SKETCH])]

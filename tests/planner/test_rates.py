@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from zerograph.core.machine import Link, machine_named
-from zerograph.core.param_bytes import gathered_bytes, reduced_bytes
+from zerograph.core.param_bytes import gathered_bytes, kept_states, reduced_bytes
 from zerograph.core.program import Accumulate, Compute, Gather, Read, Reduce, Segment, Write
 from zerograph.core.step import Param
 from zerograph.planner.rates import Rates
@@ -44,6 +44,11 @@ def test_nothing_is_gathered_of_what_every_rank_holds_as_kernels_read_it() -> No
     whole = replace(WEIGHT, sharded=False)
     assert gathered_bytes((whole,), WORLD) == 0
     assert gathered_bytes((replace(whole, compute_dtype="bfloat16"), WEIGHT), WORLD) == (2 + 4) * WEIGHT.elements
+
+
+def test_states_are_kept_of_what_trains() -> None:
+    frozen = replace(WEIGHT, name="frozen", trainable=False)
+    assert kept_states([WEIGHT, frozen], WORLD, 2) == {"weight": 2 * 4 * WEIGHT.elements // WORLD}
 
 
 def test_states_that_an_update_reads_and_writes_share_the_disk() -> None:
