@@ -11,7 +11,7 @@ from planner.test_offload import GPU, MIB, Drawn, placed, plans, ruled, schedule
 
 from zerograph.core.check import check_programs, require_programs
 from zerograph.core.errors import InvariantError
-from zerograph.core.program import Compute, Fetch, Free, Gather, Instruction, Program, WaitGather
+from zerograph.core.program import Compute, Fetch, Free, Gather, Instruction, Program, Reduce, WaitGather
 from zerograph.planner.homes import HOMES
 from zerograph.planner.sketch import sketch
 
