@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -129,7 +130,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("tests/faults/run.py", description="Which test catches each of the seeded faults.")
     parser.add_argument("names", nargs="*", help="faults whose names contain one of these; all, unless given")
     parser.add_argument("--named", action="store_true", help="run the tests that a fault names, never the whole suite")
-    parser.add_argument("--tests", nargs="+", help="run these instead, with the same arguments as pytest")
+    parser.add_argument("--tests", type=shlex.split, help="run these instead: arguments of pytest, in one string")
     parser.add_argument("--json", type=Path, help="write what is found to this file, fault by fault")
     return parser
 
