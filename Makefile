@@ -4,20 +4,26 @@ VENV   ?= .venv
 NPROC  ?= 2
 TIMEOUT ?= 300
 WORKERS ?= 3
+# The torch that these commands install: the newest one that the whole suite runs on. pyproject.toml says which may be used.
+TORCH  ?= torch<2.14
 BIN    := $(VENV)/bin
 LINT   := build/lint
+PAGES  := build/docs/pages
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard cmake/* csrc/* csrc/bindings/*)
 
-.PHONY: help demo test lint format bench pictures gpu-test gpu-bench clean
+.PHONY: help demo test faults lint docs format bench pictures gpu-test gpu-bench clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       install, train a byte-level GPT at stage 3 on $(NPROC) processes, resume it on one"
 	@echo "                OFFLOAD=folder keeps parameters, gradients and optimizer states in files there"
 	@echo "make test       install with the test tools and run every test (TESTS=path narrows it, WORKERS=0 shows output)"
+	@echo "                TORCH='torch==2.14.1' does either with another torch, in a fresh VENV=folder"
+	@echo "make faults     which test catches each seeded fault of tests/faults (FAULTS=name narrows it)"
 	@echo "make lint       ruff, mypy, import-linter"
+	@echo "make docs       the guide and the API reference into build/docs/site, with every link checked"
 	@echo "make bench      benchmarks/step.py on CPU"
-	@echo "make pictures   plan GPTs and draw the pictures of README.md and docs/tiling.md"
+	@echo "make pictures   plan GPTs and draw the pictures of README.md and docs/guide/tiling.md"
 	@echo "make gpu-test   build in place, offline, against this machine's torch, and run tests/gpu"
 	@echo "make gpu-bench  the same build, benchmarks/step.py and kernels.py on CUDA"
 
@@ -27,6 +33,9 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --timeout=$(TIMEOUT) -n $(WORKERS) --dist worksteal $(TESTS)
+
+faults: $(VENV)/.installed-dev
+	$(BIN)/python tests/faults/run.py $(FAULTS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/step.py
@@ -44,6 +53,12 @@ lint: $(VENV)/.installed-dev
 	cd $(LINT) && $(abspath $(BIN))/mypy --config-file $(CURDIR)/pyproject.toml --cache-dir $(CURDIR)/.mypy_cache -p zerograph
 	.ci/imports $(BIN)/python $(LINT)
 
+# One tree of links to what pages link to, so that links are the same here and on the site.
+docs: $(VENV)/.installed-dev
+	rm -rf $(PAGES) && mkdir -p $(PAGES)
+	ln -s $(addprefix $(CURDIR)/,README.md docs benchmarks examples) $(PAGES)
+	$(BIN)/mkdocs build --quiet
+
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -59,11 +74,11 @@ $(BIN)/python:
 
 # Build isolation brings scikit-build-core, pybind11 and, where they are missing, CMake and Ninja.
 $(VENV)/.installed: $(BUILD_INPUTS) | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check -e .
+	$(BIN)/python -m pip install --disable-pip-version-check -e . "$(TORCH)"
 	@touch $@
 
 $(VENV)/.installed-dev: $(BUILD_INPUTS) | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev,hf]"
+	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev,hf]" "$(TORCH)"
 	@touch $@ $(VENV)/.installed
 
 # On a GPU machine the image's own torch, pybind11, scikit-build-core and CMake are used, with no network. Where there is

@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU: AdamW, norms, messages and cross-entropy, against torch and Liger-Kernel.
+"""The Triton kernels on a GPU: AdamW, norms and messages, against torch.
 
     python benchmarks/kernels.py [--elements 250000000] [--repeats 30] [--json FILE]
 
@@ -11,7 +11,6 @@ bf16       gradients of bfloat16 come in, a copy of bfloat16 goes out: 28 bytes 
 many       AdamW of 400 tensors of 10,000 elements; asked: a third of foreach's time
 norm       sum of squares of float32: 4 bytes for each element
 message    float32 shards become a message of bfloat16: 6 bytes for each element
-head       a linear head and its loss, forward and backward, in tiles; asked: Liger-Kernel's time and memory
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from typing import NamedTuple
 
 import torch
 from facts import append_json, describe, machine_facts, version
-from torch import Tensor
 
 Variants = dict[str, Callable[[], object]]
 
@@ -101,52 +99,6 @@ def packed(elements: int) -> Case:
     return Case(variants, 6 * elements)
 
 
-def head_in_tiles(hidden: Tensor, weight: Tensor, targets: Tensor, tiles: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The mean loss and its gradients of ``hidden`` and ``weight``; products are torch's."""
-    from zerograph.runtime.kernels import linear_cross_entropy as kernels
-
-    loss, total = kernels.Loss(), torch.zeros((), device=hidden.device)
-    scale = kernels.scales(targets, loss, "mean")
-    of_hidden, of_weight = torch.empty_like(hidden), torch.zeros_like(weight)
-    for rows, target, times, out in zip(
-        *(t.chunk(tiles) for t in (hidden, targets, scale, of_hidden)),
-        strict=True,
-    ):
-        logits = rows @ weight.t()
-        losses, logsumexp = kernels.losses(logits, target, loss)
-        total += (losses * times).sum()
-        kernels.gradients_(logits, target, logsumexp, times, loss)
-        torch.mm(logits, weight, out=out)
-        of_weight.addmm_(logits.t(), rows)
-    return total, of_hidden, of_weight
-
-
-def headed(tokens: int, width: int, words: int, tiles: int) -> Case:
-    hidden = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = (torch.randn(words, width, device="cuda") * width**-0.5).bfloat16().requires_grad_()
-    targets = torch.randint(words, (tokens,), device="cuda")
-
-    def whole() -> None:
-        torch.nn.functional.cross_entropy((hidden @ weight.t()).float(), targets).backward()
-        hidden.grad = weight.grad = None
-
-    variants: Variants = {
-        "zerograph": lambda: head_in_tiles(hidden.detach(), weight.detach(), targets, tiles),
-        "torch": whole,
-    }
-    if version("liger-kernel") is not None:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-        fused = LigerFusedLinearCrossEntropyLoss()
-
-        def liger() -> None:
-            fused(weight, hidden, targets).backward()
-            hidden.grad = weight.grad = None
-
-        variants["Liger-Kernel"] = liger
-    return Case(variants)
-
-
 def measure(variants: Variants, repeats: int) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of each run, and bytes that one allocates at most."""
     samples: dict[str, list[float]] = {name: [] for name in variants}
@@ -186,10 +138,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--elements", type=int, default=250_000_000, help="of the large cases: 20 bytes each at most")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument(
-        "--head", type=int, nargs=3, default=(8192, 4096, 128_256), metavar=("TOKENS", "WIDTH", "WORDS")
-    )
-    parser.add_argument("--tiles", type=int, default=16, help="of the head")
     parser.add_argument("--json", type=Path, help="a line for each case goes here")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -200,8 +148,6 @@ def main() -> None:
         parser.exit(2, "error: Triton is not installed\n\nhint: pip install triton\n")
     facts = machine_facts("cuda")
     print(describe(facts))
-    if version("liger-kernel") is None:
-        print("Liger-Kernel is not installed: not compared with")
     cases: dict[str, Callable[[], Case]] = {
         "copy": lambda: copied(args.elements),
         "fp32": lambda: updated([args.elements], False, torch_fused),
@@ -209,7 +155,6 @@ def main() -> None:
         "many": lambda: updated([10_000] * 400, False, torchs),
         "norm": lambda: summed(args.elements),
         "message": lambda: packed(args.elements),
-        "head": lambda: headed(*args.head, args.tiles),
     }
     copy = 0.0
     for name, build in cases.items():

@@ -72,7 +72,7 @@ def executor() -> Executor:
         out = register + 1 + PARAMS
         steps += [
             Gather(index, params, shards, register, dead=shards),
-            WaitGather(index, register, full, dead=(register,)),
+            WaitGather(register, full, dead=(register,), bucket=index),
             Compute(0, (x, *full), (out,), dead=(x,)),
             Free(index, full, dead=full),
         ]

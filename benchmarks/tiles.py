@@ -9,12 +9,12 @@ gradient is there; what stays is the same in all rows. A step in 8 tiles takes a
 tiles takes at most 1.2 of compiling 2, since the tiles of one size share a segment.
 
 Method. A model in one tile stays; each other number of tiles trains a model of its own beside it, and both take steps
-in turns. Peak and forecast are those of one recorded step (docs/recording.md), of this rank's tensors. "Theory" is the
-shards of parameters, gradients and states, and what there is at once of the full gradient's tiles. Seconds are the
-median of the steps after it; ratios are taken within a round, by the clock and by CPU seconds of this process: their
-medians, and by the clock the quartiles. Compiling is all that the first step of the model takes beyond a later one,
-tracing and C++ compilers included, with Inductor's cache and ours empty; of the model in one tile torch's imports too.
-Its CPU seconds are those of all ranks, which compile for each other.
+in turns. Peak and forecast are those of one recorded step (docs/guide/recording.md), of this rank's tensors. "Theory"
+is the shards of parameters, gradients and states, and what there is at once of the full gradient's tiles. Seconds are
+the median of the steps after it; ratios are taken within a round, by the clock and by CPU seconds of this process:
+their medians, and by the clock the quartiles. Compiling is all that the first step of the model takes beyond a later
+one, tracing and C++ compilers included, with Inductor's cache and ours empty; of the model in one tile torch's imports
+too. Its CPU seconds are those of all ranks, which compile for each other.
 """
 
 from __future__ import annotations

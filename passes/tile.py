@@ -24,7 +24,7 @@ import torch
 from torch import fx
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.plan import Bucket, ParamTile, Plan, chunk_of, tile_params
+from zerograph.core.plan import Bucket, ParamTile, Plan, tile_params
 from zerograph.graph.nodes import Marker, Tile, added, call, computed, markers, part_of
 from zerograph.graph.ops import PLACE, REDUCE_GRAD, UNSHARD
 from zerograph.graph.products import (
@@ -72,7 +72,7 @@ class _Tiles:
         self.graph, self.marker, self.ranks = graph, marker, ranks
         self.param = bucket.params[0]
         self.dim, self.params = bucket.dim, tile_params(self.param, bucket.tiles, ranks, bucket.dim)
-        self.rows, self.chunk = self.param.shape[bucket.dim], chunk_of(self.param, bucket.dim, ranks)
+        self.rows, self.chunk = self.param.shape[bucket.dim], self.param.chunk(ranks, bucket.dim)
         self.like = marker.node
 
     def use(self) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zerograph.core.buffers import FreeBuffers
 from zerograph.core.plan import Param, ParamTile
+from zerograph.core.rows import largest, rows_of
 from zerograph.runtime.torch_private import memory_is_unshared
 
 ALIGNMENT = 128
@@ -142,14 +143,14 @@ def add_to_tile(param: Param, shard: Tensor, tile: Tensor) -> None:
 def _shares(tile: ParamTile, shard: Tensor) -> tuple[int, int]:
     """Ranks, and the columns that belong to each."""
     ranks = tile.shape[1] // (tile.end - tile.begin)
-    return ranks, -(-shard.shape[1] // ranks)
+    return ranks, largest(shard.shape[1], ranks)
 
 
 def _pieces(tile: ParamTile, shard: Tensor) -> Iterator[tuple[int, Tensor]]:
     """The columns of a tile, rank by rank, as far as there are some."""
-    ranks, chunk = _shares(tile, shard)
+    ranks, _ = _shares(tile, shard)
     for rank in range(ranks):
-        columns = shard[:, rank * chunk : (rank + 1) * chunk][:, tile.begin : tile.end]
+        columns = shard[:, rows_of(shard.shape[1], rank, ranks)][:, tile.begin : tile.end]
         if columns.shape[1]:
             yield rank, columns
 
@@ -162,11 +163,3 @@ def padded(param: Param, tile: Tensor) -> Tensor:
     # Of columns a shard has its own rows, which transports pad as those of whole parameters.
     lacking = param.end - param.begin - len(tile) if isinstance(param, ParamTile) and param.dim == 0 else 0
     return torch.cat([tile.detach(), tile.new_zeros(lacking, *tile.shape[1:])]) if lacking else tile
-
-
-def shard_shape(param: Param, rank: int, world_size: int) -> tuple[int, ...]:
-    """Shape of what ``rank`` holds of ``param``."""
-    if not param.sharded:
-        return param.shape
-    first, last = param.shard_rows(rank, world_size)
-    return (last - first, *param.shape[1:])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zerograph.core.errors import ConfigError, RankError
 from zerograph.core.plan import Param
-from zerograph.runtime.buffers import Full, allocate_full, shard_shape, torch_dtype
+from zerograph.runtime.buffers import Full, allocate_full, torch_dtype
 from zerograph.runtime.entry import Entry, describe_difference, reason_of, sequence_of
 from zerograph.runtime.meeting import Meeting
 from zerograph.runtime.packing import gradient_message, padded_shards
@@ -395,7 +395,7 @@ class GroupCommunicator:
             out = send.new_empty(sum(lengths))
             flight = self._fly(_reduce_scatter(out, send.view(-1), group=self.reduce_group, async_op=True))
         parts = [
-            part[: prod(shard_shape(p, self.rank, self.world_size))]
+            part[: prod(p.shard_shape(self.rank, self.world_size))]
             for p, part in zip(params, out.split(lengths), strict=True)
         ]
         return parts, flight, send
@@ -412,7 +412,7 @@ class GroupCommunicator:
         for work in pending.works:
             self._wait(work)
         return [
-            (result / self.world_size).to(torch_dtype(p.dtype)).view(shard_shape(p, self.rank, self.world_size))
+            (result / self.world_size).to(torch_dtype(p.dtype)).view(p.shard_shape(self.rank, self.world_size))
             for p, result in zip(pending.params, pending.results, strict=True)
         ]
 

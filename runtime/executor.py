@@ -224,7 +224,7 @@ class Executor:
         registers[instruction.out] = source.mul_(by) if ours else source * by
 
     def _gather(self, instruction: Gather, registers: list[Any]) -> None:
-        shards = [registers[r] for r in instruction.shards]
+        shards = [registers[r] for r in instruction.reads]
         cached = self.cache.lookup(instruction.bucket, instruction.params)
         if cached is None:
             self.telemetry.gathering(self.frame, instruction.bucket, instruction.tile)
@@ -317,7 +317,7 @@ class Executor:
         return self.hold.mark(tile.name) if tile.begin == 0 else into
 
     def _reduce(self, instruction: Reduce, registers: list[Any]) -> None:
-        grads: list[Tensor] = [registers[r] for r in instruction.grads]
+        grads: list[Tensor] = [registers[r] for r in instruction.reads]
         if self.hold.active:
             registers[instruction.out] = (None, self.hold.add(instruction.params, grads, self.comm))
         else:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.plan import Param, ParamTile
-from zerograph.runtime.buffers import add_to_tile, shard_shape, torch_dtype
+from zerograph.runtime.buffers import add_to_tile, torch_dtype
 from zerograph.runtime.comm import Communicator, together
 from zerograph.runtime.entry import Entry, sequence_of
 from zerograph.runtime.torch_private import after_backward, current_backward, local_tensor
@@ -258,7 +258,7 @@ def _mark_zeros(local: Tensor) -> None:
 
 
 def _nothing(param: Param, device: torch.device, comm: Communicator) -> Tensor:
-    shape = shard_shape(param, comm.rank, comm.world_size)
+    shape = param.shard_shape(comm.rank, comm.world_size)
     return torch.full(shape, -0.0, dtype=torch_dtype(param.dtype), device=device)
 
 

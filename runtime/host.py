@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from zerograph.runtime.buffers import BufferPool
-
 log = logging.getLogger(__name__)
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """Sources and targets of one transfer, of which one are on the host and the others on the device."""
+
+AfterCopies = Callable[[Callable[[], None]], Future[None]]
+"""Has a job done on the host, after all copies that were begun before it."""
 
 
 class Transfer(Protocol):
@@ -39,6 +39,10 @@ class HostMemory(Protocol):
 
     device: torch.device
 
+    @property
+    def after_copies(self) -> AfterCopies | None:
+        """See :data:`AfterCopies`. Writes to NVMe behind the host need it; None where that is not supported."""
+
     def room(self, size: int) -> Tensor:
         """So many bytes on the host, which the device can copy from and to by itself."""
 
@@ -57,6 +61,8 @@ class AcceleratorHost:
     order. Compute waits for the event at a transfer's end, and for nothing else; whoever holds a transfer keeps its
     tensors alive until then, so that the allocator needs to know of no second stream.
     """
+
+    after_copies = None  # a thread would have to wait for the events of copies
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -107,65 +113,3 @@ def _warn_of_pageable(reason: str) -> None:
         "two to three times as long; raise the limit on locked memory (ulimit -l)",
         reason,
     )
-
-
-class SplitHost:
-    """The host of a CPU that is said to be split (:attr:`~zerograph.core.machine.Machine.split`).
-
-    A thread copies within its one memory, so that programs which move between the two run without a GPU. Whoever does
-    not wait for a copy reads not-a-number.
-    """
-
-    def __init__(self) -> None:
-        self.device = torch.device("cpu")
-        self._threads: dict[int, ThreadPoolExecutor] = {}  # by process: a fork has none of its parent's
-        self._above = BufferPool(self.room)
-
-    @torch.inference_mode(False)
-    def room(self, size: int) -> Tensor:
-        """See :class:`HostMemory`."""
-        return torch.empty(size, dtype=torch.uint8)
-
-    def above(self, size: int) -> Tensor:
-        """See :class:`HostMemory`; used again when nothing reads it."""
-        return self._above.take(size)
-
-    def start(self, pairs: Pairs, arrived: Callable[[], None] = lambda: None) -> _Copying:
-        """See :class:`HostMemory`."""
-        for _, target in pairs:
-            # All bits of a byte: not-a-number in any dtype that looks at it.
-            target.fill_(torch.nan if target.is_floating_point() else 0xFF)
-
-        def job() -> None:
-            arrived()
-            _copy(pairs)
-
-        return _Copying(self.run(job))
-
-    def run(self, job: Callable[[], None]) -> Future[None]:
-        """Have ``job`` done where copies are made, after all that was begun before."""
-        thread = self._threads.get(os.getpid())
-        if thread is None:
-            thread = self._threads[os.getpid()] = ThreadPoolExecutor(1, thread_name_prefix="zerograph-copy")
-        return thread.submit(_run, job)
-
-
-class _Copying:
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        """See :class:`Transfer`."""
-        self._future.result()
-
-    arrive = wait
-
-
-@torch.inference_mode()  # in which tensors of the caller's may be made, and which threads do not inherit
-def _run(job: Callable[[], None]) -> None:
-    job()
-
-
-def _copy(pairs: Pairs) -> None:
-    for source, target in pairs:
-        target.copy_(source)

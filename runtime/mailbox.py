@@ -26,7 +26,7 @@ from torch import Tensor
 from zerograph import _core
 from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.core.plan import Param
-from zerograph.runtime.buffers import BufferPool, Full, allocate_full, shard_shape, torch_dtype
+from zerograph.runtime.buffers import BufferPool, Full, allocate_full, torch_dtype
 from zerograph.runtime.entry import Entry, describe_difference
 from zerograph.runtime.meeting import Meeting, shared
 from zerograph.runtime.store_client import StoreLost
@@ -165,15 +165,15 @@ class MailboxCommunicator:
             return None
         pieces = []
         for i in members:
-            chunk = params[i].chunk_elements(self.world_size) if sharded else -(-grads[i].numel() // self.world_size)
-            pieces.append((grads[i].data_ptr(), grads[i].numel(), chunk, _wire_of(grads[i].dtype)))
+            own = params[i].summed_elements(self.world_size)
+            pieces.append((grads[i].data_ptr(), grads[i].numel(), own, _wire_of(grads[i].dtype)))
         begin = self.mailbox.start_reduce if sharded else self.mailbox.start_all_reduce
         with self._explained("reduce", params):
             return begin(self._tag([params[i] for i in members]), pieces), members
 
     def finish_reduce(self, pending: _Reducing) -> list[Tensor]:
         """See :class:`~zerograph.runtime.comm.Communicator`."""
-        shapes = [shard_shape(p, self.rank, self.world_size) for p in pending.params]
+        shapes = [p.shard_shape(self.rank, self.world_size) for p in pending.params]
         results = [torch.empty(s, dtype=torch_dtype(p.dtype)) for s, p in zip(shapes, pending.params, strict=True)]
         scale = 1.0 / self.world_size
         finish = {True: self.mailbox.finish_reduce, False: self.mailbox.finish_all_reduce}

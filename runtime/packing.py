@@ -7,6 +7,7 @@ give the same bits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 from torch import Tensor
@@ -73,12 +74,13 @@ def gradient_message(
         _pack([grad.detach().reshape(-1) for grad in grads], lengths, offsets, message)
         return message
     message = torch.zeros(world_size, width, dtype=dtype, device=device)
-    for p, grad, length, offset in zip(params, grads, lengths, offsets, strict=True):
-        row = length // max(1, p.chunk_rows(world_size))
+    for p, grad, offset in zip(params, grads, offsets, strict=True):
+        row = prod(p.shape[1:])
         flat = grad.reshape(-1)
         for rank in range(world_size):
-            first, last = p.shard_rows(rank, world_size)
-            message[rank, offset : offset + (last - first) * row] = flat[first * row : last * row]
+            rows = p.shard_rows(rank, world_size)
+            own = flat[rows.start * row : rows.stop * row]
+            message[rank, offset : offset + len(own)] = own
     return message
 
 

@@ -25,7 +25,7 @@ from zerograph.core.machine import Tier
 from zerograph.core.program import Program, Write
 from zerograph.core.units import format_bytes
 from zerograph.runtime.extents import ALIGNMENT, Extent
-from zerograph.runtime.host import HostMemory, SplitHost, Transfer
+from zerograph.runtime.host import HostMemory, Transfer
 from zerograph.runtime.nvme import Arena, Priority, Ticket
 from zerograph.runtime.store import mapped_tensor
 from zerograph.runtime.torch_private import memory_is_unshared
@@ -143,9 +143,9 @@ class SavedActivations:
         host = self._host()
         if host is None:
             return partial(slot.arena.wait, slot.arena.write(slot.extent, source))
-        assert isinstance(host, SplitHost)  # NVMe behind an accelerator is refused
+        assert host.after_copies is not None  # NVMe behind an accelerator is refused
         tickets: list[Ticket] = []
-        begun = host.run(lambda: tickets.append(slot.arena.write(slot.extent, source)))
+        begun = host.after_copies(lambda: tickets.append(slot.arena.write(slot.extent, source)))
 
         def written() -> None:
             begun.result()

@@ -34,7 +34,7 @@ from zerograph.runtime.blocks import UNIT, Block, Place, Run
 from zerograph.runtime.buffers import BufferPool, tile_of, torch_dtype
 from zerograph.runtime.delayed import DelayedUpdate
 from zerograph.runtime.extents import Extent
-from zerograph.runtime.host import SplitHost, Transfer
+from zerograph.runtime.host import Transfer
 from zerograph.runtime.hosted import Copy, HostShards
 from zerograph.runtime.nvme import Arena, Priority, Ticket, huge_tensor
 from zerograph.runtime.saved import SavedActivations
@@ -658,9 +658,10 @@ class ShardStore:
         """What writes gradients there; nothing else uses the slots."""
         assert self.arena is not None
         if self._spilled is None:
-            copies = self.host.memory if self.host is not None else None
-            assert copies is None or isinstance(copies, SplitHost)  # NVMe behind an accelerator is refused
-            self._spilled = SpilledGradients(self._params, self.arena, self._gradient_slots, self._allocated, copies)
+            after_copies = self.host.memory.after_copies if self.host is not None else None
+            assert (after_copies is None) == (self.host is None)  # NVMe behind an accelerator is refused
+            slots, allocated = self._gradient_slots, self._allocated
+            self._spilled = SpilledGradients(self._params, self.arena, slots, allocated, after_copies)
         self._background.wait()
         return self._spilled
 

@@ -22,7 +22,7 @@ from zerograph.core.errors import StorageError
 from zerograph.core.plan import ParamTile
 from zerograph.runtime.blocks import UNIT, Block, Run
 from zerograph.runtime.extents import Extent
-from zerograph.runtime.host import SplitHost
+from zerograph.runtime.host import AfterCopies
 from zerograph.runtime.nvme import Arena, Ticket, huge_tensor
 from zerograph.runtime.store import mapped_tensor
 from zerograph.runtime.torch_private import (
@@ -55,11 +55,11 @@ class SpilledGradients:
         arena: Arena,
         ring: Sequence[Tensor],
         allocate: Callable[[int, str], Extent],
-        host: SplitHost | None = None,
+        after_copies: AfterCopies | None = None,
     ) -> None:
         """``params`` are the outward parameters by name; ``ring`` are registered slots; ``allocate`` makes an extent of
-        so many bytes for what it says; ``host``, where that is another memory than the device's, brings gradients to
-        the slots."""
+        so many bytes for what it says; ``after_copies``, where the host has another memory than the device, brings
+        gradients to the slots."""
         self._params, self._arena, self._ring, self._allocate = params, arena, ring, allocate
         self._extents: dict[Block, Extent] = {}  # where new gradients are written
         self._left: list[Extent] = []  # where others are, which the user kept
@@ -70,7 +70,7 @@ class SpilledGradients:
         self._turn = 0
         self._sums: dict[str, list[float]] | None = None  # of gradients as they left; None until somebody asks
         self._stamp: list[int] = []  # when the files were last written to, at the end of the last spill
-        self._host, self._begun = host, list[Future[None]]()
+        self._after_copies, self._begun = after_copies, list[Future[None]]()
 
     def spill(self, block: Block, grads: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """Begin to write gradients of parameters of ``block``; they are free to go.
@@ -90,7 +90,7 @@ class SpilledGradients:
                 self._begin(partial(self._move, block, into, run, block.begins, grads, add=True))
         for run in block.runs(fresh):
             self._begin(partial(self._move, block, self._extents[block], run, block.begins, grads, add=False))
-        if self._sums is not None and self._host is None:
+        if self._sums is not None and self._after_copies is None:
             self._sums |= {name: _squares(self._flat(name, grads[name])) for name in fresh}
         return {name: None if name in adds else self._give(block, name) for name in grads}
 
@@ -110,7 +110,7 @@ class SpilledGradients:
             self._in_tiles[name] = self._given[name].extent, adds
         extent, adds = self._in_tiles[name]
         before = tile.begin * math.prod(grad.shape[1:])
-        if self._sums is not None and self._host is None and not adds:
+        if self._sums is not None and self._after_copies is None and not adds:
             sums = self._sums.pop(name, None) if before else []
             if sums is not None and before % PIECE == 0:
                 self._sums[name] = sums + _squares(self._flat(name, grad))
@@ -245,10 +245,10 @@ class SpilledGradients:
 
     def _begin(self, move: Callable[[], None]) -> None:
         """Where gradients come from another memory, what writes them waits for the thread that copies them here."""
-        if self._host is None:
+        if self._after_copies is None:
             move()
         else:
-            self._begun.append(self._host.run(move))
+            self._begun.append(self._after_copies(move))
 
     def _move(
         self,

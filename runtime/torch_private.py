@@ -1,7 +1,8 @@
 """What running programs needs of torch that has no public name.
 
 Other rooms have a file of this name too; nothing else touches private names. Each entry says what it is for, why no
-public name does, and where it was seen: 2.11 in torch's sources, 2.13 by the tests of this file.
+public name does, and where it was seen: 2.11 in torch's sources, 2.13 by the tests of this file,
+which pass on 2.14 too.
 """
 
 from __future__ import annotations
@@ -138,17 +139,27 @@ class Memory:
 # Process groups
 
 
+def _backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """What carries tensors of ``group`` on ``device``, which has a public name from 2.14 on. Seen in 2.11, 2.13, 2.14.
+
+    Raises:
+        RuntimeError: the group does not reach the device.
+    """
+    public = getattr(dist, "get_backend_impl", None)
+    return public(group, device) if public is not None else group._get_backend(device)
+
+
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
     """ "gloo", "nccl", ...: what carries tensors on ``device``. A group made without a name has one per device, and
     ``dist.get_backend`` says "undefined" of it. Seen in 2.11, 2.13."""
-    return str(group._get_backend(device).name())
+    return str(_backend_of(group, device).name())
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> float:
     """Seconds that collectives of ``group`` wait for another rank: ``init_process_group(timeout=...)``, which cannot be
     asked. Seen in 2.11, 2.13."""
     try:
-        return float(group._get_backend(device).options._timeout.total_seconds())
+        return float(_backend_of(group, device).options._timeout.total_seconds())
     except (RuntimeError, AttributeError):  # a backend without options
         return float(dist.constants.default_pg_timeout.total_seconds())
 
@@ -199,7 +210,7 @@ def reach_host(group: dist.ProcessGroup) -> None:
     group reaches is said when it is made, and NCCL's alone has no CPU. Seen in 2.13."""
     cpu = torch.device("cpu")
     try:
-        group._get_backend(cpu)
+        _backend_of(group, cpu)
     except RuntimeError:
         store = dist.PrefixStore(f"zerograph/host/{group.group_name}", default_store())
         backend = dist.ProcessGroupGloo(store, group.rank(), group.size(), dist.constants.default_pg_timeout)

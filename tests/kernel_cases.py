@@ -9,14 +9,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_names import NAMES
 from torch import Tensor
 
-from zerograph.runtime.kernels import adamw, linear_cross_entropy, messages, sum_of_squares
+from zerograph.runtime.kernels import adamw, messages, sum_of_squares
 
 WIDE, NARROW, HALF = torch.float32, torch.bfloat16, torch.float16
 DTYPES = st.sampled_from([WIDE, NARROW, HALF])
@@ -159,111 +158,6 @@ def messages_of_lists(
     messages.reference(tensors, lengths, offsets, wanted)
     same(message, again)
     same(message, wanted)
-
-
-def _loss(data: st.DataObject, words: int, device: str) -> linear_cross_entropy.Loss:
-    weight = torch.rand(words, device=device) if data.draw(st.booleans(), label="weight") else None
-    return linear_cross_entropy.Loss(
-        weight,
-        ignore_index=data.draw(st.sampled_from([-100, 0])),
-        label_smoothing=data.draw(st.sampled_from([0.0, 0.1])),
-        z_loss=data.draw(st.sampled_from([0.0, 1e-2])),
-        softcap=data.draw(st.sampled_from([None, 30.0])),
-    )
-
-
-@_settings
-@given(
-    data=st.data(),
-    seed=SEEDS,
-    tokens=st.integers(0, 5),
-    words=st.sampled_from([1, 2, 31, 512, 4095, 4096, 4097, 9000]),
-    padding=st.sampled_from([0, 0, 1, 16]),
-    dtype=DTYPES,
-    poison=POISON,
-    reduction=st.sampled_from(["mean", "sum", "none"]),
-)
-def cross_entropy_of_tiles(
-    device: str,
-    data: st.DataObject,
-    seed: int,
-    tokens: int,
-    words: int,
-    padding: int,
-    dtype: torch.dtype,
-    poison: Any,
-    reduction: str,
-) -> None:
-    torch.manual_seed(seed)
-    spread = data.draw(st.sampled_from([1.0, 20.0]), label="spread")
-    full = (torch.randn(tokens, words + padding) * spread).to(device, dtype)
-    logits = full[:, :words]
-    loss = _loss(data, words, device)
-    targets = torch.randint(words, (tokens,), device=device)
-    targets[torch.rand(tokens, device=device) < 0.3] = loss.ignore_index
-    counts = targets != loss.ignore_index
-    touched = torch.zeros(tokens, dtype=torch.bool, device=device)
-    if poison is not None and words > 2 and bool(counts.any()):
-        row = int(counts.nonzero()[0])
-        logits[row, int(targets[row]) - 1], touched[row] = poison, True
-        if loss.softcap is not None and not math.isnan(poison):
-            touched[row] = False  # an infinity becomes the cap
-    before = full.clone()
-    leaf = before[:, :words].double().requires_grad_()
-    wanted, logsumexp = linear_cross_entropy.reference(leaf, targets, loss)
-    gradient = torch.randn(tokens, device=device) if reduction == "none" else torch.ones(tokens, device=device)
-    scale = linear_cross_entropy.scales(targets, loss, reduction) * gradient
-
-    out, found = linear_cross_entropy.losses(logits, targets, loss)
-    for mine, again in zip((out, found), linear_cross_entropy.losses(logits, targets, loss), strict=True):
-        same(mine, again)
-    near(out, wanted.detach(), WIDE, scale=10 * spread * (1 + spread * loss.z_loss))
-    near(found[~touched], logsumexp.detach()[~touched], WIDE, scale=10 * spread)  # of infinity torch's is infinite
-
-    repeated = full.clone()
-    linear_cross_entropy.gradients_(logits, targets, found, scale, loss)
-    linear_cross_entropy.gradients_(repeated[:, :words], targets, found, scale, loss)
-    same(full, repeated)
-    same(full[:, words:], before[:, words:])
-    assert not bool(logits[~counts].any()), "a token that does not count has a gradient"
-    if bool(counts.any()):
-        wanted[counts & ~touched].backward(scale[counts & ~touched].double())
-        clean = counts & ~touched
-        size = float(scale[clean].abs().max()) * 40 if bool(clean.any()) else 1.0
-        near(logits[clean], leaf.grad[clean], dtype, scale=size)
-    if poison == math.inf or (poison is not None and math.isnan(poison)):
-        assert bool(logits[touched].isnan().all()), "a gradient hides what is not finite"
-
-
-def cross_entropy_of_many_words(device: str) -> None:
-    torch.manual_seed(0)
-    logits = (torch.randn(3, 262_144) * 4).to(device)
-    targets = torch.tensor([262_143, 0, 131_072], device=device)
-    loss = linear_cross_entropy.Loss(label_smoothing=0.1, z_loss=1e-3)
-    leaf = logits.double().requires_grad_()
-    wanted, _ = linear_cross_entropy.reference(leaf, targets, loss)
-    wanted.sum().backward()
-    found, logsumexp = linear_cross_entropy.losses(logits, targets, loss)
-    near(found, wanted.detach(), WIDE)
-    linear_cross_entropy.gradients_(logits, targets, logsumexp, torch.ones(3, device=device), loss)
-    near(logits, leaf.grad, WIDE)
-
-
-def a_target_out_of_range_is_not_a_number(device: str) -> None:
-    logits, targets = torch.zeros(3, 8, device=device), torch.tensor([8, 3, -1], device=device)
-    found, logsumexp = linear_cross_entropy.losses(logits, targets, linear_cross_entropy.Loss())
-    assert found.isnan().tolist() == [True, False, True]
-    linear_cross_entropy.gradients_(
-        logits, targets, logsumexp, torch.ones(3, device=device), linear_cross_entropy.Loss()
-    )
-    assert logits.isnan().any(dim=1).tolist() == [True, False, True]
-
-
-def an_unknown_reduction_is_an_error(device: str) -> None:
-    with pytest.raises(ValueError, match="average"):
-        linear_cross_entropy.scales(
-            torch.zeros(1, dtype=torch.int64, device=device), linear_cross_entropy.Loss(), "average"
-        )
 
 
 CASES = {name: globals()[name] for name in NAMES}

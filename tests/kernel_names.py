@@ -5,8 +5,4 @@ NAMES = (
     "sum_of_squares_of_lists",
     "squares_do_not_overflow",
     "messages_of_lists",
-    "cross_entropy_of_tiles",
-    "cross_entropy_of_many_words",
-    "a_target_out_of_range_is_not_a_number",
-    "an_unknown_reduction_is_an_error",
 )

@@ -1,4 +1,4 @@
-"""What users call: backends for ``torch.compile``, and models sharded for them."""
+"""The calls of users: backends for ``torch.compile``, and models sharded for them."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from zerograph.runtime.comm import Communicator
 from zerograph.runtime.early import EarlyUpdates
 from zerograph.runtime.executor import Runtime
 from zerograph.runtime.hold import GradientHold
-from zerograph.runtime.host import SplitHost
 from zerograph.runtime.hosted import HostShards
 from zerograph.runtime.nvme import Arena
 from zerograph.runtime.residency import GatheredCache, StepCount
 from zerograph.runtime.saved import room_for
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.telemetry import Telemetry
+from zerograph.runtime.testing.simulated_host import SimulatedHost
 from zerograph.runtime.uncompiled import UncompiledReads
 from zerograph.sharding import adopt
 from zerograph.sharding.adoption import Adoption
@@ -51,7 +51,7 @@ from zerograph.sharding.torch_private import Retrace, before_traces, called_mode
 
 
 class Backend:
-    """Compiles the frames of one model; made by :func:`backend`.
+    """Compiles the frames of one model; :func:`zerograph.backend` makes it.
 
     Attributes:
         config: the validated arguments.
@@ -132,7 +132,7 @@ class Backend:
         split = self.config.machine is not None and self.config.machine.split
         if "nvme" in away and device.type != "cpu":
             raise UnsupportedError(
-                f"what belongs to a model on {device.type} cannot be kept on NVMe yet", 'tier="host", or a CPU'
+                f"a model on {device.type} cannot keep anything on NVMe yet", 'tier="host", or a CPU'
             )
         given = self.config.plan.plan if self.config.plan is not None else None
         if "device" in (self.config.update, given.update if given is not None else "host") and device.type != "cpu":
@@ -151,7 +151,7 @@ class Backend:
         """These are the ranks to compile for."""
         split = self.config.machine is not None and self.config.machine.split
         if split or ranks.host is not None:
-            self._store.host = HostShards(self._adoption.params, ranks.host or SplitHost())
+            self._store.host = HostShards(self._adoption.params, ranks.host or SimulatedHost())
         self._compile_for(ranks, self.config)
 
     def _compile_for(self, ranks: Ranks, config: Config) -> None:
@@ -204,9 +204,9 @@ class Backend:
         return found
 
     def refresh(self) -> None:
-        """Parameters were changed in a way that counts nowhere (``.data``, ``torch._foreach_mul_``): gather them anew.
+        """Gather parameters anew, after a change that no version counter shows (``.data``, ``torch._foreach_mul_``).
 
-        Needed where copies are gathered: of masters on NVMe or the host. Elsewhere it is the parameters themselves.
+        Needed only with masters on NVMe or the host, whose copies are gathered; elsewhere parameters have no copies.
         """
         delayed.settle(self._adoption.params.values())
         self._store.touched(self._adoption.params.values())
@@ -249,11 +249,11 @@ class Backend:
     def record(self) -> Iterator[Recording]:
         """Record one training step: forward, backward and, if wanted, the optimizer's step.
 
-        The compiled model must have run before. torch's profiler runs meanwhile, and on an accelerator every
-        instruction is waited for, so that the step is slower than others. :meth:`report` shows the last recording.
+        The compiled model must have run before. torch's profiler runs meanwhile, and on an accelerator the host waits
+        for every instruction, so the step is slower than others. ``report()`` shows the last recording.
 
         Raises:
-            ZeroGraphError: nothing was compiled yet, or something else than one step ran.
+            ZeroGraphError: nothing was compiled yet, or anything but one step ran.
         """
         self._last_frame()
         if not self._adoption.params:
@@ -273,7 +273,7 @@ class Backend:
 
     @property
     def frames(self) -> tuple[Frame, ...]:
-        """Every frame compiled so far, in order."""
+        """Every frame (a graph that Dynamo handed over) compiled so far, in order."""
         return tuple(self._frames)
 
     @property
@@ -287,7 +287,7 @@ class Backend:
 
     @property
     def program(self) -> dict[str, Program]:
-        """The programs of that frame by kind: "forward" and "backward", or "inference"."""
+        """The programs of the frame of :attr:`plan` by kind: "forward" and "backward", or "inference"."""
         return self._last_frame().programs
 
     def _last_frame(self) -> Frame:
@@ -299,7 +299,7 @@ class Backend:
         return (training or compiled)[-1]
 
     def report(self) -> Report:
-        """What was decided and what happened so far."""
+        """Decisions of the planner, and counts of everything that ran so far; ``print`` it."""
         frames, ranks = [f for f in self._frames if f.programs], self._adoption.ranks
         breaks = Counter(graph_breaks()) - Counter(self._breaks_before)
         return Report(
@@ -351,56 +351,55 @@ def backend(*positional: Any, **options: Any) -> Backend:
 
     Args:
         stage: 0 (nothing sharded, like DistributedDataParallel), 1 (optimizer states), 2 (gradients too),
-            3 (parameters too), or "auto": sharded as at 3, with as many parameters kept whole from forward to backward
+            3 (parameters too), or "auto": sharded as at 3, and as many buckets stay gathered from forward to backward
             as make the step faster and fit ``memory``.
         mesh: 1-D ``DeviceMesh``; default: all ranks of the default process group, or one process without any.
         dtype: compute and gather dtype; parameters stay as they are. Default: each parameter's own.
-        reduce_dtype: dtype gradients are summed over ranks in; default float32 under 16-bit compute.
+        reduce_dtype: dtype in which gradients are summed over ranks; default: float32 under 16-bit compute.
         bucket_size: bytes of gathered parameters per collective: an int, or a text such as ``"32MiB"``.
-        prefetch: buckets gathered ahead, where memory allows; at stage 3 at most ``prefetch + 1`` are whole at a time.
-        recompute: activations computed again in the backward instead of saved: "auto" (what the partitioner finds
-            cheap; with ``memory`` also as many whole layers as are needed to fit), "none" (all are saved), "full" (of
-            every repeated layer only the inputs are saved, as with ``torch.utils.checkpoint`` around each), or a number
-            from 0 to 1: that share of the layers fully. Layers are modules with a number in their name. Regions of the
-            user's own ``torch.utils.checkpoint`` stay as they are.
-        tile: parts that parameters run in, one after another, so that none of them is whole (docs/tiling.md):
+        prefetch: buckets gathered ahead, where memory allows; at stage 3 at most ``prefetch + 1`` are gathered at once.
+        recompute: activations that the backward computes again: "auto" (those that the partitioner finds cheap; with
+            ``memory`` also as many layers as it takes to fit), "none" (all are saved), "full" (every repeated layer
+            saves its inputs alone, as with ``torch.utils.checkpoint`` around each), or a number from 0 to 1: that share
+            of the layers fully. Layers are modules with a number in their name. Regions of the user's own
+            ``torch.utils.checkpoint`` stay as they are.
+        tile: tiles that weights run in, one after another, so that none of them is whole (docs/guide/tiling.md):
             a number for each that is larger than a bucket, numbers by patterns of names (``{"*.mlp.*": 4}``), "off", or
             "auto": none, unless ``offload="auto"`` searches for a plan that needs some. At stage 3 only.
-        offload: what leaves the device between its uses (docs/offload.md): "none"; "optimizer", its states, and masters
-            of parameters that compute in another dtype; "gradients", those too; "parameters", all of it; or "auto", per
-            bucket what has to leave for the step to fit ``memory``, and nothing where it fits without.
-        tier: where that goes: "nvme", the default; "host", which has to be given on GPUs, and runs on a
+        offload: tensors that leave the device between their uses (docs/guide/offload.md): "none"; "optimizer": states,
+            and masters of parameters that compute in another dtype; "gradients": those too; "parameters": all of
+            these; or "auto": per bucket as much as has to leave for the step to fit ``memory``.
+        tier: where they go: "nvme", the default; "host", which has to be given on GPUs, and on a CPU needs a
             ``machine`` that counts as split.
         update: where states on the host are updated: "host", beside them, or "device", through which they then pass in
             slots and back. Not with anything on NVMe, and not on GPUs.
-        host_memory: bytes of the host's memory that a rank may use for that, ``"100GiB"`` or a number; default: what is
-            free, shared by the host's ranks, and no more than ``machine`` says.
-        activations: where what the forward saves of repeated layers waits for the backward: "keep" keeps it on the
-            device; "host" (on GPUs, and on a ``machine`` that counts as split) and "nvme" (not on GPUs) move it there
-            layer by layer, and back before its layer's backward. "auto" keeps it, unless ``offload`` moves something
-            and ``memory`` is given: then it is chosen by layer.
-        path: folder on NVMe to keep it in, or a list of folders, over which it is striped; needed where something goes
-            there.
-        nvme: bytes that a rank may use there and reserves, ``"500GiB"`` or a number; default: room for two moments of
-            each of its parameters, a master and what else leaves, out of what is free, shared by the host's ranks.
-        loss_tiles: parts over tokens that the vocabulary head and its loss run in, so that logits never exist whole
-            (docs/tiling.md); "auto": whole, or with ``memory`` in as many parts as it takes to fit. The loss is to be
-            computed in the forward. Where that returns logits too, see ``loss_only``.
-        token_tiles: parts over tokens that the MLPs of recomputed layers run in, with the norm and residual around
-            them, so that what is wider than the model never exists whole (docs/tiling.md); more than 1 recomputes all
-            layers where ``recompute`` is "auto". "auto": whole, or with ``memory`` tiles where nothing else fits.
-        loss_only: True: a forward that records gradients returns None in place of logits, keys, values and whatever
-            else of two dimensions or more a gradient reaches, beside its one loss. Evaluation returns all.
+        host_memory: bytes of the host's memory that a rank may use for offload, ``"100GiB"`` or a number; default: its
+            share of the free memory, and no more than ``machine`` has.
+        activations: where activations of repeated layers wait for the backward: "keep" keeps them on the device; "host"
+            (on GPUs, and on a ``machine`` that counts as split) and "nvme" (not on GPUs) move them there layer by
+            layer, and back before the layer's backward. "auto" keeps them, unless ``offload`` moves something and
+            ``memory`` is given: then it is chosen by layer.
+        path: folder on NVMe, or a list of folders to stripe over; needed where something goes to NVMe.
+        nvme: bytes that a rank reserves there, ``"500GiB"`` or a number; default: room for two moments of each of its
+            parameters, a master and everything else that leaves, out of its share of the free space.
+        loss_tiles: tiles of tokens that the vocabulary head and its loss run in, so that logits never exist whole
+            (docs/guide/tiling.md); "auto": one, or with ``memory`` as many as it takes to fit. The forward has to
+            compute the loss. If it returns logits too, see ``loss_only``.
+        token_tiles: tiles of tokens that the MLPs of recomputed layers run in, with the norm and residual around them,
+            so that nothing wider than the model exists whole (docs/guide/tiling.md); more than 1 recomputes all layers
+            where ``recompute`` is "auto". "auto": one, or with ``memory`` more where nothing else fits.
+        loss_only: True: a forward that records gradients returns None in place of logits, keys, values and every other
+            output of two dimensions or more that a gradient reaches, beside its one loss. Evaluation returns all.
         compute: "inductor", or "eager" to run the same program with uncompiled segments, for debugging.
         plan: path of a file that ``zerograph plan -o`` wrote. Its decisions (stage, buckets and their residency,
             prefetch, recomputation) are used as they are, so those arguments have no place beside it. A training step
-            with other parameters, dtypes or ranks than those that were planned is refused, as are ranks with different
+            whose parameters, dtypes or ranks differ from the planned ones is refused, as are ranks with different
             plans. Batch and sequence may differ.
-        memory: device memory that a rank may use, ``"70GiB"`` or bytes; 6% of it are left free. Whatever of residency
-            (``stage="auto"``), recomputation (``recompute="auto"``), offload (``offload="auto"``), ``bucket_size`` and
-            ``prefetch`` is not given is then chosen for the least predicted step time that fits. Default at stage
-            "auto": what is free on a GPU, and what torch's allocator holds there.
-        machine: what predictions go by: the name of a preset, or a file that ``zerograph bench -o`` wrote. Default:
+        memory: device memory that a rank may use, ``"70GiB"`` or bytes; 6% of it are left free. The planner then
+            chooses residency (``stage="auto"``), recomputation (``recompute="auto"``), offload (``offload="auto"``),
+            ``bucket_size`` and ``prefetch``, unless they are given, for the least predicted step time that fits.
+            Default at stage "auto": the free memory of a GPU, and the memory that torch's allocator holds there.
+        machine: rates that predictions use: the name of a preset, or a file that ``zerograph bench -o`` wrote. Default:
             the preset closest to the device.
 
     Raises:
@@ -416,7 +415,7 @@ def backend(*positional: Any, **options: Any) -> Backend:
 def dynamo_backend(
     gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: dict[str, Any] | None = None, **other: Any
 ) -> Callable[..., Any]:
-    """What ``torch.compile(model, backend="zerograph", options={"stage": 3})`` calls, per frame."""
+    """Compile a frame: ``torch.compile(model, backend="zerograph", options={"stage": 3})`` calls this for each."""
     with errors_reach_users():
         _refuse_options(other)
         options = options if options is not None else {}
@@ -457,11 +456,16 @@ def shard(model: nn.Module, backend: Backend, device: torch.device | str | None 
     :func:`zerograph.materialize` before training.
 
     Args:
+        model: a model that has not been called yet; wrappers such as DistributedDataParallel are refused.
+        backend: the backend of this model, made by :func:`zerograph.backend`.
         device: where a model on the meta device will live; default: the accelerator when there is one, else the CPU.
 
+    Returns:
+        ``model`` itself.
+
     Raises:
-        ConfigError: an argument is none of these, or ``device`` is not where the values of the model are.
-        UnsupportedError: a parameter that cannot be sharded.
+        ConfigError: an argument has the wrong type, or the values of the model are not on ``device``.
+        UnsupportedError: a parameter cannot be sharded.
     """
     model = adopt.model_given(model, "zerograph.shard")
     refuse_other_backends(backend, "zerograph.shard")
@@ -482,14 +486,15 @@ def materialize(model: nn.Module, init: Init = None, files: Files = None) -> nn.
     """Give a model that was built under ``torch.device("meta")`` and sharded its memory and values; returns it.
 
     All ranks call this together, after ``zerograph.shard(model, backend)`` and before the first call of the model;
-    optimizers made in between are pointed at the new parameters. What has values already keeps them.
+    optimizers made in between are pointed at the new parameters. Tensors that have values already keep them.
 
-    From ``files`` (safetensors), each rank reads its own rows and nothing else. What no file holds (everything,
-    without files) is initialized module by module, children before parents, on rank 0 alone, whose random generator
-    decides: the values are those of any world size, one process included. Rank 0 holds one module's own tensors at a
-    time, full; the other ranks only their rows.
+    From ``files`` (safetensors), each rank reads its own rows and nothing else. Tensors that no file holds (all of
+    them, without files) are initialized module by module, children before parents, on rank 0 alone, by its random
+    generator: the values are the same for any world size. Rank 0 holds one module's own tensors at a time, full; the
+    other ranks only their rows.
 
     Args:
+        model: a model that was given to :func:`zerograph.shard`.
         init: ``None`` or ``"reset_parameters"`` calls each module's ``reset_parameters()``. A function is called with
             each module after that, as ``model.apply(init)`` would; it may touch the module's own parameters and
             buffers only.
@@ -498,7 +503,7 @@ def materialize(model: nn.Module, init: Init = None, files: Files = None) -> nn.
             dtype, never narrowed.
 
     Raises:
-        ConfigError: ``init`` is no function, ``files`` are no paths or none, or nothing of the model is to be read.
+        ConfigError: ``init`` is no function, ``files`` are no paths, or the model has all its values already.
         CheckpointError: files cannot be read, or their names, shapes or dtypes are not the model's; on every rank.
         ShardingError: the model was not given to ``zerograph.shard``, or a module cannot be initialized.
     """

@@ -1,4 +1,4 @@
-"""Make the pictures of README.md and of docs/tiling.md: ``make pictures``, or ``python docs/pictures/make.py``.
+"""Make the pictures of README.md and of docs/guide/tiling.md: ``make pictures``, or ``python docs/pictures/make.py``.
 
 GPTs are planned, and ``zerograph show`` runs in a terminal of its own (a pty); nothing is drawn by hand.
 """

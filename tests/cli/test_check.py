@@ -5,10 +5,24 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from click.testing import CliRunner, Result
+from planner.steps import Layer, step_of
+from planner.test_offload import GPU, MIB, file_of, placed, ruled
 
 from zerograph.cli import main
 from zerograph.cli.check import SENTENCES
+from zerograph.core.plan import Homes
+
+STEP = step_of([Layer(rows=MIB, inside=4 * MIB)] * 3)
+FILE = file_of(STEP, placed(ruled(STEP), Homes("host", "host", "host")), GPU)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.json"
+    path.write_text(FILE.to_json())
+    return path
 
 
 def run(*args: str | Path) -> Result:
@@ -23,11 +37,11 @@ def test_a_plan_that_holds(plan: Path) -> None:
 
 
 def test_less_memory_fails_with_instruction_module_and_line(plan: Path) -> None:
-    result = run(plan, "--memory", "80MiB")
+    result = run(plan, "--memory", "8MiB")
     assert result.exit_code == 1
     assert result.stdout.splitlines()[:2] == [
-        "failed  budget         device holds 102 MiB at 0.003 s, 22 MiB more than its budget of 80 MiB",
-        "                       at task 2, gather blocks.1, blocks.1, model.py:41",
+        "failed  budget       device holds 16 MiB at 5.92181e-05 s, 8 MiB more than its budget of 8 MiB",
+        "                     at task 4, forward blocks.0, blocks.0, model.py:8",
     ]
     assert run(plan, "--memory", "1GiB").exit_code == 0
     assert "ok      digest" in result.stdout
@@ -35,17 +49,15 @@ def test_less_memory_fails_with_instruction_module_and_line(plan: Path) -> None:
 
 def test_a_file_changed_by_hand_is_checked_all_the_same(plan: Path) -> None:
     data = json.loads(plan.read_text())
-    data["holdings"]["last"][1] = 99
-    data["holdings"]["last"][2] = 99
+    gathers = data["programs"]["programs"][1]["instructions"]["Gather"]
+    gathers["shards"] = [[] for _ in gathers["shards"]]
     plan.write_text(json.dumps(data))
     result = run(plan)
     assert result.exit_code == 1
-    assert "failed  digest         the content has digest " in result.stdout
-    assert (
-        "failed  holdings       blocks.0.weight on device is held from task 0 to 99, the step has 21" in result.stdout
-    )
-    assert "at task 0, gather blocks.0, blocks.0, model.py:40\n" in result.stdout
-    assert "and 1 more (--json lists them)" in result.stdout
+    assert "failed  digest       the content has digest " in result.stdout
+    wrong = "backward instruction 1: gather blocks.2 does not read what the fetch of its shard wrote\n"
+    assert f"failed  arrivals     {wrong}                     at blocks.2\n" in result.stdout
+    assert "and 2 more (--json lists them)" in result.stdout
 
 
 def test_json(plan: Path) -> None:
@@ -55,12 +67,12 @@ def test_json(plan: Path) -> None:
         "checks": [{"name": name, "holds": True, "what": text} for name, text in SENTENCES.items()],
         "violations": [],
     }
-    result = run(plan, "--json", "--memory", "80MiB")
+    result = run(plan, "--json", "--memory", "8MiB")
     data = json.loads(result.stdout)
     assert result.exit_code == 1 and data["holds"] is False
     assert [check["name"] for check in data["checks"] if not check["holds"]] == ["budget"]
     violation = data["violations"][0]
-    assert (violation["task"], violation["module"], violation["source"]) == (2, "blocks.1", "model.py:41")
+    assert (violation["task"], violation["module"], violation["source"]) == (4, "blocks.0", "model.py:8")
 
 
 def test_what_is_no_plan_is_a_wrong_call(plan: Path) -> None:

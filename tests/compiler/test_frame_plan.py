@@ -17,12 +17,13 @@ import zerograph
 from zerograph.compiler import frame_plan
 from zerograph.core.errors import InvariantError
 from zerograph.core.machine import machine_named
+from zerograph.core.param_bytes import shard_bytes, update_bytes
 from zerograph.core.plan import Plan
 from zerograph.core.planfile import PlanFile
 from zerograph.core.program import Update
 from zerograph.dryrun.forecast import plan_file
 from zerograph.planner.estimate import RESERVE
-from zerograph.planner.rates import Rates, shard_bytes, update_bytes
+from zerograph.planner.rates import Rates
 
 
 def first_call(made: list[zerograph.Backend] | None = None, **options: Any) -> zerograph.Backend:

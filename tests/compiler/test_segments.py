@@ -43,6 +43,23 @@ def test_each_structure_is_compiled_once() -> None:
     assert cache.seconds > 0
 
 
+def plus(constant: torch.Tensor) -> Body:
+    """What adds a constant, which has the same name in each graph."""
+    graph = fx.Graph()
+    x, table = graph.placeholder("x"), graph.get_attr("table")
+    node = graph.call_function(aten.add.Tensor, (x, table))
+    for each in graph.nodes:
+        each.meta["val"] = constant
+    graph.output((node,))
+    return body_of(fx.GraphModule({"table": constant}, graph), [node], [node], {})
+
+
+def test_segments_with_other_constants_are_others() -> None:
+    cache = SegmentCache("eager")
+    runs = [cache.get(made, made.digest()) for made in (plus(torch.ones(4)), plus(torch.zeros(4)))]
+    assert [run([torch.zeros(4)])[0].tolist() for run in runs] == [[1] * 4, [0] * 4]
+
+
 def test_a_segment_takes_its_inputs_out_of_the_list() -> None:
     """So that nothing but the caller keeps them alive."""
     run, args = SegmentCache("eager").get(made := body(aten.sin.default), made.digest()), [torch.ones(4)]

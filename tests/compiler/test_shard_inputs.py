@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from toy import Toy
 
 import zerograph
-from zerograph.compiler.shard_inputs import take_local_shards
+from zerograph.compiler.shard_inputs import _Rows, take_local_shards
 from zerograph.dryrun.compile_only import simulated_rank
 
 
@@ -68,3 +68,14 @@ def test_what_is_read_as_a_dtensor_stays_one() -> None:
         inputs, traced, _ = _traced(Introspective())
     assert sum(isinstance(x, DTensor) for x in inputs) > 1
     assert sum(isinstance(x, DTensor) for x in traced) == 1
+
+
+def test_what_nobody_reads_has_no_gradient() -> None:
+    """Zeros would let an optimizer decay a parameter, and move it by its old momentum."""
+    with simulated_rank(0, 2):
+        model = Toy()
+        zerograph.shard(model, zerograph.backend(stage=3))
+        read, unread = list(model.parameters())[:2]
+        rows, _ = _Rows.apply(read, unread)
+        rows.sum().backward()
+    assert read.grad is not None and unread.grad is None

@@ -59,7 +59,7 @@ def begin(bucket: int) -> Gather:
 
 
 def used(bucket: int, kept: bool = False) -> list[Instruction]:
-    return [WaitGather(bucket, bucket, ()), Compute(0, (), ()), Free(bucket, (bucket,), (bucket,), kept)]
+    return [WaitGather(bucket, (), bucket=bucket), Compute(0, (), ()), Free(bucket, (bucket,), (bucket,), kept)]
 
 
 def levels(found: Forecast) -> list[int]:

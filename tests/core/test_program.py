@@ -48,12 +48,12 @@ def moving(kind: type, what: str = "shard") -> Instruction:
 
 FORWARD = (
     Gather(0, (W,), (0,), 2, dead=(0,)),
-    WaitGather(0, 2, (3,), dead=(2,)),
+    WaitGather(2, (3,), dead=(2,), bucket=0),
     Compute(0, (1, 3), (4,), dead=(1,), module="blocks.0.mlp"),
     Free(0, (3,), dead=(3,)),
 )
 EACH: tuple[Instruction, ...] = (
-    *FORWARD, Reduce(0, (W, V), (1, 2), 3), WaitReduce(0, 3, (4, 5)), Update((0,), (64,), reads=(4, 5)),
+    *FORWARD, Reduce(0, (W, V), (1, 2), 3), WaitReduce(3, (4, 5), bucket=0), Update((0,), (64,), reads=(4, 5)),
     *(moving(kind) for kind in get_args(Move)), WaitFetch(2),
     View(0, 2, 0, 1, 3), Place((2,), 3, True, shape=(4, 2)), Accumulate((1, 2), 3, False),
     Scale(1, 2, 3),

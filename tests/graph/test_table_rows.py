@@ -31,7 +31,7 @@ class Viewed(fx.Interpreter):
 def test_each_row_is_in_one_tile_at_its_place(ranks: int, tiles: int) -> None:
     rows = 11
     table = Param("table", (rows, 4), "float32", "float32", "float32", True, True)
-    chunk = table.chunk_rows(ranks)
+    chunk = table.chunk(ranks)
     b = Builder(ranks)
     ids = b.input("ids", rows, dtype=torch.int64)
     found = TableRows(b.graph, ids, chunk, ids)

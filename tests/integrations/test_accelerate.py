@@ -214,6 +214,29 @@ def test_copies_of_prepared_models_compute_with_their_own_weights() -> None:
     run(2, _copied)
 
 
+def _scaled(clip: str) -> None:
+    quiet()
+    accelerator = Accelerator(backend=zerograph.backend(stage=3, compute="eager"), cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(4, 8))
+    accelerator.backward(1024 * model(torch.ones(3, 4)).mean())
+
+    def unscale() -> None:  # on a CPU Accelerate has no scaler, which would do this
+        for param in model.parameters():
+            param.grad.div_(1024)
+
+    accelerator.unscale_gradients = unscale
+    if clip == "norm":
+        assert accelerator.clip_grad_norm_(model.parameters(), 1.0) < 1
+    else:
+        accelerator.clip_grad_value_(model.parameters(), 1.0)
+    assert all(0 < param.grad.to_local().abs().max() < 1 for param in model.parameters())
+
+
+@pytest.mark.parametrize("clip", ["norm", "value"])
+def test_gradients_are_unscaled_before_they_are_clipped(clip: str) -> None:
+    run(2, _scaled, clip)
+
+
 def _alone() -> None:
     quiet()
     with pytest.raises(ConfigError, match="2 processes were started and Accelerate counts 1"):

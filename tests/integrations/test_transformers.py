@@ -241,9 +241,11 @@ def _one_after_another(path: str) -> None:
         found.train()
         assert zerograph.backend_of(found.model).config.loss_only is (kind is Trainer)
         assert backend.config.loss_only is False
+    smoothed = arguments(path, eval_strategy="no", label_smoothing_factor=0.1)
+    assert not Trainer(model=llama(), args=smoothed, backend=backend)._backend.config.loss_only
 
 
-def test_a_second_trainer_with_that_backend_may_read_logits(tmp_path: Path) -> None:
+def test_another_trainer_with_that_backend_may_read_logits(tmp_path: Path) -> None:
     run(1, _one_after_another, str(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""What other processes take of the machine while it is measured."""
+"""The memory that processes here may use, and what others take of the machine while it is measured."""
 
 from __future__ import annotations
 
@@ -6,8 +6,22 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
-from zerograph.measure.host import Others
+import pytest
+
+from zerograph.measure import host
+from zerograph.measure.host import Others, host_memory
+
+
+def test_a_container_has_the_memory_of_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, unlimited, missing = tmp_path / "memory.max", tmp_path / "unlimited", tmp_path / "missing"
+    unlimited.write_text("max\n")
+    monkeypatch.setattr(host, "_LIMITS", (unlimited, missing))
+    assert host_memory() > 2**20
+    limit.write_text(f"{2**20}\n")
+    monkeypatch.setattr(host, "_LIMITS", (unlimited, limit, missing))
+    assert host_memory() == 2**20
 
 
 def test_a_process_that_is_not_ours_is_seen_and_a_child_that_ended_is_ours() -> None:

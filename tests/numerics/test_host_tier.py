@@ -2,7 +2,7 @@
 
 Its host counts as a second memory (``Machine.split``): copies between the two are real and go on in a thread.
 More optimizers and placements are in test_offload.py and test_random_plans.py. What is there is kept by
-``runtime/hosted.py``, and moved by ``runtime/host.py``; ``optim/lifted.py``
+``runtime/hosted.py``, and moved by ``runtime/host.py`` or ``runtime/testing/simulated_host.py``; ``optim/lifted.py``
 updates on the device what is there.
 """
 
@@ -48,7 +48,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Homes
 from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.forecast import forecast_file
-from zerograph.runtime import host
+from zerograph.runtime.testing import simulated_host
 
 BEYOND = {**HOST, "offload": "parameters"}
 
@@ -174,7 +174,7 @@ def _fails() -> str:
     training.steps(1)
     with pytest.MonkeyPatch.context() as patch:
         if _rank() == 0:
-            patch.setattr(host, "_copy", _no_room)
+            patch.setattr(simulated_host, "_copy", _no_room)
         with pytest.raises((MemoryError, zerograph.core.errors.RankError)) as caught:
             training.backward()
     return type(caught.value).__name__

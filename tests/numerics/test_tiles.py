@@ -102,7 +102,7 @@ def planned(
         trains = param.trainable or homes.parameters != "device"
         tiled = tiles if param.name in found.frame.step.tilable else 1
         own = homes if trains else Homes()
-        buckets.append(replace(bucket, tiles=min(tiled, param.chunk_rows(world_size)), homes=own))
+        buckets.append(replace(bucket, tiles=min(tiled, param.chunk(world_size)), homes=own))
     assert sum(bucket.tiles > 1 for bucket in buckets) == TILABLE[net] * (tiles > 1)
     path.write_text(replace(file, plan=replace(file.plan, buckets=tuple(buckets))).to_json())
     return path

@@ -1,5 +1,8 @@
 """What ``delayed=True`` refuses when an optimizer is made, and where there is no backend; training is in
-tests/numerics/test_delayed.py, and its misuse in test_delayed_errors.py there."""
+tests/numerics/test_delayed.py, and its misuse in test_delayed_errors.py there.
+
+Tests ``optim/owner.py`` too.
+"""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_torchs_state_gets_masters_and_ours_goes_back() -> None:
 
 @pytest.mark.parametrize("told", [False, True], ids=["unseen", "told"])
 def test_a_change_through_data_counts_where_the_version_does(told: bool) -> None:
-    """As docs/optim.md says: otherwise the next step writes the master over it."""
+    """As docs/guide/optimizers.md says: otherwise the next step writes the master over it."""
     (param,) = params = parameters(torch.bfloat16)[:1]
     optimizer = native.SGD(params, lr=1e-4, master=torch.float32)
     train(optimizer, 3)

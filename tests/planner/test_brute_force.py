@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 from planner.steps import Layer, step_of
 
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
+from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import Bucket, Homes, Plan
 from zerograph.core.simulate import time_and_peaks
 from zerograph.core.step import Step
 from zerograph.planner import plan_step
-from zerograph.planner.rates import Rates, state_bytes
+from zerograph.planner.rates import Rates
 from zerograph.planner.regions import profile
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.search import Search, Wish

@@ -1,6 +1,7 @@
 """What fits, how fast, and what is the largest that fits, against what ZeRO's papers report; then properties.
 
-Tests ``planner/preset.py``, ``planner/synthetic.py``, ``planner/largest_estimate.py`` and ``planner/shortage.py``.
+Tests ``planner/preset.py``, ``planner/depths.py``, ``planner/synthetic.py``, ``planner/largest_estimate.py`` and
+``planner/shortage.py``.
 """
 
 from __future__ import annotations
@@ -14,15 +15,22 @@ from planner.formulas import checkpoint_bytes, layer_bytes, layout_of, model_sta
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import PRESETS, TIERS, Machine, Tier, machine_named
-from zerograph.core.plan import Offload
-from zerograph.core.program import Reduce
+from zerograph.core.plan import Homes, Offload
+from zerograph.core.program import Read, Reduce
+from zerograph.core.simulate import walk
 from zerograph.planner.estimate import Question, Row, estimate_rows, fastest
+from zerograph.planner.knobs import with_tiles
 from zerograph.planner.largest_estimate import WHATS, largest_estimate
-from zerograph.planner.preset import DEEP, Outcome, Preset, _Part, _Step
+from zerograph.planner.preset import DEPTHS, Outcome, Preset
+from zerograph.planner.rates import Rates
+from zerograph.planner.regions import profile
+from zerograph.planner.rules import plan_step
+from zerograph.planner.schedule import Scheduler
 from zerograph.planner.shortage import shortage
 from zerograph.planner.sizes import ModelSize
 from zerograph.planner.sketch import sketch
 from zerograph.planner.strategy import ACTIVATIONS, Activations, Stage, Strategy, placements
+from zerograph.planner.synthetic import gpt
 from zerograph.planner.training import OPTIMIZERS, Attention, Optimizer, Training
 
 V100 = machine_named("v100-32gb-dgx2")
@@ -46,7 +54,7 @@ def test_data_parallelism_on_a_v100_stops_near_1_4_billion(batch: int) -> None:
         asked(training=replace(PAPER, batch=batch), world=16, stage=0, activations="keep"), "params"
     )
     assert 0.7e9 < kept.value <= found.value  # gradients come as activations go: formulas add both up
-    assert asked().have("device") < 16 * 2.1e9  # with no activation at all it would end at 2 billion
+    assert asked().have["device"] < 16 * 2.1e9  # with no activation at all it would end at 2 billion
 
 
 def test_zero_offload_trains_13_billion_on_one_v100() -> None:
@@ -72,7 +80,7 @@ def test_zero_infinity_fits_over_30_trillion_on_512_v100() -> None:
     assert published.parameters > 32e12
     best = fastest(estimate_rows(asked(published, world=512, training=replace(PAPER, batch=1))))
     assert best is not None
-    assert best.strategy.home("optimizer") == "nvme"
+    assert best.strategy.homes.optimizer == "nvme"
     assert best.strategy.tiles > 1  # one matrix of 4*h*h is 92 GB in 16 bit
     assert not any_fits(asked(published, world=512, training=replace(PAPER, batch=1), tiles=1))
     how = best.strategy
@@ -171,7 +179,7 @@ def test_states_of_planned_steps_are_those_of_the_zero_paper(
     size, found = ModelSize.of(int(parameters)), []
     for stage in (1, 2, 3):
         training = replace(PAPER, accumulate=2)
-        held = Preset(size, training, V100, world, Strategy(stage)).least["device"]  # type: ignore[arg-type]
+        held = Preset(size, training, V100, world, Strategy(stage)).held["device"]  # type: ignore[arg-type]
         found.append((held + (2 * parameters if stage < 3 else 0)) / 1e9)
     assert found == pytest.approx(published, rel=0.03)
 
@@ -184,7 +192,7 @@ def test_what_lies_between_steps_is_what_the_formulas_say(
     """But for what is gathered whole (stages 0 to 2) and the gradients, which come and go with the backward."""
     size, training = ModelSize.of(layers=24, hidden=4096, vocab=4096), Training(optimizer=optimizer)
     strategy, layout = Strategy(stage, offload, tier), layout_of(training)
-    found = Preset(size, training, V100, 8, strategy).least
+    found = Preset(size, training, V100, 8, strategy).held
     states = {need.item: need for need in model_states(size, layout, strategy, 8)}
     for at in TIERS:
         formula = sum(n.bytes for item, n in states.items() if n.tier == at and item != "gradients")
@@ -217,8 +225,8 @@ def test_a_deep_model_costs_what_its_depths_say(
     size, machine = ModelSize.of(layers=96, hidden=2048), machine_named("h100-80gb")
     asked = Preset(size, Training(batch=4), machine, 8, Strategy(stage, offload, tier, activations))
     continued = asked.outcome
-    assert size.layers > DEEP
-    monkeypatch.setattr("zerograph.planner.preset.DEEP", size.layers)
+    assert size.layers > max(DEPTHS)
+    monkeypatch.setattr("zerograph.planner.preset.DEPTHS", (1, size.layers))
     whole = asked.outcome
     assert continued.seconds == pytest.approx(whole.seconds, rel=0.005)
     assert continued.peaks == pytest.approx(whole.peaks, rel=0.005)
@@ -251,7 +259,7 @@ def test_gradients_of_earlier_micro_batches_are_read_back_from_nvme() -> None:
 def test_a_shortage_says_what_is_missing_and_what_would_help() -> None:
     found = shortage(estimate_rows(asked(ModelSize.of(layers=65, hidden=4096), tier="device")))
     assert found is not None
-    assert found.tier == "device" and found.need > found.have == asked().have("device")
+    assert found.tier == "device" and found.need > found.have == asked().have["device"]
     assert found.largest.item == "optimizer states"
     assert "needs 19" in str(found) and "has 30.1 GiB" in str(found)
     ways = {remedy.change: remedy for remedy in found.remedies}
@@ -338,17 +346,21 @@ def _place(row: Row) -> tuple[int, str, str]:
 def test_tiles_of_a_tied_embedding_leave_the_gradient_that_the_whole_leaves(tier: Tier, world: int) -> None:
     """The head's tile is reduced first, and the embedding's is added to it."""
     size, training = ModelSize.of(layers=2, hidden=4096, vocab=50_000), replace(PAPER, bucket_size=100 * 2**20)
-    left, reductions = [], []
+    step = gpt(size, training, world, 2, sharded=tier != "device" or world > 1)
+    homes = Homes(tier, tier, tier)
+    plan = plan_step(step, stage=3, world_size=world, bucket_size=training.bucket_size, prefetch=1, homes=homes)
+    embedding = plan.bucket_of()["embed.weight"].index
+    params, names = [b.params for b in plan.buckets], [b.name for b in plan.buckets]
+    scheduler = Scheduler(profile(step, "none"), params, names, Rates(V100, world, training.dtype))
+    left, reductions, back = [], [], []
     for tiles in (1, 4):
-        home: dict[str, object] = {"offload": "parameters", "tier": tier} if tier != "device" else {}
-        part = _Part(size, training, V100, world, Strategy(stage=3, tiles=tiles, **home), layers=2)  # type: ignore[arg-type]
-        step = _Step(part)
-        programs = sketch(step.scheduler, step.plan)[:2]
-        embedding = next(b.index for b in step.plan.buckets if b.params[0].name == "embed.weight")
-        reductions.append(sum(isinstance(i, Reduce) and i.bucket == embedding for i in programs[1].instructions))
-        run = step.run(programs, "gradient")
-        left.append({at: sum(size for *_, size in events) for at, events in run.events.items()})
-    assert reductions == [1, 2 * 4]
+        programs = sketch(scheduler, with_tiles(plan, {embedding: tiles}))[:2]
+        own = [i for i in programs[1].instructions if isinstance(i, (Reduce, Read)) and i.bucket == embedding]
+        reductions.append(sum(isinstance(i, Reduce) for i in own))
+        back.append(sum(isinstance(i, Read) and i.what == "gradient" for i in own))
+        events = walk(programs, scheduler.costs).events
+        left.append({at: sum(size for *_, size in events[at]) for at in TIERS})
+    assert reductions == [1, 2 * 4] and back == [0, 4 * (tier == "nvme")]
     assert left[0] == left[1] and left[0][tier] > 0
 
 

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 import zerograph
 from zerograph.core.check import check_programs
 from zerograph.core.machine import machine_named
+from zerograph.core.param_bytes import kept_states, shard_bytes
 from zerograph.core.plan import Homes
 from zerograph.core.program import Fetch, Read, Reduce, Spill, Write
 from zerograph.core.runfile import Measured
 from zerograph.planner.forecasts import ProgramForecast, forecast_programs, update_program
-from zerograph.planner.rates import Rates, kept_states, shard_bytes
+from zerograph.planner.rates import Rates
 
 WIDTH, LAYERS, WORLD = 64, 6, 4
 WEIGHT = 2 * (WIDTH * WIDTH + WIDTH) * 4  # bytes of one block

@@ -1,4 +1,7 @@
-"""The largest size that fits: it does, and the next does not."""
+"""The largest size that fits: it does, and the next does not.
+
+Tests ``planner/furthest.py``.
+"""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from planner.steps import Layer, of_kinds, profile_of, step_of
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.executable import Executable
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
+from zerograph.core.param_bytes import gathered_bytes, state_bytes
 from zerograph.core.plan import Bucket, Homes, Offload, Plan, tile_rows
 from zerograph.core.planfile import PlanFile
 from zerograph.core.program import Write
@@ -31,12 +32,12 @@ from zerograph.planner.homes import HOMES
 from zerograph.planner.offloaded import offloaded
 from zerograph.planner.placement import Shards, bucket_parts
 from zerograph.planner.plan_file import file_from_sketch
-from zerograph.planner.rates import Rates, gathered_bytes, state_bytes
+from zerograph.planner.rates import Rates
 from zerograph.planner.rules import plan_step
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.search import Search, Wish
 from zerograph.planner.sizes import ModelSize
-from zerograph.planner.sketch import BUFFERS, sketch
+from zerograph.planner.sketch import BUFFERS, settled, sketch
 from zerograph.planner.strategy import Activations, Strategy, placements
 from zerograph.planner.training import Training
 
@@ -59,9 +60,10 @@ def placed(plan: Plan, homes: Homes, tiles: int = 1) -> Plan:
 
 
 def file_of(step: Step, plan: Plan, machine: Machine, moments: int = 2) -> PlanFile:
-    forecast, holdings = forecast_sketch(scheduler_of(step, plan, machine, moments), plan)
+    scheduler = scheduler_of(step, plan, machine, moments)
+    forecast, holdings = forecast_sketch(scheduler, plan)
     budget = {tier: peak.bytes for tier, peak in forecast.peaks.items()}
-    return PlanFile("any", plan, machine, budget, forecast, holdings)
+    return PlanFile("any", plan, machine, budget, forecast, holdings, programs=settled(sketch(scheduler, plan)))
 
 
 def test_what_nothing_executes_yet_is_told() -> None:
@@ -128,7 +130,7 @@ def test_model_states_are_those_of_the_formulas_to_the_byte(
     step = half(step) if dtype == "bfloat16" else step
     strategy = Strategy(stage, offload, tier)  # type: ignore[arg-type]
     plan = ruled(step, stage, world)
-    plan = placed(plan, Homes(strategy.home("parameters"), strategy.home("gradients"), strategy.home("optimizer")))
+    plan = placed(plan, strategy.homes)
     memory = file_of(step, plan, GPU).forecast.memory
     formula = model_states(ModelSize(4 * MIB, 4, 512, 512, 4), layout_of(Training(dtype=dtype)), strategy, world)
     for at in TIERS:
@@ -172,10 +174,9 @@ def test_peaks_of_a_gpt_like_step_are_near_the_formulas(
     inside = (layer_bytes(size, training) - stream) // 2
     step = step_of([Layer(rows=elements, stream=stream, inside=inside, flops=10**12)] * layers)
     strategy = Strategy(stage, offload, tier, activations)  # type: ignore[arg-type]
-    homes = Homes(strategy.home("parameters"), strategy.home("gradients"), strategy.home("optimizer"))
     names = tuple(f"blocks.{i}" for i in range(layers))
     plan = replace(
-        placed(ruled(step, stage, world, bucket_size=4 * elements), homes),
+        placed(ruled(step, stage, world, bucket_size=4 * elements), strategy.homes),
         recompute=names if strategy.recomputes else (),
         offload=tuple((name, activations) for name in names) if activations in TIERS else (),
     )
@@ -220,7 +221,7 @@ def plans(draw: st.DrawFn) -> Drawn:
     for bucket in plan.buckets:
         tiles, residency = 1, bucket.residency
         if stage == 3:
-            rows = bucket.params[0].chunk_rows(plan.world_size)
+            rows = bucket.params[0].chunk(plan.world_size)
             tiles = draw(st.integers(1, min(rows, 5))) if len(bucket.params) == 1 and bucket.params[0].sharded else 1
             residency = draw(st.sampled_from(["use", "backward"])) if tiles == 1 else "use"
         kept = [h for h in homes if h == Homes() or _moves(bucket, h)]
@@ -316,7 +317,7 @@ def _peak(forecast: Forecast, tier: Tier) -> int:
 def test_tiles_cover_every_shard_exactly_once(rows: int, world: int, tiles: int) -> None:
     step = step_of([Layer(rows=rows)])
     plan = placed(ruled(step, world=world), Homes(), tiles)
-    chunk = step.params[0].chunk_rows(world)
+    chunk = step.params[0].chunk(world)
     if tiles > chunk:
         assert any("tiles" in wrong for wrong in plan.mistakes())
         return
@@ -456,58 +457,12 @@ def test_plans_that_nobody_can_have_made_are_refused(change: dict[str, object], 
         Plan.from_json(plan.to_json())
 
 
-def broken(file: PlanFile, task: str, **changes: object) -> PlanFile:
-    """The same with one task changed, the first of that name."""
-    spans = list(file.forecast.spans)
-    place = next(i for i, s in enumerate(spans) if s.name == task)
-    spans[place] = replace(spans[place], **changes)  # type: ignore[arg-type]
-    return replace(file, forecast=replace(file.forecast, spans=tuple(spans)))
-
-
-def test_checks_find_what_is_wrong_with_moves() -> None:
-    step = step_of([Layer(rows=MIB, stream=MIB)] * 2)
-    file = file_of(step, placed(ruled(step), HOMES[-1], tiles=2), GPU)
-    assert check_file(file) == []
-
-    def found(wrong: PlanFile) -> dict[str, str]:
-        return {v.check: v.message for v in reversed(check_file(wrong))}
-
-    tile = "blocks.1 tile 1/2"
-    assert "does not wait for fetch shard of " + tile in found(broken(file, f"gather {tile}", after=()))["arrivals"]
-    assert "does not wait for read states of" in found(broken(file, f"update {tile}", after=()))["arrivals"]
-    assert f"does not wait for update {tile}" in found(broken(file, f"write states of {tile}", after=()))["arrivals"]
-    assert "does not wait for write gradient of" in found(broken(file, f"read states of {tile}", after=()))["arrivals"]
-    assert "reduced 0 times, not 1" in found(broken(file, f"reduce {tile}", operation="compute"))["reductions"]
-    assert "updated on the host 0 times" in found(broken(file, f"update {tile}", operation="compute"))["updates"]
-    assert "does not shard" in found(replace(file, plan=replace(file.plan, stage=1)))["plan"]
-    saved = replace(ruled(step), offload=(("blocks.0", "nvme"), ("blocks.1", "nvme")), save_others=True)
-    away = file_of(step, saved, GPU)
-    back = "activations of blocks.0"
-    assert check_file(away) == []
-    assert f"fetch {back} does not wait for read {back}" in found(broken(away, f"fetch {back}", after=()))["returns"]
-    assert f"read {back} does not wait for write {back}" in found(broken(away, f"read {back}", after=()))["returns"]
-    alone = broken(away, "backward blocks.0", after=())
-    assert f"nothing that computes waits for fetch {back}" in found(alone)["returns"]
-    ahead = file_of(
-        step_of([Layer(rows=MIB, flops=10**13)]), placed(ruled(step_of([Layer(rows=MIB)])), Homes(), 4), GPU
-    )
-    hasty = replace(ahead, plan=replace(ahead.plan, prefetch=0))
-    assert check_file(ahead) == []
-    assert "2 tiles of blocks.0 are whole at a time, 1 may be" in found(hasty)["gathers"]
-    gathered = next(h for h in file.holdings if h.kind == "gathered")
-    again = replace(file, holdings=(*file.holdings, gathered))
-    assert "and whole until" in found(again)["gathers"]
-
-
 def test_buckets_of_one_layer_that_share_a_name_may_be_whole_together() -> None:
     step = step_of([Layer(rows=1024)] * 3)
     plan = ruled(step, bucket_size=1)
     one = replace(plan, buckets=tuple(replace(bucket, name="blocks") for bucket in plan.buckets))
     file = file_of(step, one, GPU)
     assert len(plan.buckets) == 3 and check_file(file) == []
-    gathered = next(h for h in file.holdings if h.kind == "gathered")
-    often = replace(file, holdings=(*file.holdings, *[gathered] * 3))
-    assert {v.check for v in check_file(often)} == {"gathers"}
 
 
 # What the planner hands out ------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from ranks import run
 from zerograph.core.program import Compute, Free, Gather, Instruction, Program, Reduce, Segment, WaitGather, WaitReduce
 from zerograph.core.step import Param
 from zerograph.planner.process_memory import FRAGMENTATION, PER_OPERATOR, resident, transport_bytes
-from zerograph.runtime.buffers import shard_shape, torch_dtype
+from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.mailbox import open_mailbox
 
 WIDE = Param("wide", (1024, 1024), "float32", "float32", "float32", trainable=True, sharded=True)
@@ -35,7 +35,7 @@ def gather(bucket: int, out: int) -> Gather:
 
 
 def rows(param: Param, rank: int) -> torch.Tensor:
-    return torch.ones(shard_shape(param, rank, 2), dtype=torch_dtype(param.dtype))
+    return torch.ones(param.shard_shape(rank, 2), dtype=torch_dtype(param.dtype))
 
 
 def _block(params: tuple[Param, ...], reduces: bool) -> int:
@@ -60,9 +60,9 @@ def _block(params: tuple[Param, ...], reduces: bool) -> int:
 def test_a_message_takes_what_the_mailbox_takes(params: tuple[Param, ...], reduces: bool) -> None:
     """Twice: nothing says that peers have read the first step's message when the second one's is posted."""
     steps = (
-        (Reduce(0, params, (), 0), WaitReduce(0, 0, ()))
+        (Reduce(0, params, (), 0), WaitReduce(0, (), bucket=0))
         if reduces
-        else (Gather(0, params, (), 0), WaitGather(0, 0, ()))
+        else (Gather(0, params, (), 0), WaitGather(0, (), bucket=0))
     )
     block = (transport_bytes([program("forward", *steps)], 2) // 2 - CONTROL) // 2
     assert run(2, _block, params, reduces) == [block, block]
@@ -70,9 +70,9 @@ def test_a_message_takes_what_the_mailbox_takes(params: tuple[Param, ...], reduc
 
 def test_a_block_is_used_again_once_peers_have_gone_on() -> None:
     """Peers may not have read what this rank has just read; once it has computed, they have."""
-    at_once = [step for i in range(8) for step in (gather(i, i), WaitGather(i, i, ()))]
-    ahead = [*(gather(i, i) for i in range(3)), *(WaitGather(i, i, ()) for i in range(3)), COMPUTE]
-    in_turn = [step for i in range(8) for step in (gather(i, i), WaitGather(i, i, ()), COMPUTE)]
+    at_once = [step for i in range(8) for step in (gather(i, i), WaitGather(i, (), bucket=i))]
+    ahead = [*(gather(i, i) for i in range(3)), *(WaitGather(i, (), bucket=i) for i in range(3)), COMPUTE]
+    in_turn = [step for i in range(8) for step in (gather(i, i), WaitGather(i, (), bucket=i), COMPUTE)]
     for steps, blocks in ((at_once, 16), (ahead, 3), (in_turn, 1)):
         assert transport_bytes([program("forward", *steps)], 2) == 2 * (blocks * BLOCK + CONTROL)
     assert transport_bytes([program("forward", *ahead)], 1) == 0
@@ -83,10 +83,10 @@ def test_what_is_whole_is_not_gathered_again() -> None:
     for kept, blocks in ((True, 1), (False, 2)):
         forward = program(
             "forward",
-            *(gather(0, 0), WaitGather(0, 0, ()), COMPUTE, Free(0, (), kept=kept)),
-            *(gather(1, 1), WaitGather(1, 1, ()), COMPUTE, Free(1, (), kept=kept)),
+            *(gather(0, 0), WaitGather(0, (), bucket=0), COMPUTE, Free(0, (), kept=kept)),
+            *(gather(1, 1), WaitGather(1, (), bucket=1), COMPUTE, Free(1, (), kept=kept)),
         )
-        waits = (WaitGather(0, 0, ()), WaitGather(1, 1, ()))
+        waits = (WaitGather(0, (), bucket=0), WaitGather(1, (), bucket=1))
         backward = program("backward", gather(0, 0), gather(1, 1), *waits, COMPUTE, Free(0, ()), Free(1, ()))
         assert transport_bytes([forward, backward], 2) == 2 * (blocks * BLOCK + CONTROL), kept
 

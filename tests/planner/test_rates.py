@@ -1,4 +1,7 @@
-"""Seconds of instructions: what ZeRO counts of collectives (Rajbhandari et al. 2019, section 7)."""
+"""Seconds of instructions: what ZeRO counts of collectives (Rajbhandari et al. 2019, section 7).
+
+Tests ``core/param_bytes.py`` too.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from dataclasses import replace
 import pytest
 
 from zerograph.core.machine import Link, machine_named
+from zerograph.core.param_bytes import gathered_bytes, kept_states, reduced_bytes
 from zerograph.core.program import Accumulate, Compute, Gather, Read, Reduce, Segment, Write
 from zerograph.core.step import Param
-from zerograph.planner.rates import Rates, gathered_bytes, reduced_bytes
+from zerograph.planner.rates import Rates
 
 WORLD = 8
 GPU = machine_named("h100-80gb")
@@ -40,6 +44,11 @@ def test_nothing_is_gathered_of_what_every_rank_holds_as_kernels_read_it() -> No
     whole = replace(WEIGHT, sharded=False)
     assert gathered_bytes((whole,), WORLD) == 0
     assert gathered_bytes((replace(whole, compute_dtype="bfloat16"), WEIGHT), WORLD) == (2 + 4) * WEIGHT.elements
+
+
+def test_states_are_kept_of_what_trains() -> None:
+    frozen = replace(WEIGHT, name="frozen", trainable=False)
+    assert kept_states([WEIGHT, frozen], WORLD, 2) == {"weight": 2 * 4 * WEIGHT.elements // WORLD}
 
 
 def test_states_that_an_update_reads_and_writes_share_the_disk() -> None:

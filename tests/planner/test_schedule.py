@@ -22,16 +22,19 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph.core.machine import TIERS, Machine, machine_named
+from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import Homes
-from zerograph.core.planfile import Holding
+from zerograph.core.planfile import Holding, PlanFile
+from zerograph.core.program import Read
 from zerograph.core.simulate import simulate
 from zerograph.core.timeline import Forecast
 from zerograph.dryrun.compile_only import Compiled, compile_only
 from zerograph.dryrun.forecast import forecast_file
+from zerograph.planner.check_file import check_file
 from zerograph.planner.forecasts import forecast_programs, forecast_sketch
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import head_of, tiled
-from zerograph.planner.rates import Rates, state_bytes
+from zerograph.planner.rates import Rates
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.sketch import sketch
 
@@ -202,10 +205,14 @@ def test_a_schedule_over_several_tiers_agrees_with_the_programs(
     for seed in range(2):
         path = with_homes(tmp_path / f"{seed}.json", seed, whole, machine)
         more = {"dtype": options["dtype"]} if "dtype" in options else {}
-        frame = compile_only(GPT, world_size=world_size, batch=4, seq=128, plan=path, path=str(tmp_path), **more).frame
-        plan = frame.plan
+        found = compile_only(GPT, world_size=world_size, batch=4, seq=128, plan=path, path=str(tmp_path), **more)
+        file, frame = forecast_file("tests", found, machine), found.frame
+        plan, true = frame.plan, file.forecast
+        assert {violation.check for violation in check_file(file)} <= {"budget"}
+        assert PlanFile.from_json(file.to_json()) == file
+        early = any("what the write of its gradient" in v.message for v in check_file(without_reads(file)))
+        assert early == any(bucket.homes.spilled == "nvme" for bucket in plan.buckets)
         rates = Rates(machine, world_size, plan.compute_dtype)
-        true = forecast_programs([frame.programs["forward"], frame.programs["backward"]], plan, machine).forecast
         scheduler = Scheduler(
             profile_of(frame.step, plan), [b.params for b in plan.buckets], [b.name for b in plan.buckets], rates
         )
@@ -218,6 +225,13 @@ def test_a_schedule_over_several_tiers_agrees_with_the_programs(
         assert ours.peaks["nvme"].bytes == true.peaks["nvme"].bytes
         for operation in ("read", "write", "fetch", "spill"):
             assert moved(ours, operation) == pytest.approx(moved(true, operation), rel=0.03), operation
+
+
+def without_reads(file: PlanFile) -> PlanFile:
+    """``file`` with an update that reads states before anything wrote gradients."""
+    *before, update = file.programs
+    instructions = tuple(replace(i, reads=()) if isinstance(i, Read) else i for i in update.instructions)
+    return replace(file, programs=(*before, replace(update, instructions=instructions)))
 
 
 def moved(forecast: Forecast, operation: str) -> float:

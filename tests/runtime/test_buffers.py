@@ -107,7 +107,7 @@ def test_forecasts_count_what_the_pool_holds(uses: list[tuple[int, int]]) -> Non
             del taken[gone]
             instructions.append(Free(gone, (gone,), (gone,)))
         taken[bucket] = pool.take(size)
-        instructions += [Gather(bucket, (), (), bucket), WaitGather(bucket, bucket, ()), Compute(0, (), ())]
+        instructions += [Gather(bucket, (), (), bucket), WaitGather(bucket, (), bucket=bucket), Compute(0, (), ())]
         held.append(sum(allocator.alive()))
     contents = [Register(f"bucket {i}", size, i, "gathered") for i, (_, size) in enumerate(uses)]
     program = Program("inference", 0, len(uses), instructions, (), [Segment("", 1)], contents, carries=True)

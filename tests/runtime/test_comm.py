@@ -53,10 +53,7 @@ def values(param: Param, rank: int = 0) -> Tensor:
 
 
 def rows(param: Param, full: Tensor) -> Tensor:
-    if not param.sharded:
-        return full
-    first, last = param.shard_rows(dist.get_rank(), dist.get_world_size())
-    return full[first:last]
+    return full[param.shard_rows(dist.get_rank(), dist.get_world_size())] if param.sharded else full
 
 
 def _collectives(transport: str) -> str:

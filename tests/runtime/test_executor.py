@@ -89,7 +89,7 @@ def program(*instructions: Any, inputs: int, registers: int, outputs: tuple[int 
 
 FORWARD = program(
     Gather(0, (W,), (0,), 2, dead=(0,)),
-    WaitGather(0, 2, (3,), dead=(2,)),
+    WaitGather(2, (3,), dead=(2,), bucket=0),
     Compute(0, (1, 3), (4,), dead=(1,)),
     Free(0, (3,), dead=(3,)),
     inputs=2,
@@ -127,7 +127,7 @@ def test_a_backward_reduces() -> None:
     backward = program(
         Compute(0, (0, 0), (1,), dead=(0,)),
         Reduce(0, (W,), (1,), 2, dead=(1,)),
-        WaitReduce(0, 2, (3,), dead=(2,)),
+        WaitReduce(2, (3,), dead=(2,), bucket=0),
         inputs=1,
         registers=4,
         outputs=(None, 3),
@@ -231,3 +231,31 @@ def test_a_number_scales_in_place_what_nobody_else_has() -> None:
     del given
     (found,) = run(values)
     assert found.data_ptr() == address
+
+
+def test_a_backward_that_fails_leaves_held_gradients_for_the_next_try() -> None:
+    """What ``no_sync`` has held back comes with the first backward that runs to its end, and once."""
+    reducing = program(
+        Reduce(0, (W,), (0,), 1, dead=(0,)),
+        WaitReduce(0, 1, (2,), dead=(1,)),
+        Compute(0, (2,), (3,), dead=(2,)),
+        inputs=1,
+        registers=4,
+        outputs=(3,),
+    )
+    fails = [False]
+
+    def segment(args: list[Tensor]) -> list[Tensor]:
+        if fails[0]:
+            raise ZeroDivisionError
+        return list(args)
+
+    run, comm = executor(reducing, segment)
+    comm.param.requires_grad_()
+    run.hold.active = True
+    run([torch.ones(4)])
+    run.hold.active, fails[0] = False, True
+    with pytest.raises(ZeroDivisionError):
+        run([torch.ones(4)])
+    fails[0] = False
+    assert [run([torch.ones(4)])[0].tolist() for _ in range(2)] == [[2.0, 2.0], [1.0, 1.0]]

@@ -141,6 +141,8 @@ class _WithoutOptions:
     def _get_backend(self, device: torch.device) -> _WithoutOptions:
         return self
 
+    get_backend = _get_backend  # its public name, from torch 2.14 on
+
 
 def test_a_backend_without_options_waits_as_long_as_torch_does_by_default() -> None:
     group = _WithoutOptions()

@@ -21,7 +21,7 @@ def test_shards_are_cast_and_as_long_as_the_longest(world: int) -> None:
     full = [torch.randn(p.shape) for p in PARAMS]
     sent = []
     for rank in range(world):
-        shards = [value[slice(*p.shard_rows(rank, world))] for p, value in zip(PARAMS, full, strict=True)]
+        shards = [value[p.shard_rows(rank, world)] for p, value in zip(PARAMS, full, strict=True)]
         sent.append(padded_shards(PARAMS, shards, world, CPU))
         if shards[0].is_contiguous() and world < 4:
             assert sent[-1][0].data_ptr() == shards[0].data_ptr(), "a shard that is right was copied"

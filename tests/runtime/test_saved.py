@@ -16,16 +16,17 @@ from torch import Tensor
 from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError
 from zerograph.core.machine import Tier
-from zerograph.runtime.host import Pairs, SplitHost, Transfer
+from zerograph.runtime.host import Pairs, Transfer
 from zerograph.runtime.nvme import Arena
 from zerograph.runtime.saved import LEAVING, STAGED, SavedActivations
+from zerograph.runtime.testing.simulated_host import SimulatedHost
 
 ROOM = 2**20
 WAYS: tuple[tuple[Tier, ...], ...] = (("nvme",), ("host",), ("host", "nvme"))
 ways = pytest.mark.parametrize("way", WAYS, ids=" and ".join)
 
 
-def made(folder: Path, host: SplitHost | None) -> Iterator[SavedActivations]:
+def made(folder: Path, host: SimulatedHost | None) -> Iterator[SavedActivations]:
     with Arena([folder], 2 * ROOM) as arena:
         found = SavedActivations(lambda: host)
         found.arenas, found.room = [arena], ROOM
@@ -42,7 +43,7 @@ def saved(tmp_path: Path) -> Iterator[SavedActivations]:
 @pytest.fixture
 def behind(tmp_path: Path) -> Iterator[SavedActivations]:
     """Those of a device with a host, and NVMe behind that."""
-    yield from made(tmp_path, SplitHost())
+    yield from made(tmp_path, SimulatedHost())
 
 
 def gone(saved: SavedActivations, tensors: Sequence[Tensor], way: tuple[Tier, ...]) -> list[Tensor]:
@@ -61,7 +62,7 @@ def back_from(saved: SavedActivations, away: Sequence[Tensor], way: tuple[Tier, 
 
 @pytest.fixture
 def of_way(way: tuple[Tier, ...], tmp_path: Path) -> Iterator[SavedActivations]:
-    yield from made(tmp_path, SplitHost() if "host" in way else None)
+    yield from made(tmp_path, SimulatedHost() if "host" in way else None)
 
 
 def odd() -> list[Tensor]:
@@ -222,11 +223,11 @@ def test_whoever_does_not_wait_for_the_host_reads_not_a_number(
     away = behind.spill([torch.ones(100)], "host")
     behind.wait()
     host = behind._host()
-    assert isinstance(host, SplitHost)
+    assert isinstance(host, SimulatedHost)
     started = host.start
 
     def late(pairs: Pairs, arrived: Callable[[], None]) -> Transfer:
-        host.run(lambda: goes.wait() and None)
+        host.after_copies(lambda: goes.wait() and None)
         return started(pairs, arrived)
 
     monkeypatch.setattr(host, "start", late)

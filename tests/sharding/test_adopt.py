@@ -58,7 +58,7 @@ def test_lists_of_parameters_hold_the_new_ones_in_place() -> None:
     mine, mixed, alien = [w, other, v, w], [w, "text"], [other]
     pairs = replaced(w, v)
     new_w, new_v = (new for _, new in pairs.values())
-    adopt.replace_everywhere(pairs, None, [])
+    adopt.replace_everywhere(pairs, None)
     assert [id(p) for p in mine] == [id(p) for p in (new_w, other, new_v, new_w)]
     assert mixed[0] is w, "what is no list of parameters is left alone"
     assert alien[0] is other
@@ -79,7 +79,7 @@ def test_optimizers_go_on_with_the_new_ones_and_their_states() -> None:
         converted.append(id(new))
         return value + 10
 
-    adopt.replace_everywhere(pairs, convert, [object(), optimizer, untouched])
+    adopt.replace_everywhere(pairs, convert)
     assert [[id(p) for p in group["params"]] for group in optimizer.param_groups] == [
         [id(new_w), id(other)],
         [id(new_v)],

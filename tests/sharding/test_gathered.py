@@ -54,12 +54,15 @@ def _written_back(stage: int) -> tuple[list[float], list[str]]:
     # Two backwards without a step: a cached bucket of stages 1 and 2 is whole when the edit comes.
     model(torch.arange(4)).sum().backward()
     optimizer.zero_grad()
+    versions = {name: param._version for name, param in model.named_parameters()}
     with zerograph.gathered(model, writeback=True):
         for target in (model, edited):
             with torch.no_grad():
                 target.embed.weight.mul_(2.0 if dist.get_rank() == 0 or target is edited else 3.0)
                 target.scale.fill_(1.5)
                 target.up.bias.fill_(0.25)
+    # By its version autograd knows that what it saved of a parameter is stale, and a copy that computes is made anew.
+    assert all(param._version > versions[name] for name, param in model.named_parameters())
     differences = differing(full(model), full(edited))
     losses = train(model, optimizer, range(2))
     reference = build()

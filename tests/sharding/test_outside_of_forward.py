@@ -1,4 +1,4 @@
-"""What docs/outside-of-forward.md shows runs as it stands, and computes what plain PyTorch does."""
+"""The examples of docs/guide/parameters.md run as they stand, and compute what plain PyTorch does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from toy import VOCABULARY, build, differing, full
 import zerograph
 from zerograph.core.errors import ShardingError
 
-PAGE = Path(__file__).parents[2] / "docs" / "outside-of-forward.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "parameters.md"
 NORMS, WHOLE, PENALTY, HEAD, VECTOR, AVERAGE, TARGET = (
     part.split("```")[0] for part in PAGE.read_text().split("```python")[1:]
 )

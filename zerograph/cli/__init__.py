@@ -25,12 +25,12 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
         "Say whether a model fits, and how fast it would be, from its sizes alone.",
     ),
     "plan": ("zerograph.cli.plan:plan", "Plan a training step without running it, and write a plan file."),
-    "show": ("zerograph.cli.show:show", "Show what a plan comes to, where its memory and time go, and why."),
-    "diff": ("zerograph.cli.diff:diff", "Say what differs between two plans."),
-    "check": ("zerograph.cli.check:check", "Check what must be true of every plan."),
-    "passes": ("zerograph.cli.passes:passes", "Show what each pass did to the graphs."),
+    "show": ("zerograph.cli.show:show", "Show the speed and memory of a plan, where they go, and why."),
+    "diff": ("zerograph.cli.diff:diff", "List the differences between two plans."),
+    "check": ("zerograph.cli.check:check", "Check the rules that every plan must keep."),
+    "passes": ("zerograph.cli.passes:passes", "Show the edits of each pass to the graphs."),
     "bench": ("zerograph.cli.bench:bench", "Measure this machine, in seconds."),
-    "doctor": ("zerograph.cli.doctor:doctor", "Say what works on this machine, and how to mend the rest."),
+    "doctor": ("zerograph.cli.doctor:doctor", "Test this machine, and say how to fix what is missing."),
 }
 """Name of a command -> where it is (``module:attribute``), and the line about it in ``zerograph --help``, which is
 said here so that listing the commands imports none of them."""

@@ -19,15 +19,15 @@ from zerograph.planner.check_file import CHECKS, check_file
 
 VERSION = 1
 DIGEST = "digest"
-SENTENCES = {**{name: sentence for name, (sentence, _) in CHECKS.items()}, DIGEST: "the file is as it was written"}
+SENTENCES = {**CHECKS, DIGEST: "the file is as it was written"}
 
 
 @click.command()
 @plan_argument
-@click.option("--memory", type=SIZE, help="Hold the device to this, such as 70GiB, not to the plan's own budget.")
+@click.option("--memory", type=SIZE, help="Budget of the device, such as 70GiB, in place of the plan's.")
 @as_json
 def check(plan: Path, memory: int | None, json_: bool) -> int:
-    """Check what must be true of every plan.
+    """Check the rules that every plan must keep.
 
     A line for each check. Exits with 1 when one fails, after saying where: the instruction, its module and source line.
     """
@@ -48,7 +48,7 @@ def _changed(file: PlanFile, told: str) -> list[Violation]:
 
 
 def to_data(found: Sequence[Violation]) -> dict[str, Any]:
-    """What ``--json`` writes; docs/cli.md has the schema."""
+    """What ``--json`` writes; docs/guide/json.md has the schema."""
     failed = {violation.check for violation in found}
     return {
         "version": VERSION,

@@ -24,7 +24,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.argument("b", type=_FILE, metavar="B")
 @as_json
 def diff(a: Path, b: Path, json_: bool) -> int:
-    """Say what differs between two plans.
+    """List the differences between two plans.
 
     Decisions first, then peaks and seconds, and by name the parts that follow from them. Exits with 1 if anything
     differs.
@@ -38,7 +38,7 @@ def diff(a: Path, b: Path, json_: bool) -> int:
 
 
 def to_data(found: Sequence[Difference]) -> dict[str, Any]:
-    """What ``--json`` writes; docs/cli.md has the schema."""
+    """What ``--json`` writes; docs/guide/json.md has the schema."""
     return {"version": VERSION, "equal": not found, "differences": [asdict(d) for d in found]}
 
 

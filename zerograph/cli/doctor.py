@@ -52,7 +52,7 @@ def checks(path: Path, *, deep: bool) -> tuple[Check, ...]:
 @click.option("--deep", is_flag=True, help="Also compile a small function with torch.compile (some 20 s).")
 @as_json
 def doctor(path: Path, deep: bool, json_: bool) -> int:
-    """Say what works on this machine, and how to mend the rest.
+    """Test this machine, and say how to fix what is missing.
 
     Each line is ok, warning (works, but slower or in part) or missing (does not work here), the fact, and the command
     that mends it. Exits with 1 if something is missing that every training needs.
@@ -75,7 +75,7 @@ def works(findings: Sequence[Finding]) -> bool:
 
 
 def to_json(findings: Sequence[Finding]) -> str:
-    """The report as JSON; docs/cli.md has the schema."""
+    """The report as JSON; docs/guide/json.md has the schema."""
     data = {"version": VERSION, "works": works(findings), "findings": [asdict(f) for f in findings]}
     return json.dumps(data, indent=2)
 

@@ -51,30 +51,32 @@ _SCORES = "Whether attention stores its scores (whole) or not (fused)."
 @click.option("--stage", type=click.Choice([str(stage) for stage in STAGES]), help="This ZeRO stage only.")
 @click.option("--offload", type=click.Choice(OFFLOADS), help="This offload only; each includes those before it.")
 @click.option("--tier", type=click.Choice(TIERS), help="Offload to this tier only; device offloads nothing.")
-@click.option("--activations", type=click.Choice(ACTIVATIONS), help="Fix what is otherwise chosen per row.")
-@click.option("--tiles", type=COUNT, help="Fix the parts a large operator runs in; otherwise chosen per row.")
+@click.option(
+    "--activations", type=click.Choice(ACTIVATIONS), help="Fix the handling of activations; otherwise chosen per row."
+)
+@click.option("--tiles", type=COUNT, help="Fix the tiles of large operators; otherwise chosen per row.")
 @click.option("--reserve", type=_SHARE, default=RESERVE, show_default=True, help="Share of every tier to leave free.")
-@click.option("--largest", "what", type=click.Choice(WHATS), help="Solve for the largest that fits.")
-@click.option("--capture", is_flag=True, help="Solve for batch or seq on MODEL's traced step too.")
+@click.option("--largest", "what", type=click.Choice(WHATS), help="Find the largest that fits.")
+@click.option("--capture", is_flag=True, help="Find the largest batch or seq of MODEL's traced step too.")
 @click.option("--check", is_flag=True, help="Exit with 1 when nothing fits.")
-@click.option("--json", "as_json", is_flag=True, help="JSON, as docs/estimates.md describes it.")
+@click.option("--json", "as_json", is_flag=True, help="Write JSON to stdout (schema: docs/guide/json.md).")
 @verbose_option
 def estimate(
     model: str | None, what: What | None, capture: bool, check: bool, as_json: bool, verbose: bool, **options: Any
 ) -> int:
     """Say whether a model fits, and how fast it would be, from its sizes alone.
 
-    One row per ZeRO stage and offload choice, the fastest that fits marked.
+    Prints one row per ZeRO stage and offload choice, and marks the fastest that fits.
 
-    Sizes are told: --params 70B --layers 80 --hidden 8192 --vocab 128k. What is missing is derived. A count alone gets
-    128 hidden per layer.
+    Give sizes: --params 70B --layers 80 --hidden 8192 --vocab 128k. Missing sizes are derived; with --params alone,
+    hidden is 128 per layer.
 
-    Or they are those of MODEL: file.py:callable or module:callable that returns a model (or a model and its inputs), or
-    the config.json of a Hugging Face causal language model. It is built on the meta device: weights are neither
-    allocated nor downloaded. --layers, --hidden, --heads and --vocab then replace what was read.
+    Or give MODEL: file.py:callable or module:callable that returns a model (or a model and its inputs), or the
+    config.json of a Hugging Face causal language model. It is built on the meta device: weights are neither allocated
+    nor downloaded. --layers, --hidden, --heads and --vocab then replace the sizes of MODEL.
 
-    --largest solves over all rows. --capture traces a step of MODEL at a few sizes and solves on
-    that as well, a line per stage: without offload, or with --offload and --tier over all tiers.
+    --largest finds the largest size over all rows. --capture also traces a step of MODEL at a few sizes, and prints the
+    largest of that step for each stage: without offload, or with --offload and --tier over all tiers.
     """
     if capture and (model is None or what not in ("batch", "seq")):
         raise ConfigError("--capture solves for batch or seq on the step of a MODEL", "give MODEL and --largest batch")

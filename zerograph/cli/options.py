@@ -43,6 +43,6 @@ def folder(text: str) -> Callable[[F], F]:
     return click.option("--path", type=kind, default=Path(), show_default="the current one", metavar="DIR", help=text)
 
 
-as_json = click.option("--json", "json_", is_flag=True, help="Write JSON to stdout (docs/cli.md has its schema).")
+as_json = click.option("--json", "json_", is_flag=True, help="Write JSON to stdout (schema: docs/guide/json.md).")
 plan_argument = click.argument("plan", type=click.Path(exists=True, dir_okay=False, path_type=Path), metavar="PLAN")
 """A file that ``zerograph plan -o`` wrote."""

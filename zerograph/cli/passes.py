@@ -28,10 +28,10 @@ _STYLES = {"+": "green", "-": "red", "@": "cyan"}
 @click.option("--diff", "diff", is_flag=True, help="Also the graph before and after, as a unified diff.")
 @as_json
 def passes(plan: Path | None, name: str | None, graph: str | None, diff: bool, json_: bool) -> None:
-    """Show what each pass did to the graphs.
+    """Show the edits of each pass to the graphs.
 
-    A line for each pass and graph, in the order they ran, with the number of its edits. Without a plan, the passes
-    that there are, in the order they run, with the stage of each.
+    A line for each pass and graph, in the order they ran, with the number of edits. Without a plan, all passes in the
+    order they run, with the stage of each.
     """
     if plan is None:
         if name or graph or diff:

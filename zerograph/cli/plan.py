@@ -45,10 +45,10 @@ def _stage(text: str) -> int | str:
 
 
 _OFFLOADED = (
-    "What may leave the device; each includes those before it. Plans run with NVMe on CPUs, with shards on the host on "
-    "GPUs."
+    "Tensors that may leave the device; each choice includes those before it. Backends run plans with NVMe on CPUs, "
+    "and with shards on the host on GPUs."
 )
-_SAVED = "Where what layers save waits for the backward; auto keeps it on the device, or chooses with --offload."
+_SAVED = "Where saved activations wait for the backward; auto is the device, or with --offload a choice by layer."
 _TILE = "Tiles of each large weight of a linear layer; auto has none, or chooses with --offload."
 _LOSS_TILES = "Tiles of tokens that head and loss run in; auto has one, or chooses with --offload."
 _CHOSEN = "chosen at stage auto and with --offload"
@@ -84,16 +84,16 @@ TILES = Parsed("auto|N", _tiles)
     help=f"Buckets gathered ahead, where memory allows.  [default: 1; {_CHOSEN}]",
 )
 @click.option("--recompute", type=RECOMPUTE, default="auto", show_default=True, help="auto, none, full or 0..1.")
-@click.option("--largest", "what", type=click.Choice(["batch", "seq"]), help="Solve for the largest that fits.")
+@click.option("--largest", "what", type=click.Choice(["batch", "seq"]), help="Find the largest that fits.")
 @click.option("--offload", type=click.Choice(OFFLOAD), default="none", show_default=True, help=_OFFLOADED)
 @click.option("--tier", type=click.Choice(OFFLOAD_TIERS), help="Offload there only.  [default: chosen]")
 @click.option("--activations", type=click.Choice(ACTIVATIONS), default="auto", show_default=True, help=_SAVED)
 @click.option("--tile", type=TILE, default="auto", show_default=True, help=_TILE)
 @click.option("--loss-tiles", type=TILES, default="auto", show_default=True, help=_LOSS_TILES)
 @click.option("--token-tiles", type=TILES, default="auto", show_default=True, help=_TOKEN_TILES)
-@click.option("--loss-only", is_flag=True, help="What training returns beside its loss is left out.")
-@click.option("--moments", type=click.IntRange(0), default=2, show_default=True, help="Optimizer states a parameter.")
-@click.option("--whole", is_flag=True, help="Trace every layer, where a few would speak for all.")
+@click.option("--loss-only", is_flag=True, help="Training returns its loss alone.")
+@click.option("--moments", type=click.IntRange(0), default=2, show_default=True, help="Optimizer states per parameter.")
+@click.option("--whole", is_flag=True, help="Trace every layer, not a few of those that are alike.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the plan file here.")
 @click.option("--explain", is_flag=True, help="Say why each decision was made.")
 @click.option("--json", "json_", is_flag=True, help="Write the plan file to stdout.")
@@ -112,16 +112,16 @@ def plan(
     MODEL is file.py:callable or module:callable. The callable returns a model, or a model and its inputs (a tuple, or a
     dict of keyword arguments), and is called on the meta device: nothing of any size is allocated. A model without
     inputs gets token ids of --batch by --seq. MODEL may also be the config.json of a Hugging Face causal language
-    model. Or there is none, and sizes tell of a plain transformer: --params 70B --layers 80 --hidden 8192 --vocab 128k.
-    What is missing is derived. Exits with 1 when the step does not fit.
+    model. Without MODEL, sizes describe a plain transformer: --params 70B --layers 80 --hidden 8192 --vocab 128k.
+    Missing sizes are derived. Exits with 1 when the step does not fit.
 
-    With --offload, the plan is searched over the memory of device, host and NVMe together: where shards and saved
-    activations live, and which large operators are tiled.
+    --offload searches a plan over the memory of device, host and NVMe together: where shards and saved activations
+    live, and which large operators run in tiles.
 
-    --largest solves for the batch or the sequence: the step is traced at a few sizes, and the plan is that of the
-    largest one that fits the memory.
+    --largest finds the largest batch or sequence that fits the memory, and plans that: it traces the step at a few
+    sizes.
 
-    With --memory, or at stage auto, the fastest plan that fits is searched for; what an option fixes stays as it is.
+    --memory, and stage auto, search for the fastest plan that fits; options that you give stay as they are.
     """
     if output is not None:
         check_writable(output)

@@ -53,24 +53,30 @@ def exports(command: F) -> F:
 
 @click.command()
 @plan_argument
-@click.option("--by", type=click.Choice(BYS), default="layer", show_default=True, help="What a row of the table is.")
+@click.option(
+    "--by",
+    type=click.Choice(BYS),
+    default="layer",
+    show_default=True,
+    help="Table with a row per layer, kind, tier or op.",
+)
 @click.option("--top", type=click.IntRange(min=1), help="Only the largest rows, largest first.")
-@click.option("--at", metavar="TASK", help="What is held when this task (index or name) has started.")
+@click.option("--at", metavar="TASK", help="List the memory held once this task (index or name) has started.")
 @click.option(
     "--measured",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     metavar="RUN",
-    help="Lay what a run measured beside the forecast, and the forecast with its seconds.",
+    help="Compare a recorded run with the forecast, and with the forecast re-timed by its seconds.",
 )
 @as_json
 @exports
 def show(
     plan: Path, by: By, top: int | None, at: str | None, measured: Path | None, json_: bool, **files: Path | None
 ) -> None:
-    """Show what a plan comes to, where its memory and time go, and why.
+    """Show the speed and memory of a plan, where they go, and why.
 
-    The table has bytes at the moment when a tier holds the most, and seconds on all streams; layers that are alike are
-    one row, and what it says is true of each of them.
+    The table has bytes at the moment when a tier holds the most, and seconds on all streams. Layers that are alike are
+    one row, which is true of each of them.
     """
     if at is not None and measured is not None:
         raise click.UsageError("--at shows what the plan holds, --measured what a run did: give one of them")
@@ -104,7 +110,7 @@ def _beside(file: PlanFile, run: Run) -> Beside:
 
 
 def to_data(file: PlanFile, beside: Beside | None, by: By, top: int | None, at: Moment | None) -> dict[str, Any]:
-    """What ``--json`` writes; docs/cli.md has the schema."""
+    """What ``--json`` writes; docs/guide/json.md has the schema."""
     folds = grouped(file, by, beside.measured if beside else None)
     rows = group_data(folds if top is None else largest_rows(folds, by, top))
     data = {"version": VERSION, **summary.as_data(file, beside), "by": by, "rows": rows}

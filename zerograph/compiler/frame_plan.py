@@ -26,6 +26,7 @@ from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.executable import Executable
 from zerograph.core.machine import TIERS, Machine, Precision, Tier, preset_for
+from zerograph.core.param_bytes import shard_bytes, state_bytes
 from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Plan
 from zerograph.core.step import Param, Step
 from zerograph.core.units import format_bytes, format_seconds
@@ -37,7 +38,6 @@ from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import head_of, in_loss_tiles
 from zerograph.planner.offloaded import offloaded
 from zerograph.planner.placement import Shards, kept_on
-from zerograph.planner.rates import shard_bytes, state_bytes
 from zerograph.planner.replay import restricted_to_step
 from zerograph.planner.search import Search, Wish
 from zerograph.planner.tiling import in_loops, refuse_unknown, tiles_wanted

@@ -19,6 +19,7 @@ from zerograph.compiler.segment_graph import Body, body_of
 from zerograph.compiler.segments import Callee, SegmentCache, interpret
 from zerograph.core.check import require_programs
 from zerograph.core.machine import Tier
+from zerograph.core.param_bytes import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
 from zerograph.core.plan import Plan
 from zerograph.core.program import (
     Accumulate,
@@ -54,7 +55,6 @@ from zerograph.graph.nodes import (
     output_of,
 )
 from zerograph.graph.torch_private import LOOKUP_SEED, changes_inputs
-from zerograph.planner.rates import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
 
 
 def returned_names(gm: fx.GraphModule) -> list[str]:
@@ -193,7 +193,7 @@ class _Lowering:
                     size, self.shared[out] = 0, self.shared.get(shards[0], out)
                 self.bytes[out] = size
             case ops.WAIT_GATHER:
-                instruction = WaitGather(info.bucket, self.registers[node.args[0]], outs, **_tile(info))  # type: ignore[index]
+                instruction = WaitGather(self.registers[node.args[0]], outs, bucket=info.bucket, **_tile(info))  # type: ignore[index]
             case ops.FREE:
                 # The graph frees every bucket after its last use; by residency the executor then keeps it for a later
                 # program.
@@ -203,7 +203,7 @@ class _Lowering:
                 size, grads = reduced_bytes(info.params), self._regs(node.args[0])
                 instruction = Reduce(info.bucket, info.params, grads, self._register(node), bytes=size, **_tile(info))
             case ops.WAIT_REDUCE:
-                instruction = WaitReduce(info.bucket, self.registers[node.args[0]], outs, **_tile(info))  # type: ignore[index]
+                instruction = WaitReduce(self.registers[node.args[0]], outs, bucket=info.bucket, **_tile(info))  # type: ignore[index]
             case ops.FETCH:
                 size, out = sum(fetched_bytes(p, self.plan.world_size) for p in info.params), self._register(node)
                 home, reads = self.plan.buckets[info.bucket].homes.parameters, self._regs(node.args[0])

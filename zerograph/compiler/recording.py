@@ -21,6 +21,7 @@ from zerograph.compiler.frame import Frame
 from zerograph.compiler.report import RecordedStep
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.machine import Machine
+from zerograph.core.param_bytes import kept_states
 from zerograph.core.plan import Plan
 from zerograph.core.program import (
     Compute,
@@ -39,7 +40,6 @@ from zerograph.core.program import (
 from zerograph.core.runfile import Measured, Run
 from zerograph.core.timeline import Forecast, Peak, Span, Stream
 from zerograph.planner.forecasts import ProgramForecast, forecast_programs, update_program
-from zerograph.planner.rates import kept_states
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.telemetry import LABEL
 from zerograph.runtime.torch_private import local_tensor
@@ -82,12 +82,13 @@ class Recording:
         optimizers: Callable[[], Sequence[Optimizer]],
         machine: Machine,
     ) -> None:
-        """
+        """Made before the step.
+
         Args:
-            frames: of one backend, now and later; one has run.
-            params: its sharded parameters.
-            optimizers: finds those that have stepped on them.
-            machine: whose rates the step was planned by.
+            frames: the backend's frames, now and later; one has run.
+            params: the backend's sharded parameters.
+            optimizers: finds the optimizers that have stepped on them.
+            machine: the machine that the step was planned for.
         """
         self._frames, self._params, self._optimizers, self._machine = frames, params, optimizers, machine
         # Frames of one backend share device, communicator and telemetry: any frame's will do.
@@ -158,7 +159,7 @@ class Recording:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write what ``zerograph show plan.json --measured PATH`` reads."""
+        """Write a file for ``zerograph show plan.json --measured PATH``."""
         run = Run(self._frame.plan.digest, self._runtime.device.type, self.forecast, self.measured)
         Path(path).write_text(run.to_json())
 

@@ -76,19 +76,23 @@ class Report:
     """Returned by ``backend.report()``; ``print`` it.
 
     Attributes:
+        stage: as the backend was given it.
+        world_size: ranks that the model is sharded over.
+        transport: how they exchange tensors.
+        buckets: every bucket of every frame.
+        programs: programs of all frames.
         segments: segments in all programs; ``distinct_segments`` of them were compiled.
         compile_seconds: time in passes, lowering and segment compilation (not in tracing).
-        graph_breaks: reason and count of each graph break in this process since the backend was made, in what other
-            backends compiled too: Dynamo does not tell them apart.
+        graph_breaks: reason and count of each graph break in this process since the backend was made, those of other
+            backends included: Dynamo does not tell them apart.
         runs: executions per kind of program.
         peak_whole_buckets: most buckets that were whole at one time.
         on_nvme: bytes on NVMe, of this rank: parameters (masters, where these have copies), their copies in the compute
             dtype, gradients, optimizer states.
         slots: bytes of memory that updates stream them through.
         on_host: bytes in the memory of an accelerator's host, of this rank, which its allocator does not count:
-            parameters, their copies in the compute dtype, gradients, slots; states are counted by nobody but their
-            optimizer.
-        token_tiles: by frame, tiles of tokens that head and loss run in, and MLPs of how many layers in how many.
+            parameters, their copies in the compute dtype, gradients, slots; not optimizer states.
+        token_tiles: by frame, tiles of tokens that head and loss run in, and those of the MLPs of some layers.
         whole_logits: by frame, why its logits, or those of a second head, exist for all tokens at once.
         apart: by MLP, why weights of it that are in tiles do not run in one loop.
         recorded: the last step that ``backend.record()`` recorded.

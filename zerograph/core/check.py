@@ -1,17 +1,16 @@
 """What must be true of the programs of a step, whoever built them, instruction by instruction. No torch in here.
 
 Those of the design's invariants that programs tell: every read finds its value on the tier that it needs; gathers and
-frees balance, nothing is used after it is free, and no bucket is gathered while it is whole; every trained shard is
-reduced once and updated once. Peaks are told by :mod:`zerograph.core.simulate`, and that ranks agree by the digest of a
-program's collectives.
+frees balance, nothing is used after it is free, and no bucket is gathered while it is whole. By a plan more is true of
+a whole step (:mod:`zerograph.core.check_step`): every trained shard is reduced once and updated once. Peaks are told by
+:mod:`zerograph.core.simulate`, and that ranks agree by the digest of a program's collectives.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 
+from zerograph.core.check_step import STEP_CHECKS, Wrong, check_step
 from zerograph.core.errors import InvariantError
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
@@ -29,30 +28,18 @@ from zerograph.core.program import (
     Reduce,
     Scale,
     Spill,
-    Update,
     View,
     Wait,
     WaitGather,
     Write,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class Wrong:
-    """Something that is not as it must be.
-
-    Attributes:
-        program, place: the kind of program, and the place of the instruction in it; -1 where it is about none.
-        message: what is wrong.
-    """
-
-    program: str
-    place: int
-    message: str
-
-    def __str__(self) -> str:
-        where = f"{self.program} instruction {self.place}: " if self.place >= 0 else ""
-        return where + self.message
+CHECKS: Mapping[str, str] = {
+    "reads": "what is read was made before, and lies on the tier where it is read",
+    "gathers": "gathers and frees balance, and nothing is gathered while it is whole",
+    **{name: sentence for name, (sentence, _) in STEP_CHECKS.items()},
+}
+"""Name of a check, and what it makes sure of; those behind the first two by a plan."""
 
 
 def check_programs(programs: Sequence[Program], plan: Plan | None = None) -> list[Wrong]:
@@ -63,7 +50,7 @@ def check_programs(programs: Sequence[Program], plan: Plan | None = None) -> lis
     """
     checked = _Check()
     found = [wrong for program in programs for wrong in checked.program(program)]
-    return found + (list(checked.once(plan)) if plan is not None else [])
+    return found + list(check_step(programs, plan) if plan is not None else ())
 
 
 def require_programs(programs: Sequence[Program], hint: str, plan: Plan | None = None) -> None:
@@ -85,25 +72,23 @@ _SHOWN = 5
 
 class _Check:
     def __init__(self) -> None:
-        self.alive: dict[int, str] = {}  # registers that are written and not dead -> what wrote them
+        self.alive: set[int] = set()  # registers that are written and not dead
         self.dead: set[int] = set()
         self.whole: set[tuple[int, int]] = set()
         self.kept: set[tuple[int, int]] = set()  # those that stay whole for a later program
-        self.reduced: Counter[tuple[int, int]] = Counter()
-        self.updated: Counter[tuple[int, int]] = Counter()
-        self.here: Counter[int] = Counter()  # buckets that are updated on the device
 
     def program(self, program: Program) -> Iterator[Wrong]:
         """What is wrong with one of them."""
         # Lowered programs have registers of their own; a sketch's programs go on with those of the one before.
         if not program.carries:
-            self.alive = dict.fromkeys(range(program.inputs), "input")
-            self.dead = set()
+            self.alive, self.dead = set(range(program.inputs)), set()
         for place, instruction in enumerate(program.instructions):
-            for message in self._instruction(program, instruction):
-                yield Wrong(program.kind, place, f"{program.name(instruction)} {message}")
+            for message in self._registers(program, instruction):
+                yield Wrong.at("reads", program, place, message)
+            for message in self._bucket(instruction):
+                yield Wrong.at("gathers", program, place, message)
 
-    def _instruction(self, program: Program, instruction: Instruction) -> Iterator[str]:
+    def _registers(self, program: Program, instruction: Instruction) -> Iterator[str]:
         needs = _NEEDS.get(type(instruction))
         for register in instruction.reads:
             if isinstance(instruction, Wait) and register in self.dead:
@@ -118,20 +103,19 @@ class _Check:
                 tier = program.contents[register].tier
                 if tier not in needs:
                     yield f"reads {program.contents[register].name} on {tier}, and needs it on {' or '.join(needs)}"
-        yield from self._bucket(program, instruction)
         for register in instruction.writes:
             # An instruction may write over what it reads: an update in its staging slot does.
             if register in self.alive and register not in instruction.reads:
                 yield f"writes register {register}, which is not free"
-            self.alive[register] = instruction.operation
+            self.alive.add(register)
             self.dead.discard(register)
         for register in instruction.dead:
             if register not in self.alive:
                 yield f"lets go of register {register}, which is not there"
-            self.alive.pop(register, None)
+            self.alive.discard(register)
             self.dead.add(register)
 
-    def _bucket(self, program: Program, instruction: Instruction) -> Iterator[str]:
+    def _bucket(self, instruction: Instruction) -> Iterator[str]:
         match instruction:
             case Gather():
                 part = instruction.bucket, instruction.tile
@@ -152,38 +136,8 @@ class _Check:
                 else:
                     self.kept.discard(part)
                     self.whole.discard(part)
-            case Reduce():
-                self.reduced[instruction.bucket, instruction.tile] += 1
-            case HostUpdate() | DeviceUpdate():
-                self.updated[instruction.bucket, instruction.tile] += 1
-            case Update():
-                self.here.update(instruction.buckets)
             case _:
                 pass
-
-    def once(self, plan: Plan) -> Iterator[Wrong]:
-        """What ``plan`` trains and these did not reduce and update once."""
-        for bucket in plan.buckets:
-            trained = [p for p in bucket.params if p.trainable]
-            away = bucket.homes.optimizer != "device"
-            for tile in range(bucket.tiles):
-                part = bucket.index, tile
-                times = self.reduced[part]
-                # On one rank gradients are whole: there is nothing to reduce.
-                if trained and times != 1 and plan.world_size > 1:
-                    yield Wrong("", -1, f"gradients of {bucket.name}, tile {tile}, are reduced {times} times, not once")
-                times = self.updated[part]
-                # A parameter that every rank holds whole stays on the device, also in a bucket whose shards live
-                # elsewhere.
-                wanted = int(away and any(p.sharded for p in trained))
-                if times != wanted:
-                    yield Wrong(
-                        "", -1, f"{bucket.name}, tile {tile}, is updated on the host {times} times, not {wanted}"
-                    )
-            wanted = int(bool(trained) and (not away or any(not p.sharded for p in trained)))
-            if self.here[bucket.index] != wanted:
-                times = self.here[bucket.index]
-                yield Wrong("", -1, f"{bucket.name} is updated on the device {times} times, not {wanted}")
 
 
 _ON_DEVICE: tuple[Tier, ...] = ("device",)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import MISSING, fields
 from typing import Any
+
+from zerograph.core.units import is_number
+
+_NUMBERS = {"int": int, "float": int | float, "tuple[int, ...]": int}
+"""What fields hold that are numbers, or tuples of some, by their annotation."""
 
 
 def table(cls: Any, items: Iterable[Any]) -> dict[str, Any]:
@@ -22,7 +28,40 @@ def from_table(cls: Any, columns: dict[str, Any]) -> tuple[Any, ...]:
     # A column without a default that is missing raises KeyError below, which callers tell as an incomplete file.
     known = [f.name for f in fields(cls) if f.name in columns or f.default is MISSING]
     values = ([tuple(v) if isinstance(v, list) else v for v in unpacked(columns[name])] for name in known)
-    return tuple(cls(**dict(zip(known, row, strict=True))) for row in zip(*values, strict=True))
+    found = dict(zip(known, values, strict=True))
+    for f in fields(cls):
+        if f.type in _NUMBERS:
+            _require_numbers(f"{f.name} of {cls.__name__}", found.get(f.name, ()), f.type)
+    return tuple(cls(**dict(zip(found, row, strict=True))) for row in zip(*found.values(), strict=True))
+
+
+def _require_numbers(name: str, column: Iterable[Any], kind: str) -> None:
+    """Refuse what a text editor puts where numbers belong, before sums and comparisons meet it."""
+    for value in column:
+        for number in value if kind.startswith("tuple") else (value,):
+            if not is_number(number, _NUMBERS[kind]):
+                raise ValueError(f"{name} holds {number!r}")
+
+
+def mixed_table(items: Iterable[Any]) -> dict[str, Any]:
+    """``items`` of several dataclasses: a table for each class, and the class of each item in order."""
+    by_class: dict[str, list[Any]] = defaultdict(list)
+    order = []
+    for item in items:
+        order.append(type(item).__name__)
+        by_class[order[-1]].append(item)
+    return {"order": _packed(order), **{name: table(type(same[0]), same) for name, same in by_class.items()}}
+
+
+def from_mixed_table(classes: Iterable[Any], tables: dict[str, Any]) -> tuple[Any, ...]:
+    """What :func:`mixed_table` was given, all of some of ``classes``.
+
+    Raises:
+        KeyError, IndexError, TypeError, ValueError: as :func:`from_table`, or tables and order differ.
+    """
+    known = {cls.__name__: cls for cls in classes}
+    left = {name: [*reversed(from_table(known[name], tables[name]))] for name in tables if name != "order"}
+    return tuple(left[name].pop() for name in unpacked(tables["order"]))
 
 
 def _packed(column: list[Any]) -> Any:

@@ -281,7 +281,7 @@ class Config:
         level_at(self.sharding, "optimizer" if self.offload == "auto" else self.offload)
         require(
             "nvme" not in self.away or bool(self.path),
-            "what is offloaded to NVMe needs a folder to be kept in",
+            "tensors that go to NVMe need a folder to be kept in",
             'path="/folder/on/a/disk", or several in a list, over which it is striped',
         )
         given = [name for name in ("path", "nvme") if getattr(self, name)]

@@ -28,7 +28,6 @@ __all__ = [
     "Plan",
     "Residency",
     "Update",
-    "chunk_of",
     "compute_dtype",
     "level_at",
     "tile_params",
@@ -214,13 +213,8 @@ def tile_params(param: Param, tiles: int, world_size: int, dim: int = 0) -> tupl
     facts = {one.name: getattr(param, one.name) for one in fields(Param)}
     return tuple(
         ParamTile(**facts | {"shape": _cut(param, dim, world_size * (end - begin))}, begin=begin, end=end, dim=dim)
-        for begin, end in tile_rows(chunk_of(param, dim, world_size), tiles)
+        for begin, end in tile_rows(param.chunk(world_size, dim), tiles)
     )
-
-
-def chunk_of(param: Param, dim: int, world_size: int) -> int:
-    """How much of its dimension ``dim`` one rank's share is, from which tiles take their parts."""
-    return -(-param.shape[dim] // world_size)
 
 
 def _cut(param: Param, dim: int, size: int) -> tuple[int, ...]:
@@ -462,8 +456,8 @@ def _mistakes(bucket: Bucket, plan: Plan) -> Iterator[str]:
         yield "is tiled, and is not one sharded parameter"
     elif not 0 <= bucket.dim < min(2, len(bucket.params[0].shape)):
         yield f"has tiles of its dimension {bucket.dim}"
-    elif not 1 < bucket.tiles <= chunk_of(bucket.params[0], bucket.dim, plan.world_size):
-        most, what = chunk_of(bucket.params[0], bucket.dim, plan.world_size), "columns" if bucket.dim else "rows"
+    elif not 1 < bucket.tiles <= bucket.params[0].chunk(plan.world_size, bucket.dim):
+        most, what = bucket.params[0].chunk(plan.world_size, bucket.dim), "columns" if bucket.dim else "rows"
         yield f"has {bucket.tiles} tiles of {most} {what}"
     elif bucket.dim and not bucket.loop:
         yield "has tiles of columns, which a loop alone has"

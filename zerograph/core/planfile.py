@@ -12,18 +12,20 @@ from dataclasses import asdict, dataclass, field
 from types import UnionType
 from typing import Any
 
-from zerograph.core.columns import from_table, table, unpacked
+from zerograph.core.columns import from_table, table
 from zerograph.core.errors import ConfigError
 from zerograph.core.executable import Executable
 from zerograph.core.filekinds import refuse_other_kind
 from zerograph.core.linediff import unified
 from zerograph.core.machine import Machine, Tier
 from zerograph.core.plan import Plan
+from zerograph.core.program import Program
+from zerograph.core.programs_data import programs_data, programs_of
 from zerograph.core.step import Kind
 from zerograph.core.timeline import Forecast, Peak, Span
 from zerograph.core.units import is_number
 
-VERSION = 4
+VERSION = 5
 _MADE = "give what `zerograph plan -o plan.json` wrote"
 
 
@@ -89,6 +91,7 @@ class PlanFile:
         passes: what they did, in order.
         tokens: tokens per rank and step; 0 when unknown.
         flops: operations of matrix products per rank and step.
+        programs: of the step, which the forecast simulates: forward, backward and update.
     """
 
     model: str
@@ -101,6 +104,7 @@ class PlanFile:
     passes: tuple[PassRecord, ...] = ()
     tokens: int = 0
     flops: int = 0
+    programs: tuple[Program, ...] = ()
     version: int = field(default=VERSION, init=False)
 
     @property
@@ -148,6 +152,7 @@ class PlanFile:
             "passes": table(PassRecord, self.passes),
             "tokens": self.tokens,
             "flops": self.flops,
+            "programs": programs_data(self.programs),
         }
 
     @classmethod
@@ -190,29 +195,12 @@ class PlanFile:
             passes=from_table(PassRecord, data["passes"]),
             tokens=data["tokens"],
             flops=data["flops"],
+            programs=programs_of(data["programs"]),
         )
-
-
-_NUMBERS: Mapping[str, Mapping[str, type | UnionType]] = {
-    "spans": {
-        "task": int,
-        "start": int | float,
-        "end": int | float,
-        "flops": int,
-        "bucket": int,
-        "tile": int,
-        "token_tiles": int,
-    },
-    "holdings": {"bytes": int, "first": int, "last": int},
-}
 
 
 def _require_numbers(data: dict[str, Any]) -> None:
     """Refuse what a text editor puts where numbers belong, before sums and comparisons meet it."""
-    for name, columns in _NUMBERS.items():
-        for column, kind in columns.items():
-            _require(f"{column} of {name}", unpacked(data[name].get(column, [])), kind)
-    _require("after of spans", [task for after in unpacked(data["spans"]["after"]) for task in after], int)
     _require("critical_path", data["critical_path"], int)
     _require("budget", list(data["budget"].values()), int)
     for tier, curve in data["memory"].items():

@@ -39,6 +39,17 @@ class _Instruction:
     moves: ClassVar[Moves | None] = None
 
 
+class _Making(_Instruction):
+    """An instruction that writes one register, ``out``."""
+
+    __slots__ = ()
+    out: int
+
+    @property
+    def writes(self) -> tuple[int, ...]:
+        return (self.out,)
+
+
 @dataclass(frozen=True, slots=True)
 class Compute(_Instruction):
     """Run segment ``segment`` (an index into :attr:`Program.segments`) on ``args``.
@@ -68,7 +79,7 @@ class Compute(_Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class View(_Instruction):
+class View(_Making):
     """Look at a part of what ``source`` holds: along ``dim``, from ``begin`` to before ``end``."""
 
     operation = "compute"
@@ -83,13 +94,9 @@ class View(_Instruction):
     def reads(self) -> tuple[int, ...]:
         return (self.source,)
 
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return (self.out,)
-
 
 @dataclass(frozen=True, slots=True)
-class _TileEnd(_Instruction):
+class _TileEnd(_Making):
     """What one tile has made goes into the tensor ``out`` of all tiles, which the first of them makes.
 
     Attributes:
@@ -114,10 +121,6 @@ class _TileEnd(_Instruction):
     def reads(self) -> tuple[int, ...]:
         return self.terms if self.first else (*self.terms, self.out)
 
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return (self.out,)
-
 
 @dataclass(frozen=True, slots=True)
 class Place(_TileEnd):
@@ -141,7 +144,7 @@ class Accumulate(_TileEnd):
 
 
 @dataclass(frozen=True, slots=True)
-class Scale(_Instruction):
+class Scale(_Making):
     """Multiply ``source`` by the number ``by``; ``out`` is in its memory, unless somebody else has that too."""
 
     stream = "compute"
@@ -157,48 +160,47 @@ class Scale(_Instruction):
     def reads(self) -> tuple[int, ...]:
         return (self.source, self.by)
 
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return (self.out,)
-
 
 @dataclass(frozen=True, slots=True)
-class Gather(_Instruction):
-    """Start the all-gather of ``params`` of a bucket, or of a tile of it; ``out`` holds the pending transfer.
+class _Collective(_Making):
+    """The start of a collective of a bucket's parameters, or of a tile of it; ``out`` holds the pending transfer."""
 
-    A bucket that is whole already is not gathered again. ``bytes`` are what all ranks' parts fill together.
-    """
-
-    stream = "gather"
-    operation = "gather"
     bucket: int
     params: tuple[Param, ...]
-    shards: tuple[int, ...]
+    reads: tuple[int, ...]
     out: int
     dead: tuple[int, ...] = ()
     bytes: int = 0
     tile: int = 0
     tiles: int = 1
 
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return self.shards
 
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return (self.out,)
+@dataclass(frozen=True, slots=True)
+class Gather(_Collective):
+    """Start the all-gather of shards.
+
+    A bucket that is whole already is not gathered again. ``bytes`` are what all ranks' parts fill together.
+    """
+
+    stream = "gather"
+    operation = "gather"
 
 
 @dataclass(frozen=True, slots=True)
-class _BucketWait(_Instruction):
-    """Wait for a collective of a bucket, or of a tile of it; ``outs`` are in the memory that it filled."""
+class Reduce(_Collective):
+    """Start the reduction of full gradients over ranks; ``bytes`` are those that are summed."""
 
-    bucket: int
+    stream = "reduce"
+    operation = "reduce"
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait(_Instruction):
+    """Wait for a transfer; ``outs`` are parts of what it filled, in its memory."""
+
     pending: int
-    outs: tuple[int, ...]
+    outs: tuple[int, ...] = ()
     dead: tuple[int, ...] = ()
-    tile: int = 0
-    tiles: int = 1
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -210,10 +212,33 @@ class _BucketWait(_Instruction):
 
 
 @dataclass(frozen=True, slots=True)
+class WaitFetch(_Wait):
+    """Wait for what was read or fetched, and is needed next."""
+
+    operation = "fetch"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BucketWait(_Wait):
+    """Wait for a collective of a bucket, or of a tile of it."""
+
+    bucket: int
+    tile: int = 0
+    tiles: int = 1
+
+
+@dataclass(frozen=True, slots=True)
 class WaitGather(_BucketWait):
     """Wait for a gather; ``outs`` are the full parameters."""
 
     operation = "gather"
+
+
+@dataclass(frozen=True, slots=True)
+class WaitReduce(_BucketWait):
+    """Wait for a reduction; ``outs`` are this rank's shards of the averaged gradients."""
+
+    operation = "reduce"
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,37 +260,6 @@ class Free(_Instruction):
     @property
     def writes(self) -> tuple[int, ...]:
         return ()
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce(_Instruction):
-    """Start the reduction of a bucket's full gradients over ranks; ``bytes`` are those that are summed."""
-
-    stream = "reduce"
-    operation = "reduce"
-    bucket: int
-    params: tuple[Param, ...]
-    grads: tuple[int, ...]
-    out: int
-    dead: tuple[int, ...] = ()
-    bytes: int = 0
-    tile: int = 0
-    tiles: int = 1
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return self.grads
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return (self.out,)
-
-
-@dataclass(frozen=True, slots=True)
-class WaitReduce(_BucketWait):
-    """Wait for a reduction; ``outs`` are this rank's shards of the averaged gradients."""
-
-    operation = "reduce"
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,11 +347,13 @@ class HostUpdate(_Move):
 
     Attributes:
         updated: how many parameters these are of.
+        tiles: that updates of the bucket divide it into.
     """
 
     stream = "cpu_update"
     operation = "update"
     updated: int = 0
+    tiles: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,30 +361,13 @@ class DeviceUpdate(_Move):
     """The same on the device, of states that came from the host and go back there.
 
     Attributes:
-        updated: as :class:`HostUpdate` has it.
+        updated, tiles: as :class:`HostUpdate` has them.
     """
 
     stream = "compute"
     operation = "update"
     updated: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class WaitFetch(_Instruction):
-    """What computes next needs what was read or fetched into ``pending``; ``outs`` are parts of it, in its memory."""
-
-    operation = "fetch"
-    pending: int
-    outs: tuple[int, ...] = ()
-    dead: tuple[int, ...] = ()
-
-    @property
-    def reads(self) -> tuple[int, ...]:
-        return (self.pending,)
-
-    @property
-    def writes(self) -> tuple[int, ...]:
-        return self.outs
+    tiles: int = 1
 
 
 Move = Spill | Fetch | Write | Read | HostUpdate | DeviceUpdate
@@ -501,7 +480,7 @@ class Program:
             case Gather() | WaitGather() | Free() | Reduce() | WaitReduce():
                 name = self.buckets[instruction.bucket] if self.buckets else f"bucket {instruction.bucket}"
                 return name if instruction.tiles == 1 else f"{name} tile {instruction.tile + 1}/{instruction.tiles}"
-            case Spill() | Fetch() | Write() | Read() | HostUpdate() | DeviceUpdate():
+            case _Move():
                 return instruction.label
             case _:
                 return ""
@@ -527,9 +506,7 @@ class Program:
     def module(self, instruction: Instruction) -> str:
         """The module that it works for."""
         match instruction:
-            case Compute() | Place() | Accumulate() | Scale():
-                return instruction.module
-            case Spill() | Fetch() | Write() | Read() | HostUpdate() | DeviceUpdate():
+            case Compute() | Place() | Accumulate() | Scale() | _Move():
                 return instruction.module
             case Update():
                 return "optimizer"
@@ -556,10 +533,8 @@ def _describe(instruction: Instruction) -> str:
             )
         case Reduce():
             return f"reduce       bucket {instruction.bucket}  {len(instruction.params)} gradients"
-        case WaitGather():
-            return f"wait gather  bucket {instruction.bucket}"
-        case WaitReduce():
-            return f"wait reduce  bucket {instruction.bucket}"
+        case WaitGather() | WaitReduce():
+            return f"wait {instruction.operation}  bucket {instruction.bucket}"
         case Free():
             return f"free         bucket {instruction.bucket}"
         case Update():

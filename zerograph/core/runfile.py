@@ -81,7 +81,7 @@ class Run:
         Raises:
             ConfigError: another version, or no run.
         """
-        hint = "give what `run.save(path)` wrote after `with backend.record() as run` (docs/recording.md)"
+        hint = "give what `run.save(path)` wrote after `with backend.record() as run` (docs/guide/recording.md)"
         try:
             data: dict[str, Any] = json.loads(text)
             refuse_other_kind(data, "a measured run", hint)

@@ -272,6 +272,18 @@ class Tasks:
         if last >= 0:
             self.give("device", size, last)
 
+    def hold_all(self, holdings: Iterable[Holding]) -> dict[Tier, int]:
+        """Take and give back ``holdings``; returns the bytes of each tier that are there before the first task."""
+        levels: dict[Tier, int] = defaultdict(int)
+        for holding in holdings:
+            if holding.first == -1:
+                levels[holding.tier] += holding.bytes
+            else:
+                self.take(holding.tier, holding.bytes, holding.first)
+            if holding.last != -1:
+                self.give(holding.tier, holding.bytes, holding.last)
+        return levels
+
     def described(self) -> Iterator[Span]:
         """Each of them, for people."""
         for index, (instruction, program) in enumerate(self.instructions):
@@ -648,14 +660,7 @@ class _Cells:
 def _forecast(
     spans: tuple[Span, ...], run: Tasks, holdings: Iterable[Holding], not_counted: tuple[str, ...]
 ) -> Forecast:
-    levels: dict[Tier, int] = defaultdict(int)
-    for holding in holdings:
-        if holding.first == -1:
-            levels[holding.tier] += holding.bytes
-        else:
-            run.take(holding.tier, holding.bytes, holding.first)
-        if holding.last != -1:
-            run.give(holding.tier, holding.bytes, holding.last)
+    levels = run.hold_all(holdings)
     curves: dict[Tier, tuple[tuple[float, int], ...]] = {}
     peaks: dict[Tier, Peak] = {}
     for tier in sorted({*levels, *(tier for tier, events in run.events.items() if events)}):

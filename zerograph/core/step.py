@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+from zerograph.core.rows import largest, rows_of
+
 Kind = Literal["param", "gathered", "activation", "gradient", "state", "temporary", "input"]
 Phase = Literal["forward", "backward", "update"]
 """The loss that a model computes is the end of its forward; one that the user computes of its outputs is no part of a
@@ -64,20 +66,30 @@ class Param:
         """Bytes of the whole parameter in the compute dtype."""
         return self.elements * ITEM_SIZE[self.compute_dtype]
 
-    def chunk_rows(self, world_size: int) -> int:
-        """Rows of the largest shard, as ``torch.chunk`` splits them."""
-        return -(-self.shape[0] // world_size)
+    def chunk(self, world_size: int, dim: int = 0) -> int:
+        """Rows of the largest shard; of another dimension the columns that belong to as many rows of another weight."""
+        return largest(self.shape[dim], world_size)
 
     def chunk_elements(self, world_size: int) -> int:
         """Elements of the largest shard; the padded length of every rank's part in a collective."""
         if not self.sharded:
             return self.elements
-        return self.chunk_rows(world_size) * prod(self.shape[1:])
+        return self.chunk(world_size) * prod(self.shape[1:])
 
-    def shard_rows(self, rank: int, world_size: int) -> tuple[int, int]:
-        """First and one-past-last row that ``rank`` holds (equal when it holds none)."""
-        rows, chunk = self.shape[0], self.chunk_rows(world_size)
-        return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
+    def summed_elements(self, world_size: int) -> int:
+        """Elements of the gradient that one rank sums, at most: those of its shard, or of what is whole its share."""
+        return self.chunk_elements(world_size) if self.sharded else largest(self.elements, world_size)
+
+    def shard_rows(self, rank: int, world_size: int) -> slice:
+        """The rows that ``rank`` holds; maybe none."""
+        return rows_of(self.shape[0], rank, world_size)
+
+    def shard_shape(self, rank: int, world_size: int) -> tuple[int, ...]:
+        """Shape of what ``rank`` holds."""
+        if not self.sharded:
+            return self.shape
+        rows = self.shard_rows(rank, world_size)
+        return (rows.stop - rows.start, *self.shape[1:])
 
 
 @dataclass(frozen=True, slots=True)

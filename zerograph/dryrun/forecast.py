@@ -182,4 +182,5 @@ def forecast_file(
         passes=tuple(frame.passes),
         tokens=compiled.tokens,
         flops=flops,
+        programs=found.programs,
     )

@@ -137,7 +137,7 @@ class Steps:
             return size in self._known
         if self._traces == MOST_TRACES:
             raise UnsupportedError(
-                f"what the model computes depends on {self.what} in too many ways: {MOST_TRACES} traces do not tell it",
+                f"the model's code depends on {self.what} in too many ways: {MOST_TRACES} traces do not tell how",
                 "plan single sizes",
             )
         try:

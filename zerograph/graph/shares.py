@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from zerograph.core.rows import largest
 from zerograph.graph.nodes import call, computed, part_of
 from zerograph.graph.ops import PLACE
 
@@ -29,7 +30,7 @@ class Shares:
     @property
     def share(self) -> int:
         """The largest that a rank has."""
-        return -(-self.size // self.ranks)
+        return largest(self.size, self.ranks)
 
     def width(self, begin: int, end: int) -> int:
         """What a tile has, with what pads it."""

@@ -32,13 +32,13 @@ class Accelerator(accelerate.Accelerator):
     Models and optimizers may be prepared together or one by one, in any order.
 
     Args:
-        backend: what ``zerograph.backend(...)`` returned; further models get a copy each.
+        backend: made by ``zerograph.backend(...)``; further models get a copy each.
         state_dict_type: how ``save_state`` writes, as for ``FullyShardedDataParallelPlugin``: "SHARDED_STATE_DICT"
             (each rank its shards) or "FULL_STATE_DICT" (rank 0 one file each of weights and optimizer states).
         arguments: those of ``accelerate.Accelerator``.
 
     Raises:
-        ConfigError: an argument that makes Accelerate distribute or compile the model itself.
+        ConfigError: an argument would make Accelerate distribute or compile the model itself.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """What Accelerate's saving and loading go by. Its collectives go by that of ``state``, which stays as it is."""
+        """FSDP, by which Accelerate saves and loads. Its collectives go by that of ``state``, which stays as it is."""
         return DistributedType.FSDP
 
     @property

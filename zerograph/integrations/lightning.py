@@ -47,14 +47,7 @@ _Mixed: Any = FabricModelParallel if TYPE_CHECKING else object
 
 
 class _DataParallel(_Mixed):
-    """What both strategies say of their processes: each has its own batches, and rows of every parameter.
-
-    Args:
-        backend: what ``zerograph.backend(...)`` returned.
-        save_distributed_checkpoint: whether a checkpoint is a folder that each rank writes its shards to, or one file
-            that rank 0 writes whole weights and states to. Both load at any number of ranks.
-        options: ``process_group_backend`` and ``timeout``, as of other strategies.
-    """
+    """Processes of both strategies: each has its own batches, and rows of every parameter."""
 
     def __init__(self, backend: Backend, save_distributed_checkpoint: bool = True, **options: Any) -> None:
         refuse_other_backends(backend, type(self).__name__)
@@ -69,7 +62,14 @@ class _DataParallel(_Mixed):
 
 
 class ZeroGraphFabricStrategy(_DataParallel, FabricModelParallel):  # type: ignore[misc]
-    """``Fabric(strategy=ZeroGraphFabricStrategy(zerograph.backend(stage=3)))``."""
+    """Shards and compiles under Fabric: ``Fabric(strategy=ZeroGraphFabricStrategy(zerograph.backend(stage=3)))``.
+
+    Args:
+        backend: made by ``zerograph.backend(...)``.
+        save_distributed_checkpoint: True writes a checkpoint as a folder, each rank its shards; False as one file, rank
+            0 whole weights and states. Both load at any number of ranks.
+        options: ``process_group_backend`` and ``timeout``, as of other strategies.
+    """
 
     def __init__(self, backend: Backend, save_distributed_checkpoint: bool = True, **options: Any) -> None:
         def shard(module: nn.Module, mesh: Any) -> nn.Module:
@@ -126,9 +126,10 @@ class ZeroGraphFabricStrategy(_DataParallel, FabricModelParallel):  # type: igno
 
 
 class ZeroGraphStrategy(_DataParallel, TrainerModelParallel):  # type: ignore[misc]
-    """``Trainer(strategy=ZeroGraphStrategy(zerograph.backend(stage=3)))``; ``configure_model`` is not needed.
+    """Shards and compiles under Lightning: ``Trainer(strategy=ZeroGraphStrategy(zerograph.backend(stage=3)))``.
 
-    Compiled are the call of the LightningModule, where it has a ``forward``, and those of its children.
+    The LightningModule needs no ``configure_model``. Its own call is compiled, where it has a ``forward``, and so are
+    those of its children. Arguments are those of :class:`ZeroGraphFabricStrategy`.
     """
 
     @property
@@ -141,7 +142,7 @@ class ZeroGraphStrategy(_DataParallel, TrainerModelParallel):  # type: ignore[mi
         if any(isinstance(callback, StochasticWeightAveraging) for callback in trainer.callbacks):
             raise UnsupportedError(
                 "StochasticWeightAveraging copies the model while it is plain, and cannot average sharded parameters",
-                "update a torch.optim.swa_utils.AveragedModel in a callback of your own (docs/outside-of-forward.md)",
+                "update a torch.optim.swa_utils.AveragedModel in a callback of your own (docs/guide/parameters.md)",
             )
         self.accelerator.setup(trainer)
         self.model: nn.Module = self.precision_plugin.convert_module(self.model)

@@ -21,15 +21,15 @@ class ShardedTrainer(_Mixed):
     Put it first among the bases: ``class MyTrainer(ShardedTrainer, SFTTrainer): pass``.
 
     Args:
-        backend: what ``zerograph.backend(...)`` returned. Where nobody reads what the model returns in training beside
-            its loss, the model gets a copy with ``loss_only=True`` (``zerograph.backend_of(model)``).
+        backend: made by ``zerograph.backend(...)``. Where nobody reads the model's outputs beside its loss in training,
+            the model gets a copy with ``loss_only=True`` (``zerograph.backend_of(model)``).
         state_dict_type: how checkpoints are written, as in ``fsdp_config``: "FULL_STATE_DICT" (rank 0 gathers weights
             and optimizer states on the host, and writes model.safetensors too) or "SHARDED_STATE_DICT" (each rank
             writes its shards; ``save_model`` writes model.safetensors when you call it).
         arguments: those of the trainer.
 
     Raises:
-        ConfigError: an argument that is none, or one of ``TrainingArguments`` that does not go with sharding.
+        ConfigError: ``backend`` is no backend, or one of ``TrainingArguments`` does not go with sharding.
     """
 
     def __init__(
@@ -67,7 +67,10 @@ class ShardedTrainer(_Mixed):
 
 
 class Trainer(ShardedTrainer, transformers.Trainer):
-    """``transformers.Trainer(..., backend=zerograph.backend(stage=3))``."""
+    """``transformers.Trainer`` with an argument more: ``Trainer(..., backend=zerograph.backend(stage=3))``.
+
+    Arguments are those of :class:`ShardedTrainer`.
+    """
 
 
 def _refuse(args: transformers.TrainingArguments, sharded_files: bool) -> None:

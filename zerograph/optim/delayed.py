@@ -9,54 +9,25 @@ and the next step updates it first, so that all parameters are equally late.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.optim.factor import Factor
+from zerograph.optim.owner import Owner, StepsOf
 from zerograph.optim.parts import Row
-from zerograph.optim.tensors import GroupLayout
 from zerograph.optim.torch_private import tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime import delayed
 from zerograph.runtime.background import Background
-from zerograph.runtime.early import Arrival
 from zerograph.runtime.entry import reason_of
-from zerograph.runtime.residency import StepCount
-from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.torch_private import versions
 
 
-class Owner(Protocol):
-    """What is needed of the optimizer."""
-
-    param_groups: list[dict[str, Any]]
-    defaults: dict[str, Any]
-    store: ShardStore | None
-    steps: StepCount | None
-    skipped: int
-
-    def layout(self, key: tuple[int, ...], group: Mapping[str, Any], params: Sequence[Tensor]) -> GroupLayout:
-        """Of some ``params`` of a group, kept under ``key``."""
-
-    def factor(self, rows: Sequence[Row], grad_scale: float | Tensor | None, clip: float | None) -> Factor | None:
-        """What gradients are multiplied by; None to skip the step."""
-
-    def start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
-        """Begin an ordinary step."""
-
-    def update(self, rows: Sequence[Row], factor: Factor, arrival: Arrival | None = None) -> PendingUpdate:
-        """Begin to update."""
-
-    def leave_half_done(self, why: str) -> None:
-        """Do not go on before a checkpoint is loaded."""
-
-
-class DelayedSteps:
+class DelayedSteps(StepsOf):
     """A :class:`~zerograph.runtime.delayed.DelayedUpdate`.
 
     How many ordinary steps are still to come is in the groups, as ``warmup``: state dicts have it.
@@ -66,25 +37,12 @@ class DelayedSteps:
     """
 
     def __init__(self, optimizer: Owner) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        super().__init__(optimizer)
         self._background = Background("zerograph-delayed")
         self._pending: tuple[PendingUpdate, list[Row], Factor] | None = None  # beside, behind it, their factor
         self._versions: list[tuple[int, int]] = []
         self.changing: list[Tensor] = []
         delayed.follow(self)
-
-    @property
-    def optimizer(self) -> Owner:
-        """Whose updates these are."""
-        found = self._optimizer()
-        assert found is not None  # whoever asks has it from there, or an update is under way and keeps it
-        return found
-
-    def __str__(self) -> str:
-        return type(self.optimizer).__name__
-
-    def _params(self) -> list[Tensor]:
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def step(self, grad_scale: float | Tensor | None, clip: float | None) -> None:
         """Begin an update that programs see after the next step; or, of the first ones, make it at once.
@@ -113,7 +71,7 @@ class DelayedSteps:
         factor = opt.factor([*beside, *behind], grad_scale, clip)
         arrival = store.leave_copies(p for row in beside for p in row.layout.params)
         update = opt.update(beside, factor, arrival) if factor is not None else None
-        changing = [p for p in self._params() if p.grad is not None]
+        changing = [p for p in self.params if p.grad is not None]
         for param in changing:
             param.grad = None  # the update has it
         if update is None or factor is None:
@@ -164,7 +122,7 @@ class DelayedSteps:
 
     def _apart(self) -> set[int]:
         """By ``id``, the parameters that may change while programs compute."""
-        store, params = self.optimizer.store, self._params()
+        store, params = self.optimizer.store, self.params
         if store is None:
             self._refuse_idle("no backend of zerograph has its parameters")
         if not store.places().keys().isdisjoint(map(id, params)):

@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -23,12 +23,13 @@ from torch.optim import Optimizer
 
 from zerograph import _core
 from zerograph.core import slots
-from zerograph.core.arguments import require_flag
-from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
+from zerograph.core.errors import CheckpointError, UnsupportedError
+from zerograph.optim.algorithm import Algorithm, OnDevice
 from zerograph.optim.clip import power_sum
 from zerograph.optim.delayed import DelayedSteps
 from zerograph.optim.factor import Asked, Factor
 from zerograph.optim.lifted import Lifted
+from zerograph.optim.options import Options
 from zerograph.optim.overlap import EarlySteps
 from zerograph.optim.parts import GroupParts, Member, Part, Row, parts_of
 from zerograph.optim.stream import Stored, Stream
@@ -51,6 +52,7 @@ class HostOptimizer(Optimizer):
     Attributes:
         early: updates inside of backwards; None without ``overlap``.
         late: updates that programs see a step later; None without ``delayed``.
+        algorithm: what distinguishes it from the others.
         communicator, store, steps: of the backend whose sharded parameters these are, which sets them before each step.
     """
 
@@ -64,63 +66,22 @@ class HostOptimizer(Optimizer):
 
     _step_supports_amp_scaling = True  # torch.amp.GradScaler then sets grad_scale and found_inf on the optimizer
 
-    def __init__(
-        self,
-        params: Any,
-        *,
-        master: torch.dtype | None,
-        skip_nonfinite: bool,
-        overlap: bool = False,
-        delayed: bool = False,
-        warmup: int = 0,
-        moments: torch.dtype | None = None,
-        **torchs: Any,
-    ) -> None:
-        """``torchs`` are the arguments of the optimizer of torch.optim.
+    algorithm: ClassVar[Algorithm]
+
+    def __init__(self, params: Any, options: Options, *torchs: Any, **named: Any) -> None:
+        """``torchs`` and ``named`` are the arguments of the optimizer of torch.optim.
 
         Raises:
-            ConfigError: ``master`` is neither None nor float32, ``moments`` neither float32 nor bfloat16;
-                ``overlap`` beside ``skip_nonfinite`` or ``delayed``; ``warmup`` is no number of steps, or without
-                ``delayed``; a flag is no bool.
             UnsupportedError: ``differentiable=True``.
         """
-        for name, flag in (("skip_nonfinite", skip_nonfinite), ("overlap", overlap), ("delayed", delayed)):
-            require_flag(name, flag, f"leave {name} out for what it is by default")
-        if master not in (None, torch.float32):
-            raise ConfigError(
-                f"master={master}: masters are kept in torch.float32 only",
-                "give master=torch.float32, or leave it out for parameters without masters",
-            )
-        if moments not in (None, torch.float32, torch.bfloat16):
-            raise ConfigError(
-                f"moments={moments}: moments are kept in torch.float32 or torch.bfloat16 only",
-                "leave moments out for torch.float32; moments=torch.bfloat16 takes half the memory",
-            )
-        if overlap and skip_nonfinite:
-            raise ConfigError(
-                "overlap=True updates parameters before all gradients are known, and skip_nonfinite=True, which is the "
-                "default, decides by all of them",
-                "skip_nonfinite=False beside overlap=True: values that are not finite then go into parameters",
-            )
-        if overlap and delayed:
-            raise ConfigError(
-                "overlap=True updates parameters in the backward, and delayed=True after the next one",
-                "leave one of them out: overlap changes no numbers, delayed hides more",
-            )
-        if type(warmup) is not int or warmup < 0 or (warmup and not delayed):
-            raise ConfigError(
-                f"warmup={warmup!r:.80} counts ordinary steps before those of delayed=True"
-                + ", which is not given" * (not delayed),
-                "warmup=40 beside delayed=True, or leave it out",
-            )
-        self.master, self.moments, self.skip_nonfinite, self.overlap = master, moments, skip_nonfinite, overlap
-        self.delayed = delayed
+        self.master, self.moments, self.delayed = options.master, options.moments, options.delayed
+        self.skip_nonfinite, self.overlap = options.skip_nonfinite, options.overlap
         self._skipped, self._skipped_there, self._grad_norm = 0, None, math.nan
-        super().__init__(params, **torchs)
-        if delayed:
-            self.defaults["warmup"] = warmup
+        super().__init__(params, *torchs, **named)
+        if options.delayed:
+            self.defaults["warmup"] = options.warmup
             for group in self.param_groups:
-                group["warmup"] = warmup
+                group["warmup"] = options.warmup
         self._begin_anew()
         self._refuse_differentiable()
 
@@ -150,55 +111,6 @@ class HostOptimizer(Optimizer):
         ``skip_nonfinite``); the same on every rank. A device that took it is asked when you do."""
         self._grad_norm = float(self._grad_norm)
         return self._grad_norm
-
-    # What an algorithm says of itself.
-
-    def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the state tensors, in the order of the kernels' slots."""
-        raise NotImplementedError
-
-    def _rule(self, group: Mapping[str, Any]) -> _core.Rule:
-        raise NotImplementedError
-
-    def _update_on_device(
-        self,
-        group: Mapping[str, Any],
-        part: Part,
-        grads: list[Tensor],
-        members: Sequence[Member],
-        scale: Tensor | None,
-        nonfinite: Tensor | None,
-    ) -> None:
-        """Update the targets of ``members`` by torch; gradients are to be divided by ``scale``: torch's fused kernels
-        do that themselves, for others there is :func:`unscaled`. Where ``nonfinite`` is not 0 nothing changes."""
-        raise NotImplementedError
-
-    _skips_on_device = False
-    """Whether the above takes ``nonfinite``."""
-
-    def _has_kernel_for(self, local: Tensor, target: torch.dtype) -> bool:
-        """Whether a kernel of ours updates ``local``, which lies on a device, or its master, of dtype ``target``."""
-        return False
-
-    def _update_by_kernel(
-        self, group: Mapping[str, Any], part: Part, grads: list[Tensor], members: Sequence[Member], factor: Factor
-    ) -> None:
-        """The same by that kernel, of gradients in their own dtype, multiplied by ``factor``. Parameters that follow
-        from masters are written too."""
-        raise NotImplementedError
-
-    _counts = True
-    """Whether each parameter's state has a ``step``."""
-
-    _counts_on_device = False
-    """Whether that of a parameter on a device lies there too."""
-
-    _starts_from_gradient = False
-    """Whether a slot that is made now is given the gradient itself."""
-
-    def _fill(self, group: Mapping[str, Any]) -> float:
-        """What new slots hold."""
-        return 0.0
 
     # The step.
 
@@ -338,7 +250,7 @@ class HostOptimizer(Optimizer):
             len(devices) == 1
             and all(row.layout.is_elsewhere for row in rows)
             and all(p is not None and p.is_settled(r.layout, r.grads) for p, r in zip(known, rows, strict=True))
-            and (self._skips_on_device or not asked.may_skip)
+            and (self.algorithm.skips_on_device or not asked.may_skip)
             and (asked.found_inf is None or asked.found_inf.device in devices)
         )
 
@@ -400,14 +312,14 @@ class HostOptimizer(Optimizer):
                 touched.append((part, own))
                 if part.stored:
                     stored.append(Stored(part, plan.slots))
-                    apart.append((self._rule(row.group), own))
+                    apart.append((self.algorithm.rule(row.group), own))
                 elif part.lifted:
-                    lifted.append((part, self._rule(row.group), own))
+                    lifted.append((part, self.algorithm.rule(row.group), own))
                 elif part.tensors is None:
                     self._on_device(row.group, part, own, factor)
                 else:
                     tag = TAGS[part.grad_dtype]
-                    calls.append((self._rule(row.group), part.tensors, own.addresses, tag, part.fresh))
+                    calls.append((self.algorithm.rule(row.group), part.tensors, own.addresses, tag, part.fresh))
         if calls or stored:
             _tell_target()
         streams = []
@@ -445,12 +357,12 @@ class HostOptimizer(Optimizer):
         pairs = [(m, g) for m, g in zip(part.members, grads.tensors, strict=True) if g is not None]
         if not pairs:
             return
-        members, present = [m for m, _ in pairs], [g for _, g in pairs]
-        if self._has_kernel_for(members[0].local, members[0].target.dtype):
-            self._update_by_kernel(group, part, present, members, factor)
+        members, first = [m for m, _ in pairs], pairs[0][0]
+        kernel = self.algorithm.kernel_for(first.local, first.target.dtype)
+        if kernel is not None:
+            kernel(OnDevice(group, part, members, [g for _, g in pairs], factor))
             return
-        present = [g.to(m.target.dtype) for m, g in pairs]
-        self._update_on_device(group, part, present, members, factor.divisor(present[0].device), factor.nonfinite)
+        self.algorithm.on_device(OnDevice(group, part, members, [g.to(m.target.dtype) for m, g in pairs], factor))
         if part.mastered:
             torch._foreach_copy_([m.local for m in members], [m.target for m in members])
 
@@ -459,7 +371,7 @@ class HostOptimizer(Optimizer):
     def _plan(self, row: Row, states: set[int]) -> GroupParts:
         key, group, layout, grads = row
         plan = self._plans.get(key)
-        slots, store = self._slots(group), self.store
+        slots, store = self.algorithm.slots(group), self.store
         homes = (store, store.changes if store is not None else 0)
         if plan is None or not plan.holds(layout, slots, grads, states, homes):
             known = plan.members_of(layout, self.state) if plan is not None else ()
@@ -483,21 +395,21 @@ class HostOptimizer(Optimizer):
         if not local.numel() or not (slots or streamed or self._keeps_master(param)):
             place = None  # nothing to stream
         # An empty dict in `state` would count as a state: SGD without momentum has none, in torch, too.
-        if not (self._counts or slots or self._keeps_master(param)):
+        if not (self.algorithm.counts or slots or self._keeps_master(param)):
             return Member(index, local, local, [], None, False, place, copy, streamed, lifted)
         state = self.state[param]
-        if self._counts:
-            at = local.device if self._counts_on_device else torch.device("cpu")
+        if self.algorithm.counts:
+            at = local.device if self.algorithm.counts_on_device else torch.device("cpu")
             state["step"] = _counter(state.get("step", 0.0), at)
-        fresh = self._starts_from_gradient and any(state.get(slot) is None for slot in slots)
-        dtype = self._state_dtype(param)
+        fresh = self.algorithm.starts_from_gradient and any(state.get(slot) is None for slot in slots)
+        dtype, fill = self._state_dtype(param), float(self.defaults.get(self.algorithm.fill, 0.0))
         for slot in slots:
             made = state.get(slot)
             if place is not None:
-                state[slot] = self._stored(place, slot, made, param, dtype, self._fill(group))
+                state[slot] = self._stored(place, slot, made, param, dtype, fill)
                 continue
             if made is None:
-                made = torch.full_like(param, self._fill(group), dtype=dtype)
+                made = torch.full_like(param, fill, dtype=dtype)
             state[slot] = _fitted(made, param, dtype, f"{slot} of {name}")
         target = local
         if self._keeps_master(param):
@@ -542,7 +454,7 @@ class HostOptimizer(Optimizer):
         own = torch.float32 if self._keeps_master(param) else param.dtype
         if self.moments in (None, own):
             return own
-        if not self._has_kernel_for(local, own):
+        if self.algorithm.kernel_for(local, own) is None:
             raise UnsupportedError(
                 f"moments={self.moments} for {own} on {param.device}: torch's fused kernels keep both alike",
                 "leave moments out there; on the host, and on GPUs with Triton, each choice works",
@@ -626,11 +538,6 @@ def _update_arrived(
         _core.update(calls, factor).wait()
     for stream in streams:
         stream()
-
-
-def unscaled(grads: list[Tensor], scale: Tensor | None) -> list[Tensor]:
-    """``grads``, of one dtype, divided by ``scale``; they themselves where there is none."""
-    return grads if scale is None else list(torch._foreach_div(grads, scale.to(grads[0].dtype)))
 
 
 @functools.cache

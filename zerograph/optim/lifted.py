@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from zerograph import _core
 from zerograph.core.slots import SLOTS
 from zerograph.optim.parts import Member, Part, flat
+from zerograph.optim.ring import through_slots
 from zerograph.optim.tensors import TAGS, Gradients
 from zerograph.runtime.entry import reason_of
 from zerograph.runtime.host import Transfer
@@ -78,7 +79,13 @@ class Lifted:
             for p, g in zip(self.parts, grads, strict=True)
         ]
         try:
-            self._run(chunks, rules, grads, factor, follow)
+            through_slots(
+                chunks,
+                lambda chunk: self._lift(chunk, grads[chunk.part]),
+                _Chunk.settle,
+                lambda chunk: _core.update([self._call(chunk, rules[chunk.part], grads[chunk.part])], factor),
+                lambda chunk: self._lower(chunk, grads[chunk.part], follow[chunk.part]),
+            )
         except BaseException as error:
             owner = self._owner()
             assert owner is not None  # its step runs
@@ -97,31 +104,6 @@ class Lifted:
             part, slot = self.parts[index], ring[i % SLOTS]
             counts = [count for p in pieces if (count := _count(part.members[p.member], p)) is not None]
             chunks.append(_Chunk(index, pieces, slot, counts, _tensors(part, pieces, slot.data_ptr(), counts)))
-
-    def _run(
-        self,
-        chunks: Sequence[_Chunk],
-        rules: Sequence[_core.Rule],
-        grads: Sequence[Gradients],
-        factor: float,
-        follow: Sequence[Sequence[Tensor | None]],
-    ) -> None:
-        ahead = min(SLOTS - 1, len(chunks))
-        for chunk in chunks[:ahead]:
-            self._lift(chunk, grads[chunk.part])
-        for i, chunk in enumerate(chunks):
-            chunk.settle()
-            ticket = _core.update([self._call(chunk, rules[chunk.part], grads[chunk.part])], factor)
-            try:
-                if i + ahead < len(chunks):
-                    if i:
-                        chunks[i - 1].settle()  # in whose slot the next one comes
-                    self._lift(chunks[i + ahead], grads[chunks[i + ahead].part])
-            finally:
-                ticket.wait()
-            self._lower(chunk, grads[chunk.part], follow[chunk.part])
-        for chunk in chunks[-SLOTS:]:
-            chunk.settle()
 
     def _call(
         self, chunk: _Chunk, rule: _core.Rule, grads: Gradients

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +9,32 @@ from torch import Tensor
 
 from zerograph import _core
 from zerograph.core.arguments import require, require_flag
-from zerograph.optim.host import HostOptimizer, unscaled
-from zerograph.optim.parts import Member, Part
+from zerograph.optim.algorithm import Algorithm, OnDevice
+from zerograph.optim.host import HostOptimizer
+from zerograph.optim.options import Options
+
+
+def _on_device(own: OnDevice) -> None:
+    group, targets, moments, grads = own.group, own.targets, own.states(0), own.unscaled
+    (beta1, beta2), lr = group["betas"], float(group["lr"])
+    if group["maximize"]:
+        grads = list(torch._foreach_neg(grads))
+    if group["weight_decay"]:
+        torch._foreach_mul_(targets, 1 - lr * group["weight_decay"])
+    # Not in place: the moment itself moves afterwards, by another beta.
+    update = torch._foreach_lerp(moments, grads, 1 - beta1)
+    torch._foreach_sign_(update)
+    torch._foreach_add_(targets, update, alpha=-lr)
+    torch._foreach_lerp_(moments, grads, 1 - beta2)
+
+
+LION = Algorithm(
+    _core.Algorithm.lion,
+    arguments=("lr", "betas", "weight_decay", "maximize"),
+    slots=lambda group: ("exp_avg",),
+    on_device=_on_device,
+    counts=False,
+)
 
 
 def _is_right(lr: Any, betas: Any, weight_decay: Any) -> bool:
@@ -36,7 +59,7 @@ class Lion(HostOptimizer):
         ConfigError: a negative value, or a beta outside of [0, 1).
     """
 
-    _counts = False
+    algorithm = LION
 
     def __init__(
         self,
@@ -59,49 +82,4 @@ class Lion(HostOptimizer):
         )
         require_flag("maximize", maximize, "True goes up the gradient")
         defaults = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(
-            params,
-            master=master,
-            skip_nonfinite=skip_nonfinite,
-            overlap=overlap,
-            delayed=delayed,
-            warmup=warmup,
-            defaults=defaults,
-        )
-
-    def _slots(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg",)
-
-    def _rule(self, group: Mapping[str, Any]) -> _core.Rule:
-        beta1, beta2 = group["betas"]
-        return _core.Rule(
-            _core.Algorithm.lion,
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            weight_decay=float(group["weight_decay"]),
-            decoupled=True,
-            maximize=bool(group["maximize"]),
-        )
-
-    def _update_on_device(
-        self,
-        group: Mapping[str, Any],
-        part: Part,
-        grads: list[Tensor],
-        members: Sequence[Member],
-        scale: Tensor | None,
-        nonfinite: Tensor | None,
-    ) -> None:
-        targets, moments = [m.target for m in members], [m.states[0] for m in members]
-        (beta1, beta2), lr = group["betas"], float(group["lr"])
-        grads = unscaled(grads, scale)
-        if group["maximize"]:
-            grads = list(torch._foreach_neg(grads))
-        if group["weight_decay"]:
-            torch._foreach_mul_(targets, 1 - lr * group["weight_decay"])
-        # Not in place: the moment itself moves afterwards, by another beta.
-        update = torch._foreach_lerp(moments, grads, 1 - beta1)
-        torch._foreach_sign_(update)
-        torch._foreach_add_(targets, update, alpha=-lr)
-        torch._foreach_lerp_(moments, grads, 1 - beta2)
+        super().__init__(params, Options(master, skip_nonfinite, overlap, delayed, warmup), defaults)

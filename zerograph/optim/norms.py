@@ -19,12 +19,12 @@ from zerograph.sharding.adopt import model_given
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """The same on every rank.
+    """Norms of a model's parameters and gradients, the same on every rank.
 
     Attributes:
-        p: of the norms.
-        weights: of each parameter, by name.
-        gradients: of each parameter that has a gradient.
+        p: order of the norms.
+        weights: norm of each parameter, by name.
+        gradients: norm of the gradient of each parameter that has one, by name.
     """
 
     p: float
@@ -33,12 +33,12 @@ class Norms:
 
     @property
     def weight(self) -> float:
-        """Of all parameters together."""
+        """Norm of all parameters together."""
         return self._joint(self.weights.values())
 
     @property
     def gradient(self) -> float:
-        """Of all gradients together: what :func:`zerograph.clip_grad_norm_` returns."""
+        """Norm of all gradients together, as :func:`zerograph.clip_grad_norm_` returns it."""
         return self._joint(self.gradients.values())
 
     def _joint(self, norms: Iterable[float]) -> float:

@@ -6,41 +6,23 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.optim.factor import Factor
+from zerograph.optim.owner import Owner, StepsOf
 from zerograph.optim.parts import Row
-from zerograph.optim.tensors import GroupLayout
 from zerograph.optim.torch_private import tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.early import Arrival
 from zerograph.runtime.entry import reason_of
-from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor
 
 
-class Owner(Protocol):
-    """What is needed of the optimizer."""
-
-    param_groups: list[dict[str, Any]]
-    store: ShardStore | None
-    early: EarlySteps | None
-
-    def layout(self, key: tuple[int, ...], group: Mapping[str, Any], params: Sequence[Tensor]) -> GroupLayout:
-        """Of some ``params`` of a group, kept under ``key``."""
-
-    def update(self, rows: Sequence[Row], factor: Factor, arrival: Arrival | None = None) -> PendingUpdate:
-        """Begin to update."""
-
-    def leave_half_done(self, why: str) -> None:
-        """Do not go on before a checkpoint is loaded."""
-
-
-class EarlySteps:
+class EarlySteps(StepsOf):
     """An :class:`~zerograph.runtime.early.Updater`.
 
     Attributes:
@@ -50,7 +32,7 @@ class EarlySteps:
     """
 
     def __init__(self, optimizer: Owner) -> None:
-        self._optimizer = weakref.ref(optimizer)
+        super().__init__(optimizer)
         self._under_way: list[PendingUpdate] = []
         self._begun = self._begun_before = 0  # in this iteration, and in the last one
         self._groups: dict[int, int] = {}  # by ``id`` of a parameter, in the backward that runs
@@ -61,25 +43,10 @@ class EarlySteps:
         _LIVING.add(self)
 
     @property
-    def optimizer(self) -> Owner:
-        """Whose updates these are."""
-        found = self._optimizer()
-        assert found is not None  # whoever asks has it from there, or from overlapping()
-        return found
-
-    @property
     def is_current(self) -> bool:
         """Whether the optimizer is there, and these are its updates: a checkpoint that is loaded brings others."""
         found = self._optimizer()
         return found is not None and found.early is self
-
-    def __str__(self) -> str:
-        return type(self.optimizer).__name__
-
-    @property
-    def params(self) -> list[Tensor]:
-        """All that the optimizer has."""
-        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     @torch.no_grad()
     def start(self, grads: Sequence[tuple[Tensor, Tensor]], arrival: Arrival | None) -> None:

@@ -10,9 +10,15 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from zerograph.core.errors import UnsupportedError
+from zerograph.optim.adagrad import ADAGRAD
+from zerograph.optim.adam import ADAM
+from zerograph.optim.algorithm import Algorithm
+from zerograph.optim.sgd import MOMENTUM
 from zerograph.runtime.blocks import Place
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor, placed_as
+
+_KNOWN: dict[type[Optimizer], Algorithm] = {Adam: ADAM, AdamW: ADAM, Adagrad: ADAGRAD, SGD: MOMENTUM}
 
 
 def make_states(optimizer: Optimizer, store: ShardStore) -> None:
@@ -49,14 +55,12 @@ def _make(optimizer: Optimizer, group: dict[str, object], param: Tensor, store: 
 
 
 def _names(optimizer: Optimizer, group: dict[str, object]) -> tuple[str, ...]:
-    kind = type(optimizer)  # subclasses may keep more
-    if kind in (Adam, AdamW):
-        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
-    if kind is Adagrad:
-        return ("sum",)
-    if kind is SGD and not group["momentum"]:
-        return ()
-    raise UnsupportedError(
-        f"{type(optimizer).__name__} cannot keep its states on NVMe: ZeroGraph does not know which it makes",
-        "use zerograph.optim, or AdamW, Adam or Adagrad of torch.optim, or train without offload",
-    )
+    known = _KNOWN.get(type(optimizer))  # subclasses may keep more
+    names = known.slots(group) if known is not None else ()
+    # A state that starts from a gradient is made with the first one.
+    if known is None or (names and known.starts_from_gradient):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} cannot keep its states on NVMe: ZeroGraph does not know which it makes",
+            "use zerograph.optim, or AdamW, Adam or Adagrad of torch.optim, or train without offload",
+        )
+    return names

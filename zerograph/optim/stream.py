@@ -24,6 +24,7 @@ from zerograph import _core
 from zerograph.core.errors import StorageError
 from zerograph.core.slots import SLOTS
 from zerograph.optim.parts import Member, Part, address, flat
+from zerograph.optim.ring import through_slots
 from zerograph.optim.tensors import TAGS, Gradients
 from zerograph.runtime.blocks import UNIT, Block, Place
 from zerograph.runtime.entry import reason_of
@@ -225,37 +226,20 @@ class Stream:
         copied = {place: self._store.begin_to_follow(name) for place, name in self._names.items()}
         self._follow = {place: copy for place, copy in copied.items() if copy is not None}
         try:
-            self._run(
+            through_slots(
+                self._chunks,
                 lambda chunk: self._read(chunk, grads),
+                self._settle,
                 lambda chunk: _core.update(self._calls(chunk, rules, grads), factor),
+                self._write,
             )
+            self._store.has_run(self)
         except BaseException as error:
             owner = self._owner()
             assert owner is not None  # its step runs
             self._store.half_done[owner] = reason_of(error)
             self.forget()
             raise
-
-    def _run(self, read: Callable[[_Chunk], None], update: Callable[[_Chunk], _core.Ticket]) -> None:
-        chunks = self._chunks
-        ahead = min(SLOTS - 1, len(chunks))
-        for chunk in chunks[:ahead]:
-            read(chunk)
-        for i, chunk in enumerate(chunks):
-            self._settle(chunk)
-            ticket = update(chunk)
-            try:
-                if i + ahead < len(chunks):
-                    if i:
-                        self._settle(chunks[i - 1])  # in whose slot the next one is read
-                    read(chunks[i + ahead])
-            finally:
-                ticket.wait()
-            self._start(self._arena.write, chunk)
-            self._bring_copies(chunk)
-        for chunk in chunks[-SLOTS:]:
-            self._settle(chunk)
-        self._store.has_run(self)
 
     def _confirm(self) -> None:
         """Keep of what was read ahead only what nobody has touched since: a checkpoint that was loaded, the user."""
@@ -302,6 +286,10 @@ class Stream:
                 if grad is not None:
                     begin = _place(part.members[piece.member]).begin
                     self._copy(chunk, chunk.gradient, begin, flat(grad), piece.first, piece.size, here=True)
+
+    def _write(self, chunk: _Chunk) -> None:
+        self._start(self._arena.write, chunk)
+        self._bring_copies(chunk)
 
     def _comes(self, chunk: _Chunk, part: Part) -> bool:
         """Whether gradients of ``part`` come from the device to the slot of ``chunk``."""

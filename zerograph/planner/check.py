@@ -1,7 +1,7 @@
 """What must be true of a plan for the step that it is made for: a backend asks before anything of it is carried out.
 
 Of the design's invariants, those that can be told from decisions alone, in milliseconds. What is about the plan without
-a step is part of ``zerograph check`` too, which goes on with the forecast's tasks
+a step is part of ``zerograph check`` too, which goes on with the programs that a file carries
 (:mod:`~zerograph.planner.check_file`); gathers, frees and reductions of what is then compiled are looked at one by one
 in its graphs (:mod:`zerograph.passes.verify`).
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 
 from zerograph.core.errors import InvariantError
-from zerograph.core.plan import Plan, chunk_of, tile_rows
+from zerograph.core.plan import Plan, tile_rows
 from zerograph.core.step import Op, Param, Step, layer_of, layer_of_activation
 from zerograph.planner.liveness import Graph
 from zerograph.planner.loss import head_of
@@ -98,7 +98,7 @@ def tiles(plan: Plan) -> Iterator[Found]:
     """Tiles of a parameter follow one another from its shards' first row to their last, or column."""
     for bucket in plan.buckets:
         if bucket.tiles > 1 and bucket.params and plan.world_size >= 1:
-            rows = chunk_of(bucket.params[0], bucket.dim, plan.world_size)
+            rows = bucket.params[0].chunk(plan.world_size, bucket.dim)
             cuts = tile_rows(rows, bucket.tiles)
             joined = all(end == begin for (_, end), (begin, _) in pairwise(cuts))
             if not joined or (cuts[0][0], cuts[-1][1]) != (0, rows) or any(begin == end for begin, end in cuts):
@@ -220,7 +220,7 @@ CHECKS: Mapping[str, tuple[str, Finder]] = {
     "loss": ("a loss that is tiled is the model's own, behind its logits", _loss),
     "tokens": ("layers in tiles of tokens can run so, with their weights whole", _token_regions),
     "loops": ("weights that run in one loop are those of an MLP of the step", _loops),
-    "reads": ("what is read was made before, and nothing is made twice", _reads),
+    "reads": ("every value is made once, before it is read", _reads),
     "reductions": ("every gradient is reduced once", _reductions),
     "updates": ("every trainable parameter is updated once, with its gradient", _updates),
 }

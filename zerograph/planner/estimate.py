@@ -11,10 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from zerograph.core.errors import ConfigError
-from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.machine import Machine, Tier
 from zerograph.core.plan import Offload
+from zerograph.planner.homes import open_tiers
 from zerograph.planner.preset import Outcome, Preset
 from zerograph.planner.sizes import ModelSize
+from zerograph.planner.space import overrun
 from zerograph.planner.strategy import Activations, Stage, Strategy, placements
 from zerograph.planner.training import Training
 
@@ -52,14 +54,15 @@ class Question:
         if not 0 <= self.reserve < 1:
             raise ConfigError(f"reserve must be from 0 to below 1, got {self.reserve}", "0.06 leaves 6% free")
 
-    def have(self, tier: Tier) -> int:
-        """Bytes that a rank may use on ``tier``, after the reserve."""
-        return int(self.machine.capacity(tier, self.world_size) * (1 - self.reserve))
+    @property
+    def have(self) -> dict[Tier, int]:
+        """Bytes per tier that a rank may use, after the reserve."""
+        return self.machine.budget(self.world_size, self.reserve)
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """The tiers beside the device that exist: a CPU has no host memory of its own."""
-        return tuple(tier for tier in TIERS[1:] if self.machine.capacity(tier, self.world_size))
+        """The tiers beside the device that exist."""
+        return open_tiers(self.machine, self.world_size, "auto", None)
 
     def groups(self) -> Iterator[tuple[Strategy, ...]]:
         """The strategies of every row: ways to treat activations, least work first, in the fewest tiles."""
@@ -102,18 +105,22 @@ class Row:
     @cached_property
     def have(self) -> Mapping[Tier, int]:
         """Bytes per tier that may be used."""
-        return {tier: self.question.have(tier) for tier in TIERS}
+        return self.question.have
 
     @property
     def fits(self) -> bool:
         """Whether no tier is overrun."""
-        return not self.hopeless and all(self.need[tier] <= self.have[tier] for tier in TIERS)
+        return self.held_over <= 0 and self.over <= 0
 
     @property
     def over(self) -> float:
         """By what share of its capacity the fullest tier is overrun; 0 or less when everything fits."""
-        # Where there is no such tier, any byte overruns it.
-        return max(self.need[tier] / max(1, self.have[tier]) - 1 for tier in TIERS)
+        return overrun(self.need.values(), self.have.values())[0]
+
+    @property
+    def short(self) -> Tier:
+        """The fullest tier."""
+        return overrun(self.need.values(), self.have.values())[2]
 
     @property
     def tokens_per_second(self) -> float:
@@ -121,16 +128,15 @@ class Row:
         training = self.question.training
         return training.tokens * training.accumulate * self.question.world_size / self.outcome.seconds
 
-    @property
-    def hopeless(self) -> bool:
-        """Whether what is held between steps alone overruns a tier."""
-        least = self.preset.least
-        return any(least[tier] > self.have[tier] for tier in TIERS)
+    @cached_property
+    def held_over(self) -> float:
+        """By what share a tier is overrun by what is held between steps alone, which needs no simulation."""
+        return overrun(self.preset.held.values(), self.have.values())[0]
 
     def tiled(self) -> Row:
         """The row in the fewest tiles that fit, or that help most where none do; in as many as were asked for."""
         best = self
-        if self.question.tiles or self.hopeless or self.fits:
+        if self.question.tiles or self.held_over > 0 or self.fits:
             return self
         for tiles in TILES[1:]:
             row = replace(self, strategy=replace(self.strategy, tiles=tiles))

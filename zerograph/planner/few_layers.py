@@ -1,25 +1,23 @@
 """Plans of a deep step, judged by few of its layers.
 
 A plan says what :data:`PERIOD` layers of a run of alike ones do, and the others do the same in turn. It is simulated at
-two small depths, and what a period more adds is added once for every period that is left out, as
-:mod:`~zerograph.planner.preset` continues a model. That costs as much for 1,000 layers as for fourteen, and tells which
+two small depths, and what a period more adds is added once for every period that is left out
+(:mod:`~zerograph.planner.depths`). That costs as much for 1,000 layers as for fourteen, and tells which
 plans are worth a simulation of the whole step.
 """
 
 from __future__ import annotations
 
-import sys
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
-from zerograph.core.machine import TIERS
+from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import Bucket, Plan, decided
 from zerograph.core.simulate import Peaks, walk
 from zerograph.core.step import layer_of_activation
-from zerograph.planner.rates import state_bytes
+from zerograph.planner.depths import continued, peaks_by_part
 from zerograph.planner.regions import Life, Profile
 from zerograph.planner.sketch import sketch
 from zerograph.planner.space import Candidate, Space
@@ -61,30 +59,18 @@ class FewLayers(Space):
         (less, short, few), (more, long, many) = (
             self._measured(space, _carried(plan, self, space, does_as)) for space, does_as in self._depths
         )
-        times = self._times
         peaks = tuple(
-            int(max(b + (b - a) * times for a, b in zip(one, two, strict=True)))
+            int(max(continued(a, b, self._times) for a, b in zip(one, two, strict=True)))
             for one, two in zip(short, long, strict=True)
         )
-        return more + (more - less) * times, peaks, few + many
+        return continued(less, more, self._times), peaks, few + many
 
     def _measured(self, space: Space, plan: Plan) -> tuple[float, list[list[int]], int]:
-        """Seconds, by tier the peaks of each part of the step, which lie there at all depths, and tasks."""
+        """Seconds, by tier the peaks of each part of the step, and tasks."""
         scheduler = space.scheduler
         run = walk(sketch(scheduler, plan), scheduler.costs)
-        # Forward, the halves of the backward, update; an inference is a forward alone.
-        first = [*run.programs[1:], sys.maxsize, sys.maxsize]
-        begins = (first[0], (first[0] + first[1]) // 2, first[1])
-        held, peaks = space.held + scheduler.moved(plan), []
-        for tier in TIERS:
-            level = sum(size for at, size in held if at == tier)
-            most = [level, 0, 0, 0]
-            for _, _, task, size in sorted(run.events[tier]):
-                level += size
-                part = bisect_right(begins, task)
-                most[part] = max(most[part], level)
-            peaks.append(most)
-        return max(run.ends, default=0.0), peaks, len(run.ends)
+        peaks = peaks_by_part(run, space.held + scheduler.moved(plan))
+        return max(run.ends, default=0.0), [[size for size, _ in parts] for parts in peaks], len(run.ends)
 
 
 def by_few_layers(space: Space) -> FewLayers | None:

@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from zerograph.core.machine import Machine
+from zerograph.core.param_bytes import kept_states
 from zerograph.core.plan import Bucket, Plan
 from zerograph.core.planfile import Holding
-from zerograph.core.program import Instruction, Program
+from zerograph.core.program import Instruction, Program, Spill, Write
 from zerograph.core.runfile import Measured
 from zerograph.core.simulate import simulate
+from zerograph.core.step import Kind
 from zerograph.core.timeline import NOT_COUNTED, Forecast
 from zerograph.planner.placement import BucketPart, between_steps, bucket_parts
 from zerograph.planner.process_memory import Resident, resident
-from zerograph.planner.rates import Rates, device_update, kept_states
+from zerograph.planner.rates import Rates, device_update
 from zerograph.planner.regions import Life, Profile
 from zerograph.planner.schedule import Registers, Scheduler
 from zerograph.planner.sketch import sketch, update_away
@@ -23,8 +25,9 @@ from zerograph.planner.sketch import sketch, update_away
 
 @dataclass(frozen=True, slots=True)
 class ProgramForecast:
-    """A forecast, what its memory is used for, and, on a CPU, what the process grows by."""
+    """The programs of a step, their forecast, what its memory is used for, and, on a CPU, what the process grows by."""
 
+    programs: tuple[Program, ...]
     forecast: Forecast
     holdings: tuple[Holding, ...]
     resident: Resident | None = None
@@ -49,14 +52,14 @@ def forecast_programs(
     rates = Rates(machine, plan.world_size, plan.compute_dtype)
     kept = _kept(plan, moments) if kept is None else kept
     states = tuple(between_steps(plan, kept, rates.staging))
-    trains = any(program.kind == "backward" for program in programs)
-    # A recording has no seconds of what an update reads and writes.
-    update = update_program(plan, kept, rates if measured is None else None)
-    step = [*programs, update] if trains else programs
+    step, last = tuple(programs), programs[-1]
+    if last.kind == "backward":
+        # A recording has no seconds of what an update reads and writes.
+        step += (update_program(plan, kept, rates if measured is None else None, last),)
     forecast, holdings = simulate(step, rates, measured=measured, held=states, not_counted=NOT_COUNTED)
     peak = forecast.peaks.get("device")
     grows = resident(programs, peak.bytes, plan.world_size) if peak is not None and machine.device == "cpu" else None
-    return ProgramForecast(forecast, holdings, grows)
+    return ProgramForecast(step, forecast, holdings, grows)
 
 
 def forecast_sketch(
@@ -68,6 +71,17 @@ def forecast_sketch(
     # A sketch has one register for all values with the same life; people want to see each.
     parts = {register: partial(_one_by_one, scheduler.profile, own) for register, own in lives.items()}
     return simulate(sketch(scheduler, plan), scheduler.rates, held=states, not_counted=not_counted, parts=parts)
+
+
+KINDS: Mapping[Kind, str] = {
+    "param": "parameters",
+    "state": "optimizer states",
+    "gradient": "gradients",
+    "gathered": "gathered parameters",
+    "activation": "activations",
+    "temporary": "temporaries",
+}
+"""What memory is used for, as people call it."""
 
 
 def _one_by_one(profile: Profile, lives: Sequence[Life], together: Holding) -> Iterator[Holding]:
@@ -84,13 +98,20 @@ def _kept(plan: Plan, moments: int) -> dict[str, int]:
     return kept_states((param for bucket in plan.buckets for param in bucket.params), plan.world_size, moments)
 
 
-def update_program(plan: Plan, kept: Mapping[str, int], streams: Rates | None = None) -> Program:
-    """The optimizer's update of the parameters in ``kept`` (:func:`~zerograph.planner.rates.kept_states`).
+def update_program(
+    plan: Plan, kept: Mapping[str, int], streams: Rates | None = None, backward: Program | None = None
+) -> Program:
+    """The optimizer's update of the parameters in ``kept`` (:func:`~zerograph.core.param_bytes.kept_states`).
 
-    With ``streams``, the rates of a machine, states off the device are updated there, bucket by bucket.
+    With ``streams``, the rates of a machine, states off the device are updated there, bucket by bucket, when what moves
+    their gradients off the device in ``backward`` has ended.
     Without, all of it is one instruction, as a recording sees it.
     """
-    names, instructions, registers = [bucket.name for bucket in plan.buckets], list[Instruction](), Registers()
+    names, instructions = tuple(bucket.name for bucket in plan.buckets), list[Instruction]()
+    registers, arrived = Registers(backward.contents if backward is not None else ()), dict[int, tuple[int, ...]]()
+    for each in backward.instructions if backward is not None else ():
+        if isinstance(each, Spill | Write) and each.what == "gradient":
+            arrived[each.bucket] = each.writes
     away = list[int]()
     if streams is not None:
         known = _Known(names, streams, registers, plan.buckets, kept)
@@ -98,13 +119,15 @@ def update_program(plan: Plan, kept: Mapping[str, int], streams: Rates | None = 
         away = [index for index in there if known.bucket_parts(index, 1)[0].shards.optimizer]
         for number, bucket in enumerate(away):
             homes = plan.buckets[bucket].homes
-            instructions += update_away(known, bucket, 0, 1, plan.update, homes, number, -1, -1)
+            instructions += update_away(known, bucket, 0, 1, plan.update, homes, number, arrived.get(bucket, ()), -1)
     whole = device_update([bucket.params for bucket in plan.buckets], away, plan.world_size, kept)
     if whole.sizes or not away:
         last = streams is not None and streams.staging != "device"
         instructions.insert(len(instructions) if last else 0, whole)  # as sketches have it
-    contents = registers.contents
-    return Program("update", 0, len(contents), tuple(instructions), (), (), contents, names)
+    contents, segments = tuple(registers.contents), backward.segments if backward is not None else ()
+    return Program(
+        "update", 0, len(contents), tuple(instructions), (), segments, contents, names, carries=backward is not None
+    )
 
 
 @dataclass(slots=True)

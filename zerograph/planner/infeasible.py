@@ -6,22 +6,23 @@ simulated that need the least. A search for the change looks at these too, so "t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zerograph.core.errors import InfeasibleError
 from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import OFFLOADS, Offload
 from zerograph.core.planfile import Holding
-from zerograph.core.step import Step, layer_of
+from zerograph.core.step import Kind, Step, layer_of
 from zerograph.core.timeline import Forecast, Peak, Span
 from zerograph.core.units import format_bytes
-from zerograph.planner.forecasts import forecast_sketch
-from zerograph.planner.rates import state_bytes
+from zerograph.planner.forecasts import KINDS, forecast_sketch
 from zerograph.planner.regions import Life, Profile, Work
-from zerograph.planner.search import BUCKET_SIZES, Search, Way, Wish, limits, over, smallest
-from zerograph.planner.shortage import Remedy
-from zerograph.planner.space import Candidate
+from zerograph.planner.search import BUCKET_SIZES, Search, Way, Wish, limits, smallest
+from zerograph.planner.shortage import Remedy, ranked
+from zerograph.planner.space import Candidate, overrun
 
 _PLANNED = " (can be planned, not run yet)"
 
@@ -54,13 +55,11 @@ class Change:
 def infeasible(search: Search, step: Step, machine: Machine, budget: Budget) -> InfeasibleError:
     """The error for a ``search`` of ``step`` that found nothing within ``budget`` bytes, of the device or per tier."""
     closest, most = search.closest(budget), limits(budget)
-    short = max(range(len(TIERS)), key=lambda i: (closest.peaks[i] - most[i]) / max(1, most[i]))
+    short = TIERS.index(overrun(closest.peaks, most)[2])
     found = [
         _turn(change, search, machine, closest.peaks[short], short) for change in changes(search, step, machine, budget)
     ]
-    # First what alone makes the step fit, then what saves the most.
-    remedies = sorted(found, key=lambda remedy: (not remedy.fits, -remedy.saves))
-    lines = [str(remedy) for remedy in remedies if remedy.saves > 0 or remedy.fits]
+    lines = [str(remedy) for remedy in ranked(found)]
     tiers = [short, *(i for i, peak in enumerate(closest.peaks) if peak > most[i] and i != short)]
     lines.append(" and ".join(_more(TIERS[i], closest.peaks[i] - most[i]) for i in tiers))
     needs = ", and ".join(_need(search, closest, i, most[i]) for i in tiers)
@@ -104,24 +103,12 @@ def _elsewhere(forecast: Forecast, holdings: tuple[Holding, ...], peak: Peak, ti
     """The moment at which ``tier`` holds the most, and what takes most of it."""
     at = 0.0 if peak.task < 0 else forecast.spans[peak.task].start
     there = [h for h in holdings if h.tier == tier and h.held_at(at, forecast.spans)]
-    kinds = {kind: sum(h.bytes for h in there if h.kind == kind) for kind in dict.fromkeys(h.kind for h in there)}
-    held = ", ".join(f"{format_bytes(size)} of {_WORDS[kind]}" for kind, size in sorted(kinds.items(), key=_most))
+    kinds = Counter[Kind]()
+    for holding in there:
+        kinds[holding.kind] += holding.bytes
+    held = ", ".join(f"{format_bytes(size)} of {KINDS[kind]}" for kind, size in kinds.most_common())
     largest = max(there, key=lambda h: h.bytes)
     return f"most is held in {peak.name}: {held}; the largest is {largest.name} with {format_bytes(largest.bytes)}"
-
-
-def _most(item: tuple[str, int]) -> int:
-    return -item[1]
-
-
-_WORDS = {
-    "param": "parameters",
-    "state": "optimizer states",
-    "gradient": "gradients",
-    "activation": "activations",
-    "gathered": "gathered parameters",
-    "temporary": "temporaries",
-}
 
 
 def _computing(forecast: Forecast, task: int) -> Span:
@@ -140,7 +127,7 @@ def _largest(found: Candidate, span: Span) -> Life | None:
 def _turn(change: Change, search: Search, machine: Machine, need: int, short: int) -> Remedy:
     """What ``change`` takes off the ``need`` of the tier ``short``."""
     found, most = change.smallest(machine, search.moments), limits(change.budget)
-    after = min(found, key=lambda c: (over(c, change.budget), c.rank))
+    after = min(found, key=lambda c: (overrun(c.peaks, most)[0], c.rank))
     return Remedy(change.text, need - after.peaks[short], any(c.fits(most) for c in found))
 
 

@@ -12,8 +12,8 @@ from itertools import product
 from typing import Any, TypeVar
 
 from zerograph.core.machine import Tier
+from zerograph.core.param_bytes import gathered_bytes
 from zerograph.core.plan import DEVICE, Homes, Plan
-from zerograph.planner.rates import gathered_bytes
 from zerograph.planner.space import Space
 
 T = TypeVar("T")

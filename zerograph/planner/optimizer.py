@@ -1,6 +1,6 @@
 """The optimizer's update as the last operations of a step: one per trainable parameter.
 
-These say what an update reads and writes, and come from the very rule (:func:`~zerograph.planner.rates.update_bytes`)
+These say what an update reads and writes, and come from the rule (:func:`~zerograph.core.param_bytes.update_bytes`)
 that tasks of a forecast are timed by, so that the two agree. The planner makes those tasks from a plan's parameters and
 not from these operations: where states live, on how many ranks and in which tiles is what it decides.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from zerograph.core.param_bytes import shard_bytes, update_bytes
 from zerograph.core.step import Op, Param, Step, Value
-from zerograph.planner.rates import shard_bytes, update_bytes
 
 
 def with_updates(step: Step, world_size: int, moments: int) -> Step:

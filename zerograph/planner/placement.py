@@ -13,12 +13,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 from zerograph.core.machine import Tier
+from zerograph.core.param_bytes import copy_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
 from zerograph.core.plan import Homes, Plan, tile_rows
 from zerograph.core.planfile import Holding
 from zerograph.core.simulate import Memory
 from zerograph.core.slots import SLOTS, slot_bytes
 from zerograph.core.step import Kind, Param
-from zerograph.planner.rates import Rates, copy_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
+from zerograph.planner.rates import Rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,7 @@ def bucket_parts(
     if world == 1:
         own = sum(copy_bytes(p, world) for p in params if p.sharded and is_whole(p, world))
     # Columns may be in more tiles than there are rows; of either a tile has its share of the bytes.
-    rows = max(params[0].chunk_rows(world), tiles) if tiles > 1 else 1
+    rows = max(params[0].chunk(world), tiles) if tiles > 1 else 1
     slices = tile_rows(rows, tiles)
 
     def part(size: int, tile: int) -> int:
@@ -193,7 +194,7 @@ def ring_bytes(buckets: Iterable[tuple[Homes, int]], staging: Tier) -> int:
 def between_steps(plan: Plan, kept: Mapping[str, int], staging: Tier) -> Iterator[Holding]:
     """What lies on each tier between steps, bucket by bucket; gradients come with the backward.
 
-    ``kept`` are bytes of optimizer states by parameter (:func:`~zerograph.planner.rates.kept_states`).
+    ``kept`` are bytes of optimizer states by parameter (:func:`~zerograph.core.param_bytes.kept_states`).
     """
     for bucket in plan.buckets:
         homes = bucket.homes

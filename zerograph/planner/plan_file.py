@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zerograph.core.check import require_programs
 from zerograph.core.errors import InvariantError
 from zerograph.core.machine import TIERS, Machine
 from zerograph.core.planfile import PlanFile
@@ -16,7 +15,7 @@ from zerograph.planner.forecasts import forecast_sketch
 from zerograph.planner.infeasible import infeasible
 from zerograph.planner.reasons import reasons
 from zerograph.planner.search import Search, Wish
-from zerograph.planner.sketch import sketch
+from zerograph.planner.sketch import settled, sketch
 from zerograph.planner.space import Candidate
 
 UNPROGRAMMED = (
@@ -52,7 +51,7 @@ def file_from_sketch(
     found = search.within(budget)
     if found is None:
         raise infeasible(search, step, machine, budget)
-    plan, scheduler = found.plan, found.space.scheduler
+    plan, scheduler = found.plan, found.space.scheduler.fresh()
     require_plan(step, plan, _REPORT)
     forecast, holdings = forecast_sketch(scheduler, plan, UNPROGRAMMED + ALONE * (plan.world_size == 1))
     made = PlanFile(
@@ -64,6 +63,7 @@ def file_from_sketch(
         holdings=holdings,
         tokens=tokens,
         flops=sum(op.flops for op in step.ops),
+        programs=settled(sketch(scheduler, plan)),
     )
     told = reasons(plan, step, wish, scheduler.rates, forecast, moments=moments, unexecuted=made.unexecuted)
     file = replace(made, reasons=tuple(told))
@@ -77,7 +77,6 @@ def _verify(file: PlanFile, found: Candidate) -> None:
     # Two roads to one number: the search measures, the forecast simulates with everything named.
     if peaks != found.peaks:
         raise InvariantError(f"the planner found peaks of {found.peaks} bytes and forecasts {peaks}", _REPORT)
-    require_programs(sketch(found.space.scheduler, found.plan), _REPORT, found.plan)
     for wrong in check_file(file):
         raise InvariantError(
             f"the planner made a plan that fails its own check of {wrong.check}: {wrong.message}", _REPORT

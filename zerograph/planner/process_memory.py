@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from zerograph.core.param_bytes import copy_bytes
 from zerograph.core.program import Compute, Free, Gather, Program, Reduce, WaitGather, WaitReduce
 from zerograph.core.step import ITEM_SIZE, Param
 from zerograph.core.units import format_bytes
@@ -145,7 +146,7 @@ class _Blocks:
 
 def _gathered(params: Sequence[Param], world_size: int) -> int:
     """This rank's shards."""
-    return _message(params, (p.chunk_elements(world_size) * ITEM_SIZE[p.compute_dtype] for p in params))
+    return _message(params, (copy_bytes(p, world_size) for p in params))
 
 
 def _reduced(params: Sequence[Param], world_size: int) -> Iterator[int]:
@@ -153,7 +154,7 @@ def _reduced(params: Sequence[Param], world_size: int) -> Iterator[int]:
     for sharded in (True, False):
         some = [p for p in params if p.sharded == sharded]
         if some:
-            chunks = [p.chunk_elements(world_size) if sharded else -(-p.elements // world_size) for p in some]
+            chunks = [p.summed_elements(world_size) for p in some]
             sent = [chunk * _sent_item(p) for chunk, p in zip(chunks, some, strict=True)]
             yield _message(some, sent * (world_size - 1))
             if not sharded:

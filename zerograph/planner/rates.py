@@ -5,10 +5,11 @@ Forecasts of real programs and the search over plans count by these same rules.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from zerograph.core.machine import Machine, Tier
+from zerograph.core.param_bytes import update_bytes
 from zerograph.core.program import (
     Accumulate,
     Compute,
@@ -26,7 +27,7 @@ from zerograph.core.program import (
     Update,
     Write,
 )
-from zerograph.core.step import ITEM_SIZE, Param
+from zerograph.core.step import Param
 from zerograph.core.timeline import Stream
 
 WAKE = 5e-5
@@ -135,25 +136,6 @@ class Rates:
         return min(self.world_size, self.machine.ranks_per_node)
 
 
-def shard_bytes(param: Param, world_size: int) -> int:
-    """Bytes of the largest shard of ``param``."""
-    return param.chunk_elements(world_size) * ITEM_SIZE[param.dtype]
-
-
-def kept_states(params: Iterable[Param], world_size: int, moments: int) -> dict[str, int]:
-    """Bytes that an optimizer keeps of the largest shard of each parameter that it updates, by name, where it is not
-    known: ``moments`` tensors of every one that trains."""
-    return {p.name: shard_bytes(p, world_size) * moments for p in params if p.trainable}
-
-
-def update_bytes(param: Param, world_size: int, states: int) -> int:
-    """Bytes that an update of the largest shard of ``param`` on the device reads and writes.
-
-    The shard, its gradient and the ``states`` (bytes) are read, and all but the gradient written.
-    """
-    return 3 * shard_bytes(param, world_size) + 2 * states
-
-
 def device_update(
     buckets: Sequence[Sequence[Param]], host: Collection[int], world_size: int, kept: Mapping[str, int]
 ) -> Update:
@@ -168,45 +150,3 @@ def device_update(
             if param.name in kept and not (param.sharded and index in host):
                 here.setdefault(index, []).append(update_bytes(param, world_size, kept[param.name]))
     return Update(tuple(here), tuple(size for sizes in here.values() for size in sizes))
-
-
-def copy_bytes(param: Param, world_size: int) -> int:
-    """Bytes of the largest shard of ``param`` in the dtype that it is gathered in."""
-    return param.chunk_elements(world_size) * ITEM_SIZE[param.compute_dtype]
-
-
-def fetched_bytes(param: Param, world_size: int) -> int:
-    """Bytes of the largest shard of ``param`` as it lives beside its master, or as itself where it has none."""
-    return copy_bytes(param, world_size) if param.is_master else shard_bytes(param, world_size)
-
-
-def gathered_bytes(params: Iterable[Param], world_size: int) -> int:
-    """Bytes that an all-gather of ``params`` fills: every rank's rows, padded to the largest shard.
-
-    What every rank holds whole is cast at most: kernels read a master that has the compute dtype.
-    """
-    return sum(
-        p.chunk_elements(world_size) * (world_size if p.sharded else 1) * ITEM_SIZE[p.compute_dtype]
-        for p in params
-        if p.sharded or p.dtype != p.compute_dtype
-    )
-
-
-def is_whole(param: Param, world_size: int) -> bool:
-    """Whether the shard, or the copy that stands for it, is the parameter that is computed with: one rank gathers it in
-    its own place."""
-    return world_size == 1 and (param.dtype == param.compute_dtype or param.is_master)
-
-
-def reduced_bytes(params: Iterable[Param]) -> int:
-    """Bytes of the full gradients of ``params`` as they are summed over ranks.
-
-    Of what is not sharded twice as many: its sums go back to all ranks, as an all-reduce is two passes.
-    """
-    return sum(p.elements * ITEM_SIZE[p.reduce_dtype] * (1 if p.sharded else 2) for p in params)
-
-
-def state_bytes(params: Iterable[Param], world_size: int, moments: int) -> tuple[int, int]:
-    """What lies on the device between steps: bytes of the shards, and of the optimizer's moments."""
-    params = tuple(params)
-    return sum(shard_bytes(p, world_size) for p in params), sum(kept_states(params, world_size, moments).values())

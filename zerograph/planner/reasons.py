@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from zerograph.core.param_bytes import gathered_bytes
 from zerograph.core.plan import DEVICE, Bucket, Plan
 from zerograph.core.planfile import Reason
 from zerograph.core.step import Step, layer_of_activation
 from zerograph.core.timeline import Forecast
 from zerograph.core.units import format_bytes, format_seconds
 from zerograph.planner.placement import Shards
-from zerograph.planner.rates import Rates, gathered_bytes
+from zerograph.planner.rates import Rates
 from zerograph.planner.search import Wish
 from zerograph.planner.tiling import apart
 
-_FASTEST = "of the plans that were looked at and fit, it is predicted to be the fastest"
+_FASTEST = "predicted to be the fastest of the plans that were searched and fit"
 _ASKED = "it was asked for"
 
 
@@ -56,7 +57,7 @@ def reasons(
     if plan.token_tiles > 1:
         layers = len(plan.token_regions)
         text = f"MLPs of {layers} layer{'s' * (layers > 1)} in {plan.token_tiles} tiles of tokens"
-        yield Reason("tokens", text, "what is wider than the model is never whole; each tile reads their weights again")
+        yield Reason("tokens", text, "no tensor wider than the model is whole; each tile reads their weights again")
     for loop, own in plan.loops().items():
         yield Reason(
             loop, f"in one loop of {own[0].tiles} tiles over its hidden dimension", "its middle is never whole"

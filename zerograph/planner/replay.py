@@ -114,7 +114,7 @@ def _loops_of(plan: Plan, step: Step) -> Plan:
 
 
 def _by_rows(bucket: Bucket, world_size: int) -> Bucket:
-    return replace(bucket, dim=0, loop="", tiles=min(bucket.tiles, bucket.params[0].chunk_rows(world_size)))
+    return replace(bucket, dim=0, loop="", tiles=min(bucket.tiles, bucket.params[0].chunk(world_size)))
 
 
 _NOT_READ = "is in the plan, and the model does not read it"

@@ -11,13 +11,14 @@ changes residencies and homes hundreds of times; from it :mod:`~zerograph.planne
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from types import MappingProxyType
 from typing import Any
 
 from zerograph.core.machine import Tier
+from zerograph.core.param_bytes import kept_states
 from zerograph.core.plan import Plan
 from zerograph.core.prefetching import Visit, gathers_by_start, visits
 from zerograph.core.program import Compute, Register, Segment, Update
@@ -25,7 +26,7 @@ from zerograph.core.simulate import Costs, Memory
 from zerograph.core.step import Kind, Param, Phase
 from zerograph.core.stretch import Stretch
 from zerograph.planner.placement import BucketPart, bucket_parts, ring_bytes, streamed
-from zerograph.planner.rates import Rates, device_update, kept_states
+from zerograph.planner.rates import Rates, device_update
 from zerograph.planner.regions import Atom, Life, Profile
 
 
@@ -80,15 +81,15 @@ class PhaseWork:
 
 
 class Registers:
-    """The registers of all sketches of a scheduler; those that are asked for by the same key are one.
+    """The registers of all sketches of a scheduler, behind those that are there; what has the same key is one.
 
     Attributes:
         contents: what each holds.
         bucket: of those that hold a gathered bucket or tile, or its full gradient.
     """
 
-    def __init__(self) -> None:
-        self.contents: list[Register] = []
+    def __init__(self, contents: Iterable[Register] = ()) -> None:
+        self.contents = list(contents)
         self.bucket: dict[int, int] = {}
         self._of: dict[object, int] = {}
 
@@ -140,6 +141,10 @@ class Scheduler:
         self._saved: dict[tuple[object, ...], SavedRegisters] = {}
         self._held: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
         self._streamed = [streamed(params, rates.world_size) for params in buckets]
+
+    def fresh(self) -> Scheduler:
+        """The same without the registers and segments of sketches so far."""
+        return Scheduler(self.profile, self.buckets, self.names, self.rates, self.moments)
 
     def levels(self, plan: Plan) -> tuple[int, ...]:
         """The level of every layer of the profile under ``plan``."""

@@ -31,6 +31,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.executable import Executable
 from zerograph.core.garbage import without_gc
 from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Offload, Plan, Update, compute_dtype
 from zerograph.core.simulate import on
 from zerograph.core.step import Step, TokenRegion
@@ -42,11 +43,11 @@ from zerograph.planner.knobs import Knob, every, first, halfway, neighbours, spr
 from zerograph.planner.liveness import Graph, Mode
 from zerograph.planner.loss import LOSS_TILES, Head, head_of, loss_tiles, tiled, with_loss_tiles
 from zerograph.planner.peaks import with_lower_peaks
-from zerograph.planner.rates import Rates, state_bytes
+from zerograph.planner.rates import Rates
 from zerograph.planner.regions import Profile, profile
 from zerograph.planner.rules import plan_step, recomputed_layers
 from zerograph.planner.selective import stops
-from zerograph.planner.space import Candidate, Space, frontier, way_of
+from zerograph.planner.space import Candidate, Space, frontier, overrun, way_of
 from zerograph.planner.tiling import in_loops, looped, tiles_wanted
 from zerograph.planner.token_tiles import TOKEN_TILES, by_token, with_token_tiles
 
@@ -278,7 +279,8 @@ class Search:
 
     def closest(self, budget: int | Mapping[Tier, int]) -> Candidate:
         """The one that overruns the tiers of ``budget`` by the smallest share."""
-        return min(self.best, key=lambda c: (over(c, budget), c.rank))
+        most = limits(budget)
+        return min(self.best, key=lambda c: (overrun(c.peaks, most)[0], c.rank))
 
     def within(self, budget: int | Mapping[Tier, int]) -> Candidate | None:
         """The fastest whose peaks are at most ``budget`` bytes; None when none is.
@@ -538,11 +540,6 @@ def _in_loops(graph: Graph, wish: Wish) -> Graph:
     return Graph(looped(step, in_loops(plan, step)))
 
 
-def over(candidate: Candidate, budget: int | Mapping[Tier, int]) -> float:
-    """By what share of its budget the fullest tier is overrun; 0 or less when all fit."""
-    return max((peak - most) / max(1, most) for peak, most in zip(candidate.peaks, limits(budget), strict=True))
-
-
 def limits(budget: int | Mapping[Tier, int]) -> tuple[int, ...]:
     """Bytes that each of :data:`~zerograph.core.machine.TIERS` may hold."""
     if isinstance(budget, int):
@@ -599,4 +596,4 @@ def most_tiles(plan: Plan, size: int, whole: Container[str] = ()) -> tuple[int, 
     alone = (b for b in plan.buckets if len(b.params) == 1 and b.params[0].sharded and b.params[0].name not in whole)
     large = {b.index for b in alone if b.gathered_bytes > size}
     most = min(MOST_TILES, max(2, ALL_TILES // max(1, len(large))))
-    return tuple(min(most, b.params[0].chunk_rows(plan.world_size)) if b.index in large else 1 for b in plan.buckets)
+    return tuple(min(most, b.params[0].chunk(plan.world_size)) if b.index in large else 1 for b in plan.buckets)

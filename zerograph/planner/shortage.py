@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from math import ceil
 
-from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.machine import TIERS, Tier
 from zerograph.core.units import format_bytes
 from zerograph.planner.estimate import TILES, Question, Row
 from zerograph.planner.preset import Need
@@ -61,20 +62,25 @@ def shortage(found: tuple[Row, ...]) -> Shortage | None:
     if any(row.fits for row in found):
         return None
     row = min(found, key=lambda row: row.over)
-    tier = max(TIERS, key=lambda t: row.need[t] / max(1, row.have[t]))
+    tier = row.short
     held = max((need for need in row.preset.needs if need.tier == tier), key=lambda need: need.bytes)
-    remedies = [
-        remedy
-        for remedy in (_turn(row, tier, *changed) for changed in _changes(row))
-        if remedy.saves > 0 or remedy.fits
-    ]
-    remedies.sort(key=lambda remedy: (not remedy.fits, -remedy.saves))
-    return Shortage(row, tier, row.need[tier], row.have[tier], held, tuple(remedies))
+    return Shortage(row, tier, row.need[tier], row.have[tier], held, tuple(ranked(_remedies(row))))
 
 
-def _turn(row: Row, tier: Tier, change: str, question: Question, strategy: Strategy) -> Remedy:
-    after = Row(question, strategy)
-    return Remedy(change, row.need[tier] - after.need[tier], after.fits)
+def ranked(remedies: Iterable[Remedy]) -> list[Remedy]:
+    """Those that help: first what alone is enough, then what saves the most."""
+    helpful = (remedy for remedy in remedies if remedy.saves > 0 or remedy.fits)
+    return sorted(helpful, key=lambda remedy: (not remedy.fits, -remedy.saves))
+
+
+def _remedies(row: Row) -> Iterator[Remedy]:
+    for change, question, strategy in _changes(row):
+        after = Row(question, strategy)
+        yield Remedy(change, row.need[row.short] - after.need[row.short], after.fits)
+    over = {tier: row.need[tier] - row.have[tier] for tier in TIERS if row.need[tier] > row.have[tier]}
+    for tier, size in over.items():
+        more = ceil(size / (1 - row.question.reserve))
+        yield Remedy(f"{format_bytes(more)} more on {tier} per rank", 0, len(over) == 1)
 
 
 def _changes(row: Row) -> Iterator[tuple[str, Question, Strategy]]:
@@ -89,11 +95,6 @@ def _changes(row: Row) -> Iterator[tuple[str, Question, Strategy]]:
         yield "fused attention", replace(question, training=replace(training, attention="fused")), strategy
     for other in _other_strategies(question, strategy):
         yield _difference(strategy, other), question, other
-    for tier in TIERS:
-        # Two bytes more: what is left free is rounded once here and once in `have`.
-        more = int((row.need[tier] - row.have[tier]) / (1 - question.reserve)) + 2
-        if row.need[tier] > row.have[tier]:
-            yield f"{format_bytes(more)} more on {tier} per rank", _grown(question, tier, more), strategy
 
 
 def _other_strategies(question: Question, strategy: Strategy) -> Iterator[Strategy]:
@@ -109,14 +110,3 @@ def _difference(old: Strategy, new: Strategy) -> str:
     if new.activations != old.activations:
         return _WORDS[new.activations]
     return f"{new.tiles} tiles" if new.tiles != old.tiles else new.name
-
-
-def _grown(question: Question, tier: Tier, more: int) -> Question:
-    machine = question.machine
-    field, ranks = {
-        "device": ("device_memory", 1),
-        "host": ("host_memory", min(question.world_size, machine.ranks_per_node)),
-        "nvme": ("nvme_capacity", min(question.world_size, machine.ranks_per_node)),
-    }[tier]
-    grown: Machine = replace(machine, **{field: getattr(machine, field) + more * ranks})
-    return replace(question, machine=grown)

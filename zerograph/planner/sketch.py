@@ -53,17 +53,29 @@ BUFFERS = 3
 """Staging buffers on the host, each for one bucket or tile: one being read, one in use, one being written."""
 
 
-def sketch(scheduler: Scheduler, plan: Plan, leaving: int = sys.maxsize) -> tuple[Program, ...]:
+def sketch(scheduler: Scheduler, plan: Plan, leaving: int = sys.maxsize, *, adds: bool = False) -> tuple[Program, ...]:
     """The programs of a step under ``plan``; each carries the registers of the one before it.
 
     Args:
         leaving: moves off the device that may be under way at a time; the compute waits for the one so many before.
+        adds: reduced gradients are added to those of earlier micro-batches, whose memory is held anyway.
     """
-    return tuple(_Sketch(scheduler, plan, leaving).programs)
+    return tuple(_Sketch(scheduler, plan, leaving, adds).programs)
+
+
+def settled(programs: Sequence[Program]) -> tuple[Program, ...]:
+    """A sketch that later ones of its scheduler do not add to."""
+    return tuple(
+        replace(
+            each, instructions=tuple(each.instructions), segments=tuple(each.segments), contents=tuple(each.contents),
+            buckets=tuple(each.buckets),
+        )
+        for each in programs
+    )  # fmt: skip
 
 
 class _Sketch:
-    def __init__(self, scheduler: Scheduler, plan: Plan, leaving: int) -> None:
+    def __init__(self, scheduler: Scheduler, plan: Plan, leaving: int, adds: bool) -> None:
         self.scheduler, self.plan, self.rates = scheduler, plan, scheduler.rates
         self.most_leaving, self.leaving = leaving, deque[int]()  # registers that moves off the device fill
         self.buckets = plan.buckets
@@ -79,9 +91,10 @@ class _Sketch:
         self.tier_of = dict(plan.offload)  # layer or activation -> tier of what is saved of it
         self.whole: set[int] = set()  # buckets; of tiled ones the first tile
         self.fetched: set[int] = set()  # buckets whose gathers follow
-        self.under_way: list[tuple[Reduce, bool]] = []  # not waited for; whether gradients then leave the device
+        self.under_way: list[tuple[Reduce, bool]] = []  # not waited for; whether some leave, others stay
         self.reduced: dict[int, None] = {}  # buckets, in the order in which their gradients were reduced
-        self.summed: set[tuple[int, int]] = set()  # buckets and tiles of which a gradient was reduced
+        # Buckets and tiles that have a reduced gradient, to which others are added.
+        self.summed = {(i, tile) for i, tiles in enumerate(self.parts) for tile in range(len(tiles)) if adds}
         self.spilled: dict[tuple[int, int], int] = {}  # bucket and tile -> the register of its gradient, away from here
         # Layer or activation -> region -> registers of what of it is away until then.
         self.waiting: dict[str, dict[int, list[int]]] = {}
@@ -251,7 +264,7 @@ class _Sketch:
         again = (bucket, tile) in self.summed  # a tied parameter's tiles: the head's gradient, then the embedding's
         self.summed.add((bucket, tile))
         reduce = self._once(_reduce, bucket, tile, tiles, leaves, grads, again and not leaves)
-        self.under_way.append((reduce, leaves))
+        self.under_way.append((reduce, leaves and not again))
         self.instructions.append(reduce)
         if leaves:
             key, name = ("away", bucket, tile, tiles, homes.spilled), f"gradient of {part.label}"
@@ -318,9 +331,11 @@ class _Sketch:
             tiles = buckets[bucket].tiles
             for tile, part in enumerate(self.parts[bucket]):
                 if part.shards.gradient:
-                    gradient = self.spilled.get((bucket, tile), -1)
-                    if gradient < 0 and bucket in self.reduced:
-                        gradient = _reduced(scheduler, bucket, tile, tiles, False)
+                    arrived: tuple[int, ...] = ()
+                    if (bucket, tile) in self.spilled:
+                        arrived = (self.spilled[bucket, tile],)
+                    elif bucket in self.reduced:
+                        arrived = (_reduced(scheduler, bucket, tile, tiles, False),)
                     self.instructions += self._once(
                         update_away,
                         bucket,
@@ -329,7 +344,7 @@ class _Sketch:
                         self.plan.update,
                         buckets[bucket].homes,
                         updates,
-                        gradient,
+                        arrived,
                         self.norm,
                     )
                     updates += 1
@@ -378,7 +393,7 @@ def _slot(scheduler: Buckets, ring: str, number: int) -> int:
 
 
 def _wait_gather(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: bool) -> WaitGather:
-    return WaitGather(bucket, _whole(scheduler, bucket, tile, tiles, own), (), (), tile, tiles)
+    return WaitGather(_whole(scheduler, bucket, tile, tiles, own), bucket=bucket, tile=tile, tiles=tiles)
 
 
 def _free(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: bool) -> Free:
@@ -470,20 +485,23 @@ def _down(
     scheduler: Scheduler, what: str, label: str, bucket: int, tile: int, here: tuple[int, ...], away: tuple[int, ...],
     tier: Tier, slot: int, there: tuple[int, ...],
 ) -> list[Instruction]:  # fmt: skip
-    """Move registers on the device to ``away`` on ``tier``, of which those ``there`` hold something already."""
+    """Move registers on the device to ``away`` on ``tier``; of these, those ``there`` hold something that it is added
+    to, which NVMe is read for."""
     contents = scheduler.registers.contents
     size = sum(contents[register].bytes for register in here)
     module = scheduler.names[bucket] if bucket >= 0 else layer_of_activation(label) or label
-    if scheduler.rates.staging == "device":
-        return [Write(what, label, module, size, here + there, away, here, bucket, tile)]
+    kind, staged, moves = contents[away[0]].kind, here, list[Instruction]()
     if tier != "nvme":
         return [Spill(what, label, module, size, here + there, away, here, bucket, tile)]
-    kind = contents[away[0]].kind
-    staged = (scheduler.registers.get(("staged", away), f"{what} of {label}", size, kind, "host"),)
-    return [
-        Spill(what, label, module, size, here, staged, here, bucket, tile, slot),
-        Write(what, label, module, size, staged + there, away, staged, bucket, tile, slot),
-    ]
+    if scheduler.rates.staging != "device":
+        staged = (scheduler.registers.get(("staged", away), f"{what} of {label}", size, kind, "host"),)
+        moves.append(Spill(what, label, module, size, here, staged, here, bucket, tile, slot))
+    if there:
+        # They are added up in the staging buffer, or where the reduced gradient is.
+        back = (scheduler.registers.get(("added", away), f"earlier {what} of {label}", 0, kind),)
+        moves.append(Read(what, label, module, size, staged + there, back, (), bucket, tile))
+        staged += back
+    return [*moves, Write(what, label, module, size, staged + there, away, staged, bucket, tile, slot)]
 
 
 def _reduce(
@@ -503,7 +521,7 @@ def _wait_reduce(scheduler: Scheduler, reduce: Reduce, leaves: bool, last: bool)
         # What is not sharded stays on the device.
         size = part.reduced - part.shards.gradient
         outs += (scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient"),)
-    return WaitReduce(reduce.bucket, reduce.out, outs, (), reduce.tile, reduce.tiles)
+    return WaitReduce(reduce.out, outs, bucket=reduce.bucket, tile=reduce.tile, tiles=reduce.tiles)
 
 
 class Buckets(Protocol):
@@ -525,18 +543,19 @@ def update_away(
     where: UpdatePlace,
     homes: Homes,
     number: int,
-    gradient: int,
+    arrived: tuple[int, ...],
     norm: int,
-) -> list[Instruction]:
+) -> list[Instruction]:  # fmt: skip
     """The update of a bucket or tile whose states live off the device, computed there or on the device; the other
     arguments are those of :func:`host_update`."""
     update = _lifted_update if where == "device" and homes.optimizer == "host" else host_update
-    return update(scheduler, bucket, tile, tiles, homes, number, gradient, norm)
+    return update(scheduler, bucket, tile, tiles, homes, number, arrived, norm)
 
 
 def _lifted_update(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradient: int, norm: int
-) -> list[Instruction]:
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, arrived: tuple[int, ...],
+    norm: int,
+) -> list[Instruction]:  # fmt: skip
     """The update on the device of a bucket or tile whose states live on the host, where its gradient is too."""
     part, module = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
     shards, slot, beside = part.shards.at(homes), _slot(scheduler, "update", number), homes.parameters == "host"
@@ -549,33 +568,33 @@ def _lifted_update(
     states = shards.optimizer + shards.shared * beside
     gradients, kept = lifted("gradient", shards.gradient, "gradient"), lifted("states", states, "state")
     copy = lifted("copy", shards.copy * beside, "param")
-    start, arrived = ((norm,) if norm >= 0 else ()), ((gradient,) if gradient >= 0 else ())
+    start = (norm,) if norm >= 0 else ()
     up, down = states + shards.gradient, states + shards.copy * beside
     what, label = "states", part.label
     return [
         Fetch(what, label, module, up, (*start, *arrived), (*kept, *gradients), (), bucket, tile, slot),
         DeviceUpdate(
             what, label, module, shards.traffic, (*kept, *gradients), (*kept, *copy), gradients, bucket, tile, slot,
-            updated=part.updated,
+            updated=part.updated, tiles=tiles,
         ),
         Spill(what, label, module, down, (*kept, *copy), (), (*kept, *copy), bucket, tile, slot),
     ]  # fmt: skip
 
 
 def host_update(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, gradient: int, norm: int
-) -> list[Instruction]:
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, arrived: tuple[int, ...],
+    norm: int,
+) -> list[Instruction]:  # fmt: skip
     """The update of a bucket or tile whose states live off the device.
 
     Args:
         number: of host updates before it.
-        gradient: the register of its gradient, wherever that is; -1 where it has none.
+        arrived: the registers of its gradient, wherever that is.
         norm: the register that is ready when all gradients are; -1 where there are none.
     """
     part, module, rates = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket], scheduler.rates
     shards, staging, slot = part.shards.at(homes), rates.staging, _slot(scheduler, "update", number)
     start = (norm,) if norm >= 0 else ()
-    arrived = (gradient,) if gradient >= 0 else ()
     # An update on the host reads gradients from the host's memory: others come into a staging buffer first.
     copies = homes.spilled == "nvme" or (homes.spilled == "device" and staging == "host")
 
@@ -618,6 +637,7 @@ def host_update(
             tile,
             slot,
             updated=part.updated,
+            tiles=tiles,
         )
     )
     if states:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter, le
+from operator import attrgetter, itemgetter, le
 
+from zerograph.core.machine import TIERS, Tier
 from zerograph.core.plan import Bucket, Plan, decided
 from zerograph.core.simulate import Memory, Peaks, time_and_peaks
 from zerograph.planner.rates import Rates
@@ -127,6 +128,14 @@ class Space:
             max(1, min(-(-bucket.gathered_bytes // max(1, self.size)), most))
             for bucket, most in zip(self.plan.buckets, self.most_tiles, strict=True)
         )
+
+
+def overrun(peaks: Iterable[int], budget: Iterable[int]) -> tuple[float, int, Tier]:
+    """The tier that ``peaks`` fill most: by what share of its ``budget`` it is overrun (0 or less where all fit), the
+    bytes that it holds, and which one it is. One that is not there and holds nothing is not asked."""
+    each = zip(peaks, budget, TIERS, strict=True)
+    shares = (((peak - most) / max(1, most), peak, tier) for peak, most, tier in each if peak or most)
+    return max(shares, key=itemgetter(0))
 
 
 def way_of(plan: Plan) -> tuple[int, int]:

@@ -7,9 +7,8 @@ from typing import Literal
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import Tier
-from zerograph.core.plan import OFFLOADS, Offload, level_at
-
-__all__ = ["ACTIVATIONS", "STAGES", "Activations", "Stage", "Strategy", "placements"]
+from zerograph.core.plan import OFFLOADS, Homes, Offload, level_at
+from zerograph.planner.homes import HOMES, open_homes
 
 Stage = Literal[0, 1, 2, 3]
 Activations = Literal["keep", "recompute", "host", "nvme"]
@@ -46,9 +45,11 @@ class Strategy:
         if self.tiles < 1:
             raise ConfigError(f"tiles must be at least 1, got {self.tiles}")
 
-    def home(self, kind: Offload) -> Tier:
-        """The tier that the optimizer states, the gradients or the parameters live on between steps."""
-        return self.tier if OFFLOADS.index(kind) <= OFFLOADS.index(self.offload) else "device"
+    @property
+    def homes(self) -> Homes:
+        """Where parameters, gradients and optimizer states live between steps."""
+        (found,) = open_homes(self.offload, (self.tier,), self.stage)
+        return found
 
     @property
     def recomputes(self) -> bool:
@@ -63,11 +64,8 @@ class Strategy:
 
 def placements(tiers: tuple[Tier, ...]) -> tuple[tuple[Stage, Offload, Tier], ...]:
     """Every stage with every offload it allows to every tier of ``tiers``; the first ones offload nothing."""
-    plain: list[tuple[Stage, Offload, Tier]] = [(stage, "none", "device") for stage in STAGES]
-    return tuple(plain) + tuple(
-        (stage, offload, tier)
-        for tier in tiers
-        for level, offload in enumerate(OFFLOADS)
-        for stage in STAGES
-        if 0 < level <= stage
-    )
+    found: list[tuple[Stage, Offload, Tier]] = [(stage, "none", "device") for stage in STAGES]
+    for tier in tiers:
+        for level in (homes.least_stage for homes in HOMES if homes.away == {tier}):
+            found += [(stage, OFFLOADS[level], tier) for stage in STAGES if stage >= level]
+    return tuple(found)

@@ -58,11 +58,8 @@ class _Gpt:
         gradient = self._loss_backward(loss, x)
         for i in reversed(range(self.layers)):
             gradient = self._layer_backward(f"layers.{i}", gradient)
-        self._gradient(
-            "embed.weight", "embed", self._op("d_embedding", module, (gradient,), self._whole("embed.weight"))
-        )
-        if rest > 0:
-            self._gradient("embed.rest", "embed", self._op("d_rest", module, (gradient,), self._whole("embed.rest")))
+        for name in ("embed.weight", *(["embed.rest"] if rest > 0 else [])):
+            self._gradient(name, module, self._op(f"d_{name}", module, (gradient,), self._whole(name)))
         return Step(tuple(self.ops), tuple(self.values), tuple(self.params), True, ("loss",))
 
     def _elements(self, layers: int) -> int:

@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from zerograph.core.config import Tile
 from zerograph.core.errors import ConfigError
 from zerograph.core.plan import Bucket, Plan
+from zerograph.core.rows import largest
 from zerograph.core.step import Mlp, Param, Step
 
 
@@ -65,7 +66,7 @@ def _why_apart(mlp: Mlp, own: Sequence[Bucket], world_size: int) -> str:
     away = [b for b in own if not b.homes.parameters == b.homes.spilled == "device"]
     if away:
         return f"tiles of columns are not read and written piece by piece where {away[0].name} has {away[0].homes}"
-    share, (count,) = -(-mlp.hidden // world_size), tiles
+    share, (count,) = largest(mlp.hidden, world_size), tiles
     if count > share:
         return f"each rank has {share} of its {mlp.hidden} hidden places, which is less than {count} tiles"
     return ""
@@ -134,7 +135,7 @@ def _require_tilable(param: Param, tiles: int, tilable: set[str], world_size: in
             "tiles are of weights that nothing but products (x @ W.T, as nn.Linear's, and x @ W) and lookups "
             "(nn.Embedding) use: name others in the pattern",
         )
-    rows = param.chunk_rows(world_size)
+    rows = param.chunk(world_size)
     if tiles > rows:
         raise ConfigError(
             f"tile= wants {param.name} {list(param.shape)} in {tiles} tiles, and each of {world_size} ranks has "

@@ -118,15 +118,19 @@ def called_by(backend: object) -> nn.Module | None:
 
 
 def live(*bases: type) -> list[Any]:
-    """Every live instance of ``bases`` or their subclasses. A process has millions of objects: looking a type up in a
-    set costs a tenth of asking each object whether it is an instance."""
+    """Every live instance of ``bases`` or their subclasses."""
+    return _instances(gc.get_objects(), *bases)
+
+
+def _instances(objects: Iterable[object], *bases: type) -> list[Any]:
+    # A process has millions of objects: looking a type up in a set costs a tenth of isinstance().
     types: set[type] = set()
     new: set[type] = set(bases)
     while new:
         types |= new
         subclasses: set[type] = set().union(*(type.__subclasses__(cls) for cls in new))
         new = subclasses - types
-    return [obj for obj in gc.get_objects() if type(obj) in types and not _is_half_made(obj)]
+    return [obj for obj in objects if type(obj) in types and not _is_half_made(obj)]
 
 
 def _is_half_made(obj: Any) -> bool:
@@ -149,22 +153,26 @@ def modules_given_to(backend: object) -> list[nn.Module]:
     return [original(module) for module in live(nn.Module) if backend_given(module) is backend]
 
 
-def replace_everywhere(pairs: Mapping[int, tuple[Tensor, Tensor]], convert_state: Any, objects: Iterable[Any]) -> None:
+def replace_everywhere(pairs: Mapping[int, tuple[Tensor, Tensor]], convert_state: Any) -> None:
     """Point optimizers, and lists of parameters, that hold an old parameter at its new one.
 
-    Lists are for loops that take ``params = list(model.parameters())`` before the first call and clip them after each
-    backward: the old parameters never get gradients again, and clipping them would do nothing, in silence
-    (``clip_torch`` in tests/numerics/test_loop.py).
+    A list is what a loop clips that takes ``params = list(model.parameters())``, or those that need gradients, before
+    the first call. The old parameters never get gradients again: clipping them would do nothing, in silence
+    (``clip_torch`` in tests/numerics/test_loop.py). Refusing such a list would refuse the loops that pass it to an
+    optimizer and forget it.
 
     Args:
         pairs: old and new parameter by ``id(old)``.
         convert_state: function of (state tensor of an old parameter, new parameter) that shards optimizer state.
-        objects: what to look for optimizers in.
     """
-    for holder in [held for held in gc.get_objects() if type(held) is list]:
-        if not pairs.keys().isdisjoint(map(id, holder)) and all(isinstance(p, Tensor) for p in holder):
+    objects = gc.get_objects()
+    holders = [held for held in objects if type(held) is list and not pairs.keys().isdisjoint(map(id, held))]
+    optimizers = _instances(objects, Optimizer)
+    del objects  # states that are replaced are to go one by one
+    for holder in holders:
+        if all(isinstance(p, Tensor) for p in holder):
             holder[:] = [pairs[id(p)][1] if id(p) in pairs else p for p in holder]
-    for optimizer in [o for o in objects if isinstance(o, Optimizer)]:
+    for optimizer in optimizers:
         _point_optimizer(optimizer, pairs, convert_state)
 
 

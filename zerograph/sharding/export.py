@@ -58,9 +58,13 @@ def export(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
     Works the same for a model that is not sharded.
 
+    Args:
+        model: a sharded or plain model.
+        path: the file to write.
+
     Raises:
-        CheckpointError: on every rank, when rank 0 cannot write, or the model holds what the format cannot.
-        ConfigError: ``model`` or ``path`` is none.
+        CheckpointError: on every rank, when rank 0 cannot write, or the format cannot hold a tensor of the model.
+        ConfigError: ``model`` is no model, or ``path`` no path of a file.
     """
     model = model_given(model, "zerograph.export")
     named = isinstance(path, str | os.PathLike) and bool(Path(path).name)

@@ -82,7 +82,7 @@ def _resize_token_embeddings(method: Callable[..., Any]) -> Callable[..., Any]:
             raise ShardingError(
                 f"{type(self).__name__}.resize_token_embeddings: sharded embeddings cannot change their size",
                 "call it before the model's first call, and before zerograph.shard; to resize a trained model, load "
-                "what zerograph.export(model, path) wrote into a plain one",
+                "the file of zerograph.export(model, path) into a plain one",
             ) from error
 
     return resize_token_embeddings

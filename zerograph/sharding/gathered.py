@@ -35,7 +35,7 @@ _OPEN: dict[int, _Opened] = {}
 
 @contextlib.contextmanager
 def gathered(module: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
-    """Inside, the parameters of ``module`` and its submodules are plain, full ``nn.Parameter``s.
+    """A context in which the parameters of ``module`` and its submodules are plain, full ``nn.Parameter`` objects.
 
     All ranks enter and leave together. Every rank holds the whole of ``module`` while inside, in the shards' dtype:
     give it the submodule that you need. Tied parameters stay tied. ``state_dict``, ``named_parameters``, in-place
@@ -46,11 +46,12 @@ def gathered(module: nn.Module, writeback: bool = False) -> Iterator[nn.Module]:
     is written.
 
     Args:
+        module: a sharded model, or a submodule of one.
         writeback: on leaving, write rank 0's values into the shards of all ranks; otherwise changes are dropped, on one
             process as well as on many.
 
     Raises:
-        ConfigError: ``module`` or ``writeback`` is none.
+        ConfigError: ``module`` is no module, or ``writeback`` no flag.
         ShardingError: with ``writeback``, a parameter was removed, untied, or changed its shape or dtype inside; or a
             nested ``writeback`` that an enclosing context would drop.
     """

@@ -12,13 +12,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zerograph.core.arguments import paths, require
 from zerograph.core.errors import ShardingError
 from zerograph.runtime.shards import ShardStore
 from zerograph.runtime.torch_private import placed_as
-from zerograph.sharding.adopt import live, replace_everywhere
+from zerograph.sharding.adopt import replace_everywhere
 from zerograph.sharding.adoption import Adoption
 from zerograph.sharding.export import plain_name
 from zerograph.sharding.forward import FORWARDS
@@ -323,6 +322,6 @@ def _install(slots: Sequence[Slot]) -> dict[int, nn.Parameter]:
             module._parameters[attribute] = param
         new[id(slot.tensor)] = (slot.tensor, param)
     # States that exist are laid out like the shards, whose layout stays.
-    replace_everywhere(new, lambda value, _: value, live(Optimizer))
+    replace_everywhere(new, lambda value, _: value)
     log.info("materialized %d parameters", len(new))
     return {old: param for old, (_, param) in new.items()}

@@ -145,7 +145,7 @@ def shard_alike(copy: nn.Module, model: nn.Module) -> None:
         present(owner, attribute, new[id(plain)][1], spec)
     if new:
         generate_classes([copy], model.__dict__.get("_zg_reads"))
-        replace_everywhere(new, convert_state, ())
+        replace_everywhere(new, convert_state)
 
 
 def _check_alike(plain: nn.Parameter | None, param: DTensor, spec: ShardSpec) -> None:

@@ -80,7 +80,7 @@ def shard_parameters(
             present(module, attribute, new[name], specs[name])
     generate_classes(roots, reads)
     count_running_call(own_modules(roots))
-    replace_everywhere({id(old): (old, new[name]) for name, old in named.items()}, convert_state, objects)
+    replace_everywhere({id(old): (old, new[name]) for name, old in named.items()}, convert_state)
     _share_buffers(roots, mesh)
     return new
 
@@ -171,7 +171,7 @@ def leave(params: Mapping[str, nn.Parameter], ranks: Ranks, objects: Sequence[An
             if id(held) in new:
                 spec = module.__dict__["_zg_specs"][attribute]._replace(device=ranks.device)
                 present(module, attribute, new[id(held)][1], spec)
-    replace_everywhere(new, lambda value, param: _follow(value, param, ranks.host), objects)
+    replace_everywhere(new, lambda value, param: _follow(value, param, ranks.host))
     return {name: new[id(param)][1] for name, param in params.items()}
 
 

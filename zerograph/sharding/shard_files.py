@@ -13,9 +13,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from zerograph.core.errors import CheckpointError
+from zerograph.core.rows import rows_of
 from zerograph.sharding.export import DTYPES
 from zerograph.sharding.room import Room
-from zerograph.sharding.shards import describe, is_first, is_sharded, local_of, shard_rows
+from zerograph.sharding.shards import describe, is_first, is_sharded, local_of
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +129,7 @@ def _read(slot: Wanted, file: Any, name: str, room: Room) -> None:
         local.copy_(file.get_tensor(name))
     elif is_sharded(slot.tensor):
         mesh = slot.tensor.device_mesh  # type: ignore[attr-defined]
-        rows = shard_rows(slot.tensor.shape[0], mesh.get_local_rank(), mesh.size())
+        rows = rows_of(slot.tensor.shape[0], mesh.get_local_rank(), mesh.size())
         if rows.stop > rows.start:
             local.copy_(file.get_slice(name)[rows])
     else:

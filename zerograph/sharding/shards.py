@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from zerograph.core.errors import ZeroGraphError
+from zerograph.core.rows import largest, rows_of
 from zerograph.graph.torch_private import resolve_group
 from zerograph.runtime.torch_private import as_dtensor
 
@@ -41,12 +42,6 @@ def first_rank(group: dist.ProcessGroup) -> int:
     return dist.get_global_rank(group, 0)
 
 
-def shard_rows(rows: int, rank: int, world_size: int) -> slice:
-    """The rows that ``rank`` holds, as ``torch.chunk`` splits them; empty for ranks beyond the last chunk."""
-    chunk = -(-rows // world_size)
-    return slice(min(rank * chunk, rows), min((rank + 1) * chunk, rows))
-
-
 def is_sharded(param: Tensor) -> bool:
     """Whether each rank holds only its own rows of ``param``."""
     return isinstance(param, DTensor) and isinstance(param.placements[0], Shard)
@@ -67,8 +62,7 @@ def local_rows(value: Tensor, mesh: DeviceMesh, placement: Placement, device: to
     """The rows of the full ``value`` that this rank holds on ``device`` when it is placed so; no communication."""
     local = value
     if isinstance(placement, Shard):
-        rows = -(-len(value) // mesh.size())
-        local = value[mesh.get_local_rank() * rows :][:rows]
+        local = value[rows_of(len(value), mesh.get_local_rank(), mesh.size())]
     # A clone of the rows: a view would keep the full tensor alive.
     local = local.contiguous() if local is value else local.clone(memory_format=torch.contiguous_format)
     local = local if local.is_meta else local.to(device)
@@ -89,11 +83,11 @@ def gather_to_first(param: Tensor) -> list[Tensor]:
     group = param.device_mesh.get_group()
     world, rows = group.size(), param.shape[0]
     # `gather` wants pieces of one size: short shards are padded.
-    send = local.new_zeros((-(-rows // world), *param.shape[1:]))
+    send = local.new_zeros((largest(rows, world), *param.shape[1:]))
     send[: local.shape[0]] = local
     received = [torch.empty_like(send) for _ in range(world)] if is_first(group) else None
     dist.gather(send, received, dst=first_rank(group), group=group)
-    ranges = [shard_rows(rows, rank, world) for rank in range(world)]
+    ranges = [rows_of(rows, rank, world) for rank in range(world)]
     return [piece[: r.stop - r.start] for piece, r in zip(received or [], ranges, strict=False)]
 
 
@@ -123,11 +117,11 @@ def send_from_first(
 
 def _scatter(full: Tensor | None, local: Tensor, rows: int, group: dist.ProcessGroup) -> Tensor:
     world = group.size()
-    received = local.new_empty((-(-rows // world), *local.shape[1:]))
+    received = local.new_empty((largest(rows, world), *local.shape[1:]))
     pieces = None
     if is_first(group):
         given = _given(full).detach().to(local).contiguous()
-        pieces = [_padded(given[shard_rows(rows, rank, world)], received) for rank in range(world)]
+        pieces = [_padded(given[rows_of(rows, rank, world)], received) for rank in range(world)]
     dist.scatter(received, pieces, src=first_rank(group), group=group)
     return received
 

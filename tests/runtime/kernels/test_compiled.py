@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed: pip install -e .[kernels]")
 
 TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
-MOST_REGISTERS = {"_update": 64, "_losses": 64, "_gradients": 64}
+MOST_REGISTERS = {"_update": 64}
 """Of a thread, where a wrong size of blocks would first be seen; others have at most 128."""
 
 
@@ -91,30 +91,7 @@ def _messages() -> Iterator[Variant]:
         yield Variant(messages._pack, signature, constants, vectors=aligned)
 
 
-def _cross_entropies() -> Iterator[Variant]:
-    from zerograph.runtime.kernels import linear_cross_entropy as loss
-
-    numbers = {"stride": "i32", "words": "i32", "ignore_index": "i32", "label_smoothing": "fp32", "z_loss": "fp32"}
-    for dtype, weighted, smoothed, capped in (
-        ("fp32", False, False, False),
-        ("bf16", False, False, False),
-        ("fp16", False, True, False),
-        ("bf16", True, True, True),
-    ):
-        signature = {"logits": f"*{dtype}", "targets": "*i64", "logsumexp": "*fp32", **numbers, "softcap": "fp32"}
-        constants = {"WEIGHTED": weighted, "SMOOTHED": smoothed, "CAPPED": capped, "BLOCK": loss.BLOCK}
-        if weighted:
-            signature |= {"weight": "*fp32", "weight_sum": "*fp32"}
-        else:
-            constants |= {"weight": None, "weight_sum": None}
-        for kernel, more in ((loss._losses, "out"), (loss._gradients, "scale")):
-            yield Variant(kernel, signature | {more: "*fp32"}, constants, loss.WARPS, vectors=True)
-            # Triton makes a constant of an argument that is 1.
-            single = {k: v for k, v in signature.items() if k not in ("stride", "words")} | {more: "*fp32"}
-            yield Variant(kernel, single, constants | {"stride": 1, "words": 1, "BLOCK": 1}, loss.WARPS)
-
-
-GROUPS = {"update": _updates, "sums": _sums, "messages": _messages, "cross entropy": _cross_entropies}
+GROUPS = {"update": _updates, "sums": _sums, "messages": _messages}
 
 
 def _compile(variant: Variant, target: tuple[Any, ...]) -> dict[str, Any]:
@@ -124,9 +101,7 @@ def _compile(variant: Variant, target: tuple[Any, ...]) -> dict[str, Any]:
 
     names = variant.kernel.arg_names
     signature = {name: variant.signature.get(name, "constexpr") for name in names}
-    divisible = [
-        name for name, kind in variant.signature.items() if kind.startswith("*") or name in ("stride", "words")
-    ]
+    divisible = [name for name, kind in variant.signature.items() if kind.startswith("*")]
     aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in divisible}
     source = ASTSource(variant.kernel, signature, variant.constants, aligned)
     options = {"num_warps": variant.warps, "enable_fp_fusion": variant.fused}

@@ -143,7 +143,7 @@ def _packed(world: int) -> None:
     grads = [torch.randn(p.shape).to(getattr(torch, p.compute_dtype)) for p in params[:-1]]
     grads[2] = grads[2].t().contiguous().t()
     for rank in range(world):
-        shards = [value[slice(*p.shard_rows(rank, world))] for p, value in zip(params, full, strict=True)]
+        shards = [value[p.shard_rows(rank, world)] for p, value in zip(params, full, strict=True)]
         there = padded_shards(params, shards, world, cpu)
         with _as_on_a_gpu():
             here = padded_shards(params, shards, world, cpu)

@@ -21,7 +21,7 @@ BAR_WIDTH = 20
 
 
 def as_data(file: PlanFile, beside: Beside | None) -> dict[str, Any]:
-    """The part of ``--json`` that says what the plan comes to; docs/cli.md has the schema."""
+    """The part of ``--json`` that says what the plan comes to; docs/guide/json.md has the schema."""
     forecast, plan = file.forecast, file.plan
     data: dict[str, Any] = {
         "model": file.model,

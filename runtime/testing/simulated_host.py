@@ -1,0 +1,75 @@
+"""The host of an accelerator, simulated within the memory of a CPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from zerograph.runtime.buffers import BufferPool
+from zerograph.runtime.host import Pairs
+
+
+class SimulatedHost:
+    """The host of a simulated accelerator: a CPU in a split machine (:attr:`~zerograph.core.machine.Machine.split`).
+
+    A thread copies within the CPU's one memory, so that programs that move between host and device run without a GPU.
+    Code that does not wait for a copy reads not-a-number.
+    """
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self._threads: dict[int, ThreadPoolExecutor] = {}  # by process: a fork has none of its parent's
+        self._above = BufferPool(self.room)
+
+    @torch.inference_mode(False)
+    def room(self, size: int) -> Tensor:
+        """See :class:`~zerograph.runtime.host.HostMemory`."""
+        return torch.empty(size, dtype=torch.uint8)
+
+    def above(self, size: int) -> Tensor:
+        """See :class:`~zerograph.runtime.host.HostMemory`; used again when nothing reads it."""
+        return self._above.take(size)
+
+    def start(self, pairs: Pairs, arrived: Callable[[], None] = lambda: None) -> _Copying:
+        """See :class:`~zerograph.runtime.host.HostMemory`."""
+        for _, target in pairs:
+            # All bits of a byte: not-a-number in any dtype that looks at it.
+            target.fill_(torch.nan if target.is_floating_point() else 0xFF)
+
+        def job() -> None:
+            arrived()
+            _copy(pairs)
+
+        return _Copying(self.after_copies(job))
+
+    def after_copies(self, job: Callable[[], None]) -> Future[None]:
+        """See :data:`~zerograph.runtime.host.AfterCopies`."""
+        thread = self._threads.get(os.getpid())
+        if thread is None:
+            thread = self._threads[os.getpid()] = ThreadPoolExecutor(1, thread_name_prefix="zerograph-copy")
+        return thread.submit(_run, job)
+
+
+class _Copying:
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        """See :class:`~zerograph.runtime.host.Transfer`."""
+        self._future.result()
+
+    arrive = wait
+
+
+@torch.inference_mode()  # in which tensors of the caller's may be made, and which threads do not inherit
+def _run(job: Callable[[], None]) -> None:
+    job()
+
+
+def _copy(pairs: Pairs) -> None:
+    for source, target in pairs:
+        target.copy_(source)

@@ -1,0 +1,68 @@
+"""Bytes of parameters: of a rank's part, as it is kept, gathered and reduced. Planner and lowering count by these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from zerograph.core.step import ITEM_SIZE, Param
+
+
+def shard_bytes(param: Param, world_size: int) -> int:
+    """Bytes of the largest shard of ``param``."""
+    return param.chunk_elements(world_size) * ITEM_SIZE[param.dtype]
+
+
+def copy_bytes(param: Param, world_size: int) -> int:
+    """Bytes of the largest shard of ``param`` in the dtype that it is gathered in."""
+    return param.chunk_elements(world_size) * ITEM_SIZE[param.compute_dtype]
+
+
+def fetched_bytes(param: Param, world_size: int) -> int:
+    """Bytes of the largest shard of ``param`` as it lives beside its master, or as itself where it has none."""
+    return copy_bytes(param, world_size) if param.is_master else shard_bytes(param, world_size)
+
+
+def is_whole(param: Param, world_size: int) -> bool:
+    """Whether the shard, or the copy that stands for it, is the parameter that is computed with: one rank gathers it in
+    its own place."""
+    return world_size == 1 and (param.dtype == param.compute_dtype or param.is_master)
+
+
+def gathered_bytes(params: Iterable[Param], world_size: int) -> int:
+    """Bytes that an all-gather of ``params`` fills: every rank's rows, padded to the largest shard.
+
+    What every rank holds whole is cast at most: kernels read a master that has the compute dtype.
+    """
+    return sum(
+        p.chunk_elements(world_size) * (world_size if p.sharded else 1) * ITEM_SIZE[p.compute_dtype]
+        for p in params
+        if p.sharded or p.dtype != p.compute_dtype
+    )
+
+
+def reduced_bytes(params: Iterable[Param]) -> int:
+    """Bytes of the full gradients of ``params`` as they are summed over ranks.
+
+    Of what is not sharded twice as many: its sums go back to all ranks, as an all-reduce is two passes.
+    """
+    return sum(p.elements * ITEM_SIZE[p.reduce_dtype] * (1 if p.sharded else 2) for p in params)
+
+
+def kept_states(params: Iterable[Param], world_size: int, moments: int) -> dict[str, int]:
+    """Bytes that an optimizer keeps of the largest shard of each parameter that it updates, by name, where it is not
+    known: ``moments`` tensors of every one that trains."""
+    return {p.name: shard_bytes(p, world_size) * moments for p in params if p.trainable}
+
+
+def state_bytes(params: Iterable[Param], world_size: int, moments: int) -> tuple[int, int]:
+    """What lies on the device between steps: bytes of the shards, and of the optimizer's moments."""
+    params = tuple(params)
+    return sum(shard_bytes(p, world_size) for p in params), sum(kept_states(params, world_size, moments).values())
+
+
+def update_bytes(param: Param, world_size: int, states: int) -> int:
+    """Bytes that an update of the largest shard of ``param`` on the device reads and writes.
+
+    The shard, its gradient and the ``states`` (bytes) are read, and all but the gradient written.
+    """
+    return 3 * shard_bytes(param, world_size) + 2 * states

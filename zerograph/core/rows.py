@@ -1,0 +1,14 @@
+"""How a dimension is divided among ranks, which is written here alone: as ``torch.chunk`` divides it."""
+
+from __future__ import annotations
+
+
+def largest(size: int, ranks: int) -> int:
+    """The most that one of ``ranks`` has of a dimension of that ``size``."""
+    return -(-size // ranks)
+
+
+def rows_of(size: int, rank: int, ranks: int) -> slice:
+    """The rows that ``rank`` has of ``size`` ones; none, at the end, where those before it have all."""
+    most = largest(size, ranks)
+    return slice(min(rank * most, size), min((rank + 1) * most, size))

@@ -1,0 +1,58 @@
+"""What users may ask of every native optimizer, besides the values of its algorithm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from zerograph.core.arguments import require, require_flag
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Attributes are the arguments that :class:`zerograph.optim.Adam` explains.
+
+    Raises:
+        ConfigError: ``master`` is neither None nor float32, ``moments`` neither float32 nor bfloat16; ``overlap``
+            beside ``skip_nonfinite`` or ``delayed``; ``warmup`` is no number of steps, or without ``delayed``; a flag
+            is no bool.
+    """
+
+    master: torch.dtype | None = None
+    skip_nonfinite: bool = True
+    overlap: bool = False
+    delayed: bool = False
+    warmup: int = 0
+    moments: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("skip_nonfinite", "overlap", "delayed"):
+            require_flag(name, getattr(self, name), f"leave {name} out for what it is by default")
+        require(
+            self.master in (None, torch.float32),
+            f"master={self.master}: masters are kept in torch.float32 only",
+            "give master=torch.float32, or leave it out for parameters without masters",
+        )
+        require(
+            self.moments in (None, torch.float32, torch.bfloat16),
+            f"moments={self.moments}: moments are kept in torch.float32 or torch.bfloat16 only",
+            "leave moments out for torch.float32; moments=torch.bfloat16 takes half the memory",
+        )
+        require(
+            not (self.overlap and self.skip_nonfinite),
+            "overlap=True updates parameters before all gradients are known, and skip_nonfinite=True, which is the "
+            "default, decides by all of them",
+            "skip_nonfinite=False beside overlap=True: values that are not finite then go into parameters",
+        )
+        require(
+            not (self.overlap and self.delayed),
+            "overlap=True updates parameters in the backward, and delayed=True after the next one",
+            "leave one of them out: overlap changes no numbers, delayed hides more",
+        )
+        require(
+            type(self.warmup) is int and self.warmup >= 0 and (self.delayed or not self.warmup),
+            f"warmup={self.warmup!r:.80} counts ordinary steps before those of delayed=True"
+            + ", which is not given" * (not self.delayed),
+            "warmup=40 beside delayed=True, or leave it out",
+        )

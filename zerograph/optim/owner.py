@@ -1,0 +1,68 @@
+"""What updates beside a backward or a forward need of the optimizer whose updates they are."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from zerograph.optim.factor import Factor
+from zerograph.optim.parts import Row
+from zerograph.optim.tensors import GroupLayout
+from zerograph.optim.update import PendingUpdate
+from zerograph.runtime.early import Arrival
+from zerograph.runtime.residency import StepCount
+from zerograph.runtime.shards import ShardStore
+
+
+class Owner(Protocol):
+    """What is needed of :class:`~zerograph.optim.host.HostOptimizer`."""
+
+    param_groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+    store: ShardStore | None
+    steps: StepCount | None
+    skipped: int
+
+    @property
+    def early(self) -> object:
+        """Its updates inside of backwards, where it makes some."""
+
+    def layout(self, key: tuple[int, ...], group: Mapping[str, Any], params: Sequence[Tensor]) -> GroupLayout:
+        """Of some ``params`` of a group, kept under ``key``."""
+
+    def factor(self, rows: Sequence[Row], grad_scale: float | Tensor | None, clip: float | None) -> Factor | None:
+        """What gradients are multiplied by; None to skip the step."""
+
+    def start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
+        """Begin an ordinary step."""
+
+    def update(self, rows: Sequence[Row], factor: Factor, arrival: Arrival | None = None) -> PendingUpdate:
+        """Begin to update."""
+
+    def leave_half_done(self, why: str) -> None:
+        """Do not go on before a checkpoint is loaded."""
+
+
+class StepsOf:
+    """Updates of one optimizer, which it does not keep alive."""
+
+    def __init__(self, optimizer: Owner) -> None:
+        self._optimizer = weakref.ref(optimizer)
+
+    @property
+    def optimizer(self) -> Owner:
+        """Whose updates these are."""
+        found = self._optimizer()
+        assert found is not None  # whoever asks has it, or an update is under way and keeps it
+        return found
+
+    @property
+    def params(self) -> list[Tensor]:
+        """All that the optimizer has."""
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def __str__(self) -> str:
+        return type(self.optimizer).__name__

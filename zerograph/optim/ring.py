@@ -1,0 +1,41 @@
+"""An update in chunks through a ring of slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from zerograph import _core
+from zerograph.core.slots import SLOTS
+
+C = TypeVar("C")
+
+
+def through_slots(
+    chunks: Sequence[C],
+    read: Callable[[C], None],
+    settle: Callable[[C], None],
+    update: Callable[[C], _core.Ticket],
+    write: Callable[[C], None],
+) -> None:
+    """While one of ``chunks`` is updated, the next ones are read and the one before is written.
+
+    Each has the slot of the one :data:`SLOTS` before it. ``read`` and ``write`` begin transfers, for which ``settle``
+    waits. Where anything raises, transfers may be under way, and no update is.
+    """
+    ahead = min(SLOTS - 1, len(chunks))
+    for chunk in chunks[:ahead]:
+        read(chunk)
+    for i, chunk in enumerate(chunks):
+        settle(chunk)
+        ticket = update(chunk)
+        try:
+            if i + ahead < len(chunks):
+                if i:
+                    settle(chunks[i - 1])  # in whose slot the next one is read
+                read(chunks[i + ahead])
+        finally:
+            ticket.wait()
+        write(chunk)
+    for chunk in chunks[-SLOTS:]:
+        settle(chunk)
