@@ -32,13 +32,15 @@ from zerograph.compiler.torch_private import as_when_called, lazily_coded, trace
 from zerograph.compiler.unfold import Joint
 from zerograph.core.config import Config
 from zerograph.core.garbage import without_gc
+from zerograph.core.rows import rows_of
 from zerograph.dryrun.compile_only import Compiled, simulated_rank
 from zerograph.graph.nodes import output_of
 from zerograph.runtime.comm import LoneCommunicator
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.torch_private import as_dtensor, local_tensor
+from zerograph.sharding.adopt import _MESHES
 from zerograph.sharding.ranks import Ranks
-from zerograph.sharding.shards import is_sharded, shard_rows
+from zerograph.sharding.shards import is_sharded
 
 CPU = torch.device("cpu")
 Make = Callable[..., tuple[nn.Module, tuple[Tensor, ...]]]
@@ -66,11 +68,11 @@ def run(
     config, group = Config.of(compute="eager", **options), ThreadGroup(world_size)
     traced = [_traced_for(rank, world_size, config, make, *given) for rank in range(world_size if by_rank else 1)]
     with _clean():
-        ranks = []
+        made, ranks = list[Made](), list[Rank]()
         for comm in group.ranks if world_size > 1 else (LoneCommunicator(),):
             with simulated_rank(comm.rank if by_rank else 0, world_size):
-                made = Made(traced[comm.rank], config) if by_rank or not ranks else made
-                ranks.append(Rank(made, optimizer, comm))
+                made += [Made(traced[comm.rank], config)] if by_rank or not made else []
+                ranks.append(Rank(made[-1], optimizer, comm))
         with simulated_rank(0, world_size):
             return group.run(script, ranks) if world_size > 1 else [script(*ranks)]
 
@@ -146,11 +148,10 @@ class Graph:
 class Traced:
     """A model on one of ``world_size`` ranks: its graphs, and its values, which every run begins from."""
 
-    def __init__(
-        self, rank: int, world_size: int, config: Config, model: nn.Module, given: Sequence[Tensor]
-    ) -> None:
+    def __init__(self, rank: int, world_size: int, config: Config, model: nn.Module, given: Sequence[Tensor]) -> None:
         self.world_size, self.model, self.given = world_size, model, given
         self.values = {name: value.detach().clone() for name, value in model.state_dict(keep_vars=True).items()}
+        _MESHES.clear()  # a mesh knows its rank, and the ones here are of other ranks
         with simulated_rank(rank, world_size):
             self.backend = Backend(config)
             self.backend._adoption.shard([model], CPU)
@@ -189,7 +190,7 @@ class Traced:
         found = {}
         for name, like in self.params.items():
             value = self.values[name]
-            local = value[shard_rows(like.shape[0], rank, self.world_size)] if is_sharded(like) else value
+            local = value[rows_of(like.shape[0], rank, self.world_size)] if is_sharded(like) else value
             local = torch.empty_like(local).copy_(local)
             if isinstance(like, DTensor):
                 local = as_dtensor(local, like.device_mesh, like.placements, like.shape, like.stride())

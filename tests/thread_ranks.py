@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.core.plan import Param
-from zerograph.runtime.buffers import allocate_full, shard_shape, torch_dtype
+from zerograph.runtime.buffers import allocate_full, torch_dtype
 from zerograph.runtime.entry import Entry, describe_difference
 from zerograph.runtime.packing import gradient_message, padded_shards
 
@@ -180,7 +180,7 @@ class ThreadCommunicator:
             total = by_rank[0][place][row].clone()
             for sent in by_rank[1:]:
                 total += sent[place][row]
-            shape = shard_shape(param, self.rank, self.world_size)
+            shape = param.shard_shape(self.rank, self.world_size)
             mean = (total / self.world_size).to(torch_dtype(param.dtype))
             results.append(mean[: prod(shape)].view(shape))
         return results

@@ -88,7 +88,8 @@ FEW = ("on NVMe", "on the host", "behind the host", "the inputs on NVMe", "mixed
 
 def _ways(world: int, stage: int, folder: Path) -> dict[str, dict[str, Any]]:
     plans = [
-        mixed(folder / f"{split}.json", world, stage, replace(machine_named("cpu"), split=split)) for split in (False, True)
+        mixed(folder / f"{split}.json", world, stage, replace(machine_named("cpu"), split=split))
+        for split in (False, True)
     ]
     nvme, host = {"activations": "nvme", "path": str(folder)}, {"activations": "host", "machine": SPLIT}
     return {
