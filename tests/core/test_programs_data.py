@@ -1,4 +1,7 @@
-"""Programs survive JSON, and what is no program is refused."""
+"""Programs survive JSON, and what is no program is refused.
+
+Tests ``core/columns.py``.
+"""
 
 from __future__ import annotations
 
