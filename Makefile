@@ -11,14 +11,15 @@ LINT   := build/lint
 PAGES  := build/docs/pages
 BUILD_INPUTS := pyproject.toml CMakeLists.txt $(wildcard cmake/* csrc/* csrc/bindings/*)
 
-.PHONY: help demo test faults lint docs format bench pictures gpu-test gpu-bench clean
+.PHONY: help demo test test-full faults lint docs format bench pictures gpu-test gpu-bench clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo       install, train a byte-level GPT at stage 3 on $(NPROC) processes, resume it on one"
 	@echo "                OFFLOAD=folder keeps parameters, gradients and optimizer states in files there"
-	@echo "make test       install with the test tools and run every test (TESTS=path narrows it, WORKERS=0 shows output)"
+	@echo "make test       install with the test tools and run the quick tests (TESTS=path narrows it, WORKERS=0 shows output)"
 	@echo "                TORCH='torch==2.14.1' does either with another torch, in a fresh VENV=folder"
+	@echo "make test-full  every test"
 	@echo "make faults     which test catches each seeded fault of tests/faults (FAULTS=name narrows it)"
 	@echo "make lint       ruff, mypy, import-linter"
 	@echo "make docs       the guide and the API reference into build/docs/site, with every link checked"
@@ -32,7 +33,10 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/02_resume.py
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest --timeout=$(TIMEOUT) -n $(WORKERS) --dist worksteal $(TESTS)
+	$(BIN)/python -m pytest --timeout=$(TIMEOUT) -n $(WORKERS) --dist worksteal -m "not slow" $(TESTS)
+
+test-full: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest --timeout=$(TIMEOUT) -n $(WORKERS) --dist worksteal --hypothesis-profile=full $(TESTS)
 
 faults: $(VENV)/.installed-dev
 	$(BIN)/python tests/faults/run.py $(FAULTS)

@@ -13,6 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_names import NAMES
+from quick import examples
 from torch import Tensor
 
 from zerograph.runtime.kernels import adamw, messages, sum_of_squares
@@ -24,7 +25,7 @@ SEEDS = st.integers(0, 2**32 - 1)
 EPSILON = {WIDE: 1e-6, NARROW: 2.0**-7, HALF: 2.0**-10}
 """Relative: of low precision one digit, which two roundings of nearly the same number may differ by."""
 
-_settings = settings(max_examples=40, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+_settings = settings(max_examples=examples(40), deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
 def lists(block: int) -> st.SearchStrategy[list[int]]:

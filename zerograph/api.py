@@ -106,17 +106,21 @@ class Backend:
                 compiled = compile_frame(frame, gm, example_inputs, self._planner)
                 late = self._adoption.late(frame.plan) if "backward" in frame.programs else {}
                 if "backward" in frame.programs and not late:
-                    # Not while anything is traced. What leaves has other memory then, which nobody has assigned.
-                    rest = frame.plan.farthest if self.config.plan is not None else farthest(self.config)
-                    moved = lambda param: self._optimizers.remember([param])  # noqa: E731
-                    away = room_for(frame.programs["forward"])
-                    self._waiting[frame.code] = max(away, self._waiting.get(frame.code, 0))
-                    self._store.settle(frame.plan, MOMENTS, moved, rest, sum(self._waiting.values()))
+                    self._give_homes(frame)  # not while anything is traced
             if late:
                 self._frames.pop()
                 self._adoption.leave(late)
                 raise Retrace
             return compiled
+
+    def _give_homes(self, frame: Frame) -> None:
+        """Move the shards that leave the device by the plan of a training frame."""
+        # They have other memory then, which nobody has assigned.
+        rest = frame.plan.farthest if self.config.plan is not None else farthest(self.config)
+        moved = lambda param: self._optimizers.remember([param])  # noqa: E731
+        away = room_for(frame.programs["forward"])
+        self._waiting[frame.code] = max(away, self._waiting.get(frame.code, 0))
+        self._store.settle(frame.plan, MOMENTS, moved, rest, sum(self._waiting.values()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are fresh backends with the same arguments: programs belong to one model."""
@@ -140,10 +144,15 @@ class Backend:
             )
         self._segments.prepare(device)
         ranks = Ranks.connect(self.config, device)
+        self._connected(ranks)
+        return ranks
+
+    def _connected(self, ranks: Ranks) -> None:
+        """These are the ranks to compile for."""
+        split = self.config.machine is not None and self.config.machine.split
         if split or ranks.host is not None:
             self._store.host = HostShards(self._adoption.params, ranks.host or SimulatedHost())
         self._compile_for(ranks, self.config)
-        return ranks
 
     def _compile_for(self, ranks: Ranks, config: Config) -> None:
         steps, hold, telemetry = self._steps, self._hold, self._telemetry

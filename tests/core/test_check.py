@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from planner.steps import Layer, step_of
 from planner.test_offload import GPU, MIB, Drawn, placed, plans, ruled, scheduler_of
+from quick import examples
 
 from zerograph.core.check import check_programs, require_programs
 from zerograph.core.errors import InvariantError
@@ -16,7 +17,7 @@ from zerograph.planner.homes import HOMES
 from zerograph.planner.sketch import sketch
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(plans())
 def test_nothing_is_wrong_with_the_sketch_a_plan(found: Drawn) -> None:
     step, plan, machine, moments = found

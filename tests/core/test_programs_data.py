@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from planner.test_offload import Drawn, plans, scheduler_of
+from quick import examples
 
 from zerograph.core.columns import from_mixed_table, mixed_table
 from zerograph.core.plan import Param, tile_params
@@ -21,7 +22,7 @@ from zerograph.core.stretch import Stretch
 from zerograph.planner.sketch import settled, sketch
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(plans())
 def test_sketches_read_back_equal_themselves(found: Drawn) -> None:
     step, plan, machine, moments = found

@@ -4,25 +4,27 @@ the bit on the device, computed again, on the host, on NVMe, and on NVMe behind 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import harness
 import pytest
 import torch
-import torch.distributed as dist
-from numerics.compare import Values, assert_same, full, mine, seeded
+from harness import Rank
+from numerics.compare import Values, assert_same, full, seeded
 from numerics.test_recompute import LENGTH, ROWS, Model
 from ranks import run
+from torch import Tensor
 
 import zerograph
 from zerograph.core.machine import Machine, Tier, machine_named
 from zerograph.core.plan import OFFLOADS, Homes
 from zerograph.core.step import layer_of_activation
-from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.forecast import forecast_file
 
-STEPS = 20
+STEPS = 8
 SPLIT = replace(machine_named("cpu"), split=True)
 LAYERS = 3
 Losses = list[float]
@@ -33,37 +35,47 @@ def model() -> Model:
     return Model(dropout=0.3, region=True, layers=LAYERS)
 
 
-def train(steps: int = STEPS, make: Any = model, **options: Any) -> tuple[Losses, Values, zerograph.api.Backend]:
-    """Losses of this rank, the last gradients, and the backend."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    net = make()
+def made() -> tuple[Model, tuple[Tensor]]:
+    return model(), (torch.empty(ROWS, LENGTH, 5),)
+
+
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def train(world: int, steps: int, **options: Any) -> list[tuple[Losses, Values, int]]:
+    """Of each rank its losses, the last gradients, and bytes of activations on NVMe."""
     given = {} if "plan" in options else {"bucket_size": "8KB"}
-    backend = zerograph.backend(**{"compute": "eager", **given, **options})
-    net.compile(backend=backend)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    losses, grads = [], Values()
+    return harness.run(world, partial(_trains, steps), made, optimizer=sgd, **{**given, **options})
+
+
+def _trains(steps: int, rank: Rank) -> tuple[Losses, Values, int]:
+    losses, grads = Losses(), Values()
     for step in range(steps):
         torch.manual_seed(step)  # of masks
-        loss = net(mine([torch.randn(ROWS * dist.get_world_size(), LENGTH, 5, generator=seeded(step))])[0])
-        loss = loss.square().mean()
+        batch = torch.randn(ROWS * rank.world_size, LENGTH, 5, generator=seeded(step))
+        loss = rank(batch.chunk(rank.world_size)[rank.rank]).square().mean()
         loss.backward()
         losses.append(loss.item())
-        grads = {name: full(p.grad) for name, p in net.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, grads, backend
+        grads = rank.gradients()
+        rank.optimizer.step()
+        rank.optimizer.zero_grad()
+    return losses, grads, rank.backend._store.saved.bytes
+
+
+def assert_alike(found: list[tuple[Losses, Values, int]], expected: list[tuple[Losses, Values, int]], way: str) -> None:
+    for (losses, grads, _), (truth, wanted, _) in zip(found, expected, strict=True):
+        assert losses == truth, way
+        assert_same(grads, wanted)
 
 
 def mixed(path: Path, world: int, stage: int, machine: Machine) -> Path:
     """A plan with a layer that is kept, one that is computed again, and one that leaves in part; and all streams."""
     tiers: tuple[Tier, ...] = ("nvme", "host", "nvme") if machine.split else ("nvme",) * 3
-    found = compile_only(
-        lambda: (model(), (torch.empty(ROWS, LENGTH, 5),)), world_size=world, stage=stage, bucket_size="8KB"
-    )
-    made = {op.activation for op in found.frame.step.ops}
+    found = harness.dry_run(world, made, stage=stage, bucket_size="8KB")
+    names = {op.activation for op in found.frame.step.ops}
     away = tuple(zip(("blocks.1", "blocks.2:where.self#2", "blocks.2:clone#4"), tiers, strict=True))
-    assert {name for name, _ in away if layer_of_activation(name)} <= made
+    assert {name for name, _ in away if layer_of_activation(name)} <= names
     file = forecast_file("tests", found, machine)
     plan = replace(file.plan, recompute=("blocks.1",), save=("blocks.1:where.self#2",), offload=away, fetch_ahead=2)
     path.write_text(replace(file, plan=plan).to_json())
@@ -74,40 +86,38 @@ FEW = ("on NVMe", "on the host", "behind the host", "the inputs on NVMe", "mixed
 """Those that are tried at every stage."""
 
 
-def _all_ways(stage: int, plans: dict[bool, Path], folder: str, chosen: tuple[str, ...]) -> dict[str, int]:
-    losses, grads, _ = train(stage=stage)
-    nvme, host = {"activations": "nvme", "path": folder}, {"activations": "host", "machine": SPLIT}
-    ways: dict[str, dict[str, Any]] = {
+def _ways(world: int, stage: int, folder: Path) -> dict[str, dict[str, Any]]:
+    plans = [
+        mixed(folder / f"{split}.json", world, stage, replace(machine_named("cpu"), split=split))
+        for split in (False, True)
+    ]
+    nvme, host = {"activations": "nvme", "path": str(folder)}, {"activations": "host", "machine": SPLIT}
+    return {
         "computed again": {"stage": stage, "recompute": "full"},
         "on NVMe": {"stage": stage, **nvme},
         "on the host": {"stage": stage, **host},
         "behind the host": {"stage": stage, **nvme, "machine": SPLIT},
         "the inputs on NVMe": {"stage": stage, "recompute": "full", **nvme},
         "everything on NVMe": {"stage": stage, "recompute": "none", **nvme},
-        "mixed on NVMe": {"plan": plans[False], "path": folder},
-        "mixed on both": {"plan": plans[True], "path": folder},
+        "mixed on NVMe": {"plan": plans[0], "path": str(folder)},
+        "mixed on both": {"plan": plans[1], "path": str(folder)},
     }
-    bytes_away = {}
-    for way, options in ((way, ways[way]) for way in chosen or ways):
-        ours, theirs, backend = train(**options)
-        assert ours == losses, way
-        assert_same(theirs, grads)
-        bytes_away[way] = backend._store.saved.bytes
-    return bytes_away
 
 
 @pytest.mark.parametrize(("world", "stage"), [(1, 0), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)])
 def test_where_activations_wait_changes_no_bit(world: int, stage: int, tmp_path: Path) -> None:
-    plans = {split: tmp_path / f"{split}.json" for split in (False, True)}
-    for split, path in plans.items():
-        mixed(path, world, stage, replace(machine_named("cpu"), split=split))
-    chosen = () if (world, stage) in ((1, 0), (2, 3)) else FEW
-    for sizes in run(world, _all_ways, stage, plans, str(tmp_path), chosen, timeout=300):
-        assert sizes["on NVMe"] > sizes["mixed on NVMe"] >= sizes["the inputs on NVMe"] > 0 == sizes["on the host"]
-        assert sizes["behind the host"] == sizes["on NVMe"]
-        if not chosen:
-            assert sizes["everything on NVMe"] >= sizes["on NVMe"]
-            assert sizes["mixed on NVMe"] >= sizes["mixed on both"] > 0 == sizes["computed again"]
+    everything, sizes = (world, stage) in ((1, 0), (2, 3)), {}
+    kept = train(world, STEPS, stage=stage)
+    for way, options in _ways(world, stage, tmp_path).items():
+        if everything or way in FEW:
+            found = train(world, STEPS, **options)
+            assert_alike(found, kept, way)
+            sizes[way] = found[0][2]
+    assert sizes["on NVMe"] > sizes["mixed on NVMe"] >= sizes["the inputs on NVMe"] > 0 == sizes["on the host"]
+    assert sizes["behind the host"] == sizes["on NVMe"]
+    if everything:
+        assert sizes["everything on NVMe"] >= sizes["on NVMe"]
+        assert sizes["mixed on NVMe"] >= sizes["mixed on both"] > 0 == sizes["computed again"]
 
 
 def drawn(path: Path, seed: int, world: int) -> dict[str, Any]:
@@ -117,8 +127,7 @@ def drawn(path: Path, seed: int, world: int) -> dict[str, Any]:
     tiers: list[Tier] = ["host", "nvme"] if split else ["nvme"]
     rules = {"stage": stage, "recompute": draw.choice(["auto", "none"]), "prefetch": draw.randint(0, 2)}
     options: dict[str, Any] = {**rules, "bucket_size": draw.choice([1, "4KiB", "32KiB"])}
-    shape = (ROWS, LENGTH, 5)
-    found = compile_only(lambda: (model(), (torch.empty(shape),)), world_size=world, **options)
+    found = harness.dry_run(world, made, **options)
     file = forecast_file("tests", found, SPLIT if split else machine_named("cpu"))
     names: dict[str, set[str]] = {}
     for op in found.frame.step.ops:
@@ -141,17 +150,12 @@ def drawn(path: Path, seed: int, world: int) -> dict[str, Any]:
     return {"plan": path, **away, "rules": options}
 
 
-def _as_kept(drawn: dict[str, Any]) -> None:
-    losses, grads, _ = train(3, **drawn.pop("rules"))
-    ours, theirs, _ = train(3, **drawn)
-    assert ours == losses
-    assert_same(theirs, grads)
-
-
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_random_plan_gives_the_same_bits(world: int, seed: int, tmp_path: Path) -> None:
-    run(world, _as_kept, drawn(tmp_path / "plan.json", seed, world))
+    options = drawn(tmp_path / "plan.json", seed, world)
+    kept = train(world, 3, **options.pop("rules"))
+    assert_alike(train(world, 3, **options), kept, f"seed {seed}")
 
 
 def _of_transformers(folder: str) -> None:

@@ -5,25 +5,26 @@ parameters and test_activations.py what layers save."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch.nn.functional as F
-from numerics.compare import full_values, mean_over_ranks, seeded
+from harness import Rank
+from numerics.compare import assert_same, seeded
 from numerics.test_recompute import LENGTH, ROWS, Model
 from numerics.test_tiles import SPLIT
-from ranks import run
 from torch import Tensor, nn
 
 import zerograph
 from zerograph.core.machine import TIERS, Tier, machine_named
 from zerograph.core.plan import OFFLOADS, Bucket, Homes, Plan
 from zerograph.core.step import Step, layer_of_activation
-from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.forecast import forecast_file
 from zerograph.planner.check_file import check_file
 from zerograph.planner.token_tiles import with_token_tiles
@@ -35,31 +36,36 @@ SLOTS = 2**10, 2**16
 
 
 class Words(nn.Module):
-    """A table of words, layers with attention, and a head with its loss; ``given`` says what layers have."""
+    """A table of words, layers with attention, and a head with its loss."""
 
-    def __init__(self, given: dict[str, Any]) -> None:
+    def __init__(self, dropout: float, region: bool) -> None:
         super().__init__()
-        self.words, self.body = nn.Embedding(WORDS, 5), Model(**given, layers=LAYERS)
+        self.words, self.body = nn.Embedding(WORDS, 5), Model(dropout, region, LAYERS)
         self.body.head = nn.Linear(self.body.head.in_features, WORDS)
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.cross_entropy(self.body(self.words(ids)).flatten(0, 1), ids.flatten())
 
 
+def words(dropout: float, region: bool) -> tuple[nn.Module, tuple[Tensor]]:
+    return Words(dropout, region).train(), (torch.zeros(ROWS, LENGTH, dtype=torch.int64),)
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    return zerograph.optim.AdamW(model.parameters(), lr=1e-2)
+
+
 def drawn(folder: Path, seed: int, world_size: int, split: bool) -> dict[str, Any]:
     """Write two plans with the same tiles, of which one has all in one place; returns what trains by them."""
     draw, machine = Random(seed), SPLIT if split else machine_named("cpu")
     stage = draw.choice([1, 2, 3, 3, 3])
-    given = {"dropout": draw.choice([0.0, 0.3]), "region": draw.random() < 0.3}
+    given = draw.choice([0.0, 0.3]), draw.random() < 0.3
     # A lone rank that moves nothing has plain parameters, and none in tiles.
     far: dict[str, Any] = dict.fromkeys(OFFLOADS[1 : stage + 1], "nvme")
     one = Homes() if world_size > 1 else Homes(**far)
     away = {"offload": OFFLOADS[stage], "tier": "nvme", "path": str(folder), "machine": machine}
-    found = compile_only(
-        lambda: (Words(given).train(), (torch.zeros(ROWS, LENGTH, dtype=torch.int64),)),
-        world_size=world_size, stage=stage, bucket_size=draw.choice([4, 4, "8KiB"]), loss_tiles=draw.choice([1, 2, 3]),
-        **away,
-    )  # fmt: skip
+    rules = {"bucket_size": draw.choice([4, 4, "8KiB"]), "loss_tiles": draw.choice([1, 2, 3])}
+    found = harness.dry_run(world_size, words, *given, stage=stage, **rules, **away)
     file, step = forecast_file("tests", found, machine), found.frame.step
     assert [wrong for wrong in check_file(file) if wrong.check != "budget"] == []
     plan = replace(_divided(file.plan, step, draw, one), reductions=1, prefetch=0)
@@ -114,49 +120,43 @@ def _offloaded(step: Step, draw: Random, tiers: list[Tier]) -> tuple[tuple[str, 
     return tuple((name, draw.choice(tiers)) for name in (*layers, *draw.sample(names, draw.randint(0, 6))))
 
 
-def _trained(plan: Path, seed: int, given: dict[str, Any], options: dict[str, Any]) -> tuple[list[Tensor], Any, Any]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Words(given)
-    backend = zerograph.backend(plan=plan, compute="eager", **options)
-    compiled, optimizer = torch.compile(model, backend=backend), zerograph.optim.AdamW(model.parameters(), lr=1e-2)
+def trains(seed: int, rank: Rank) -> tuple[list[Tensor], dict[str, Tensor]]:
     losses = []
 
     def batch(number: int) -> Tensor:
-        rank = torch.distributed.get_rank()
-        return torch.randint(WORDS, (ROWS, LENGTH), generator=seeded(100 * number + rank))
+        return torch.randint(WORDS, (ROWS, LENGTH), generator=seeded(100 * number + rank.rank))
 
     for step in range(3):
         for part in range(1 + seed % 2):
             torch.manual_seed(step)  # of masks
-            loss = compiled(batch(2 * step + part))
+            loss = rank(batch(2 * step + part))
             loss.backward(retain_graph=step == 1)
             if step == 1:
                 loss.backward()
-            losses.append(mean_over_ranks(loss))
-        optimizer.step(clip=0.5)
-        optimizer.zero_grad(set_to_none=bool(step))
+            losses.append(loss.detach())
+        rank.optimizer.step(clip=0.5)
+        rank.optimizer.zero_grad(set_to_none=bool(step))
         with torch.no_grad():
             torch.manual_seed(step)
-            losses.append(compiled(batch(step)).clone())
-    return losses, full_values(model), backend
-
-
-def _equal(folder: Path, seed: int, drawn: dict[str, Any]) -> dict[str, int]:
-    shards.SLOT = SLOTS[seed % len(SLOTS)]
-    expected, truth, _ = _trained(folder / "plain.json", seed, drawn["given"], drawn["plain"])
-    losses, values, backend = _trained(folder / "drawn.json", seed, drawn["given"], drawn["drawn"])
-    for loss, there in zip(losses, expected, strict=True):
-        assert torch.equal(loss, there)
-    for name, value in truth.items():
-        assert torch.equal(values[name], value), name
-    found: dict[str, int] = backend._store.bytes()
-    return found
+            losses.append(rank(batch(step)).clone())
+    return losses, rank.local()
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("split", [False, True], ids=["nvme", "host and nvme"])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_random_step_is_the_same_in_one_place(world_size: int, split: bool, seed: int, tmp_path: Path) -> None:
+def test_a_random_step_is_the_same_in_one_place(
+    world_size: int, split: bool, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "SLOT", SLOTS[seed % len(SLOTS)])
     options = drawn(tmp_path, seed, world_size, split)
-    run(world_size, _equal, tmp_path, seed, options)
+    expected, found = (
+        harness.run(
+            world_size, partial(trains, seed), words, *options["given"], optimizer=adamw, by_rank=True,
+            plan=tmp_path / f"{name}.json", **options[name],
+        )
+        for name in ("plain", "drawn")
+    )  # fmt: skip
+    for (losses, values), (truth, wanted) in zip(found, expected, strict=True):
+        assert all(torch.equal(loss, there) for loss, there in zip(losses, truth, strict=True))
+        assert_same(values, wanted)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
-import torch
-from numerics.test_tiles import NVME, Net, Tables, Training, planned
-from ranks import run
+from harness import Rank
+from numerics.compare import assert_same
+from numerics.test_tiles import NVME, Net, Tables, backward, evaluated, planned, trained
 from torch import Tensor, nn
 
 from zerograph.core.machine import TIERS
@@ -55,36 +54,32 @@ def drawn(folder: Path, seed: int, world_size: int, split: bool, net: type[nn.Mo
     return written
 
 
-def _trained(plan: Path, seed: int, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], Tensor]:
-    training = Training(plan, **options)
+def trains(seed: int, rank: Rank) -> tuple[list[float], dict[str, Tensor]]:
+    losses = []
     for step in range(3):
-        training.backward(3 * step)
-        if seed % 2:
-            training.backward(3 * step + 1)
-        training.optimizer.step(clip=0.5)
-        training.optimizer.zero_grad(set_to_none=bool(step))
-        training.evaluated()
-    return training.result()
-
-
-def _equal(plans: Sequence[Path], seed: int, options: Sequence[dict[str, Any]]) -> None:
-    shards.SLOT = SLOTS[seed % len(SLOTS)]
-    (losses, values, after), (expected, truth, last) = (
-        _trained(plan, seed, own) for plan, own in zip(plans, options, strict=True)
-    )
-    assert losses == expected
-    assert torch.equal(after, last)
-    for name, value in truth.items():
-        assert torch.equal(values[name], value), name
+        losses += [backward(rank, 3 * step + part) for part in range(1 + seed % 2)]
+        rank.optimizer.step(clip=0.5)
+        rank.optimizer.zero_grad(set_to_none=bool(step))
+        after = evaluated(rank)
+    return losses, {"after": after, **rank.local()}
 
 
 CASES = [*product((1, 2), (False, True), range(4)), (4, True, 1)]
 
 
 @pytest.mark.parametrize(("world_size", "split", "seed"), CASES)
-def test_random_tiles_train_as_in_one_place(world_size: int, split: bool, seed: int, tmp_path: Path) -> None:
+def test_random_tiles_train_as_in_one_place(
+    world_size: int, split: bool, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "SLOT", SLOTS[seed % len(SLOTS)])
     net = Tables if seed % 3 == 0 else Net
-    plans = drawn(tmp_path, seed, world_size, split, net)
-    there = {"net": net, "path": str(tmp_path), "nvme": "8MiB"}
-    here = there if world_size == 1 else {"net": net}
-    run(world_size, _equal, plans, seed, [there, here])
+    there = {"path": str(tmp_path), "nvme": "8MiB"}
+    found = [
+        trained(plan, world_size, net, partial(trains, seed), **options)
+        for plan, options in zip(
+            drawn(tmp_path, seed, world_size, split, net), (there, there if world_size == 1 else {}), strict=True
+        )
+    ]
+    for (losses, values), (truth, wanted) in zip(*found, strict=True):
+        assert losses == truth
+        assert_same(values, wanted)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch.distributed as dist
+from harness import Rank
 from models import GPT
-from numerics.compare import full, full_values, mean_over_ranks
+from numerics.compare import assert_same, full, full_values, mean_over_ranks
 from ranks import run
 from torch import Tensor, nn
 
@@ -75,6 +78,10 @@ class Tables(nn.Module):
 TILABLE = {Net: 8, Tables: 2}
 
 
+def made(net: type[nn.Module]) -> tuple[nn.Module, tuple[Tensor]]:
+    return net().train(), (torch.zeros(2, 5, 24),)
+
+
 def planned(
     path: Path,
     world_size: int,
@@ -85,12 +92,9 @@ def planned(
 ) -> Path:
     """A plan file in which every parameter that can be is in so many tiles."""
 
-    def make() -> tuple[nn.Module, tuple[Tensor]]:
-        return net().train(), (torch.zeros(2, 5, 24),)
-
     machine = SPLIT if "host" in homes.away else machine_named("cpu")
     away = {"offload": "parameters", "tier": "nvme", "path": str(path.parent), "machine": machine} if homes.away else {}
-    found = compile_only(make, world_size=world_size, bucket_size=4, **away, **options)
+    found = harness.dry_run(world_size, made, net, bucket_size=4, **away, **options)
     file = forecast_file("tests", found, machine)
     buckets = []
     for bucket in file.plan.buckets:
@@ -140,6 +144,64 @@ class Training:
         return self.losses, full_values(self.model), self.evaluated()
 
 
+def adamw(model: Any) -> torch.optim.Optimizer:
+    return zerograph.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+
+def backward(rank: Rank, seed: int) -> float:
+    """Loss of a batch of this rank's own, after its backward."""
+    generator = torch.Generator().manual_seed(seed + 1000 * rank.rank)
+    loss = rank(torch.randn(2, 5, 24, generator=generator)).float().square().mean()
+    loss.backward()
+    return loss.item()
+
+
+def evaluated(rank: Rank) -> Tensor:
+    """Outputs for one batch."""
+    with torch.no_grad():
+        return rank(torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(7))).clone()
+
+
+def update(rank: Rank) -> None:
+    rank.optimizer.step()
+    rank.optimizer.zero_grad()
+
+
+def trains(steps: int, rank: Rank) -> dict[str, Tensor]:
+    """Losses, outputs before and after, parameters and states."""
+    before, losses = evaluated(rank), []
+    for seed in range(steps):
+        losses.append(backward(rank, seed))
+        update(rank)
+    return {"losses": torch.tensor(losses), "before": before, "after": evaluated(rank), **rank.local()}
+
+
+def trained(plan: Path, world_size: int, net: type[nn.Module], script: Any, **options: Any) -> list[dict[str, Tensor]]:
+    """What the script returns on each rank."""
+    return harness.run(world_size, script, made, net, optimizer=adamw, by_rank=True, plan=plan, **options)
+
+
+def assert_close(found: list[dict[str, Tensor]], wanted: list[dict[str, Tensor]]) -> None:
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            close = 1e-5 if name == "after" else 1e-6
+            torch.testing.assert_close(
+                ours[name], value, rtol=close, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
+            )
+
+
+NETS = pytest.mark.parametrize("net", TILABLE, ids=lambda net: net.__name__)
+
+
+@NETS
+def test_tiles_train_as_whole_parameters(net: type[nn.Module], tmp_path: Path) -> None:
+    for world_size in (2, 4):
+        tiled, whole = (planned(tmp_path / f"{tiles}.json", world_size, tiles, net=net) for tiles in (3, 1))
+        script = partial(trains, 20)
+        assert_close(*(trained(plan, world_size, net, script) for plan in (tiled, whole)))
+
+
 def _trained(plan: Path, count: int, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], Tensor, Tensor]:
     training = Training(plan, **options)
     before = training.evaluated()
@@ -147,9 +209,9 @@ def _trained(plan: Path, count: int, options: dict[str, Any]) -> tuple[list[floa
     return *training.result(), before
 
 
-def _tiled_and_whole(tiled: Path, whole: Path, count: int, options: dict[str, Any]) -> None:
-    losses, values, after, before = _trained(tiled, count, options)
-    expected, truth, last, first = _trained(whole, count, options)
+def _tiled_and_whole(tiled: Path, whole: Path, options: dict[str, Any]) -> None:
+    losses, values, after, before = _trained(tiled, 20, options)
+    expected, truth, last, first = _trained(whole, 20, options)
     torch.testing.assert_close(before, first, rtol=1e-6, atol=1e-6)
     assert losses == pytest.approx(expected, rel=1e-6)
     for name, value in truth.items():
@@ -157,95 +219,72 @@ def _tiled_and_whole(tiled: Path, whole: Path, count: int, options: dict[str, An
     torch.testing.assert_close(after, last, rtol=1e-5, atol=1e-6)
 
 
-NETS = pytest.mark.parametrize("net", TILABLE, ids=lambda net: net.__name__)
-
-
 @NETS
-@pytest.mark.parametrize(("world_size", "compute"), [(2, "eager"), (2, "inductor"), (4, "eager")])
-def test_tiles_train_as_whole_parameters(net: type[nn.Module], world_size: int, compute: str, tmp_path: Path) -> None:
-    tiled = planned(tmp_path / "tiled.json", world_size, 3, net=net)
-    whole = planned(tmp_path / "whole.json", world_size, 1, net=net)
-    run(world_size, _tiled_and_whole, tiled, whole, 20, {"compute": compute, "net": net})
+def test_tiles_train_as_whole_parameters_from_end_to_end(net: type[nn.Module], tmp_path: Path) -> None:
+    tiled, whole = (planned(tmp_path / f"{tiles}.json", 2, tiles, net=net) for tiles in (3, 1))
+    run(2, _tiled_and_whole, tiled, whole, {"compute": "inductor", "net": net})
 
 
 NVME, HOST = Homes("nvme", "nvme", "nvme"), Homes("host", "host", "host")
 
 
-def _equal(plans: list[tuple[Path, dict[str, Any]]], count: int) -> list[float]:
-    """Trainings that are the same to the bit; returns the losses."""
-    losses, values, after, before = _trained(*plans[0][:1], count, plans[0][1])
-    for plan, options in plans[1:]:
-        found = _trained(plan, count, options)
-        assert found[0] == losses
-        assert torch.equal(found[2], after) and torch.equal(found[3], before)
-        assert found[1].keys() == values.keys()
-        for name, value in values.items():
-            assert torch.equal(found[1][name], value), name
-    return losses
-
-
 @NETS
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_same_tiles_train_alike_wherever_they_live(net: type[nn.Module], world_size: int, tmp_path: Path) -> None:
-    here: dict[str, Any] = {"net": net}
-    there = here | {"path": str(tmp_path), "nvme": "8MiB"}
-    homes = {"nvme": (NVME, there), "host": (HOST, here), "behind": (Homes("host", "nvme", "nvme"), there)}
-    homes |= {"here": (Homes(), here)} if world_size > 1 else {}  # a lone rank has nothing to gather in memory
-    plans = [(planned(tmp_path / f"{n}.json", world_size, 3, h, net), more) for n, (h, more) in homes.items()]
+    there: dict[str, Any] = {"path": str(tmp_path), "nvme": "8MiB"}
+    homes = [("nvme", NVME, there), ("host", HOST, {}), ("behind", Homes("host", "nvme", "nvme"), there)]
+    homes += [("here", Homes(), {})] if world_size > 1 else []  # a lone rank has nothing to gather in memory
+    script, found = partial(trains, 4), []
+    for name, home, more in homes:
+        plan = planned(tmp_path / f"{name}.json", world_size, 3, home, net)
+        found.append(trained(plan, world_size, net, script, **more))
+        for ours, theirs in zip(found[0], found[-1], strict=True):
+            assert_same(ours, theirs)
     whole = planned(tmp_path / "whole.json", world_size, 1, NVME, net)
-    found = run(world_size, _equal, plans, 4)
-    run(world_size, _tiled_and_whole, plans[0][0], whole, 4, there)
-    assert all(losses == found[0] for losses in found)
+    assert_close(found[0], trained(whole, world_size, net, script, **there))
 
 
-def _accumulated(training: Training) -> list[Tensor]:
+def accumulates(rank: Rank) -> list[Tensor]:
     """Gradients of micro-batches, of which all but the last are held back; then of steps whose first are dropped."""
-    found = []
+    found = list[Tensor]()
     for dropped in (None, "taken away", "zeroed"):
         if dropped == "zeroed":
-            training.backward(4)
-        with training.backend.no_sync():
-            training.backward(1)
-            training.backward(2)
+            backward(rank, 4)
+        with rank.backend.no_sync():
+            backward(rank, 1)
+            backward(rank, 2)
             if dropped:
-                training.optimizer.zero_grad(set_to_none=dropped == "taken away")
-        training.backward(3)
-        found += [full(p.grad) for p in training.model.parameters() if p.grad is not None]
-        training.optimizer.step()
-        training.optimizer.zero_grad()
+                rank.optimizer.zero_grad(set_to_none=dropped == "taken away")
+        backward(rank, 3)
+        found += rank.gradients().values()
+        update(rank)
     return found
-
-
-def _accumulate(tiled: Path, whole: Path, options: dict[str, Any]) -> None:
-    for found, expected in zip(
-        _accumulated(Training(tiled, **options)), _accumulated(Training(whole, **options)), strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("homes", [Homes(), NVME], ids=["here", "nvme"])
 def test_gradients_that_no_sync_holds_back(homes: Homes, tmp_path: Path) -> None:
     options = {"path": str(tmp_path), "nvme": "8MiB"} if homes.away else {}
-    tiled, whole = (planned(tmp_path / f"{tiles}.json", 2, tiles, homes) for tiles in (3, 1))
-    run(2, _accumulate, tiled, whole, options)
-
-
-def _updated_inside(plan: Path, options: dict[str, Any]) -> None:
-    found = []
-    for overlap in (False, True):
-        training = Training(plan, **options)
-        params = [p for p in training.model.parameters() if p.requires_grad]
-        training.optimizer = zerograph.optim.AdamW(params, lr=1e-3, overlap=overlap, skip_nonfinite=False)
-        training.steps(3)
-        found.append(training.result())
-    assert found[0][0] == found[1][0]
-    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+    tiled, whole = (
+        trained(planned(tmp_path / f"{tiles}.json", 2, tiles, homes), 2, Net, accumulates, **options)
+        for tiles in (3, 1)
+    )
+    torch.testing.assert_close(tiled, whole, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("homes", [Homes(), NVME], ids=["here", "nvme"])
 def test_updates_inside_of_backwards(homes: Homes, tmp_path: Path) -> None:
+    plan, found = planned(tmp_path / "plan.json", 2, 3, homes), []
     options = {"path": str(tmp_path), "nvme": "8MiB"} if homes.away else {}
-    run(2, _updated_inside, planned(tmp_path / "plan.json", 2, 3, homes), options)
+
+    def optimizer(overlap: bool, model: Any) -> torch.optim.Optimizer:
+        params = [p for p in model.parameters() if p.requires_grad]
+        return zerograph.optim.AdamW(params, lr=1e-3, overlap=overlap, skip_nonfinite=False)
+
+    for overlap in (False, True):
+        make = partial(optimizer, overlap)
+        found.append(harness.run(2, partial(trains, 3), made, Net, optimizer=make, by_rank=True, plan=plan, **options))
+    for ours, theirs in zip(*found, strict=True):
+        assert_same(ours, theirs)
 
 
 def _sizes(tiled: Path, whole: Path, net: type[nn.Module]) -> None:

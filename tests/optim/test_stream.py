@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from quick import examples
 from torch import nn
 from torch.optim import Optimizer
 
@@ -71,7 +72,7 @@ def train(
         optimizer.step()
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.lists(st.integers(0, 30_000), min_size=1, max_size=8),
     buckets=st.integers(1, 3),

@@ -10,6 +10,7 @@ from expecttest import assert_expected_inline
 from graphs import Builder, plan, run, show
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import examples
 from torch import fx
 
 from zerograph.core.plan import Plan
@@ -139,7 +140,7 @@ _LETTERS = "abcdef"
 _USES = st.lists(st.sampled_from([*_LETTERS, "ab", "bc", "cd", "fa"]), min_size=1, max_size=16)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(uses=_USES, ahead=st.integers(0, 4), each=st.lists(st.integers(0, 4), min_size=6, max_size=6))
 def test_any_order_of_uses_keeps_the_invariants_and_the_result(uses: list[str], ahead: int, each: list[int]) -> None:
     gm, p = _chain(*uses, ahead=ahead)

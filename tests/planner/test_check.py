@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, step_of, transformer
+from quick import examples
 
 from zerograph.core.errors import ConfigError, InvariantError
 from zerograph.core.machine import machine_named
@@ -30,7 +31,7 @@ def made(layers: int = 2) -> tuple[Step, Plan]:
 STEP, PLAN = made()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(
     rows=st.lists(st.integers(2, 40), min_size=1, max_size=4),
     training=st.booleans(),
@@ -47,7 +48,7 @@ def test_every_plan_by_rule_passes_and_so_does_its_replay(
     assert check_plan(step, replay(read, step)) == []
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(rows=st.lists(st.integers(2, 400), min_size=1, max_size=3), share=st.floats(0, 1))
 def test_every_searched_plan_passes(rows: list[int], share: float) -> None:
     step = step_of([Layer(rows=n) for n in rows])

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.formulas import checkpoint_bytes, layer_bytes, layout_of, model_states
+from quick import examples
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import PRESETS, TIERS, Machine, Tier, machine_named
@@ -316,7 +317,7 @@ QUESTIONS = st.builds(
 
 
 @given(question=QUESTIONS, more=st.tuples(*[st.integers(0, 1 << 42)] * 3))
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=examples(10))
 def test_more_memory_never_makes_a_fitting_row_not_fit(question: Question, more: tuple[int, int, int]) -> None:
     machine = question.machine
     richer = replace(

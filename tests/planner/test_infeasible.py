@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, of_kinds, step_of, transformer
+from quick import examples
 
 from zerograph.core.executable import Executable
 from zerograph.core.machine import TIERS, Tier, machine_named
@@ -126,7 +127,7 @@ def searches(draw: st.DrawFn) -> tuple[Search, Step, dict[Tier, int], list[Layer
     return search, step, {"device": sizes[0], "host": sizes[1] + room, "nvme": sizes[2] + room}, layers
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(searches())
 def test_what_is_said_to_fit_then_does_fit_when_it_is_done(
     found: tuple[Search, Step, dict[Tier, int], list[Layer]],

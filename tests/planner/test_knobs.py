@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, step_of
+from quick import examples
 
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Bucket, Plan, decided
@@ -56,7 +57,7 @@ def turned(draw: st.DrawFn) -> Plan:
     return plan
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(plan=turned())
 def test_whatever_is_turned_the_plan_makes_sense(plan: Plan) -> None:
     assert list(plan.mistakes()) == []
@@ -67,7 +68,7 @@ def test_whatever_is_turned_the_plan_makes_sense(plan: Plan) -> None:
     assert SPACE.of(plan) is found
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(plan=turned(), groups=st.sampled_from([1, 2, 100]))
 def test_changes_turn_one_knob(plan: Plan, groups: int) -> None:
     for name, knob in KNOBS.items():
@@ -83,7 +84,7 @@ def test_changes_turn_one_knob(plan: Plan, groups: int) -> None:
             assert set(others) <= allowed.get(name, set()), name
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(a=turned(), b=turned())
 def test_half_the_way_has_the_values_of_either(a: Plan, b: Plan) -> None:
     own = [KNOBS[name] for name in ("residency", "homes", "reductions", "tiles")]

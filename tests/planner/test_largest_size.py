@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, step_of
+from quick import examples
 
 from zerograph.core.errors import SizeError
 from zerograph.core.machine import Tier, machine_named
@@ -41,7 +42,7 @@ class Asked:
         return Search(sized(size, self.squared), Wish(3, 8, 4096, 1), MACHINE)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     budget=st.integers(10**6, 3 * 10**8),
     start=st.integers(1, 5000),

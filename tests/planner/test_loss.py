@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, step_of
+from quick import examples
 
 from zerograph.core.machine import TIERS, machine_named
 from zerograph.core.plan import GivenPlan, Plan
@@ -81,7 +82,7 @@ def test_logits_that_are_returned_are_whole() -> None:
     assert head_of(Graph(replace(with_head(), training=False))) is None
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(tiles=st.integers(2, 64))
 def test_a_tile_is_held_and_every_product_but_the_first_runs_once(tiles: int) -> None:
     step = with_head()

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.formulas import STAGING, checkpoint_bytes, layer_bytes, layout_of, model_states, needs, total
 from planner.steps import Layer, of_kinds, profile_of, step_of
+from quick import examples
 
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.executable import Executable
@@ -248,7 +249,7 @@ def _moves(bucket: Bucket, homes: Homes) -> bool:
     return any(p.sharded and (p.trainable or homes.parameters != "device") for p in bucket.params)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(plans())
 def test_every_schedule_keeps_what_must_be_true_of_plans(found: Drawn) -> None:
     """Budgets are exactly the peaks; reads, reductions, updates and gathers are looked at by the checks of the CLI."""
@@ -259,7 +260,7 @@ def test_every_schedule_keeps_what_must_be_true_of_plans(found: Drawn) -> None:
     assert PlanFile.from_json(file.to_json()) == file
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(plans())
 def test_books_explain_every_byte_at_every_moment(found: Drawn) -> None:
     step, plan, machine, moments = found
@@ -273,7 +274,7 @@ def test_books_explain_every_byte_at_every_moment(found: Drawn) -> None:
                 assert sum(h.bytes for h in mine if h.held_at(time, spans)) == level
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(plans())
 def test_whatever_is_taken_is_given_back_or_lives_on(found: Drawn) -> None:
     """Of what a step takes, only gradients, buckets that stay whole for the next one, free buffers, and the loss are
@@ -296,7 +297,7 @@ def test_whatever_is_taken_is_given_back_or_lives_on(found: Drawn) -> None:
     assert all(name.startswith("gradient of ") for name in gradients)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(plans())
 def test_peaks_of_the_search_are_those_of_the_forecast(found: Drawn) -> None:
     step, plan, machine, moments = found
@@ -341,7 +342,7 @@ def _sum(parts: Sequence[Shards]) -> Shards:
     return Shards(*(sum(sizes) for sizes in zip(*map(astuple, parts), strict=True)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(plans())
 def test_no_more_than_three_staging_buffers_are_in_use(found: Drawn) -> None:
     """Of updates, and of what is written to NVMe during the passes."""

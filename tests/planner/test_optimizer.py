@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, of_kinds, step_of
+from quick import examples
 
 from zerograph.core.machine import machine_named
 from zerograph.core.program import Update
@@ -27,7 +28,7 @@ def mixed(kinds: Sequence[tuple[bool, bool]]) -> Step:
     return of_kinds(step_of([Layer(rows=64 + i) for i in range(len(kinds))], updates=False), kinds)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(kinds=KINDS, world=st.sampled_from([1, 2, 5]), moments=st.integers(0, 2))
 def test_tasks_take_as_long_as_operations_say(kinds: list[tuple[bool, bool]], world: int, moments: int) -> None:
     step = with_updates(mixed(kinds), world, moments)
@@ -42,7 +43,7 @@ def test_tasks_take_as_long_as_operations_say(kinds: list[tuple[bool, bool]], wo
     assert [op.params[0] for op in step.updates] == [p.name for p in step.params if p.trainable]
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=examples(30))
 @given(kinds=KINDS)
 def test_nothing_is_counted_twice(kinds: list[tuple[bool, bool]]) -> None:
     bare = mixed(kinds)

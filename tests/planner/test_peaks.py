@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, step_of
+from quick import examples
 
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Plan
@@ -100,7 +101,7 @@ def test_a_gather_waits_where_memory_is_short_and_nowhere_else() -> None:
     assert least.peak <= nowhere.peak and least.seconds < nowhere.seconds
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=examples(10), deadline=None, derandomize=True)
 @given(
     layers=st.lists(
         st.builds(

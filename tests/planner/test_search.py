@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, step_of, transformer
+from quick import examples
 
 from zerograph.core.errors import ConfigError
 from zerograph.core.executable import Executable
@@ -50,7 +51,7 @@ def every(search: Search) -> list[Candidate]:
     return [space.of(plan) for plan in knobs.every([knobs.residency(space), knobs.levels(space)], space.plan)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(layers=_SMALL, share=st.floats(0, 1))
 def test_small_steps_are_within_5_percent_of_brute_force(layers: list[Layer], share: float) -> None:
     search = Search(step_of(layers), WISH, MACHINE)
@@ -63,7 +64,7 @@ def test_small_steps_are_within_5_percent_of_brute_force(layers: list[Layer], sh
     assert found.seconds <= best * 1.05
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(layer=_LAYER, depth=st.integers(4, 5), share=st.floats(0, 1))
 def test_layers_that_are_alike_are_within_5_percent_of_brute_force(layer: Layer, depth: int, share: float) -> None:
     search = Search(step_of([layer] * depth), WISH, MACHINE)
@@ -76,7 +77,7 @@ def test_layers_that_are_alike_are_within_5_percent_of_brute_force(layer: Layer,
     assert found.seconds <= best * 1.05
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(layers=st.one_of(_SMALL, _DEEP, _MIXED), shares=st.lists(st.floats(0, 1.2), min_size=2, max_size=6))
 def test_more_budget_is_never_worse_and_peaks_fit(layers: list[Layer], shares: list[float]) -> None:
     search = Search(step_of(layers), WISH, MACHINE)
@@ -201,7 +202,7 @@ def compare(step: Step, wish: Wish, machine: Machine, shares: list[tuple[float, 
         assert best is None or (found is not None and found.seconds <= best * 1.05)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(layers=st.one_of(_SMALL, _MIXED), shares=st.lists(_SHARES, min_size=2, max_size=6))
 def test_more_of_any_tier_is_never_worse_and_peaks_fit(
     layers: list[Layer], shares: list[tuple[float, float, float]]
@@ -247,7 +248,7 @@ def test_fixing_something_never_helps(
 @example(
     layers=[Layer(256, 1024, 4096, 10**6), *[Layer(40_000_000, 1024, 4096, 10**6)] * 5]
 )  # what may be tiled is no part of what stays
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(layers=st.one_of(_SMALL, _MIXED))
 def test_another_tier_never_makes_a_plan_slower(layers: list[Layer]) -> None:
     """More tiers are more plans: what fits without is still looked at."""

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, profile_of, step_of, transformer
+from quick import examples
 
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Plan
@@ -58,7 +59,7 @@ _LAYERS = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(layers=_LAYERS)
 def test_stops_are_parts_of_each_other_and_save_what_they_say(layers: list[Layer]) -> None:
     graph = Graph(step_of(layers))

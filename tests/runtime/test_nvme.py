@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import examples
 
 from zerograph import _core
 from zerograph._core import FaultEffect, FaultPoint
@@ -92,7 +93,7 @@ def test_aligned_memory_is_not_copied(arena: Arena) -> None:
     assert arena.stats["bytes_read"] == arena.stats["bytes_written"] == sent.numel()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(data=st.data())
 def test_slices_at_any_place_leave_their_neighbours_alone(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quick import examples
 
 from zerograph import _core
 from zerograph.runtime.extents import Extent
@@ -42,7 +43,7 @@ def test_both_views_agree_whatever_is_done_through_either(tmp_path: Path, engine
         model = torch.zeros(size, dtype=torch.uint8)
         arena.wait(arena.write(extent, model))
 
-        @settings(max_examples=60, deadline=None)
+        @settings(max_examples=examples(60), deadline=None)
         @given(steps)
         def interleave(todo: list[Step]) -> None:
             for kind, begin, length, value in todo:

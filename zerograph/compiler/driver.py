@@ -158,14 +158,17 @@ def trace(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint | Re
         return few if few is not None else joint_of(gm, rows)
 
 
-def compile_joint(frame: Frame, joint: Joint | Repeat) -> None:
-    """Make the programs of a joint graph that :func:`trace` gave."""
+def compile_joint(frame: Frame, joint: Joint | Repeat) -> dict[str, tuple[Callee, ...]]:
+    """Make the programs of a joint graph that :func:`trace` gave; returns the callables of their segments by kind."""
     whole, frame.repeat = (joint.whole, joint) if isinstance(joint, Repeat) else (joint, None)
     with without_gc(), as_when_called(whole.gm):
         graphs = split(frame, whole.gm, (), num_fwd_outputs=whole.outputs, static_lifetime_input_indices=whole.static)
-        to_program(frame, "forward", graphs[0])
-        to_program(frame, "backward", graphs[1])
+        segments = {kind: to_program(frame, kind, gm) for kind, gm in zip(_TRAINING, graphs, strict=True)}
     frame.repeat = None
+    return segments
+
+
+_TRAINING: tuple[Kind, ...] = ("forward", "backward")
 
 
 def plan_joint(frame: Frame, joint: Joint | Repeat) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, profile_of, step_of
 from plans import MIB, Task, plan_file, play
+from quick import examples
 
 from zerograph.cli.view.levels import levels
 from zerograph.core.machine import TIERS, machine_named
@@ -65,7 +66,7 @@ def test_kinds_add_up_at_every_instant(file: PlanFile) -> None:
     assert_adds_up(file)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     layers=st.lists(st.builds(Layer, rows=st.sampled_from([1024, MIB])), min_size=1, max_size=4),
     homes=st.sampled_from([Homes(), Homes("device", "host", "nvme"), Homes("host", "host", "host")]),

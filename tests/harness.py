@@ -1,0 +1,337 @@
+"""Trace a model once, and train it by many plans.
+
+Dynamo and AOTAutograd take a second for the smallest model, and tests of plans differ in what comes behind them. So
+:class:`Traced` keeps what they make of a model, and each :func:`run` plans, rewrites and lowers a copy of it, and runs
+the programs, with eager segments, on ranks that are threads (:mod:`thread_ranks`): with backends as users have them,
+and the executor, stores, arenas and optimizers of these. Only Dynamo is not asked.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from thread_ranks import ThreadCommunicator, ThreadGroup
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from zerograph.api import Backend
+from zerograph.compiler.driver import _checked, _planned, compile_joint, to_program
+from zerograph.compiler.fold import joint_of
+from zerograph.compiler.frame import Frame
+from zerograph.compiler.segments import Callee
+from zerograph.compiler.shard_inputs import _exchanging
+from zerograph.compiler.torch_private import as_when_called, lazily_coded, trace_and_split
+from zerograph.compiler.unfold import Joint
+from zerograph.core.config import Config
+from zerograph.core.garbage import without_gc
+from zerograph.core.rows import rows_of
+from zerograph.dryrun.compile_only import Compiled, simulated_rank
+from zerograph.graph.nodes import output_of
+from zerograph.runtime.comm import LoneCommunicator
+from zerograph.runtime.executor import Executor
+from zerograph.runtime.torch_private import as_dtensor, local_tensor
+from zerograph.sharding.adopt import _MESHES
+from zerograph.sharding.ranks import Ranks
+from zerograph.sharding.shards import is_sharded
+
+CPU = torch.device("cpu")
+Make = Callable[..., tuple[nn.Module, tuple[Tensor, ...]]]
+"""Makes a model that returns one tensor, and inputs of the shapes that it is called with."""
+
+
+def run(
+    world_size: int,
+    script: Callable[..., Any],
+    make: Make,
+    *given: Any,
+    optimizer: Callable[[Any], Optimizer],
+    by_rank: bool = False,
+    **options: Any,
+) -> list[Any]:
+    """What ``script(rank)`` returns on every :class:`Rank`.
+
+    Args:
+        make: of the model, from ``given``; both are kept, so let them be constants.
+        optimizer: of something with ``parameters()``.
+        by_rank: whether each rank traces and compiles for itself. Else they share what the first one does, which is the
+            same but for the shapes of shards, of which programs with tiles know.
+        options: arguments of :func:`zerograph.backend`.
+    """
+    config, group = Config.of(compute="eager", **options), ThreadGroup(world_size)
+    traced = [_traced_for(rank, world_size, config, make, *given) for rank in range(world_size if by_rank else 1)]
+    with _clean():
+        made, ranks = list[Made](), list[Rank]()
+        for comm in group.ranks if world_size > 1 else (LoneCommunicator(),):
+            with simulated_rank(comm.rank if by_rank else 0, world_size):
+                made += [Made(traced[comm.rank], config)] if by_rank or not made else []
+                ranks.append(Rank(made[-1], optimizer, comm))
+        with simulated_rank(0, world_size):
+            return group.run(script, ranks) if world_size > 1 else [script(*ranks)]
+
+
+@contextmanager
+def _clean() -> Iterator[None]:
+    """Collect the garbage of a run behind it: each backend hears of every step while it lives, in whatever thread."""
+    hook = sys.excepthook  # which each process group wraps once more
+    try:
+        with without_gc():
+            yield
+    finally:
+        sys.excepthook = hook
+        gc.collect()
+        gc.freeze()
+
+
+def dry_run(world_size: int, make: Make, *given: Any, **options: Any) -> Compiled:
+    """As :func:`~zerograph.dryrun.compile_only.compile_only` has it, of a model that is traced once."""
+    config = Config.of(compute="eager", **options)
+    traced = _traced_for(0, world_size, config, make, *given)
+    with _clean(), simulated_rank(0, world_size):
+        frame, _ = Made(traced, config).training
+    return Compiled(frame, config, 0, 0, 0)
+
+
+def _traced_for(rank: int, world_size: int, config: Config, make: Make, *given: Any) -> Traced:
+    """The model as it is traced for backends of this ``config``."""
+    leaves = world_size == 1 and config.offloads  # else a lone rank splits nothing
+    return _traced(rank, world_size, config.sharding == 0, config.dtype, config.reduce_dtype, leaves, make, *given)
+
+
+@functools.lru_cache(maxsize=64)
+def _traced(
+    rank: int,
+    world_size: int,
+    whole: bool,
+    dtype: torch.dtype | None,
+    reduce_dtype: torch.dtype | None,
+    leaves: bool,
+    make: Make,
+    *given: Any,
+) -> Traced:
+    away: dict[str, Any] = {"offload": "parameters", "path": "/"} if leaves else {}
+    config = Config.of(compute="eager", stage=0 if whole else 3, dtype=dtype, reduce_dtype=reduce_dtype, **away)
+    torch.manual_seed(0)
+    return Traced(rank, world_size, config, *make(*given))
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """What Dynamo records of a call, and AOTAutograd makes of it.
+
+    Attributes:
+        joint: of a call that trains; of one without gradients its graph.
+        inputs: of each input the parameter's or buffer's name, or the place among the arguments.
+        rows: places of inputs that are sharded parameters.
+        frame: that it was traced for.
+    """
+
+    joint: Joint
+    inputs: tuple[str | int, ...]
+    rows: tuple[int, ...]
+    frame: Frame
+
+    def copied(self) -> Joint:
+        """For one run to change."""
+        graph, old = fx.Graph(), self.joint.gm
+        graph.output(graph.graph_copy(old.graph, {})).meta = dict(output_of(old.graph).meta)
+        return self.joint._replace(gm=lazily_coded(old, graph))
+
+
+class Traced:
+    """A model on one of ``world_size`` ranks: its graphs, and its values, which every run begins from."""
+
+    def __init__(self, rank: int, world_size: int, config: Config, model: nn.Module, given: Sequence[Tensor]) -> None:
+        self.world_size, self.model, self.given = world_size, model, given
+        self.values = {name: value.detach().clone() for name, value in model.state_dict(keep_vars=True).items()}
+        _MESHES.clear()  # a mesh knows its rank, and the ones here are of other ranks
+        with simulated_rank(rank, world_size):
+            self.backend = Backend(config)
+            self.backend._adoption.shard([model], CPU)
+            del self.backend._optimizers  # it would look at every step of the process
+            self.params = self.backend._adoption.params or dict(model.named_parameters())
+            self.training = self._trace(joint_of)
+
+    @functools.cached_property
+    def evaluation(self) -> Graph:
+        """What the model does without gradients, inside of the simulated group of a run."""
+        with torch.no_grad():
+            return self._trace(_inference_of)
+
+    def _trace(self, graph_of: Callable[[fx.GraphModule, Sequence[Any]], Joint | None]) -> Graph:
+        found: list[Graph] = []
+        known: dict[int, str | int] = {id(value): place for place, value in enumerate(self.given)}
+        known |= {id(value): name for name, value in (*self.model.named_buffers(), *self.params.items())}
+
+        def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            answers = [torch.zeros(node.meta["example_value"].shape) for node in output_of(gm.graph).args[0]]
+            places = tuple(place for place, x in enumerate(inputs) if isinstance(x, DTensor))
+            frame = Frame(self.backend._compilation, 0, "model")
+            rows, _ = _checked(frame, gm, inputs)
+            with without_gc():
+                joint = graph_of(gm, rows)
+            assert joint is not None, "nothing of it trains"
+            found.append(Graph(joint, tuple(known[id(x)] for x in inputs), places, frame))
+            return lambda *_: answers
+
+        torch.compiler.reset()
+        torch.compile(self.model, backend=compiler, fullgraph=True, dynamic=False)(*self.given)
+        return found[0]
+
+    def outward(self, rank: int) -> dict[str, nn.Parameter]:
+        """The parameters as ``rank`` has them before the first step."""
+        found = {}
+        for name, like in self.params.items():
+            value = self.values[name]
+            local = value[rows_of(like.shape[0], rank, self.world_size)] if is_sharded(like) else value
+            local = torch.empty_like(local).copy_(local)
+            if isinstance(like, DTensor):
+                local = as_dtensor(local, like.device_mesh, like.placements, like.shape, like.stride())
+            found[name] = nn.Parameter(local, requires_grad=like.requires_grad)
+        return found
+
+
+class _Found(Exception):
+    """Ends AOTAutograd with the graph that was wanted."""
+
+    def __init__(self, gm: fx.GraphModule) -> None:
+        super().__init__()
+        self.gm = gm
+
+
+def _inference_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
+    def compiles(gm: fx.GraphModule, _: Sequence[Any]) -> Any:
+        raise _Found(gm)
+
+    try:
+        trace_and_split(gm, inputs, forward=compiles, backward=compiles, inference=compiles, partition=compiles)
+    except _Found as found:
+        return Joint(found.gm, len(output_of(found.gm.graph).args[0]), [])  # type: ignore[arg-type]
+    raise AssertionError("AOTAutograd compiles nothing")
+
+
+Programs = tuple[Frame, dict[str, tuple[Callee, ...]]]
+"""A compiled frame, and the callables of its programs' segments."""
+
+
+class Made:
+    """What one plan makes of a traced model; the same for all ranks."""
+
+    def __init__(self, traced: Traced, config: Config) -> None:
+        self.traced, self.config = traced, config
+        self._backend = backend = Backend(config)
+        backend._adoption.params |= traced.params if traced.backend._adoption.params else {}
+        backend._adoption.tied |= traced.backend._adoption.tied
+        backend._connected(Ranks(CPU, traced.world_size))
+        del backend._optimizers  # it would look at every step of the process
+
+    def _frame(self, index: int, graph: Graph) -> Frame:
+        own = replace(self._backend._compilation, runtime_for=None, segments=self.traced.backend._segments)
+        return Frame(own, index, "model", graph.frame.plain, graph.frame.ends_at_break)
+
+    @functools.cached_property
+    def training(self) -> Programs:
+        """Forward and backward."""
+        frame = self._frame(0, self.traced.training)
+        return frame, compile_joint(frame, self.traced.training.copied())
+
+    @functools.cached_property
+    def evaluation(self) -> Programs:
+        """The program without gradients."""
+        frame, gm = self._frame(1, self.traced.evaluation), self.traced.evaluation.copied().gm
+        with without_gc(), as_when_called(gm):
+            return frame, {"inference": to_program(frame, "inference", _planned(frame, "inference", gm))}
+
+
+class Rank:
+    """A model that trains on one rank.
+
+    Attributes:
+        backend: as ``torch.compile`` has it.
+        params: the outward parameters by name.
+        optimizer: of these.
+    """
+
+    def __init__(
+        self, made: Made, optimizer: Callable[[Any], Optimizer], comm: ThreadCommunicator | LoneCommunicator
+    ) -> None:
+        self.rank, self.world_size, self._made, self._traced = comm.rank, comm.world_size, made, made.traced
+        self.params = self._traced.outward(comm.rank)
+        self.backend = Backend(made.config)
+        adoption, ranks = self.backend._adoption, Ranks(CPU, comm.world_size, communicator=comm)
+        if self._traced.backend._adoption.params:
+            adoption.params |= self.params
+            adoption.known.update(map(id, self.params.values()))
+        adoption.ranks = ranks
+        self.backend._connected(ranks)
+        self.backend._remember(self.params.values())
+        self._executors = self._loaded(made.training)
+        self.backend._give_homes(made.training[0])
+        self.optimizer = optimizer(self)
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Those that train, and those that do not."""
+        return self.params.values()
+
+    def _loaded(self, programs: Programs) -> dict[str, Executor]:
+        frame, segments = programs
+        self.backend._frames.append(frame)
+        runtime_for = self.backend._compilation.runtime_for
+        assert runtime_for is not None
+        runtime = runtime_for(frame.index, frame.code, frame.plan)
+        return {kind: Executor(program, segments[kind], runtime) for kind, program in frame.programs.items()}
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        """What the model returns for these arguments."""
+        if not torch.is_grad_enabled():
+            return self._evaluate(*given)
+        run = functools.partial(_Step.apply, self._executors["forward"], self._executors["backward"])
+        found: Tensor = _exchanging(run, self._traced.training.rows)(*self._read(self._traced.training, given))
+        return found
+
+    def _evaluate(self, *given: Tensor) -> Tensor:
+        if "inference" not in self._executors:
+            self._executors |= self._loaded(self._made.evaluation)
+        graph = self._traced.evaluation
+        read = self._read(graph, given)
+        for place in graph.rows:
+            read[place] = local_tensor(read[place]).detach()
+        found: Tensor = self._executors["inference"](read)[0]
+        return found
+
+    def _read(self, graph: Graph, given: Sequence[Tensor]) -> list[Tensor]:
+        named = {**self._traced.values, **self.params}
+        return [given[i] if isinstance(i, int) else named[i] for i in graph.inputs]
+
+    def local(self) -> dict[str, Tensor]:
+        """This rank's rows of all parameters and optimizer states, copied."""
+        found = {name: local_tensor(param).detach().clone() for name, param in self.params.items()}
+        for name, param in self.params.items():
+            for key, value in self.optimizer.state.get(param, {}).items():
+                found[f"{name}.{key}"] = local_tensor(torch.as_tensor(value)).detach().clone()
+        return found
+
+    def gradients(self) -> dict[str, Tensor]:
+        """This rank's rows of all gradients, copied."""
+        return {n: local_tensor(p.grad).clone() for n, p in self.params.items() if p.grad is not None}
+
+
+class _Step(torch.autograd.Function):
+    """Forward and backward as AOTAutograd calls them."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Executor, backward: Executor, *inputs: Any) -> Tensor:
+        value, *ctx.saved = forward(list(inputs))
+        ctx.run = backward
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, tangent: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.run([*ctx.saved, tangent])
