@@ -100,8 +100,6 @@ def _calls(run: Callable[[], Any]) -> Counter[tuple[str, str]]:
 
 
 def test_work_grows_in_proportion_to_depth() -> None:
-    few, many = (
-        _calls(lambda n=n: compile_only(_training(n), world_size=2, verify=False, tile=LOOPS)) for n in (12, 48)
-    )
+    few, many = (_calls(lambda n=n: compile_only(_training(n), world_size=2, tile=LOOPS)) for n in (12, 48))
     assert many.total() < 4.4 * few.total()
     assert not [name for name, count in many.items() if count > 500 and count > 7 * few[name]]

@@ -1,12 +1,11 @@
 """Dry runs that trace a few of many layers, against dry runs that trace them all.
 
-Tests ``compiler/fold.py``, ``compiler/layer_nodes.py``, ``compiler/unfold.py`` and ``dryrun/layer_loops.py``.
+Tests ``compiler/fold.py``, ``compiler/layer_nodes.py`` and ``compiler/unfold.py``.
 """
 
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,13 +17,11 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerograph
-from zerograph.compiler.fold import Folded, fold
+from zerograph.compiler.fold import LEAST, Folded, fold
 from zerograph.compiler.layer_nodes import NotFoldable
 from zerograph.core.machine import machine_named
-from zerograph.dryrun.compile_only import Compiled, compile_only, on_meta
+from zerograph.dryrun.compile_only import Compiled, compile_only
 from zerograph.dryrun.forecast import forecast_file
-from zerograph.dryrun.layer_loops import position_dependence
-from zerograph.graph.repeated_layers import LEAST, repeated_layers
 
 DEPTH, WIDTH, VOCAB = LEAST, 64, 100
 TRACED = f"traced 4 of {DEPTH} layers"
@@ -132,48 +129,6 @@ def facts(compiled: Compiled) -> dict[str, Any]:
     return found
 
 
-CASES: list[tuple[str, Callable[[], Any], dict[str, Any], list[str]]] = [
-    (
-        "frozen with dropout, half recomputed at stage 1 in bfloat16",
-        frozen,
-        {"stage": 1, "dtype": torch.bfloat16, "recompute": 0.5, "bucket_size": "64KiB"},
-        [TRACED, "simplifying"],
-    ),
-    ("tied and checkpointed, within a budget", tied, {"stage": "auto", "memory": "1GiB"}, [TRACED]),
-    ("one rank within a budget", small, {"stage": "auto", "memory": "4MiB", "world_size": 1}, []),
-    ("Llama, several layers a bucket", llama, {"bucket_size": "512KiB"}, []),
-]
-"""The last column: what the compiler says when it has Dynamo's graph of all layers, where that is tried too."""
-
-
-@pytest.mark.parametrize(("make", "options", "said"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
-def test_a_folded_dry_run_finds_what_a_whole_one_does(
-    make: Callable[[], Any],
-    options: dict[str, Any],
-    said: list[str],
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    stack = repeated_layers(on_meta(make)[0])
-    assert stack is not None and len(stack.layers) == DEPTH
-    folded, forecast = compiled(make, True, **options)
-    assert "tracing all" not in caplog.text
-    whole, expected = compiled(make, False, **options)
-    found, wanted = facts(folded), facts(whole)
-    for name in wanted:
-        assert found[name] == wanted[name], name
-    assert forecast.forecast.seconds == pytest.approx(expected.forecast.seconds, rel=1e-12)
-    assert forecast.forecast.peaks == expected.forecast.peaks
-    assert [replace(h, name="") for h in forecast.holdings] == [replace(h, name="") for h in expected.holdings]
-    assert (forecast.reasons, forecast.flops) == (expected.reasons, expected.flops)
-    if said:
-        monkeypatch.setattr("zerograph.dryrun.compile_only._foldable", lambda _: None)
-        with compiler_says() as messages:
-            traced, _ = compiled(make, True, **options)
-        assert facts(traced) == wanted
-        assert [word for word in said if any(word in m for m in messages)] == said and len(messages) == len(said)
-
-
 class Numbered(Layer):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (1 + self.number)
@@ -239,41 +194,6 @@ class Collecting(Model):
         return self.head(x).sum() + torch.stack(sums).sum()
 
 
-REFUSED: list[tuple[str, Callable[[], nn.Module], str]] = [
-    ("numbered", lambda: Model([Numbered(i) for i in range(DEPTH)]), "fails"),
-    ("returned", lambda: Returning([Layer(i) for i in range(DEPTH)]), "returns|in one piece"),
-    ("collected", lambda: Collecting([Layer(i) for i in range(DEPTH)]), "outside of the layers|mixed|layer"),
-]
-
-
-class Refused(Exception):
-    pass
-
-
-@pytest.mark.parametrize(("make", "reason"), [r[1:] for r in REFUSED], ids=[r[0] for r in REFUSED])
-def test_layers_that_compute_differently_do_not_fold(
-    make: Callable[[], nn.Module], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(_: Any, why: str) -> None:
-        raise Refused(why)  # instead of tracing all: the next test does
-
-    monkeypatch.setattr("zerograph.dryrun.compile_only._warn", refuse)
-    with pytest.raises(Refused, match=reason):
-        compiled(make, True)
-
-
-def test_layers_that_do_not_fold_are_all_traced_and_left_as_they_were(caplog: pytest.LogCaptureFixture) -> None:
-    def make() -> nn.Module:
-        return Model([OneOdd(i) for i in range(DEPTH)])
-
-    with caplog.at_level(logging.WARNING, logger="zerograph"):
-        folded, _ = compiled(make, True)
-    said = [r.getMessage() for r in caplog.records if r.name == "zerograph.dryrun.compile_only"]
-    assert len(said) == 1 and re.search(rf"tracing all {DEPTH} layers of layers: with 4 layers it fails", said[0]), said
-    whole, _ = compiled(make, False)
-    assert facts(folded) == facts(whole)
-
-
 class OtherName(Model):
     """Its first argument is not called ``self``, which is what Dynamo names modules by."""
 
@@ -284,26 +204,26 @@ class OtherName(Model):
         return this.head(x)
 
 
-def test_layers_fold_whatever_the_model_calls_itself(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="zerograph"):
+def test_layers_fold_whatever_the_model_calls_itself() -> None:
+    with compiler_says() as messages:
         folded, _ = compiled(lambda: OtherName([Layer(i) for i in range(DEPTH)]), True)
-    assert [r.getMessage() for r in caplog.records if r.name == "zerograph.dryrun.compile_only"] == []
+    assert [TRACED in m for m in messages] == [True]
     assert {f"layers.{i}.up" for i in range(DEPTH)} <= {op.module for op in folded.frame.step.ops}
     assert not any("[" in op.module for op in folded.frame.step.ops)
 
 
 class Positioned(Model):
-    """Does something else after the layer of one position."""
+    """Does something else after the last layer, which it knows by its position."""
 
     def __init__(self) -> None:
         super().__init__([Layer(i) for i in range(DEPTH)])
-        self.mid, self.many = nn.Linear(WIDTH, WIDTH), DEPTH + 1
+        self.mid = nn.Linear(WIDTH, WIDTH)
         self.rates = [0.1 * i for i in range(DEPTH)]
 
     def forward(self, tokens: Tensor) -> Any:
         x = self.embed(tokens)
         for i, layer in enumerate(self.layers):
-            x = self.mid(layer(x)) if i == 7 else layer(x)
+            x = self.mid(layer(x)) if i == DEPTH - 1 else layer(x)
         return self.head(x).sum()
 
 
@@ -313,47 +233,15 @@ def first_six_checkpointed(self: Positioned, x: Tensor) -> Tensor:
     return x
 
 
-def some(self: Positioned, x: Tensor) -> Tensor:
-    for layer in self.layers[: self.many - 2]:  # type: ignore[union-attr]
-        x = layer(x)
-    return x
-
-
 def every_sixth(self: Positioned, x: Tensor) -> Tensor:
     for i in range(0, DEPTH, 6):
         x = self.layers[i](x)
     return x
 
 
-def by_depth(self: Positioned, x: Tensor) -> Tensor:
-    for layer in self.layers:
-        x = layer(x)
-    return self.mid(x) if len(self.layers) > 6 else x
-
-
 def rated(self: Positioned, x: Tensor) -> Tensor:
     for layer, rate in zip(self.layers, self.rates, strict=True):
         x = layer(x) * rate
-    return x
-
-
-def counted(self: Positioned, x: Tensor) -> Tensor:
-    i = 0
-    for layer in self.layers:
-        x = layer(x) * self.rates[i]
-        i += 1  # noqa: SIM113
-    return x
-
-
-def named(self: Positioned, x: Tensor) -> Tensor:
-    for name, layer in self.layers.named_children():
-        x = layer(x) * int(name)
-    return x
-
-
-def all_of_it(self: Positioned, x: Tensor) -> Tensor:
-    for layer in self.layers[: self.many]:
-        x = layer(x)
     return x
 
 
@@ -367,29 +255,39 @@ def looping(loop: Callable[..., Tensor]) -> Positioned:
     return Looping()
 
 
-@pytest.mark.parametrize("loop", [first_six_checkpointed, some, every_sixth, by_depth, rated, counted, named])
-def test_code_that_goes_by_position_is_seen(loop: Callable[..., Tensor]) -> None:
-    model = looping(loop)
-    stack = repeated_layers(model)
-    assert stack is not None and f" in {loop.__name__} may decide by position" in position_dependence(model, stack)
+CASES: list[tuple[str, Callable[[], Any], dict[str, Any], list[str]]] = [
+    (
+        "frozen with dropout, half recomputed at stage 1 in bfloat16",
+        frozen,
+        {"stage": 1, "dtype": torch.bfloat16, "recompute": 0.5, "bucket_size": "64KiB"},
+        [TRACED, "simplifying all layers"],
+    ),
+    ("tied and checkpointed, within a budget", tied, {"stage": "auto", "memory": "1GiB"}, [TRACED]),
+    ("one rank within a budget", small, {"stage": "auto", "memory": "4MiB", "world_size": 1}, [TRACED]),
+    ("Llama, several layers a bucket", llama, {"bucket_size": "512KiB"}, [TRACED]),
+    ("states of all layers returned", lambda: Returning([Layer(i) for i in range(DEPTH)]), {}, [TRACED]),
+    ("something behind the last layer, by its position", Positioned, {}, [TRACED]),
+    ("one layer, many times", lambda: Model([Layer(0)] * DEPTH), {}, [TRACED, "simplifying all layers"]),
+    ("one odd layer", lambda: Model([OneOdd(i) for i in range(DEPTH)]), {}, ["tracing all layers"]),
+]
+"""The last column: what the compiler says of layers."""
 
 
-def test_code_that_runs_all_layers_alike_is_no_reason_to_trace_them() -> None:
-    for made in (small(), tied(), looping(all_of_it), llama()[0]):
-        stack = repeated_layers(made)
-        assert stack is not None and not position_dependence(made, stack)
-    model = small()
-    model.favourite = model.layers[6]  # another name, by which the forward may know it
-    stack = repeated_layers(model)
-    assert stack is not None and position_dependence(model, stack) == "one of them can be reached in another way"
-
-
-def test_a_model_that_goes_by_position_is_traced_whole(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="zerograph"):
-        found, _ = compiled(Positioned, True)
-    assert f"tracing all {DEPTH} layers of layers: enumerate() in Positioned.forward" in caplog.text
-    assert {f"layers.{i}" for i in range(DEPTH)} <= {op.module for op in found.frame.step.ops}
-    assert any(op.module == "mid" for op in found.frame.step.ops)
+@pytest.mark.parametrize(("make", "options", "said"), [c[1:] for c in CASES], ids=[c[0] for c in CASES])
+def test_a_folded_dry_run_finds_what_a_whole_one_does(
+    make: Callable[[], Any], options: dict[str, Any], said: list[str]
+) -> None:
+    with compiler_says() as messages:
+        folded, forecast = compiled(make, True, **options)
+    assert len(messages) == len(said) and all(word in m for word, m in zip(said, messages, strict=True))
+    whole, expected = compiled(make, False, **options)
+    found, wanted = facts(folded), facts(whole)
+    for name in wanted:
+        assert found[name] == wanted[name], name
+    assert forecast.forecast.seconds == pytest.approx(expected.forecast.seconds, rel=1e-12)
+    assert forecast.forecast.peaks == expected.forecast.peaks
+    assert [replace(h, name="") for h in forecast.holdings] == [replace(h, name="") for h in expected.holdings]
+    assert (forecast.reasons, forecast.flops) == (expected.reasons, expected.flops)
 
 
 class Normalized(nn.Module):
@@ -401,6 +299,12 @@ class Normalized(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.norm(self.up(x).flatten(0, 1)).view_as(x)
+
+
+def sharing() -> nn.Module:
+    model = small()
+    model.layers[3].up.weight = model.layers[5].up.weight  # type: ignore[index, union-attr]
+    return model
 
 
 def half_frozen() -> nn.Module:
@@ -431,6 +335,10 @@ def graph_of(model: nn.Module) -> Folded:
     ("make", "reason"),
     [
         (half_frozen, "of two layers differ"),
+        (sharing, "of two layers differ|have 8 and 9 nodes|nodes"),
+        (lambda: Model([Layer(i, dropout=0.1 * (i % 2)) for i in range(DEPTH)]), "of two layers differ"),
+        (lambda: Model([Layer(i, wide=2 + (i == 4)) for i in range(DEPTH)]), "of two layers differ"),
+        (lambda: Model([Layer(i) for i in range(LEAST - 1)]), "no deep stack"),
         (lambda: Model([OneOdd(i) for i in range(DEPTH)]), "have 18 and 19 nodes|have 8 and 9 nodes|nodes"),
         (lambda: Model([Numbered(i) for i in range(DEPTH)]), "of two layers differ"),
         (lambda: looping(rated), "of two layers differ"),

@@ -72,3 +72,11 @@ def test_where_all_is_saved_that_is() -> None:
 
 def test_layers_save_what_the_backward_reads() -> None:
     assert names(loss_of(500, "blocks.0"), "auto") == {"shifted"}
+
+
+def test_a_step_has_one_graph_and_a_changed_step_another() -> None:
+    step, same = loss_of(1000), loss_of(1000)
+    graph = Graph.of(step)
+    assert Graph.of(step) is graph and step == same and hash(step) == hash(same)
+    other = replace(step, outputs=("loss", "logits"))
+    assert Graph.of(other) is not graph and Graph.of(other).outputs != graph.outputs

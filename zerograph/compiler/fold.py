@@ -23,13 +23,15 @@ from torch.distributed.tensor import DTensor
 
 from zerograph.compiler.frame import Frame
 from zerograph.compiler.layer_nodes import LayerNodes, NotFoldable, Place
-from zerograph.compiler.torch_private import lazily_coded, separate_context, trace_and_split, trace_given
+from zerograph.compiler.torch_private import as_dynamos, lazily_coded, separate_context, trace_and_split, trace_given
 from zerograph.compiler.unfold import Joint, Repeat, parameters_in
 from zerograph.graph.layers import module_of
 from zerograph.graph.nodes import SPEC_AT
-from zerograph.graph.repeated_layers import LEAST
 
 log = logging.getLogger(__name__)
+
+LEAST = 8
+"""Layers that a stack has, at least, for tracing four of them to pay."""
 
 Region = torch.ops.higher_order.tag_activation_checkpoint
 """A call under ``torch.utils.checkpoint``: its first argument is the graph that runs there."""
@@ -66,7 +68,7 @@ class Folded:
         """
         if joint.outputs != len(self.gm.graph.output_node().args[0]):  # type: ignore[arg-type]
             raise NotFoldable("it returns more than its outputs")
-        found = Repeat.of(joint, self.path, self.traced, self.layers, self.traced, self.outputs)
+        found = Repeat.of(joint, self.path, self.traced, self.layers, self.outputs)
         # Unfolding repeats inputs layer by layer; the whole graph must have them in that very order.
         given = len(self.inputs)  # behind them are the gradients of the outputs, which no layer has for itself
         order = [self.input_of(i, copy) for i, copy in found.whole.inputs if i < given]
@@ -79,7 +81,7 @@ def fold(gm: fx.GraphModule) -> Folded:
     """``gm``, as Dynamo records it, with four of the layers of its largest stack.
 
     Raises:
-        NotFoldable: it has fewer than :data:`~zerograph.graph.repeated_layers.LEAST` layers, or they are not alike.
+        NotFoldable: it has fewer than :data:`LEAST` layers, or they are not alike.
     """
     return _Folding(gm).run()
 
@@ -196,7 +198,8 @@ class _Folding:
             return index[self.nodes.at[there._replace(layer=2 + copy)]]
 
         traced = tuple(self.numbers[i] for i in kept)
-        return Folded(lazily_coded(self.gm, graph), inputs, self.path, traced, self.numbers, input_of, outputs)
+        made = as_dynamos(lazily_coded(self.gm, graph), self.gm)
+        return Folded(made, inputs, self.path, traced, self.numbers, input_of, outputs)
 
     def _outputs(self, given: Any) -> tuple[list[Any], list[tuple[int, int]]]:
         """Which outputs the folded graph has, and :attr:`Folded.outputs`.

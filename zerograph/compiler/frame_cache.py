@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,7 @@ class Entry:
         try:
             digests = {segment.digest for program in frame.programs.values() for segment in program.segments}
             stored = _Compiled(
-                frame.step,
+                replace(frame.step),  # without what was derived of it
                 frame.plan,
                 self.planner.found(frame.step),
                 frame.passes,

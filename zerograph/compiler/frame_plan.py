@@ -334,7 +334,7 @@ class Planner:
         budget = self.budget(step)
         search = Search(step, wish, self._machine, states=states, moments=self._moments)
         found = search.within(budget)
-        if found is None and wish.loss is None and head_of(Graph(step)) is not None:
+        if found is None and wish.loss is None and head_of(Graph.of(step)) is not None:
             # Tiles read the head's weight again and again: they are looked at where nothing fits without.
             search = Search(step, replace(wish, loss="auto"), self._machine, states=states, moments=self._moments)
             found = search.within(budget)

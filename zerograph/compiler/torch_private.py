@@ -135,6 +135,15 @@ def trace_and_split(
         return compiler(gm, inputs)  # type: ignore[no-any-return]
 
 
+def as_dynamos(made: fx.GraphModule, gm: fx.GraphModule) -> fx.GraphModule:
+    """``made``, a part of Dynamo's graph ``gm``, with the attributes by which AOTAutograd knows such a graph.
+
+    Without them it takes no input for one that stays where it is between calls, as parameters do. Seen in 2.13.
+    """
+    made.meta, made._param_name_to_source = dict(gm.meta), gm._param_name_to_source
+    return made
+
+
 @contextmanager
 def as_when_called(joint: fx.GraphModule) -> Iterator[None]:
     """What AOTAutograd has around the functions that it calls, for a joint graph that is worked on outside of it."""

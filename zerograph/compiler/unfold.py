@@ -2,9 +2,8 @@
 
 A layer is a stretch of the forward and one of the backward. One layer of the middle is repeated: a copy reads from the
 copies beside it what the traced layer reads from the layers beside it. How the copies hang together is read from *two*
-traced layers of the middle, which must be the same but for the layers they touch. Whether more layers really do more of
-the same is not assumed: :func:`signature` tells whether the graph of four layers, unfolded to five, is the one that
-tracing five gives.
+traced layers of the middle, which must be the same but for the layers they touch. That the layers left out are like
+those two is known from Dynamo's graph, which has all of them (:mod:`zerograph.compiler.fold`).
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class Repeat:
         path: the stack's name.
         traced: the numbers of its layers there.
         layers: of all of them.
-        labels: what the graph calls the traced layers.
         outputs: see :func:`unfold`.
         whole: the graph of all layers.
     """
@@ -59,7 +57,6 @@ class Repeat:
     path: str
     traced: Sequence[int]
     layers: Sequence[int]
-    labels: Sequence[int]
     outputs: Sequence[tuple[int, int]]
     whole: Joint
 
@@ -69,12 +66,10 @@ class Repeat:
         path: str,
         traced: Sequence[int],
         layers: Sequence[int],
-        labels: Sequence[int],
-        outputs: Sequence[tuple[int, int]] = (),
+        outputs: Sequence[tuple[int, int]],
     ) -> Repeat:
         """Raises: NotFoldable."""
-        whole = unfold(few, path, traced, layers, labels, outputs)
-        return Repeat(few, path, traced, layers, labels, outputs, whole)
+        return Repeat(few, path, traced, layers, outputs, unfold(few, path, traced, layers, outputs))
 
     def unfolded(self) -> fx.GraphModule:
         """The graph of all layers once more, after passes have rewritten that of the few.
@@ -82,7 +77,7 @@ class Repeat:
         Raises:
             NotFoldable: they did not do the same to every layer.
         """
-        whole = unfold(self.few, self.path, self.traced, self.layers, self.labels, self.outputs)
+        whole = unfold(self.few, self.path, self.traced, self.layers, self.outputs)
         # Callers were told the order of inputs after tracing; passes may not change it.
         if whole.inputs != self.whole.inputs:
             raise NotFoldable("its inputs are in another order")
@@ -94,38 +89,19 @@ def unfold(
     path: str,
     traced: Sequence[int],
     layers: Sequence[int],
-    labels: Sequence[int] | None = None,
-    outputs: Sequence[tuple[int, int]] = (),
+    outputs: Sequence[tuple[int, int]],
 ) -> Joint:
     """``joint``, of a model in which the stack ``path`` has the layers numbered ``traced``, with ``layers`` instead.
 
     Args:
-        labels: what the graph calls the traced layers, where tracing did not number them from 0.
         outputs: of each output of the result's forward, the one of ``joint`` that it is, and in which copy of the
-            repeated layer; -1 where it is not repeated. Empty where both return the same.
+            repeated layer; -1 where it is not repeated.
 
     Raises:
         NotFoldable: its layers are no stretches of the graph, or the two in the middle differ.
     """
     with outside_fake_mode():  # the dry run's
-        same = [(i, -1) for i in range(joint.outputs)]
-        return _Unfolding(joint, path, traced, layers, labels or range(len(traced)), outputs or same).run()
-
-
-def signature(joint: Joint) -> list[str]:
-    """What ``joint`` computes, node by node: equal for graphs that differ in names only."""
-    index = {node: i for i, node in enumerate(joint.gm.graph.nodes)}
-    static = set(joint.static)
-    regions = {n.meta["ac_graph_id"] for n in index if "ac_graph_id" in n.meta}  # counted on from trace to trace
-    region = {number: i for i, number in enumerate(sorted(regions))}
-    lines = [f"{joint.outputs} outputs"]
-    for place, node in enumerate(joint.gm.graph.nodes):
-        args = fx.node.map_arg((node.args, node.kwargs), lambda n: f"%{index[n]}")
-        target = node.target if node.op in ("call_function", "get_attr") else place in static
-        tags = [node.meta.get("partitioner_tag"), node.meta.get("recompute"), region.get(node.meta.get("ac_graph_id"))]
-        layouts = [_layout(t) for t in _tensors(node.meta.get("val"))]
-        lines.append(f"{node.op} {target} {args} {module_of(node)} {tags} {layouts}")
-    return lines
+        return _Unfolding(joint, path, traced, layers, outputs).run()
 
 
 @dataclass(slots=True)
@@ -134,7 +110,6 @@ class _Unfolding:
     path: str
     traced: Sequence[int]
     layers: Sequence[int]
-    labels: Sequence[int]
     outputs: Sequence[tuple[int, int]]
     nodes: LayerNodes = field(default_factory=LayerNodes)
     new: dict[fx.Node, fx.Node] = field(default_factory=dict)  # of what is not repeated
@@ -218,7 +193,7 @@ class _Unfolding:
     def _label(self, node: fx.Node) -> int | None:
         """The place in the stack of the module that ``node`` belongs to."""
         found = re.match(rf"{re.escape(self.path)}\.(\d+)(?:\.|$)", module_of(node) or "")
-        return self.labels.index(int(found[1])) if found else None
+        return self.traced.index(int(found[1])) if found else None
 
     def _keep(self, node: fx.Node) -> fx.Node:
         """A node that is not repeated."""
@@ -373,7 +348,7 @@ class _Unfolding:
         viewed = base if isinstance(base, torch.Tensor) and base.dtype == val.dtype else None
         element = self.elements.get(id(viewed))
         if (viewed is not None and element is None) or not all(type(n) is int for n in (*shape, *stride, offset)):
-            with val.fake_mode:  # not the current one: two graphs, of two traces, are unfolded
+            with val.fake_mode:
                 if viewed is not None:
                     return torch.as_strided(viewed, shape, stride, offset)
                 return torch.empty_strided(shape, stride, dtype=val.dtype, device=val.device)
@@ -389,7 +364,7 @@ class _Unfolding:
         """Let ``node`` belong to layer ``number`` of the stack, instead of to the one traced in place ``layer``."""
         # Only whole parts of a path: layer 1 is no part of layer 11.
         replace = _replacer(
-            rf"(^|\.){re.escape(self.path)}\.{self.labels[layer]}(?=\.|$)", rf"\g<1>{self.path}.{number}"
+            rf"(^|\.){re.escape(self.path)}\.{self.traced[layer]}(?=\.|$)", rf"\g<1>{self.path}.{number}"
         )
         for key in ("nn_module_stack", "fwd_nn_module_stack"):
             stack = node.meta.get(key)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from zerograph.core.rows import largest, rows_of
 
@@ -263,6 +263,7 @@ class Step:
         ends_at_break: whether the user's code goes on uncompiled, behind a graph break, with what the forward returns.
         token_regions: what of layers can run for some tokens at a time.
         mlps: linear layers that can run in one loop over the dimension between them.
+        derived: by class, what was computed of the step once and is kept with it; no part of what it is.
     """
 
     ops: tuple[Op, ...]
@@ -277,6 +278,7 @@ class Step:
     ends_at_break: bool = False
     token_regions: tuple[TokenRegion, ...] = ()
     mlps: tuple[Mlp, ...] = ()
+    derived: dict[type, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def passes(self) -> tuple[Op, ...]:

@@ -7,10 +7,9 @@ the programs are made beside it, from the joint graph.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,26 +21,21 @@ from zerograph.compiler.compilation import Compilation, Plain
 from zerograph.compiler.driver import compile_joint, plan_joint, trace
 from zerograph.compiler.frame import Frame, traced_function
 from zerograph.compiler.frame_plan import Planner, plain
-from zerograph.compiler.layer_nodes import NotFoldable
 from zerograph.compiler.segments import SegmentCache
-from zerograph.compiler.unfold import Joint, Repeat, signature, unfold
+from zerograph.compiler.unfold import Joint, Repeat
 from zerograph.core.config import Config
 from zerograph.core.errors import UnsupportedError, ZeroGraphError
 from zerograph.core.garbage import without_gc
 from zerograph.core.step import Dimension
 from zerograph.dryrun.inputs import Arguments, arguments
-from zerograph.dryrun.layer_loops import position_dependence
 from zerograph.dryrun.torch_private import BackendFailed, FakeTensorMode, simulate_group
-from zerograph.dryrun.untraceable import ModelRaises, explain_failure
+from zerograph.dryrun.untraceable import explain_failure
 from zerograph.graph.costs import traced_size
 from zerograph.graph.nodes import output_of
-from zerograph.graph.repeated_layers import Stack, repeated_layers
 from zerograph.sharding import adopt
 from zerograph.sharding.adoption import Adoption
 from zerograph.sharding.ranks import Ranks
 from zerograph.sharding.torch_private import errors_reach_users
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +65,6 @@ def compile_only(
     seq: int = 1024,
     sizes: Mapping[Dimension, int] | None = None,
     fold: bool = True,
-    verify: bool = True,
     programs: bool = True,
     moments: int = 2,
     **options: Any,
@@ -83,8 +76,7 @@ def compile_only(
             ``torch.device("meta")``, so that nothing of any size is allocated.
         batch, seq: shape of the token ids that a model without inputs gets.
         sizes: other sizes of the inputs, those that the model brings too.
-        fold: trace a few of many layers that are alike, and repeat them; else, and where they turn out to differ, all.
-        verify: trace one layer more, and compare, to see that they do not differ; once per model is enough.
+        fold: make the joint graph from that of a few of many layers, where Dynamo's graph shows that they are alike.
         programs: make the programs too. Else the frames end with their plans, made by rule unless options say more.
         moments: tensors that the optimizer keeps per parameter, for a plan that is searched.
         options: arguments of :func:`zerograph.backend`.
@@ -98,8 +90,7 @@ def compile_only(
     # Kernels are never needed: the programs are all that is asked for.
     config = Config.of(**{"compute": "eager", **options})
     with without_gc(), _Call.of(make, config, world_size, batch, seq, sizes, moments, fold) as call:
-        found = _traced_few(call, call.stack, verify) if call.stack is not None else None
-        frame, joint = found if found is not None else call.trace(folds=fold)
+        frame, joint = call.trace()
         (compile_joint if programs else plan_joint)(frame, joint)
         states = call.planner.states(frame.step, call.params)
         return Compiled(frame, call.config, _tokens(call.inputs), call.planner.searched, states)
@@ -119,8 +110,7 @@ class _Call:
     """One call of a model by a simulated rank.
 
     Attributes:
-        params: all of the model's, whatever of it is traced.
-        stack: layers of which a few may speak for all.
+        params: all of the model's.
         mode: what the tensors of the call are fake in.
         uncompiled: makes the same call of the model as it was.
     """
@@ -128,7 +118,6 @@ class _Call:
     model: nn.Module
     config: Config
     params: tuple[Plain, ...]
-    stack: Stack | None
     adoption: Adoption
     planner: Planner
     compilation: Compilation
@@ -157,7 +146,6 @@ class _Call:
             model, given = on_meta(make)
             # Constants of the model's code are real tensors.
             params, mode = plain(model.parameters()), FakeTensorMode(allow_non_fake_inputs=True)
-            stack = _foldable(model) if fold else None
             adopt.refuse_wrapped([model])
             adoption = Adoption(config, lambda device: Ranks.connect(config, device))
             adoption.shard([model], torch.device("cpu"))
@@ -168,6 +156,7 @@ class _Call:
                 plan_for=lambda code, step, _: planner.plan(code, step, params),
                 tied=adoption.tied,
                 moments=moments,
+                folds=fold,
                 loss_only=config.loss_only,
                 by_token=config.by_token,
                 staging=planner.staging,
@@ -182,19 +171,15 @@ class _Call:
                 with mode:
                     again(*positional, **named)
 
-            yield cls(model, config, params, stack, adoption, planner, compilation, mode, args, kwargs, uncompiled)
+            yield cls(model, config, params, adoption, planner, compilation, mode, args, kwargs, uncompiled)
 
     @property
     def inputs(self) -> list[Any]:
         """The arguments, positional ones first."""
         return [*self.args, *self.kwargs.values()]
 
-    def trace(self, *, folds: bool = True) -> tuple[Frame, Joint | Repeat]:
-        """The frame that Dynamo makes of the call, and its joint graph.
-
-        Args:
-            folds: whether that may come from a few of many layers that are alike.
-        """
+    def trace(self) -> tuple[Frame, Joint | Repeat]:
+        """The frame that Dynamo makes of the call, and its joint graph."""
         found: list[tuple[Frame, Joint | Repeat | None]] = []
 
         def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -202,13 +187,13 @@ class _Call:
             answer = _answer(gm, self.mode)
             with errors_reach_users():
                 self.adoption.covers(gm, None)
-                frame = Frame(replace(self.compilation, folds=folds), 0, traced_function())
+                frame = Frame(self.compilation, 0, traced_function())
                 found.append((frame, trace(frame, gm, inputs)))
             # Dynamo goes on with the call, whose values nobody looks at.
             return lambda *_: answer
 
         torch.compiler.reset()
-        # Anew for each trace: a fake tensor belongs to one mode, and the meta device has too few kernels to trace on.
+        # The meta device has too few kernels to trace on.
         self.adoption.replace(_fake(self.model, self.mode))
         try:
             with self.mode:
@@ -239,52 +224,6 @@ def _answer(gm: fx.GraphModule, mode: FakeTensorMode) -> Any:
         return _faked(value, mode) if isinstance(value, Tensor) else value
 
     return fx.node.map_arg(output_of(gm.graph).args[0], value_of)
-
-
-def _traced_few(call: _Call, stack: Stack, verify: bool) -> tuple[Frame, Repeat] | None:
-    """The joint graph of all layers of ``stack`` from traces of a few; None, and a word of why, where it cannot be had.
-
-    Args:
-        verify: see that four layers, unfolded to five, are what tracing five gives.
-    """
-    fewer, more = stack.probes()
-    traced = []
-    for chosen in (fewer, more) if verify else (more,):
-        try:
-            with stack.only(chosen):
-                frame, joint = call.trace(folds=False)
-        except ModelRaises:
-            raise  # all layers would
-        except Exception as error:
-            # Of any kind: what a few layers cannot do, all of them may.
-            _warn(stack, f"with {len(chosen)} layers it fails: {str(error).strip().partition(chr(10))[0]}")
-            return None
-        assert isinstance(joint, Joint)
-        traced.append(joint)
-    longest = traced[-1]
-    try:
-        if verify and signature(unfold(traced[0], stack.path, fewer, more)) != signature(
-            unfold(longest, stack.path, more, more)
-        ):
-            raise NotFoldable("one layer more is not the same work once more")
-        return frame, Repeat.of(longest, stack.path, more, range(len(stack.layers)), labels=range(len(more)))
-    except NotFoldable as reason:
-        _warn(stack, str(reason))
-        return None
-
-
-def _foldable(model: nn.Module) -> Stack | None:
-    """The layers of ``model`` of which a few may speak for all."""
-    stack = repeated_layers(model)
-    reason = position_dependence(model, stack) if stack is not None else ""
-    if stack is not None and reason:
-        _warn(stack, reason)
-        return None
-    return stack
-
-
-def _warn(stack: Stack, reason: str) -> None:
-    log.warning("tracing all %d layers of %s: %s", len(stack.layers), stack.path, reason)
 
 
 def _fake(model: nn.Module, mode: FakeTensorMode) -> dict[int, nn.Parameter]:

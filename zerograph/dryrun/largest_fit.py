@@ -205,7 +205,7 @@ def largest_file(
 
     def compiled(size: int, memory: int) -> Compiled:
         return compile_only(
-            make, world_size=world, sizes={what: size}, dtype=torch_compute_dtype(dtype, world, offload), verify=False,
+            make, world_size=world, sizes={what: size}, dtype=torch_compute_dtype(dtype, world, offload),
             memory=memory, machine=machine, **model, **options,
         )  # fmt: skip
 

@@ -149,10 +149,7 @@ class Steps:
 
     def _trace(self, size: int) -> None:
         self._traces += 1
-        found = compile_only(
-            self._make, sizes={self.what: size}, verify=not self._known, programs=False, **self._options
-        )
-        self.learn(size, found)
+        self.learn(size, compile_only(self._make, sizes={self.what: size}, programs=False, **self._options))
 
 
 @contextmanager

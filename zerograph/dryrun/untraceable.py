@@ -13,10 +13,6 @@ _ALL_TOO_GENERAL = ("Please report", "It may be possible to write", "This is lik
 """How those of Dynamo's hints begin that a model's author can do nothing with."""
 
 
-class ModelRaises(UnsupportedError):
-    """The model's forward raises, compiled or not."""
-
-
 def explain_failure(error: Exception, call: Callable[[], object]) -> ZeroGraphError | None:
     """What to tell of ``error``, which tracing a model raised; None where that is not about the model.
 
@@ -40,12 +36,14 @@ def _raised_by(call: Callable[[], object]) -> Exception | None:
     return None
 
 
-def _model_raises(error: Exception) -> ModelRaises:
+def _model_raises(error: Exception) -> UnsupportedError:
     line = line_of(error)
     hint = "the function of the model may return (model, inputs), for a forward that takes something else"
     if line is not None:
         hint = f"mend {line.filename}:{line.lineno}; -v shows the traceback"
-    found = ModelRaises(f"the model raises {type(error).__name__}: {' '.join(str(error).split())}{_at(line)}", hint)
+    found = UnsupportedError(
+        f"the model raises {type(error).__name__}: {' '.join(str(error).split())}{_at(line)}", hint
+    )
     found.__cause__ = error
     return found
 

@@ -133,7 +133,7 @@ def _layers(step: Step, plan: Plan) -> Iterator[Found]:
 
 
 def _loss(step: Step, plan: Plan) -> Iterator[Found]:
-    head = head_of(Graph(step)) if plan.loss_tiles > 1 else None
+    head = head_of(Graph.of(step)) if plan.loss_tiles > 1 else None
     if plan.loss_tiles > 1 and (head is None or head.activation != plan.head):
         yield BEFORE, "", "", f"the loss is in {plan.loss_tiles} tiles, and the step has none behind logits of its own"
 

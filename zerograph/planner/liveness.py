@@ -65,6 +65,14 @@ class Graph:
             if self.maker[value] >= 0 and self.layer[self.maker[value]] != self.layer[i]
         }
 
+    @classmethod
+    def of(cls, step: Step) -> Graph:
+        """The graph of ``step``, which is made once."""
+        found = step.derived.get(cls)
+        if found is None:
+            found = step.derived[cls] = cls(step)
+        return found
+
     def _params(self) -> list[tuple[str, ...]]:
         found: list[tuple[str, ...]] = [()] * len(self.values)
         for op, reads, value in zip(self.ops[: self.backward], self.reads, self.writes, strict=False):

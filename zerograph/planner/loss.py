@@ -62,7 +62,7 @@ def head_of(graph: Graph) -> Head | None:
 def why_whole(step: Step, tiles: int = 1) -> str:
     """Why a training step's logits exist for all tokens at once, and what would help; empty where they need not, or
     there are none. With its loss in ``tiles`` it is asked of other heads."""
-    found = _head_or_why(Graph(step)) if step.training else ""
+    found = _head_or_why(Graph.of(step)) if step.training else ""
     if isinstance(found, Head):
         return _of_others(found) if tiles > 1 else ""
     return found if tiles == 1 else ""
@@ -185,7 +185,7 @@ def with_loss_tiles(plan: Plan, head: Head, tiles: int) -> Plan:
 
 def in_loss_tiles(plan: Plan, step: Step, tiles: int) -> Plan:
     """``plan`` of ``step`` with its loss in ``tiles`` parts, which the user asked for; warns where that cannot be."""
-    head = head_of(Graph(step)) if tiles > 1 and step.training else None
+    head = head_of(Graph.of(step)) if tiles > 1 and step.training else None
     if head is not None:
         if head.others:
             log.warning("loss_tiles=%d: logits exist for all tokens at once, because %s", tiles, _of_others(head))

@@ -14,7 +14,7 @@ def offloaded(step: Step, plan: Plan) -> dict[Tier, int]:
     tier_of = dict(plan.offload)
     if not tier_of or not step.training:
         return found
-    graph, again = Graph(step), frozenset(plan.recompute)
+    graph, again = Graph.of(step), frozenset(plan.recompute)
     kept = saved(graph, "none" if plan.save_others else "auto").until
     spared = saved(graph, "full", frozenset(plan.save)).until if again else kept
     for i in range(graph.backward):

@@ -94,7 +94,7 @@ def _for_evaluation(given: GivenPlan, step: Step) -> Plan:
 
 def _of_activations(plan: Plan, step: Step) -> Plan:
     """What ``plan`` decides of activations that ``step`` makes, which reads no sharded parameters."""
-    layers, head = {layer_of(op.module) for op in step.passes}, head_of(Graph(step)) if plan.head else None
+    layers, head = {layer_of(op.module) for op in step.passes}, head_of(Graph.of(step)) if plan.head else None
     if head is None or head.activation != plan.head:
         plan = replace(plan, loss_tiles=1, head="")
     recompute = tuple(layer for layer in plan.recompute if layer in layers)

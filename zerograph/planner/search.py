@@ -209,7 +209,7 @@ class Search:
         self.wish, self.moments = wish, moments
         with without_gc():
             like = within if within is not None and _same_ways(wish, within.wish) else None
-            self.ways: list[Way] = _ways(Graph(step), wish, machine) if like is None else like.ways
+            self.ways: list[Way] = _ways(Graph.of(step), wish, machine) if like is None else like.ways
             self.states = sum(state_bytes(step.params, wish.world_size, moments)) if states is None else states
             self.tiers = wish.tiers(machine)
             self.homes = open_homes(wish.offload, self.tiers, wish.sharding)
@@ -477,7 +477,7 @@ def smallest(
     with without_gc():
         return [
             space.of(plan)
-            for way in known or _ways(Graph(step), wish, machine)
+            for way in known or _ways(Graph.of(step), wish, machine)
             for space in _spaces(step, wish, machine, states, moments, way)
             for plan in first(space.plan, _all_knobs(space, wish, homes, tiers), least=True)
         ]
