@@ -15,7 +15,7 @@ from graphs import fake_world
 from optim.training import assert_close, give_gradients, parameters, train
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 from waits import DEVICE, NoWaits
 
 import zerograph
@@ -209,7 +209,10 @@ def test_clipping_waits_for_no_device(world: int, norm_type: float, monkeypatch:
     with fake_world(0, 2):
         mesh = DeviceMesh("cpu", [0, 1])
         if world == 2:
-            params = [nn.Parameter(as_dtensor(p.detach(), mesh, [Shard(0)], p.shape, p.stride())) for p in params]
+            # A scalar has no rows to split; torch 2.14 refuses one that is said to.
+            places: list[Placement] = [Shard(0) if p.ndim else Replicate() for p in params]
+            pairs = zip((p.detach() for p in params), places, strict=True)
+            params = [nn.Parameter(as_dtensor(p, mesh, [at], p.shape, p.stride())) for p, at in pairs]
         for p in params:
             p.grad = p.detach()
         with NoWaits():
