@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,38 +64,47 @@ def run(
             same but for the shapes of shards, of which programs with tiles know.
         options: arguments of :func:`zerograph.backend`.
     """
-    config, group = Config.of(compute="eager", **options), ThreadGroup(world_size)
+    config = Config.of(compute="eager", **options)
     traced = [_traced_for(rank, world_size, config, make, *given) for rank in range(world_size if by_rank else 1)]
-    with _clean():
-        made, ranks = list[Made](), list[Rank]()
-        for comm in group.ranks if world_size > 1 else (LoneCommunicator(),):
-            with simulated_rank(comm.rank if by_rank else 0, world_size):
-                made += [Made(traced[comm.rank], config)] if by_rank or not made else []
-                ranks.append(Rank(made[-1], optimizer, comm))
-        with simulated_rank(0, world_size):
-            return group.run(script, ranks) if world_size > 1 else [script(*ranks)]
+    return _cleanly(_run, traced, config, script, optimizer)
 
 
-@contextmanager
-def _clean() -> Iterator[None]:
+def _run(
+    traced: Sequence[Traced], config: Config, script: Callable[..., Any], optimizer: Callable[[Any], Optimizer]
+) -> list[Any]:
+    world_size = traced[0].world_size
+    group, made, ranks = ThreadGroup(world_size), list[Made](), list[Rank]()
+    for comm in group.ranks if world_size > 1 else (LoneCommunicator(),):
+        with simulated_rank(min(comm.rank, len(traced) - 1), world_size):
+            made += [Made(one, config) for one in traced[len(made) : comm.rank + 1]]
+            ranks.append(Rank(made[-1], optimizer, comm))
+    with simulated_rank(0, world_size):
+        return group.run(script, ranks) if world_size > 1 else [script(*ranks)]
+
+
+def _cleanly(function: Callable[..., Any], *given: Any) -> Any:
     """Collect the garbage of a run behind it: each backend hears of every step while it lives, in whatever thread."""
     hook = sys.excepthook  # which each process group wraps once more
     try:
         with without_gc():
-            yield
+            return function(*given)
     finally:
         sys.excepthook = hook
         gc.collect()
-        gc.freeze()
+        gc.freeze()  # what stays is searched by no later collection
 
 
 def dry_run(world_size: int, make: Make, *given: Any, **options: Any) -> Compiled:
     """As :func:`~zerograph.dryrun.compile_only.compile_only` has it, of a model that is traced once."""
     config = Config.of(compute="eager", **options)
     traced = _traced_for(0, world_size, config, make, *given)
-    with _clean(), simulated_rank(0, world_size):
+    return Compiled(_cleanly(_planned_frame, traced, config), config, 0, 0, 0)
+
+
+def _planned_frame(traced: Traced, config: Config) -> Frame:
+    with simulated_rank(0, traced.world_size):
         frame, _ = Made(traced, config).training
-    return Compiled(frame, config, 0, 0, 0)
+    return frame
 
 
 def _traced_for(rank: int, world_size: int, config: Config, make: Make, *given: Any) -> Traced:
@@ -105,7 +113,7 @@ def _traced_for(rank: int, world_size: int, config: Config, make: Make, *given: 
     return _traced(rank, world_size, config.sharding == 0, config.dtype, config.reduce_dtype, leaves, make, *given)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=32)
 def _traced(
     rank: int,
     world_size: int,
