@@ -158,7 +158,7 @@ def trace(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint | Re
         return few if few is not None else joint_of(gm, rows)
 
 
-def compile_joint(frame: Frame, joint: Joint | Repeat) -> dict[str, tuple[Callee, ...]]:
+def compile_joint(frame: Frame, joint: Joint | Repeat) -> dict[Kind, tuple[Callee, ...]]:
     """Make the programs of a joint graph that :func:`trace` gave; returns the callables of their segments by kind."""
     whole, frame.repeat = (joint.whole, joint) if isinstance(joint, Repeat) else (joint, None)
     with without_gc(), as_when_called(whole.gm):
