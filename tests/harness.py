@@ -273,7 +273,8 @@ class Rank:
         self.rank, self.world_size, self._made, self._traced = comm.rank, comm.world_size, made, made.traced
         self.params = self._traced.outward(comm.rank)
         self.backend = Backend(made.config)
-        adoption, ranks = self.backend._adoption, Ranks(CPU, comm.world_size, communicator=comm)
+        adoption, mesh = self.backend._adoption, self._traced.backend._adoption.ranks.mesh  # type: ignore[union-attr]
+        ranks = Ranks(CPU, comm.world_size, mesh, comm)
         if self._traced.backend._adoption.params:
             adoption.params |= self.params
             adoption.known.update(map(id, self.params.values()))
