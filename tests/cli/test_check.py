@@ -50,7 +50,7 @@ def test_less_memory_fails_with_instruction_module_and_line(plan: Path) -> None:
 def test_a_file_changed_by_hand_is_checked_all_the_same(plan: Path) -> None:
     data = json.loads(plan.read_text())
     gathers = data["programs"]["programs"][1]["instructions"]["Gather"]
-    gathers["shards"] = [[] for _ in gathers["shards"]]
+    gathers["reads"] = [[] for _ in gathers["reads"]]
     plan.write_text(json.dumps(data))
     result = run(plan)
     assert result.exit_code == 1

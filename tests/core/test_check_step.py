@@ -60,10 +60,9 @@ def changed(programs: Sequence[Program], wanted: Callable[[Any], bool], change: 
 
 def unread(kind: type, what: str = "") -> tuple[Callable[[Any], bool], Change]:
     """An instruction of that kind that reads nothing."""
-    reads = "shards" if kind is Gather else "reads"
     return (
         lambda each: isinstance(each, kind) and getattr(each, "what", "") == what,
-        lambda each: [replace(each, **{reads: ()})],
+        lambda each: [replace(each, reads=())],
     )
 
 
