@@ -67,7 +67,7 @@ PLANNED = {"check", "estimate"}  # these ask the planner, which is plain Python
 def test_reading_a_plan_imports_nothing_heavy_either(args: tuple[str, ...], plan: Path) -> None:
     told = [str(plan) if arg == "PLAN" else arg for arg in args]
     run = zerograph_process(*told, python=("-X", "importtime"))
-    assert run.returncode == 0, run.stderr
+    assert run.returncode in (0, 1), run.stderr  # the file has no programs, which check finds wrong
     imported = {line.rpartition("|")[2].strip() for line in run.stderr.splitlines() if line.startswith("import time:")}
     assert "zerograph.cli.options" in imported  # the command itself comes through importlib, which tells no times
     assert not imported & (HEAVY - {"zerograph.planner"} if args[0] in PLANNED else HEAVY)
