@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from zerograph.api import Backend
 from zerograph.compiler.driver import _checked, _planned, compile_joint, to_program
-from zerograph.compiler.fold import joint_of
+from zerograph.compiler.fold import _Traced, joint_of
 from zerograph.compiler.frame import Frame
 from zerograph.compiler.segments import Callee
 from zerograph.compiler.shard_inputs import _exchanging
@@ -206,22 +206,14 @@ class Traced:
         return found
 
 
-class _Found(Exception):
-    """Ends AOTAutograd with the graph that was wanted."""
-
-    def __init__(self, gm: fx.GraphModule) -> None:
-        super().__init__()
-        self.gm = gm
-
-
-def _inference_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint:
+def _inference_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint | None:
     def compiles(gm: fx.GraphModule, _: Sequence[Any]) -> Any:
-        raise _Found(gm)
+        raise _Traced(Joint(gm, len(output_of(gm.graph).args[0]), []))  # type: ignore[arg-type]
 
     try:
         trace_and_split(gm, inputs, forward=compiles, backward=compiles, inference=compiles, partition=compiles)
-    except _Found as found:
-        return Joint(found.gm, len(output_of(found.gm.graph).args[0]), [])  # type: ignore[arg-type]
+    except _Traced as traced:
+        return traced.joint
     raise AssertionError("AOTAutograd compiles nothing")
 
 
@@ -235,7 +227,7 @@ class Made:
     def __init__(self, traced: Traced, config: Config) -> None:
         self.traced, self.config = traced, config
         self._backend = backend = Backend(config)
-        backend._adoption.params |= traced.params if traced.backend._adoption.params else {}
+        backend._adoption.params |= traced.backend._adoption.params
         backend._adoption.tied |= traced.backend._adoption.tied
         backend._connected(Ranks(CPU, traced.world_size))
         del backend._optimizers  # it would look at every step of the process

@@ -7,9 +7,8 @@ rank has the random numbers of its own process.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, TypeVar
@@ -87,7 +86,7 @@ class ThreadGroup:
     def take(self, number: int) -> list[Any]:
         """What all ranks gave to it, by rank, once they have."""
         found = self._collectives[number]
-        with _own_random_numbers():
+        with torch.random.fork_rng(devices=()):  # the others draw numbers of their own
             came = self._turn.wait_for(lambda: len(found.given) == self.size or self._failed, TIMEOUT)
         if len(found.given) < self.size:
             why = "; ".join(f"rank {r}: {text}" for r, text in self._failed.items())
@@ -101,13 +100,6 @@ class ThreadGroup:
         """Let the other ranks fail too."""
         self._failed.setdefault(rank, why)
         self._turn.notify_all()
-
-
-@contextmanager
-def _own_random_numbers() -> Iterator[None]:
-    before = torch.get_rng_state()
-    yield
-    torch.set_rng_state(before)
 
 
 @dataclass(slots=True)

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from harness import Rank
 from numerics.compare import assert_same, seeded
+from numerics.test_offload import adamw
 from numerics.test_recompute import LENGTH, ROWS, Model
 from numerics.test_tiles import SPLIT
 from torch import Tensor, nn
 
-import zerograph
 from zerograph.core.machine import TIERS, Tier, machine_named
 from zerograph.core.plan import OFFLOADS, Bucket, Homes, Plan
 from zerograph.core.step import Step, layer_of_activation
@@ -49,10 +49,6 @@ class Words(nn.Module):
 
 def words(dropout: float, region: bool) -> tuple[nn.Module, tuple[Tensor]]:
     return Words(dropout, region).train(), (torch.zeros(ROWS, LENGTH, dtype=torch.int64),)
-
-
-def adamw(model: Any) -> torch.optim.Optimizer:
-    return zerograph.optim.AdamW(model.parameters(), lr=1e-2)
 
 
 def drawn(folder: Path, seed: int, world_size: int, split: bool) -> dict[str, Any]:

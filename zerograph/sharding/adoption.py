@@ -144,7 +144,7 @@ class Adoption:
     def leave(self, params: Mapping[str, nn.Parameter]) -> None:
         """Put ``params`` on the host. Dynamo has to trace them there."""
         assert self.ranks is not None
-        new = leave(params, self.ranks, adopt.live(nn.Module, Optimizer))
+        new = leave(params, self.ranks, adopt.live(nn.Module))
         self.replace({id(old): new[name] for name, old in params.items()})
         self._adopted(new.values())
         self.replaced.update((p, None) for p in params.values())

@@ -45,9 +45,9 @@ def shard_parameters(
 ) -> dict[str, nn.Parameter]:
     """Shard every parameter of ``roots``, in place; returns the outward ones by name.
 
-    All ranks call this together; values, and states of optimizers, are those of rank 0. Optimizers among ``objects``,
-    and lists of parameters, that hold the old parameters hold the new ones afterwards. Parameters on the meta device
-    become uninitialized shards on the meta device.
+    All ranks call this together; values, and states of optimizers, are those of rank 0. Optimizers, and lists of
+    parameters, that hold the old parameters hold the new ones afterwards. Parameters on the meta device become
+    uninitialized shards on the meta device.
 
     Args:
         objects: all modules and optimizers of the process.
