@@ -237,7 +237,7 @@ def test_a_backward_that_fails_leaves_held_gradients_for_the_next_try() -> None:
     """What ``no_sync`` has held back comes with the first backward that runs to its end, and once."""
     reducing = program(
         Reduce(0, (W,), (0,), 1, dead=(0,)),
-        WaitReduce(0, 1, (2,), dead=(1,)),
+        WaitReduce(1, (2,), (1,), bucket=0),
         Compute(0, (2,), (3,), dead=(2,)),
         inputs=1,
         registers=4,
