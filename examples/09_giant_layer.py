@@ -7,9 +7,10 @@ lives in files without names. A product reads the weight tile by tile, 1/32 of i
 written as it is made, and the update streams what there is in slots.
 """
 
-import resource
+import re
 import sys
 import time
+from pathlib import Path
 
 import torch
 from text import load
@@ -43,7 +44,8 @@ def batch(data: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor,
 
 
 def say(text: str) -> None:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # The process's own peak: `ru_maxrss` of a child starts at what its parent held.
+    peak = int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[0]) * 1024
     print(f"{text}   at most {peak / 2**30:.2f} GiB in memory so far", flush=True)
 
 

@@ -502,10 +502,10 @@ def test_stock_optimizers_whose_states_nobody_knows_are_refused(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"offload": "optimizer"}, "needs a folder"),
-        ({"offload": "auto", "memory": "1GiB"}, "needs a folder"),
+        ({"offload": "optimizer"}, "need a folder"),
+        ({"offload": "auto", "memory": "1GiB"}, "need a folder"),
         ({"offload": "auto", "path": "/tmp", "stage": 0}, "stage 0 cannot offload optimizer"),
-        ({"offload": "optimizer", "tier": "nvme"}, "needs a folder"),
+        ({"offload": "optimizer", "tier": "nvme"}, "need a folder"),
         ({"path": "/tmp"}, "path given, and nothing goes to NVMe"),
         ({"offload": "optimizer", "tier": "nvme", "path": 3}, "a folder or a list of them, got 3"),
         ({"offload": "optimizer", "tier": "nvme", "path": "/tmp", "stage": 0}, "stage 0 cannot offload optimizer"),
