@@ -37,17 +37,17 @@ COLLECT = (100_000, 20, 100)
 gc.set_threshold(*COLLECT)
 
 
-ON_RANKS = ("numerics", "integrations")
+COSTLY = ("numerics", "integrations")
 """Rooms in which a case takes seconds: it trains models, mostly on several processes."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test on ranks the first case is quick, and the others are slow."""
+    """Of a test whose cases are costly the first is quick, and the others are slow."""
     seen = set[str]()
     for item in items:
         test = item.nodeid.partition("[")[0]
-        if test in seen and not {*item.path.parts}.isdisjoint(ON_RANKS):
+        if test in seen and (item.get_closest_marker("costly") or not {*item.path.parts}.isdisjoint(COSTLY)):
             item.add_marker(pytest.mark.slow)
         seen.add(test)
 

@@ -12,28 +12,23 @@ import functools
 import gc
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from thread_ranks import ThreadCommunicator, ThreadGroup
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from traced import Graph, Programs, trace
 
 from zerograph.api import Backend
-from zerograph.compiler.driver import _checked, _planned, compile_joint, to_program
-from zerograph.compiler.fold import _Traced, joint_of
+from zerograph.compiler.compilation import Compilation
 from zerograph.compiler.frame import Frame
-from zerograph.compiler.segments import Callee
-from zerograph.compiler.shard_inputs import _exchanging
-from zerograph.compiler.torch_private import as_when_called, lazily_coded, trace_and_split
-from zerograph.compiler.unfold import Joint
 from zerograph.core.config import Config
 from zerograph.core.garbage import without_gc
 from zerograph.core.rows import rows_of
 from zerograph.dryrun.compile_only import Compiled, simulated_rank
-from zerograph.graph.nodes import output_of
 from zerograph.runtime.comm import LoneCommunicator
 from zerograph.runtime.executor import Executor
 from zerograph.runtime.torch_private import as_dtensor, local_tensor
@@ -130,29 +125,6 @@ def _traced(
     return Traced(rank, world_size, config, *make(*given))
 
 
-@dataclass(frozen=True, slots=True)
-class Graph:
-    """What Dynamo records of a call, and AOTAutograd makes of it.
-
-    Attributes:
-        joint: of a call that trains; of one without gradients its graph.
-        inputs: of each input the parameter's or buffer's name, or the place among the arguments.
-        rows: places of inputs that are sharded parameters.
-        frame: that it was traced for.
-    """
-
-    joint: Joint
-    inputs: tuple[str | int, ...]
-    rows: tuple[int, ...]
-    frame: Frame
-
-    def copied(self) -> Joint:
-        """For one run to change."""
-        graph, old = fx.Graph(), self.joint.gm
-        graph.output(graph.graph_copy(old.graph, {})).meta = dict(output_of(old.graph).meta)
-        return self.joint._replace(gm=lazily_coded(old, graph))
-
-
 class Traced:
     """A model on one of ``world_size`` ranks: its graphs, and its values, which every run begins from."""
 
@@ -165,33 +137,13 @@ class Traced:
             self.backend._adoption.shard([model], CPU)
             del self.backend._optimizers  # it would look at every step of the process
             self.params = self.backend._adoption.params or dict(model.named_parameters())
-            self.training = self._trace(joint_of)
+            self.training = trace(self.backend, model, self.params, given)
 
     @functools.cached_property
     def evaluation(self) -> Graph:
         """What the model does without gradients, inside of the simulated group of a run."""
         with torch.no_grad():
-            return self._trace(_inference_of)
-
-    def _trace(self, graph_of: Callable[[fx.GraphModule, Sequence[Any]], Joint | None]) -> Graph:
-        found: list[Graph] = []
-        known: dict[int, str | int] = {id(value): place for place, value in enumerate(self.given)}
-        known |= {id(value): name for name, value in (*self.model.named_buffers(), *self.params.items())}
-
-        def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            answers = [torch.zeros(node.meta["example_value"].shape) for node in output_of(gm.graph).args[0]]
-            places = tuple(place for place, x in enumerate(inputs) if isinstance(x, DTensor))
-            frame = Frame(self.backend._compilation, 0, "model")
-            rows, _ = _checked(frame, gm, inputs)
-            with without_gc():
-                joint = graph_of(gm, rows)
-            assert joint is not None, "nothing of it trains"
-            found.append(Graph(joint, tuple(known[id(x)] for x in inputs), places, frame))
-            return lambda *_: answers
-
-        torch.compiler.reset()
-        torch.compile(self.model, backend=compiler, fullgraph=True, dynamic=False)(*self.given)
-        return found[0]
+            return trace(self.backend, self.model, self.params, self.given)
 
     def outward(self, rank: int) -> dict[str, nn.Parameter]:
         """The parameters as ``rank`` has them before the first step."""
@@ -206,21 +158,6 @@ class Traced:
         return found
 
 
-def _inference_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint | None:
-    def compiles(gm: fx.GraphModule, _: Sequence[Any]) -> Any:
-        raise _Traced(Joint(gm, len(output_of(gm.graph).args[0]), []))  # type: ignore[arg-type]
-
-    try:
-        trace_and_split(gm, inputs, forward=compiles, backward=compiles, inference=compiles, partition=compiles)
-    except _Traced as traced:
-        return traced.joint
-    raise AssertionError("AOTAutograd compiles nothing")
-
-
-Programs = tuple[Frame, dict[str, tuple[Callee, ...]]]
-"""A compiled frame, and the callables of its programs' segments."""
-
-
 class Made:
     """What one plan makes of a traced model; the same for all ranks."""
 
@@ -232,22 +169,18 @@ class Made:
         backend._connected(Ranks(CPU, traced.world_size))
         del backend._optimizers  # it would look at every step of the process
 
-    def _frame(self, index: int, graph: Graph) -> Frame:
-        own = replace(self._backend._compilation, runtime_for=None, segments=self.traced.backend._segments)
-        return Frame(own, index, "model", graph.frame.plain, graph.frame.ends_at_break)
-
     @functools.cached_property
     def training(self) -> Programs:
         """Forward and backward."""
-        frame = self._frame(0, self.traced.training)
-        return frame, compile_joint(frame, self.traced.training.copied())
+        return self.traced.training.compiled(self._compilation(), 0)
 
     @functools.cached_property
     def evaluation(self) -> Programs:
         """The program without gradients."""
-        frame, gm = self._frame(1, self.traced.evaluation), self.traced.evaluation.copied().gm
-        with without_gc(), as_when_called(gm):
-            return frame, {"inference": to_program(frame, "inference", _planned(frame, "inference", gm))}
+        return self.traced.evaluation.compiled(self._compilation(), 1)
+
+    def _compilation(self) -> Compilation:
+        return replace(self._backend._compilation, runtime_for=None, segments=self.traced.backend._segments)
 
 
 class Rank:
@@ -293,23 +226,16 @@ class Rank:
         """What the model returns for these arguments."""
         if not torch.is_grad_enabled():
             return self._evaluate(*given)
-        run = functools.partial(_Step.apply, self._executors["forward"], self._executors["backward"])
-        found: Tensor = _exchanging(run, self._traced.training.rows)(*self._read(self._traced.training, given))
-        return found
+        return self._call(self._traced.training, given)
 
     def _evaluate(self, *given: Tensor) -> Tensor:
         if "inference" not in self._executors:
             self._executors |= self._loaded(self._made.evaluation)
-        graph = self._traced.evaluation
-        read = self._read(graph, given)
-        for place in graph.rows:
-            read[place] = local_tensor(read[place]).detach()
-        found: Tensor = self._executors["inference"](read)[0]
-        return found
+        return self._call(self._traced.evaluation, given)
 
-    def _read(self, graph: Graph, given: Sequence[Tensor]) -> list[Tensor]:
-        named = {**self._traced.values, **self.params}
-        return [given[i] if isinstance(i, int) else named[i] for i in graph.inputs]
+    def _call(self, graph: Graph, given: Sequence[Tensor]) -> Tensor:
+        found: Tensor = graph.call(self._executors, {**self._traced.values, **self.params}, given)
+        return found
 
     def local(self) -> dict[str, Tensor]:
         """This rank's rows of all parameters and optimizer states, copied."""
@@ -322,17 +248,3 @@ class Rank:
     def gradients(self) -> dict[str, Tensor]:
         """This rank's rows of all gradients, copied."""
         return {n: local_tensor(p.grad).clone() for n, p in self.params.items() if p.grad is not None}
-
-
-class _Step(torch.autograd.Function):
-    """Forward and backward as AOTAutograd calls them."""
-
-    @staticmethod
-    def forward(ctx: Any, forward: Executor, backward: Executor, *inputs: Any) -> Tensor:
-        value, *ctx.saved = forward(list(inputs))
-        ctx.run = backward
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, tangent: Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.run([*ctx.saved, tangent])

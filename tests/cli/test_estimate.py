@@ -210,6 +210,7 @@ def test_capture_solves_on_the_traced_step_as_well(tmp_path: Path) -> None:
     assert ", from sizes alone" in shown
 
 
+@pytest.mark.slow
 def test_capture_solves_over_all_tiers_too(tmp_path: Path) -> None:
     path = tmp_path / "captured_model.py"
     path.write_text(TRACED)

@@ -29,6 +29,8 @@ from zerograph.core.timeline import STREAMS
 from zerograph.dryrun.forecast import plan_file
 from zerograph.planner.check_file import check_file
 
+pytestmark = pytest.mark.costly
+
 MODEL = """
 import torch
 from torch import nn
@@ -146,6 +148,7 @@ def test_what_does_not_fit_exits_with_1(model: Path) -> None:
     assert "error: the step needs" in result.stderr and "hint: what would help: " in result.stderr
 
 
+@pytest.mark.slow
 def test_stage_auto_fills_the_memory_or_says_what_is_missing(model: Path) -> None:
     arguments = (f"{model}:small", "--world", "4", "--batch", "8", "--stage", "auto", "--explain")
     found = run(*arguments, "--memory", "8GiB")
@@ -175,6 +178,7 @@ def test_what_holds_of_many_layers_is_explained_once() -> None:
     assert lines == ["blocks.0 to blocks.11: use, because stage 3 frees parameters after each use"]
 
 
+@pytest.mark.slow
 def test_largest_fills_the_memory(model: Path, tmp_path: Path) -> None:
     """The next batch is refused by the very planner that a backend with that memory asks."""
     out = tmp_path / "plan.json"
@@ -293,6 +297,7 @@ def test_memory_is_not_dropped_beside_offload() -> None:
         plan_file("any", lambda: None, machine_named("h100-80gb"), offload="auto", memory=2**30)
 
 
+@pytest.mark.slow
 def test_largest_is_larger_where_more_may_leave_the_device(model: Path, tmp_path: Path) -> None:
     """Solved over all tiers: the plan at that size fits them, and none does at the next."""
     arguments = (f"{model}:shallow", "--world", "4", "--seq", "32", "--memory", "16MiB", "--largest", "batch")
@@ -344,6 +349,7 @@ def test_recomputed_layers_count_once_in_the_models_flops(model: Path) -> None:
     assert none == full > 0
 
 
+@pytest.mark.slow
 def test_memory_is_searched_within_at_any_stage_and_without_moments_more_fits(model: Path) -> None:
     given = (f"{model}:small", "--world", "4", "--batch", "8", "--seq", "256", "--stage", "3")
     found = run(*given, "--memory", "64MiB")
@@ -481,6 +487,7 @@ def test_what_is_wrong_with_a_model_is_told_with_its_own_exception_and_line(
         assert f"\n  at {forwards}:{number}, in " in error and line in error
 
 
+@pytest.mark.slow
 def test_torchs_log_is_off_where_the_model_is_the_first_to_import_torch(forwards: Path) -> None:
     """Importing torch gives its loggers levels."""
     command = [sys.executable, "-m", "zerograph", "plan", f"{forwards}:shape", "--machine", "cpu"]
@@ -609,6 +616,7 @@ def test_tokens_of_layers_can_be_planned_in_tiles(given: list[str]) -> None:
     assert peaks[1] < peaks[0]
 
 
+@pytest.mark.slow
 def test_the_trillion_parameters_that_the_documentation_times() -> None:
     shape = "--layers 128 --hidden 25600 --vocab 51200 --world 1024 --machine v100-32gb-dgx2 --dtype float16"
     result = run(*shape.split(), "--stage", "auto", "--offload", "auto")

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import ranks
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ import zerograph
 from zerograph import passes, runtime
 from zerograph.dryrun.compile_only import compile_only
 from zerograph.planner.check import check_plan
+
+pytestmark = pytest.mark.costly
 
 LAYERS = 256
 LOOPS = {"*.up.weight": 2, "*.down.weight": 2}
@@ -77,6 +80,7 @@ def _train_deep() -> tuple[list[float], list[float], int]:
     return losses(sharded), losses(plain), len(backend.plan.loops())
 
 
+@pytest.mark.slow
 def test_256_layers_train_in_loops_as_they_do_in_plain_torch() -> None:
     for losses, plain, loops in ranks.run(2, _train_deep):
         assert loops == LAYERS
@@ -99,6 +103,7 @@ def _calls(run: Callable[[], Any]) -> Counter[tuple[str, str]]:
     return found
 
 
+@pytest.mark.slow
 def test_work_grows_in_proportion_to_depth() -> None:
     few, many = (_calls(lambda n=n: compile_only(_training(n), world_size=2, tile=LOOPS)) for n in (12, 48))
     assert many.total() < 4.4 * few.total()

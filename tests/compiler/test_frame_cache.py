@@ -35,6 +35,8 @@ from zerograph.compiler.frame_cache import Entry
 from zerograph.compiler.frame_plan import Planner
 from zerograph.core.private_folder import PrivateFolder
 
+pytestmark = pytest.mark.costly
+
 IDS = torch.arange(32).view(2, 16)
 
 
@@ -361,6 +363,7 @@ def test_ranks_share_what_one_of_them_stored(tmp_path: Path) -> None:
     assert start(tmp_path, apart=False)[0] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_plan_that_ranks_do_not_take_again_is_not_loaded(tmp_path: Path) -> None:
     """The plan is that of the rank that needs the most: another batch there is another plan here."""
     options = {"stage": "auto", "memory": "2.9MiB"}

@@ -28,6 +28,8 @@ from zerograph.planner.rates import Rates
 from zerograph.planner.retime import retimed, tasks_of
 from zerograph.runtime.telemetry import LABEL
 
+pytestmark = pytest.mark.costly
+
 
 class Stack(nn.Module):
     """Large enough that tensors, not allocator granules, are what is counted."""

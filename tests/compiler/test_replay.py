@@ -26,6 +26,8 @@ from zerograph.core.plan import Plan
 from zerograph.core.program import Program, Reduce, WaitReduce
 from zerograph.dryrun.forecast import plan_file
 
+pytestmark = pytest.mark.costly
+
 
 class Block(nn.Module):
     def __init__(self, width: int) -> None:

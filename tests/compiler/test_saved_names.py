@@ -21,6 +21,8 @@ from zerograph.dryrun.forecast import forecast_file
 from zerograph.graph.nodes import Activation
 from zerograph.planner.liveness import Graph, saved
 
+pytestmark = pytest.mark.costly
+
 
 class Scaled(nn.Module):
     """A norm that casts its input and its parameter, as Gemma's, and a module that all layers share."""

@@ -261,6 +261,7 @@ with config.patch(enable_autograd_cache=False):
 """
 
 
+@pytest.mark.slow
 def test_torchs_settings_say_where_frames_are_stored(tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TORCHINDUCTOR_AUTOGRAD_CACHE"}
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path)

@@ -16,6 +16,8 @@ from zerograph.core.errors import UnsupportedError
 from zerograph.core.program import Program
 from zerograph.dryrun.compile_only import compile_only
 
+pytestmark = pytest.mark.costly
+
 
 class Deep(nn.Module):
     """Deep enough that a few layers are traced in place of all, by Dynamo too."""

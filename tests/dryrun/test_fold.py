@@ -23,6 +23,8 @@ from zerograph.core.machine import machine_named
 from zerograph.dryrun.compile_only import Compiled, compile_only
 from zerograph.dryrun.forecast import forecast_file
 
+pytestmark = pytest.mark.costly
+
 DEPTH, WIDTH, VOCAB = LEAST, 64, 100
 TRACED = f"traced 4 of {DEPTH} layers"
 

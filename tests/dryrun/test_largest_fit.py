@@ -20,6 +20,8 @@ from zerograph.dryrun.traced_steps import Steps
 from zerograph.planner.largest_size import LargestSize
 from zerograph.planner.search import Search, Wish
 
+pytestmark = pytest.mark.costly
+
 GPU, WORLD, MIB = machine_named("h100-80gb"), 4, 2**20
 
 
@@ -46,6 +48,7 @@ def test_the_largest_fits_as_traced_and_the_next_does_not(model: type[nn.Module]
     assert searched(found.value + 1).within(budget) is None
 
 
+@pytest.mark.slow
 def test_stages_that_shard_share_their_traces_and_shard_more_to_fit_more() -> None:
     machine = replace(GPU, device_memory=MIB)
     found = largest_by_stage(mlp, "batch", machine, [1, 2, 3], reserve=0.1, world=WORLD, batch=1, seq=1)

@@ -19,6 +19,8 @@ from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.traced_steps import Steps
 from zerograph.planner.search import Search, Wish
 
+pytestmark = pytest.mark.costly
+
 WORLD = 4
 Make = Callable[[], Any]
 
@@ -79,6 +81,7 @@ def test_it_is_the_step_of_every_size(
     assert steps.confirm(size) and traces[-1] == size and steps.at(size) == found
 
 
+@pytest.mark.slow
 def test_vectors_have_a_batch_only() -> None:
     def make() -> Any:
         return MLP(), (torch.zeros(8, 16), torch.zeros(8, 4))
@@ -88,6 +91,7 @@ def test_vectors_have_a_batch_only() -> None:
         Steps(make, "seq", world=WORLD, batch=1, seq=1)
 
 
+@pytest.mark.slow
 def test_one_is_a_constant_to_tracing_and_is_traced_alone(traces: list[int]) -> None:
     steps = steps_of(MODELS["loss"], "batch", 8)
     alone = steps.at(1)
@@ -95,6 +99,7 @@ def test_one_is_a_constant_to_tracing_and_is_traced_alone(traces: list[int]) -> 
     assert len(alone.ops) != len(steps.at(2).ops)  # if these became equal, 1 might be told by others
 
 
+@pytest.mark.slow
 def test_where_operations_differ_the_model_is_traced_again(traces: list[int]) -> None:
     """Of a sequence that is no multiple of 8, and of few sequences, of which the sum is cheap to repeat."""
 
@@ -115,6 +120,7 @@ def test_a_dimension_that_the_model_fixes_is_reported() -> None:
         steps_of(make, "seq", 120)
 
 
+@pytest.mark.slow
 def test_tables_limit_positions(traces: list[int]) -> None:
     """Nothing in tracing asks whether a position is in the table, and the trace tells."""
     steps = steps_of(MODELS["loss"], "seq", 120, 240, 1200)
@@ -123,6 +129,7 @@ def test_tables_limit_positions(traces: list[int]) -> None:
         steps.at(129)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "first", "asked", "end"), [("table", 12, 5000, 128), ("windows", 16, 4399, 4392)])
 def test_where_the_model_ends_is_narrowed_down(name: str, first: int, asked: int, end: int, traces: list[int]) -> None:
     """At a size, or between two multiples."""
@@ -136,6 +143,7 @@ def test_where_the_model_ends_is_narrowed_down(name: str, first: int, asked: int
     assert len(traces) <= 20
 
 
+@pytest.mark.slow
 def test_code_for_one_size_answers_for_that_size_alone() -> None:
     steps = steps_of(lambda: (Windows(), ids(2, 16)), "seq", 32, 48)
     assert not steps.confirm(64)
@@ -162,6 +170,7 @@ def test_a_plan_of_a_told_step_is_that_of_the_compiled_one() -> None:
     assert found is not None and found.plan.digest == compiled.plan.digest
 
 
+@pytest.mark.slow
 def test_a_few_layers_tell_all_of_them_at_every_size() -> None:
     make: Make = lambda: (GPT(depth=LEAST), ids())  # noqa: E731
     a = steps_of(make, "seq", 24, 48).at(100)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from zerograph.core.step import Mlp
 from zerograph.dryrun.compile_only import compile_only
 
+pytestmark = pytest.mark.costly
+
 
 class Layer(nn.Module):
     """Linear layers with ``middle`` between them."""

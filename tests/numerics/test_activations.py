@@ -185,5 +185,6 @@ def _of_transformers(folder: str) -> None:
         assert backend._store.saved.bytes > 0
 
 
+@pytest.mark.slow
 def test_models_of_transformers(tmp_path: Path) -> None:
     run(2, _of_transformers, str(tmp_path), timeout=300)

@@ -132,6 +132,7 @@ def _same_uses(folder: str) -> None:
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), (options, use.__name__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_unusual_loops_are_the_same_to_the_bit(world_size: int, tmp_path: Path) -> None:
     run(world_size, _same_uses, str(tmp_path), timeout=300)

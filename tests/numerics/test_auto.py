@@ -110,6 +110,7 @@ def test_a_mixed_plan_gives_the_losses_of_stage_3(share: float) -> None:
     assert bool(mixed[0]["recompute"]) == (share < 1)
 
 
+@pytest.mark.slow
 def test_other_shapes_keep_the_plan() -> None:
     rows = (4, 3, 6)
     assert [r["losses"] for r in _auto(1.0, rows)] == [r["losses"] for r in _stage_3(rows)]

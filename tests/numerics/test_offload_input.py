@@ -285,6 +285,7 @@ def _saves(folder: str) -> list[int]:
     return resident
 
 
+@pytest.mark.slow
 def test_checkpoints_leave_nothing_in_memory(tmp_path: Path) -> None:
     (resident,) = run(1, _saves, str(tmp_path))
     assert max(resident[2:]) < resident[1] + 2**20

@@ -47,6 +47,7 @@ def any_fits(question: Question) -> bool:
     return any(Row(question, strategy).tiled().fits for group in question.groups() for strategy in group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 4, 8])
 def test_data_parallelism_on_a_v100_stops_near_1_4_billion(batch: int) -> None:
     found = largest_estimate(asked(training=replace(PAPER, batch=batch), world=16, stage=0), "params")
@@ -69,6 +70,7 @@ def test_zero_offload_trains_13_billion_on_one_v100() -> None:
     assert not any_fits(asked(ModelSize.of(layers=25, hidden=8192), stage=2))  # 20 B: 40 GB of 16-bit parameters
 
 
+@pytest.mark.slow
 def test_zero_infinity_fits_a_trillion_on_one_dgx2() -> None:
     published = ModelSize.of(layers=128, hidden=25 * 1024, heads=256)
     found = estimate_rows(asked(published, world=16))
@@ -76,6 +78,7 @@ def test_zero_infinity_fits_a_trillion_on_one_dgx2() -> None:
     assert 1e12 < largest_estimate(asked(world=16, stage=3, tier="nvme"), "params").value < 1.8e12
 
 
+@pytest.mark.slow
 def test_zero_infinity_fits_over_30_trillion_on_512_v100() -> None:
     published = ModelSize.of(layers=240, hidden=105 * 1024, heads=1024)
     assert published.parameters > 32e12

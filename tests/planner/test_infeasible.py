@@ -79,6 +79,7 @@ def test_what_is_needed_of_a_tier_is_what_the_formulas_say() -> None:
     assert "needs 128 MiB of nvme memory" in str(error)  # 64 M parameters of 4 + 4 + 8 bytes over 8 ranks
 
 
+@pytest.mark.slow
 def test_the_plan_that_is_told_about_is_less_over_than_any_that_offloads_all() -> None:
     """Device and host are both short: plans that spread over both beat those that fill one of them."""
     step = step_of([Layer(rows=2**24)] * 4)

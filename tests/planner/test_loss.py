@@ -23,6 +23,8 @@ from zerograph.planner.optimizer import with_updates
 from zerograph.planner.rules import plan_step
 from zerograph.planner.search import Search, Wish
 
+pytestmark = pytest.mark.costly
+
 GPU, WORLD, MIB = machine_named("h100-80gb"), 8, 2**20
 LOGITS, WEIGHT, WORK = 2**32, 2**28, 10**13
 

@@ -38,6 +38,8 @@ from zerograph.planner.rates import Rates
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.sketch import sketch
 
+pytestmark = pytest.mark.costly
+
 WORLD = 4
 
 

@@ -1,0 +1,185 @@
+"""What Dynamo and AOTAutograd make of a model, kept, and models that are called by it.
+
+They take a second for the smallest model, and most tests differ in what comes behind them: plans, passes, the runtime.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+
+from zerograph.api import Backend
+from zerograph.compiler.compilation import Compilation
+from zerograph.compiler.driver import _checked, _planned, compile_joint, to_program
+from zerograph.compiler.fold import _Traced, joint_of
+from zerograph.compiler.frame import Frame
+from zerograph.compiler.segments import Callee
+from zerograph.compiler.shard_inputs import _exchanging
+from zerograph.compiler.torch_private import as_when_called, lazily_coded, trace_and_split
+from zerograph.compiler.unfold import Joint
+from zerograph.core.garbage import without_gc
+from zerograph.graph.nodes import output_of
+from zerograph.runtime.executor import Executor
+from zerograph.runtime.torch_private import local_tensor
+
+CPU = torch.device("cpu")
+Programs = tuple[Frame, dict[str, tuple[Callee, ...]]]
+"""A compiled frame, and the callables of its programs' segments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """What Dynamo records of a call, and AOTAutograd makes of it.
+
+    Attributes:
+        joint: of a call that trains; of one without gradients its graph.
+        inputs: of each input the parameter's or buffer's name, or the place among the arguments.
+        rows: places of inputs that are sharded parameters.
+        plain: see :class:`~zerograph.compiler.frame.Frame`.
+        trains: whether there is a backward.
+    """
+
+    joint: Joint
+    inputs: tuple[str | int, ...]
+    rows: tuple[int, ...]
+    plain: Any
+    ends_at_break: bool
+    trains: bool
+
+    def copied(self) -> Joint:
+        """For one run to change."""
+        graph, old = fx.Graph(), self.joint.gm
+        graph.output(graph.graph_copy(old.graph, {})).meta = dict(output_of(old.graph).meta)
+        return self.joint._replace(gm=lazily_coded(old, graph))
+
+    def compiled(self, compilation: Compilation, index: int, code: str = "model") -> Programs:
+        """What the compiler of a backend makes of it."""
+        frame = Frame(compilation, index, code, self.plain, self.ends_at_break)
+        if self.trains:
+            return frame, compile_joint(frame, self.copied())
+        gm = self.copied().gm
+        with without_gc(), as_when_called(gm):
+            return frame, {"inference": to_program(frame, "inference", _planned(frame, "inference", gm))}
+
+    def call(self, executors: Mapping[str, Executor], named: Mapping[str, Any], given: Sequence[Tensor]) -> Any:
+        """What the model returns for the arguments ``given``, of parameters and buffers by name."""
+        read = [given[i] if isinstance(i, int) else named[i] for i in self.inputs]
+        if self.trains:
+            run = functools.partial(_Step.apply, executors["forward"], executors["backward"])
+            return _exchanging(run, self.rows)(*read)
+        for place in self.rows:
+            read[place] = local_tensor(read[place]).detach()
+        return executors["inference"](read)[0]
+
+
+def trace(backend: Backend, model: nn.Module, params: Mapping[str, nn.Parameter], given: Sequence[Tensor]) -> Graph:
+    """What comes of a call of ``model``, which returns one tensor and whose ``params`` are those of the ``backend``."""
+    found: list[Graph] = []
+    trains = torch.is_grad_enabled()
+    known: dict[int, str | int] = {id(value): place for place, value in enumerate(given)}
+    known |= {id(value): name for name, value in (*model.named_buffers(), *params.items())}
+
+    def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        answers = [torch.zeros(node.meta["example_value"].shape) for node in output_of(gm.graph).args[0]]
+        places = tuple(place for place, x in enumerate(inputs) if isinstance(x, DTensor))
+        frame = Frame(backend._compilation, 0, "model")
+        rows, _ = _checked(frame, gm, inputs)
+        with without_gc():
+            joint = joint_of(gm, rows) if trains else _inference_of(gm, rows)
+        assert joint is not None, "nothing of it trains"
+        names = tuple(known[id(x)] for x in inputs)
+        found.append(Graph(joint, names, places, frame.plain, frame.ends_at_break, trains))
+        return lambda *_: answers
+
+    torch.compiler.reset()
+    torch.compile(model, backend=compiler, fullgraph=True, dynamic=False)(*given)
+    torch.compiler.reset()
+    return found[0]
+
+
+class TracedOnce:
+    """As ``torch.compile(model, backend=backend)``, of a model that is traced once in a process, for all like it.
+
+    The model returns one tensor. What its class is called with, and what a backend's options change of graphs, tells
+    which models are alike; Dynamo's guards check nothing.
+    """
+
+    _graphs: dict[Any, Graph] = {}
+
+    def __init__(self, model: nn.Module, backend: Backend) -> None:
+        self.model, self.backend = model, backend
+        self._loaded: dict[Any, tuple[Graph, dict[str, Executor]]] = {}
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        """What the model returns for these arguments."""
+        adoption = self.backend._adoption
+        if adoption.ranks is None:
+            adoption.shard([self.model], CPU)
+        key = self._key(given)
+        if key not in self._loaded:
+            self._loaded[key] = self._load(key, given)
+        graph, executors = self._loaded[key]
+        answer: Tensor = graph.call(executors, self._named(), given)
+        return answer
+
+    def _named(self) -> dict[str, Any]:
+        params = self.backend._adoption.params or dict(self.model.named_parameters())
+        return {**dict(self.model.named_buffers()), **params}
+
+    def _key(self, given: Sequence[Tensor]) -> tuple[Any, ...]:
+        config, ranks = self.backend.config, self.backend._adoption.ranks
+        assert ranks is not None
+        values = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in (*given, *self._named().values()))
+        options = config.sharding == 0, config.dtype, config.reduce_dtype, config.loss_only, config.offloads
+        # Ranks of other numbers have other shards.
+        return type(self.model), self.model.training, torch.is_grad_enabled(), ranks.size, options, values
+
+    def _load(self, key: Any, given: Sequence[Tensor]) -> tuple[Graph, dict[str, Executor]]:
+        backend = self.backend
+        with backend._together("model"):
+            if key not in self._graphs:
+                params = backend._adoption.params or dict(self.model.named_parameters())
+                trains = torch.is_grad_enabled()  # as it is inside of an inference mode, and not when that is left
+                with torch.inference_mode(False), torch.set_grad_enabled(trains):
+                    self._graphs[key] = trace(backend, self.model, params, given)
+            graph = self._graphs[key]
+            frame, segments = graph.compiled(backend._compilation, len(backend._frames))
+            backend._frames.append(frame)
+            if (agreement := backend._compilation.agreement) is not None:
+                for program in frame.programs.values():
+                    agreement.check(frame.code, program)
+            if graph.trains:
+                backend._give_homes(frame)
+        assert frame.runtime is not None
+        return graph, {kind: Executor(frame.programs[kind], segments[kind], frame.runtime) for kind in segments}
+
+
+def _inference_of(gm: fx.GraphModule, inputs: Sequence[Any]) -> Joint | None:
+    def compiles(gm: fx.GraphModule, _: Sequence[Any]) -> Any:
+        raise _Traced(Joint(gm, len(output_of(gm.graph).args[0]), []))  # type: ignore[arg-type]
+
+    try:
+        trace_and_split(gm, inputs, forward=compiles, backward=compiles, inference=compiles, partition=compiles)
+    except _Traced as traced:
+        return traced.joint
+    raise AssertionError("AOTAutograd compiles nothing")
+
+
+class _Step(torch.autograd.Function):
+    """Forward and backward as AOTAutograd calls them."""
+
+    @staticmethod
+    def forward(ctx: Any, forward: Executor, backward: Executor, *inputs: Any) -> Tensor:
+        value, *ctx.saved = forward(list(inputs))
+        ctx.run = backward
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, tangent: Tensor) -> tuple[Any, ...]:
+        return None, None, *ctx.run([*ctx.saved, tangent])
