@@ -1,4 +1,4 @@
-"""Triton kernels for what no compiler writes: one file each, with a plain reference in torch beside it.
+"""Triton kernels for what no compiler writes: one file each (tests/kernel_cases.py has references in plain torch).
 
 Only what runs on a GPU imports them, after it has asked :func:`available`; importing this package imports no Triton.
 ``tables.py`` says how one launch works on a list of tensors.

@@ -237,36 +237,3 @@ def _update_block(
     tl.store(params, value.to(PARAM), mask=mask)
     if COPY is not None:
         tl.store(pointer(columns, 5 * count + owner, COPY, ALIGNED) + at, value.to(COPY), mask=mask)
-
-
-def reference(
-    tensors: Tensors,
-    rule: Rule,
-    factor: float | Tensor = 1.0,
-    nonfinite: Tensor | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> None:
-    """What :func:`update` does, in plain torch and in arithmetic of ``dtype``."""
-    if nonfinite is not None and float(nonfinite) != 0.0:
-        return
-    lr, sign = float(rule.lr), -1.0 if rule.maximize else 1.0
-    for i, param in enumerate(tensors.params):
-        tensors.steps[i].add_(1.0)
-        step = float(tensors.steps[i])
-        average, square = tensors.averages[i].to(dtype), tensors.squares[i].to(dtype)
-        grad = tensors.grads[i].to(dtype) * (sign * float(factor))
-        value = param.to(dtype) * (1.0 - lr * rule.weight_decay if rule.decoupled else 1.0)
-        if not rule.decoupled:
-            grad = grad + rule.weight_decay * value
-        average = torch.lerp(average, grad, 1.0 - rule.beta1)
-        square = square * rule.beta2 + (1.0 - rule.beta2) * grad * grad
-        tensors.averages[i].copy_(average)
-        tensors.squares[i].copy_(square)
-        if tensors.largest:
-            square = torch.maximum(square, tensors.largest[i].to(dtype))
-            tensors.largest[i].copy_(square)
-        rate, root = lr / (1.0 - rule.beta1**step), math.sqrt(1.0 - rule.beta2**step)
-        value = value - rate * average / (square.sqrt() / root + rule.eps)
-        param.copy_(value)
-        if tensors.copies:
-            tensors.copies[i].copy_(value)

@@ -71,12 +71,3 @@ def _pack(
     else:
         value = tl.load(source + at, mask=(at < length) & (skipped + at < size), other=0.0)
         tl.store(into + at, value.to(message.dtype.element_ty), mask=at < length)
-
-
-def reference(tensors: Sequence[Tensor], lengths: Sequence[int], offsets: Sequence[int], message: Tensor) -> None:
-    """What :func:`pack` does, in plain torch."""
-    for tensor, length, offset in zip(tensors, lengths, offsets, strict=True):
-        for row in range(len(message)):
-            piece = tensor.reshape(-1)[row * length : (row + 1) * length]
-            message[row, offset : offset + length] = 0
-            message[row, offset : offset + piece.numel()] = piece

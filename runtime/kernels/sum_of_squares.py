@@ -85,8 +85,3 @@ def _add_partial(partial: tl.tensor, total: tl.tensor, count: tl.tensor, BLOCK: 
         at = first + tl.arange(0, BLOCK)
         lanes += tl.load(partial + at, mask=at < count, other=0.0)
     tl.store(total, tl.sum(lanes))
-
-
-def reference(tensors: Sequence[Tensor]) -> Tensor:
-    """What :func:`sum_of_squares` does, in plain torch."""
-    return torch.stack([t.double().square().sum() for t in tensors]).sum()
