@@ -7,6 +7,7 @@ the programs are made beside it, from the joint graph.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -147,7 +148,13 @@ class _Call:
             # Constants of the model's code are real tensors.
             params, mode = plain(model.parameters()), FakeTensorMode(allow_non_fake_inputs=True)
             adopt.refuse_wrapped([model])
-            adoption = Adoption(config, lambda device: Ranks.connect(config, device))
+
+            def everything() -> list[Any]:
+                # The model's modules, and what was made since the collector went off: a process has millions of others,
+                # and looking through them took a third of a dry run.
+                return [*gc.get_objects(generation=0), *model.modules()]
+
+            adoption = Adoption(config, lambda device: Ranks.connect(config, device), everything=everything)
             adoption.shard([model], torch.device("cpu"))
             planner = Planner(config, world_size, adoption.params, torch.device("cpu"), moments=moments)
             compilation = Compilation(
