@@ -44,6 +44,14 @@ def test_what_a_backend_raises() -> None:
         torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
 
 
+def test_a_backend_ends_the_call() -> None:
+    def backend(gm: object, inputs: object) -> object:
+        raise torch_private.Ended
+
+    with pytest.raises(torch_private.Ended):
+        torch.compile(lambda x: x + 1, backend=backend, fullgraph=True)(torch.ones(2))
+
+
 def test_a_size_that_stays_open() -> None:
     shapes: list[torch.Size] = []
 

@@ -5,10 +5,11 @@ Plans are enumerated here as plans, not as candidates of the search, and judged 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from planner.steps import Layer, step_of
@@ -108,14 +109,32 @@ def compare(search: Search, everything: list[tuple[float, Peaks]], shares: list[
 
 @example(layers=[Layer(1024, 1024, 1024, 10**11), Layer(4 * 10**7, 1024, 1024, 10**6)], shares=[(0.0, 0.0, 0.0)])
 @settings(max_examples=8, deadline=None, derandomize=True)
-@given(layers=st.lists(_LAYER, min_size=2, max_size=3), shares=_SHARES)
+@given(layers=st.lists(_LAYER, min_size=2, max_size=2), shares=_SHARES)
 def test_residency_recomputation_and_starts(layers: list[Layer], shares: list[tuple[float, ...]]) -> None:
+    """Up to 2,800 plans of two layers."""
+    compare_stays(layers, shares)
+
+
+@pytest.mark.slow
+def test_residency_recomputation_and_starts_of_three_buckets() -> None:
+    """27,000 plans that gather up to two buckets ahead."""
+    sizes = (10**7, 10**7, 10**8, 10**11), (4 * 10**7, 10**8, 1024, 10**12), (10**7, 1024, 10**9, 10**13)
+    shares = [(share / 11,) * 3 for share in range(12)]
+    compare_stays([Layer(*each) for each in sizes], shares, prefetches=(2,), reductions=(1,))
+
+
+def compare_stays(
+    layers: list[Layer],
+    shares: list[tuple[float, ...]],
+    prefetches: Sequence[int] = (0, 1, 2),
+    reductions: Sequence[int] = (1, 2),
+) -> None:
+    """Of plans whose shards, activations and states all stay on the device."""
     step = step_of(layers)
     plans = (
         recomputed
-        for prefetch in (0, 1, 2)
-        for reductions in (1, 2)
-        for started in starts(replace(whole(step, prefetch), reductions=reductions))
+        for prefetch, waiting in product(prefetches, reductions)
+        for started in starts(replace(whole(step, prefetch), reductions=waiting))
         for kept in residencies(started)
         for recomputed in recomputations(kept, len(layers))
     )

@@ -5,7 +5,7 @@ Tests ``planner/regions.py`` and ``planner/sketch.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -13,6 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import harness
 import pytest
 import torch
 from compiler.test_scale import GPT
@@ -28,7 +29,7 @@ from zerograph.core.planfile import Holding, PlanFile
 from zerograph.core.program import Read
 from zerograph.core.simulate import simulate
 from zerograph.core.timeline import Forecast
-from zerograph.dryrun.compile_only import Compiled, compile_only
+from zerograph.dryrun.compile_only import Compiled
 from zerograph.dryrun.forecast import forecast_file
 from zerograph.planner.check_file import check_file
 from zerograph.planner.forecasts import forecast_programs, forecast_sketch
@@ -82,6 +83,14 @@ class Plain(nn.Module):
         return self.head(self.second(self.first(images).relu()).relu().mean((2, 3)))
 
 
+def gpt() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return GPT(), (torch.zeros(4, 128, dtype=torch.int64),)
+
+
+def gated() -> tuple[nn.Module, tuple[Tensor, ...]]:
+    return GatedModel(), (torch.zeros(4, 128, dtype=torch.int64),)
+
+
 def stack() -> tuple[nn.Module, tuple[Tensor, ...]]:
     return Stack(), (torch.empty(2048, 64),)
 
@@ -91,11 +100,11 @@ def plain() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 @cache  # tests look at what was compiled, and change none of it
-def compiled(make: Callable[[], Any], **options: Any) -> Compiled:
-    return compile_only(make, world_size=WORLD, batch=4, seq=128, **options)
+def compiled(make: harness.Make, world_size: int = WORLD, **options: Any) -> Compiled:
+    return harness.dry_run(world_size, make, **options)
 
 
-def single(tmp_path: Path, make: Callable[[], Any], names: Sequence[str], **options: Any) -> Path:
+def single(tmp_path: Path, make: harness.Make, names: Sequence[str], **options: Any) -> Path:
     """A plan that recomputes all layers but for what each has of these activations."""
     found = compiled(make, **options)
     step, plan = found.frame.step, found.frame.plan
@@ -107,7 +116,7 @@ def single(tmp_path: Path, make: Callable[[], Any], names: Sequence[str], **opti
     return path
 
 
-def forecasts(make: Callable[[], Any], **options: Any) -> tuple[Forecast, Forecast, int]:
+def forecasts(make: harness.Make, **options: Any) -> tuple[Forecast, Forecast, int]:
     """Of the programs and of the schedule; and the bytes that both hold from the start."""
     frame = compiled(make, **options).frame
     plan, machine = frame.plan, replace(machine_named("cpu"), device="cuda")
@@ -122,16 +131,16 @@ def forecasts(make: Callable[[], Any], **options: Any) -> tuple[Forecast, Foreca
     return true, ours, sum(states)
 
 
-SINGLE: list[tuple[Callable[[], Any], tuple[str, ...], dict[str, Any], float]] = [
-    (GPT, (".up:addmm",), {"bucket_size": "16MiB"}, 0.01),
-    (GPT, (".qkv:addmm", ":scaled_dot_product_attention"), {"bucket_size": "16MiB"}, 0.01),
-    (GatedModel, (".gate:mm", ".up:mm"), {"bucket_size": "4MiB"}, 0.03),
+SINGLE: list[tuple[harness.Make, tuple[str, ...], dict[str, Any], float]] = [
+    (gpt, (".up:addmm",), {"bucket_size": "16MiB"}, 0.01),
+    (gpt, (".qkv:addmm", ":scaled_dot_product_attention"), {"bucket_size": "16MiB"}, 0.01),
+    (gated, (".gate:mm", ".up:mm"), {"bucket_size": "4MiB"}, 0.03),
 ]
 
 
 @pytest.mark.parametrize(("make", "names", "options", "tolerance"), SINGLE)
 def test_a_schedule_with_single_activations_agrees_with_the_programs(
-    tmp_path: Path, make: Callable[[], Any], names: tuple[str, ...], options: dict[str, Any], tolerance: float
+    tmp_path: Path, make: harness.Make, names: tuple[str, ...], options: dict[str, Any], tolerance: float
 ) -> None:
     whole, _, held = forecasts(make, recompute="full", **options)
     true, ours, _ = forecasts(make, plan=single(tmp_path, make, names, **options))
@@ -142,22 +151,20 @@ def test_a_schedule_with_single_activations_agrees_with_the_programs(
     assert true.peaks["device"].bytes > whole.peaks["device"].bytes
 
 
-SETTINGS: list[tuple[str, Callable[[], Any], dict[str, Any], float]] = [
-    ("GPT", GPT, {"bucket_size": "16MiB"}, 0.01),
-    ("GPT recomputed", GPT, {"bucket_size": "16MiB", "recompute": "full"}, 0.01),
-    ("GPT half recomputed in bfloat16", GPT, {"bucket_size": "16MiB", "recompute": 0.5, "dtype": torch.bfloat16}, 0.01),
-    ("GPT in small buckets", GPT, {"bucket_size": "2MiB", "prefetch": 2}, 0.1),
-    ("gated", GatedModel, {"bucket_size": "4MiB"}, 0.03),
-    ("gated, stage 1", GatedModel, {"bucket_size": "4MiB", "stage": 1}, 0.03),
+SETTINGS: list[tuple[str, harness.Make, dict[str, Any], float]] = [
+    ("GPT", gpt, {"bucket_size": "16MiB"}, 0.01),
+    ("GPT recomputed", gpt, {"bucket_size": "16MiB", "recompute": "full"}, 0.01),
+    ("GPT half recomputed in bfloat16", gpt, {"bucket_size": "16MiB", "recompute": 0.5, "dtype": torch.bfloat16}, 0.01),
+    ("GPT in small buckets", gpt, {"bucket_size": "2MiB", "prefetch": 2}, 0.1),
+    ("gated", gated, {"bucket_size": "4MiB"}, 0.03),
+    ("gated, stage 1", gated, {"bucket_size": "4MiB", "stage": 1}, 0.03),
     ("short layers", stack, {"bucket_size": "64KiB"}, 0.01),
     ("no layers", plain, {}, 0.1),
 ]
 
 
 @pytest.mark.parametrize(("make", "options", "tolerance"), [s[1:] for s in SETTINGS], ids=[s[0] for s in SETTINGS])
-def test_a_schedule_agrees_with_the_programs(
-    make: Callable[[], Any], options: dict[str, Any], tolerance: float
-) -> None:
+def test_a_schedule_agrees_with_the_programs(make: harness.Make, options: dict[str, Any], tolerance: float) -> None:
     true, ours, held = forecasts(make, **options)
     wanted, found = true.peaks["device"].bytes - held, ours.peaks["device"].bytes - held
     print(
@@ -202,12 +209,11 @@ def with_homes(path: Path, seed: int, found: Compiled, machine: Machine) -> Path
 def test_a_schedule_over_several_tiers_agrees_with_the_programs(
     tmp_path: Path, machine: Machine, world_size: int, options: dict[str, Any], tolerance: float
 ) -> None:
-    away = {"offload": "parameters", "tier": "nvme", "path": str(tmp_path), "machine": machine}
-    whole = compile_only(GPT, world_size=world_size, batch=4, seq=128, **away, **options)
+    whole = compiled(gpt, world_size, offload="parameters", tier="nvme", path="/", machine=machine, **options)
     for seed in range(2):
         path = with_homes(tmp_path / f"{seed}.json", seed, whole, machine)
         more = {"dtype": options["dtype"]} if "dtype" in options else {}
-        found = compile_only(GPT, world_size=world_size, batch=4, seq=128, plan=path, path=str(tmp_path), **more)
+        found = harness.dry_run(world_size, gpt, plan=path, path=str(tmp_path), **more)
         file, frame = forecast_file("tests", found, machine), found.frame
         plan, true = frame.plan, file.forecast
         assert {violation.check for violation in check_file(file)} <= {"budget"}
@@ -243,7 +249,7 @@ def moved(forecast: Forecast, operation: str) -> float:
 
 def test_the_loss_of_a_traced_model_is_found_and_tiled() -> None:
     """What the partitioner would do with tiles cannot be asked; what it does with the rest is the same."""
-    frame = compiled(GatedModel).frame
+    frame = compiled(gated).frame
     graph = Graph(frame.step)
     head = head_of(graph)
     assert head is not None
@@ -256,13 +262,13 @@ def test_the_loss_of_a_traced_model_is_found_and_tiled() -> None:
     # All three products of the head run in the forward.
     ahead = {op.name for op in tiled(frame.step, head, 4).ops if op.phase == "forward"}
     assert head.weights.keys() <= ahead and not head.weights.keys() <= {o.name for o in graph.ops[: graph.backward]}
-    returning = compiled(GPT, bucket_size="16MiB").frame.step
+    returning = compiled(gpt, bucket_size="16MiB").frame.step
     assert head_of(Graph(returning)) is None
 
 
 def test_sources_are_lines_of_the_model() -> None:
     """Also of parameters, which a property of ours reads."""
-    step = compiled(GatedModel).frame.step
+    step = compiled(gated).frame.step
     files = {op.source.rpartition(":")[0] for op in step.passes if op.source}
     assert __file__ in files
     assert not any(Path(file).is_relative_to(Path(zerograph.__file__).parent) for file in files)

@@ -1,12 +1,13 @@
 """Compile a model without running it or holding it, for any number of simulated ranks.
 
 The model is built on the meta device, sharded there, and traced with fake tensors that claim to be on the CPU: kernels
-are chosen by device, and the meta device has few. Dynamo hands over its graph as in training, and gets a fake answer;
-the programs are made beside it, from the joint graph.
+are chosen by device, and the meta device has few. Dynamo hands over its graph as in training, where its work ends; the
+programs are made from the joint graph.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,10 +29,9 @@ from zerograph.core.errors import UnsupportedError, ZeroGraphError
 from zerograph.core.garbage import without_gc
 from zerograph.core.step import Dimension
 from zerograph.dryrun.inputs import Arguments, arguments
-from zerograph.dryrun.torch_private import BackendFailed, FakeTensorMode, simulate_group
+from zerograph.dryrun.torch_private import BackendFailed, Ended, FakeTensorMode, simulate_group
 from zerograph.dryrun.untraceable import explain_failure
 from zerograph.graph.costs import traced_size
-from zerograph.graph.nodes import output_of
 from zerograph.sharding import adopt
 from zerograph.sharding.adoption import Adoption
 from zerograph.sharding.ranks import Ranks
@@ -147,7 +147,13 @@ class _Call:
             # Constants of the model's code are real tensors.
             params, mode = plain(model.parameters()), FakeTensorMode(allow_non_fake_inputs=True)
             adopt.refuse_wrapped([model])
-            adoption = Adoption(config, lambda device: Ranks.connect(config, device))
+
+            def everything() -> list[Any]:
+                # The model's modules, and what was made since the collector went off: a process has millions of others,
+                # and looking through them took a third of a dry run.
+                return [*gc.get_objects(generation=0), *model.modules()]
+
+            adoption = Adoption(config, lambda device: Ranks.connect(config, device), everything=everything)
             adoption.shard([model], torch.device("cpu"))
             planner = Planner(config, world_size, adoption.params, torch.device("cpu"), moments=moments)
             compilation = Compilation(
@@ -183,14 +189,11 @@ class _Call:
         found: list[tuple[Frame, Joint | Repeat | None]] = []
 
         def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            # Taken first: AOTAutograd changes the graph, and Dynamo wants what the graph gave before.
-            answer = _answer(gm, self.mode)
             with errors_reach_users():
                 self.adoption.covers(gm, None)
                 frame = Frame(self.compilation, 0, traced_function())
                 found.append((frame, trace(frame, gm, inputs)))
-            # Dynamo goes on with the call, whose values nobody looks at.
-            return lambda *_: answer
+            raise Ended  # else Dynamo would write guards, of a call whose values nobody looks at
 
         torch.compiler.reset()
         # The meta device has too few kernels to trace on.
@@ -198,6 +201,8 @@ class _Call:
         try:
             with self.mode:
                 torch.compile(self.model, backend=compiler, fullgraph=True)(*self.args, **self.kwargs)
+        except Ended:
+            pass
         except (ZeroGraphError, BackendFailed):
             raise
         except Exception as error:
@@ -214,16 +219,6 @@ class _Call:
                 "return the loss or the logits from forward",
             )
         return frame, joint
-
-
-def _answer(gm: fx.GraphModule, mode: FakeTensorMode) -> Any:
-    """What ``gm`` returns, as Dynamo has it, in tensors of ``mode``."""
-
-    def value_of(node: fx.Node) -> Any:
-        value = node.meta["example_value"]
-        return _faked(value, mode) if isinstance(value, Tensor) else value
-
-    return fx.node.map_arg(output_of(gm.graph).args[0], value_of)
 
 
 def _fake(model: nn.Module, mode: FakeTensorMode) -> dict[int, nn.Parameter]:

@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor
-from torch._dynamo.exc import BackendCompilerFailed, TorchRuntimeError, Unsupported, UserError
+from torch._dynamo.exc import BackendCompilerFailed, ShortenTraceback, TorchRuntimeError, Unsupported, UserError
 from torch._subclasses import fake_tensor
 
 FakeTensorMode = fake_tensor.FakeTensorMode
@@ -26,6 +26,15 @@ NEEDS_VALUES = (
 
 BackendFailed = BackendCompilerFailed
 """What Dynamo raises around an exception of a backend. Seen in 2.11, 2.13."""
+
+
+class Ended(ShortenTraceback):
+    """Raised by a backend that has all it wants of a call: Dynamo hands exceptions of this class of its own on as they
+    are. There is no public way to end there. Seen in 2.11, 2.13."""
+
+    def __init__(self) -> None:
+        super().__init__(first_useful_frame=None)
+
 
 Untraced = Unsupported | UserError | TorchRuntimeError
 """What Dynamo raises where it cannot trace a model; ``torch._dynamo.exc`` is documented in tutorials only.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -119,10 +119,11 @@ def called_by(backend: object) -> nn.Module | None:
 
 def live(*bases: type) -> list[Any]:
     """Every live instance of ``bases`` or their subclasses."""
-    return _instances(gc.get_objects(), *bases)
+    return instances(gc.get_objects(), *bases)
 
 
-def _instances(objects: Iterable[object], *bases: type) -> list[Any]:
+def instances(objects: Iterable[object], *bases: type) -> list[Any]:
+    """Those of ``objects`` that are of ``bases`` or their subclasses."""
     # A process has millions of objects: looking a type up in a set costs a tenth of isinstance().
     types: set[type] = set()
     new: set[type] = set(bases)
@@ -153,7 +154,11 @@ def modules_given_to(backend: object) -> list[nn.Module]:
     return [original(module) for module in live(nn.Module) if backend_given(module) is backend]
 
 
-def replace_everywhere(pairs: Mapping[int, tuple[Tensor, Tensor]], convert_state: Any) -> None:
+def replace_everywhere(
+    pairs: Mapping[int, tuple[Tensor, Tensor]],
+    convert_state: Any,
+    everything: Callable[[], list[Any]] = gc.get_objects,
+) -> None:
     """Point optimizers, and lists of parameters, that hold an old parameter at its new one.
 
     A list is what a loop clips that takes ``params = list(model.parameters())``, or those that need gradients, before
@@ -164,10 +169,11 @@ def replace_everywhere(pairs: Mapping[int, tuple[Tensor, Tensor]], convert_state
     Args:
         pairs: old and new parameter by ``id(old)``.
         convert_state: function of (state tensor of an old parameter, new parameter) that shards optimizer state.
+        everything: returns the objects among which these are looked for.
     """
-    objects = gc.get_objects()
+    objects = everything()
     holders = [held for held in objects if type(held) is list and not pairs.keys().isdisjoint(map(id, held))]
-    optimizers = _instances(objects, Optimizer)
+    optimizers = instances(objects, Optimizer)
     del objects  # states that are replaced are to go one by one
     for holder in holders:
         if all(isinstance(p, Tensor) for p in holder):

@@ -49,10 +49,13 @@ class Adoption:
         connect: Callable[[torch.device], Ranks],
         adopted: Callable[[Iterable[nn.Parameter]], None] = lambda _: None,
         reads: Callable[[Ranks], UncompiledReads | None] = lambda _: None,
+        everything: Callable[[], list[Any]] = gc.get_objects,
     ) -> None:
         """``connect`` is called once, with the device of the first model, before anything of that is changed;
-        ``adopted`` with the sharded parameters of each model; ``reads`` gives what reads them uncompiled."""
+        ``adopted`` with the sharded parameters of each model; ``reads`` gives what reads them uncompiled;
+        ``everything`` the objects among which modules, optimizers and lists that hold them are looked for."""
         self._config, self._connect, self._adopted, self._new_reads = config, connect, adopted, reads
+        self._everything = everything
         self.ranks: Ranks | None = None
         self.params: dict[str, nn.Parameter] = {}
         self.tied: dict[str, tuple[str, ...]] = {}
@@ -115,12 +118,13 @@ class Adoption:
         if ranks.mesh is None and self._config.dtype is None and not self._config.offloads:
             return False
         before = tuple(p for root in roots for p in root.parameters())  # not a list: those are rewritten
-        objects = adopt.live(nn.Module, Optimizer)
+        objects = adopt.instances(self._everything(), nn.Module, Optimizer)
         if ranks.agreement is not None and any(id(p) not in self.known for p in before):
             ranks.agreement.require_same(_given(self._config, roots, objects))
         # First what is sharded already: the rest then gets names beside those.
         new = take_over(roots, self._config, ranks, self.params)
-        new |= shard_parameters(roots, self._config, ranks, objects, {**self.params, **new}, self.reads)
+        taken = {**self.params, **new}
+        new |= shard_parameters(roots, self._config, ranks, objects, taken, self.reads, self._everything)
         await_updates(roots, objects)
         self.params |= new
         self.tied |= other_names(roots, new)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ def shard_parameters(
     objects: Sequence[Any],
     taken: Container[str] = (),
     reads: UncompiledReads | None = None,
+    everything: Callable[[], list[Any]] = gc.get_objects,
 ) -> dict[str, nn.Parameter]:
     """Shard every parameter of ``roots``, in place; returns the outward ones by name.
 
@@ -52,6 +54,7 @@ def shard_parameters(
     Args:
         objects: all modules and optimizers of the process.
         reads: how code reads them that is not compiled; None in one process.
+        everything: returns the objects among which optimizers and lists are looked for.
 
     Raises:
         UnsupportedError: a parameter that cannot be sharded, before anything was changed.
@@ -80,7 +83,7 @@ def shard_parameters(
             present(module, attribute, new[name], specs[name])
     generate_classes(roots, reads)
     count_running_call(own_modules(roots))
-    replace_everywhere({id(old): (old, new[name]) for name, old in named.items()}, convert_state)
+    replace_everywhere({id(old): (old, new[name]) for name, old in named.items()}, convert_state, everything)
     _share_buffers(roots, mesh)
     return new
 
