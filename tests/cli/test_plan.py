@@ -147,7 +147,7 @@ def test_what_does_not_fit_exits_with_1(model: Path) -> None:
 
 
 def test_stage_auto_fills_the_memory_or_says_what_is_missing(model: Path) -> None:
-    arguments = (f"{model}:small", "--world", "4", "--batch", "8", "--stage", "auto", "--explain")
+    arguments = (f"{model}:shallow", "--world", "4", "--batch", "8", "--stage", "auto", "--explain")
     found = run(*arguments, "--memory", "8GiB")
     assert found.exit_code == 0, found.stderr
     assert "because stage auto shards all of it" in found.stdout
@@ -609,6 +609,7 @@ def test_tokens_of_layers_can_be_planned_in_tiles(given: list[str]) -> None:
     assert peaks[1] < peaks[0]
 
 
+@pytest.mark.slow
 def test_the_trillion_parameters_that_the_documentation_times() -> None:
     shape = "--layers 128 --hidden 25600 --vocab 51200 --world 1024 --machine v100-32gb-dgx2 --dtype float16"
     result = run(*shape.split(), "--stage", "auto", "--offload", "auto")

@@ -76,6 +76,7 @@ def test_zero_infinity_fits_a_trillion_on_one_dgx2() -> None:
     assert 1e12 < largest_estimate(asked(world=16, stage=3, tier="nvme"), "params").value < 1.8e12
 
 
+@pytest.mark.slow
 def test_zero_infinity_fits_over_30_trillion_on_512_v100() -> None:
     published = ModelSize.of(layers=240, hidden=105 * 1024, heads=1024)
     assert published.parameters > 32e12
