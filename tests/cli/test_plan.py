@@ -150,7 +150,7 @@ def test_what_does_not_fit_exits_with_1(model: Path) -> None:
 
 @pytest.mark.slow
 def test_stage_auto_fills_the_memory_or_says_what_is_missing(model: Path) -> None:
-    arguments = (f"{model}:small", "--world", "4", "--batch", "8", "--stage", "auto", "--explain")
+    arguments = (f"{model}:shallow", "--world", "4", "--batch", "8", "--stage", "auto", "--explain")
     found = run(*arguments, "--memory", "8GiB")
     assert found.exit_code == 0, found.stderr
     assert "because stage auto shards all of it" in found.stdout

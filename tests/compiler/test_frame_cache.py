@@ -337,9 +337,9 @@ def start(
     "options",
     [
         {},
-        {"stage": "auto", "memory": "1GiB"},
+        pytest.param({"stage": "auto", "memory": "1GiB"}, marks=pytest.mark.slow),
         {"stage": "auto", "memory": "1GiB", "offload": "optimizer"},
-        {"tile": 3, "bucket_size": "4KiB"},
+        pytest.param({"tile": 3, "bucket_size": "4KiB"}, marks=pytest.mark.slow),
     ],
     ids=["rules", "search", "offload", "tiles"],
 )

@@ -94,7 +94,7 @@ def _same_bits(a: tuple[list[float], list[Tensor]], b: tuple[list[float], list[T
     assert a[0] == b[0] and all(map(torch.equal, a[1], b[1]))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_where_parameters_live_changes_nothing(world_size: int, tmp_path: Path) -> None:
     run(world_size, _from_any_tier, str(tmp_path))
 

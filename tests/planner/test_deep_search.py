@@ -31,7 +31,12 @@ def budget(*shares: float) -> dict[Tier, int]:
 
 
 @pytest.mark.parametrize(
-    "wish", [replace(OPEN, prefetch=0), replace(OPEN, offload="optimizer"), replace(OPEN, stage=3)]
+    "wish",
+    [
+        replace(OPEN, prefetch=0),
+        pytest.param(replace(OPEN, offload="optimizer"), marks=pytest.mark.slow),
+        pytest.param(replace(OPEN, stage=3), marks=pytest.mark.slow),
+    ],
 )
 def test_fixing_something_does_not_help(wish: Wish) -> None:
     for shares in ((1, 1, 1), (0.7, 1, 1), (1, 0.3, 1)):

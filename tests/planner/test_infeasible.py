@@ -82,7 +82,7 @@ def test_what_is_needed_of_a_tier_is_what_the_formulas_say() -> None:
 @pytest.mark.slow
 def test_the_plan_that_is_told_about_is_less_over_than_any_that_offloads_all() -> None:
     """Device and host are both short: plans that spread over both beat those that fill one of them."""
-    step = step_of([Layer(rows=2**24)] * 4)
+    step = step_of([Layer(rows=2**24)] * 3)
     search = Search(step, Wish("auto", 8, offload="auto"), MACHINE)
     budget: dict[Tier, int] = {"device": 100 * 2**20, "host": 2**20, "nvme": 2**20}
     closest, most = search.closest(budget), (100 * 2**20, 2**20, 2**20)

@@ -172,6 +172,7 @@ def budgets(found: list[Candidate], shares: list[tuple[float, float, float]]) ->
 _SHARES = st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1))
 
 
+@pytest.mark.slow  # test_brute_force.py has fewer plans with homes on two tiers
 @settings(max_examples=8, deadline=None, derandomize=True)  # a local search proves nothing: these are its cases
 @given(layers=st.lists(_LAYER, min_size=2, max_size=2), shares=st.lists(_SHARES, min_size=20, max_size=20))
 def test_offload_to_two_tiers_is_within_5_percent_of_brute_force(
