@@ -6,7 +6,7 @@ They take a second for the smallest model, and most tests differ in what comes b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from zerograph.api import Backend
-from zerograph.compiler.compilation import Compilation
+from zerograph.compiler.compilation import Compilation, Plain
 from zerograph.compiler.driver import _checked, _planned, compile_joint, to_program
 from zerograph.compiler.fold import _Traced, joint_of
 from zerograph.compiler.frame import Frame
@@ -41,14 +41,14 @@ class Graph:
         joint: of a call that trains; of one without gradients its graph.
         inputs: of each input the parameter's or buffer's name, or the place among the arguments.
         rows: places of inputs that are sharded parameters.
-        plain: see :class:`~zerograph.compiler.frame.Frame`.
+        plain, ends_at_break: see :class:`~zerograph.compiler.frame.Frame`.
         trains: whether there is a backward.
     """
 
     joint: Joint
     inputs: tuple[str | int, ...]
     rows: tuple[int, ...]
-    plain: Any
+    plain: Sequence[Plain]
     ends_at_break: bool
     trains: bool
 
@@ -58,9 +58,9 @@ class Graph:
         graph.output(graph.graph_copy(old.graph, {})).meta = dict(output_of(old.graph).meta)
         return self.joint._replace(gm=lazily_coded(old, graph))
 
-    def compiled(self, compilation: Compilation, index: int, code: str = "model") -> Programs:
+    def compiled(self, compilation: Compilation, index: int) -> Programs:
         """What the compiler of a backend makes of it."""
-        frame = Frame(compilation, index, code, self.plain, self.ends_at_break)
+        frame = Frame(compilation, index, "model", self.plain, self.ends_at_break)
         if self.trains:
             return frame, compile_joint(frame, self.copied())
         gm = self.copied().gm
@@ -99,7 +99,7 @@ def trace(backend: Backend, model: nn.Module, params: Mapping[str, nn.Parameter]
 
     torch.compiler.reset()
     torch.compile(model, backend=compiler, fullgraph=True, dynamic=False)(*given)
-    torch.compiler.reset()
+    torch.compiler.reset()  # or Dynamo would hold the model and its backend
     return found[0]
 
 
@@ -121,30 +121,29 @@ class TracedOnce:
         adoption = self.backend._adoption
         if adoption.ranks is None:
             adoption.shard([self.model], CPU)
-        key = self._key(given)
+        params = adoption.params or dict(self.model.named_parameters())
+        named = {**dict(self.model.named_buffers()), **params}
+        key = self._key((*given, *named.values()))
         if key not in self._loaded:
-            self._loaded[key] = self._load(key, given)
+            self._loaded[key] = self._load(key, params, given)
         graph, executors = self._loaded[key]
-        answer: Tensor = graph.call(executors, self._named(), given)
+        answer: Tensor = graph.call(executors, named, given)
         return answer
 
-    def _named(self) -> dict[str, Any]:
-        params = self.backend._adoption.params or dict(self.model.named_parameters())
-        return {**dict(self.model.named_buffers()), **params}
-
-    def _key(self, given: Sequence[Tensor]) -> tuple[Any, ...]:
+    def _key(self, tensors: Iterable[Tensor]) -> tuple[Any, ...]:
         config, ranks = self.backend.config, self.backend._adoption.ranks
         assert ranks is not None
-        values = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in (*given, *self._named().values()))
+        values = tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors)
         options = config.sharding == 0, config.dtype, config.reduce_dtype, config.loss_only, config.offloads
         # Ranks of other numbers have other shards.
         return type(self.model), self.model.training, torch.is_grad_enabled(), ranks.size, options, values
 
-    def _load(self, key: Any, given: Sequence[Tensor]) -> tuple[Graph, dict[str, Executor]]:
+    def _load(
+        self, key: Any, params: Mapping[str, nn.Parameter], given: Sequence[Tensor]
+    ) -> tuple[Graph, dict[str, Executor]]:
         backend = self.backend
         with backend._together("model"):
             if key not in self._graphs:
-                params = backend._adoption.params or dict(self.model.named_parameters())
                 trains = torch.is_grad_enabled()  # as it is inside of an inference mode, and not when that is left
                 with torch.inference_mode(False), torch.set_grad_enabled(trains):
                     self._graphs[key] = trace(backend, self.model, params, given)
