@@ -50,6 +50,7 @@ def assert_plausible(machine: Machine) -> None:
     assert machine.device_memory * machine.ranks_per_node <= machine.host_memory or machine.device == "cuda"
 
 
+@pytest.mark.slow
 def test_one_rank_has_no_collectives(tmp_path: Path) -> None:
     run = bench("--quick", "--json", "--world", "1", "--path", str(tmp_path))
     assert run.returncode == 0, run.stderr

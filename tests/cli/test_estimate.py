@@ -73,6 +73,7 @@ def test_json_says_what_is_missing() -> None:
     assert any(knob["fits"] for knob in data["shortage"]["knobs"])
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("line", "least", "most"),
     [
@@ -234,6 +235,7 @@ def test_capture_needs_a_model_and_something_to_solve_for(line: str) -> None:
     assert "--capture solves for batch or seq on the step of a MODEL" in result.stderr
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("columns", [60, 80, 100])
 def test_every_figure_is_whole_on_a_narrow_terminal(columns: int) -> None:
     """In a process on a terminal of that width: no cut figures, no line that the terminal would break."""

@@ -54,6 +54,7 @@ def _training(layers: int) -> Callable[[], tuple[nn.Module, tuple[Tensor]]]:
     return lambda: (Deep(layers).train(), (torch.zeros(2, 3, 8),))
 
 
+@pytest.mark.slow
 def test_a_plan_of_256_layers_has_every_mlp_in_a_loop() -> None:
     frame = compile_only(_training(LAYERS), world_size=2, programs=False, tile=LOOPS).frame
     names = [f"layers.{i}" for i in range(LAYERS)]

@@ -223,6 +223,7 @@ def test_what_is_alike_has_one_name() -> None:
     assert name(within=[nullcontext()]) == name(ids=IDS + 1)
 
 
+@pytest.mark.slow
 def test_what_would_be_compiled_to_something_else_has_another_name() -> None:
     names = {"nothing": name()} | {what: name(**changes) for what, changes in OTHERS.items()}
     assert "" not in names.values()

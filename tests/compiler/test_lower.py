@@ -70,6 +70,7 @@ def test_repeated_layers_share_segments_so_depth_costs_nothing() -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.slow
 def test_layers_with_dropout_share_segments_too() -> None:
     backend = compiled(Stack(*(Layer(8, dropout=0.1) for _ in range(8))), 4)
     for program in backend.program.values():

@@ -300,6 +300,7 @@ def _record_with_logits(kind: str) -> tuple[int, int]:
     return recording.forecast.peaks["device"].bytes, forecast.peaks["device"].bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mixtral", "bert"])
 def test_gradients_of_logits_that_the_loss_does_not_need_are_forecast(kind: str) -> None:
     for measured, forecast in run(2, _record_with_logits, kind):

@@ -116,6 +116,7 @@ def _gathers_later(early: Path, late: Path) -> None:
     assert first.program["forward"] != second.program["forward"]
 
 
+@pytest.mark.slow
 def test_each_bucket_may_be_gathered_later_than_prefetch_allows(tmp_path: Path) -> None:
     early, late = planned(tmp_path / "early.json", stage=3, bucket_size=256, prefetch=2), tmp_path / "late.json"
     file = read_plan(early)
@@ -142,6 +143,7 @@ def _several_reductions(one: Path, several: Path, transport: str) -> None:
     assert [_under_way(backend.program["backward"]) for backend in (first, second)] == [1, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "group"])
 def test_several_reductions_may_be_under_way(tmp_path: Path, transport: str) -> None:
     one, several = planned(tmp_path / "one.json", stage=3, bucket_size=256), tmp_path / "several.json"

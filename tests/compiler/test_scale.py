@@ -17,6 +17,8 @@ import zerograph
 from zerograph.core.program import Gather, Reduce
 from zerograph.runtime.comm import GroupCommunicator
 
+pytestmark = pytest.mark.slow
+
 WORLD = 512
 WIDTH, VOCAB, DEPTH = 512, 1000, 4  # the vocabulary does not divide by the world size, nor do norms have spare rows
 

@@ -99,6 +99,7 @@ SIZES = st.one_of(st.just((8, 8, 8)), st.lists(st.integers(7, 40), min_size=3, m
 CHAINS = st.lists(st.lists(st.sampled_from(sorted(VIEWS)), min_size=1, max_size=2), min_size=3, max_size=6)
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(chains=CHAINS, arrives=st.sampled_from([*ARRIVES]), batches=SIZES, lengths=SIZES)
 @example([[name] for name in VIEWS], "cut off", (8, 8, 8), (7, 9, 12))

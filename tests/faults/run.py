@@ -1,9 +1,9 @@
 """Which test catches each of the seeded faults: ``make faults``, or ``tests/faults/run.py [NAME ...]``.
 
 A fault is a patch beside this file: one plausible mistake that would hurt a user. Its opening lines say what is wrong
-and what a user would see, and name the tests that should catch it. They run in a copy of the repository with the fault,
-up to the first failure; where all pass, the whole quick suite does. In the end the tests that caught something run
-without a fault: one that fails then has caught nothing.
+and what a user would see, and name the tests that should catch it. The quick ones of these (those of ``make test``) run
+in a copy of the repository with the fault, up to the first failure; where all pass, the whole quick suite does. In the
+end the tests that caught something run without a fault: one that fails then has caught nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ ROOT = HERE.parents[1]
 ALLOWED = 2
 """Faults that may be missed."""
 
-QUICK = ("tests", "-m", "not slow", "-n", "2", "--dist", "worksteal")
+QUICK = ("-m", "not slow")
+SUITE = ("tests", *QUICK, "-n", "2", "--dist", "worksteal")
 MISSED = "MISSED"
 
 POINTER = """import _zerograph_in_place
@@ -114,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         clean, verdicts = _copied(ROOT, Path(folder, "clean")), list[Verdict]()
         _require_own(clean)
         for fault in chosen:
-            suites = [options.tests] if options.tests else [fault.tests] if options.named else [fault.tests, QUICK]
+            named = (*fault.tests, *QUICK)
+            suites = [options.tests] if options.tests else [named] if options.named else [named, SUITE]
             verdicts.append(_tried(fault, clean, suites))
             print(_line(verdicts[-1]), flush=True)
             _write(verdicts, options.json)

@@ -152,6 +152,7 @@ def _full(path: str) -> list[tuple[float, float]]:
     return ours.train(range(4, 8))
 
 
+@pytest.mark.slow
 def test_full_checkpoints_of_one_rank_resume_on_two(trained: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "full")
     run(1, _full, path)

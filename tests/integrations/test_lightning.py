@@ -102,6 +102,7 @@ def fabric(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[str
     return path, run(2, _fabric, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["1", "3"])
 def test_fabric_trains_as_under_ddp(fabric: Any, stage: str) -> None:
     for rank in fabric[1]:
@@ -119,6 +120,7 @@ def _resume(path: str) -> Curve:
     return ours.train(range(4, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "world"), [("folder", 1), ("file", 4)])
 def test_fabric_resumes_at_another_world_size(fabric: Any, name: str, world: int) -> None:
     path, ranks = fabric

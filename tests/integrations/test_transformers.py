@@ -158,6 +158,7 @@ def _sharded_files(path: str) -> list[str]:
     return sorted(p.name for p in Path(path, "checkpoint-2").iterdir())
 
 
+@pytest.mark.slow
 def test_a_sharded_checkpoint_of_one_rank_resumes_on_two(trained: Any, tmp_path: Path) -> None:
     """The learning rate is constant up to the checkpoint, so that curves may be compared only after a fresh start."""
     files = run(1, _sharded_files, str(tmp_path))[0]

@@ -24,6 +24,7 @@ def test_a_rank_that_fails_names_itself_and_why() -> None:
     assert dict(os.environ) == before
 
 
+@pytest.mark.slow
 def test_every_all_gather_of_all_rounds_is_told() -> None:
     answers = run_ranks(Job("cpu", 2, QUICK), lambda text: None)
     for answer in answers:

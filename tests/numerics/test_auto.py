@@ -142,6 +142,7 @@ def _smaller_batches_until_one_fits(memory: int) -> list[int]:
     return tried
 
 
+@pytest.mark.slow
 def test_a_smaller_batch_may_be_tried_after_an_infeasible_one() -> None:
     assert run(2, _smaller_batches_until_one_fits, _budget(1.0)) == [[512, 4]] * 2
 

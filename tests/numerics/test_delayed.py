@@ -389,6 +389,7 @@ def _settles_amid_a_step() -> None:
     _same(late[0].result(), late[1].result())
 
 
+@pytest.mark.slow
 def test_an_evaluation_between_micro_batches_settles() -> None:
     run(2, _settles_amid_a_step)
 
@@ -426,6 +427,7 @@ def _equal_in_parts() -> set[str]:
     return {name for name, p in late.model.named_parameters() if p.requires_grad and id(p) not in apart}
 
 
+@pytest.mark.slow
 def test_what_is_read_uncompiled_is_updated_in_steps() -> None:
     for behind in run(2, _equal_in_parts):
         assert behind == {"few", "scale", "norm.weight", "norm.bias"}

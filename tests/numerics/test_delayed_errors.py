@@ -150,6 +150,7 @@ def test_an_update_is_not_lost_with_its_optimizer() -> None:
     assert run(2, _replaced) == run(2, _settled_and_replaced)
 
 
+@pytest.mark.slow
 def test_a_process_ends_with_an_update_under_way() -> None:
     script = f"""
         import sys

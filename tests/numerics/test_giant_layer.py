@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.slow
 def test_a_layer_of_a_gibibyte_trains_in_less(tmp_path: Path) -> None:
     command = [sys.executable, "09_giant_layer.py", str(tmp_path), "1", "4"]
     done = subprocess.run(command, check=False, cwd=EXAMPLES, capture_output=True, text=True, timeout=500)

@@ -115,6 +115,7 @@ def _materialized(folder: str) -> None:
     assert {bucket.homes.parameters for bucket in tight.plan.buckets} == {"nvme"} and not tight._store._early
 
 
+@pytest.mark.slow
 def test_what_memory_cannot_hold_is_materialized_on_nvme(tmp_path: Path) -> None:
     run(1, _materialized, str(tmp_path))
 

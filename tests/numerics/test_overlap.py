@@ -116,6 +116,7 @@ def test_in_memory(make: Make, options: dict[str, Any]) -> None:
     assert all(late <= WHOLE for late in run(2, _equal, make, options))
 
 
+@pytest.mark.slow
 def test_four_ranks() -> None:
     assert all(late <= WHOLE for late in run(4, _equal, groups, {"stage": 3, **BF16}))
 

@@ -145,6 +145,7 @@ def _left() -> set[str]:
     return late
 
 
+@pytest.mark.slow
 def test_what_has_several_gradients_is_left_to_the_step() -> None:
     for late in run(2, _left):
         assert late == {"embedding.weight", *WHOLE}

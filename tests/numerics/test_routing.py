@@ -172,6 +172,7 @@ def test_ranks_route_as_they_like_over_gloo() -> None:
     run(2, _trains, "module", "group", (1,))
 
 
+@pytest.mark.slow
 def test_four_ranks_route_as_they_like() -> None:
     run(4, _trains, "linear", "auto", (1,))
 

@@ -212,6 +212,7 @@ def _accumulate() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_held_back_and_batches_of_other_sizes() -> None:
     run(2, _accumulate)
 

@@ -442,6 +442,7 @@ class ByHand(nn.Module):
         return shifted_copy(self.lm(input_ids=ids, use_cache=False).logits, ids)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_with_labels_shifted_by_hand() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

@@ -195,11 +195,11 @@ NETS = pytest.mark.parametrize("net", TILABLE, ids=lambda net: net.__name__)
 
 
 @NETS
-def test_tiles_train_as_whole_parameters(net: type[nn.Module], tmp_path: Path) -> None:
-    for world_size in (2, 4):
-        tiled, whole = (planned(tmp_path / f"{tiles}.json", world_size, tiles, net=net) for tiles in (3, 1))
-        script = partial(trains, 20)
-        assert_close(*(trained(plan, world_size, net, script) for plan in (tiled, whole)))
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_tiles_train_as_whole_parameters(world_size: int, net: type[nn.Module], tmp_path: Path) -> None:
+    tiled, whole = (planned(tmp_path / f"{tiles}.json", world_size, tiles, net=net) for tiles in (3, 1))
+    script = partial(trains, 20)
+    assert_close(*(trained(plan, world_size, net, script) for plan in (tiled, whole)))
 
 
 def _trained(plan: Path, count: int, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor], Tensor, Tensor]:
@@ -228,6 +228,7 @@ def test_tiles_train_as_whole_parameters_from_end_to_end(net: type[nn.Module], t
 NVME, HOST = Homes("nvme", "nvme", "nvme"), Homes("host", "host", "host")
 
 
+@pytest.mark.slow
 @NETS
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_same_tiles_train_alike_wherever_they_live(net: type[nn.Module], world_size: int, tmp_path: Path) -> None:
@@ -271,6 +272,7 @@ def test_gradients_that_no_sync_holds_back(homes: Homes, tmp_path: Path) -> None
     torch.testing.assert_close(tiled, whole, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("homes", [Homes(), NVME], ids=["here", "nvme"])
 def test_updates_inside_of_backwards(homes: Homes, tmp_path: Path) -> None:
     plan, found = planned(tmp_path / "plan.json", 2, 3, homes), []
@@ -303,6 +305,7 @@ def _sizes(tiled: Path, whole: Path, net: type[nn.Module]) -> None:
             )
 
 
+@pytest.mark.slow
 @NETS
 def test_batches_of_other_sizes_of_one_token_and_of_none(net: type[nn.Module], tmp_path: Path) -> None:
     tiled, whole = (planned(tmp_path / f"{tiles}.json", 2, tiles, net=net) for tiles in (3, 1))

@@ -200,6 +200,7 @@ def test_half_of_the_layers() -> None:
     assert_close(grads, wanted)
 
 
+@pytest.mark.slow
 def test_evaluation_and_other_lengths_between_steps() -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)

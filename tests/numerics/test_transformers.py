@@ -107,6 +107,7 @@ def _in_tiles(tile: dict[str, int]) -> dict[int | None, Result]:
     return {None: _train(gpt2, None), 3: _train(gpt2, 3, tile=tile)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [{"*.mlp.*": 4}, {"*": 3}], ids=["mlp", "all"])
 def test_gpt2_trains_in_tiles_like_plain_pytorch(tile: dict[str, int]) -> None:
     """Weights of ``Conv1D``, whose rows are inputs, positions, and words, which the head has too."""
@@ -134,6 +135,7 @@ def _generates(make: Callable[[], nn.Module]) -> tuple[list[Any], list[Any]]:
     return module.generate(ids, **how).tolist(), plain.generate(ids, **how).tolist()
 
 
+@pytest.mark.slow
 def test_generates_after_sharding() -> None:
     for ours, plain in run(2, _generates, llama):
         assert ours == plain

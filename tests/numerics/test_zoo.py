@@ -672,6 +672,7 @@ def _gans() -> dict[int | None, Result]:
     return {stage: Result(*_gan(stage)) for stage in (None, 1, 3)}
 
 
+@pytest.mark.slow
 def test_two_models_with_two_backends() -> None:
     check(run(2, _gans)[0])
 

@@ -141,6 +141,7 @@ def compare_stays(
     compare(Search(step, Wish("auto", WORLD, bucket_size=SIZE), GPU), judged(step, plans, GPU), shares)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(layers=st.lists(_LAYER, min_size=2, max_size=2), shares=_SHARES)
 def test_homes_residency_and_recomputation(layers: list[Layer], shares: list[tuple[float, ...]]) -> None:
@@ -171,6 +172,7 @@ def test_homes_residency_and_activations_on_one_tier(layers: list[Layer], shares
     compare(Search(step, wish, machine), judged(step, plans, machine), shares)
 
 
+@pytest.mark.slow
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(layers=st.lists(_LAYER, min_size=2, max_size=2), shares=_SHARES)
 def test_each_activation_kept_recomputed_or_offloaded(layers: list[Layer], shares: list[tuple[float, ...]]) -> None:

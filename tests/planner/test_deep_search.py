@@ -30,12 +30,13 @@ def budget(*shares: float) -> dict[Tier, int]:
     return {tier: int(DGX2.capacity(tier, 16) * share) for tier, share in zip(TIERS, shares, strict=True)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wish",
     [
         replace(OPEN, prefetch=0),
-        pytest.param(replace(OPEN, offload="optimizer"), marks=pytest.mark.slow),
-        pytest.param(replace(OPEN, stage=3), marks=pytest.mark.slow),
+        replace(OPEN, offload="optimizer"),
+        replace(OPEN, stage=3),
     ],
 )
 def test_fixing_something_does_not_help(wish: Wish) -> None:
@@ -44,6 +45,7 @@ def test_fixing_something_does_not_help(wish: Wish) -> None:
         assert found is None or (best is not None and best.seconds <= found.seconds)
 
 
+@pytest.mark.slow
 def test_more_is_never_worse_and_what_is_found_fits() -> None:
     seconds = float("inf")
     for share in (0.3, 0.5, 0.7, 0.9, 1.1):

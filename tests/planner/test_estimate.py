@@ -95,6 +95,7 @@ def test_zero_infinity_fits_over_30_trillion_on_512_v100() -> None:
     assert 30e12 < largest_estimate(same, "params").value < 60e12
 
 
+@pytest.mark.slow
 def test_tiers_order_the_largest_model_as_the_papers_do() -> None:
     """The third tier's is a trillion, as the test of one DGX-2 has it."""
     on_device, on_host = (largest_estimate(asked(world=16, tier=tier), "params").value for tier in TIERS[:2])
@@ -319,6 +320,7 @@ QUESTIONS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(question=QUESTIONS, more=st.tuples(*[st.integers(0, 1 << 42)] * 3))
 @settings(deadline=None, max_examples=examples(10))
 def test_more_memory_never_makes_a_fitting_row_not_fit(question: Question, more: tuple[int, int, int]) -> None:

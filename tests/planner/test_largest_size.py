@@ -82,6 +82,7 @@ def test_without_any_step_there_is_no_answer() -> None:
         largest_size(Asked(most=0), 10**9, 4)
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(device=st.integers(3 * 10**6, 3 * 10**7), host=st.integers(10**6, 10**8), start=st.integers(1, 500))
 def test_over_several_tiers_the_largest_fits_and_the_next_does_not(device: int, host: int, start: int) -> None:

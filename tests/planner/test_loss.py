@@ -179,6 +179,7 @@ def test_tiles_of_a_loss_that_is_not_there_are_found() -> None:
     assert list(Plan(3, 2, (), 1, loss_tiles=0).mistakes()) == ["0 tiles of the loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", ["auto", "optimizer"])
 def test_more_memory_is_never_slower_with_tiles_of_the_loss(offload: str) -> None:
     search = Search(with_head(), Wish("auto", WORLD, offload=offload), GPU)  # type: ignore[arg-type]

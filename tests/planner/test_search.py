@@ -64,6 +64,7 @@ def test_small_steps_are_within_5_percent_of_brute_force(layers: list[Layer], sh
     assert found.seconds <= best * 1.05
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(30), deadline=None)
 @given(layer=_LAYER, depth=st.integers(4, 5), share=st.floats(0, 1))
 def test_layers_that_are_alike_are_within_5_percent_of_brute_force(layer: Layer, depth: int, share: float) -> None:
@@ -182,6 +183,7 @@ def test_offload_to_two_tiers_is_within_5_percent_of_brute_force(
     compare(step_of(layers), OFFLOAD, MACHINE, shares)
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True)  # a local search proves nothing: these are its cases
 @given(layers=st.lists(_LAYER, min_size=3, max_size=3), shares=st.lists(_SHARES, min_size=20, max_size=20))
 def test_offload_to_one_tier_is_within_5_percent_of_brute_force(
@@ -246,6 +248,7 @@ def test_fixing_something_never_helps(
         assert found is None or (best is not None and best.seconds <= found.seconds)
 
 
+@pytest.mark.slow
 @example(
     layers=[Layer(256, 1024, 4096, 10**6), *[Layer(40_000_000, 1024, 4096, 10**6)] * 5]
 )  # what may be tiled is no part of what stays
@@ -310,6 +313,7 @@ def test_offload_that_was_asked_for_is_what_is_planned() -> None:
         Search(step, replace(OFFLOAD, tier="host"), machine_named("cpu"))
 
 
+@pytest.mark.slow
 def test_large_operators_are_tiled_where_they_do_not_fit_whole() -> None:
     step = step_of([Layer(rows=2**26, stream=1024, inside=1024)] * 2)  # 256 MiB each when whole
     search = Search(step, Wish("auto", 64, offload="auto"), MACHINE)
@@ -335,6 +339,7 @@ def test_offload_of_a_step_of_100_layers_is_planned_in_bounded_work() -> None:
     assert sum(space.work for space in search.spaces) < 300_000  # tasks, of 5 us or so
 
 
+@pytest.mark.slow
 def test_a_trillion_parameters_fit_one_dgx2() -> None:
     """As ZeRO-Infinity has it (Rajbhandari et al. 2021): nothing but a deep step's depth stood in the way."""
     step = transformer(layers=128, hidden=25600, tokens=12 * 1024)

@@ -101,6 +101,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("transport", ["auto", "group"])
 def test_a_killed_rank_is_named_and_nobody_else(tmp_path: Path, transport: str) -> None:
     environment = os.environ | {"ZEROGRAPH_TRANSPORT": transport, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -62,6 +62,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return path, *run(2, _save, path)[0]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(
     ("world", "stage", "shard_first"), [(2, 3, True), (2, 1, True), (2, 3, False), (1, 3, True), (4, 3, True)]
 )

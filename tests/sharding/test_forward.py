@@ -513,6 +513,7 @@ def _checkpointing_layers() -> None:
     assert any(op.again for frame in backend.frames for op in frame.step.ops)
 
 
+@pytest.mark.slow
 def test_layers_of_transformers_checkpoint_when_asked_to() -> None:
     run(2, _checkpointing_layers)
 

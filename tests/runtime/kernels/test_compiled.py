@@ -146,7 +146,9 @@ def _check(group: str, name: str) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    "target", [pytest.param(name, marks=[pytest.mark.slow] * (name != "sm_90")) for name in TARGETS]
+)
 @pytest.mark.parametrize("group", GROUPS)
 def test_kernels_compile_without_spills(compiled: Callable[..., Any], group: str, target: str) -> None:
     print(*compiled(_check, group, target), sep="\n")
