@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from quick import examples
 from torch import nn
@@ -81,6 +81,7 @@ def train(
     missing=st.lists(st.booleans(), min_size=1, max_size=3),
     touched=st.sampled_from(["", "exp_avg", "sum"]),
 )
+@example(sizes=[60_000], buckets=1, slot=32, make="adamw", missing=[False, False], touched="")
 def test_chunks_of_any_size_give_the_same_bits(
     sizes: list[int], buckets: int, slot: int, make: str, missing: list[bool], touched: str, tmp_path: Path
 ) -> None:
