@@ -115,6 +115,7 @@ class _Block(nn.Module):
         return x + self.linear(self.norm(x)).relu()
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("recompute", ["auto", "none"])
 def test_no_segment_of_the_forward_grows_with_depth(recompute: str) -> None:
     """The norms' backward wants a quotient of every layer, which the forward computes."""

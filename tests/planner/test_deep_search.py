@@ -64,6 +64,7 @@ def test_more_is_never_worse_and_what_is_found_fits() -> None:
     assert seconds < float("inf")
 
 
+@pytest.mark.slow
 def test_few_layers_tell_what_all_of_them_do() -> None:
     (space,) = searched().spaces
     few = by_few_layers(space)
