@@ -83,28 +83,14 @@ class Executor:
         self.comm: Communicator = runtime.comm  # type: ignore[assignment]  # None where programs have no collectives
         self.cache, self.hold, self.telemetry = runtime.cache, runtime.hold, runtime.telemetry
         self.store, self.early = runtime.store, runtime.early
-        self.fetched = {i.bucket for i in program.instructions if isinstance(i, Read | Fetch)}
-        away = [i for i in program.instructions if isinstance(i, Write | Spill)]
-        gradients = [i for i in away if i.what == "gradient"]
-        written = {r for i in gradients if isinstance(i, Write) for r in i.reads}
-        self.read = {r for i in program.instructions if isinstance(i, Read) for r in i.writes}
-        self.staged = {r for i in gradients if isinstance(i, Spill) for r in i.writes if r in written}
-        self.spilled = {i.bucket for i in gradients}
-        # With which whole gradients have left: of tiles the last ones.
-        whole = [i for i in gradients if not isinstance(i.params[0], ParamTile)]
-        tiles = [i for i in gradients if isinstance(i.params[0], ParamTile) and i.writes[0] not in self.staged]
-        self.complete = {id(i) for i in (*whole, *{i.writes: i for i in tiles}.values())}
-        self.spills, self.offloads = bool(gradients), any(i.what == "activations" for i in away)
-        # No gather of such a backward finds its bucket freed: what the transport keeps is of no use before the forward.
-        again = (i.bucket for i in program.instructions if isinstance(i, Gather))
-        self.trims = program.kind == "backward" and not any(map(self.cache.gathers_again, again))
+        # What the transport keeps is then of no use before the next forward.
+        self.trims = program.kind == "backward" and not program.gathers_again
         self.synchronizes = runtime.device.type != "cpu"
         self.unread = _unread_inputs(program)
         # 60 bits: it travels in a signed 64-bit integer. 0 stands for no collectives, where ranks need not meet.
         self.sequence = int(program.digest[:15], 16) if any(program.collectives()) else 0
         self.name = f"{program.kind} of {runtime.code}"
         self.names = {p.name for i in program.instructions if isinstance(i, Gather | Reduce) for p in i.params}
-        self.hosted = {p.name for i in program.instructions if isinstance(i, Spill) for p in i.params}
         reduced = {i.bucket for i in program.instructions if isinstance(i, Reduce)}
         last = {getattr(i, "bucket", None): i for i in program.instructions}
         self.last = {id(last[bucket]) for bucket in reduced}
@@ -138,10 +124,8 @@ class Executor:
                 run(instruction, registers)
                 for register in dead:
                     registers[register] = None
-            if self.spills:
-                self.store.wait_for_gradients()
-            if self.offloads:
-                self.store.saved.wait()
+            self.store.wait_for_gradients()
+            self.store.saved.wait()
             self.store.wait_for_parameters()
             if self.sequence:
                 self.comm.leave()
@@ -228,7 +212,7 @@ class Executor:
         cached = self.cache.lookup(instruction.bucket, instruction.params)
         if cached is None:
             self.telemetry.gathering(self.frame, instruction.bucket, instruction.tile)
-            if instruction.bucket not in self.fetched:
+            if not instruction.fetched:
                 shards = self.store.finish_fetch(self.store.start_fetch(instruction.params, shards))
             shards = [padded(p, shard) for p, shard in zip(instruction.params, shards, strict=True)]
             cached = self.comm.start_gather(instruction.params, shards)
@@ -241,17 +225,20 @@ class Executor:
         full = pending
         if params is not None:
             full = self.comm.finish_gather(pending)
-            self.cache.store(instruction.bucket, params, full, self.program.kind)
+            if instruction.kept:
+                self.cache.store(instruction.bucket, params, full)
         for register, tensor in zip(instruction.outs, full, strict=True):
             registers[register] = tensor
 
     def _free(self, instruction: Free, registers: list[Any]) -> None:
         for register in instruction.params:
             registers[register] = None
-        if not self.cache.release(instruction.bucket, self.program.kind):
+        if instruction.ends:
+            self.cache.drop(instruction.bucket)
+        if not self.cache.holds(instruction.bucket):
             self.telemetry.freed(self.frame, instruction.bucket, instruction.tile)
-            if self.program.kind == "backward" and not self.cache.gathers_again(instruction.bucket):
-                self.comm.trim()  # it would wait for the next forward
+        if instruction.ends:
+            self.comm.trim()  # it would wait for the next forward
 
     def _read(self, instruction: Read | Fetch, registers: list[Any]) -> None:
         whole = self.cache.lookup(instruction.bucket, instruction.params) is not None
@@ -260,7 +247,7 @@ class Executor:
 
     def _fetch(self, instruction: Fetch, registers: list[Any]) -> None:
         (out,) = instruction.writes
-        if instruction.reads[0] in self.read:  # on its way from NVMe
+        if instruction.staged:  # on its way from NVMe
             registers[out] = registers[instruction.reads[0]]
         else:
             self._read(instruction, registers)
@@ -284,7 +271,7 @@ class Executor:
 
     def _fetch_saved(self, instruction: Read | Fetch, registers: list[Any]) -> None:
         (out,) = instruction.writes
-        if instruction.reads[0] in self.read:  # on its way from NVMe
+        if instruction.staged:  # on its way from NVMe
             registers[out] = self.store.saved.lift(registers[instruction.reads[0]])
         else:
             away = [registers[r] for r in instruction.reads]
@@ -292,13 +279,13 @@ class Executor:
 
     def _spill(self, instruction: Write | Spill, registers: list[Any]) -> None:
         there: list[Tensor | None] = [registers[r] for r in instruction.reads[: len(instruction.params)]]
-        is_staged, (first, *_) = instruction.writes[0] in self.staged, instruction.params
-        if isinstance(first, ParamTile) and not is_staged:
+        first = instruction.params[0]
+        if isinstance(first, ParamTile) and not instruction.staged:
             there = [self._with_tile(instruction, first, there[0], registers)]
         elif not self.hold.active:
-            there = (self.store.stage if is_staged else self.store.spill)(instruction.params, there)
+            there = (self.store.stage if instruction.staged else self.store.spill)(instruction.params, there)
         # What no_sync holds back is whole, and here; autograd gets marks in its place.
-        if not self.hold.active and id(instruction) in self.complete:
+        if not self.hold.active and instruction.complete:
             if isinstance(instruction, Spill):
                 there = self.early.take(instruction.bucket, instruction.params, there, self.store.arrival())
             else:
@@ -331,13 +318,12 @@ class Executor:
         results: list[Tensor | None] = pending
         if params is not None:
             results = list(self.comm.finish_reduce(pending))
-            if instruction.bucket not in self.spilled and self.store.left_behind(params):
-                results, self.spills = self.store.spill(params, results), True
+            if not instruction.leaves and self.store.left_behind(params):
+                results = self.store.spill(params, results)
                 if instruction.tiles > 1:
                     self.store.wait_for_gradients()  # before a tile is put in its place
             else:
-                # Autograd gets all tiles of a gradient together, behind the last.
-                here = [k for k, p in enumerate(params) if p.name not in self.hosted and instruction.tiles == 1]
+                here = instruction.updatable
                 left = self.early.take(instruction.bucket, [params[k] for k in here], [results[k] for k in here])
                 for k, grad in zip(here, left, strict=True):
                     results[k] = grad

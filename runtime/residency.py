@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from zerograph.core.plan import Param, Plan
+from zerograph.core.plan import Param
 from zerograph.runtime.hold import GradientHold
 
 
@@ -60,10 +60,9 @@ class StepCount:
 
 
 class GatheredCache:
-    """The buckets of one frame that stay whole after their last use, as the plan's residencies say."""
+    """The buckets of one frame that stay whole after their last use in a program."""
 
-    def __init__(self, plan: Plan, steps: StepCount, hold: GradientHold) -> None:
-        self._residency = {b.index: b.residency for b in plan.buckets}
+    def __init__(self, steps: StepCount, hold: GradientHold) -> None:
         self._steps, self._hold = steps, hold
         self._full: dict[int, Mapping[str, Tensor]] = {}
         self._stale: set[int] = set()  # of these the buckets that the forward has not gathered anew yet
@@ -108,23 +107,19 @@ class GatheredCache:
             return None
         return [full[p.name] for p in params]
 
-    def store(self, bucket: int, params: Sequence[Param], full: Sequence[Tensor], kind: str) -> None:
-        """Keep a bucket that a training program gathered, when its residency says so."""
-        if kind != "inference" and self._residency[bucket] != "use":
-            kept = {p.name: tensor for p, tensor in zip(params, full, strict=True)}
-            # A program gathers those parameters of a bucket that it reads; another one may have gathered the others.
-            self._full[bucket] = {**self._full.get(bucket, {}), **kept}
+    def store(self, bucket: int, params: Sequence[Param], full: Sequence[Tensor]) -> None:
+        """Keep what a program gathered."""
+        kept = {p.name: tensor for p, tensor in zip(params, full, strict=True)}
+        # A program gathers those parameters of a bucket that it reads; another one may have gathered the others.
+        self._full[bucket] = {**self._full.get(bucket, {}), **kept}
 
-    def release(self, bucket: int, kind: str) -> bool:
-        """Called at the bucket's free; returns whether it stays whole."""
-        # Its last use of the step: a kept one is needed again only after the next forward has gathered it.
-        if self._residency[bucket] == "backward" and kind == "backward":
-            self._full.pop(bucket, None)
+    def drop(self, bucket: int) -> None:
+        """No later program finds the bucket, if it is here."""
+        self._full.pop(bucket, None)
+
+    def holds(self, bucket: int) -> bool:
+        """Whether anything of the bucket stays whole."""
         return bucket in self._full
-
-    def gathers_again(self, bucket: int) -> bool:
-        """Whether the backward gathers ``bucket``, which the forward has freed."""
-        return self._residency[bucket] == "use"
 
     @property
     def bytes(self) -> int:

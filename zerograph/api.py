@@ -158,7 +158,7 @@ class Backend:
         steps, hold, telemetry = self._steps, self._hold, self._telemetry
 
         def runtime_for(index: int, code: str, plan: Plan) -> Runtime:
-            cache = GatheredCache(plan, steps, hold)
+            cache = GatheredCache(steps, hold)
             comm, store, early = ranks.communicator, self._store, self._early
             return Runtime(index, comm, cache, hold, telemetry, store, ranks.device, code, early)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,8 +58,14 @@ def begin(bucket: int) -> Gather:
     return Gather(bucket, (), (), bucket, bytes=10**6)
 
 
-def used(bucket: int, kept: bool = False) -> list[Instruction]:
-    return [WaitGather(bucket, (), bucket=bucket), Compute(0, (), ()), Free(bucket, (bucket,), (bucket,), kept)]
+def again(bucket: int) -> Gather:
+    """Of a bucket that the forward has kept."""
+    return replace(begin(bucket), resident=True)
+
+
+def used(bucket: int, kept: bool = False, ends: bool = False) -> list[Instruction]:
+    free = Free(bucket, (bucket,), (bucket,), kept, ends=ends)
+    return [WaitGather(bucket, (), bucket=bucket), Compute(0, (), ()), free]
 
 
 def levels(found: Forecast) -> list[int]:
@@ -82,15 +88,15 @@ def test_a_free_buffer_is_used_again_or_goes() -> None:
 
 def test_a_backward_that_gathers_nothing_anew_begins_without_free_buffers() -> None:
     forward = [begin(0), *used(0), begin(1), *used(1, kept=True)]
-    again = [begin(1), *used(1)]
-    assert levels(forecast([("forward", forward), ("backward", again)], [100, 10])) == [100, 110, 10]
-    more = [*again, begin(0), *used(0)]
+    nothing = [again(1), *used(1, ends=True)]
+    assert levels(forecast([("forward", forward), ("backward", nothing)], [100, 10])) == [100, 110, 10]
+    more = [*nothing, begin(0), *used(0)]
     assert levels(forecast([("forward", forward), ("backward", more)], [100, 10])) == [100, 110, 110, 100]
 
 
 def test_a_bucket_that_was_kept_takes_all_free_buffers_with_it() -> None:
     forward = [begin(0), *used(0), begin(1), *used(1, kept=True)]
-    backward = [begin(1), begin(2), *used(1), *used(2)]
+    backward = [again(1), begin(2), *used(1, ends=True), *used(2)]
     found = forecast([("forward", forward), ("backward", backward)], [100, 10, 40])
     assert levels(found) == [100, 110, 110, 40]
 

@@ -78,6 +78,12 @@ def test_what_is_free_is_not_read() -> None:
     assert any("which is free" in text for text in found), found
 
 
+def test_a_bucket_is_kept_from_its_wait_to_its_free() -> None:
+    free = next(step for program in SKETCH for step in program.instructions if isinstance(step, Free))
+    found = [str(wrong) for wrong in check_programs(changed(free, (replace(free, kept=True),)), PLAN)]
+    assert any("is kept by one instruction and let go of by another" in text for text in found), found
+
+
 def test_programs_that_cannot_run_are_refused_with_the_first_reasons() -> None:
     with pytest.raises(InvariantError, match=r"and [0-9]+ more\n\nhint: report it") as caught:
         require_programs([replace(SKETCH[0], instructions=SKETCH[0].instructions[5:])], "report it")

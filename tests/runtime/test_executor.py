@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerograph.core.plan import Bucket, Plan, Residency
 from zerograph.core.program import (
     Accumulate,
     Compute,
@@ -75,11 +74,10 @@ def _nowhere(size: int) -> Arena:
     raise AssertionError(f"nothing leaves the device, and {size} bytes were asked for")
 
 
-def executor(program: Program, *segments: Any, residency: Residency = "use") -> tuple[Executor, Recorder]:
+def executor(program: Program, *segments: Any) -> tuple[Executor, Recorder]:
     comm = Recorder()
     hold = GradientHold({"w": comm.param})
-    plan = Plan(3, 2, (Bucket(0, "w", (W,), residency),), 1)
-    runtime = Runtime(0, comm, GatheredCache(plan, StepCount(), hold), hold, Telemetry(), ShardStore({}, _nowhere))  # type: ignore[arg-type]
+    runtime = Runtime(0, comm, GatheredCache(StepCount(), hold), hold, Telemetry(), ShardStore({}, _nowhere))  # type: ignore[arg-type]
     return Executor(program, segments, runtime), comm
 
 
@@ -115,8 +113,10 @@ def test_a_forward_gathers_computes_and_frees() -> None:
 
 def test_a_bucket_that_stays_whole_is_gathered_once_for_forward_and_backward() -> None:
     """And again for the next forward: nothing tells whether the shards changed."""
-    forward, comm = executor(FORWARD, _multiply, residency="step")
-    backward = Executor(dataclasses.replace(FORWARD, kind="backward"), [_multiply], forward.runtime)
+    gather, wait, compute, free = FORWARD.instructions
+    kept = [gather, dataclasses.replace(wait, kept=True), compute, dataclasses.replace(free, kept=True)]  # type: ignore[call-arg, type-var]
+    forward, comm = executor(dataclasses.replace(FORWARD, instructions=kept), _multiply)
+    backward = Executor(dataclasses.replace(forward.program, kind="backward"), [_multiply], forward.runtime)
     for gathers in (1, 2):
         for run in (forward, backward, backward):
             run([torch.tensor([1.0, 2.0]), torch.full((4,), 3.0)])
@@ -127,7 +127,7 @@ def test_a_backward_reduces() -> None:
     backward = program(
         Compute(0, (0, 0), (1,), dead=(0,)),
         Reduce(0, (W,), (1,), 2, dead=(1,)),
-        WaitReduce(2, (3,), dead=(2,), bucket=0),
+        WaitReduce(2, (3,), dead=(2,), bucket=0, updatable=(0,)),
         inputs=1,
         registers=4,
         outputs=(None, 3),

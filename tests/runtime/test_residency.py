@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks as hooks
 
-from zerograph.core.plan import Bucket, Plan, Residency
+from zerograph.core.plan import Residency
+from zerograph.core.program import ends_whole, stays_whole
 from zerograph.core.step import Param
 from zerograph.runtime.comm import GroupCommunicator
 from zerograph.runtime.hold import GradientHold
@@ -24,26 +25,22 @@ FULL = [torch.ones(4), torch.ones(2, dtype=torch.bfloat16)]
 
 
 Made = tuple[GatheredCache, StepCount, GradientHold, GroupCommunicator]
-Making = Callable[[Residency], Made]
 
 
 @pytest.fixture
-def cache_of(group: dist.ProcessGroup) -> Making:
-    def make(residency: Residency) -> Made:
-        steps, hold = StepCount(), GradientHold({"w": torch.zeros(4, requires_grad=True)})
-        plan = Plan(3, 1, (Bucket(0, "b", (W, V), residency),), 1)
-        return GatheredCache(plan, steps, hold), steps, hold, GroupCommunicator(group, torch.device("cpu"))
-
-    return make
+def made(group: dist.ProcessGroup) -> Made:
+    steps, hold = StepCount(), GradientHold({"w": torch.zeros(4, requires_grad=True)})
+    return GatheredCache(steps, hold), steps, hold, GroupCommunicator(group, torch.device("cpu"))
 
 
-def gather(cache: GatheredCache, kind: str) -> bool:
-    """A program that reads the bucket: whether it had to be gathered."""
+def gather(cache: GatheredCache, kind: str, residency: Residency = "step") -> bool:
+    """A program that reads the bucket, as the executor runs it: whether it had to be gathered."""
     cache.enter(kind)
     found = cache.lookup(0, (W, V))
-    if found is None:
-        cache.store(0, (W, V), FULL, kind)
-    cache.release(0, kind)
+    if found is None and stays_whole(residency, kind):
+        cache.store(0, (W, V), FULL)
+    if ends_whole(residency, kind):
+        cache.drop(0)
     return found is None
 
 
@@ -67,17 +64,17 @@ KINDS = ["forward", "backward", "forward", "backward", "inference", "forward"]
     ],
 )
 def test_how_long_a_bucket_stays_whole(
-    cache_of: Making, residency: Residency, apart: list[bool], under_no_sync: list[bool]
+    made: Made, residency: Residency, apart: list[bool], under_no_sync: list[bool]
 ) -> None:
-    cache, _, hold, comm = cache_of(residency)
-    assert [gather(cache, kind) for kind in KINDS] == apart
+    cache, _, hold, comm = made
+    assert [gather(cache, kind, residency) for kind in KINDS] == apart
     cache.clear()
     with holding(hold, comm):
-        assert [gather(cache, kind) for kind in KINDS] == under_no_sync
+        assert [gather(cache, kind, residency) for kind in KINDS] == under_no_sync
 
 
-def test_a_step_a_failure_and_ranks_that_met_again_make_it_stale(cache_of: Making) -> None:
-    cache, steps, hold, comm = cache_of("step")
+def test_a_step_a_failure_and_ranks_that_met_again_make_it_stale(made: Made) -> None:
+    cache, steps, hold, comm = made
     with holding(hold, comm):
         assert gather(cache, "forward") and not gather(cache, "forward")
         steps.value += 1
@@ -88,41 +85,34 @@ def test_a_step_a_failure_and_ranks_that_met_again_make_it_stale(cache_of: Makin
         assert cache.lookup(0, (W, V)) is None
 
 
-def test_an_inference_keeps_nothing_and_reads_what_is_kept(cache_of: Making) -> None:
-    cache, _, hold, comm = cache_of("step")
+def test_an_inference_keeps_nothing_and_reads_what_is_kept(made: Made) -> None:
+    cache, _, hold, comm = made
     assert gather(cache, "inference")
     assert cache.bytes == 0
     with holding(hold, comm):
         assert gather(cache, "forward") and not gather(cache, "inference")
 
 
-def test_a_part_of_a_bucket_is_kept_as_that(cache_of: Making) -> None:
+def test_a_part_of_a_bucket_is_kept_as_that(made: Made) -> None:
     """A backward may read fewer parameters than the forward gathered, or more."""
-    cache, *_ = cache_of("step")
+    cache, *_ = made
     cache.enter("forward")
-    cache.store(0, (W,), FULL[:1], "forward")
-    assert cache.release(0, "forward") and cache.bytes == 16
+    cache.store(0, (W,), FULL[:1])
+    assert cache.holds(0) and cache.bytes == 16
     assert cache.lookup(0, (W, V)) is None and cache.lookup(0, (W,)) == [FULL[0]]
-    cache.store(0, (V,), FULL[1:], "forward")
+    cache.store(0, (V,), FULL[1:])
     assert cache.bytes == 16 + 4
     found = cache.lookup(0, (V, W))
     assert found is not None and found[0] is FULL[1] and found[1] is FULL[0]
 
 
-def test_release_says_whether_the_bucket_stays(cache_of: Making) -> None:
-    for residency, kind, stays in (
-        ("use", "forward", False),
-        ("backward", "forward", True),
-        ("step", "backward", True),
-    ):
-        cache, *_ = cache_of(residency)  # type: ignore[arg-type]
-        cache.enter(kind)
-        cache.store(0, (W, V), FULL, kind)
-        assert cache.release(0, kind) is stays
-    cache, *_ = cache_of("backward")
+def test_what_is_dropped_is_gone(made: Made) -> None:
+    cache, *_ = made
     cache.enter("backward")
-    cache.store(0, (W, V), FULL, "backward")
-    assert not cache.release(0, "backward") and cache.bytes == 0
+    cache.store(0, (W, V), FULL)
+    cache.drop(0)
+    cache.drop(0)  # which is nothing
+    assert not cache.holds(0) and cache.bytes == 0
 
 
 def test_steps_of_own_optimizers_are_counted_apart() -> None:
@@ -141,8 +131,8 @@ def test_steps_of_own_optimizers_are_counted_apart() -> None:
     assert step(ours, lr=0.0) == (3, 1)
 
 
-def test_a_forward_drops_what_is_stale_as_it_gathers_and_other_programs_at_once(cache_of: Making) -> None:
-    cache, _, _, _ = cache_of("step")
+def test_a_forward_drops_what_is_stale_as_it_gathers_and_other_programs_at_once(made: Made) -> None:
+    cache, *_ = made
     gather(cache, "forward")
     cache.enter("backward")
     held = cache.bytes
@@ -171,14 +161,14 @@ def test_a_count_that_is_gone_is_not_told() -> None:
     optimizer.step()
 
 
-def test_gradients_are_looked_at_only_where_something_stays_whole(
-    cache_of: Making, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gradients_are_looked_at_only_where_something_stays_whole(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device that waits for the last backward."""
     asked: list[str] = []
     monkeypatch.setattr(GradientHold, "open", property(lambda _: bool(asked.append("open"))))
-    for residency, times in (("use", 0), ("step", 1)):
-        cache, *_ = cache_of(residency)  # type: ignore[arg-type]
-        for _ in range(2):
-            gather(cache, "forward")
-        assert len(asked) == times
+    cache, *_ = made
+    for _ in range(2):
+        gather(cache, "forward", "use")
+    assert not asked
+    for _ in range(2):
+        gather(cache, "forward", "step")
+    assert len(asked) == 1

@@ -20,7 +20,7 @@ from zerograph.compiler.segments import Callee, SegmentCache, interpret
 from zerograph.core.check import require_programs
 from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import fetched_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
-from zerograph.core.plan import Plan
+from zerograph.core.plan import Homes, ParamTile, Plan, Residency
 from zerograph.core.program import (
     Accumulate,
     Compute,
@@ -41,6 +41,7 @@ from zerograph.core.program import (
     WaitGather,
     WaitReduce,
     Write,
+    ends_whole,
     stays_whole,
 )
 from zerograph.core.step import Kind, layer_of_activation
@@ -141,7 +142,7 @@ class _Lowering:
             kind=self.kind,
             inputs=len(placeholders),
             registers=len(self.registers),
-            instructions=_with_deaths(self.instructions, len(placeholders), outputs),
+            instructions=_with_deaths(_with_moves(self.instructions), outputs),
             outputs=outputs,
             segments=tuple(self.described),
             contents=self._contents(),
@@ -187,18 +188,22 @@ class _Lowering:
             case ops.GATHER:
                 size = gathered_bytes(info.params, self.plan.world_size)
                 shards, out = self._regs(node.args[0]), self._register(node)
-                instruction: Instruction = Gather(info.bucket, info.params, shards, out, bytes=size, **_tile(info))
+                resident = self.kind == "backward" and self._residency(info) != "use"
+                instruction: Instruction = Gather(
+                    info.bucket, info.params, shards, out, bytes=size, **_tile(info), resident=resident
+                )
                 if all(is_whole(p, self.plan.world_size) for p in info.params):
                     # Nothing is filled: it is where it was, or where it was fetched to.
                     size, self.shared[out] = 0, self.shared.get(shards[0], out)
                 self.bytes[out] = size
             case ops.WAIT_GATHER:
-                instruction = WaitGather(self.registers[node.args[0]], outs, bucket=info.bucket, **_tile(info))  # type: ignore[index]
+                pending, kept = self.registers[node.args[0]], stays_whole(self._residency(info), self.kind)  # type: ignore[index]
+                instruction = WaitGather(pending, outs, bucket=info.bucket, **_tile(info), kept=kept)
             case ops.FREE:
-                # The graph frees every bucket after its last use; by residency the executor then keeps it for a later
-                # program.
-                kept = stays_whole(self.plan.buckets[info.bucket].residency, self.kind)
-                instruction = Free(info.bucket, self._regs(node.args[0]), kept=kept, **_tile(info))
+                # The graph frees every bucket after its last use; by residency it then stays for a later program.
+                kept = stays_whole(self._residency(info), self.kind)
+                ends = ends_whole(self._residency(info), self.kind)
+                instruction = Free(info.bucket, self._regs(node.args[0]), kept=kept, **_tile(info), ends=ends)
             case ops.REDUCE:
                 size, grads = reduced_bytes(info.params), self._regs(node.args[0])
                 instruction = Reduce(info.bucket, info.params, grads, self._register(node), bytes=size, **_tile(info))
@@ -206,15 +211,15 @@ class _Lowering:
                 instruction = WaitReduce(self.registers[node.args[0]], outs, bucket=info.bucket, **_tile(info))  # type: ignore[index]
             case ops.FETCH:
                 size, out = sum(fetched_bytes(p, self.plan.world_size) for p in info.params), self._register(node)
-                home, reads = self.plan.buckets[info.bucket].homes.parameters, self._regs(node.args[0])
+                home, reads = self._homes(info).parameters, self._regs(node.args[0])
+                kind: type[Read | Fetch] = Read if home == "nvme" else Fetch
                 if home == "host":
                     self.tiers |= dict.fromkeys(reads, home)
                 elif self.staging == "host":
                     staged = self._staged(node, [size])
-                    self.instructions.append(self._move(Read, "shard", node, size, reads, staged))
-                    home, reads = "host", staged
-                kind = Read if home == "nvme" else Fetch
-                instruction, self.bytes[out] = self._move(kind, "shard", node, size, reads, (out,)), size
+                    self.instructions.append(self._move(Read, "shard", node, size, reads, staged, home))
+                    kind, reads = Fetch, staged
+                instruction, self.bytes[out] = self._move(kind, "shard", node, size, reads, (out,), home), size
             case ops.WAIT_FETCH:
                 pending = self.registers[node.args[0]]  # type: ignore[index]
                 instruction = WaitFetch(pending, outs)
@@ -257,15 +262,22 @@ class _Lowering:
                 self._describe_saved(info, node.args[1], outs)
             case _:
                 sizes = [shard_bytes(p, self.plan.world_size) for p in info.params]
-                home, reads = self.plan.buckets[info.bucket].homes.spilled, self._regs(node.args[0])
+                home, reads = self._homes(info).spilled, self._regs(node.args[0])
                 self.tiers |= dict.fromkeys(outs, home)
                 if home == "nvme" and self.staging == "host":
                     staged = self._staged(node, sizes)
-                    self.instructions.append(self._move(Spill, "gradient", node, sum(sizes), reads, staged))
+                    self.instructions.append(self._move(Spill, "gradient", node, sum(sizes), reads, staged, home))
                     reads = staged
                 reads += self._regs([into for into in node.args[2:] if into is not None])
-                instruction = self._move(Write if home == "nvme" else Spill, "gradient", node, sum(sizes), reads, outs)
+                away = Write if home == "nvme" else Spill
+                instruction = self._move(away, "gradient", node, sum(sizes), reads, outs, home)
         self.instructions.append(instruction)
+
+    def _residency(self, info: Transfer) -> Residency:
+        return self.plan.buckets[info.bucket].residency
+
+    def _homes(self, info: Transfer) -> Homes:
+        return self.plan.buckets[info.bucket].homes
 
     def _end_of_tile(self, node: fx.Node) -> dict[str, Any]:
         """What ends of tiles have in common; all that make one tensor write to one register."""
@@ -297,17 +309,20 @@ class _Lowering:
         size: int,
         reads: tuple[int, ...],
         outs: tuple[int, ...],
+        home: Tier,
     ) -> Instruction:
         info = node.meta["zg"]
         name = self.plan.buckets[info.bucket].name
         label = name if info.tiles == 1 else f"{name} tile {info.tile + 1}/{info.tiles}"
-        return kind(what, label, name, size, reads, outs, bucket=info.bucket, tile=info.tile, params=info.params)
+        return kind(
+            what, label, name, size, reads, outs, bucket=info.bucket, tile=info.tile, params=info.params, home=home
+        )
 
     def _move_saved(
         self, kind: type[Read | Fetch | Write | Spill], info: Saved, reads: tuple[int, ...], outs: tuple[int, ...]
     ) -> Read | Fetch | Write | Spill:
         module = layer_of_activation(info.label) or info.label
-        return kind("activations", info.label, module, sum(info.bytes), reads, outs)
+        return kind("activations", info.label, module, sum(info.bytes), reads, outs, home=info.tier)
 
     def _describe_saved(self, info: Saved, tensors: Any, outs: tuple[int, ...]) -> None:
         """Registers ``outs`` hold what ``tensors`` do, on another tier."""
@@ -470,9 +485,36 @@ def _symbol_inputs(graph: fx.Graph) -> dict[Any, fx.Node]:
     return found
 
 
-def _with_deaths(
-    instructions: list[Instruction], inputs: int, outputs: tuple[int | None, ...]
-) -> tuple[Instruction, ...]:
+def _with_moves(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Note on gathers and reductions which of their shards and gradients move, and on moves which are the last."""
+    moves = [i for i in instructions if isinstance(i, Read | Fetch | Write | Spill)]
+    fetched = {i.bucket for i in moves if i.what == "shard"}
+    gradients = [i for i in moves if i.what == "gradient"]
+    leaving = {i.bucket for i in gradients}
+    to_host = {p.name for i in gradients if isinstance(i, Spill) for p in i.params}
+    last = {id(i) for i in {i.writes: i for i in gradients}.values()}
+    params = {i.out: i.params for i in instructions if isinstance(i, Reduce)}
+    found: list[Instruction] = []
+    for each in instructions:
+        match each:
+            case Gather(bucket=bucket):
+                each = dataclasses.replace(each, fetched=bucket in fetched)
+            case WaitReduce(bucket=bucket, pending=pending, tiles=tiles):
+                stay = [k for k, p in enumerate(params[pending]) if p.name not in to_host]
+                # Autograd gets all tiles of a gradient together, behind the last.
+                updatable = tuple(stay) if tiles == 1 else ()
+                each = dataclasses.replace(each, leaves=bucket in leaving, updatable=updatable)
+            case Spill(what="gradient", params=(first, *_)) | Write(what="gradient", params=(first, *_)):
+                each = dataclasses.replace(
+                    each, complete=id(each) in last and not (each.staged and isinstance(first, ParamTile))
+                )
+            case _:
+                pass
+        found.append(each)
+    return found
+
+
+def _with_deaths(instructions: Sequence[Instruction], outputs: tuple[int | None, ...]) -> tuple[Instruction, ...]:
     """Note on each instruction the registers that nothing reads after it."""
     alive = {r for r in outputs if r is not None}
     result: list[Instruction] = []

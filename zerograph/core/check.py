@@ -76,6 +76,7 @@ class _Check:
         self.dead: set[int] = set()
         self.whole: set[tuple[int, int]] = set()
         self.kept: set[tuple[int, int]] = set()  # those that stay whole for a later program
+        self.keeps: dict[tuple[int, int], bool] = {}  # whether the last wait for it said so
 
     def program(self, program: Program) -> Iterator[Wrong]:
         """What is wrong with one of them."""
@@ -127,11 +128,15 @@ class _Check:
                 part = instruction.bucket, instruction.tile
                 if part not in self.whole:
                     yield "is waited for, and has not begun"
+                self.keeps[part] = instruction.kept
             case Free():
                 part = instruction.bucket, instruction.tile
                 if part not in self.whole:
                     yield "is let go of, and is not whole"
-                if instruction.kept:
+                kept, ends = instruction.kept, instruction.ends
+                if kept != self.keeps.pop(part, kept) or (kept and ends):
+                    yield "is kept by one instruction and let go of by another"
+                if kept:
                     self.kept.add(part)
                 else:
                     self.kept.discard(part)

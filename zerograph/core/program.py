@@ -180,10 +180,16 @@ class Gather(_Collective):
     """Start the all-gather of shards.
 
     A bucket that is whole already is not gathered again. ``bytes`` are what all ranks' parts fill together.
+
+    Attributes:
+        fetched: whether an instruction before it has brought the shards of its bucket to the device.
+        resident: whether the forward has kept the bucket whole for it.
     """
 
     stream = "gather"
     operation = "gather"
+    fetched: bool = False
+    resident: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,21 +235,35 @@ class _BucketWait(_Wait):
 
 @dataclass(frozen=True, slots=True)
 class WaitGather(_BucketWait):
-    """Wait for a gather; ``outs`` are the full parameters."""
+    """Wait for a gather; ``outs`` are the full parameters, ``kept`` whole for a later program or not."""
 
     operation = "gather"
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WaitReduce(_BucketWait):
-    """Wait for a reduction; ``outs`` are this rank's shards of the averaged gradients."""
+    """Wait for a reduction; ``outs`` are this rank's shards of the averaged gradients.
+
+    Attributes:
+        leaves: whether moves behind it take gradients of its bucket to their home.
+        updatable: places among the ``outs`` of whole gradients that stay in this memory, so that an update inside of
+            the backward may take them here.
+    """
 
     operation = "reduce"
+    leaves: bool = False
+    updatable: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Free(_Instruction):
-    """Let go of a bucket's full parameters; where it is ``kept``, the bucket stays whole for a later program."""
+    """Let go of a bucket's full parameters.
+
+    Attributes:
+        kept: whether the bucket stays whole for a later program.
+        ends: whether it was kept for this one, and no later program finds it.
+    """
 
     operation = "free"
     bucket: int
@@ -252,6 +272,7 @@ class Free(_Instruction):
     kept: bool = False
     tile: int = 0
     tiles: int = 1
+    ends: bool = False
 
     @property
     def reads(self) -> tuple[int, ...]:
@@ -290,6 +311,8 @@ class _Move(_Instruction):
         bucket, tile: -1 and 0 of activations.
         slot: the register that stands for its staging buffer: it waits for all that worked in what was there before.
         params: that the shards or gradients are of, in the order of the registers; none in sketches.
+        home: of a shard, a gradient or an activation, where it lives off the device.
+        complete: whether behind it whole gradients have left the device, and not only a tile of one.
     """
 
     what: str
@@ -303,6 +326,13 @@ class _Move(_Instruction):
     tile: int = 0
     slot: int | None = None
     params: tuple[Param, ...] = ()
+    home: Tier | None = None
+    complete: bool = False
+
+    @property
+    def staged(self) -> bool:
+        """Whether it moves between the device and a staging buffer, and another move between that and the home."""
+        return self.home is not None and self.moves is not None and self.home not in self.moves
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,6 +417,11 @@ def stays_whole(residency: Residency, kind: str) -> bool:
     return kind != "inference" and (residency == "step" or (residency == "backward" and kind != "backward"))
 
 
+def ends_whole(residency: Residency, kind: str) -> bool:
+    """Whether a bucket that stayed whole until a program of that kind is freed in it."""
+    return residency == "backward" and kind == "backward"
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """A compiled piece, or one that would be.
@@ -466,6 +501,11 @@ class Program:
                     rows = f" {of} {p.begin} to {p.end}" if isinstance(p, ParamTile) else ""
                     what = f"{p.name}{rows} {list(p.shape)} {dtype}{how}"
                     yield f"{instruction.operation} bucket {instruction.bucket}: {what}"
+
+    @property
+    def gathers_again(self) -> bool:
+        """Whether it gathers what no program before has kept whole."""
+        return any(isinstance(each, Gather) and not each.resident for each in self.instructions)
 
     @property
     def digest(self) -> str:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -174,7 +174,8 @@ class Costs:
         fact = _Fact(
             instruction, role, instruction.stream or "compute", seconds, reads, writes,
             tuple(item for item in takes.items() if item[1]), tuple(item for item in gives.items() if item[1]),
-            key, place, isinstance(instruction, Free) and instruction.kept, replaced,
+            key, place, isinstance(instruction, Free) and instruction.kept,
+            isinstance(instruction, Free) and instruction.ends, replaced,
         )  # fmt: skip
         self.known[id(instruction)] = fact
         return fact
@@ -214,6 +215,7 @@ class _Fact(NamedTuple):
     part: tuple[int, int]  # of a gather, its wait and a free: bucket and tile
     slot: int | None
     kept: bool
+    ends: bool
     replaced: int  # bytes of what dies in it that are free from its start
 
 
@@ -334,13 +336,13 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
         run.programs.append(begin)
         if not program.carries:
             ready = {}
-        if buffers is not None and program.kind == "backward" and not _gathers_again(program, whole):
+        if buffers is not None and program.kind == "backward" and not program.gathers_again:
             buffers.trim(last)
         if cells is not None:
             cells.enter(program, run)
         for each in program.instructions:
             fact = known.get(id(each)) or costs.learn(each, program)
-            instruction, role, stream, seconds, reads, writes, takes, gives, part, slot, kept, replaced = fact
+            instruction, role, stream, seconds, reads, writes, takes, gives, part, slot, kept, over, replaced = fact
             if role == _WAIT:
                 task = ready[reads[0]]
                 waits.append(task)
@@ -367,8 +369,8 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
                         # Where nothing has computed yet, the first task stands in.
                         cells.freed(part, max(last, 0))
                     if buffers is not None and buffers.give(part, last):
-                        # Kept from the forward on: it would wait for the next one, and whatever is free with it.
-                        if program.kind == "backward" and gathered < begin:
+                        # It would wait for the next forward, and whatever is free with it.
+                        if over:
                             buffers.trim(last)
                         continue
                     if cells is not None:
@@ -441,11 +443,6 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
     if cells is not None:
         cells.finish()
     return run
-
-
-def _gathers_again(program: Program, whole: Container[tuple[int, int]]) -> bool:
-    """Whether ``program`` gathers anything that is not whole already."""
-    return any(isinstance(each, Gather) and (each.bucket, each.tile) not in whole for each in program.instructions)
 
 
 @dataclass(slots=True, eq=False)

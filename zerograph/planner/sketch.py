@@ -41,6 +41,7 @@ from zerograph.core.program import (
     WaitGather,
     WaitReduce,
     Write,
+    ends_whole,
     stays_whole,
 )
 from zerograph.core.step import Kind, layer_of_activation
@@ -212,7 +213,7 @@ class _Sketch:
                     ends += [(bucket, tile)] if ended else []
             instructions.append(self._once(_slice, piece, whole, i, tuple(read), tuple(makes)))
             for bucket, tile in free:
-                instructions.append(self._once(_free, bucket, tile, self.buckets[bucket].tiles, False))
+                instructions.append(self._once(_free, bucket, tile, self.buckets[bucket].tiles, False, False))
             for bucket, tile in ends:
                 self._reduce(bucket, tile, (self._once(_full, bucket, tile, self.buckets[bucket].tiles),))
 
@@ -250,7 +251,8 @@ class _Sketch:
                 continue  # tiles are freed one by one
             if not stays_whole(self.buckets[bucket].residency, phase.name):
                 self.whole.remove(bucket)
-                self.instructions.append(self._once(_free, bucket, 0, 1, self._own(bucket)))
+                ends = ends_whole(self.buckets[bucket].residency, phase.name)
+                self.instructions.append(self._once(_free, bucket, 0, 1, self._own(bucket), ends))
 
     def _reduce(self, bucket: int, tile: int, grads: tuple[int, ...]) -> None:
         """Start a reduction, for which the compute waits when a later one starts; then the gradient goes home."""
@@ -396,9 +398,9 @@ def _wait_gather(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: 
     return WaitGather(_whole(scheduler, bucket, tile, tiles, own), bucket=bucket, tile=tile, tiles=tiles)
 
 
-def _free(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: bool) -> Free:
+def _free(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: bool, ends: bool) -> Free:
     whole = (_whole(scheduler, bucket, tile, tiles, own),)
-    return Free(bucket, whole, whole, False, tile, tiles)
+    return Free(bucket, whole, whole, False, tile, tiles, ends)
 
 
 def _wait_fetch(scheduler: Scheduler, register: int) -> WaitFetch:
@@ -470,14 +472,14 @@ def _fetched(
 ) -> list[Instruction]:  # fmt: skip
     """Copy ``size`` bytes from ``tier`` into registers on the device."""
     if tier != "nvme":
-        return [Fetch(what, label, module, size, reads, writes, dead, bucket, tile)]
+        return [Fetch(what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
     if scheduler.rates.staging == "device":
-        return [Read(what, label, module, size, reads, writes, dead, bucket, tile)]
+        return [Read(what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
     kind: Kind = "activation" if what == "activations" else "param"
     staged = (scheduler.registers.get(("staged", writes), f"{what} of {label}", size, kind, "host"),)
     return [
-        Read(what, label, module, size, reads, staged, dead, bucket, tile),
-        Fetch(what, label, module, size, staged, writes, staged, bucket, tile),
+        Read(what, label, module, size, reads, staged, dead, bucket, tile, home=tier),
+        Fetch(what, label, module, size, staged, writes, staged, bucket, tile, home=tier),
     ]
 
 
@@ -492,16 +494,16 @@ def _down(
     module = scheduler.names[bucket] if bucket >= 0 else layer_of_activation(label) or label
     kind, staged, moves = contents[away[0]].kind, here, list[Instruction]()
     if tier != "nvme":
-        return [Spill(what, label, module, size, here + there, away, here, bucket, tile)]
+        return [Spill(what, label, module, size, here + there, away, here, bucket, tile, home=tier)]
     if scheduler.rates.staging != "device":
         staged = (scheduler.registers.get(("staged", away), f"{what} of {label}", size, kind, "host"),)
-        moves.append(Spill(what, label, module, size, here, staged, here, bucket, tile, slot))
+        moves.append(Spill(what, label, module, size, here, staged, here, bucket, tile, slot, home=tier))
     if there:
         # They are added up in the staging buffer, or where the reduced gradient is.
         back = (scheduler.registers.get(("added", away), f"earlier {what} of {label}", 0, kind),)
-        moves.append(Read(what, label, module, size, staged + there, back, (), bucket, tile))
+        moves.append(Read(what, label, module, size, staged + there, back, (), bucket, tile, home=tier))
         staged += back
-    return [*moves, Write(what, label, module, size, staged + there, away, staged, bucket, tile, slot)]
+    return [*moves, Write(what, label, module, size, staged + there, away, staged, bucket, tile, slot, home=tier)]
 
 
 def _reduce(

@@ -1,0 +1,62 @@
+"""Facts that instructions state, as lowering sets them, so that nobody who reads a program derives them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import harness
+import pytest
+from numerics.test_tiles import Net, made
+
+from zerograph.core.machine import machine_named
+from zerograph.core.plan import ParamTile
+
+SPLIT = replace(machine_named("cpu"), split=True)
+
+
+def _instructions(**options: Any) -> dict[str, list[Any]]:
+    """By class those of a step of :class:`Net` on one of two ranks."""
+    found: dict[str, list[Any]] = {}
+    frame = harness.dry_run(2, made, Net, bucket_size=4, **options).frame
+    for program in frame.programs.values():
+        for each in program.instructions:
+            found.setdefault(f"{program.kind} {type(each).__name__}", []).append(each)
+    return found
+
+
+def test_buckets_say_how_long_they_stay_whole() -> None:
+    use, step = (_instructions(stage=stage) for stage in (3, 2))
+    assert not any(each.resident or each.fetched for each in use["forward Gather"] + use["backward Gather"])
+    assert not any(each.kept or each.ends for each in use["forward Free"] + use["backward Free"])
+    assert not any(each.kept for each in use["forward WaitGather"] + use["backward WaitGather"])
+    assert not any(each.resident for each in step["forward Gather"])
+    assert all(each.resident for each in step["backward Gather"])
+    assert all(each.kept and not each.ends for each in step["forward Free"] + step["backward Free"])
+    assert all(each.kept for each in step["forward WaitGather"] + step["backward WaitGather"])
+    for wait in use["backward WaitReduce"]:
+        assert wait.updatable == tuple(range(len(wait.outs))) and not wait.leaves
+
+
+@pytest.mark.parametrize("tier", ["host", "nvme"])
+def test_moves_say_where_their_home_is_and_which_is_the_last(tier: str, tmp_path: Path) -> None:
+    away: dict[str, Any] = {"path": str(tmp_path)} if tier == "nvme" else {}
+    found = _instructions(stage=3, offload="parameters", tier=tier, machine=SPLIT, **away)
+    assert all(each.fetched for each in found["forward Gather"] + found["backward Gather"])
+    fetches, spills = found["forward Fetch"] + found["backward Fetch"], found["backward Spill"]
+    assert all(each.home == tier and each.staged == (tier == "nvme") for each in fetches + spills)
+    assert all(each.leaves and not each.updatable for each in found["backward WaitReduce"])
+    assert all(each.complete for each in spills)
+    for each in found.get("forward Read", []) + found.get("backward Write", []):
+        assert each.home == "nvme" and not each.staged
+    assert ("backward Write" in found) == (tier == "nvme")
+
+
+def test_of_tiles_the_last_completes_a_gradient() -> None:
+    found = _instructions(stage=3, offload="parameters", tier="host", machine=SPLIT, tile=3)
+    spills = [each for each in found["backward Spill"] if isinstance(each.params[0], ParamTile)]
+    by_gradient = {each.writes: [other for other in spills if other.writes == each.writes] for each in spills}
+    assert by_gradient and any(len(tiles) > 1 for tiles in by_gradient.values())
+    for tiles in by_gradient.values():
+        assert [each.complete for each in tiles] == [False] * (len(tiles) - 1) + [True]
