@@ -31,6 +31,7 @@ from zerograph.core.program import (
     WaitReduce,
     Write,
 )
+from zerograph.core.slots import LEAVING
 from zerograph.runtime.buffers import padded
 from zerograph.runtime.comm import Communicator
 from zerograph.runtime.early import EarlyUpdates
@@ -289,7 +290,7 @@ class Executor:
             if isinstance(instruction, Spill):
                 there = self.early.take(instruction.bucket, instruction.params, there, self.store.arrival())
             else:
-                self.early.wait(_UNSPILLED)
+                self.early.wait(LEAVING)
         for register, tensor in zip(instruction.writes, there, strict=True):
             registers[register] = tensor
 
@@ -330,9 +331,6 @@ class Executor:
         for register, tensor in zip(instruction.outs, results, strict=True):
             registers[register] = tensor
 
-
-_UNSPILLED = 2
-"""Updates inside of a backward that may be under way where gradients are to leave memory."""
 
 _METHODS: dict[type, str] = {
     Compute: "_compute",

@@ -13,17 +13,12 @@ import torch
 from torch import Tensor
 
 from zerograph.core.plan import Homes, Param, ParamTile
+from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.runtime.buffers import BufferPool, aligned, tile_of, torch_dtype
 from zerograph.runtime.host import HostMemory, Pairs, Transfer
 from zerograph.runtime.torch_private import local_tensor, memory_is_unshared, versions
 
 K = TypeVar("K")
-
-SLOTS = 3
-"""Parameters whose casts are on their way up at most, before the host makes more."""
-
-LEAVING = 2
-"""Buckets of gradients on their way at most: the device waits before it makes more, so that their memory is bounded."""
 
 
 @dataclass(slots=True)

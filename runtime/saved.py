@@ -23,6 +23,7 @@ from torch import Tensor
 from zerograph.core.errors import StorageError
 from zerograph.core.machine import Tier
 from zerograph.core.program import Program, Write
+from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.core.units import format_bytes
 from zerograph.runtime.extents import ALIGNMENT, Extent
 from zerograph.runtime.host import HostMemory, Transfer
@@ -46,13 +47,6 @@ class _Span(NamedTuple):
 
     bytes: Tensor
     members: list[int]
-
-
-LEAVING = 2
-"""Layers of which tensors are on their way to the host at most: their memory on the device is bounded."""
-
-STAGED = 3
-"""Layers of which tensors wait on the host for their turn on NVMe at most."""
 
 
 class Returning(NamedTuple):
@@ -123,7 +117,7 @@ class SavedActivations:
             for copy in _taken(self._copies, LEAVING - 1):
                 copy.wait()
         elif self._host() is not None:  # else they are in memory as they would be without
-            for written in _taken(self._writes, STAGED - 1):
+            for written in _taken(self._writes, SLOTS - 1):
                 written()
         begun: deque[list[Any]] = self._copies if tier == "host" else self._writes
         begun.append([])

@@ -25,6 +25,7 @@ from zerograph.core.plan import Bucket, Homes, Offload, Plan, tile_rows
 from zerograph.core.planfile import PlanFile
 from zerograph.core.program import Write
 from zerograph.core.simulate import Memory, time_and_peaks
+from zerograph.core.slots import SLOTS
 from zerograph.core.step import Step
 from zerograph.core.timeline import Forecast
 from zerograph.planner.check_file import check_file
@@ -38,7 +39,7 @@ from zerograph.planner.rules import plan_step
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.search import Search, Wish
 from zerograph.planner.sizes import ModelSize
-from zerograph.planner.sketch import BUFFERS, settled, sketch
+from zerograph.planner.sketch import settled, sketch
 from zerograph.planner.strategy import Activations, Strategy, placements
 from zerograph.planner.training import Training
 
@@ -355,8 +356,8 @@ def test_no_more_than_three_staging_buffers_are_in_use(found: Drawn) -> None:
     assert all(spans[s.task - 1].operation == "spill" and s.task - 1 in s.after for s in writes)
     for span in spans:
         owners = {h.name.partition(" of ")[2] for h in staged if h.held_at(span.start, spans)}
-        assert len(owners) <= BUFFERS
-        assert sum(begin <= span.start < end for begin, end in passing) <= BUFFERS
+        assert len(owners) <= SLOTS
+        assert sum(begin <= span.start < end for begin, end in passing) <= SLOTS
 
 
 # What it does --------------------------------------------------------------------------------------------------------

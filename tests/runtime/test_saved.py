@@ -16,9 +16,10 @@ from torch import Tensor
 from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError
 from zerograph.core.machine import Tier
+from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.runtime.host import Pairs, Transfer
 from zerograph.runtime.nvme import Arena
-from zerograph.runtime.saved import LEAVING, STAGED, SavedActivations
+from zerograph.runtime.saved import SavedActivations
 from zerograph.runtime.testing.simulated_host import SimulatedHost
 
 ROOM = 2**20
@@ -109,8 +110,8 @@ def test_few_layers_are_under_way_and_wait_on_the_host(behind: SavedActivations)
     away = []
     for tensor in here:
         away += behind.spill(behind.spill([tensor], "host"), "nvme")
-        assert len(behind._copies) <= LEAVING and len(behind._writes) <= STAGED
-    assert behind.on_host <= 4000 * (LEAVING + STAGED)
+        assert len(behind._copies) <= LEAVING and len(behind._writes) <= SLOTS
+    assert behind.on_host <= 4000 * (LEAVING + SLOTS)
     behind.wait()
     assert all(torch.equal(a, b) for a, b in zip(back_from(behind, away, ("host", "nvme")), here, strict=True))
 

@@ -1,9 +1,15 @@
-"""The slots that states on NVMe pass through, on the tier that NVMe reads and writes: made once, and used in turn."""
+"""The memory that moves between tiers pass through: how many are under way, and how large their slots are.
+
+Runtime, optimizers and planner share these numbers, so that a plan counts the slots that a step holds.
+"""
 
 from __future__ import annotations
 
 SLOTS = 3
-"""One being read, one in use, one being written."""
+"""Slots of a ring, each for one bucket, tile or layer: one being read, one in use, one being written."""
+
+LEAVING = 2
+"""Moves off the device that are under way at most: what they move is memory of the device until they end."""
 
 SLOT = 64 * 2**20
 """Bytes of one slot, at most."""

@@ -18,6 +18,7 @@ from zerograph.core.plan import Bucket, Plan
 from zerograph.core.planfile import Holding
 from zerograph.core.program import Collective, Program, WaitGather, WaitReduce
 from zerograph.core.simulate import Tasks, simulate, walk
+from zerograph.core.slots import SLOTS
 from zerograph.core.step import ITEM_SIZE, Step
 from zerograph.planner.depths import continued, peaks_by_part
 from zerograph.planner.forecasts import KINDS
@@ -30,7 +31,7 @@ from zerograph.planner.regions import Profile, profile
 from zerograph.planner.rules import plan_step
 from zerograph.planner.schedule import Scheduler
 from zerograph.planner.sizes import ModelSize
-from zerograph.planner.sketch import BUFFERS, sketch
+from zerograph.planner.sketch import sketch
 from zerograph.planner.strategy import Strategy
 from zerograph.planner.synthetic import gpt
 from zerograph.planner.training import Training
@@ -210,7 +211,7 @@ def _measured(preset: Preset, layers: int) -> Numbers:
     """Peaks by part; how long streams work, and passes and update take."""
     scheduler, plan, holdings = _planned(preset, layers)
     accumulate = preset.training.accumulate
-    run = walk(sketch(scheduler, plan, BUFFERS, adds=accumulate > 1), scheduler.costs)
+    run = walk(sketch(scheduler, plan, SLOTS, adds=accumulate > 1), scheduler.costs)
     held = tuple((holding.tier, holding.bytes) for holding in holdings)
     found: dict[tuple[object, ...], float] = {
         ("peak", tier, part): size
@@ -224,7 +225,7 @@ def _measured(preset: Preset, layers: int) -> Numbers:
     # The passes of the last micro-batch are those above; the first one finds no gradients that it adds to.
     for adds, times in ((False, min(accumulate - 1, 1)), (True, accumulate - 2)):
         if times > 0:
-            programs = sketch(scheduler, plan, BUFFERS, adds=adds)[:2]
+            programs = sketch(scheduler, plan, SLOTS, adds=adds)[:2]
             again = walk([_without_collectives(one) if plan.stage < 2 else one for one in programs], scheduler.costs)
             _add_busy(found, "passes", again, 0, len(again.ends), times)
             found["length", "passes"] += times * max(again.ends)
@@ -248,7 +249,7 @@ def _without_collectives(program: Program) -> Program:
 def _by_kind(preset: Preset, layers: int) -> Numbers:
     """By tier and part, what is held of each kind when the most is."""
     scheduler, plan, held = _planned(preset, layers)
-    programs = sketch(scheduler, plan, BUFFERS, adds=preset.training.accumulate > 1)
+    programs = sketch(scheduler, plan, SLOTS, adds=preset.training.accumulate > 1)
     run, (_, holdings) = walk(programs, scheduler.costs), simulate(programs, scheduler.rates, held=held)
     peaks = peaks_by_part(run, tuple((one.tier, one.bytes) for one in held))
     found: dict[tuple[object, ...], float] = {}

@@ -7,7 +7,7 @@ an oversized operator follow one another, at most one more of them whole than is
 
 Gradients may be clipped by their norm, so no update begins before the whole backward has ended. Where optimizer states
 live off the device, updates then run on the host as a pipeline: gradients that stayed on the device come down, states
-on NVMe are read, updated and written through at most :data:`BUFFERS` staging buffers, and new parameters go up again
+on NVMe are read, updated and written through at most :data:`SLOTS` staging buffers, and new parameters go up again
 where they live on the device. Or they run on the device, through which states on the host pass in as many buffers.
 
 The search makes sketches by the thousand: instructions are made once for a
@@ -44,14 +44,13 @@ from zerograph.core.program import (
     ends_whole,
     stays_whole,
 )
+from zerograph.core.slots import SLOTS
 from zerograph.core.step import Kind, layer_of_activation
 from zerograph.planner.placement import BucketPart
 from zerograph.planner.rates import Rates
 from zerograph.planner.schedule import PhaseWork, Piece, Registers, SavedRegisters, Scheduler
 
 T = TypeVar("T")
-BUFFERS = 3
-"""Staging buffers on the host, each for one bucket or tile: one being read, one in use, one being written."""
 
 
 def sketch(scheduler: Scheduler, plan: Plan, leaving: int = sys.maxsize, *, adds: bool = False) -> tuple[Program, ...]:
@@ -390,7 +389,7 @@ def _norm(scheduler: Scheduler) -> int:
 def _slot(scheduler: Buckets, ring: str, number: int) -> int:
     """The register of the staging buffer that the ``number``-th of those works in that share a ring."""
     tier, name = scheduler.rates.staging, "staging buffer"
-    place = scheduler.registers.get((ring, number % BUFFERS), name, 0, "temporary", tier)
+    place = scheduler.registers.get((ring, number % SLOTS), name, 0, "temporary", tier)
     return scheduler.registers.get((ring, number), name, 0, "temporary", tier, storage=place)
 
 
