@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -96,6 +96,10 @@ def _keep_together(graph: fx.Graph) -> None:
             # Not right after its own placeholder: placeholders stand together at the graph's beginning.
             anchor = last_input if source.op == "placeholder" else source
             anchor.append(node)
+
+
+_Moving = Callable[[type[Read | Fetch | Write | Spill], tuple[int, ...], tuple[int, ...]], Instruction]
+"""Makes a move of a class, from the registers that it reads to those that it writes."""
 
 
 class _Lowering:
@@ -212,14 +216,10 @@ class _Lowering:
             case ops.FETCH:
                 size, out = sum(fetched_bytes(p, self.plan.world_size) for p in info.params), self._register(node)
                 home, reads = self._homes(info).parameters, self._regs(node.args[0])
-                kind: type[Read | Fetch] = Read if home == "nvme" else Fetch
                 if home == "host":
                     self.tiers |= dict.fromkeys(reads, home)
-                elif self.staging == "host":
-                    staged = self._staged(node, [size])
-                    self.instructions.append(self._move(Read, "shard", node, size, reads, staged, home))
-                    kind, reads = Fetch, staged
-                instruction, self.bytes[out] = self._move(kind, "shard", node, size, reads, (out,), home), size
+                move, self.bytes[out] = self._move("shard", node, size, home), size
+                instruction = self._up(move, home, reads, out, self._staged(node, home, [size]))
             case ops.WAIT_FETCH:
                 pending = self.registers[node.args[0]]  # type: ignore[index]
                 instruction = WaitFetch(pending, outs)
@@ -238,24 +238,16 @@ class _Lowering:
                 instruction = Scale(source, by, out, moved=2 * bytes_of(node.meta["val"]), module=module)
                 self.shared[out] = self.shared.get(source, source)
             case ops.SPILL_SAVED:
-                reads = self._regs(node.args[0])
-                if info.tier == "nvme" and self.staging == "host":
-                    staged = self._staged(node, info.bytes)
-                    self.shared |= {out: staged[first] for out, first in zip(staged, info.memory, strict=True)}
-                    self.instructions.append(self._move_saved(Spill, info, reads, staged))
-                    reads = staged
-                instruction = self._move_saved(Write if info.tier == "nvme" else Spill, info, reads, outs)
-                self.tiers |= dict.fromkeys(outs, info.tier)
+                staged = self._staged(node, info.tier, info.bytes)
+                self.shared |= {out: staged[first] for out, first in zip(staged, info.memory, strict=False)}
+                move = self._move_saved(info)
+                instruction = self._down(move, info.tier, self._regs(node.args[0]), outs, staged)
                 self._describe_saved(info, node.args[0], outs)
             case ops.FETCH_SAVED:
                 out, reads = self._register(node), self._regs(node.args[0])
-                kind = Read if info.tier == "nvme" else Fetch
                 self.tiers |= dict.fromkeys(reads, info.tier)
-                if info.tier == "nvme" and self.staging == "host":
-                    staged = self._staged(node, [sum(info.bytes)])
-                    self.instructions.append(self._move_saved(Read, info, reads, staged))
-                    kind, reads = Fetch, staged
-                instruction = self._move_saved(kind, info, reads, (out,))
+                staged = self._staged(node, info.tier, [sum(info.bytes)])
+                instruction = self._up(self._move_saved(info), info.tier, reads, out, staged)
             case ops.WAIT_FETCH_SAVED:
                 pending = self.registers[node.args[0]]  # type: ignore[index]
                 instruction = WaitFetch(pending, outs)
@@ -263,14 +255,9 @@ class _Lowering:
             case _:
                 sizes = [shard_bytes(p, self.plan.world_size) for p in info.params]
                 home, reads = self._homes(info).spilled, self._regs(node.args[0])
-                self.tiers |= dict.fromkeys(outs, home)
-                if home == "nvme" and self.staging == "host":
-                    staged = self._staged(node, sizes)
-                    self.instructions.append(self._move(Spill, "gradient", node, sum(sizes), reads, staged, home))
-                    reads = staged
-                reads += self._regs([into for into in node.args[2:] if into is not None])
-                away = Write if home == "nvme" else Spill
-                instruction = self._move(away, "gradient", node, sum(sizes), reads, outs, home)
+                into = self._regs([into for into in node.args[2:] if into is not None])
+                move = self._move("gradient", node, sum(sizes), home)
+                instruction = self._down(move, home, reads, outs, self._staged(node, home, sizes), into)
         self.instructions.append(instruction)
 
     def _residency(self, info: Transfer) -> Residency:
@@ -294,35 +281,48 @@ class _Lowering:
             "moved": moved, "packed": bytes_of(vals) if product else 0, "module": module, "source": source,
         }  # fmt: skip
 
-    def _staged(self, node: fx.Node, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Registers on the host for what moves between the device and NVMe."""
+    def _staged(self, node: fx.Node, home: Tier, sizes: Sequence[int]) -> tuple[int, ...]:
+        """Registers on the host for what moves between the device and NVMe; none where that is read and written from
+        the device's memory."""
+        if home != "nvme" or self.staging != "host":
+            return ()
         found = tuple(self._register(f"staged_{node.name}_{k}") for k in range(len(sizes)))
         self.tiers |= dict.fromkeys(found, "host")
         self.bytes |= zip(found, sizes, strict=True)
         return found
 
-    def _move(
+    def _up(self, move: _Moving, home: Tier, reads: tuple[int, ...], out: int, staged: tuple[int, ...]) -> Instruction:
+        """Bring to the device what lives at ``home``, by two moves where it is ``staged`` between them."""
+        if staged:
+            self.instructions.append(move(Read, reads, staged))
+            return move(Fetch, staged, (out,))
+        return move(Read if home == "nvme" else Fetch, reads, (out,))
+
+    def _down(
         self,
-        kind: type[Read | Fetch | Write | Spill],
-        what: str,
-        node: fx.Node,
-        size: int,
+        move: _Moving,
+        home: Tier,
         reads: tuple[int, ...],
         outs: tuple[int, ...],
-        home: Tier,
+        staged: tuple[int, ...],
+        into: tuple[int, ...] = (),
     ) -> Instruction:
+        """Take it from the device to ``home``, beside what of it is there (``into``)."""
+        self.tiers |= dict.fromkeys(outs, home)
+        if staged:
+            self.instructions.append(move(Spill, reads, staged))
+        return move(Write if home == "nvme" else Spill, (staged or reads) + into, outs)
+
+    def _move(self, what: str, node: fx.Node, size: int, home: Tier) -> _Moving:
         info = node.meta["zg"]
         name = self.plan.buckets[info.bucket].name
         label = name if info.tiles == 1 else f"{name} tile {info.tile + 1}/{info.tiles}"
-        return kind(
-            what, label, name, size, reads, outs, bucket=info.bucket, tile=info.tile, params=info.params, home=home
-        )
+        facts = {"bucket": info.bucket, "tile": info.tile, "params": info.params, "home": home}
+        return lambda kind, reads, outs: kind(what, label, name, size, reads, outs, **facts)
 
-    def _move_saved(
-        self, kind: type[Read | Fetch | Write | Spill], info: Saved, reads: tuple[int, ...], outs: tuple[int, ...]
-    ) -> Read | Fetch | Write | Spill:
-        module = layer_of_activation(info.label) or info.label
-        return kind("activations", info.label, module, sum(info.bytes), reads, outs, home=info.tier)
+    def _move_saved(self, info: Saved) -> _Moving:
+        module, size = layer_of_activation(info.label) or info.label, sum(info.bytes)
+        return lambda kind, reads, outs: kind("activations", info.label, module, size, reads, outs, home=info.tier)
 
     def _describe_saved(self, info: Saved, tensors: Any, outs: tuple[int, ...]) -> None:
         """Registers ``outs`` hold what ``tensors`` do, on another tier."""
