@@ -181,7 +181,8 @@ def test_single_activations_are_saved_and_change_no_bit(tmp_path: Path, world: i
         assert found.losses == auto.losses
         assert_same(found.grads, auto.grads)
         saved.append(found.saved)
-    state = torch.get_rng_state().nbytes  # of attention that is computed again, which counts as random
+    # Of attention that is computed again, which counts as random before torch 2.14.
+    state = torch.get_rng_state().nbytes if torch.__version__ < (2, 14) else 0
     more = [sum(SINGLE[name] for name in names) - (state if len(names) == len(SINGLE) else 0) for names in ways]
     assert [size - saved[0] for size in saved] == [layers * size for size in more]
     assert saved[-1] < auto.saved

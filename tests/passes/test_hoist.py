@@ -127,4 +127,4 @@ def test_no_segment_of_the_forward_grows_with_depth(recompute: str) -> None:
             model.compile(backend=backend)
             model(torch.randn(2, 8)).sum().backward()
         longest.append([s.operators for s in backend.frames[0].programs["forward"].segments])
-    assert longest[0] == longest[1]
+    assert max(longest[0]) == max(longest[1])

@@ -149,10 +149,15 @@ def home_of(model: nn.Module, config: Config, device: object) -> torch.device:
         "device= is for a model on the meta device; move one that has values before: model.to(device)",
     )
     on_mesh = config.mesh.device_type if config.mesh is not None else None
-    home = torch.device(given or own or on_mesh or torch.accelerator.current_accelerator() or "cpu")
+    home = torch.device(given or own or on_mesh or _accelerator() or "cpu")
     if home.index is None and home.type != "cpu":
         home = torch.device(home.type, torch.accelerator.current_device_index())
     return home
+
+
+def _accelerator() -> torch.device | None:
+    """The kind of device that models belong on here: a torch that was built for CUDA names it without a GPU, too."""
+    return torch.accelerator.current_accelerator(check_available=True)
 
 
 def _device_given(device: Any) -> torch.device:
@@ -161,6 +166,6 @@ def _device_given(device: Any) -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"zerograph.shard got device={device!r:.80}, which is none", hint) from error
-    here = ("cpu", *filter(None, [getattr(torch.accelerator.current_accelerator(), "type", None)]))
+    here = ("cpu", *filter(None, [getattr(_accelerator(), "type", None)]))
     require(found.type in here, f"zerograph.shard got device={str(found)!r}; here there is {' and '.join(here)}", hint)
     return found
