@@ -3,7 +3,8 @@
 Dynamo and AOTAutograd take a second for the smallest model, and tests of plans differ in what comes behind them. So
 :class:`Traced` keeps what they make of a model, and each :func:`run` plans, rewrites and lowers a copy of it, and runs
 the programs, with eager segments, on ranks that are threads (:mod:`thread_ranks`): with backends as users have them,
-and the executor, stores, arenas and optimizers of these. Only Dynamo is not asked.
+and the executor, stores, arenas and optimizers of these. Only Dynamo is not asked; :func:`run_processes` has the same
+script run from end to end.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import ranks as processes
 import torch
+import torch.distributed as dist
 from thread_ranks import ThreadCommunicator, ThreadGroup
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from traced import Graph, Programs, trace
 
+import zerograph
 from zerograph.api import Backend
 from zerograph.compiler.compilation import Compilation
 from zerograph.compiler.frame import Frame
@@ -64,6 +68,33 @@ def run(
     return _cleanly(_run, traced, config, script, optimizer)
 
 
+def run_processes(world_size: int, script: Callable[..., Any], make: Make, *given: Any, **options: Any) -> list[Any]:
+    """As :func:`run` on processes, each with Dynamo; what it is given, and returns, is pickled."""
+    return processes.run(world_size, functools.partial(_here, script, make, *given, **options))
+
+
+def run_here(_: int, script: Callable[..., Any], make: Make, *given: Any, **options: Any) -> list[Any]:
+    """As :func:`run` in this process with Dynamo, which is the only rank whatever the world size; without options in
+    plain PyTorch, of parameters that are ``dtype``."""
+    return [_cleanly(functools.partial(_here, script, make, *given, **options))]
+
+
+def _here(
+    script: Callable[..., Any],
+    make: Make,
+    *given: Any,
+    optimizer: Callable[[Any], Optimizer],
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Any:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, _ = make(*given)
+    if not options:
+        return script(Module(model.to(dtype), optimizer, None))
+    return script(Module(model, optimizer, zerograph.backend(**{"compute": "eager", "dtype": dtype, **options})))
+
+
 def _run(
     traced: Sequence[Traced], config: Config, script: Callable[..., Any], optimizer: Callable[[Any], Optimizer]
 ) -> list[Any]:
@@ -80,10 +111,13 @@ def _run(
 def _cleanly(function: Callable[..., Any], *given: Any) -> Any:
     """Collect the garbage of a run behind it: each backend hears of every step while it lives, in whatever thread."""
     hook = sys.excepthook  # which each process group wraps once more
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # beside other work the threads of small kernels wait for each other longer than they work
     try:
         with without_gc():
             return function(*given)
     finally:
+        torch.set_num_threads(threads)
         sys.excepthook = hook
         gc.collect()
         gc.freeze()  # what stays is searched by no later collection
@@ -248,3 +282,24 @@ class Rank:
     def gradients(self) -> dict[str, Tensor]:
         """This rank's rows of all gradients, copied."""
         return {n: local_tensor(p.grad).clone() for n, p in self.params.items() if p.grad is not None}
+
+
+class Module(Rank):
+    """A model that trains in this process, compiled by Dynamo for the ``backend``, or by nobody."""
+
+    def __init__(self, module: nn.Module, optimizer: Callable[[Any], Optimizer], backend: Backend | None) -> None:
+        grouped = backend is not None and dist.is_initialized()
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
+        self.backend, self._module = backend, module
+        if backend is not None:
+            module.compile(backend=backend)
+        self.optimizer = optimizer(self)
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        """Which others replace in the first call."""
+        return dict(self._module.named_parameters())
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        """What the model returns for these arguments."""
+        return self._module(*given)

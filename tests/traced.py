@@ -175,10 +175,11 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, forward: Executor, backward: Executor, *inputs: Any) -> Tensor:
-        value, *ctx.saved = forward(list(inputs))
+        value, *saved = forward(list(inputs))
+        ctx.save_for_backward(*saved)
         ctx.run = backward
         return value
 
     @staticmethod
     def backward(ctx: Any, tangent: Tensor) -> tuple[Any, ...]:
-        return None, None, *ctx.run([*ctx.saved, tangent])
+        return None, None, *ctx.run([*ctx.saved_tensors, tangent])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
 import torch
-import torch.distributed as dist
-from numerics.compare import Values, assert_same, full, mean_over_ranks, mine, seeded
-from ranks import run
+from harness import Rank
+from numerics.compare import Values, assert_same, seeded
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -19,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import zerograph
 from zerograph.core.config import Recompute
 from zerograph.core.machine import machine_named
-from zerograph.core.planfile import PlanFile
-from zerograph.dryrun.forecast import plan_file
+from zerograph.dryrun.forecast import forecast_file
 
 SETTINGS: tuple[Recompute, ...] = ("auto", "none", 0.5, "full")
 LAYERS, WIDTH, ROWS, LENGTH = 2, 16, 2, 8
@@ -63,6 +61,12 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def made(
+    dropout: float = 0.0, region: bool = False, layers: int = LAYERS, attends: bool = True
+) -> tuple[nn.Module, tuple[Tensor]]:
+    return Model(dropout, region, layers, attends), (torch.empty(ROWS, LENGTH, 5),)
+
+
 @dataclass
 class Result:
     """Of every step the loss, of the last one gradients and bytes that the forward saved for the backward."""
@@ -70,15 +74,15 @@ class Result:
     losses: list[float]
     grads: Values
     saved: int
-    layers: tuple[str, ...] = ()
+    layers: tuple[str, ...]
 
 
 class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
     """Bytes of the activations that autograd holds; tensors that share memory count once, parameters not at all."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, rank: Rank) -> None:
         self.sizes: dict[int, int] = {}
-        parameters = {_memory(p.to_local() if hasattr(p, "to_local") else p) for p in model.parameters()}
+        parameters = {_memory(p.to_local() if hasattr(p, "to_local") else p) for p in rank.parameters()}
 
         def pack(tensor: Tensor) -> Tensor:
             if _memory(tensor) not in parameters:
@@ -96,102 +100,94 @@ def _memory(tensor: Tensor) -> int:
     return tensor.detach().untyped_storage().data_ptr()
 
 
-def train(recompute: Recompute | Path | None, stage: int, compute: str, options: dict[str, Any]) -> Result:
-    """Train a fresh model on this rank, maybe by the plan in a file; None is plain PyTorch on the whole batch."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    model = Model(**options)
-    backend = None
-    if recompute is not None:
-        given = isinstance(recompute, Path)
-        ruled = {"stage": stage, "bucket_size": "8KB", "recompute": recompute}
-        backend = zerograph.backend(compute=compute, **({"plan": recompute} if given else ruled))
-        model.compile(backend=backend)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses, grads, saved = [], {}, 0
+def trains(rank: Rank) -> Result:
+    losses, grads, saved = list[float](), Values(), 0
     for step in range(2):
         torch.manual_seed(step)  # of masks
-        x = torch.randn(ROWS * dist.get_world_size(), LENGTH, 5, generator=seeded(step))
-        hooks = SavedBytes(model)
+        batch = torch.randn(ROWS * rank.world_size, LENGTH, 5, generator=seeded(step))
+        hooks = SavedBytes(rank)
         with hooks:
-            loss = model(x if backend is None else mine([x])[0]).square().mean()
+            loss = rank(batch.chunk(rank.world_size)[rank.rank]).square().mean()
         saved = hooks.bytes
         loss.backward()
-        grads = {name: full(p.grad) for name, p in model.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append((loss if backend is None else mean_over_ranks(loss)).item())
-    return Result(losses, grads, saved, backend.plan.recompute if backend is not None else ())
+        grads = rank.gradients()
+        rank.optimizer.step()
+        rank.optimizer.zero_grad()
+        losses.append(loss.item())
+    return Result(losses, grads, saved, rank.backend.plan.recompute if rank.backend is not None else ())
 
 
-REGION: dict[str, Any] = {"dropout": 0.3, "region": True}
-CASES: list[tuple[int, int, dict[str, Any]]] = [(1, 0, {}), (2, 3, REGION)]
-"""World size, stage and what the model has."""
+def sgd(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@pytest.mark.parametrize(("world", "stage", "options"), CASES)
-def test_the_same_kernels_give_the_same_bits_from_less_memory(world: int, stage: int, options: dict[str, Any]) -> None:
-    settings = SETTINGS if world == 1 else tuple(s for s in SETTINGS if s != "none")  # the same at any world size
-    results = {setting: run(world, train, setting, stage, "eager", options)[0] for setting in settings}
-    for setting in settings:
-        assert results[setting].losses == results["auto"].losses, setting
-        assert_same(results[setting].grads, results["auto"].grads)
-    if not options:
-        _close(results["auto"], run(world, train, None, stage, "eager", options)[0])
+def assert_alike(found: list[Result], wanted: list[Result]) -> None:
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.losses == theirs.losses
+        assert_same(ours.grads, theirs.grads)
 
-    saved = {setting: result.saved for setting, result in results.items()}
-    assert saved.get("none", saved["auto"]) >= saved["auto"] > saved[0.5] > saved["full"], saved
-    states = 0 if options else LAYERS * torch.get_rng_state().nbytes  # attention counts as random without dropout too
+
+RULES: dict[str, Any] = {"optimizer": sgd, "bucket_size": "8KB"}
+REGION = (0.3, True)
+
+
+@pytest.mark.parametrize(("world", "stage", "model"), [(1, 0, ()), (2, 3, REGION)])
+def test_the_same_kernels_give_the_same_bits_from_less_memory(world: int, stage: int, model: tuple[Any, ...]) -> None:
+    def train(run: Any, recompute: Recompute) -> list[Result]:
+        return run(world, trains, made, *model, stage=stage, recompute=recompute, **RULES)
+
+    results = {setting: train(harness.run, setting) for setting in SETTINGS}
+    for found in results.values():
+        assert_alike(found, results["auto"])
+    if world == 1:
+        _close(results["auto"][0], harness.run_here(1, trains, made, *model, optimizer=sgd)[0])
+    else:
+        found = train(harness.run_processes, "full")
+        assert_alike(found, results["auto"])
+        assert [each.saved for each in found] == [each.saved for each in results["full"]]
+
+    saved = {setting: found[0].saved for setting, found in results.items()}
+    assert saved["none"] >= saved["auto"] > saved[0.5] > saved["full"], saved
+    states = 0 if model else LAYERS * torch.get_rng_state().nbytes  # attention counts as random without dropout too
     assert saved["full"] < (LAYERS + 2) * STREAM + states, saved  # the inputs of layers, head and embedding
-    assert results[0.5].layers == ("blocks.1",)
-    assert results["full"].layers == ("blocks.0", "blocks.1")
+    assert results[0.5][0].layers == ("blocks.1",)
+    assert results["full"][0].layers == ("blocks.0", "blocks.1")
 
 
 SINGLE = {":scaled_dot_product_attention": 1152, ".up:addmm": 4096, ".qkv:addmm": 3072}
 """Activations inside of a layer, with their bytes at a batch of :data:`ROWS`."""
 
 
-def recomputing(world: int, stage: int, layers: int) -> PlanFile:
-    """A plan that recomputes all layers."""
-
-    def make() -> tuple[nn.Module, tuple[Tensor]]:
-        return Model(layers=layers), (torch.empty(ROWS, LENGTH, 5),)
-
-    return plan_file("tests", make, machine_named("cpu"), world=world, stage=stage, bucket_size="8KB", recompute="full")
-
-
-def written(path: Path, file: PlanFile, names: Sequence[str]) -> Path:
-    """The same, but for ``names`` of each layer."""
-    save = tuple(f"{layer}{name}" for layer in file.plan.recompute for name in names)
-    path.write_text(replace(file, plan=replace(file.plan, save=save)).to_json())
-    return path
-
-
-@pytest.mark.parametrize(("world", "stage", "layers"), [(1, 0, LAYERS), (2, 3, LAYERS), (1, 0, 8)])
-def test_single_activations_are_saved_and_change_no_bit(tmp_path: Path, world: int, stage: int, layers: int) -> None:
-    """Of eight layers four are traced, and the rest is made of these."""
-    auto = run(world, train, "auto", stage, "eager", {"layers": layers})[0]
-    ways: list[tuple[str, ...]] = [(), tuple(SINGLE)]
-    if world == 1 and layers == LAYERS:
-        ways.insert(1, (".up:addmm",))
-    saved, file = [], recomputing(world, stage, layers)
+@pytest.mark.parametrize(
+    ("run", "world", "stage", "layers"),
+    [(harness.run, 1, 0, LAYERS), (harness.run, 2, 3, LAYERS), (harness.run_processes, 1, 0, 8)],
+)
+def test_single_activations_are_saved_and_change_no_bit(
+    tmp_path: Path, run: Any, world: int, stage: int, layers: int
+) -> None:
+    """Of eight layers Dynamo's backend traces four, and the rest is made of these."""
+    model, rules = (0.0, False, layers), {"stage": stage, "bucket_size": "8KB"}
+    file = forecast_file("tests", harness.dry_run(world, made, *model, recompute="full", **rules), machine_named("cpu"))
+    auto = harness.run(world, trains, made, *model, optimizer=sgd, **rules)
+    ways, saved = [(), (".up:addmm",), tuple(SINGLE)] if run is harness.run else [(), tuple(SINGLE)], []
     for names in ways:
-        path = written(tmp_path / f"{len(names)}.json", file, names)
-        found = run(world, train, path, stage, "eager", {"layers": layers})[0]
-        assert found.losses == auto.losses
-        assert_same(found.grads, auto.grads)
-        saved.append(found.saved)
+        save = tuple(f"{layer}{name}" for layer in file.plan.recompute for name in names)
+        (path := tmp_path / "plan.json").write_text(replace(file, plan=replace(file.plan, save=save)).to_json())
+        assert_alike(found := run(world, trains, made, *model, optimizer=sgd, plan=path), auto)
+        saved.append(found[0].saved)
     # Of attention that is computed again, which counts as random before torch 2.14.
     state = torch.get_rng_state().nbytes if torch.__version__ < (2, 14) else 0
     more = [sum(SINGLE[name] for name in names) - (state if len(names) == len(SINGLE) else 0) for names in ways]
     assert [size - saved[0] for size in saved] == [layers * size for size in more]
-    assert saved[-1] < auto.saved
+    assert saved[-1] < auto[0].saved
 
 
 def test_compiled_kernels_agree_and_draw_the_same_masks() -> None:
     """One layer with few kernels, as compiling them takes most of the time."""
-    options = {**REGION, "layers": 1, "attends": False}
-    auto, whole = (run(1, train, setting, 0, "inductor", options)[0] for setting in ("auto", "full"))
+    model, rules = (*REGION, 1, False), {"compute": "inductor", "stage": 0, **RULES}
+    auto, whole = (
+        harness.run_processes(1, trains, made, *model, recompute=way, **rules)[0] for way in ("auto", "full")
+    )
     assert whole.layers == ("blocks.0",)
     _close(whole, auto)
 
