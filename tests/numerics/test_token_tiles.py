@@ -4,16 +4,16 @@ world size, wherever shards and activations are."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from numerics.compare import full, mean_over_ranks, mine, seeded
-from numerics.test_tiled_loss import assert_close
-from ranks import run
+from numerics.compare import assert_same, full, seeded
+from numerics.test_tiled_loss import Trained, assert_alike, assert_close, sgd, trains
 from torch import Tensor, nn
 
 import zerograph
@@ -99,38 +99,28 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
 
 
-def trained(middle: Middle, steps: int = 3, **options: Any) -> tuple[list[Tensor], dict[str, Tensor], Any]:
-    """Losses, gradients and backend of a few steps; without options those of plain PyTorch, in float64."""
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    shape = {name: options.pop(name) for name in ("parallel", "dropout") if name in options}
-    model, backend = GPT(middle, **shape), None
-    if options:
-        backend = zerograph.backend(**{"compute": "eager"} | options)
-        model.compile(backend=backend)
-    else:
-        model.double()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    losses, grads = [], dict[str, Tensor]()
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    for step in range(steps):
-        ids = torch.randint(WORDS, (BATCH * world, LENGTH), generator=seeded(step))
-        torch.manual_seed(step)
-        loss = model(*(mine([ids]) if backend is not None and world > 1 else [ids]))
-        loss.backward()
-        losses.append(loss.detach())
-        grads = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, grads, backend
+def made(middle: Middle, *given: Any) -> tuple[nn.Module, tuple[Tensor]]:
+    return GPT(middle, *given), (torch.zeros(BATCH, LENGTH, dtype=torch.int64),)
 
 
-def assert_in_tiles(backend: zerograph.api.Backend, tiles: int) -> None:
-    (plan,) = {frame.plan for frame in backend._frames}
-    assert plan.token_tiles == tiles
-    assert plan.token_regions and len(plan.token_regions) == len(plan.recompute) == 2
+def alone(ids: Tensor) -> tuple[Tensor]:
+    return (ids,)
+
+
+def trained(middle: Middle, *given: Any, run: Any = harness.run, world_size: int = 1, **options: Any) -> list[Trained]:
+    """By rank."""
+    script = partial(trains, WORDS, (BATCH * world_size, LENGTH), alone)
+    return run(world_size, script, made, middle, *given, optimizer=sgd, **options)
+
+
+exact = partial(trained, run=harness.run_here, dtype=torch.float64)
+
+
+def assert_in_tiles(found: Trained, tiles: int) -> None:
+    assert found.plan.token_tiles == tiles
+    assert found.plan.token_regions and len(found.plan.token_regions) == len(found.plan.recompute) == 2
     for kind, ends in (("forward", Place), ("backward", Accumulate)):
-        done = [i for i in backend.program[kind].instructions if isinstance(i, ends)]
+        done = [i for i in found.program[kind].instructions if isinstance(i, ends)]
         assert len(done) >= 2 * tiles - 2  # the last tile of few tokens may be none
 
 
@@ -141,63 +131,52 @@ def assert_in_tiles(backend: zerograph.api.Backend, tiles: int) -> None:
 )  # fmt: skip
 def test_every_mlp_is_the_same_in_tiles(middle: Middle, parallel: bool) -> None:
     """Behind attention, or beside it."""
-    losses, grads, backend = trained(middle, token_tiles=4, parallel=parallel)
-    truth, wanted, _ = trained(middle, parallel=parallel)
-    assert_in_tiles(backend, 4)
-    assert_close(dict(enumerate(losses)), dict(enumerate(truth)), 1e-6)
-    assert_close(grads, wanted)
+    found = trained(middle, parallel, token_tiles=4)
+    assert_in_tiles(found[0], 4)
+    assert_alike(found, exact(middle, parallel))
 
 
 def test_compiled_beside_a_loss_in_tiles_and_with_one_token_each() -> None:
-    truth, wanted, _ = trained(swiglu)
+    truth = exact(swiglu)
     for tiles in (3, 100):
-        losses, grads, backend = trained(swiglu, token_tiles=tiles, loss_tiles=2, compute="inductor")
-        assert_in_tiles(backend, tiles) if tiles == 3 else None
-        assert_close(dict(enumerate(losses)), dict(enumerate(truth)), 1e-6)
-        assert_close(grads, wanted)
+        found = trained(swiglu, run=harness.run_here, token_tiles=tiles, loss_tiles=2, compute="inductor")
+        assert_in_tiles(found[0], tiles) if tiles == 3 else None
+        assert_alike(found, truth)
     text = f"frame 0: head and loss in 2 tiles of tokens, MLPs of 2 layers in {tiles} tiles of tokens"
-    assert text in str(backend.report())
+    assert text in found[0].report
 
 
 def test_dropout_draws_the_same_numbers() -> None:
-    losses, grads, _ = trained(gelu, recompute="full", dropout=0.2)
-    same, also, backend = trained(gelu, token_tiles=3, dropout=0.2)
-    assert_in_tiles(backend, 3)
-    assert_close(dict(enumerate(same)), dict(enumerate(losses)), 1e-6)
-    assert_close(also, grads)
+    whole = trained(gelu, False, 0.2, recompute="full")
+    found = trained(gelu, False, 0.2, token_tiles=3)
+    assert_in_tiles(found[0], 3)
+    assert_alike(found, whole)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_wherever_shards_and_activations_are_the_bits_are_the_same(world_size: int, tmp_path: Path) -> None:
-    run(world_size, _places, tmp_path)
-
-
-def _places(folder: Path) -> None:
-    where = str(folder / str(dist.get_rank()))
-    Path(where).mkdir()
-    losses, grads, backend = trained(gelu, token_tiles=4, stage=3)
-    assert_in_tiles(backend, 4)
-    truth, wanted, _ = trained(gelu)
-    assert_close(dict(enumerate(map(mean_over_ranks, losses))), dict(enumerate(truth)), 1e-6)
-    assert_close(grads, wanted)
+    train = partial(trained, gelu, world_size=world_size, token_tiles=4)
+    found = train(stage=3)
+    assert_in_tiles(found[0], 4)
+    assert_alike(found, exact(gelu, world_size=world_size))
+    saved_on_nvme = {"stage": 3, "activations": "nvme", "path": str(tmp_path)}
     others: list[dict[str, Any]] = [
-        {"stage": 3, "activations": "nvme", "path": where},
-        {"stage": 3, "offload": "parameters", "path": where},
-        *({"stage": stage} for stage in (1, 2) if dist.get_world_size() > 1),
+        saved_on_nvme,
+        {"stage": 3, "offload": "parameters", "path": str(tmp_path)},
+        *({"stage": stage} for stage in (1, 2) if world_size > 1),
+        *([{"run": harness.run_processes, **saved_on_nvme}] * (world_size - 1)),
     ]
     for options in others:
-        same, also, _ = trained(gelu, token_tiles=4, **options)
-        assert [loss.item() for loss in same] == [loss.item() for loss in losses], options
-        assert all(torch.equal(also[name], grads[name]) for name in grads), options
+        for ours, theirs in zip(train(**options), found, strict=True):
+            assert torch.equal(ours.losses, theirs.losses), options
+            assert_same(ours.grads, theirs.grads)
 
 
 def test_half_of_the_layers() -> None:
-    losses, grads, backend = trained(gelu, token_tiles=4, recompute=0.5)
-    truth, wanted, _ = trained(gelu)
-    (plan,) = {frame.plan for frame in backend._frames}
+    found = trained(gelu, token_tiles=4, recompute=0.5)
+    plan = found[0].plan
     assert plan.token_regions == (f"{plan.recompute[0]}.up:addmm",)
-    assert_close(dict(enumerate(losses)), dict(enumerate(truth)), 1e-6)
-    assert_close(grads, wanted)
+    assert_alike(found, exact(gelu))
 
 
 @pytest.mark.slow
@@ -234,12 +213,10 @@ def test_what_is_saved_cannot_be_in_tiles() -> None:
 
 
 def test_of_two_mlps_that_one_is_planned_which_the_backward_can_run_by_tile(caplog: pytest.LogCaptureFixture) -> None:
-    losses, grads, backend = trained(before_attention, token_tiles=4)
-    truth, wanted, _ = trained(before_attention)
-    assert_in_tiles(backend, 4)
+    found = trained(before_attention, token_tiles=4)
+    assert_in_tiles(found[0], 4)
     assert "runs whole" not in caplog.text
-    assert_close(dict(enumerate(losses)), dict(enumerate(truth)), 1e-6)
-    assert_close(grads, wanted)
+    assert_alike(found, exact(before_attention))
 
 
 def test_an_empty_batch_runs_whole() -> None:
