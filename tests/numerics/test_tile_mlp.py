@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
 import torch
 import torch.nn.functional as F
-from numerics.compare import full
-from numerics.test_tiles import RowsIn, Training
+from harness import Rank
+from numerics.compare import assert_same, full, seeded
+from numerics.test_tiles import RowsIn, Training, adamw, backward, made, trains
 from ranks import run
 from torch import Tensor, nn
 from transformers import GPT2Config, LlamaConfig
@@ -17,7 +20,6 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2MLP
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from zerograph.core.machine import machine_named
-from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.forecast import forecast_file
 
 
@@ -131,65 +133,64 @@ LOOPS = {
     Cast: {"llama", "gpt2"},
 }
 WEIGHTS = {"*.weight": 3}
+RANKS = partial(harness.run, by_rank=True)
 
 
-def _train(net: type[nn.Module], steps: int, tile: Any, **options: Any) -> tuple[Training, Tensor]:
-    """A training, and what it gives before."""
-    training = Training(None, net, stage=3, bucket_size=2000, tile=tile, **options)
-    before = training.evaluated()
-    training.steps(steps)
-    return training, before
+def mlps(steps: int, rank: Rank) -> tuple[dict[str, Tensor], set[str]]:
+    """What a training leaves, and the MLPs that run in a loop."""
+    found = trains(steps, rank)
+    return found, {bucket.loop for bucket in rank.backend.report().buckets} - {""}
 
 
-def _as_whole(net: type[nn.Module], steps: int, options: dict[str, Any], close: float) -> None:
-    (tiled, first), (whole, expected) = (_train(net, steps, tile, **options) for tile in (WEIGHTS, "off"))
-    found = {bucket.loop for bucket in tiled.backend.report().buckets}
-    assert found - {""} == LOOPS[net]
-    torch.testing.assert_close(first, expected, rtol=close, atol=close)
-    (losses, values, after), (truth, theirs, last) = tiled.result(), whole.result()
-    assert losses == pytest.approx(truth, rel=close)
-    for name, value in theirs.items():
-        torch.testing.assert_close(
-            values[name], value, rtol=close, atol=2 * close, msg=lambda m, name=name: f"{name}: {m}"
-        )
-    torch.testing.assert_close(after, last, rtol=10 * close, atol=2 * close)
+def trained(
+    world_size: int, net: type[nn.Module], steps: int, tile: Any = WEIGHTS, run: Any = RANKS, **options: Any
+) -> list[dict[str, Tensor]]:
+    """By rank."""
+    rules = {"optimizer": adamw, "stage": 3, "bucket_size": 2000, "tile": tile, **options}
+    found = run(world_size, partial(mlps, steps), made, net, **rules)
+    assert all(loops == (LOOPS[net] if tile == WEIGHTS else set()) for _, loops in found)
+    return [values for values, _ in found]
+
+
+def assert_as_whole(
+    world_size: int, net: type[nn.Module], steps: int, close: float, **options: Any
+) -> list[dict[str, Tensor]]:
+    tiled, whole = (trained(world_size, net, steps, tile, **options) for tile in (WEIGHTS, "off"))
+    for ours, theirs in zip(tiled, whole, strict=True):
+        for name, value in theirs.items():
+            near = {"losses": (1, 0), "before": (1, 1), "after": (10, 2)}.get(name, (1, 2))
+            rtol, atol = (close * times for times in near)
+            torch.testing.assert_close(ours[name], value, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
+    return tiled
 
 
 @pytest.mark.parametrize(
-    ("world_size", "compute", "net"),
-    [(2, "eager", Mlps), (2, "inductor", Few), (2, "eager", Library), (4, "eager", Few)],
+    ("world_size", "net", "options"),
+    [(2, Mlps, {}), (2, Few, {"run": harness.run_processes, "compute": "inductor"}), (2, Library, {}), (4, Few, {})],
     ids=["kinds", "inductor", "transformers", "ranks"],
 )
-def test_loops_train_as_whole_layers(world_size: int, compute: str, net: type[nn.Module]) -> None:
-    run(world_size, _as_whole, net, 20, {"compute": compute}, 1e-6)
-
-
-def _in_16_bits(net: type[nn.Module], options: dict[str, Any]) -> None:
-    _as_whole(net, 5, options, 1e-2)
-    torch.manual_seed(0)
-    exact = net().double()
-    x = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(7), dtype=torch.float32).double()
-    with torch.no_grad():
-        truth = (exact if net is Library else Library.forward.__get__(exact))(x)
-    _, before = _train(net, 0, WEIGHTS, **options)
-    torch.testing.assert_close(before.double(), truth, rtol=1e-2, atol=1e-2)
+def test_loops_train_as_whole_layers(world_size: int, net: type[nn.Module], options: dict[str, Any]) -> None:
+    assert_as_whole(world_size, net, 20, 1e-6, **options)
 
 
 @pytest.mark.parametrize(
     ("net", "options"), [(Library, {"dtype": torch.bfloat16}), (Cast, {})], ids=["dtype", "autocast"]
 )
 def test_computing_in_16_bits(net: type[nn.Module], options: dict[str, Any]) -> None:
-    run(2, _in_16_bits, net, options)
-
-
-def _again() -> None:
-    first, second = (_train(Few, 4, WEIGHTS)[0].result() for _ in range(2))
-    assert first[0] == second[0] and torch.equal(first[2], second[2])
-    assert all(torch.equal(value, second[1][name]) for name, value in first[1].items())
+    tiled = assert_as_whole(2, net, 5, 1e-2, **options)
+    torch.manual_seed(0)
+    exact = net().double()
+    x = torch.randn(2, 5, 24, generator=seeded(7)).double()
+    with torch.no_grad():
+        truth = Library.forward(exact, x)
+    for ours in tiled:
+        torch.testing.assert_close(ours["before"].double(), truth, rtol=1e-2, atol=1e-2)
 
 
 def test_the_same_tiles_give_the_same_bits() -> None:
-    run(2, _again)
+    """On threads as on processes."""
+    for ours, theirs in zip(trained(2, Few, 4), trained(2, Few, 4, run=harness.run_processes), strict=True):
+        assert_same(ours, theirs)
 
 
 def _accumulated(tile: Any) -> list[Tensor]:
@@ -217,39 +218,40 @@ def test_gradients_held_back_and_batches_of_other_sizes() -> None:
     run(2, _accumulate)
 
 
-def _apart(folder: str) -> str:
-    training = Training(None, Few, stage=3, tile=WEIGHTS, offload="parameters", tier="nvme", path=folder, nvme="8MiB")
-    training.backward(0)
-    report = training.backend.report()
+def _apart(rank: Rank) -> str:
+    backward(rank, 0)
+    report = rank.backend.report()
     assert not any(bucket.loop for bucket in report.buckets)
     return str(report)
 
 
 def test_where_columns_would_be_read_piece_by_piece_rows_are_tiles(tmp_path: Path) -> None:
-    for told in run(2, _apart, str(tmp_path)):
+    options = {"offload": "parameters", "tier": "nvme", "path": str(tmp_path), "nvme": "8MiB"}
+    for told in RANKS(2, _apart, made, Few, optimizer=adamw, stage=3, tile=WEIGHTS, **options):
         assert "gelu: each weight has tiles of its rows by itself: tiles of columns are not read and written" in told
+
+
+class Deep(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Gelu(hidden) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(F.layer_norm(x, (24,)))
+        return x.square().mean()
+
+
+def deep(tokens: int, hidden: int) -> tuple[nn.Module, tuple[Tensor]]:
+    return Deep(hidden), (torch.zeros(tokens, 24),)
 
 
 @pytest.mark.parametrize("recompute", ["auto", "full", "none"])
 def test_the_middle_is_never_whole(recompute: str) -> None:
     tokens, hidden = 512, 1024
-
-    class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(Gelu(hidden) for _ in range(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            for layer in self.layers:
-                x = x + layer(F.layer_norm(x, (24,)))
-            return x.square().mean()
-
-    def make() -> tuple[nn.Module, tuple[Tensor]]:
-        return Deep(), (torch.zeros(tokens, 24),)
-
     peaks = []
     for tile in ("off", {"*.weight": 8}):
-        found = compile_only(make, world_size=2, tile=tile, recompute=recompute)
+        found = harness.dry_run(2, deep, tokens, hidden, tile=tile, recompute=recompute)
         file = forecast_file("tests", found, machine_named("cpu"))
         peaks.append(file.forecast.peaks["device"].bytes)
     # In two layers a middle is saved, and others are made beside it: of each an eighth is there.
