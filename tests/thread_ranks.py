@@ -68,7 +68,8 @@ class ThreadGroup:
 
     def _in_turn(self, rank: int, function: Callable[[T], Any], given: T) -> Any:
         with self._turn:
-            torch.set_num_threads(torch.get_num_threads())  # else MKL takes OpenMP's count until the first loop of torch
+            # Else MKL takes OpenMP's count until the first loop of torch.
+            torch.set_num_threads(torch.get_num_threads())
             torch.manual_seed(0)
             try:
                 return function(given)

@@ -38,8 +38,8 @@ def all_knobs(space: Space) -> dict[str, Knob]:
         "homes": knobs.homes(space, SEARCH.homes),
         "layers_away": knobs.layers_away(space, SEARCH.tiers),
         "activations_away": knobs.activations_away(space, SEARCH.tiers),
-        "reductions": knobs.of_step("reductions", (1, 2), fine=True),
-        "fetch_ahead": knobs.of_step("fetch_ahead", (1, 2), fine=True),
+        "reductions": knobs.of_step("reductions", (1, 2)),
+        "fetch_ahead": knobs.of_step("fetch_ahead", (1, 2)),
     }
 
 

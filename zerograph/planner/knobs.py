@@ -119,14 +119,14 @@ def halfway(knobs: Iterable[Knob], a: Plan, b: Plan) -> Plan:
 # The knobs ------------------------------------------------------------------------------------------------------------
 
 
-def of_step(field: str, choices: Sequence[Any], *, fine: bool) -> Knob:
-    """A decision for the step as a whole: a field of the plan."""
+def of_step(field: str, choices: Sequence[Any]) -> Knob:
+    """A decision for the step as a whole, on when something begins: a field of the plan."""
     return Knob(
         {"": choices},
         lambda plan: {"": getattr(plan, field)},
         lambda plan, values: replace(plan, **{field: values[""]}) if values else plan,
         frugal=[{"": choices[0]}],
-        fine=fine,
+        fine=True,
     )
 
 

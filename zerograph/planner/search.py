@@ -432,9 +432,9 @@ def _staying(space: Space, wish: Wish) -> list[Knob]:
     if rates.overlaps and prefetches[-1]:
         found.append(knobs.starts(space, prefetches[-1]))
     if profile.training and rates.overlaps and wish.world_size > 1:
-        found.append(knobs.of_step("reductions", UNDER_WAY, fine=True))
+        found.append(knobs.of_step("reductions", UNDER_WAY))
     if profile.training and wish.saved not in (None, "device"):
-        found.append(knobs.of_step("fetch_ahead", FETCHES, fine=True))
+        found.append(knobs.of_step("fetch_ahead", FETCHES))
     return found
 
 
@@ -452,7 +452,7 @@ def _all_knobs(space: Space, wish: Wish, homes: Sequence[Homes], tiers: Sequence
         found.append(knobs.homes(space, homes))
         if wish.activations:
             found += (knobs.layers_away(space, tiers), knobs.activations_away(space, tiers))
-            found.append(knobs.of_step("fetch_ahead", FETCHES, fine=True))
+            found.append(knobs.of_step("fetch_ahead", FETCHES))
     return found
 
 

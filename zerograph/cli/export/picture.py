@@ -56,9 +56,9 @@ def time_ticks(seconds: float, count: int) -> list[float]:
     return [i * step for i in range(floor(seconds / step * 1.000001) + 1)]
 
 
-def byte_ticks(top: int, count: int = 3) -> list[int]:
-    """At most ``count`` multiples of a power of two, above 0 and up to ``top``."""
-    step = 2 ** max(0, ceil(log2(max(top, 1) / count)))
+def byte_ticks(top: int) -> list[int]:
+    """At most three multiples of a power of two, above 0 and up to ``top``."""
+    step = 2 ** max(0, ceil(log2(max(top, 1) / 3)))
     return list(range(step, top + 1, step))
 
 
