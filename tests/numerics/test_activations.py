@@ -113,7 +113,9 @@ def test_where_activations_wait_changes_no_bit(world: int, stage: int, tmp_path:
             found = train(world, STEPS, **options)
             assert_alike(found, kept, way)
             sizes[way] = found[0][2]
-    assert sizes["on NVMe"] > sizes["mixed on NVMe"] >= sizes["the inputs on NVMe"] > 0 == sizes["on the host"]
+    seeds = 4096 if torch.__version__ >= (2, 14) else 0  # of masks, which wait as one tensor: a block of the file
+    inputs = sizes["the inputs on NVMe"] - seeds
+    assert sizes["on NVMe"] > sizes["mixed on NVMe"] >= inputs > 0 == sizes["on the host"]
     assert sizes["behind the host"] == sizes["on NVMe"]
     if everything:
         assert sizes["everything on NVMe"] >= sizes["on NVMe"]
