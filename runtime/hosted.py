@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from zerograph.core.placement import copy_tier
 from zerograph.core.plan import Homes, Param, ParamTile
 from zerograph.core.slots import LEAVING, SLOTS
 from zerograph.runtime.buffers import BufferPool, aligned, tile_of, torch_dtype
@@ -82,12 +83,11 @@ class HostShards:
         """What is gathered of a parameter that is off the device from now on, of values that are now in memory: on the
         device or on the host; None where that is the parameter itself."""
         param, dtype = self._params[described.name], torch_dtype(described.compute_dtype)
-        local = local_tensor(param).detach()
-        if homes.parameters == "device":
-            return Copy(local.to(self.memory.device, dtype, copy=True), dtype, versions(param))
-        # What is not trained is not updated, and so lives where it is gathered from.
-        if not described.is_master and not (described.trainable and homes.parameters != homes.optimizer):
+        local, tier = local_tensor(param).detach(), copy_tier(described, homes, split=True)
+        if tier is None:
             return None
+        if tier == "device":
+            return Copy(local.to(self.memory.device, dtype, copy=True), dtype, versions(param))
         cast = home_for(torch.empty_like(local, dtype=dtype, device="meta"), self.memory).copy_(local)
         return Copy(None, dtype, versions(param), cast)
 

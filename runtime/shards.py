@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from zerograph.core.errors import StorageError
 from zerograph.core.machine import Tier
+from zerograph.core.placement import copy_tier, values_tier
 from zerograph.core.plan import Bucket, Homes, Param, ParamTile, Plan, Update
 from zerograph.core.slots import ITEM, SLOT, SLOTS, slot_bytes
 from zerograph.core.units import format_bytes
@@ -64,6 +65,13 @@ class Fetch:
     under_way: list[Ticket] = field(default_factory=list)
     on_host: list[int] = field(default_factory=list)
     copies: list[Transfer] = field(default_factory=list)
+
+
+class _Unplanned(NamedTuple):
+    """What is known of a parameter whose bucket is not."""
+
+    trainable: bool
+    is_master: bool
 
 
 @dataclass(slots=True)
@@ -141,10 +149,7 @@ class ShardStore:
     ) -> None:
         """Give homes to the parameters of ``plan`` that have none yet.
 
-        On the host are all parameters that are updated there, and untrained ones that live there. On NVMe are all whose
-        states are, where the host has another memory than the device. Where it has not, with their states alone only
-        float32 parameters leave of which 16 bits compute: they are masters, of which programs gather copies. A copy of
-        others would take the same room, or more.
+        :mod:`zerograph.core.placement` says where each lies, and what is gathered of it.
 
         Args:
             moments: tensors of float32 that an optimizer keeps of each parameter, for which room is reserved.
@@ -191,9 +196,9 @@ class ShardStore:
         gathered of them follows, on the device or beside them."""
         homes = bucket.homes
         for described in bucket.params:
-            name, home = described.name, homes.optimizer if described.trainable else homes.parameters
+            name = described.name
             self._copy(name)
-            if not described.sharded or name in self._away or home != "host":
+            if not described.sharded or name in self._away or values_tier(described, homes, True) != "host":
                 continue
             self._bring_back(name, moved)
             copy = self._there().copy_of(described, homes)
@@ -207,8 +212,8 @@ class ShardStore:
         """Give ``params`` of a bucket, of one dtype, their homes."""
         counts = {p.name: local_tensor(self._params[p.name]).numel() for p in params}
         block = Block.of(bucket.name, torch_dtype(params[0].dtype), counts)
-        away = bucket.homes.parameters == "nvme"
-        leaving = [p for p in params if away or p.is_master or self.host is not None]
+        homes, split = bucket.homes, self.host is not None
+        leaving = [p for p in params if values_tier(p, homes, split) == "nvme"]
         if leaving:
             size = block.elements * block.dtype.itemsize
             extent = self._allocated(size, f"parameters of bucket {block.name}")
@@ -220,13 +225,13 @@ class ShardStore:
                 self.arena.free(extent)
                 raise
             self._parameters[block] = extent
-        if away and any(p.is_master for p in leaving):
+        if any(copy_tier(p, homes, split) == "nvme" for p in leaving):
             self._copied[block] = self._allocated(block.elements * 2, f"copies of bucket {block.name}")
         for param in leaving:
-            self._leave(param, block, bucket.homes)
+            self._leave(param, block, homes)
             moved(self._params[param.name])
         self._blocks.update(dict.fromkeys(block.begins, block))
-        self._gradients[block] = bucket.homes.gradients
+        self._gradients[block] = homes.gradients
 
     def reserve(
         self,
@@ -255,12 +260,12 @@ class ShardStore:
             return
         single, total = torch.float32.itemsize, 0
         for name, param in self._params.items():
-            homes = own.get(name, rest)
+            homes, split = own.get(name, rest), self.host is not None
             if homes.optimizer != "nvme":
                 continue
-            away = homes.parameters == "nvme"
-            copied = (masters and param.dtype == torch.float32) or (self.host is not None and param.requires_grad)
-            each = param.itemsize * ((away or copied) + early) + torch.bfloat16.itemsize * (away and copied)
+            unplanned = _Unplanned(param.requires_grad, masters and param.dtype == torch.float32)
+            each = param.itemsize * ((values_tier(unplanned, homes, split) == "nvme") + early)
+            each += torch.bfloat16.itemsize * (copy_tier(unplanned, homes, split) == "nvme")
             if param.requires_grad:
                 # Of 16 bits an optimizer may keep a master.
                 each += (moments + (param.itemsize < single)) * single
@@ -311,12 +316,16 @@ class ShardStore:
         param = self._params[described.name]
         local, extent = local_tensor(param), self._parameters[block]
         offset = block.begins[described.name] * param.dtype.itemsize
-        copy, dtype = None, torch_dtype(described.compute_dtype)
-        if homes.parameters == "nvme" and described.is_master:
+        copy, dtype, tier = (
+            None,
+            torch_dtype(described.compute_dtype),
+            copy_tier(described, homes, self.host is not None),
+        )
+        if tier == "nvme":
             copy = Copy(None, dtype, None)
-        elif homes.parameters != "nvme" and self.host is not None:
+        elif self.host is not None:
             copy = self.host.copy_of(described, homes)
-        elif described.is_master:
+        elif tier == "device":
             copy = Copy(local.detach().to(dtype), dtype, versions(param))
         if copy is not None:
             self._copies[described.name] = copy

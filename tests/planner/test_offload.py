@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -288,9 +288,11 @@ def test_whatever_is_taken_is_given_back_or_lives_on(found: Drawn) -> None:
     # the compute dtype is a part of the whole: all of it on one rank.
     world, gathered = plan.world_size, 0
     for b in plan.buckets:
-        (part,) = bucket_parts(b.name, b.params, 1, {}, Rates(machine, world, plan.compute_dtype), moments)
+        rates = Rates(machine, world, plan.compute_dtype)
+        (part,) = bucket_parts(b.name, b.params, 1, {}, rates, moments)
         in_place = b.homes.parameters == "device" and (world == 1 or b.homes.optimizer != "device")
-        own = part.own if in_place else 0
+        placed = part.shards.at(b.homes)
+        own = (placed.in_place if world == 1 else placed.copies * rates.overlaps) if in_place else 0
         gathered += b.residency == "step" and gathered_bytes(b.params, world) > own
     assert (left["gathered"], left["activation"]) == (gathered, 1)
     assert set(left) <= {"gathered", "activation", "gradient"}
@@ -340,7 +342,12 @@ def test_tiles_cover_every_shard_exactly_once(rows: int, world: int, tiles: int)
 
 
 def _sum(parts: Sequence[Shards]) -> Shards:
-    return Shards(*(sum(sizes) for sizes in zip(*map(astuple, parts), strict=True)))
+    alike = tuple(
+        one[0]._replace(values=sum(some.values for some in one), copy=sum(some.copy for some in one))
+        for one in zip(*(part.alike for part in parts), strict=True)
+    )
+    gradient, moments = sum(part.gradient for part in parts), sum(part.moments for part in parts)
+    return replace(parts[0], alike=alike, gradient=gradient, moments=moments)
 
 
 @settings(max_examples=examples(60), deadline=None)

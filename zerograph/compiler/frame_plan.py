@@ -220,9 +220,10 @@ class Planner:
         if self._config.offload == "auto" and sum(shard_bytes(p, self._world_size) for p in params) > self._budget:
             homes = farthest(self._config)
         if homes.parameters == "nvme":
-            shards = Shards.of(params, self._world_size, self._moments, self.staging)
+            placed = Shards.of(params, self._world_size, self._moments, self.staging).at(homes)
+            values = placed.masters + placed.shared + placed.frozen
             # They lie apart at first, and are then copied to their buckets' places.
-            kept = {"parameters, twice": 2 * shards.fetched, "optimizer states": shards.optimizer}
+            kept = {"parameters": placed.parameters + values, "optimizer states": placed.optimizer}
             self._require_room("nvme", kept)
         return homes
 

@@ -196,7 +196,8 @@ class _Lowering:
                 instruction: Instruction = Gather(
                     info.bucket, info.params, shards, out, bytes=size, **_tile(info), resident=resident
                 )
-                if all(is_whole(p, self.plan.world_size) for p in info.params):
+                homes, split = self._homes(info), self.staging != "device"
+                if all(is_whole(p, self.plan.world_size, homes, split) for p in info.params):
                     # Nothing is filled: it is where it was, or where it was fetched to.
                     size, self.shared[out] = 0, self.shared.get(shards[0], out)
                 self.bytes[out] = size
@@ -214,8 +215,9 @@ class _Lowering:
             case ops.WAIT_REDUCE:
                 instruction = WaitReduce(self.registers[node.args[0]], outs, bucket=info.bucket, **_tile(info))  # type: ignore[index]
             case ops.FETCH:
-                size, out = sum(fetched_bytes(p, self.plan.world_size) for p in info.params), self._register(node)
-                home, reads = self._homes(info).parameters, self._regs(node.args[0])
+                homes, split = self._homes(info), self.staging != "device"
+                home, reads, out = homes.parameters, self._regs(node.args[0]), self._register(node)
+                size = sum(fetched_bytes(p, self.plan.world_size, homes, split) for p in info.params)
                 if home == "host":
                     self.tiers |= dict.fromkeys(reads, home)
                 move, self.bytes[out] = self._move("shard", node, size, home), size

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from zerograph.core.placement import copy_tier
+from zerograph.core.plan import Homes
 from zerograph.core.step import ITEM_SIZE, Param
 
 
@@ -17,15 +19,18 @@ def copy_bytes(param: Param, world_size: int) -> int:
     return param.chunk_elements(world_size) * ITEM_SIZE[param.compute_dtype]
 
 
-def fetched_bytes(param: Param, world_size: int) -> int:
-    """Bytes of the largest shard of ``param`` as it lives beside its master, or as itself where it has none."""
-    return copy_bytes(param, world_size) if param.is_master else shard_bytes(param, world_size)
+def fetched_bytes(param: Param, world_size: int, homes: Homes, split: bool) -> int:
+    """Bytes of the largest shard of ``param`` as it comes from where parameters live: its copy, or itself where
+    :func:`~zerograph.core.placement.copy_tier` says that it has none."""
+    copied = copy_tier(param, homes, split) is not None
+    return copy_bytes(param, world_size) if copied else shard_bytes(param, world_size)
 
 
-def is_whole(param: Param, world_size: int) -> bool:
+def is_whole(param: Param, world_size: int, homes: Homes, split: bool) -> bool:
     """Whether the shard, or the copy that stands for it, is the parameter that is computed with: one rank gathers it in
     its own place."""
-    return world_size == 1 and (param.dtype == param.compute_dtype or param.is_master)
+    as_computed = param.dtype == param.compute_dtype or copy_tier(param, homes, split) is not None
+    return world_size == 1 and as_computed
 
 
 def gathered_bytes(params: Iterable[Param], world_size: int) -> int:

@@ -15,7 +15,7 @@ from zerograph.core.runfile import Measured
 from zerograph.core.simulate import simulate
 from zerograph.core.step import Kind
 from zerograph.core.timeline import NOT_COUNTED, Forecast
-from zerograph.planner.placement import BucketPart, between_steps, bucket_parts
+from zerograph.planner.placement import APART, BucketPart, between_steps, bucket_parts
 from zerograph.planner.process_memory import Resident, resident
 from zerograph.planner.rates import Rates, device_update
 from zerograph.planner.regions import Life, Profile
@@ -116,7 +116,7 @@ def update_program(
     if streams is not None:
         known = _Known(names, streams, registers, plan.buckets, kept)
         there = (b.index for b in plan.buckets if b.homes.optimizer != "device")
-        away = [index for index in there if known.bucket_parts(index, 1)[0].shards.optimizer]
+        away = [index for index in there if known.bucket_parts(index, 1)[0].shards.at(APART).optimizer]
         for number, bucket in enumerate(away):
             homes = plan.buckets[bucket].homes
             instructions += update_away(known, bucket, 0, 1, plan.update, homes, number, arrived.get(bucket, ()), -1)
@@ -145,4 +145,4 @@ class _Known:
         rates, params = self.rates, self.buckets[bucket].params
         (part,) = bucket_parts(self.names[bucket], params, tiles, {}, rates, 0)
         states = sum(self.kept.get(p.name, 0) for p in params if p.sharded)
-        return (replace(part, shards=replace(part.shards, optimizer=part.shards.optimizer + states)),)
+        return (replace(part, shards=replace(part.shards, moments=states)),)

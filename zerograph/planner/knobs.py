@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import gathered_bytes
 from zerograph.core.plan import DEVICE, Homes, Plan
+from zerograph.planner.placement import APART
 from zerograph.planner.space import Space
 
 T = TypeVar("T")
@@ -191,8 +192,8 @@ def tiles(space: Space) -> Knob:
 
 def homes(space: Space, open_homes: Sequence[Homes]) -> Knob:
     """Where the shards of each bucket live; what has nothing to move to a home stays on the device."""
-    shards = {b.index: space.scheduler.bucket_parts(b.index, 1)[0].shards for b in space.plan.buckets}
-    sizes = {index: shard.optimizer + shard.frozen for index, shard in shards.items()}
+    parts = {b.index: space.scheduler.bucket_parts(b.index, 1)[0].shards.at(APART) for b in space.plan.buckets}
+    sizes = {index: part.optimizer + part.frozen for index, part in parts.items()}
     choices: dict[Item, Sequence[Homes]] = {}
     for index in by_reward([index for index, size in sizes.items() if size], sizes.__getitem__):
         trained = any(p.sharded and p.trainable for p in space.plan.buckets[index].params)

@@ -1,19 +1,19 @@
 """Bytes of one bucket, or of one tile of it: what lies on which tier between steps, and what a step moves.
 
-As in ZeRO-Offload, the master copy lives with the optimizer. On the device it is the shard that is gathered; off it,
-parameters are a copy in the compute dtype beside it. One that computes in its own dtype needs no copy where parameters
-live with the optimizer, or where the host's memory is the device's, as on a CPU: it is updated where parameters live.
-Scalars and parameters of fewer rows than ranks are not sharded, so they stay on the device wherever their bucket goes,
-and so do shards that are not trained unless the parameters leave.
+:mod:`zerograph.core.placement` says where. Scalars and parameters of fewer rows than ranks are not sharded, so they
+stay on the device wherever their bucket goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
 
 from zerograph.core.machine import Tier
-from zerograph.core.param_bytes import copy_bytes, gathered_bytes, is_whole, reduced_bytes, shard_bytes
+from zerograph.core.param_bytes import copy_bytes, gathered_bytes, reduced_bytes, shard_bytes
+from zerograph.core.placement import copy_tier
 from zerograph.core.plan import Homes, Plan, tile_rows
 from zerograph.core.planfile import Holding
 from zerograph.core.simulate import Memory
@@ -21,81 +21,110 @@ from zerograph.core.slots import SLOTS, slot_bytes
 from zerograph.core.step import Kind, Param
 from zerograph.planner.rates import Rates
 
+APART = Homes(gradients="nvme", optimizer="nvme")
+"""Where all that can be updated off the device is, and what is gathered is on it."""
+
+
+class Alike(NamedTuple):
+    """Parameters that :mod:`zerograph.core.placement` puts in one place: bytes of their shards, and of these in the
+    compute dtype, which for ``cast`` ones is another."""
+
+    trainable: bool
+    is_master: bool
+    cast: bool
+    values: int
+    copy: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Bytes of the shards of one bucket where these have their homes.
+
+    Attributes:
+        masters: values of trained parameters beside which there is a copy.
+        copies: in the compute dtype, of those.
+        shared: values of the other trained ones, which are gathered themselves.
+        frozen: values that are not trained.
+        fetched: what comes to the device before a gather, when the parameters live elsewhere.
+        in_place: of what is gathered, what one rank need not cast where parameters live on the device.
+        optimizer: masters and moments.
+        traffic: that an update on the host reads and writes: gradient, states and parameters twice, the new copy.
+        parameters: what lives where the parameters do, off the device.
+    """
+
+    masters: int
+    copies: int
+    shared: int
+    frozen: int
+    fetched: int
+    in_place: int
+    optimizer: int
+    traffic: int
+    parameters: int
+
 
 @dataclass(frozen=True, slots=True)
 class Shards:
     """Bytes of what of one bucket can leave the device, on one rank.
 
     Attributes:
-        copy: shards of trainable parameters in the compute dtype, of those that are copied.
-        alike: those of them that need no copy beside their masters.
-        beside: bytes of these masters.
-        shared: shards of the others, which are gathered themselves.
-        frozen: shards of parameters that are not trained.
-        gradient: of their reduced gradients.
-        optimizer: master copies and moments.
+        alike: its sharded parameters.
+        gradient: shards of their reduced gradients.
+        moments: that the optimizer keeps of them.
+        split: whether the host has another memory than the device.
     """
 
-    copy: int
-    alike: int
-    beside: int
-    shared: int
-    frozen: int
+    alike: tuple[Alike, ...]
     gradient: int
-    optimizer: int
+    moments: int
+    split: bool
 
     @classmethod
     def of(cls, params: Sequence[Param], world_size: int, moments: int, staging: Tier) -> Shards:
         """Of the sharded ones of ``params``; buffers of NVMe are on ``staging``."""
-        trained = [p for p in params if p.sharded and p.trainable]
-        copied = [p for p in trained if staging != "device" or p.is_master]
-        shards, masters = (sum(shard_bytes(p, world_size) for p in some) for some in (trained, copied))
-        return cls(
-            copy=sum(copy_bytes(p, world_size) for p in copied),
-            alike=sum(copy_bytes(p, world_size) for p in copied if not p.is_master),
-            beside=sum(shard_bytes(p, world_size) for p in copied if not p.is_master),
-            shared=shards - masters,
-            frozen=sum(shard_bytes(p, world_size) for p in params if p.sharded and not p.trainable),
-            gradient=shards,
-            optimizer=masters + shards * moments,
-        )
+        found: dict[tuple[bool, bool, bool], tuple[int, int]] = {}
+        for p in params:
+            if p.sharded:
+                values, copy = found.get(key := (p.trainable, p.is_master, p.dtype != p.compute_dtype), (0, 0))
+                found[key] = values + shard_bytes(p, world_size), copy + copy_bytes(p, world_size)
+        alike = tuple(Alike(*key, *sizes) for key, sizes in found.items())
+        gradient = sum(some.values for some in alike if some.trainable)
+        return cls(alike, gradient, gradient * moments, staging != "device")
 
-    def at(self, homes: Homes) -> Shards:
-        """What of these is copied where parameters live at ``homes``."""
-        if homes.parameters != homes.optimizer:
-            return self
-        return replace(
-            self,
-            copy=self.copy - self.alike,
-            alike=0,
-            beside=0,
-            shared=self.shared + self.beside,
-            optimizer=self.optimizer - self.beside,
-        )
+    def cut(self, part: Callable[[int], int]) -> Shards:
+        """A part of all that there is."""
+        alike = tuple(some._replace(values=part(some.values), copy=part(some.copy)) for some in self.alike)
+        return replace(self, alike=alike, gradient=part(self.gradient), moments=part(self.moments))
 
-    @property
-    def fetched(self) -> int:
-        """Bytes that come to the device before a gather, when the parameters live elsewhere."""
-        return self.copy + self.shared + self.frozen
-
-    @property
-    def traffic(self) -> int:
-        """Bytes that an update on the host reads and writes: gradient, states and parameters twice, the new copy."""
-        return self.gradient + 2 * (self.optimizer + self.shared) + self.copy
+    def at(self, homes: Homes) -> Placed:
+        """What there is where it lives at ``homes``, off the device."""
+        masters = copies = shared = frozen = frozen_copies = fetched = in_place = 0
+        for some in self.alike:
+            copied = copy_tier(some, homes, self.split) is not None
+            fetched += some.copy if copied else some.values
+            in_place += some.copy * (copied or not some.cast)
+            if not some.trainable:
+                frozen += some.values
+                frozen_copies += some.copy * copied
+            elif copied:
+                masters += some.values
+                copies += some.copy
+            else:
+                shared += some.values
+        optimizer = masters + self.moments
+        traffic = self.gradient + 2 * (optimizer + shared) + copies
+        parameters = copies
+        if homes.parameters != "device":
+            parameters += shared + frozen + frozen_copies
+        return Placed(masters, copies, shared, frozen, fetched, in_place, optimizer, traffic, parameters)
 
     def moved(self, homes: Homes) -> Memory:
         """What ``homes`` add to each tier between steps, and take off the device (below zero)."""
         if homes.optimizer == "device":
             return ()
         own = self.at(homes)
-        found: list[tuple[Tier, int]] = [
-            ("device", -own.optimizer),
-            (homes.optimizer, own.optimizer),
-            (homes.parameters, own.copy),
-        ]
-        if homes.parameters != "device":
-            found += [("device", -own.frozen - own.shared), (homes.parameters, own.frozen + own.shared)]
-        return tuple(found)
+        left = own.optimizer + (own.frozen + own.shared if homes.parameters != "device" else 0)
+        return ("device", -left), (homes.optimizer, own.optimizer), (homes.parameters, own.parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +138,6 @@ class BucketPart:
         summed: bytes of the full gradients as they are summed over ranks.
         reduced: bytes of the shards of all its gradients.
         gradients: bytes of the full gradients that a reduction frees.
-        own: bytes of the whole that shards on the device, or copies of these, are where it is gathered in place.
         shards: what can leave the device.
         updated: parameters whose states can.
     """
@@ -120,7 +148,6 @@ class BucketPart:
     summed: int
     reduced: int
     gradients: int
-    own: int
     shards: Shards
     updated: int
 
@@ -134,11 +161,7 @@ def bucket_parts(
     gathered, reduced = gathered_bytes(params, world), reduced_bytes(trainable)
     shard = sum(shard_bytes(p, world) for p in trainable)
     gradients = sum(whole.get(p.name, 0) for p in trainable)
-    moved = Shards.of(params, world, moments, rates.staging)
-    # A gather of CPU ranks is not in place.
-    own = moved.copy if world > 1 and rates.overlaps else 0
-    if world == 1:
-        own = sum(copy_bytes(p, world) for p in params if p.sharded and is_whole(p, world))
+    shards = Shards.of(params, world, moments, rates.staging)
     # Columns may be in more tiles than there are rows; of either a tile has its share of the bytes.
     rows = max(params[0].chunk(world), tiles) if tiles > 1 else 1
     slices = tile_rows(rows, tiles)
@@ -157,8 +180,7 @@ def bucket_parts(
             summed=part(reduced, tile),
             reduced=part(shard, tile),
             gradients=part(gradients, tile),
-            own=part(own, tile),
-            shards=Shards(*(part(size, tile) for size in astuple(moved))),
+            shards=shards.cut(partial(part, tile=tile)),
             updated=sum(p.sharded for p in trainable),
         )
         for tile in range(tiles)
@@ -170,10 +192,11 @@ def kept_on(tier: Tier, plan: Plan, moments: int, staging: Tier) -> dict[str, in
     found = dict.fromkeys(("parameters", "gradients", "optimizer states"), 0)
     for bucket in plan.buckets:
         homes = bucket.homes
-        shards = Shards.of(bucket.params, plan.world_size, moments, staging).at(homes)
-        found["parameters"] += shards.fetched * (homes.parameters == tier)
+        shards = Shards.of(bucket.params, plan.world_size, moments, staging)
+        placed = shards.at(homes)
+        found["parameters"] += placed.parameters * (homes.parameters == tier)
         found["gradients"] += shards.gradient * (homes.spilled == tier)
-        found["optimizer states"] += shards.optimizer * (homes.optimizer == tier)
+        found["optimizer states"] += placed.optimizer * (homes.optimizer == tier)
     return found
 
 
@@ -198,7 +221,7 @@ def between_steps(plan: Plan, kept: Mapping[str, int], staging: Tier) -> Iterato
     """
     for bucket in plan.buckets:
         homes = bucket.homes
-        shards = Shards.of(bucket.params, plan.world_size, 0, staging).at(homes)
+        placed = Shards.of(bucket.params, plan.world_size, 0, staging).at(homes)
         whole = sum(shard_bytes(p, plan.world_size) for p in bucket.params)
         states = sum(kept.get(p.name, 0) for p in bucket.params)
         away = sum(kept.get(p.name, 0) for p in bucket.params if p.sharded)
@@ -206,13 +229,13 @@ def between_steps(plan: Plan, kept: Mapping[str, int], staging: Tier) -> Iterato
         if homes.optimizer == "device":
             found = [("shards", "param", "device", whole), ("states", "state", "device", states)]
         else:
-            follow = shards.frozen + shards.shared if homes.parameters != "device" else 0
-            stays = whole - shards.optimizer - follow  # without moments, `optimizer` are the masters
+            follow = placed.frozen + placed.shared if homes.parameters != "device" else 0
+            stays = whole - placed.masters - follow
             found = [
                 ("shards", "param", "device", stays),
                 ("states", "state", "device", states - away),
-                ("shards in the compute dtype", "param", homes.parameters, shards.copy + follow),
-                ("master copy and states", "state", homes.optimizer, shards.optimizer + away),
+                ("shards in the compute dtype", "param", homes.parameters, placed.parameters),
+                ("master copy and states", "state", homes.optimizer, placed.masters + away),
             ]
         for what, kind, tier, size in found:
             if size:

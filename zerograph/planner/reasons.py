@@ -153,10 +153,11 @@ def _stays(bucket: Bucket, rates: Rates, searched: bool) -> str:
 
 def _leaves(bucket: Bucket, rates: Rates, moments: int) -> str:
     """What it costs that ``bucket`` lives off the device, and what that frees."""
-    shards = Shards.of(bucket.params, rates.world_size, moments, rates.staging).at(bucket.homes)
+    shards = Shards.of(bucket.params, rates.world_size, moments, rates.staging)
+    placed = shards.at(bucket.homes)
     freed = -sum(size for tier, size in shards.moved(bucket.homes) if tier == "device")
     freed += shards.gradient if bucket.homes.spilled != "device" else 0
-    update = rates.host_update(shards.traffic, sum(p.sharded and p.trainable for p in bucket.params))
+    update = rates.host_update(placed.traffic, sum(p.sharded and p.trainable for p in bucket.params))
     if "nvme" in (bucket.homes.optimizer, bucket.homes.parameters):
-        update = max(update, rates.transfer("nvme_write", shards.optimizer))
+        update = max(update, rates.transfer("nvme_write", placed.optimizer))
     return f"it frees {format_bytes(freed)} of the device, and its update takes {format_seconds(update)} there"

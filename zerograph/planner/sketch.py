@@ -150,7 +150,7 @@ class _Sketch:
                 bucket = phase.visits[visit].bucket
                 if bucket in self.fetched:
                     self.fetched.remove(bucket)
-                    instructions.append(self._once(_gather_fetched, bucket))
+                    instructions.append(self._once(_gather_fetched, bucket, self.buckets[bucket].homes))
                 instructions.append(self._once(_wait_gather, bucket, 0, self.buckets[bucket].tiles, self._own(bucket)))
             # Behind the frees and gathers of visits that begin here: the pass `reduce` uses the next cut, too.
             for bucket in ready:
@@ -204,15 +204,15 @@ class _Sketch:
                     for ahead in range(brought[bucket], min(tiles, tile + self.ahead[bucket] + 1) if begins else 0):
                         self._bring(bucket, ahead)
                         brought[bucket] += 1
-                    instructions.append(self._once(_wait_gather, bucket, tile, tiles, False))
-                    read.append(self._once(_whole, bucket, tile, tiles, False))
+                    instructions.append(self._once(_wait_gather, bucket, tile, tiles, None))
+                    read.append(self._once(_whole, bucket, tile, tiles, None))
                     free += [(bucket, tile)] if ended else []
                 if bucket in piece.makes:
                     makes += [self._once(_full, bucket, tile, tiles)] if begins else []
                     ends += [(bucket, tile)] if ended else []
             instructions.append(self._once(_slice, piece, whole, i, tuple(read), tuple(makes)))
             for bucket, tile in free:
-                instructions.append(self._once(_free, bucket, tile, self.buckets[bucket].tiles, False, False))
+                instructions.append(self._once(_free, bucket, tile, self.buckets[bucket].tiles, None, False))
             for bucket, tile in ends:
                 self._reduce(bucket, tile, (self._once(_full, bucket, tile, self.buckets[bucket].tiles),))
 
@@ -221,7 +221,7 @@ class _Sketch:
             self.whole.add(bucket)
             if self._gathers_late(bucket):
                 self.fetched.add(bucket)
-                self.instructions += self._once(_fetch, bucket, self.buckets[bucket].homes.parameters)
+                self.instructions += self._once(_fetch, bucket, self.buckets[bucket].homes)
             else:
                 self._bring(bucket, 0)
 
@@ -229,19 +229,21 @@ class _Sketch:
         """Whether only what is fetched begins ahead, and the gather where the bucket is needed: on a CPU it would
         keep what computes waiting for the disk."""
         away = self.buckets[bucket].homes.parameters != "device" and self.buckets[bucket].tiles == 1
-        return away and not self.rates.overlaps and self.parts[bucket][0].shards.fetched > 0
+        return away and not self.rates.overlaps and bool(self.parts[bucket][0].shards.alike)
 
     def _bring(self, bucket: int, tile: int) -> None:
         """Gather a bucket or a tile of it, after fetching its shards."""
         homes, tiles = self.buckets[bucket].homes, self.buckets[bucket].tiles
-        self.instructions += self._once(_bring, bucket, tile, tiles, homes.parameters, self._own(bucket))
+        self.instructions += self._once(_bring, bucket, tile, tiles, homes, self._own(bucket))
 
-    def _own(self, bucket: int) -> bool:
-        """Whether this rank's slice of the whole is what of its shards the device holds anyway."""
+    def _own(self, bucket: int) -> Homes | None:
+        """The homes of a bucket of which this rank's slice of the whole is what the device holds anyway."""
         homes = self.buckets[bucket].homes
-        copied = self.buckets[bucket].residency == "step" and homes.optimizer != "device"
-        lone = self.rates.world_size == 1 and self.buckets[bucket].tiles == 1
-        return homes.parameters == "device" and (copied or lone)
+        if self.rates.world_size == 1:
+            held = self.buckets[bucket].tiles == 1
+        else:  # a gather of CPU ranks is not in place
+            held = self.rates.overlaps and self.buckets[bucket].residency == "step" and homes.optimizer != "device"
+        return homes if held and homes.parameters == "device" else None
 
     def _free(self, phase: PhaseWork, visit: int) -> None:
         for i in phase.frees.get(visit, ()):
@@ -360,10 +362,13 @@ class _Sketch:
 # Instructions and registers, made once for a scheduler from what tells them apart.
 
 
-def _whole(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: bool) -> int:
-    """The register of a gathered bucket or tile; of an ``own`` one this rank's slice is held anyway."""
+def _whole(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Homes | None) -> int:
+    """The register of a gathered bucket or tile; where it has its ``own`` homes, this rank's slice is held anyway."""
     part = scheduler.bucket_parts(bucket, tiles)[tile]
-    size = part.whole - part.own * own
+    size = part.whole
+    if own is not None:
+        placed = part.shards.at(own)
+        size -= placed.in_place if scheduler.rates.world_size == 1 else placed.copies
     return scheduler.registers.get(("whole", bucket, tile, tiles, own), part.label, size, "gathered", bucket=bucket)
 
 
@@ -393,11 +398,11 @@ def _slot(scheduler: Buckets, ring: str, number: int) -> int:
     return scheduler.registers.get((ring, number), name, 0, "temporary", tier, storage=place)
 
 
-def _wait_gather(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: bool) -> WaitGather:
+def _wait_gather(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Homes | None) -> WaitGather:
     return WaitGather(_whole(scheduler, bucket, tile, tiles, own), bucket=bucket, tile=tile, tiles=tiles)
 
 
-def _free(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: bool, ends: bool) -> Free:
+def _free(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Homes | None, ends: bool) -> Free:
     whole = (_whole(scheduler, bucket, tile, tiles, own),)
     return Free(bucket, whole, whole, False, tile, tiles, ends)
 
@@ -418,11 +423,14 @@ def _slice(
     return scheduler.compute(whole.segment, outs, dead, whole.module, whole.source, read, whole.token_tiles)
 
 
-def _bring(scheduler: Scheduler, bucket: int, tile: int, tiles: int, home: Tier, own: bool) -> tuple[Instruction, ...]:
+def _bring(
+    scheduler: Scheduler, bucket: int, tile: int, tiles: int, homes: Homes, own: Homes | None
+) -> tuple[Instruction, ...]:
     """Fetch the shards of a bucket or tile from their home into its slice of the whole, and gather it."""
     part, name = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
     whole = _whole(scheduler, bucket, tile, tiles, own)
-    size = part.shards.fetched if home != "device" else 0
+    home = homes.parameters
+    size = part.shards.at(homes).fetched if home != "device" else 0
     instructions: list[Instruction] = []
     if size:
         instructions += _fetched(scheduler, "shard", part.label, name, size, (), (), (whole,), home, bucket, tile)
@@ -430,30 +438,29 @@ def _bring(scheduler: Scheduler, bucket: int, tile: int, tiles: int, home: Tier,
     return *instructions, Gather(bucket, (), shards, whole, (), part.whole, tile, tiles)
 
 
-def _fetch(scheduler: Scheduler, bucket: int, home: Tier) -> list[Instruction]:
+def _fetch(scheduler: Scheduler, bucket: int, homes: Homes) -> list[Instruction]:
     """Fetch the shards of a bucket on a CPU: those of a lone rank into the whole, which they are."""
     part, name = scheduler.bucket_parts(bucket, 1)[0], scheduler.names[bucket]
-    shards = (_shards(scheduler, bucket),)
-    return _fetched(scheduler, "shard", part.label, name, part.shards.fetched, (), (), shards, home, bucket, 0)
+    size, shards = part.shards.at(homes).fetched, (_shards(scheduler, bucket, homes),)
+    return _fetched(scheduler, "shard", part.label, name, size, (), (), shards, homes.parameters, bucket, 0)
 
 
-def _gather_fetched(scheduler: Scheduler, bucket: int) -> Instruction:
+def _gather_fetched(scheduler: Scheduler, bucket: int, homes: Homes) -> Instruction:
     part, shards, whole = (
         scheduler.bucket_parts(bucket, 1)[0],
-        _shards(scheduler, bucket),
-        _whole(scheduler, bucket, 0, 1, False),
+        _shards(scheduler, bucket, homes),
+        _whole(scheduler, bucket, 0, 1, None),
     )
     return Gather(bucket, (), (shards,), whole, () if shards == whole else (shards,), part.whole)
 
 
-def _shards(scheduler: Scheduler, bucket: int) -> int:
+def _shards(scheduler: Scheduler, bucket: int, homes: Homes) -> int:
     """The register of the fetched shards of a bucket."""
     if scheduler.rates.world_size == 1:
-        return _whole(scheduler, bucket, 0, 1, False)
+        return _whole(scheduler, bucket, 0, 1, None)
     part = scheduler.bucket_parts(bucket, 1)[0]
-    return scheduler.registers.get(
-        ("shards", bucket), f"shards of {part.label}", part.shards.fetched, "param", bucket=bucket
-    )
+    size = part.shards.at(homes).fetched
+    return scheduler.registers.get(("shards", bucket, size), f"shards of {part.label}", size, "param", bucket=bucket)
 
 
 def _up(
@@ -559,23 +566,24 @@ def _lifted_update(
 ) -> list[Instruction]:  # fmt: skip
     """The update on the device of a bucket or tile whose states live on the host, where its gradient is too."""
     part, module = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
-    shards, slot, beside = part.shards.at(homes), _slot(scheduler, "update", number), homes.parameters == "host"
+    gradient, placed = part.shards.gradient, part.shards.at(homes)
+    slot, beside = _slot(scheduler, "update", number), homes.parameters == "host"
 
     def lifted(what: str, size: int, kind: Kind) -> tuple[int, ...]:
         key = ("lifted", what, bucket, tile, tiles)
         return (scheduler.registers.get(key, f"lifted {what} of {part.label}", size, kind),) if size else ()
 
     # New parameters that live on the device are written there; what has no copy passes through like states.
-    states = shards.optimizer + shards.shared * beside
-    gradients, kept = lifted("gradient", shards.gradient, "gradient"), lifted("states", states, "state")
-    copy = lifted("copy", shards.copy * beside, "param")
+    states = placed.optimizer + placed.shared * beside
+    gradients, kept = lifted("gradient", gradient, "gradient"), lifted("states", states, "state")
+    copy = lifted("copy", placed.copies * beside, "param")
     start = (norm,) if norm >= 0 else ()
-    up, down = states + shards.gradient, states + shards.copy * beside
+    up, down = states + gradient, states + placed.copies * beside
     what, label = "states", part.label
     return [
         Fetch(what, label, module, up, (*start, *arrived), (*kept, *gradients), (), bucket, tile, slot),
         DeviceUpdate(
-            what, label, module, shards.traffic, (*kept, *gradients), (*kept, *copy), gradients, bucket, tile, slot,
+            what, label, module, placed.traffic, (*kept, *gradients), (*kept, *copy), gradients, bucket, tile, slot,
             updated=part.updated, tiles=tiles,
         ),
         Spill(what, label, module, down, (*kept, *copy), (), (*kept, *copy), bucket, tile, slot),
@@ -594,7 +602,8 @@ def host_update(
         norm: the register that is ready when all gradients are; -1 where there are none.
     """
     part, module, rates = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket], scheduler.rates
-    shards, staging, slot = part.shards.at(homes), rates.staging, _slot(scheduler, "update", number)
+    gradient, placed = part.shards.gradient, part.shards.at(homes)
+    staging, slot = rates.staging, _slot(scheduler, "update", number)
     start = (norm,) if norm >= 0 else ()
     # An update on the host reads gradients from the host's memory: others come into a staging buffer first.
     copies = homes.spilled == "nvme" or (homes.spilled == "device" and staging == "host")
@@ -607,30 +616,28 @@ def host_update(
         return (scheduler.registers.get(key, name, held, kind, staging),) if size else ()
 
     instructions: list[Instruction] = []
-    gradients = staged("gradient", shards.gradient, "gradient") if copies else ()
+    gradients = staged("gradient", gradient, "gradient") if copies else ()
     # Parameters without a copy are read and written like states, where they live on NVMe.
-    shared = shards.shared if homes.parameters == "nvme" else 0
-    states = staged("states", shards.optimizer + shared, "state") if homes.optimizer == "nvme" else ()
+    shared = placed.shared if homes.parameters == "nvme" else 0
+    states = staged("states", placed.optimizer + shared, "state") if homes.optimizer == "nvme" else ()
     if homes.spilled == "device" and copies:
         reads = (*start, *arrived)
-        instructions.append(
-            Spill("gradient", part.label, module, shards.gradient, reads, gradients, (), bucket, tile, slot)
-        )
+        instructions.append(Spill("gradient", part.label, module, gradient, reads, gradients, (), bucket, tile, slot))
     read = states + (gradients if homes.gradients == "nvme" else ())
     if read:
-        size = (shards.optimizer + shared) * bool(states) + shards.gradient * (homes.gradients == "nvme")
+        size = (placed.optimizer + shared) * bool(states) + gradient * (homes.gradients == "nvme")
         reads = (*start, *(() if homes.gradients == "device" else arrived))
         instructions.append(Read("states", part.label, module, size, reads, read, (), bucket, tile, slot))
     # New parameters that live on the host are written straight there; for another tier they pass a buffer.
     lands = homes.parameters != "host" and not (staging == "device" and homes.parameters == "device")
-    copy = staged("copy", shards.copy, "param") if lands else ()
+    copy = staged("copy", placed.copies, "param") if lands else ()
     inputs = (*start, *(() if copies else arrived), *gradients, *states)
     instructions.append(
         HostUpdate(
             "states",
             part.label,
             module,
-            shards.traffic,
+            placed.traffic,
             inputs,
             (*states, *copy),
             gradients,
@@ -643,8 +650,8 @@ def host_update(
     )
     if states:
         writes = states + (copy if homes.parameters == "nvme" else ())
-        size = shards.optimizer + shared + shards.copy * (homes.parameters == "nvme")
+        size = placed.optimizer + shared + placed.copies * (homes.parameters == "nvme")
         instructions.append(Write("states", part.label, module, size, writes, (), writes, bucket, tile, slot))
     if homes.parameters == "device" and copy:
-        instructions.append(Fetch("parameters", part.label, module, shards.copy, copy, (), copy, bucket, tile, slot))
+        instructions.append(Fetch("parameters", part.label, module, placed.copies, copy, (), copy, bucket, tile, slot))
     return instructions

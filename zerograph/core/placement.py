@@ -1,0 +1,43 @@
+"""Where a sharded parameter lies between steps: its values, and the copy that is gathered in their place. No torch.
+
+Runtime, lowering, forecasts and what is materialized before a plan all ask here. As in ZeRO-Offload, values live with
+the optimizer that updates them, and parameters off the device are what programs fetch: a copy in the compute dtype
+where the values are elsewhere, or are float32 of which 16 bits compute.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from zerograph.core.machine import Tier
+from zerograph.core.plan import Homes
+
+
+class Role(Protocol):
+    """What the rule asks of a parameter, as :class:`~zerograph.core.step.Param` has it."""
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it is updated."""
+
+    @property
+    def is_master(self) -> bool:
+        """Whether it is float32 of which 16 bits compute."""
+
+
+def values_tier(param: Role, homes: Homes, split: bool) -> Tier:
+    """Where the values of a sharded parameter are, which an update writes and ``state_dict`` gives.
+
+    Args:
+        split: whether the host has another memory than the device. Where it has not, an update of values that compute
+            as they are runs on them where parameters live: a copy beside the optimizer would take the same room.
+    """
+    return homes.optimizer if param.trainable and (param.is_master or split) else homes.parameters
+
+
+def copy_tier(param: Role, homes: Homes, split: bool) -> Tier | None:
+    """Where the copy in the compute dtype is that programs gather; None where they gather the values themselves."""
+    values = values_tier(param, homes, split)
+    if values == "device" or not (param.is_master or values != homes.parameters):
+        return None
+    return homes.parameters
