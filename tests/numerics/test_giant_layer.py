@@ -19,5 +19,13 @@ def test_a_layer_of_a_gibibyte_trains_in_less(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     losses = [float(found) for found in re.findall(r"loss ([\d.]+)", done.stdout)]
     assert len(losses) == 4 and losses[-1] < losses[0]
-    # Of which torch and the native core take 0.4; the whole gradient alone would be one.
-    assert all(float(found) < 0.95 for found in re.findall(r"most ([\d.]+) GiB", done.stdout)), done.stdout
+    # Beside torch and the native core, which take 0.4 (0.7 of a build for CUDA); the whole gradient alone would be one.
+    most = 0.55 + _imported()
+    assert all(float(found) < most for found in re.findall(r"most ([\d.]+) GiB", done.stdout)), done.stdout
+
+
+def _imported() -> float:
+    """GiB of a process that has imported what the example compiles with."""
+    program = "import zerograph, torch._inductor.compile_fx; print(open('/proc/self/status').read())"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    return int(re.findall(r"VmHWM:\s+(\d+)", done.stdout)[0]) / 2**20

@@ -163,7 +163,11 @@ def _train(kind: str, stage: int) -> None:
         torch.testing.assert_close(full_values(model)[name], value, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# torch 2.14.1's own Inductor refuses its graph too: "Node mm_1 was invalid, but is output".
+_REFUSED = pytest.mark.xfail(torch.__version__ >= (2, 14), reason="the partitioner of torch 2.14", strict=True)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=_REFUSED) if k == "checkpointed" else k for k in KINDS])
 def test_ranks_route_as_they_like(kind: str) -> None:
     run(2, _trains, kind, "auto", (0, 1, 2) if kind == "module" else (2,))
 
