@@ -263,7 +263,8 @@ class ShardStore:
             homes, split = own.get(name, rest), self.host is not None
             if homes.optimizer != "nvme":
                 continue
-            unplanned = _Unplanned(param.requires_grad, masters and param.dtype == torch.float32)
+            # Frozen ones count as if they trained, since they may later.
+            unplanned = _Unplanned(True, masters and param.dtype == torch.float32)
             each = param.itemsize * ((values_tier(unplanned, homes, split) == "nvme") + early)
             each += torch.bfloat16.itemsize * (copy_tier(unplanned, homes, split) == "nvme")
             if param.requires_grad:

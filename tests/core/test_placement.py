@@ -110,8 +110,24 @@ def _gathered(rank: Rank) -> dict[str, int]:
     return {program.buckets[each.bucket]: program.contents[each.out].bytes for each in gathers}
 
 
-def test_one_rank_casts_a_frozen_master_that_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bucket_size", [1, "1MiB"])
+def test_one_rank_casts_a_frozen_master_that_stays(bucket_size: int | str, tmp_path: Path) -> None:
     """Trained masters are on NVMe, with copies on the device; what is not updated stays, and each gather casts it."""
-    options = {"stage": 3, "dtype": torch.bfloat16, "bucket_size": 1, "offload": "optimizer", "path": str(tmp_path)}
-    (found,) = harness.run(1, _gathered, made, optimizer=sgd, **options)
-    assert found == {"base": 128 * 128 * 2, "scale": 0, "down": 0, "up": 0}
+    options = {"stage": 3, "dtype": torch.bfloat16, "bucket_size": bucket_size, "machine": CPU}
+    away = {"offload": "optimizer", "path": str(tmp_path)}
+    (found,) = harness.run(1, _gathered, made, optimizer=sgd, **options, **away)
+    assert sum(found.values()) == 128 * 128 * 2
+    assert len(found) == (4 if bucket_size == 1 else 1)
+
+
+def _room(rank: Rank) -> int:
+    store = rank.backend._store
+    assert store.arena is not None
+    return store.arena.size
+
+
+def test_there_is_room_for_frozen_parameters_that_train_later(tmp_path: Path) -> None:
+    away = {"stage": 3, "dtype": torch.bfloat16, "offload": "optimizer", "path": str(tmp_path)}
+    (room,) = harness.run(1, _room, made, optimizer=sgd, **away)
+    trained, frozen = 2 * 64 * 128, 128 * 128
+    assert room >= (trained + frozen) * 4 + trained * 2 * 4  # masters of all, and two moments

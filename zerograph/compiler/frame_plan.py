@@ -221,9 +221,12 @@ class Planner:
             homes = farthest(self._config)
         if homes.parameters == "nvme":
             placed = Shards.of(params, self._world_size, self._moments, self.staging).at(homes)
-            values = placed.masters + placed.shared + placed.frozen
-            # They lie apart at first, and are then copied to their buckets' places.
-            kept = {"parameters": placed.parameters + values, "optimizer states": placed.optimizer}
+            # Their values lie apart at first, and are then copied to their buckets' places.
+            first = placed.masters + placed.shared + placed.frozen
+            kept = {
+                "parameters": placed.parameters, "parameters until the first plan": first,
+                "optimizer states": placed.optimizer,
+            }  # fmt: skip
             self._require_room("nvme", kept)
         return homes
 

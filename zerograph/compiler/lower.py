@@ -197,10 +197,11 @@ class _Lowering:
                     info.bucket, info.params, shards, out, bytes=size, **_tile(info), resident=resident
                 )
                 homes, split = self._homes(info), self.staging != "device"
-                if all(is_whole(p, self.plan.world_size, homes, split) for p in info.params):
-                    # Nothing is filled: it is where it was, or where it was fetched to.
-                    size, self.shared[out] = 0, self.shared.get(shards[0], out)
-                self.bytes[out] = size
+                # Others are where they were, or where they were fetched to.
+                filled = [p for p in info.params if not is_whole(p, self.plan.world_size, homes, split)]
+                if not filled:
+                    self.shared[out] = self.shared.get(shards[0], out)
+                self.bytes[out] = gathered_bytes(filled, self.plan.world_size)
             case ops.WAIT_GATHER:
                 pending, kept = self.registers[node.args[0]], stays_whole(self._residency(info), self.kind)  # type: ignore[index]
                 instruction = WaitGather(pending, outs, bucket=info.bucket, **_tile(info), kept=kept)

@@ -22,15 +22,15 @@ def copy_bytes(param: Param, world_size: int) -> int:
 def fetched_bytes(param: Param, world_size: int, homes: Homes, split: bool) -> int:
     """Bytes of the largest shard of ``param`` as it comes from where parameters live: its copy, or itself where
     :func:`~zerograph.core.placement.copy_tier` says that it has none."""
-    copied = copy_tier(param, homes, split) is not None
+    copied = param.sharded and copy_tier(param, homes, split) is not None
     return copy_bytes(param, world_size) if copied else shard_bytes(param, world_size)
 
 
 def is_whole(param: Param, world_size: int, homes: Homes, split: bool) -> bool:
     """Whether the shard, or the copy that stands for it, is the parameter that is computed with: one rank gathers it in
     its own place."""
-    as_computed = param.dtype == param.compute_dtype or copy_tier(param, homes, split) is not None
-    return world_size == 1 and as_computed
+    copied = param.sharded and copy_tier(param, homes, split) is not None
+    return world_size == 1 and (copied or param.dtype == param.compute_dtype)
 
 
 def gathered_bytes(params: Iterable[Param], world_size: int) -> int:

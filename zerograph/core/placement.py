@@ -1,8 +1,8 @@
 """Where a sharded parameter lies between steps: its values, and the copy that is gathered in their place. No torch.
 
-Runtime, lowering, forecasts and what is materialized before a plan all ask here. As in ZeRO-Offload, values live with
-the optimizer that updates them, and parameters off the device are what programs fetch: a copy in the compute dtype
-where the values are elsewhere, or are float32 of which 16 bits compute.
+Runtime, lowering and forecasts ask here. As in ZeRO-Offload, values live with the optimizer that updates them. Programs
+gather a copy in the compute dtype where the values are elsewhere, or off the device and float32 of which 16 bits
+compute.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ class Shards:
         return replace(self, alike=alike, gradient=part(self.gradient), moments=part(self.moments))
 
     def at(self, homes: Homes) -> Placed:
-        """What there is where it lives at ``homes``, off the device."""
+        """What there is where it lives at ``homes``."""
         masters = copies = shared = frozen = frozen_copies = fetched = in_place = 0
         for some in self.alike:
             copied = copy_tier(some, homes, self.split) is not None

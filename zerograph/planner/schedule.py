@@ -19,7 +19,7 @@ from typing import Any
 
 from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import kept_states
-from zerograph.core.plan import Plan
+from zerograph.core.plan import Homes, Plan
 from zerograph.core.prefetching import Visit, gathers_by_start, visits
 from zerograph.core.program import Compute, Register, Segment, Update
 from zerograph.core.simulate import Costs, Memory
@@ -140,6 +140,7 @@ class Scheduler:
         self._later: dict[tuple[object, ...], tuple[PhaseWork, ...]] = {}  # the same, with gathers that wait
         self._saved: dict[tuple[object, ...], SavedRegisters] = {}
         self._held: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        self._moved: dict[tuple[int, Homes], Memory] = {}
         self._streamed = [streamed(params, rates.world_size) for params in buckets]
 
     def fresh(self) -> Scheduler:
@@ -187,7 +188,10 @@ class Scheduler:
         """What homes of buckets off the device change of the memory that is held between steps, by tier."""
         found: dict[Tier, int] = {}
         for bucket in plan.buckets:
-            for tier, size in self.bucket_parts(bucket.index, 1)[0].shards.moved(bucket.homes):
+            key = (bucket.index, bucket.homes)
+            if key not in self._moved:
+                self._moved[key] = self.bucket_parts(bucket.index, 1)[0].shards.moved(bucket.homes)
+            for tier, size in self._moved[key]:
                 found[tier] = found.get(tier, 0) + size
         homes, staging = (bucket.homes for bucket in plan.buckets), self.rates.staging
         return *found.items(), (staging, ring_bytes(zip(homes, self._streamed, strict=True), staging))
