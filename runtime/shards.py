@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from zerograph.core.errors import StorageError
 from zerograph.core.machine import Tier
-from zerograph.core.placement import copy_tier, values_tier
+from zerograph.core.placement import Unplanned, copy_tier, values_tier
 from zerograph.core.plan import Bucket, Homes, Param, ParamTile, Plan, Update
 from zerograph.core.slots import ITEM, SLOT, SLOTS, slot_bytes
 from zerograph.core.units import format_bytes
@@ -65,13 +65,6 @@ class Fetch:
     under_way: list[Ticket] = field(default_factory=list)
     on_host: list[int] = field(default_factory=list)
     copies: list[Transfer] = field(default_factory=list)
-
-
-class _Unplanned(NamedTuple):
-    """What is known of a parameter whose bucket is not."""
-
-    trainable: bool
-    is_master: bool
 
 
 @dataclass(slots=True)
@@ -264,7 +257,7 @@ class ShardStore:
             if homes.optimizer != "nvme":
                 continue
             # Frozen ones count as if they trained, since they may later.
-            unplanned = _Unplanned(True, masters and param.dtype == torch.float32)
+            unplanned = Unplanned(True, masters and param.dtype == torch.float32)
             each = param.itemsize * ((values_tier(unplanned, homes, split) == "nvme") + early)
             each += torch.bfloat16.itemsize * (copy_tier(unplanned, homes, split) == "nvme")
             if param.requires_grad:

@@ -18,6 +18,7 @@ from numerics.test_recompute import LENGTH, ROWS, Model
 from ranks import run
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from traced import TracedOnce
 
 import zerograph
 from zerograph._core import FaultEffect, FaultPoint
@@ -31,14 +32,15 @@ def nvme(folder: str, **more: Any) -> dict[str, Any]:
 
 
 class Training:
-    """A model, its backend, and batches."""
+    """A model, its backend, and batches; ``once`` it is traced in a process, and Dynamo has no part in it."""
 
-    def __init__(self, make: Callable[[], nn.Module] = Model, **options: Any) -> None:
+    def __init__(self, make: Callable[[], nn.Module] = Model, once: bool = False, **options: Any) -> None:
         torch._dynamo.reset()
         torch.manual_seed(0)
         self.model = make()
         self.backend = zerograph.backend(**{"compute": "eager", "bucket_size": "8KB", "stage": 3, **options})
-        self.compiled = torch.compile(self.model, backend=self.backend)
+        compiled = TracedOnce(self.model, self.backend) if once else torch.compile(self.model, backend=self.backend)
+        self.compiled: Any = compiled
         self.generator = torch.Generator().manual_seed(1)
 
     def loss(self, rows: int = ROWS, length: int = LENGTH) -> Tensor:
@@ -111,8 +113,8 @@ def _other_sizes(training: Training) -> None:
 USES = (_retained, _asked_for, _dropped, _interrupted, _two_forwards, _evaluated_between, _hooks, _other_sizes)
 
 
-def _all_uses(options: dict[str, Any]) -> list[list[Tensor]]:
-    training = Training(**options)
+def _all_uses(once: bool, options: dict[str, Any]) -> list[list[Tensor]]:
+    training = Training(once=once, **options)
     found = []
     for use in USES:
         use(training)
@@ -124,10 +126,11 @@ def _all_uses(options: dict[str, Any]) -> list[list[Tensor]]:
 
 
 def _same_uses(folder: str) -> None:
-    truth = _all_uses({})
+    once = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1  # one rank sees all of it
+    truth = _all_uses(once, {})
     behind = nvme(folder, machine=SPLIT)
     for options in (nvme(folder), nvme(folder, recompute="full"), nvme(folder, nvme="4MiB"), HOST, behind):
-        for use, ours, theirs in zip(USES, _all_uses(options), truth, strict=True):
+        for use, ours, theirs in zip(USES, _all_uses(once, options), truth, strict=True):
             assert len(ours) == len(theirs) > 0
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), (options, use.__name__)
 

@@ -7,7 +7,7 @@ compute.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Homes
@@ -23,6 +23,13 @@ class Role(Protocol):
     @property
     def is_master(self) -> bool:
         """Whether it is float32 of which 16 bits compute."""
+
+
+class Unplanned(NamedTuple):
+    """A parameter that no plan has yet. Where the host has another memory, values lie alike, masters or not."""
+
+    trainable: bool
+    is_master: bool = False
 
 
 def values_tier(param: Role, homes: Homes, split: bool) -> Tier:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from zerograph.compiler.frame_plan import homes_of
 from zerograph.core.config import Config
+from zerograph.core.placement import Unplanned, values_tier
 from zerograph.core.plan import Homes, Plan
 from zerograph.runtime.host import HostMemory
 from zerograph.runtime.hosted import home_for
@@ -30,9 +31,8 @@ def homes_in(plan: Plan) -> Iterator[tuple[str, Homes]]:
 
 
 def is_outward_there(homes: Homes, param: nn.Parameter) -> bool:
-    """Whether the outward parameter is on the host: the master of one that is updated there, and a frozen one that has
-    left the device."""
-    return homes.optimizer == "host" and (param.requires_grad or homes.parameters == "host")
+    """Whether the outward parameter is on the host: its values are."""
+    return values_tier(Unplanned(param.requires_grad), homes, split=True) == "host"
 
 
 @torch.no_grad()
