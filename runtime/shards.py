@@ -191,7 +191,7 @@ class ShardStore:
         for described in bucket.params:
             name = described.name
             self._copy(name)
-            if not described.sharded or name in self._away or values_tier(described, homes, True) != "host":
+            if not described.sharded or name in self._away or values_tier(described, homes, split=True) != "host":
                 continue
             self._bring_back(name, moved)
             copy = self._there().copy_of(described, homes)
@@ -251,9 +251,9 @@ class ShardStore:
         """
         if self.arena is not None:
             return
-        single, total = torch.float32.itemsize, 0
+        single, total, split = torch.float32.itemsize, 0, self.host is not None
         for name, param in self._params.items():
-            homes, split = own.get(name, rest), self.host is not None
+            homes = own.get(name, rest)
             if homes.optimizer != "nvme":
                 continue
             # Frozen ones count as if they trained, since they may later.
@@ -310,11 +310,8 @@ class ShardStore:
         param = self._params[described.name]
         local, extent = local_tensor(param), self._parameters[block]
         offset = block.begins[described.name] * param.dtype.itemsize
-        copy, dtype, tier = (
-            None,
-            torch_dtype(described.compute_dtype),
-            copy_tier(described, homes, self.host is not None),
-        )
+        copy, dtype = None, torch_dtype(described.compute_dtype)
+        tier = copy_tier(described, homes, split=self.host is not None)
         if tier == "nvme":
             copy = Copy(None, dtype, None)
         elif self.host is not None:

@@ -39,8 +39,8 @@ class Training:
         torch.manual_seed(0)
         self.model = make()
         self.backend = zerograph.backend(**{"compute": "eager", "bucket_size": "8KB", "stage": 3, **options})
-        compiled = TracedOnce(self.model, self.backend) if once else torch.compile(self.model, backend=self.backend)
-        self.compiled: Any = compiled
+        compiler: Any = TracedOnce if once else torch.compile
+        self.compiled = compiler(self.model, backend=self.backend)
         self.generator = torch.Generator().manual_seed(1)
 
     def loss(self, rows: int = ROWS, length: int = LENGTH) -> Tensor:

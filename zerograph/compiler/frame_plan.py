@@ -221,10 +221,9 @@ class Planner:
             homes = farthest(self._config)
         if homes.parameters == "nvme":
             placed = Shards.of(params, self._world_size, self._moments, self.staging).at(homes)
-            # Their values lie apart at first, and are then copied to their buckets' places.
-            first = placed.masters + placed.shared + placed.frozen
+            # Values lie apart at first, and are then copied to their buckets' places.
             kept = {
-                "parameters": placed.parameters, "parameters until the first plan": first,
+                "parameters": placed.parameters, "parameters until the first plan": placed.left,
                 "optimizer states": placed.optimizer,
             }  # fmt: skip
             self._require_room("nvme", kept)

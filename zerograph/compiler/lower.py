@@ -105,6 +105,7 @@ _Moving = Callable[[type[Read | Fetch | Write | Spill], tuple[int, ...], tuple[i
 class _Lowering:
     def __init__(self, gm: fx.GraphModule, kind: str, cache: SegmentCache, plan: Plan, staging: Tier) -> None:
         self.gm, self.kind, self.cache, self.plan, self.staging = gm, kind, cache, plan, staging
+        self.split = staging != "device"  # whether the host has another memory than the device
         self.registers: dict[Any, int] = {}  # of nodes, and of constants that the graph returns
         self.instructions: list[Instruction] = []
         self.segments: dict[str, int] = {}
@@ -196,9 +197,9 @@ class _Lowering:
                 instruction: Instruction = Gather(
                     info.bucket, info.params, shards, out, bytes=size, **_tile(info), resident=resident
                 )
-                homes, split = self._homes(info), self.staging != "device"
+                homes = self._homes(info)
                 # Others are where they were, or where they were fetched to.
-                filled = [p for p in info.params if not is_whole(p, self.plan.world_size, homes, split)]
+                filled = [p for p in info.params if not is_whole(p, self.plan.world_size, homes, self.split)]
                 if not filled:
                     self.shared[out] = self.shared.get(shards[0], out)
                 self.bytes[out] = gathered_bytes(filled, self.plan.world_size)
@@ -216,9 +217,9 @@ class _Lowering:
             case ops.WAIT_REDUCE:
                 instruction = WaitReduce(self.registers[node.args[0]], outs, bucket=info.bucket, **_tile(info))  # type: ignore[index]
             case ops.FETCH:
-                homes, split = self._homes(info), self.staging != "device"
+                homes = self._homes(info)
                 home, reads, out = homes.parameters, self._regs(node.args[0]), self._register(node)
-                size = sum(fetched_bytes(p, self.plan.world_size, homes, split) for p in info.params)
+                size = sum(fetched_bytes(p, self.plan.world_size, homes, self.split) for p in info.params)
                 if home == "host":
                     self.tiers |= dict.fromkeys(reads, home)
                 move, self.bytes[out] = self._move("shard", node, size, home), size

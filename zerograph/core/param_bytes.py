@@ -22,15 +22,17 @@ def copy_bytes(param: Param, world_size: int) -> int:
 def fetched_bytes(param: Param, world_size: int, homes: Homes, split: bool) -> int:
     """Bytes of the largest shard of ``param`` as it comes from where parameters live: its copy, or itself where
     :func:`~zerograph.core.placement.copy_tier` says that it has none."""
-    copied = param.sharded and copy_tier(param, homes, split) is not None
-    return copy_bytes(param, world_size) if copied else shard_bytes(param, world_size)
+    return copy_bytes(param, world_size) if _is_copied(param, homes, split) else shard_bytes(param, world_size)
 
 
 def is_whole(param: Param, world_size: int, homes: Homes, split: bool) -> bool:
     """Whether the shard, or the copy that stands for it, is the parameter that is computed with: one rank gathers it in
     its own place."""
-    copied = param.sharded and copy_tier(param, homes, split) is not None
-    return world_size == 1 and (copied or param.dtype == param.compute_dtype)
+    return world_size == 1 and (param.dtype == param.compute_dtype or _is_copied(param, homes, split))
+
+
+def _is_copied(param: Param, homes: Homes, split: bool) -> bool:
+    return param.sharded and copy_tier(param, homes, split) is not None
 
 
 def gathered_bytes(params: Iterable[Param], world_size: int) -> int:

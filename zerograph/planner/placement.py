@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import copy_bytes, gathered_bytes, reduced_bytes, shard_bytes
-from zerograph.core.placement import copy_tier
+from zerograph.core.placement import copy_tier, values_tier
 from zerograph.core.plan import Homes, Plan, tile_rows
 from zerograph.core.planfile import Holding
 from zerograph.core.simulate import Memory
@@ -47,9 +47,10 @@ class Placed:
         frozen: values that are not trained.
         fetched: what comes to the device before a gather, when the parameters live elsewhere.
         in_place: of what is gathered, what one rank need not cast where parameters live on the device.
+        left: values that are off the device.
         optimizer: masters and moments.
         traffic: that an update on the host reads and writes: gradient, states and parameters twice, the new copy.
-        parameters: what lives where the parameters do, off the device.
+        parameters: copies, and values that left without one.
     """
 
     masters: int
@@ -58,6 +59,7 @@ class Placed:
     frozen: int
     fetched: int
     in_place: int
+    left: int
     optimizer: int
     traffic: int
     parameters: int
@@ -98,8 +100,9 @@ class Shards:
 
     def at(self, homes: Homes) -> Placed:
         """What there is where it lives at ``homes``."""
-        masters = copies = shared = frozen = frozen_copies = fetched = in_place = 0
+        masters = copies = shared = frozen = frozen_copies = fetched = in_place = left = 0
         for some in self.alike:
+            left += some.values * (values_tier(some, homes, self.split) != "device")
             copied = copy_tier(some, homes, self.split) is not None
             fetched += some.copy if copied else some.values
             in_place += some.copy * (copied or not some.cast)
@@ -113,17 +116,15 @@ class Shards:
                 shared += some.values
         optimizer = masters + self.moments
         traffic = self.gradient + 2 * (optimizer + shared) + copies
-        parameters = copies
-        if homes.parameters != "device":
-            parameters += shared + frozen + frozen_copies
-        return Placed(masters, copies, shared, frozen, fetched, in_place, optimizer, traffic, parameters)
+        parameters = copies + frozen_copies + left - masters
+        return Placed(masters, copies, shared, frozen, fetched, in_place, left, optimizer, traffic, parameters)
 
     def moved(self, homes: Homes) -> Memory:
         """What ``homes`` add to each tier between steps, and take off the device (below zero)."""
         if homes.optimizer == "device":
             return ()
         own = self.at(homes)
-        left = own.optimizer + (own.frozen + own.shared if homes.parameters != "device" else 0)
+        left = own.left + self.moments
         return ("device", -left), (homes.optimizer, own.optimizer), (homes.parameters, own.parameters)
 
 
@@ -229,10 +230,8 @@ def between_steps(plan: Plan, kept: Mapping[str, int], staging: Tier) -> Iterato
         if homes.optimizer == "device":
             found = [("shards", "param", "device", whole), ("states", "state", "device", states)]
         else:
-            follow = placed.frozen + placed.shared if homes.parameters != "device" else 0
-            stays = whole - placed.masters - follow
             found = [
-                ("shards", "param", "device", stays),
+                ("shards", "param", "device", whole - placed.left),
                 ("states", "state", "device", states - away),
                 ("shards in the compute dtype", "param", homes.parameters, placed.parameters),
                 ("master copy and states", "state", homes.optimizer, placed.masters + away),

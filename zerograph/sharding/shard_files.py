@@ -92,8 +92,9 @@ def _match(slots: Sequence[Wanted], holders: dict[str, Any], strict: bool) -> di
 
 
 def _some(kind: str, names: list[str]) -> str:
-    more = f", and {len(names) - 5} more" if len(names) > 5 else ""
-    return f"{len(names)} {kind} ({', '.join(names[:5])}{more})"
+    shown = 5
+    more = f", and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{len(names)} {kind} ({', '.join(names[:shown])}{more})"
 
 
 def _check(slot: Wanted, file: Any, name: str) -> None:
