@@ -91,7 +91,7 @@ class _Sketch:
         self.tier_of = dict(plan.offload)  # layer or activation -> tier of what is saved of it
         self.whole: set[int] = set()  # buckets; of tiled ones the first tile
         self.fetched: set[int] = set()  # buckets whose gathers follow
-        self.under_way: list[tuple[Reduce, bool]] = []  # not waited for; whether some leave, others stay
+        self.under_way: list[tuple[Reduce, bool, bool]] = []  # not waited for; if some leave; added to others
         self.reduced: dict[int, None] = {}  # buckets, in the order in which their gradients were reduced
         # Buckets and tiles that have a reduced gradient, to which others are added.
         self.summed = {(i, tile) for i, tiles in enumerate(self.parts) for tile in range(len(tiles)) if adds}
@@ -256,32 +256,34 @@ class _Sketch:
                 self.instructions.append(self._once(_free, bucket, 0, 1, self._own(bucket), ends))
 
     def _reduce(self, bucket: int, tile: int, grads: tuple[int, ...]) -> None:
-        """Start a reduction, for which the compute waits when a later one starts; then the gradient goes home."""
-        homes, tiles = self.buckets[bucket].homes, self.buckets[bucket].tiles
+        """Start a reduction, for which the compute waits when a later one starts."""
+        tiles = self.buckets[bucket].tiles
         self.reduced[bucket] = None
         if len(self.under_way) == self.plan.reductions:
             self._wait_reduce()
-        part = self.parts[bucket][tile]
         # A bucket whose gradients are whole on every rank has none that could leave.
-        leaves = homes.spilled != "device" and part.shards.gradient > 0
+        leaves = self.buckets[bucket].homes.spilled != "device" and self.parts[bucket][tile].shards.gradient > 0
         again = (bucket, tile) in self.summed  # a tied parameter's tiles: the head's gradient, then the embedding's
         self.summed.add((bucket, tile))
         reduce = self._once(_reduce, bucket, tile, tiles, leaves, grads, again and not leaves)
-        self.under_way.append((reduce, leaves and not again))
+        self.under_way.append((reduce, leaves, again))
         self.instructions.append(reduce)
-        if leaves:
-            key, name = ("away", bucket, tile, tiles, homes.spilled), f"gradient of {part.label}"
-            away = self.registers.get(key, name, part.shards.gradient, "gradient", homes.spilled)
-            there = (away,) if again else ()
-            self._down("gradient", part.label, bucket, tile, (reduce.out,), (away,), homes.spilled, there)
-            self.spilled[bucket, tile] = away
 
     def _wait_reduce(self, last: bool = False) -> None:
-        """The next compute waits for the oldest reduction; with the ``last`` one all gradients are there."""
-        reduce, leaves = self.under_way.pop(0)
-        self.instructions.append(self._once(_wait_reduce, reduce, leaves, last))
+        """The next compute waits for the oldest reduction, whose gradient goes home; with the ``last`` one all
+        gradients are there."""
+        reduce, leaves, again = self.under_way.pop(0)
+        self.instructions.append(self._once(_wait_reduce, reduce, leaves and not again, last))
         if last:
             self.norm = _norm(self.scheduler)
+        if leaves:
+            bucket, tile, tier = reduce.bucket, reduce.tile, self.buckets[reduce.bucket].homes.spilled
+            part = self.parts[bucket][tile]
+            key, name = ("away", bucket, tile, reduce.tiles, tier), f"gradient of {part.label}"
+            away = self.registers.get(key, name, part.shards.gradient, "gradient", tier)
+            there = (away,) if again else ()
+            self._down("gradient", part.label, bucket, tile, (reduce.out,), (away,), tier, there)
+            self.spilled[bucket, tile] = away
 
     def _offload_saved(self, region: int) -> None:
         """Move away what no later layer of the forward reads, of layers whose activations are offloaded."""
