@@ -38,7 +38,7 @@ class Trainer:
 
     def gradient_norm(self) -> float:
         """NaN where the backward has used gradients up."""
-        if getattr(self.optimizer, "overlap", False):
+        if getattr(self.optimizer, "overlap", False) is True:
             return float("nan")
         return gradient_norm(group_parameters(self.optimizer))
 
@@ -186,7 +186,8 @@ def zerograph_stage(stage: int | str) -> Callable[[GPT, Workload, Options], Trai
 
 def zerograph_nvme(stage: int, offload: str) -> Callable[[GPT, Workload, Options], Trainer]:
     """What is offloaded in files of a folder (`path`), and the optimizer that streams states; with `overlap=true` in
-    the backward. To compare that with there is `overlap=false`: neither takes the norm of the gradients."""
+    the backward. To compare that with there is `overlap=false`: neither takes the norm of the gradients. With
+    `overlap=forward` updates run in the next forward."""
 
     def build(model: GPT, work: Workload, options: Options) -> Trainer:
         import zerograph
@@ -194,7 +195,7 @@ def zerograph_nvme(stage: int, offload: str) -> Callable[[GPT, Workload, Options
         there = {"path": tempfile.gettempdir(), **options, "offload": offload, "tier": "nvme"}
         overlap = there.pop("overlap", None)
         trainer = zerograph_stage(stage)(model, work, there)
-        own = {} if overlap is None else {"overlap": overlap, "skip_nonfinite": False}
+        own = {} if overlap is None else {"overlap": overlap, "skip_nonfinite": overlap == "forward"}
         trainer.optimizer = zerograph.optim.AdamW(model.parameters(), lr=LEARNING_RATE, **own)
         return trainer
 

@@ -1,4 +1,5 @@
-"""Updates that run on the host while programs compute with the values before them: ZeRO-Offload's delay by one step.
+"""Updates that go on behind their step: while programs compute with the values before them, which is ZeRO-Offload's
+delay by one step, or until programs gather what they change.
 
 Whoever has to see the values behind an update settles it first: programs for inference, checkpoints, other optimizers.
 """
@@ -24,6 +25,14 @@ class DelayedUpdate(Protocol):
 
     def settle(self) -> None:
         """Return when it has ended, and programs see its values."""
+
+
+class ForwardUpdate(DelayedUpdate, Protocol):
+    """The last update of one optimizer, which ends inside of the next forward."""
+
+    def wait_for(self, gathers: Iterable[int]) -> None:
+        """Return when it has ended for what ``gathers`` bring; they are numbers that
+        :meth:`~zerograph.runtime.shards.ShardStore.gathers` gives."""
 
 
 _LIVING: weakref.WeakSet[DelayedUpdate] = weakref.WeakSet()

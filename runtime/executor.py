@@ -109,6 +109,8 @@ class Executor:
         held = self.hold.state
         if program.kind == "inference":
             self.store.settle_updates(self.names)
+        elif program.kind == "backward":
+            self.store.end_forward_updates()
         try:
             self.early.enter(program.kind, self.names)
             if self.sequence:

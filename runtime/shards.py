@@ -27,13 +27,14 @@ from zerograph.core.errors import StorageError
 from zerograph.core.machine import Tier
 from zerograph.core.placement import Unplanned, copy_tier, values_tier
 from zerograph.core.plan import Bucket, Homes, Param, ParamTile, Plan, Update
+from zerograph.core.program import Gather, Program
 from zerograph.core.slots import ITEM, SLOT, SLOTS, slot_bytes
 from zerograph.core.units import format_bytes
 from zerograph.runtime import delayed
 from zerograph.runtime.background import Background
 from zerograph.runtime.blocks import UNIT, Block, Place, Run
 from zerograph.runtime.buffers import BufferPool, tile_of, torch_dtype
-from zerograph.runtime.delayed import DelayedUpdate
+from zerograph.runtime.delayed import DelayedUpdate, ForwardUpdate
 from zerograph.runtime.extents import Extent
 from zerograph.runtime.host import Transfer
 from zerograph.runtime.hosted import Copy, HostShards
@@ -95,6 +96,7 @@ class ShardStore:
         changes: how often homes were given.
         updates: where what is on the host is updated, there or on the device.
         unsettled: delayed updates that are under way, which live until they are settled.
+        following: updates that end inside of the next forward, and have not yet.
         half_done: by optimizer, why its last update changed a part of its parameters; until it loads a checkpoint.
     """
 
@@ -130,6 +132,8 @@ class ShardStore:
         self.changes = 0
         self.updates: Update = "host"
         self.unsettled: set[DelayedUpdate] = set()
+        self.following: set[ForwardUpdate] = set()
+        self._gathers: dict[str, int] = {}  # by parameter, in the order in which forwards first gather them
         self.half_done: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
 
     def settle(
@@ -347,6 +351,24 @@ class ShardStore:
 
     # ---- what programs gather
 
+    def know_gathers(self, forward: Program) -> None:
+        """Number the gathers of ``forward``, in whose order parameters may be updated inside of it."""
+        first = len(self._gathers)
+        for number, instruction in enumerate(forward.instructions, first):
+            for param in instruction.params if isinstance(instruction, Gather) else ():
+                self._gathers.setdefault(param.name, number)
+
+    def gathers(self) -> dict[int, int]:
+        """By ``id`` of a parameter, the number of the first gather of it."""
+        return {id(self._params[name]): number for name, number in self._gathers.items() if name in self._params}
+
+    def end_forward_updates(self) -> None:
+        """A backward begins, whose forward has gathered what it reads: let updates inside of that end."""
+        if self.following:
+            for update in list(self.following):
+                update.settle()
+            self.drop_pages()
+
     def start_fetch(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Fetch:
         """Begin to bring to the device what programs gather of ``params``, whose outward ``shards`` are given."""
         return self.lift(self.start_read(params, shards))
@@ -354,6 +376,8 @@ class ShardStore:
     def start_read(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Fetch:
         """Begin to bring from NVMe to the host, or to a device that has no other memory, what :meth:`lift` brings to
         the device."""
+        for update in list(self.following):
+            update.wait_for({self._gathers[p.name] for p in params if p.name in self._gathers})
         if not self._away and self.host is None:
             return Fetch([tile_of(p, shard) for p, shard in zip(params, shards, strict=True)])
         fetch, reads, found = Fetch([]), dict[Extent, tuple[Block, torch.dtype, list[str]]](), dict[str, Tensor]()
@@ -746,6 +770,8 @@ class ShardStore:
 
     def drop_pages(self) -> None:
         """Give back the memory of what somebody touched since the last step: a stock optimizer, a checkpoint."""
+        if self.following:  # they use the slots; when they have ended is soon enough
+            return
         self.take_slots()  # a step that was skipped
         if self.arena is not None:
             self.arena.drop_pages(self._parameters.values())

@@ -121,6 +121,7 @@ class Backend:
         away = room_for(frame.programs["forward"])
         self._waiting[frame.code] = max(away, self._waiting.get(frame.code, 0))
         self._store.settle(frame.plan, MOMENTS, moved, rest, sum(self._waiting.values()))
+        self._store.know_gathers(frame.programs["forward"])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are fresh backends with the same arguments: programs belong to one model."""

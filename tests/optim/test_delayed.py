@@ -1,7 +1,7 @@
 """What ``delayed=True`` refuses when an optimizer is made, and where there is no backend; training is in
 tests/numerics/test_delayed.py, and its misuse in test_delayed_errors.py there.
 
-Tests ``optim/owner.py`` too.
+Tests ``optim/options.py`` and ``optim/owner.py`` too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OPTIMIZERS = [getattr(zerograph.optim, name) for name in ("AdamW", "Adam", "SGD"
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"delayed": True, "overlap": True, "skip_nonfinite": False}, r"overlap=True updates(?s:.*)leave one of them"),
+        ({"delayed": True, "overlap": True, "skip_nonfinite": False}, "overlap=True and delayed=True(?s:.*)leave one"),
         ({"warmup": 40}, r"warmup=40 counts ordinary steps before .*not given(?s:.*)beside delayed=True"),
         ({"delayed": True, "warmup": -1}, r"warmup=-1 counts ordinary steps(?s:.*)warmup=40 beside delayed=True"),
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ class _AdamUpdate(HostOptimizer):
         master: torch.dtype | None = None,
         moments: torch.dtype | None = None,
         skip_nonfinite: bool = True,
-        overlap: bool = False,
+        overlap: bool | Literal["forward"] = False,
         delayed: bool = False,
         warmup: int = 0,
         **torchs: Any,
@@ -117,8 +117,10 @@ class Adam(_AdamUpdate, torch.optim.Adam):
         moments: dtype of ``exp_avg`` and ``exp_avg_sq``, float32 if None; ``torch.bfloat16`` halves them.
         skip_nonfinite: skip steps with a gradient that is not finite, on all ranks, and count them in ``skipped``.
             Needs one more read of the gradients before the update, as ``clip`` does.
-        overlap: let backwards update parameters as their gradients are reduced (docs/guide/optimizers.md). Needs a
-            backend of zerograph, and ``skip_nonfinite=False``.
+        overlap: where updates run beside the model (docs/guide/optimizers.md): True lets backwards update parameters
+            as their gradients are reduced, and needs ``skip_nonfinite=False``; ``"forward"`` lets the next forward
+            wait for each update where it first gathers the parameters. Neither changes a number, and both need a
+            backend of zerograph.
         delayed: let the next forward and backward compute with the parameters before an update, which the host makes
             meanwhile (ZeRO-Offload; docs/guide/optimizers.md). It changes training, and needs a backend with
             ``tier="host"``.

@@ -9,7 +9,6 @@ and the next step updates it first, so that all parameters are equally late.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -17,14 +16,13 @@ from torch import Tensor
 
 from zerograph.core.errors import ConfigError, ZeroGraphError
 from zerograph.optim.factor import Factor
-from zerograph.optim.owner import Owner, StepsOf
+from zerograph.optim.owner import Owner, StepsOf, Untouched
 from zerograph.optim.parts import Row
 from zerograph.optim.torch_private import tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime import delayed
 from zerograph.runtime.background import Background
 from zerograph.runtime.entry import reason_of
-from zerograph.runtime.torch_private import versions
 
 
 class DelayedSteps(StepsOf):
@@ -40,7 +38,7 @@ class DelayedSteps(StepsOf):
         super().__init__(optimizer)
         self._background = Background("zerograph-delayed")
         self._pending: tuple[PendingUpdate, list[Row], Factor] | None = None  # beside, behind it, their factor
-        self._versions: list[tuple[int, int]] = []
+        self._seen = Untouched([])  # of what changes, as the update began
         self.changing: list[Tensor] = []
         delayed.follow(self)
 
@@ -52,7 +50,7 @@ class DelayedSteps(StepsOf):
             UnsupportedError: a gradient that cannot be updated; nothing has changed then.
         """
         opt = self.optimizer
-        if all(group.get("lr") == 0 for group in opt.param_groups):  # so DCP makes states; nothing moves
+        if not self.moves:
             opt.start(grad_scale, clip).wait()
             return
         apart, left = self._apart(), min(g.get("warmup", opt.defaults["warmup"]) for g in opt.param_groups)
@@ -77,7 +75,7 @@ class DelayedSteps(StepsOf):
         if update is None or factor is None:
             opt.skipped += 1
             return
-        self._pending, self.changing, self._versions = (update, behind, factor), changing, list(map(versions, changing))
+        self._pending, self.changing, self._seen = (update, behind, factor), changing, Untouched(changing)
         store.unsettled.add(self)
         update.stream_beside(self._background.start)
 
@@ -104,12 +102,12 @@ class DelayedSteps(StepsOf):
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        changing, self.changing = self.changing, []
+        self.changing = []
         opt, (update, behind, factor) = self.optimizer, pending
         if opt.store is not None:
             opt.store.unsettled.discard(self)
         try:
-            self._refuse_changed(changing)
+            self._refuse_changed()
             update.wait()
             opt.update(behind, factor).wait()
         except BaseException as error:
@@ -134,9 +132,8 @@ class DelayedSteps(StepsOf):
             self._refuse_idle("programs read the parameters themselves, and no copies of them")
         return apart
 
-    def _refuse_changed(self, changing: Sequence[Tensor]) -> None:
-        seen = zip(changing, self._versions, strict=True)
-        changed = [param for param, version in seen if versions(param) != version]
+    def _refuse_changed(self) -> None:
+        changed = self._seen.changed
         if changed:
             raise ZeroGraphError(
                 f"{len(changed)} parameters, the first of shape {list(changed[0].shape)}, were written to while {self} "

@@ -28,6 +28,7 @@ from zerograph.optim.algorithm import Algorithm, OnDevice
 from zerograph.optim.clip import power_sum
 from zerograph.optim.delayed import DelayedSteps
 from zerograph.optim.factor import Asked, Factor
+from zerograph.optim.forward import ForwardSteps
 from zerograph.optim.lifted import Lifted
 from zerograph.optim.options import Options
 from zerograph.optim.overlap import EarlySteps
@@ -50,8 +51,9 @@ class HostOptimizer(Optimizer):
     """Base of the native optimizers, mixed into torch's own ones, whose groups and state dicts they have.
 
     Attributes:
-        early: updates inside of backwards; None without ``overlap``.
-        late: updates that programs see a step later; None without ``delayed``.
+        early: updates inside of backwards; None without ``overlap=True``.
+        late: updates that end after their step: inside of the next forward with ``overlap="forward"``, or seen by
+            programs a step later with ``delayed``; else None.
         algorithm: what distinguishes it from the others.
         communicator, store, steps: of the backend whose sharded parameters these are, which sets them before each step.
     """
@@ -59,7 +61,7 @@ class HostOptimizer(Optimizer):
     communicator: Callable[[], Communicator | None] = staticmethod(lambda: None)
     store: ShardStore | None = None
     steps: StepCount | None = None
-    late: DelayedSteps | None = None
+    late: DelayedSteps | ForwardSteps | None = None
 
     _skipped_there: Tensor | None  # on a device, and not read yet
     _grad_norm: float | Tensor
@@ -91,8 +93,8 @@ class HostOptimizer(Optimizer):
         self._plans: dict[tuple[int, ...], GroupParts] = {}
         self._streams: dict[tuple[int, ...], Stream] = {}  # by ``id`` of their parts
         self._running: PendingUpdate | None = None
-        self.early = EarlySteps(self) if self.overlap else None
-        self.late = DelayedSteps(self) if self.delayed else None
+        self.early = EarlySteps(self) if self.overlap is True else None
+        self.late = DelayedSteps(self) if self.delayed else ForwardSteps(self) if self.overlap == "forward" else None
 
     @property
     def skipped(self) -> int:
@@ -124,7 +126,8 @@ class HostOptimizer(Optimizer):
     ) -> Any:
         """Update the parameters that have gradients; all ranks call it together.
 
-        With ``delayed`` it returns once the update has begun, and programs see that after the next step.
+        With ``overlap="forward"`` it returns once the update has begun, and the next forward waits for it. With
+        ``delayed`` programs see it after the next step.
 
         Args:
             closure: evaluates the model again and returns the loss.
@@ -144,7 +147,7 @@ class HostOptimizer(Optimizer):
         if closure is not None:
             if self.early is not None:
                 self.early.refuse("a closure")
-            if self.late is not None:
+            if self.late is not None and self.delayed:
                 self.late.refuse("a closure", "call backward() yourself, then step()")
             with torch.enable_grad():
                 loss = closure()
@@ -173,8 +176,8 @@ class HostOptimizer(Optimizer):
     def settle(self) -> None:
         """Return when every update that has begun has ended, and the model computes with its values.
 
-        With ``delayed`` call it before you read or change parameters; state dicts, evaluations and
-        ``zerograph.gathered`` do it by themselves. All ranks call it alike.
+        With ``overlap="forward"`` or ``delayed`` call it before you read or change parameters; state dicts, evaluations
+        and ``zerograph.gathered`` do it by themselves. All ranks call it alike.
 
         Raises:
             Exception: what an update failed with.
@@ -299,11 +302,15 @@ class HostOptimizer(Optimizer):
         elsewhere = [grad for row in rows for grad in row.layout.elsewhere(row.grads, split)]
         return power_sum(elsewhere, 2.0).double() + total if elsewhere else total
 
-    def update(self, rows: Sequence[Row], factor: Factor, arrival: Arrival | None = None) -> PendingUpdate:
-        """Begin to update; where there is an ``arrival``, gradients are read after it, by what waits."""
+    def prepare(self, rows: Sequence[Row]) -> list[GroupParts]:
+        """The parts of ``rows``, with states where some were missing; nothing is updated where it raises."""
         # By identity: whoever replaced a parameter's dict has replaced tensors whose addresses kernels hold.
         states = set(map(id, self.state.values()))
-        plans = [self._plan(row, states) for row in rows]
+        return [self._plan(row, states) for row in rows]
+
+    def update(self, rows: Sequence[Row], factor: Factor, arrival: Arrival | None = None) -> PendingUpdate:
+        """Begin to update; where there is an ``arrival``, gradients are read after it, by what waits."""
+        plans = self.prepare(rows)
         calls, touched, stored, apart, lifted = [], [], [], [], []
         for plan, row in zip(plans, rows, strict=True):
             for part in plan.parts:
@@ -466,6 +473,8 @@ class HostOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's, after an update that is under way."""
         self._settle()
+        if isinstance(self.late, ForwardSteps) and not set_to_none:
+            self.late.settle()  # it reads the gradients
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class Lion(HostOptimizer):
         maximize: bool = False,
         master: torch.dtype | None = None,
         skip_nonfinite: bool = True,
-        overlap: bool = False,
+        overlap: bool | Literal["forward"] = False,
         delayed: bool = False,
         warmup: int = 0,
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -21,14 +22,19 @@ class Options:
 
     master: torch.dtype | None = None
     skip_nonfinite: bool = True
-    overlap: bool = False
+    overlap: bool | Literal["forward"] = False
     delayed: bool = False
     warmup: int = 0
     moments: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("skip_nonfinite", "overlap", "delayed"):
+        for name in ("skip_nonfinite", "delayed"):
             require_flag(name, getattr(self, name), f"leave {name} out for what it is by default")
+        require(
+            type(self.overlap) is bool or self.overlap == "forward",
+            f"overlap={self.overlap!r:.80}: updates overlap the backward or the next forward",
+            'overlap=True for the backward, overlap="forward" for the next forward, or leave it out',
+        )
         require(
             self.master in (None, torch.float32),
             f"master={self.master}: masters are kept in torch.float32 only",
@@ -40,14 +46,14 @@ class Options:
             "leave moments out for torch.float32; moments=torch.bfloat16 takes half the memory",
         )
         require(
-            not (self.overlap and self.skip_nonfinite),
+            not (self.overlap is True and self.skip_nonfinite),
             "overlap=True updates parameters before all gradients are known, and skip_nonfinite=True, which is the "
             "default, decides by all of them",
             "skip_nonfinite=False beside overlap=True: values that are not finite then go into parameters",
         )
         require(
             not (self.overlap and self.delayed),
-            "overlap=True updates parameters in the backward, and delayed=True after the next one",
+            f"overlap={self.overlap!r} and delayed=True say differently where updates run",
             "leave one of them out: overlap changes no numbers, delayed hides more",
         )
         require(

@@ -159,8 +159,7 @@ class EarlySteps(StepsOf):
                 "compute with them inside of the model only, or give them to an optimizer without overlap; then load a "
                 "checkpoint",
             )
-        moves = any(group.get("lr") != 0 for group in self.optimizer.param_groups)  # DCP steps without, for states
-        if moves and not self.updated and all(p.grad is None for p in self.params):
+        if self.moves and not self.updated and all(p.grad is None for p in self.params):
             self._refuse_idle()
         return self.updated
 

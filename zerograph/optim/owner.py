@@ -15,6 +15,7 @@ from zerograph.optim.update import PendingUpdate
 from zerograph.runtime.early import Arrival
 from zerograph.runtime.residency import StepCount
 from zerograph.runtime.shards import ShardStore
+from zerograph.runtime.torch_private import versions
 
 
 class Owner(Protocol):
@@ -39,11 +40,26 @@ class Owner(Protocol):
     def start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
         """Begin an ordinary step."""
 
+    def prepare(self, rows: Sequence[Row]) -> object:
+        """Make states that are missing."""
+
     def update(self, rows: Sequence[Row], factor: Factor, arrival: Arrival | None = None) -> PendingUpdate:
         """Begin to update."""
 
     def leave_half_done(self, why: str) -> None:
         """Do not go on before a checkpoint is loaded."""
+
+
+class Untouched:
+    """Tensors that nobody else may write to while an update is under way."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors, self._versions = tensors, list(map(versions, tensors))
+
+    @property
+    def changed(self) -> list[Tensor]:
+        """Those that somebody has written to."""
+        return [t for t, seen in zip(self._tensors, self._versions, strict=True) if versions(t) != seen]
 
 
 class StepsOf:
@@ -63,6 +79,11 @@ class StepsOf:
     def params(self) -> list[Tensor]:
         """All that the optimizer has."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    @property
+    def moves(self) -> bool:
+        """Whether a step changes parameters: by one with learning rates of 0 DCP makes states."""
+        return any(group.get("lr") != 0 for group in self.optimizer.param_groups)
 
     def __str__(self) -> str:
         return type(self.optimizer).__name__

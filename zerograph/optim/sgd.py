@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -62,7 +62,7 @@ class SGD(HostOptimizer, torch.optim.SGD):
         *,
         master: torch.dtype | None = None,
         skip_nonfinite: bool = True,
-        overlap: bool = False,
+        overlap: bool | Literal["forward"] = False,
         delayed: bool = False,
         warmup: int = 0,
         **torchs: Any,
