@@ -31,7 +31,7 @@ from zerograph.passes.verify_reduced import verify_reduced
 
 Kind = Literal["forward", "backward", "inference"]
 Stage = Literal["traced", "planned", "joint", "pair", "graph"] | Kind
-"""What a pass takes.
+"""The input of a pass.
 
 traced, planned: the graph of a whole step (joint, or of an evaluation), before and after it has a plan
 joint: that of a training step
@@ -49,7 +49,7 @@ class Pass(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What logs, plan files and ``zerograph passes`` call it."""
+        """The name in logs, plan files and ``zerograph passes``."""
         return self.run.__name__
 
 

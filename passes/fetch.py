@@ -7,7 +7,7 @@ and the gather follows where its bucket is needed,
 
 as a gather that waits for the disk would keep the device from computing. Whether shards pass through the host's memory
 on their way is lowering's to know. Safe for the reason that a gather may move: shards do not change within a
-graph. What is fetched belongs to the gather alone.
+graph. The fetched shards belong to the gather alone.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def hoist(pair: Pair, plan: Plan | None = None) -> int:
 
 
 def _last_input(node: fx.Node) -> fx.Node:
-    """What ``node`` can stand behind: the last of its inputs, but all inputs of the graph come first."""
+    """The node that ``node`` can stand behind: the last of its inputs, but all inputs of the graph come first."""
     last = max(node.all_input_nodes)  # nodes compare by where they stand
     while last.op == "placeholder" and last.next.op == "placeholder":
         last = last.next

@@ -1,7 +1,7 @@
 """Give what the forward makes names that last, so that a plan can speak of single activations.
 
 It runs before anything else looks at the graph, and once: later passes, and Inductor's, change nodes, and numbers of
-those that are alike would change with them. What they replace has no name any more, and no plan can save it. Safe
+those that are alike would change with them. A node that they replace loses its name, and no plan can save it. Safe
 because it edits metadata only.
 """
 

@@ -9,9 +9,9 @@ In the backward it begins to come back ``plan.fetch_ahead`` layers before the on
     pending = zg.fetch_saved(away); ...; value, ... = zg.wait_fetch_saved(pending, away)
 
 Tensors that look at one memory move together. Safe because nothing writes to a saved value, and no operator of the
-forward reads one after it has left. What the model returns stays, and so do inputs, what is on the processor beside an
-accelerator, and what Inductor's own passes have put in the place of an activation that the plan names. Needs forwards
-in which no operator moves any more.
+forward reads one after it has left. The model's outputs stay, and so do inputs, tensors on the processor beside an
+accelerator, and nodes that Inductor's own passes have put in the place of an activation that the plan names. Needs
+forwards in which no operator moves any more.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _leaving(pair: Pair, tier_of: Mapping[str, Tier]) -> _Groups:
 
 
 def _names(owner: fx.Node) -> tuple[str | None, ...]:
-    """What a plan may call the memory of ``owner``: the activation, and its layer; only layers of what has no name."""
+    """The names that a plan may use for the memory of ``owner``: its activation and layer, or the layer alone."""
     if owner.op != "call_function" or owner.target is UNSHARD:
         return ()
     fact = owner.meta.get("zg")

@@ -5,15 +5,15 @@ Gathered parameters, always: every ``unshard`` marker, and every cheap operator 
 collective is a matter of residency, decided by the runtime's cache.
 
 Activations, as planned: all of a recomputed layer but what enters and leaves it, as ``torch.utils.checkpoint`` around
-the layer would, and but for those that the plan saves by name. Of other layers, what the plan names to wait off the
-device is saved. Of a loss in tiles what is as large as logits is computed again, and what it makes per token is saved;
-of an MLP in one loop the middle is computed again.
+the layer would, and but for those that the plan saves by name. In other layers, activations that the plan moves off the
+device are saved. A loss in tiles recomputes tensors as large as the logits and saves its results per token. An MLP in
+one loop recomputes its middle.
 
 Safe because operators are pure: random ones either read a seed that is saved, or are replayed by the partitioner with
-the state of the generator. What must run once stays out, and so does what reads an input that the
-forward overwrites (a counter in a buffer): torch 2.13 reads such inputs again, changed, in its own recomputations too,
-and computes wrong gradients; here the first reading is saved, under every plan. Regions of ``torch.utils.checkpoint``
-come with tags of their own, and those win.
+the state of the generator. Operators that must run once stay out, and so do those that read an input that the forward
+overwrites (a counter in a buffer): torch 2.13 reads such inputs again, changed, in its own recomputations too, and
+computes wrong gradients; here the first reading is saved, under every plan. Regions of ``torch.utils.checkpoint`` come
+with tags of their own, and those win.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _forward(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _save_all(forward: list[fx.Node]) -> None:
-    """Whatever the backward reads is saved, but for views, which cost nothing."""
+    """Save everything that the backward reads, but for views, which cost nothing."""
     for node in forward:
         if "recompute" not in node.meta and not is_view(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -122,7 +122,7 @@ def _recompute_layers(forward: list[fx.Node], layers: frozenset[str], save: froz
 
 
 def _recompute_loss(forward: list[fx.Node], plan: Plan) -> None:
-    """Of a loss in tiles recompute what is as large as the logits, and save what it makes for each token."""
+    """Recompute tensors of a loss in tiles that are as large as the logits, and save its results for each token."""
     head = head_of(forward, plan)
     if head is None:
         return
@@ -144,7 +144,7 @@ def _recompute_loss(forward: list[fx.Node], plan: Plan) -> None:
 
 
 def _recompute_middle(read: Gathered, weights: Mapping[str, int], forward: Set[fx.Node]) -> None:
-    """Of an MLP in one loop recompute the middle, tile by tile."""
+    """Recompute the middle of an MLP in one loop, tile by tile."""
     try:
         middle = middle_of(read, weights, lambda node: node in forward or node in read.alone)
     except NotByToken as error:
@@ -166,7 +166,7 @@ def _save_offloaded(forward: list[fx.Node], plan: Plan) -> None:
 
 
 _TAGS = ("recompute", "ac_graph_id")
-"""What nodes have of which it is decided already whether they are saved, by the user's own regions or above."""
+"""Metadata of nodes for which the user's own regions, or steps above, have decided already whether they are saved."""
 
 
 def _layers(forward: list[fx.Node]) -> dict[fx.Node, str]:

@@ -1,13 +1,13 @@
 """Use the parameter of a bucket in tiles, one after another, where the bucket is in tiles: none is ever whole.
 
-A tile is the same slice of every rank's rows. Of ``x @ W.T`` it makes columns, which are placed in the result, seen as
-[tokens, ranks, rows of a shard]; of ``x @ W`` a term, from the same columns of x, which is added up; of W's gradient
-rows, which are reduced alone and placed in the shard's gradient:
+A tile is the same slice of every rank's rows. For ``x @ W.T`` it computes columns, which are placed in the result, seen
+as [tokens, ranks, rows of a shard]. For ``x @ W`` it computes a term from the same columns of x, and terms are added
+up. For W's gradient it computes rows, which are reduced alone and placed in the shard's gradient:
 
     for each tile: W_i = zg.unshard(shard, W's rows of the tile); y = zg.place([x @ W_i.T], y, ...)
     for each tile: W_i = zg.unshard(shard, W's rows of the tile); y = zg.accumulate([x_i, W_i], y)
 
-Of ``embedding(W, ids)`` a tile makes a term too: the rows that it has, and zeros for all others.
+For ``embedding(W, ids)`` a tile computes a term too: the rows that it has, and zeros for all others.
 
 Offsets are arguments of ``zg::`` operators and never lie in segments, so that tiles of one size share one. The markers
 of a tile bear a :class:`~zerograph.graph.nodes.Tile`, by which the passes behind treat it as a bucket. Safe because
@@ -192,13 +192,13 @@ class _Tiles:
         return summed if same else self._call(prims.convert_element_type.default, summed, dtype)
 
     def _of_term(self, term: Part) -> Callable[[ParamTile], fx.Node]:
-        """What makes a tile of a product or lookup that a gradient is made of; what tiles share is made here."""
+        """The function that makes a tile of a gradient's product or lookup; nodes that tiles share are made here."""
         if is_gradient_of_lookup(term.node):
             return self._rows_of_lookup(term.node)
         return self._rows_of_product(term.node, term.transposed)
 
     def _rows_of_product(self, grad: fx.Node, transposed: bool) -> Callable[[ParamTile], fx.Node]:
-        """Of ``dY.T @ x``: each tile takes columns of ``dY``."""
+        """The rows of ``dY.T @ x`` for each tile, which takes columns of ``dY``."""
         factor: fx.Node = grad.args[1] if transposed else grad.args[0]  # type: ignore[assignment]
         if not transposed:
             factor = factor.args[0] if is_transpose(factor) else self._transpose(factor)  # type: ignore[assignment]
@@ -213,7 +213,7 @@ class _Tiles:
         return rows
 
     def _rows_of_lookup(self, grad: fx.Node) -> Callable[[ParamTile], fx.Node]:
-        """Of rows added up where ids say: each tile takes those that it has."""
+        """The rows of a lookup's gradient for each tile, added up where ids say: it takes those that it has."""
         args: Any = grad.args
         zeros, mask, (ids,), values = args
         table = TableRows(self.graph, ids, self.chunk, self.like)

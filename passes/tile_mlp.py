@@ -10,7 +10,7 @@ In the backward too, where the middle of a tile is computed again, as ``recomput
 are reduced tile by tile. Gradients of biases, which are whole, are put together.
 
 Safe because every operator of the middle treats each place of the hidden dimension by itself or sums over it, and sums
-differ in their order only. What pads the last shards is cut off before anything is computed of it. Stands before
+differ in their order only. Padding of the last shards is cut off before anything is computed from it. Stands before
 ``tile``, which takes the weights of an MLP one by one where a graph has no such middle.
 """
 
@@ -96,7 +96,7 @@ class _Loops:
         return self.shares.wide(source, dim, copies=source in self.read.alone)
 
     def _whole(self, node: fx.Node, made: fx.Node | None) -> fx.Node:
-        """What all tiles made of ``node``, in its dtype."""
+        """The value of ``node`` from all tiles, in its dtype."""
         assert made is not None  # there is a tile
         dim, dtype = self.middle.dims[node], node.meta["val"].dtype
         if dim is None and node.target is aten.addmm.default:
@@ -124,7 +124,7 @@ class _Loops:
         return first
 
     def _order(self, needed: Iterable[fx.Node]) -> list[fx.Node]:
-        """What a tile computes, in an order that reads a weight at as few times as it can."""
+        """The nodes that a tile computes, in an order that reads a weight at as few times as it can."""
         left = {node: {n for n in node.all_input_nodes if n in needed} for node in sorted(needed)}
         reads = {node: self._weight(node) for node in left}
         held, found = None, list[fx.Node]()

@@ -11,7 +11,7 @@ import torch
 
 
 class Background:
-    """What it is given runs one after another, in a thread that is made when it is first needed."""
+    """A thread that runs given work one after another, and is made when it is first needed."""
 
     def __init__(self, name: str) -> None:
         """``name`` is what debuggers call the thread."""

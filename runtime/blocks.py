@@ -46,7 +46,7 @@ class Block:
 
     @classmethod
     def of(cls, name: str, dtype: torch.dtype, counts: Mapping[str, int]) -> Block:
-        """Of parameters with so many elements on this rank."""
+        """The block of parameters with ``counts`` elements on this rank."""
         begins, ends, end = {}, {}, 0
         for param, count in counts.items():
             begins[param], ends[param] = end, end + count

@@ -109,9 +109,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def tile_of(param: Param, shard: Tensor) -> Tensor:
-    """What ``param`` has of this rank's ``shard``: all, or where it is a tile its rows, those that there are.
+    """The part of this rank's ``shard`` that belongs to ``param``: all, or the rows of a tile, those that there are.
 
-    Of a tile of columns that is ``[rows, ranks, columns of a rank]``: a view, where ranks divide the columns.
+    A tile of columns has shape ``[rows, ranks, columns of a rank]``: a view, where ranks divide the columns.
     """
     if not isinstance(param, ParamTile):
         return shard
@@ -156,7 +156,7 @@ def _pieces(tile: ParamTile, shard: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 
 def padded(param: Param, tile: Tensor) -> Tensor:
-    """What :func:`tile_of` gave, with as many rows on every rank.
+    """``tile``, as :func:`tile_of` gives it, with as many rows on every rank.
 
     Zeros pad it: products are computed of them, and what is left in memory may be NaN.
     """

@@ -34,13 +34,13 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Communicator(Protocol):
-    """What the executor needs of a transport. :mod:`zerograph.runtime.meeting` says how errors are recovered from."""
+    """The transport, as the executor needs it. :mod:`zerograph.runtime.meeting` says how errors are recovered from."""
 
     name: str
     rank: int
     world_size: int
     steps: int
-    """Of optimizers, as told at the last entry."""
+    """Optimizer steps, as told at the last entry."""
 
     @property
     def meeting(self) -> Meeting | None:
@@ -259,7 +259,7 @@ class GroupCommunicator:
         raise describe_difference(entry, rank, told[rank], self.rank)
 
     def _told(self, key: str, mine: str) -> list[str]:
-        """What every rank says under ``key``, after an exchange that they all have seen differ."""
+        """The texts of all ranks under ``key``, after an exchange that they all have seen differ."""
         assert self.meeting is not None
         name = f"{self.generation}/{key}"
         self.meeting.store.set(f"{name}/{self.rank}", mine)

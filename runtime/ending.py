@@ -39,7 +39,7 @@ class Ending:
 
     @classmethod
     def from_json(cls, text: str) -> Ending:
-        """What :meth:`to_json` gave."""
+        """The ending that :meth:`to_json` wrote."""
         found = json.loads(text)
         return cls(**found | {"gone": tuple(found["gone"])})
 
@@ -48,7 +48,7 @@ class Ending:
         return json.dumps(asdict(self))
 
     def error(self, cannot: str, roster: Roster, reports: str) -> ZeroGraphError:
-        """What a rank raises that ``cannot`` go on; ``reports`` are those of who is gone."""
+        """The error of a rank that ``cannot`` go on; ``reports`` are those of the ranks that are gone."""
         first, gone = roster.named([self.rank]), roster.named(self.gone)
         match self.kind:
             case "difference":

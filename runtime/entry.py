@@ -1,4 +1,4 @@
-"""What a rank says when it enters a program, and what it is told where another one differs; of all transports."""
+"""The entry with which a rank begins a program, and the errors where ranks differ; for all transports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerograph.core.errors import CollectiveMismatch
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a rank tells the others when it enters a program.
+    """The message of a rank to the others when it enters a program.
 
     Attributes:
         program: its kind and the user's function it was compiled from.
@@ -28,7 +28,7 @@ class Entry:
 
     @classmethod
     def from_json(cls, text: str) -> Entry:
-        """What :meth:`to_json` gave."""
+        """The entry that :meth:`to_json` wrote."""
         return cls(*json.loads(text))
 
     def to_json(self) -> str:
@@ -45,7 +45,7 @@ def sequence_of(names: Iterable[str]) -> int:
 
 
 def describe_difference(mine: Entry, rank: int, theirs: Entry, me: int) -> CollectiveMismatch:
-    """What to raise where two ranks enter with different entries."""
+    """The error for two ranks that enter with different entries."""
     if mine.steps != theirs.steps:
         return CollectiveMismatch(
             f"rank {me} has taken {mine.steps} optimizer steps and rank {rank} {theirs.steps}: "
@@ -61,7 +61,7 @@ def describe_difference(mine: Entry, rank: int, theirs: Entry, me: int) -> Colle
 
 
 def describe_deadlock(me: int, mine: str, rank: int, theirs: str) -> CollectiveMismatch:
-    """What to raise where two ranks wait for each other at different places, as in "rank 0 waits ..."."""
+    """The error for two ranks that wait for each other at different places, as in "rank 0 waits ..."."""
     return CollectiveMismatch(
         f"rank {me} and rank {rank} wait for each other at different places: rank {me} waits {mine}; "
         f"rank {rank} waits {theirs}",
@@ -90,6 +90,6 @@ ROUTES = (
 
 
 def reason_of(error: BaseException) -> str:
-    """What other ranks are told of ``error``: one line."""
+    """One line about ``error`` for the other ranks."""
     # Hints are for the rank that failed; the text goes through the store, so it is cut.
     return f"{type(error).__name__}: {str(error).partition(chr(10) + chr(10))[0]}"[:400]

@@ -48,7 +48,7 @@ Callee = Callable[[list[Any]], Sequence[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What the programs of one frame share.
+    """The state that the programs of one frame share.
 
     Attributes:
         frame: number of the frame, for telemetry.
@@ -299,7 +299,7 @@ class Executor:
     def _with_tile(
         self, instruction: Write | Spill, tile: ParamTile, grad: Tensor | None, registers: list[Any]
     ) -> Tensor | None:
-        """What autograd gets of a gradient of which one more tile moves."""
+        """The tensor for autograd in place of a gradient, as one more of its tiles moves."""
         into: Tensor | None = None if tile.begin == 0 else registers[instruction.writes[0]]
         if not self.hold.active:
             assert grad is not None

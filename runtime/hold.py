@@ -38,7 +38,7 @@ class GradientHold:
 
     @property
     def state(self) -> tuple[dict[_Part, tuple[Param, Tensor]], dict[str, tuple[Tensor, int]]]:
-        """What is held now; set to it again when a backward fails, it is as before that backward."""
+        """The gradients held now; set to it again when a backward fails, the hold is as before that backward."""
         return dict(self._held), dict(self._left)
 
     @state.setter
@@ -67,13 +67,13 @@ class GradientHold:
         return [_nothing(p, local_tensor(self._params[p.name]).device, comm) for p in params]
 
     def mark(self, name: str) -> Tensor:
-        """What autograd is given in place of a gradient that is held back in tiles."""
+        """The tensor for autograd in place of a gradient that is held back in tiles."""
         return torch.full_like(local_tensor(self._params[name]), -0.0)
 
     def take(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor]:
         """``grads`` of a synchronized backward, plus what was held for the same parameters, which is no longer.
 
-        What other parameters hold is reduced when this backward ends.
+        Gradients held for other parameters are reduced when this backward ends.
         """
         merged = self._merged(params, grads)
         if self._held:
@@ -89,7 +89,7 @@ class GradientHold:
         return grad if held is None else held.to(torch_dtype(param.reduce_dtype)) + grad
 
     def withdraw(self, param: Param) -> Tensor | None:
-        """What is held for ``param``, unless the user dropped it; nothing is held for it afterwards."""
+        """The gradient held for ``param``, unless the user dropped it; nothing is held for it afterwards."""
         left = self._left.get(param.name)
         if left is not None:
             # Asked once: the first tiles of a gradient may be there, off the device, before the others come.
@@ -228,7 +228,7 @@ Values = Literal["marks", "zeros", "others"]
 
 
 def values_of(locals: Sequence[Tensor]) -> list[Values]:
-    """What each of the tensors has, of which none is empty. A device is waited for once."""
+    """The kind of values in each of the tensors, none of which is empty. A device is waited for once."""
     there = [flag for t in locals if not _is_read_at_once(t) for flag in (t.any(), t.signbit().all())]
     read = iter(torch.stack(there).tolist() if there else ())
     found: list[Values] = []

@@ -1,5 +1,5 @@
-"""What of a backend's parameters is in the host's memory beside a device's: shards that programs fetch, copies on the
-device that follow them, gradients that a backward spills, and what passes there on its way to and from NVMe."""
+"""The part of a backend's parameters in the host's memory beside a device's: shards that programs fetch, copies on the
+device that follow them, gradients that a backward spills, and bytes on their way to and from NVMe."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ K = TypeVar("K")
 
 @dataclass(slots=True)
 class Copy:
-    """What is gathered in place of a parameter that left the device.
+    """The copy that is gathered in place of a parameter that left the device.
 
     Attributes:
         tensor: its values in the compute dtype, on the device; None where they are brought there for each gather.
@@ -60,7 +60,7 @@ class Copy:
 
 
 class HostShards:
-    """What one store has there, and moves between there and the device.
+    """The tensors of one store on the host, and their transfers to and from the device.
 
     Attributes:
         memory: makes the copies.
@@ -80,8 +80,8 @@ class HostShards:
         return tensor.device.type != self.memory.device.type
 
     def copy_of(self, described: Param, homes: Homes) -> Copy | None:
-        """What is gathered of a parameter that is off the device from now on, of values that are now in memory: on the
-        device or on the host; None where that is the parameter itself."""
+        """The copy to gather in place of a parameter that is off the device from now on, of values that are now in
+        memory: on the device or on the host; None where the parameter itself is gathered."""
         param, dtype = self._params[described.name], torch_dtype(described.compute_dtype)
         local, tier = local_tensor(param).detach(), copy_tier(described, homes, split=True)
         if tier is None:
@@ -131,7 +131,7 @@ class HostShards:
             self._rising.pop().arrive()
 
     def ascent(self) -> Callable[[], None]:
-        """What waits until nothing is read any more of what is on its way up now, in whatever thread."""
+        """A function that waits, in any thread, until transfers now on their way to the device have read the host."""
         return _arriving(list(self._rising))
 
     def spill(self, grads: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -155,7 +155,7 @@ class HostShards:
     def _room(self, key: tuple[str, ...], size: int) -> Tensor:
         """Memory for the gradients of ``key``.
 
-        What is still a gradient, or is kept in whatever tensor by the user or an update, is never written over. A
+        Memory of a current gradient, or of any tensor that the user or an update keeps, is never written over. A
         delayed update takes two rooms in turn.
         """
         free, held = list[Tensor](), list[Tensor]()
@@ -202,7 +202,7 @@ class HostShards:
         return sum(len(room) for room, _ in self._slots)
 
     def arrival(self) -> Callable[[], None]:
-        """What waits for those that are on their way now."""
+        """A function that waits for the gradients that are on their way now."""
         return _arriving(list(self._leaving))
 
     def abandon(self) -> None:

@@ -25,7 +25,7 @@ AT_ONCE = 64 * 2**20
 
 
 _ALL: weakref.WeakSet[LateGradients] = weakref.WeakSet()
-"""Of all backends: what reads gradients is given parameters alone."""
+"""The late gradients of all backends: a reader of gradients is given parameters alone."""
 
 
 def settle(params: Iterable[Tensor]) -> None:
@@ -61,7 +61,7 @@ class LateGradients:
         return self._params.keys() if self._expected else frozenset()
 
     def forget(self) -> None:
-        """What is left of a backward that failed."""
+        """Drop the gradients that a failed backward left."""
         self._own.clear()
 
     def add(self, outward: Tensor, grad: Tensor) -> None:
@@ -117,7 +117,7 @@ class LateGradients:
             _accumulate(outward, grad)
 
     def _anywhere(self, has: Sequence[bool]) -> list[bool]:
-        """Of each gradient whether any rank has one."""
+        """For each gradient, whether any rank has one."""
         shape = (self._comm.world_size * len(has),)
         param = Param("which parameters have gradients", shape, "uint8", "uint8", "uint8", False, True)
         mine = torch.tensor(has, dtype=torch.uint8, device=next(iter(self._params.values()))[1].device)

@@ -204,7 +204,7 @@ class MailboxCommunicator:
             raise RankError(f"cannot go on {doing}: {error}", "look at the output of the rank that is named") from error
 
     def _difference(self, doing: str, error: _core.MismatchError) -> CollectiveMismatch:
-        """What other ranks run; they see that messages differ as soon as they read one, and tell."""
+        """The error with another rank's program; all see that messages differ as soon as they read one, and tell."""
         store, name, mine = self.meeting.store, f"{self.generation}/entered", self.entry
         store.set(f"{name}/{self.rank}", mine.to_json())
         deadline = time.monotonic() + EXPLAINING

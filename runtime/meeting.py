@@ -1,7 +1,7 @@
 """How ranks notice that one of them failed, and how they meet again.
 
 *State.* Ranks work in a generation, a number that starts at 0. Each rank knows its generation and whether that has
-ended, because it failed itself or saw that another did. What is in flight (messages, pending transfers) belongs to the
+ended, because it failed itself or saw that another did. Messages and pending transfers in flight belong to the
 generation; gathered parameters that stay whole between programs do too.
 
 *A program ends on all ranks, or on none.* ``enter`` tells the others which program begins and how many optimizer steps
@@ -23,11 +23,11 @@ late can be taken for a message of now. Each rank deletes the keys it set in the
 Arriving is a key that stays. A rank that is interrupted while it waits, arrives again without harm; others may go on
 meanwhile, and wait for it in the first collective.
 
-*What cannot be saved.* Ranks that wait for each other at different places (one skips a batch without an error, one
-runs a program alone) differ in what they enter, which is compared on every rank, and raises on all. Different
-numbers of optimizer steps raise at every program from then on, as shards are of different ages. A rank that never
-comes is waited for as long as the process group's ``timeout`` says (:mod:`~zerograph.runtime.waiting`). Ranks report
-when they compile, fail, leave, or wait for long.
+*Errors without recovery.* Ranks that wait for each other at different places (one skips a batch without an error, one
+runs a program alone) differ in what they enter, which is compared on every rank, and raises on all. Different numbers
+of optimizer steps raise at every program from then on, as shards are of different ages. A rank that never comes is
+waited for as long as the process group's ``timeout`` says (:mod:`~zerograph.runtime.waiting`). Ranks report when they
+compile, fail, leave, or wait for long.
 
 On NCCL the host runs ahead of the device, so programs are neither compared nor waited for at their ends, and what was
 enqueued cannot be taken back: see :class:`~zerograph.runtime.comm.GroupCommunicator`.

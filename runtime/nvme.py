@@ -285,7 +285,7 @@ class Arena:
     def cancel(self, ticket: Ticket) -> bool:
         """Stop a transfer and return when its memory is free. False: it was under way wholly, or done.
 
-        What a cancelled write leaves in its range of the extent is undefined.
+        A cancelled write leaves undefined bytes in its range of the extent.
         """
         if ticket.settled or ticket.id is None:
             return False
@@ -390,7 +390,7 @@ class Arena:
         return [os.fstat(slab.fd).st_mtime_ns for slab in self._slabs]
 
     def _prepare(self, ticket: Ticket, mapping: _core.FileMapping | None, offset: int) -> None:
-        """What was written through a mapping reaches the disk before direct I/O reads there, or writes over it."""
+        """Bring writes through a mapping to the disk before direct I/O reads there, or writes over it."""
         if mapping is None:
             return
         if ticket.direction is Direction.write:
@@ -402,7 +402,7 @@ class Arena:
                     self._slabs[slab].drop(place, size)
 
     def _finish(self, ticket: Ticket) -> None:
-        """What direct I/O has written is what mappings show: pages that were read meanwhile are forgotten."""
+        """Let mappings show the bytes that direct I/O has written: forget pages that were read meanwhile."""
         if ticket.direction is Direction.read or not self._mappings:
             return
         first, last = ticket.offset, ticket.offset + ticket.bytes

@@ -1,4 +1,4 @@
-"""What a rank gives to a collective: shards padded to one length, and gradients cut into one row for each rank.
+"""A rank's message to a collective: shards padded to one length, or gradients cut into one row for each rank.
 
 On a GPU with Triton one launch casts, pads and packs all tensors of one dtype; elsewhere torch does, one by one. Both
 give the same bits.

@@ -1,4 +1,4 @@
-"""What one rank knows of the others, and lets them know: who has failed, who is gone, what each last reported."""
+"""One rank's view of the others, and its reports to them: who has failed, who is gone, what each last reported."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class Peers:
             log.warning("rank %d cannot tell the others that it failed: %s", self.rank, error)
 
     def differ(self, difference: ZeroGraphError) -> ZeroGraphError:
-        """What to raise where this rank has found a ``difference`` between ranks; the others raise the same."""
+        """The error to raise for a ``difference`` between ranks that this rank has found; the others raise the same."""
         return self._error(self._end(Ending.of_difference(self.rank, difference)), "")
 
     def disconnected(self, doing: str, why: str) -> ZeroGraphError:
-        """What to raise where a connection of this rank has closed, as the transport says in ``why``."""
+        """The error to raise where a connection of this rank has closed, as the transport says in ``why``."""
         return self._error(self._end(Ending(self.rank, "connection", why)), doing)
 
     def refuse_gone(self, ranks: Sequence[int], doing: str) -> None:
@@ -137,7 +137,7 @@ class Peers:
         self.store.set(f"report/{self.rank}", f"{time.strftime('%H:%M:%S')} {text}")
 
     def reports(self, ranks: Sequence[int]) -> str:
-        """What ``ranks`` last reported, a few of them."""
+        """The last reports of ``ranks``, a few of them."""
         try:
             return "; ".join(f"rank {rank} last reported: {self._reported(rank)}" for rank in ranks[:4])
         except StoreLost as error:  # the error or the notice that asks matters more

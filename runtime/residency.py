@@ -70,7 +70,7 @@ class GatheredCache:
 
     @property
     def steps(self) -> int:
-        """Of optimizers over the backend's parameters."""
+        """Optimizer steps over the backend's parameters."""
         return self._steps.own
 
     def enter(self, kind: str, generation: int = 0) -> None:

@@ -1,8 +1,8 @@
 """Activations that wait for the backward off the device: on NVMe or the host.
 
-What the forward saves in their place are ordinary tensors: mappings of extents, or memory of the host. Nothing but
-autograd and the user refers to them, so that their room is free when both have let go: after a backward, after the last
-one of a graph that is retained, or when a loss is dropped.
+In their place the forward saves ordinary tensors: mappings of extents, or memory of the host. Nothing but autograd and
+the user refers to them, so that their room is free when both have let go: after a backward, after the last one of a
+graph that is retained, or when a loss is dropped.
 
 The forward waits for no write before its end. Memory is free when its copy is done and the next transfer begins.
 Where the host has another memory than the device, what goes to NVMe and comes from there passes through it.
@@ -330,7 +330,7 @@ def _stays(tensors: Sequence[Tensor], span: _Span) -> bool:
 
 
 def _as(tensor: Tensor, source: Tensor, memory: Tensor) -> Tensor:
-    """What ``tensor`` is in ``source``, in a copy of that in other ``memory``."""
+    """``tensor``, a view of ``source``, as the same view of a copy in other ``memory``."""
     begin = tensor.storage_offset() * tensor.itemsize - source.storage_offset() + memory.storage_offset()
     storage = memory.untyped_storage()
     found = _looking_at(storage, tensor.dtype).set_(storage, begin // tensor.itemsize, tensor.shape, tensor.stride())

@@ -1,9 +1,9 @@
 """Where what belongs to the parameters of a backend lives: nobody else knows of tiers.
 
-On the host are ordinary tensors: parameters, their gradients, and whatever an optimizer keeps of them. What is gathered
-is a copy on the device: one that stays there, or where parameters have left too, one for each gather.
+On the host are ordinary tensors: parameters, their gradients, and whatever an optimizer keeps of them. Programs gather
+a copy on the device: one that stays there, or where parameters have left too, one for each gather.
 
-What is on NVMe lies in extents of one arena. The shards of a bucket lie there one behind another, so that an update
+Tensors on NVMe lie in extents of one arena. The shards of a bucket lie there one behind another, so that an update
 moves many small ones in one transfer. Each kind of state (a moment, a master copy) has an extent of its own, in which a
 parameter has the same place, counted in elements. Whoever does not know of extents, a checkpoint or a stock optimizer,
 sees ordinary tensors: mappings of them (:func:`~zerograph.runtime.store.mapped_tensor`).
@@ -47,8 +47,8 @@ from zerograph.runtime.torch_private import local_tensor, set_local, versions
 log = logging.getLogger(__name__)
 
 PARAMETER, COPY, GRADIENT = "parameter", "copy", "gradient"
-"""What :meth:`ShardStore.extent` calls the parameters themselves, their copies in the compute dtype, and their
-gradients: no optimizer has these for a state's name."""
+"""The names that :meth:`ShardStore.extent` has for the parameters themselves, their copies in the compute dtype, and
+their gradients: no optimizer has these for a state's name."""
 
 
 @dataclass(slots=True)
@@ -562,7 +562,7 @@ class ShardStore:
         return name if name in self._on_host else ""
 
     def streamed(self, param: Tensor) -> tuple[tuple[str, torch.dtype], ...]:
-        """What is on NVMe of ``param`` besides states: it itself, and its copy."""
+        """The tensors of ``param`` on NVMe besides states, by name and dtype: the parameter itself, and its copy."""
         name = self._names().get(id(param), "") if self._away else ""
         copy = self._copy(name)
         if name not in self._away or name in self._on_host:
@@ -619,8 +619,8 @@ class ShardStore:
         """Begin to move a tile of a gradient, of which the first comes first, to its home.
 
         Returns:
-            What autograd gets of the whole gradient: of the first tile as :meth:`spill`, then ``into``, which that
-            gave.
+            The tensor for autograd in place of the whole gradient: for the first tile as :meth:`spill`, then ``into``,
+            which that gave.
 
         Raises:
             StorageError: there is no room, or a transfer failed.
@@ -679,7 +679,7 @@ class ShardStore:
         return given
 
     def _to_nvme(self) -> SpilledGradients:
-        """What writes gradients there; nothing else uses the slots."""
+        """The writer of gradients to NVMe; nothing else uses the slots."""
         assert self.arena is not None
         if self._spilled is None:
             after_copies = self.host.memory.after_copies if self.host is not None else None
@@ -744,7 +744,7 @@ class ShardStore:
             self._spilled.wait()
 
     def arrival(self) -> Callable[[], None]:
-        """What waits for the gradients that are on their way to the host now."""
+        """A function that waits for the gradients that are on their way to the host now."""
         return self._there().arrival()
 
     def in_background(self, work: Callable[[], None], *, more: bool = False) -> Future[None]:
@@ -918,7 +918,7 @@ class ShardStore:
         return self.ring[0]
 
     def on_device(self, held: Iterable[tuple[str, Tensor]]) -> list[Tensor]:
-        """Of local tensors that belong to a parameter, by name, those on the device, and copies there of others."""
+        """The tensors on the device among local ones of parameters, by name, and copies there of others."""
         arena = self.arena
         there = self._names_on_host
         here = [t for name, t in held if name not in there and (arena is None or not arena.maps(t))]

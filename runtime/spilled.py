@@ -1,7 +1,7 @@
 """Gradients on NVMe: written as a backward makes them, and added to there by the next one.
 
-What autograd is given, and keeps as ``.grad``, is a mapping of the extent. A gradient that the user kept, in whatever
-tensor, is never written over: the next one then gets another extent.
+Autograd is given a mapping of the extent, and keeps it as ``.grad``. A gradient that the user kept, in whatever tensor,
+is never written over: the next one then gets another extent.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PIECE = 2**16
 
 
 class _Given(NamedTuple):
-    """What autograd was given as the gradient of a parameter."""
+    """The mapping that autograd was given as the gradient of a parameter."""
 
     block: Block
     extent: Extent
@@ -76,7 +76,8 @@ class SpilledGradients:
         """Begin to write gradients of parameters of ``block``; they are free to go.
 
         Returns:
-            What autograd gets: a mapping, or None where the gradient was added to the parameter's ``.grad`` there.
+            The tensors for autograd by name: a mapping, or None where the gradient was added to the parameter's
+            ``.grad`` there.
 
         Raises:
             StorageError: there is no room, or a transfer failed.
@@ -99,7 +100,7 @@ class SpilledGradients:
         shard has its rows one behind another; ``grad`` is free to go.
 
         Returns:
-            Of the first tile what autograd gets, as :meth:`spill`; else None.
+            The tensor for autograd with the first tile, as :meth:`spill`; else None.
         """
         name, given = tile.name, None
         if tile.begin == 0:

@@ -1,4 +1,4 @@
-"""What happened: runs of programs, and how much was whole at a time."""
+"""Counters of what happened: runs of programs, and how much was whole at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What running programs needs of torch that has no public name.
+"""The private names of torch that running programs needs, where no public name exists.
 
 Other rooms have a file of this name too; nothing else touches private names. Each entry says what it is for, why no
 public name does, and where it was seen: 2.11 in torch's sources, 2.13 by the tests of this file,
@@ -105,8 +105,8 @@ def will_accumulate(param: Tensor) -> bool:
 
 def accumulated_directly() -> set[int]:
     """By ``id``, the parameters to whose ``.grad`` the gradients go that the node of autograd returns that runs in this
-    thread: as they are, or wrapped in DTensors. What computes its inputs from parameters (``functional_call`` of scaled
-    ones) stands in between. Seen in 2.13."""
+    thread: as they are, or wrapped in DTensors. A function that computes its inputs from parameters
+    (``functional_call`` of scaled ones) stands in between. Seen in 2.13."""
     node, found = torch._C._current_autograd_node(), set[int]()
     nodes = [one for one, _ in node.next_functions if one is not None] if node is not None else []
     wrapped = (inner for one in nodes if one.name() == "_RowsBackward" for inner, _ in one.next_functions)
@@ -140,7 +140,7 @@ class Memory:
 
 
 def _backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """What carries tensors of ``group`` on ``device``, which has a public name from 2.14 on. Seen in 2.11, 2.13, 2.14.
+    """The backend that carries tensors of ``group`` on ``device``, public from 2.14 on. Seen in 2.11, 2.13, 2.14.
 
     Raises:
         RuntimeError: the group does not reach the device.

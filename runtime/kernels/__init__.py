@@ -18,13 +18,13 @@ OLDEST = (3, 6)
 """The Triton that the oldest supported torch (2.11) names."""
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the kernels read and write; they compute in float32 at least."""
+"""The dtypes that the kernels read and write; they compute in float32 at least."""
 
 
 def available(device: torch.device) -> bool:
     """Whether the kernels run on ``device``: a GPU with a Triton that is new enough.
 
-    Elsewhere torch's own kernels do the work. Of a GPU that is logged once, at level INFO.
+    Elsewhere torch's own kernels do the work. On a GPU that is logged once, at level INFO.
     """
     return device.type == "cuda" and _installed()
 

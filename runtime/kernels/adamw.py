@@ -21,12 +21,12 @@ BLOCK = 1024
 """Elements of a program."""
 
 WARPS = 8
-"""Of a program: a thread has four elements, one vector of each float32 tensor, and 64 registers do."""
+"""Warps of a program: a thread has four elements, one vector of each float32 tensor, and 64 registers do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """What is updated together: of one device, each list of one dtype. All tensors of a parameter lie in memory alike.
+    """Tensors updated together: on one device, each list of one dtype. All tensors of a parameter lie in memory alike.
 
     Attributes:
         params: what is updated: parameters, or their masters.

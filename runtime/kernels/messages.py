@@ -18,8 +18,8 @@ def pack(tensors: Sequence[Tensor], lengths: Sequence[int], offsets: Sequence[in
     """Write the ``tensors`` into ``message``, cast to its dtype, with zeros behind what they have.
 
     Row ``r`` of the message has, from ``offsets[i]`` on, the ``lengths[i]`` elements of tensor ``i`` that begin at
-    ``r * lengths[i]``. What lies between stays as it is. A rank gives one row to a gather, and to a reduction a row for
-    each rank.
+    ``r * lengths[i]``. Elements in between stay as they are. A rank gives one row to a gather, and to a reduction a row
+    for each rank.
 
     Args:
         tensors: contiguous, of one device.

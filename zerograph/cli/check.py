@@ -48,7 +48,7 @@ def _changed(file: PlanFile, told: str) -> list[Violation]:
 
 
 def to_data(found: Sequence[Violation]) -> dict[str, Any]:
-    """What ``--json`` writes; docs/guide/json.md has the schema."""
+    """The data that ``--json`` writes; docs/guide/json.md has the schema."""
     failed = {violation.check for violation in found}
     return {
         "version": VERSION,

@@ -38,7 +38,7 @@ def diff(a: Path, b: Path, json_: bool) -> int:
 
 
 def to_data(found: Sequence[Difference]) -> dict[str, Any]:
-    """What ``--json`` writes; docs/guide/json.md has the schema."""
+    """The data that ``--json`` writes; docs/guide/json.md has the schema."""
     return {"version": VERSION, "equal": not found, "differences": [asdict(d) for d in found]}
 
 

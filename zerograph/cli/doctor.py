@@ -16,7 +16,7 @@ from zerograph.cli.terminal import Cell, progress, show_table
 
 VERSION = 1
 REQUIRED = frozenset({"Python", "torch", "native core", "C++ compiler", "torch.compile", "gloo"})
-"""What no training can do without; the rest is speed, GPUs and offload."""
+"""The checks that every training needs; the rest is speed, GPUs and offload."""
 
 _STYLES = {"ok": "green", "warning": "yellow", "missing": "red"}
 Check = tuple[str, Callable[[], Finding]]

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zerograph.planner.largest_size import Budget, LargestSize
 
 Solved: TypeAlias = "tuple[LargestSize, Budget]"
-"""What a traced step was solved to, and the bytes of the device, or of each tier, that it could use."""
+"""The largest size of a traced step, and the bytes of the device, or of each tier, that it could use."""
 
 _SHARE = click.FloatRange(0, 1, max_open=True)
 _LAYOUTS = "Model states: ZeroGraph's, mixed-precision Adam (2+2+12 bytes), or AdamW in float32 (4+4+8)."
@@ -165,7 +165,7 @@ def _traced(model: str, what: Literal["batch", "seq"], question: Question) -> di
 
 
 def _offloaded(question: Question) -> tuple[Offload, Tier | None]:
-    """What leaves the device on a traced step, and where to; the tier "device" is nowhere."""
+    """The offload of a traced step, and the tier it goes to; the tier "device" is nowhere."""
     offload = question.offload or "none"
     if offload == "none" or question.tier == "device":
         return "none", None

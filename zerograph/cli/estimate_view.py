@@ -59,7 +59,7 @@ def as_data(
     model: str | None, question: Question, table: Iterable[Row], best: Row | None, missing: Shortage | None,
     what: str | None, value: int | None, traced: Mapping[int, tuple[LargestSize, Budget]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """What ``--json`` prints; ``docs/guide/json.md`` describes every field."""
+    """The data that ``--json`` prints; ``docs/guide/json.md`` describes every field."""
     return {
         "version": VERSION,
         "model": model,

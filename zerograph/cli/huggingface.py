@@ -78,7 +78,7 @@ def _transformers(path: Path) -> ModuleType:
 
 
 def _or_config_error(path: Path, build: Callable[[], Any]) -> Any:
-    """What ``build`` returns. Classes of models check their configs each in its own way, with errors of all kinds."""
+    """The result of ``build``. Classes of models check their configs each in its own way, with errors of all kinds."""
     try:
         return build()
     except Exception as error:

@@ -53,7 +53,7 @@ def model_maker(text: str, *, batch: int = 1, seq: int = 1024) -> Callable[[], A
 
 @contextmanager
 def _of_the_user(text: str) -> Iterator[None]:
-    """Whatever the user's own code raises, as an error about MODEL; its traceback stays the cause."""
+    """Raise errors of the user's own code as errors about MODEL; their traceback stays the cause."""
     try:
         yield
     except ZeroGraphError:

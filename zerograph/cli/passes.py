@@ -65,7 +65,7 @@ def show_pipeline(as_json: bool) -> None:
 
 
 def _sentence(run: Callable[..., int]) -> str:
-    """What the file of a pass begins with."""
+    """The first paragraph of the file of a pass."""
     text = inspect.getdoc(sys.modules[run.__module__]) or ""
     return " ".join(text.partition("\n\n")[0].replace("``", "").split())
 

@@ -177,7 +177,7 @@ def _size(model: str | None, **told: int | None) -> ModelSize | None:
 
 
 def _model(model: str | None, size: ModelSize | None, batch: int, seq: int) -> tuple[str, Callable[[], Any]]:
-    """What to call the model, and what makes it."""
+    """The name of the model, and the function that makes it."""
     if size is None:
         assert model is not None, "one of the two is given"
         return model, model_maker(model, batch=batch, seq=seq)
@@ -192,7 +192,7 @@ def _model(model: str | None, size: ModelSize | None, batch: int, seq: int) -> t
 
 
 def explanation(file: PlanFile) -> Iterator[str]:
-    """What was decided and why; what holds of many layers in one line."""
+    """The decisions and their reasons; those that hold for many layers in one line."""
     subjects: dict[tuple[str, str], list[str]] = {}
     for reason in file.reasons:
         subjects.setdefault((reason.decision, reason.why), []).append(reason.subject)

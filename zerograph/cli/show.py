@@ -103,14 +103,14 @@ def show(
 
 
 def _beside(file: PlanFile, run: Run) -> Beside:
-    """What ``run`` measured, and the forecast of ``file`` with its seconds."""
+    """The measurements of ``run``, and the forecast of ``file`` with its seconds."""
     from zerograph.planner.retime import retimed, tasks_of  # late: it simulates, and few shows do
 
     return Beside(run, retimed(file, run), tasks_of(file, run))
 
 
 def to_data(file: PlanFile, beside: Beside | None, by: By, top: int | None, at: Moment | None) -> dict[str, Any]:
-    """What ``--json`` writes; docs/guide/json.md has the schema."""
+    """The data that ``--json`` writes; docs/guide/json.md has the schema."""
     folds = grouped(file, by, beside.measured if beside else None)
     rows = group_data(folds if top is None else largest_rows(folds, by, top))
     data = {"version": VERSION, **summary.as_data(file, beside), "by": by, "rows": rows}

@@ -1,4 +1,4 @@
-"""What commands write: tables on stdout, progress on stderr. Rich on a terminal, plain lines anywhere else.
+"""The output of commands: tables on stdout, progress on stderr. Rich on a terminal, plain lines anywhere else.
 
 Rich itself respects ``NO_COLOR`` and the width of the terminal.
 """

@@ -1,4 +1,4 @@
-"""What a user sees of torch and of their own code while a model is built and traced."""
+"""The messages of torch and of their own code that a user sees while a model is built and traced."""
 
 from __future__ import annotations
 

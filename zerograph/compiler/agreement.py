@@ -108,7 +108,7 @@ class Agreement:
         self.meeting.store.set(f"agreement/{key}/{self.rank}", json.dumps(mine))
 
     def told(self, key: str, rank: int) -> Any:
-        """What ``rank`` tells under ``key``; waits for it.
+        """The message of ``rank`` under ``key``; waits for it.
 
         Raises:
             RankError: it failed, ended, or did not tell within the timeout of the process group.
@@ -119,7 +119,7 @@ class Agreement:
         return json.loads(self.meeting.store.get(name))
 
     def answers(self, key: str, mine: Any) -> list[Any]:
-        """What every rank tells under ``key``, by rank."""
+        """The messages of all ranks under ``key``, by rank."""
         self.tell(key, mine)
         return [self.told(key, rank) for rank in range(self.world_size)]
 

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a graph does not tell of the step that it is.
+    """The facts about a step that its graph does not tell.
 
     Attributes:
         training: whether a backward, and then an update, follow the forward.
@@ -106,7 +106,7 @@ def _whole_logits(product: fx.Node, backward: set[fx.Node]) -> str:
 
 
 def _loss_gradients(graph: fx.Graph, product: fx.Node) -> tuple[str, ...]:
-    """What of the backward a loss in tiles computes in the forward."""
+    """The names of the backward's nodes that a loss in tiles computes in the forward."""
     try:
         found = loss_gradients(graph, region_of(product))
     except NotByToken:
@@ -117,7 +117,7 @@ def _loss_gradients(graph: fx.Graph, product: fx.Node) -> tuple[str, ...]:
 def _token_regions(
     nodes: Sequence[fx.Node], backward: set[fx.Node], params_read: Mapping[str, tuple[str, ...]]
 ) -> Iterator[TokenRegion]:
-    """Of each layer that has one, the MLP that can run for some tokens at a time; ``params_read`` is by operation."""
+    """For each layer that has one, the MLP that can run for some tokens at a time; ``params_read`` is by operation."""
     wide: dict[str, list[fx.Node]] = {}
     for node in nodes:
         fact = node.meta.get("zg")
@@ -160,7 +160,7 @@ def _token_region(
 
 
 def _computed_again(nodes: Sequence[fx.Node], backward: set[fx.Node]) -> dict[fx.Node, str]:
-    """What a backward computes again of layers that save nothing, with its layer: what a layer hands on is there."""
+    """The nodes, by layer, that a backward recomputes of layers that save nothing: what a layer hands on is there."""
     layers = {node: layer_of_node(node) for node in nodes if node not in backward}
     found: dict[fx.Node, str] = {}
     for node in reversed(nodes):

@@ -1,4 +1,4 @@
-"""What frames are compiled for: all that the compiler knows of the backend of a model, or of a dry run."""
+"""The context in which frames are compiled: all that the compiler knows of the backend of a model, or of a dry run."""
 
 from __future__ import annotations
 

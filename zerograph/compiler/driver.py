@@ -56,7 +56,7 @@ never_fold(REDUCE_GRAD)  # a gradient that is the same everywhere is reduced lik
 def compile_frame(frame: Frame, gm: fx.GraphModule, inputs: Sequence[Any], planner: Planner) -> Callable[..., Any]:
     """Compile one Dynamo graph, which reads sharded parameters through markers; returns what Dynamo calls.
 
-    What an earlier process stored of the same graph is loaded instead.
+    A result that an earlier process stored for the same graph is loaded instead.
     """
     made = frame.compilation
     rows, exchanging = _checked(frame, gm, inputs)

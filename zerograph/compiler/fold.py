@@ -224,7 +224,7 @@ class _Folding:
         return left, outputs
 
     def _new_source(self, new: dict[fx.Node, fx.Node], reader: Place | None, old: fx.Node) -> fx.Node:
-        """What a node at ``reader`` reads in place of ``old``."""
+        """The node that a node at ``reader`` reads in place of ``old``."""
         there, last = self.nodes.places.get(old), len(self.numbers) - 1
         if there is None or there.layer in (0, 1, last - 1, last):
             return new[old]
@@ -321,7 +321,7 @@ def _body(gm: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
 
 
 def _facts(node: fx.Node) -> list[object]:
-    """What AOTAutograd will see of ``node``'s value.
+    """The facts about ``node``'s value that AOTAutograd will see.
 
     Raises:
         NotFoldable: it has a size that is not known.

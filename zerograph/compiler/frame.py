@@ -18,7 +18,7 @@ from zerograph.runtime.executor import Runtime
 
 @dataclass(slots=True, eq=False)
 class Frame:
-    """What compiling one Dynamo graph produces, filled in as compilation goes on.
+    """The products of compiling one Dynamo graph, filled in as compilation goes on.
 
     Attributes:
         index: its number among the frames of its backend.

@@ -1,8 +1,9 @@
-"""What frames became, on disk: the next start of a training traces its frames with Dynamo and loads the rest.
+"""Compiled frames, on disk: the next start of a training traces its frames with Dynamo and loads the rest.
 
 A frame is stored under a digest of all that decides what becomes of it: Dynamo's graph with the modules and source
 lines of its nodes, its inputs, the backend's arguments, the instruction set, and the versions and settings of torch and
-ZeroGraph. What the digest cannot tell is not stored: dynamic sizes, tensor subclasses, operators of other libraries.
+ZeroGraph. Frames that the digest cannot tell apart are not stored: dynamic sizes, tensor subclasses, operators of other
+libraries.
 
 Every rank looks for itself, and one may load what another one compiles. A rank that loads takes the same part in
 agreements on plans and collectives as one that compiles, so the others cannot tell.
@@ -50,12 +51,12 @@ log = logging.getLogger(__name__)
 _KNOWN = {"aten", "prims", "zg", "higher_order"}
 """Libraries of operators that change with the versions of torch and ZeroGraph alone."""
 _NODE_FACTS = ("stack_trace", "custom", "recompute", "ac_graph_id")
-"""What passes and reports read of Dynamo's nodes, besides the module."""
+"""Metadata of Dynamo's nodes that passes and reports read, besides the module."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """What a frame became, as it is stored.
+    """A compiled frame, as it is stored.
 
     Attributes:
         found: what this rank's search for the plan came to.
@@ -201,7 +202,7 @@ def _inputs(inputs: Sequence[Any]) -> Iterator[str]:
 
 
 def _nodes(gm: fx.GraphModule) -> Iterator[str]:
-    """What :func:`~zerograph.compiler.torch_private.graph_key` leaves out of the nodes.
+    """The facts about nodes that :func:`~zerograph.compiler.torch_private.graph_key` leaves out.
 
     Raises:
         Uncacheable: one calls an operator whose code may change while all versions stay.

@@ -47,7 +47,7 @@ from zerograph.runtime.buffers import dtype_name
 log = logging.getLogger(__name__)
 
 Found = tuple[int, Plan]
-"""What a search comes to: bytes that the step needs at least, and its best plan."""
+"""The result of a search: bytes that the step needs at least, and its best plan."""
 
 MOMENTS = 2
 """Optimizer states per parameter that a budget has to hold: Adam's. Optimizers may be made later than plans."""
@@ -211,7 +211,7 @@ class Planner:
     def homes_before(self) -> Homes:
         """Where parameters are materialized, before anything is planned.
 
-        What ``offload="auto"`` comes to is not known then: they begin on NVMe where memory cannot hold them all.
+        The choice of ``offload="auto"`` is not known then: they begin on NVMe where memory cannot hold them all.
 
         Raises:
             InfeasibleError: NVMe cannot hold them.
@@ -250,7 +250,7 @@ class Planner:
         return repr(facts)
 
     def found(self, step: Step) -> Found | None:
-        """What the search for this very ``step`` came to; None where it has its plan from elsewhere."""
+        """The result of the search for this very ``step``; None where it has its plan from elsewhere."""
         return self._found[1] if self._found is not None and self._found[0] is step else None
 
     def plans_again(self, code: str, step: Step, plain: Sequence[Plain], plan: Plan, found: Found | None) -> bool:
@@ -398,7 +398,7 @@ def machine_of(config: Config, device: torch.device) -> Machine:
 
 
 def _precision() -> Precision:
-    """Of torch's two ways to set it the newer one is asked, which knows of both."""
+    """The precision of float32 products, from the newer of torch's two settings, which knows of both."""
     backends = torch.backends
     told = backends.cuda.matmul.fp32_precision
     everywhere: str = getattr(backends, "fp32_precision")  # noqa: B009  torch does not type it
@@ -406,7 +406,7 @@ def _precision() -> Precision:
 
 
 def plain(params: Iterable[nn.Parameter]) -> tuple[Plain, ...]:
-    """What a plan needs to know of parameters that nothing shards."""
+    """The facts that a plan needs of parameters that nothing shards."""
     return tuple(Plain(p.numel() * p.element_size(), p.requires_grad) for p in params if not isinstance(p, DTensor))
 
 

@@ -1,6 +1,6 @@
 """Let a training forward return its loss and no logits, which nobody reads there.
 
-Models of transformers return logits, keys and values beside the loss. What a graph returns exists whole, until the
+Models of transformers return logits, keys and values beside the loss. An output of a graph exists whole, until the
 caller lets go of it. In evaluation nothing changes.
 """
 
@@ -21,8 +21,8 @@ Compiled = Callable[..., Any]
 def return_loss_only(gm: fx.GraphModule) -> Callable[[Compiled], Compiled]:
     """Take out of Dynamo's graph ``gm`` what it returns beside its one loss; nothing where it has none, or several.
 
-    That is what a gradient reaches, has two dimensions or more, and the loss was made of: logits, keys and values. What
-    a graph break cuts off returns to the user's code, and stays.
+    That is what a gradient reaches, has two dimensions or more, and the loss was made of: logits, keys and values. A
+    value that a graph break cuts off returns to the user's code, and stays.
 
     Returns:
         what makes of the compiled graph one that returns None in the place of what was taken out.
@@ -53,7 +53,7 @@ def return_loss_only(gm: fx.GraphModule) -> Callable[[Compiled], Compiled]:
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
-    """What ``node`` was made of."""
+    """The nodes that ``node`` was made of."""
     found, queue = set[fx.Node](), [node]
     while queue:
         fresh = set(queue.pop().all_input_nodes) - found

@@ -73,8 +73,8 @@ def lower(
 ) -> tuple[Program, tuple[Callee, ...]]:
     """The program that ``gm`` stands for, which passes rewrote by ``plan``, and the callables of its segments.
 
-    What goes to NVMe and comes from there passes through memory on ``staging``. ``returned`` are the names of what it
-    returned before the passes, which the backward knows it by.
+    Transfers to and from NVMe pass through memory on ``staging``. ``returned`` are the names of what it returned before
+    the passes, which the backward knows it by.
     """
     _keep_together(gm.graph)
     return _Lowering(gm, kind, cache, plan, staging).run(returned)
@@ -271,7 +271,7 @@ class _Lowering:
         return self.plan.buckets[info.bucket].homes
 
     def _end_of_tile(self, node: fx.Node) -> dict[str, Any]:
-        """What ends of tiles have in common; all that make one tensor write to one register."""
+        """The fields that ends of tiles have in common; all that make one tensor write to one register."""
         terms, into = node.args[:2]
         vals = [each.meta["val"] for each in terms]  # type: ignore[union-attr]
         product = len(vals) == 2
@@ -391,7 +391,7 @@ def _tile(info: Transfer) -> dict[str, Any]:
 def _module_and_line(nodes: list[fx.Node]) -> tuple[str, str]:
     """The module that a segment computes, and a line of the user's code.
 
-    Of a repeated layer its name and first line. Outside of layers a segment may hold a norm, the head and the loss: it
+    A repeated layer has its name and first line. Outside of layers a segment may hold a norm, the head and the loss: it
     has the module of its largest product, and the line that makes its largest tensor, where memory has its peak.
     """
     layer = next((layer for n in nodes if (layer := layer_of_node(n))), "")

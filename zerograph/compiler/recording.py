@@ -1,7 +1,7 @@
-"""What one training step really did, in the schema of a forecast: spans on streams, and bytes over time.
+"""One training step as it really ran, in the schema of a forecast: spans on streams, and bytes over time.
 
 Spans are those of the program's instructions, bytes those that torch's allocator handed out, both as torch's profiler
-saw them. What a run measured makes better forecasts: see :attr:`Recording.measured`.
+saw them. Measurements of a run make better forecasts: see :attr:`Recording.measured`.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ def _measured(ran: Sequence[_Ran]) -> Measured:
 
 
 def _without_kept(ran: Sequence[_Ran]) -> list[_Ran]:
-    """What ran, but for the gathers of buckets that were whole already."""
+    """The instructions that ran, but for the gathers of buckets that were whole already."""
     whole: set[int] = set()
     moved = []
     for run in ran:

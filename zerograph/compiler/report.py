@@ -1,4 +1,4 @@
-"""What a backend decided and what happened, for people and for programs."""
+"""The decisions of a backend and the events of its run, for people and for programs."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from zerograph.passes import PIPELINE, Stage
 log = logging.getLogger(__name__)
 
 MOST_NODES = 5000
-"""Of a step's graph that is kept as text, to show what passes did to it: a deep one is long, and repeats itself."""
+"""The most nodes of a graph kept as text, to show what passes did to it: a deep one is long, and repeats itself."""
 
 
 def rewrite(frame: Frame, kind: str, target: fx.GraphModule | Pair, *stages: Stage) -> None:

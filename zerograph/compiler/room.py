@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 Disk = tuple[str, int]
-"""What tells a file system, or the memory of a host, apart from those of other hosts, and bytes that are free on it."""
+"""A key that tells a file system, or the memory of a host, apart from those of other hosts, and its free bytes."""
 
 
 def memory_here() -> Disk:

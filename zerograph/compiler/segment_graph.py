@@ -1,6 +1,6 @@
 """A segment as a list of nodes of the whole graph, before it becomes a module of its own.
 
-Most segments of a deep model are equal to one that is compiled already. Of those only the structure is hashed, which
+Most segments of a deep model are equal to one that is compiled already. For those only the structure is hashed, which
 takes a fifth of the time of copying their nodes into a graph of their own.
 """
 
@@ -23,7 +23,7 @@ from zerograph.graph.nodes import is_size  # arithmetic that every segment which
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What a segment computes.
+    """The computation of a segment.
 
     Attributes:
         gm: the graph that it is a part of.
@@ -69,7 +69,7 @@ class Body:
         return hashlib.sha256("\n".join(text).encode()).hexdigest()[:16]
 
     def known_by_identity(self) -> list[Any]:
-        """What the digest tells apart by identity: to be kept alive for as long as it is known."""
+        """The objects that the digest tells apart by identity: to be kept alive for as long as it is known."""
         return [attribute(self.gm, str(n.target)) for n in self._constants()] + self._shape_envs()
 
     def _constants(self) -> list[fx.Node]:

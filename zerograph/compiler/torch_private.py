@@ -1,4 +1,4 @@
-"""What compiling a frame needs of Dynamo, AOTAutograd and Inductor that has no public name, patches of them included.
+"""The private names of Dynamo, AOTAutograd and Inductor that compiling a frame needs, patches of them included.
 
 Other rooms have a file of this name too; nothing else touches private names. Each entry says what it is for, why no
 public name does, and where it was seen: 2.11 in torch's sources, 2.13 by the tests of this file,
@@ -115,7 +115,7 @@ def trace_and_split(
     inference: Callable[..., Any],
     partition: Callable[..., Any],
 ) -> Callable[..., Any]:
-    """What AOTAutograd makes of a graph of Dynamo's with these compilers; torch documents it under a private path.
+    """The callable that AOTAutograd makes of Dynamo's graph with these compilers; documented under a private path.
 
     Inductor's decompositions are taken, and settings that have no public name either. Effects are threaded as tokens
     inside of the graph. The backward compiles with the forward on every rank: by default that depends on whether shapes
@@ -146,7 +146,7 @@ def as_dynamos(made: fx.GraphModule, gm: fx.GraphModule) -> fx.GraphModule:
 
 @contextmanager
 def as_when_called(joint: fx.GraphModule) -> Iterator[None]:
-    """What AOTAutograd has around the functions that it calls, for a joint graph that is worked on outside of it."""
+    """The context that AOTAutograd has around functions that it calls, for a joint graph worked on outside of it."""
     values = [node.meta["val"] for node in joint.graph.find_nodes(op="placeholder")]
     with tracing(TracingContext(fake_mode_of(values))), torch.no_grad():
         yield
@@ -197,8 +197,8 @@ def split_by_minimum_cut(
     """The forward, with its first ``outputs`` outputs, and the backward of a joint graph, as torch's partitioner for
     Inductor cuts it. Inputs numbered ``static`` stay where they are.
 
-    It saves what must be (``recompute``) only where the forward's outputs depend on it. What else is tagged to be in
-    the forward is an output while it cuts. Seen in 2.11, 2.13.
+    It saves what must be (``recompute``) only where the forward's outputs depend on it. Other nodes tagged to be in the
+    forward are outputs while it cuts. Seen in 2.11, 2.13.
     """
     tags = ((node, node.meta.get("partitioner_tag"), node.meta.get("recompute")) for node in joint.graph.nodes)
     ahead = [n for n, tag, saved in tags if (tag, saved) == ("must_be_in_forward", CheckpointPolicy.MUST_SAVE)]
@@ -283,8 +283,8 @@ def graph_key(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
 
 
 def facts_of_input(value: Any) -> tuple[object, ...]:
-    """What a graph may depend on of ``value``, an input as Dynamo gives it, besides what it holds. The last fact is
-    its memory, of this process. Seen in 2.11, 2.13.
+    """The facts about ``value``, an input as Dynamo gives it, that a graph may depend on, besides its content. The last
+    fact is its memory, of this process. Seen in 2.11, 2.13.
 
     Raises:
         Uncacheable: it is no plain tensor of known sizes.
@@ -384,7 +384,7 @@ class _Loaded:
 
 
 def with_wrappers(wrappers: bytes, programs: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """What :func:`trace_and_split` returned when ``wrappers`` were noted, around these programs by kind.
+    """The callable that :func:`trace_and_split` returned when ``wrappers`` were noted, around these programs by kind.
     Seen in 2.13."""
     result = pickle.loads(wrappers)
     result.compiled_fw = _Loaded(programs.get("forward") or programs["inference"])
@@ -395,7 +395,7 @@ def with_wrappers(wrappers: bytes, programs: Mapping[str, Callable[..., Any]]) -
 
 
 def stored_segment(callee: object) -> Any:
-    """What :func:`compile_segment` returned, fit for pickle. Seen in 2.13.
+    """The result of :func:`compile_segment`, fit for pickle. Seen in 2.13.
 
     Raises:
         Uncacheable: Inductor compiled nothing.
@@ -544,7 +544,7 @@ class _Kernel:
 
 
 def _builder_of(task: Callable[[], Any]) -> CppBuilder | None:
-    """What builds the kernel, where ``task`` builds one."""
+    """The builder of the kernel, where ``task`` builds one."""
     if not isinstance(task, functools.partial) or task.func is not _worker_compile_cpp:
         return None
     _, builders = task.args
@@ -607,8 +607,9 @@ def prepare_kernels() -> Future[None]:
     """Check the CPU's instruction sets and precompile the header of kernels, in a thread, once in a process.
 
     Inductor does both when it meets the first kernel, and everything waits for the C++ compiler: here it is asked for a
-    kernel that is never built. Other processes of the host wait for Inductor's file locks and find the files. What
-    fails here fails again with the first kernel, which does all that is missing. Seen in 2.13 and in older sources.
+    kernel that is never built. Other processes of the host wait for Inductor's file locks and find the files. A step
+    that fails here fails again with the first kernel, which does all that is missing. Seen in 2.13 and in older
+    sources.
     """
     return _prepared(os.getpid())
 

@@ -267,7 +267,7 @@ class _Unfolding:
         return self.new[found] if isinstance(found, fx.Node) else self.copies[found]
 
     def _beside(self, a: fx.Node, b: fx.Node, number: int) -> fx.Node | tuple[Place, int]:
-        """What stands for ``a``, which the template reads where the layer before reads ``b``: a node, or a copy."""
+        """The node or copy that stands for ``a``, which the template reads where the layer before reads ``b``."""
         here, there = self.nodes.places.get(a), self.nodes.places.get(b)
         # Both read the same node outside of layers.
         if a is b and here is None:
@@ -382,7 +382,7 @@ class _Unfolding:
 
 
 def parameters_in(path: str) -> str:
-    """What names of parameters begin with that belong to the module ``path``: that without what a function calls it."""
+    """The prefix of the parameter names of the module ``path``: the path without the variable that it begins with."""
     return re.sub(r"^[LG]\['\w+'\]\.", "", path)
 
 

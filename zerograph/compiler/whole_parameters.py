@@ -21,10 +21,10 @@ from zerograph.graph.nodes import markers
 from zerograph.graph.ops import UNSHARD
 
 _OF_SHARDS = {"to_local", "prim_to_local", "full_tensor", "redistribute", "from_local", "prim_redistribute"}
-"""What only code calls that knows of shards."""
+"""Methods that are called only by code that knows of shards."""
 
 _READS = {UNSHARD, torch.ops.higher_order.tag_activation_checkpoint}
-"""What has a shard for its input already to read the whole of it: a checkpointed region has markers of its own."""
+"""Operators that read the whole of an input shard already: a checkpointed region has markers of its own."""
 
 
 def compute_with_whole(gm: fx.GraphModule, inputs: Sequence[Any]) -> int:

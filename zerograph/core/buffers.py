@@ -90,7 +90,7 @@ class GatherBuffers:
         self._free = FreeBuffers[_Buffer]()
 
     def take(self, part: tuple[int, int], gather: int, now: int) -> None:
-        """What ``gather`` brings is waited for."""
+        """Give the bucket that ``gather`` brings its buffer, as it is waited for."""
         size = self.coming.pop(gather)
         buffer, gone = self._free.take(size)
         for other in gone:
@@ -117,7 +117,7 @@ class GatherBuffers:
             self._hold(buffer, now, True)
 
     def finish(self) -> None:
-        """What is there stays."""
+        """Hold every taken buffer to the end."""
         end = len(self._streams)
         for buffer in self._taken.values():
             self._hold(buffer, end, False)

@@ -1,4 +1,4 @@
-"""What must be true of the programs of a step, whoever built them, instruction by instruction. No torch in here.
+"""Rules that the programs of a step must keep, whoever built them, instruction by instruction. No torch in here.
 
 Those of the design's invariants that programs tell: every read finds its value on the tier that it needs; gathers and
 frees balance, nothing is used after it is free, and no bucket is gathered while it is whole. By a plan more is true of
@@ -67,7 +67,7 @@ def require_programs(programs: Sequence[Program], hint: str, plan: Plan | None =
 
 
 _SHOWN = 5
-"""What is wrong that an error names; more is counted."""
+"""The number of mistakes that an error names; more are counted."""
 
 
 class _Check:
@@ -79,7 +79,7 @@ class _Check:
         self.keeps: dict[tuple[int, int], bool] = {}  # whether the last wait for it said so
 
     def program(self, program: Program) -> Iterator[Wrong]:
-        """What is wrong with one of them."""
+        """The mistakes of one of them."""
         # Lowered programs have registers of their own; a sketch's programs go on with those of the one before.
         if not program.carries:
             self.alive, self.dead = set(range(program.inputs)), set()

@@ -1,4 +1,4 @@
-"""What must be true of the programs of a whole training step by its plan: check by check. No torch in here."""
+"""Rules that the programs of a whole training step must keep by its plan: check by check. No torch in here."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def _arrivals(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
 
 
 class _Wanted:
-    """What instructions have to read, by where the plan has it live."""
+    """The data that instructions have to read, by where the plan has it live."""
 
     def __init__(self, programs: Sequence[Program], plan: Plan) -> None:
         self.buckets, self.tier_of = plan.buckets, dict(plan.offload)

@@ -10,7 +10,7 @@ from typing import Any
 from zerograph.core.units import is_number
 
 _NUMBERS = {"int": int, "float": int | float, "tuple[int, ...]": int}
-"""What fields hold that are numbers, or tuples of some, by their annotation."""
+"""Types of fields that hold numbers, or tuples of some, by their annotation."""
 
 
 def table(cls: Any, items: Iterable[Any]) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def table(cls: Any, items: Iterable[Any]) -> dict[str, Any]:
 
 
 def from_table(cls: Any, columns: dict[str, Any]) -> tuple[Any, ...]:
-    """What :func:`table` was given; lists became tuples. A column may be missing where its field has a default.
+    """The rows of :func:`table`; lists became tuples. A column may be missing where its field has a default.
 
     Raises:
         KeyError, IndexError, TypeError, ValueError: the columns are not those of ``cls``, or of different lengths.
@@ -54,7 +54,7 @@ def mixed_table(items: Iterable[Any]) -> dict[str, Any]:
 
 
 def from_mixed_table(classes: Iterable[Any], tables: dict[str, Any]) -> tuple[Any, ...]:
-    """What :func:`mixed_table` was given, all of some of ``classes``.
+    """The rows that :func:`mixed_table` was given, all of some of ``classes``.
 
     Raises:
         KeyError, IndexError, TypeError, ValueError: as :func:`from_table`, or tables and order differ.

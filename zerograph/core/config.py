@@ -1,4 +1,4 @@
-"""What a user asks of :func:`zerograph.backend`, validated once and immutable afterwards."""
+"""The arguments of :func:`zerograph.backend`, validated once and immutable afterwards."""
 
 from __future__ import annotations
 
@@ -86,10 +86,10 @@ class Config:
         loss_only: whether a forward that trains returns None in place of logits and whatever else is no loss.
         compute: "inductor" compiles the segments between collectives; "eager" runs the same program uncompiled.
         plan: what a plan file decided, in place of rules; ``stage`` and ``prefetch`` are then the plan's.
-        memory: bytes of device memory that a rank may use. What was left free is then searched for the fastest step
+        memory: bytes of device memory that a rank may use. Arguments left free are then searched for the fastest step
             that fits: residencies at stage "auto", recomputation per layer when that is "auto", bucket size and
-            prefetch unless they were given, and what leaves with ``offload="auto"``. None searches nothing, but is
-            all of a GPU where something is "auto".
+            prefetch unless they were given, and what leaves with ``offload="auto"``. None searches nothing, but is all
+            of a GPU where something is "auto".
         machine: how fast compute and links are, for that search; None is the preset closest to the device.
         given: names of the arguments that the user gave.
     """
@@ -174,7 +174,7 @@ class Config:
 
     @property
     def recomputed(self) -> Recompute:
-        """What the backward computes again: all layers where tiles of tokens were asked for, and nothing else was."""
+        """The recomputation: of all layers where tiles of tokens were asked for, and nothing else was."""
         tiled = self.token_tiles not in ("auto", 1)
         return "full" if tiled and self.recompute == "auto" else self.recompute
 

@@ -1,4 +1,4 @@
-"""What backends carry out of all that can be planned, for whoever searches plans and whoever refuses them."""
+"""The part of all plans that backends can carry out, for whoever searches plans and whoever refuses them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from zerograph.core.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class Executable:
-    """What a backend carries out on one kind of device. Which parameters may be in tiles, a step says.
+    """The features that a backend carries out on one kind of device. Which parameters may be in tiles, a step says.
 
     Attributes:
         tiers: beside the device, that shards may live on, and activations wait on for the backward.
@@ -21,7 +21,7 @@ class Executable:
 
     @classmethod
     def on(cls, machine: Machine, *, nvme: bool = True) -> Executable:
-        """What a backend carries out on ``machine``.
+        """The features that a backend carries out on ``machine``.
 
         Args:
             nvme: whether it has a folder on NVMe.
@@ -31,7 +31,7 @@ class Executable:
         return cls(tuple(tier for tier, runs in there.items() if runs))
 
     def missing(self, plan: Plan) -> str:
-        """What ``plan`` needs beyond that, for people; empty when it can be run."""
+        """The features that ``plan`` needs beyond those, for people; empty when it can be run."""
         return "; ".join(self._missing(plan))
 
     def _missing(self, plan: Plan) -> Iterator[str]:

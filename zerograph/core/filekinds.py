@@ -1,4 +1,4 @@
-"""What a JSON file is that was given in place of another one. No torch in here."""
+"""The kind of a JSON file that was given in place of another one. No torch in here."""
 
 from __future__ import annotations
 

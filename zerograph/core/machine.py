@@ -51,9 +51,9 @@ class Machine:
         matmul: floating-point operations per second of large matrix products, by dtype. Where there is "tf32" too, it
             is what "float32" products come to once torch may round them so (:meth:`with_precision`).
         vector: floating-point operations per second of element-wise code, by dtype. To know a machine by: no forecast
-            goes by it. What element-wise code costs is counted as the bytes that it reads and writes once fused; its
-            operations are not known before a compiler has fused and vectorized it, and on GPUs (12 per byte on an H100)
-            they come second. Where they do not (long chains of exp or erf on a CPU), a run's own times tell.
+            goes by it. Element-wise code is counted as the bytes that it reads and writes once fused; its operations
+            are not known before a compiler has fused and vectorized it, and on GPUs (12 per byte on an H100) they come
+            second. Where they do not (long chains of exp or erf on a CPU), a run's own times tell.
         launch: seconds that a kernel costs however small it is.
         ranks_per_node: devices that share a host.
         host_memory: bytes per node.
@@ -69,7 +69,7 @@ class Machine:
             several kernels per parameter, or per group of them, and DTensors cost the host more than that.
         cpu_optimizer: bytes of states per second and node that an Adam update on the host reads and writes.
         published: floating-point operations per second of dense products that the vendor publishes, by the same names
-            as ``matmul``; empty where nobody does. What is called MFU is relative to it.
+            as ``matmul``; empty where nobody does. MFU is relative to it.
         split: of a CPU: its host counts as a second memory, as if the device had one of its own. It lets programs that
             move between the two run where there is no GPU.
         disturbed: the share of the processors that other processes took while the rates were measured, if that was
@@ -183,7 +183,7 @@ class Machine:
         return machine
 
     def _mistakes(self) -> Iterator[str]:
-        """What no machine is like: rates and sizes that are no numbers, nothing, or less than nothing."""
+        """The mistakes in a machine: rates and sizes that are no numbers, nothing, or less than nothing."""
         if self.device not in ("cuda", "cpu"):
             yield f"device is {self.device!r}, not cuda or cpu"
         if self.split is not False and not (self.split is True and self.device == "cpu"):
@@ -227,8 +227,8 @@ _REACHED = 0.6
 0.6 for whole steps, of which products are the larger part)."""
 
 _FOREACH = 7 / 21
-"""What AdamW has to move at least (7 tensors), over what its multi-tensor kernels move (21): decay 2, first moment 3,
-second moment 5, its root 2, bias correction 2, eps 2, and the step itself 5."""
+"""The tensors that AdamW has to move at least (7), over those that its multi-tensor kernels move (21): decay 2, first
+moment 3, second moment 5, its root 2, bias correction 2, eps 2, and the step itself 5."""
 _PER_DTENSOR = 6e-5
 """Seconds of the host per parameter of a multi-tensor update of DTensors; measured on a CPU, which it is bound by."""
 
@@ -361,7 +361,7 @@ def preset_for(device: str, name: str = "") -> Machine:
 
 
 def published_rates(name: str) -> Mapping[str, float]:
-    """What the vendor of a GPU that calls itself ``name`` publishes of its products, by dtype; empty if no preset is
+    """The rates that the vendor of a GPU called ``name`` publishes for its products, by dtype; empty if no preset is
     for it."""
     found = _preset_of(name)
     return found.published if found is not None else {}

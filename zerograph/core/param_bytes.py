@@ -38,7 +38,7 @@ def _is_copied(param: Param, homes: Homes, split: bool) -> bool:
 def gathered_bytes(params: Iterable[Param], world_size: int) -> int:
     """Bytes that an all-gather of ``params`` fills: every rank's rows, padded to the largest shard.
 
-    What every rank holds whole is cast at most: kernels read a master that has the compute dtype.
+    A parameter that every rank holds whole is cast at most: kernels read a master that has the compute dtype.
     """
     return sum(
         p.chunk_elements(world_size) * (world_size if p.sharded else 1) * ITEM_SIZE[p.compute_dtype]
@@ -50,7 +50,7 @@ def gathered_bytes(params: Iterable[Param], world_size: int) -> int:
 def reduced_bytes(params: Iterable[Param]) -> int:
     """Bytes of the full gradients of ``params`` as they are summed over ranks.
 
-    Of what is not sharded twice as many: its sums go back to all ranks, as an all-reduce is two passes.
+    A parameter that is not sharded counts twice: its sums go back to all ranks, as an all-reduce is two passes.
     """
     return sum(p.elements * ITEM_SIZE[p.reduce_dtype] * (1 if p.sharded else 2) for p in params)
 
@@ -62,7 +62,7 @@ def kept_states(params: Iterable[Param], world_size: int, moments: int) -> dict[
 
 
 def state_bytes(params: Iterable[Param], world_size: int, moments: int) -> tuple[int, int]:
-    """What lies on the device between steps: bytes of the shards, and of the optimizer's moments."""
+    """Bytes on the device between steps: those of the shards, and of the optimizer's moments."""
     params = tuple(params)
     return sum(shard_bytes(p, world_size) for p in params), sum(kept_states(params, world_size, moments).values())
 

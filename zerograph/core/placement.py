@@ -14,7 +14,7 @@ from zerograph.core.plan import Homes
 
 
 class Role(Protocol):
-    """What the rule asks of a parameter, as :class:`~zerograph.core.step.Param` has it."""
+    """The facts about a parameter that the rule needs, as :class:`~zerograph.core.step.Param` has them."""
 
     @property
     def trainable(self) -> bool:

@@ -45,8 +45,8 @@ _RESIDENCIES = ("use", "backward", "step")
 
 Offload = Literal["none", "optimizer", "gradients", "parameters"]
 OFFLOADS: tuple[Offload, ...] = ("none", "optimizer", "gradients", "parameters")
-"""What leaves the device, each with those before it. What is offloaded is sharded: the optimizer can leave from stage 1
-on, gradients from stage 2, parameters from stage 3, so that the place in here is the least stage that each needs."""
+"""Tensors that leave the device, each with those before it. They are sharded: the optimizer can leave from stage 1 on,
+gradients from stage 2, parameters from stage 3, so that the place in here is the least stage that each needs."""
 
 
 Update = Literal["host", "device"]
@@ -125,7 +125,7 @@ DEVICE = Homes()
 
 
 def decided(kind: type[Plan] | type[Bucket]) -> dict[str, str]:
-    """What is decided of a plan or a bucket: fields, with what people call them."""
+    """The decided fields of a plan or a bucket, with what people call them."""
     return {one.name: one.metadata["decided"] for one in fields(kind) if "decided" in one.metadata}
 
 
@@ -194,9 +194,9 @@ _LONG, _ALIGNED = 128, 16
 class ParamTile(Param):
     """The same rows of every rank's shard, as a parameter of that shape: what moves in place of the whole parameter.
 
-    Of columns (``dim`` 1) it has those that belong to the same rows of every shard of another weight, whose rows these
-    columns meet in a product: with ``c`` rows in a shard, columns ``r * c + begin`` to ``r * c + end`` for each rank
-    ``r``. Rows and columns that the last shards lack are zeros.
+    A tile of columns (``dim`` 1) has those that belong to the same rows of every shard of another weight, whose rows
+    these columns meet in a product: with ``c`` rows in a shard, columns ``r * c + begin`` to ``r * c + end`` for each
+    rank ``r``. Rows and columns that the last shards lack are zeros.
 
     Attributes:
         begin, end: the rows of each shard.
@@ -336,7 +336,7 @@ class Plan:
         return plan
 
     def mistakes(self) -> Iterator[str]:
-        """What no plan may say: homes that the stage does not shard, tiles of no rows, tiers that do not exist."""
+        """The mistakes in a plan: homes that the stage does not shard, tiles of no rows, tiers that do not exist."""
         if self.world_size < 1:
             yield f"world size {self.world_size}"
             return
@@ -421,7 +421,7 @@ def _twice(names: Iterable[str]) -> Iterator[str]:
 
 
 def _unlike(plan: Plan) -> Iterator[str]:
-    """What runs in one loop has as many tiles, of one size."""
+    """The loops whose buckets differ in the number or the size of their tiles."""
     for loop, own in plan.loops().items():
         alike = {
             (bucket.tiles, bucket.params[0].shape[bucket.dim] if bucket.dim < len(bucket.params[0].shape) else 0)

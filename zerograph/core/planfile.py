@@ -68,7 +68,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class PassRecord:
-    """What one pass did to one graph; ``diff`` is a unified diff of the graph's text, empty when it was left alone."""
+    """The edits of one pass to one graph; ``diff`` is a unified diff of the graph's text, empty without edits."""
 
     graph: str
     name: str
@@ -109,7 +109,7 @@ class PlanFile:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
+        """Tokens per second of all ranks together."""
         seconds = self.forecast.seconds
         return self.tokens * self.plan.world_size / seconds if seconds else 0.0
 
@@ -127,7 +127,7 @@ class PlanFile:
 
     @property
     def unexecuted(self) -> str:
-        """What the plan needs that nothing executes yet, for people; empty when the plan can be run."""
+        """The features that the plan needs and nothing executes yet, for people; empty when the plan can be run."""
         return Executable.on(self.machine).missing(self.plan)
 
     def to_json(self) -> str:
@@ -157,7 +157,7 @@ class PlanFile:
 
     @classmethod
     def from_json(cls, text: str, *, verify: bool = True) -> PlanFile:
-        """What :meth:`to_json` wrote; without ``verify`` also what was changed by hand since.
+        """The file that :meth:`to_json` wrote; without ``verify`` also one that was changed by hand since.
 
         Raises:
             ConfigError: another version, no plan file, or one that was changed by hand.
@@ -239,7 +239,7 @@ def forecast_data(forecast: Forecast) -> dict[str, Any]:
 
 
 def forecast_of(data: dict[str, Any]) -> Forecast:
-    """What :func:`forecast_data` was given.
+    """The forecast that :func:`forecast_data` was given.
 
     Raises:
         KeyError, IndexError, TypeError, ValueError, AttributeError: there is none.

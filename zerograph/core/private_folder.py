@@ -1,7 +1,7 @@
 """A folder of files that one user keeps between runs. No torch in here.
 
-What is read may be unpickled, which runs code. So nothing is read that another user could have written, and nothing
-that is not, byte for byte, what was written.
+A file that is read may be unpickled, which runs code. So nothing is read that another user could have written, and
+nothing that is not, byte for byte, what was written.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class PrivateFolder:
         self.path, self.limit = path, limit
 
     def read(self, name: str) -> bytes | None:
-        """What was written as ``name``. None without a file, and with a warning where it is damaged or cannot be
-        trusted."""
+        """The bytes that were written as ``name``. None without a file, and with a warning where it is damaged or
+        cannot be trusted."""
         path = self.path / name
         try:
             # The open file is asked whose it is: by its path another user could exchange it in between.

@@ -25,7 +25,7 @@ Moves = tuple[Tier, Tier]
 
 
 class _Instruction:
-    """What each class of instructions says of itself.
+    """The facts that each class of instructions states about itself.
 
     Attributes:
         stream: that it occupies; None where it occupies none.
@@ -97,7 +97,7 @@ class View(_Making):
 
 @dataclass(frozen=True, slots=True)
 class _TileEnd(_Making):
-    """What one tile has made goes into the tensor ``out`` of all tiles, which the first of them makes.
+    """The end of a tile: its results go into the tensor ``out`` of all tiles, which the first of them makes.
 
     Attributes:
         terms: what the tile made.
@@ -447,7 +447,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """What a register holds.
+    """The content of a register.
 
     Attributes:
         name: of the graph's node, the same in the forward that saves it and in the backward that reads it.
@@ -513,7 +513,7 @@ class Program:
         return hashlib.sha256("\n".join((self.kind, *self.collectives())).encode()).hexdigest()[:16]
 
     def label(self, instruction: Instruction) -> str:
-        """Whose instruction it is, for people: a bucket, a tile of it, a layer, an activation."""
+        """The owner of ``instruction``, for people: a bucket, a tile of it, a layer, an activation."""
         match instruction:
             case Compute(module=module) | Place(module=module) | Accumulate(module=module) | Scale(module=module):
                 return layer_of(module) or module or "outside of layers"
@@ -526,7 +526,7 @@ class Program:
                 return ""
 
     def name(self, instruction: Instruction) -> str:
-        """What runs, for people; nothing reads it to know what it is."""
+        """The name of ``instruction``, for people; nothing reads it to know what it is."""
         match instruction:
             case Compute():
                 return f"{self.kind} {self.label(instruction)}"

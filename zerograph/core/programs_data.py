@@ -17,7 +17,7 @@ from zerograph.core.stretch import Stretch
 
 
 def programs_data(programs: Sequence[Program]) -> dict[str, Any]:
-    """What :func:`programs_of` reads."""
+    """The data that :func:`programs_of` reads."""
     params: dict[Param, int] = {}
 
     def place(param: Param) -> int:

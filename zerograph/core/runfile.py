@@ -1,4 +1,4 @@
-"""What a run of a plan measured, as a file: which plan ran, what happened, and seconds to forecast it with again.
+"""The measurements of a run, as a file: which plan ran, what happened, and seconds to forecast it with again.
 
 ``backend.record()`` makes it and ``zerograph show PLAN --measured RUN`` reads it. No torch in here.
 """
@@ -61,7 +61,7 @@ class Run:
     measured: Measured
 
     def to_json(self) -> str:
-        """What :meth:`from_json` reads."""
+        """The text that :meth:`from_json` reads."""
         measured = self.measured
         data = {
             "version": VERSION,
@@ -117,7 +117,7 @@ class Beside:
 
     @property
     def measured(self) -> Forecast:
-        """What happened, in the schema of a forecast."""
+        """The measured run, in the schema of a forecast."""
         return self.run.forecast
 
 

@@ -1,16 +1,16 @@
-"""What programs do over time: when each instruction runs, and what every tier holds meanwhile. No torch in here.
+"""Programs over time: when each instruction runs, and what every tier holds meanwhile. No torch in here.
 
 Every rule of a step is told here, once, for programs that the planner sketches and for those that run:
 
 - A stream runs its instructions in program order, one at a time.
-- What computes waits for what it reads, and for the waits that stand before it.
-- What runs beside that starts when its stream is free, what it reads is ready, and what computes before it in the
+- An instruction that computes waits for what it reads, and for the waits that stand before it.
+- An instruction beside those starts when its stream is free, what it reads is ready, and what computes before it in the
   program has ended. Where nothing overlaps, as on a CPU, the next compute comes after any collective.
 - A bucket that is whole is not gathered again, and is whole until it is freed and not kept.
 - Memory is taken when the instruction starts that writes a register of it first, and given back at the end of the last
-  that names one dead; what a segment holds meanwhile is told in :mod:`zerograph.core.stretch`. What a wait writes was
-  taken when the transfer began that it waits for, and what a collective reads is given back at its end; where nothing
-  overlaps, at that of what computes before the wait.
+  that names one dead; what a segment holds meanwhile is told in :mod:`zerograph.core.stretch`. A transfer allocates its
+  result when it starts. A collective gives back what it reads at its end; where nothing overlaps, at the end of what
+  computes before the wait.
 - Where buckets use buffers again, as between CPU ranks, a gathered one takes its buffer when it is waited for.
   :mod:`zerograph.core.buffers` says which; a free one is memory until it goes.
 - A staging buffer is one place of a ring: whoever works in it waits for all that worked in what was there before.
@@ -59,7 +59,7 @@ def on(tier: Tier, size: int) -> Memory:
 
 
 class CostModel(Protocol):
-    """What instructions cost on a machine."""
+    """The costs of instructions on a machine."""
 
     @property
     def overlaps(self) -> bool:
@@ -70,7 +70,7 @@ class CostModel(Protocol):
         """Whether gathered buckets take turns in the same memory."""
 
     def seconds(self, instruction: Timed, segments: Sequence[Segment]) -> float:
-        """Of one instruction, of a program with these segments."""
+        """The seconds of one instruction, of a program with these segments."""
 
 
 def simulate(
@@ -90,7 +90,7 @@ def simulate(
         parts: by register of a sketch, what it stands for.
 
     Returns:
-        What happens, and what memory is used for, first what is ``held``.
+        The forecast, and the uses of memory, first those ``held``.
     """
     cells = _Cells(parts)
     run = walk(programs, Costs(rates, measured), cells)
@@ -132,7 +132,7 @@ def time_and_peaks(programs: Sequence[Program], costs: Costs, held: Memory = ())
 
 
 class Costs:
-    """What instructions cost in seconds and memory; those that were met before are known."""
+    """The costs of instructions in seconds and memory; those that were met before are known."""
 
     def __init__(self, rates: CostModel, measured: Measured | None = None) -> None:
         self.rates, self.measured = rates, measured
@@ -194,12 +194,12 @@ LATE = 1 << 62
 Event = tuple[float, int, int, int]
 """A moment, the order of what happens then, the task, and the bytes it takes (or gives, below zero).
 
-What ends at a moment gives back before what starts then takes; only what has no length takes first.
+A task that ends at a moment gives back before one that starts then takes; only a task without length takes first.
 """
 
 
 class _Fact(NamedTuple):
-    """What :func:`walk` asks of an instruction.
+    """The facts about an instruction that :func:`walk` needs.
 
     ``takes`` and ``gives`` hold where every register it names has memory of its own.
     """
@@ -221,7 +221,7 @@ class _Fact(NamedTuple):
 
 @dataclass(slots=True)
 class Tasks:
-    """What instructions did that occupy a stream, in program order: the tasks.
+    """The tasks: instructions that occupied a stream, in program order.
 
     Attributes:
         instructions, after: with their programs, and the tasks that each waited for besides the one before it on its
@@ -254,8 +254,8 @@ class Tasks:
         return start, end
 
     def last_of(self, after: Sequence[int], computed: int) -> int:
-        """Of the tasks ``after`` which something waits, and the one that computed before it, that which ends last; -1
-        where there are none."""
+        """The task that ends last of those in ``after``, which something waits for, and the one that computed before
+        it; -1 where there are none."""
         waited = [*after, computed] if computed >= 0 else after
         return max(waited, key=self.ends.__getitem__, default=-1)
 
@@ -463,7 +463,7 @@ class _Cell:
 
 
 class _Cells:
-    """What memory is alive and what it is for, where several registers may refer to the same.
+    """The memory that is alive and its uses, where several registers may refer to the same.
 
     Attributes:
         holdings: what was alive, with the tasks that hold it.
@@ -530,7 +530,7 @@ class _Cells:
             self._computed, self._replaced = task, (0, -1)
 
     def _dying(self, instruction: Compute, until: Mapping[Hashable, int]) -> Iterator[tuple[int, int]]:
-        """What a segment is given that is free with its last use in it: by position, with bytes."""
+        """The inputs of a segment that are free with their last use in it: by position, with bytes."""
         ending = Counter(self._at.get(self._storage(register)) for register in instruction.dead)
         last: dict[_Cell, int] = {}
         for position, register in enumerate(instruction.args):
@@ -575,14 +575,14 @@ class _Cells:
         )
 
     def finish(self) -> None:
-        """What nothing gave back lives to the end."""
+        """Let memory that nothing gave back live to the end."""
         self._leave()
         for cell in dict.fromkeys((*self._saved.values(), *self._whole.values(), *self._at.values())):
             if not cell.gone:
                 self._hold(cell, -1)
 
     def _leave(self) -> None:
-        """What a program returns lives on: saved for the backward, or gradients until the update."""
+        """Let the results of a program live on: saved for the backward, or gradients until the update."""
         program = self._program
         # A sketch's next program finds the same registers, so nothing leaves.
         if program is None or program.carries:

@@ -176,8 +176,8 @@ def activation_names(places: Iterable[tuple[str, str, str]]) -> list[str]:
     Attention is called the same whichever kernel a device has for it.
 
     Args:
-        places: module, layer (:func:`layers_of`) and operator (``aten.addmm.default``). What a layer calls that lies
-            elsewhere, such as a module that all layers share, takes place in the layer.
+        places: module, layer (:func:`layers_of`) and operator (``aten.addmm.default``). A layer's call of a module
+            elsewhere, such as one that all layers share, takes place in the layer.
     """
     seen: Counter[str] = Counter()
     names = []
@@ -211,7 +211,7 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class TokenRegion:
-    """What of a layer can run for some tokens at a time, if the layer is recomputed.
+    """The part of a layer that can run for some tokens at a time, if the layer is recomputed.
 
     Attributes:
         layer: that it is of.
@@ -282,10 +282,10 @@ class Step:
 
     @property
     def passes(self) -> tuple[Op, ...]:
-        """What forward and backward compute: what is compiled, recomputed and moved about; the update is neither."""
+        """The operations of forward and backward, which are compiled, recomputed and moved about, unlike the update."""
         return tuple(op for op in self.ops if op.phase != "update")
 
     @property
     def updates(self) -> tuple[Op, ...]:
-        """What the optimizer does."""
+        """The operations of the optimizer."""
         return tuple(op for op in self.ops if op.phase == "update")

@@ -7,7 +7,7 @@ The rule of both, so that the planner's count of a step and the forecast of its 
 - It is taken where it is written, and free after the last kernel that reads it, be it through operators that fuse.
 - An element-wise kernel writes over what a product or such a kernel of the stretch has made, has its size, is not read
   after it, and is summed nowhere: a reduction fuses with it, and one kernel that reads memory twice writes elsewhere.
-- What the stretch is given is free after its last use too, if nobody else holds it.
+- An input of the stretch is free after its last use too, if nobody else holds it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Operator(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """What a stretch holds, in intervals that end where something that it is given is read last.
+    """The memory that a stretch holds, in intervals that end where an input of it is read last.
 
     Attributes:
         levels: by interval, the most bytes that it has made and not freed.
@@ -109,7 +109,7 @@ def stretch(operators: Sequence[Operator], stays: Collection[Hashable], cuts: Se
 
 
 def _kernel_ends(operators: Sequence[Operator]) -> list[int]:
-    """Of each operator the last one of its kernel: what fuses and follows one another may become one."""
+    """For each operator, the last one of its kernel: operators that fuse and follow one another may become one."""
     ends = list(range(len(operators)))
     for at in reversed(range(len(operators) - 1)):
         if not operators[at].kernel and not operators[at + 1].kernel:
@@ -127,7 +127,7 @@ def _reduced(operators: Sequence[Operator], takes: Sequence[int]) -> set[Hashabl
 
 
 def _last_uses(operators: Sequence[Operator], takes: Sequence[int], ends: Sequence[int]) -> dict[Hashable, int]:
-    """Of each memory the last operator that reads it; what fuses reads where the kernel runs that it is a part of."""
+    """For each memory, the last operator that reads it; one that fuses reads where its kernel runs."""
     last: dict[Hashable, int] = {}
     for at in reversed(range(len(operators))):
         op = operators[at]

@@ -1,4 +1,4 @@
-"""What a step will do, or did: spans on streams and bytes on tiers over time. No torch in here.
+"""A step as it will run, or ran: spans on streams and bytes on tiers over time. No torch in here.
 
 A forecast and a measurement share these types, so that one can be laid over the other. Times are seconds from the
 start of the step, sizes bytes of one rank.
@@ -21,7 +21,7 @@ NOT_COUNTED = (
     "Python, launches and synchronization between instructions",
     "buffers of the model, and the batch itself",
 )
-"""What no forecast counts."""
+"""The memory and time that no forecast counts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,7 +255,7 @@ def _faked(old: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def on_meta(make: Callable[[], Any]) -> tuple[nn.Module, Any]:
-    """What ``make`` returns, called under ``torch.device("meta")``: a model, and its inputs or None.
+    """The result of ``make``, called under ``torch.device("meta")``: a model, and its inputs or None.
 
     Raises:
         UnsupportedError: it returned something else.

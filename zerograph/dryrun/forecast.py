@@ -146,7 +146,7 @@ def movable(step: Step, world: int) -> Step:
 def refuse_offload(
     offload: Offload | Literal["auto"], tier: Tier | None, machine: Machine, world: int, stage: Any
 ) -> None:
-    """What can be refused before minutes of tracing.
+    """Refuse an impossible offload before minutes of tracing.
 
     Raises:
         ConfigError: a tier without offload, or an offload that the stage or the machine does not allow.

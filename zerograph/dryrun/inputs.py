@@ -17,7 +17,7 @@ from zerograph.core.errors import UnsupportedError
 from zerograph.core.step import Dimension
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Of a call: those by position, and those by keyword."""
+"""The arguments of a call: those by position, and those by keyword."""
 
 
 def arguments(given: Any, batch: int, seq: int, sizes: Mapping[Dimension, int]) -> Arguments:

@@ -268,7 +268,7 @@ def _solved(plans: Probe, memory: int, have: int, excess: float) -> tuple[Larges
 
 
 def _of_backend(memory: int) -> int:
-    """What a backend of that memory fills."""
+    """The bytes that a backend of that ``memory`` fills."""
     return int(memory * (1 - RESERVE))
 
 

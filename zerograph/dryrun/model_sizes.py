@@ -13,7 +13,7 @@ from zerograph.planner.shapes import size_of_shapes
 from zerograph.planner.sizes import ModelSize
 
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
-"""What attention modules, and the configs that they hold, call the number of their heads."""
+"""The names by which attention modules, and the configs that they hold, have the number of their heads."""
 
 
 def size_of(make: Callable[[], Any], *, heads: int | None = None, **told: int | None) -> ModelSize:
@@ -34,7 +34,8 @@ def size_of(make: Callable[[], Any], *, heads: int | None = None, **told: int | 
 
 
 def _heads(model: nn.Module) -> Iterator[int]:
-    """What modules say, the innermost of each branch last, so that a decoder's own comes before its vision tower's."""
+    """The numbers that modules state, the innermost of each branch last: a decoder's own precedes its vision
+    tower's."""
     for module in model.modules():
         for owner in (module, getattr(module, "config", None)):
             for name in HEADS:

@@ -1,4 +1,4 @@
-"""What compiling without running needs of torch that has no public name.
+"""The private names of torch that compiling without running needs, where no public name exists.
 
 Other rooms have a file of this name too; nothing else touches private names. Each entry says what it is for, why no
 public name does, and where it was seen: 2.11 in torch's sources, 2.13 by the tests of this file,
@@ -22,10 +22,10 @@ NEEDS_VALUES = (
     fake_tensor.DynamicOutputShapeException,
     fake_tensor.UnsupportedFakeTensorException,
 )
-"""What fake tensors raise where a model needs values that they do not have. Seen in 2.11, 2.13."""
+"""Errors of fake tensors where a model needs values that they do not have. Seen in 2.11, 2.13."""
 
 BackendFailed = BackendCompilerFailed
-"""What Dynamo raises around an exception of a backend. Seen in 2.11, 2.13."""
+"""Dynamo's error around an exception of a backend. Seen in 2.11, 2.13."""
 
 
 class Ended(ShortenTraceback):
@@ -37,8 +37,8 @@ class Ended(ShortenTraceback):
 
 
 Untraced = Unsupported | UserError | TorchRuntimeError
-"""What Dynamo raises where it cannot trace a model; ``torch._dynamo.exc`` is documented in tutorials only.
-Seen in 2.11, 2.13."""
+"""Dynamo's errors where it cannot trace a model; ``torch._dynamo.exc`` is documented in tutorials only. Seen in 2.11,
+2.13."""
 
 
 def breaks_graph(error: Exception) -> bool:

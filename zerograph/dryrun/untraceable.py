@@ -14,7 +14,7 @@ _ALL_TOO_GENERAL = ("Please report", "It may be possible to write", "This is lik
 
 
 def explain_failure(error: Exception, call: Callable[[], object]) -> ZeroGraphError | None:
-    """What to tell of ``error``, which tracing a model raised; None where that is not about the model.
+    """The error that explains ``error``, which tracing a model raised; None where that is not about the model.
 
     Args:
         call: runs the forward as its author wrote it, on fake tensors. Dynamo reports an exception of the code that it

@@ -1,4 +1,4 @@
-"""What everyone needs who reads FX graphs: the ``zg::`` operators, facts about nodes, layers, costs and sizes.
+"""Shared tools to read FX graphs: the ``zg::`` operators, facts about nodes, layers, costs and sizes.
 
 Passes, the compiler and the dry runs import it; it imports ``core`` and torch. The runtime and the sharded modules use
 its operators and nothing else of it. Begin with :mod:`~zerograph.graph.ops`, the operators, and

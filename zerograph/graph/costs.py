@@ -1,4 +1,4 @@
-"""What FX nodes cost: operations of matrix products, bytes read and written, and memory."""
+"""Costs of FX nodes: operations of matrix products, bytes read and written, and memory."""
 
 from __future__ import annotations
 
@@ -123,7 +123,8 @@ def moved_bytes(nodes: Sequence[fx.Node], outs: Sequence[fx.Node]) -> int:
     """Bytes that a compiled segment reads and writes: what never fuses, each by itself; of the rest inputs and outputs.
 
     Inputs of the fused rest are those of the segment and results of kernels inside of it; outputs are what leaves the
-    segment and what a product inside of it reads. What it reads counts once, however many of its operators read it.
+    segment and what a product inside of it reads. Memory that it reads counts once, however many of its operators read
+    it.
     """
     fused = {n for n in nodes if not _is_written_whole(n) and not is_view(n)}
     read = {memory_owner(source) for n in fused for source in n.all_input_nodes}
@@ -158,7 +159,7 @@ _FACTORS: Mapping[Any, tuple[int, ...]] = {
     torch.ops.aten.addmm: (1, 2),
     torch.ops.aten.baddbmm: (1, 2),
 }
-"""Where products have their two matrices. What attention multiplies stays in the cache."""
+"""The positions of the two matrices of a product. Matrices that attention multiplies stay in the cache."""
 
 _CONVOLUTIONS = (torch.ops.aten.convolution, torch.ops.aten.convolution_backward)
 _LAID_OUT = 3
@@ -182,7 +183,7 @@ def is_cheap_to_repeat(node: fx.Node, without: Container[fx.Node] = ()) -> bool:
 
 
 def memory_inside(nodes: Sequence[fx.Node], outs: Sequence[fx.Node], given: Sequence[fx.Node] = ()) -> Stretch:
-    """What a compiled segment holds while it runs; of what it is ``given`` by position."""
+    """The memory that a compiled segment holds while it runs; last uses of ``given`` inputs are by position."""
     operators = [_operator(node) for node in nodes if not is_view(node) and not is_size(node)]
     found = stretch(operators, {memory_owner(node) for node in outs})
     until: dict[Hashable, int] = {

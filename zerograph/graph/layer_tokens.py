@@ -1,9 +1,9 @@
-"""What of a repeated layer can run for some tokens at a time: its MLP, and the norm and residual around it.
+"""The part of a repeated layer that can run for some tokens at a time: its MLP, and the norm and residual around it.
 
 The region (:mod:`zerograph.graph.token_region`) begins at the layer's widest product, and holds all that is wider per
-token than what enters and leaves an MLP: that must not exist for all tokens. What stands next to it and treats every
-token by itself is taken in as well, so that it is made tile by tile and not whole: the norm in front, the residual
-behind, and what their gradients are made of. Attention mixes tokens, and ends it.
+token than what enters and leaves an MLP: that must not exist for all tokens. Operators next to it that treat every
+token by itself are taken in as well, so that they run tile by tile: the norm in front, the residual behind, and what
+their gradients are made of. Attention mixes tokens, and ends it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def layer_region(product: fx.Node, counts: Callable[[fx.Node], bool] = lambda _:
 
 
 def wide_products(nodes: Iterable[fx.Node], names: Collection[str]) -> Iterator[fx.Node]:
-    """Of each name the first product of ``nodes`` that makes it."""
+    """For each name, the first product of ``nodes`` that makes it."""
     missing = set(names)
     for node in nodes:
         fact = node.meta.get("zg")
@@ -82,7 +82,7 @@ class _LayerFinder(Finder):
                 refused.add(near)
 
     def _near(self) -> Iterator[fx.Node]:
-        """What reads what the region makes, and what makes things for it alone."""
+        """The nodes that read a result of the region, and those that make inputs for it alone."""
         inside = self.region.tokens
         for node in self.region.nodes:
             if inside[node] is not None:
@@ -113,9 +113,9 @@ class _LayerFinder(Finder):
         return node in region.tokens
 
     def _check_order(self, new: Set[fx.Node]) -> None:
-        """What is ``new`` reads nothing from outside that depends on the region.
+        """Refuse ``new`` nodes that read from outside what depends on the region.
 
-        What was behind the region stays behind it, whatever is taken in: that is a user, which was, or a source that
+        A node behind the region stays behind it, whatever is taken in: that is a user, which was, or a source that
         nobody else reads.
         """
         inside = self.region.tokens

@@ -19,7 +19,7 @@ _LEAST = 16
 """Operations between two cuts, at least: what a compiler has to fuse in less is worth more than a cut."""
 
 _MODEL = "L['self']"
-"""What Dynamo calls the module that was compiled, where its ``forward`` calls it ``self``."""
+"""Dynamo's name of the module that was compiled, where its ``forward`` calls it ``self``."""
 _ROOT = re.compile(r"[LG]\['\w+'\](\[\d+\])?(?=\.|$)")
 """A module in a local or global variable, or in a tuple there, where Dynamo's name of one begins."""
 

@@ -1,4 +1,4 @@
-"""What of the backward a loss in tiles can compute in the forward, while each tile's logits are there.
+"""The part of the backward that a loss in tiles can compute in the forward, while each tile's logits are there.
 
 Where gradients of head and hidden states depend on one number from outside, the gradient of the loss, they are linear
 in it: they are computed for 1, and multiplied by it once it is known. (Liger's kernels do the same.) So the backward
@@ -50,7 +50,7 @@ def loss_gradients(graph: fx.Graph, region: Region) -> LossGradients | None:
 
 
 def _behind_tangents(graph: fx.Graph) -> set[fx.Node]:
-    """What depends on a gradient that the backward is given."""
+    """The gradients that the backward is given, and the nodes that depend on them."""
     found = {node for node in graph.find_nodes(op="placeholder") if node.name.startswith("tangents")}
     for node in graph.nodes:
         if not found.isdisjoint(node.all_input_nodes):

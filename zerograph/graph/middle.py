@@ -1,11 +1,10 @@
-"""The middle of an MLP: what of a graph can run for some of the hidden dimension at a time, weights included.
+"""The middle of an MLP: the part of a graph that can run for some of the hidden dimension at a time, weights included.
 
 Every value that has the hidden dimension is made of the weights of the linear layers around it, of which it is a
 dimension too: rows of the first ones and columns of the second (the other way round where inputs are rows). So the
 middle is all that follows from these weights, up to products that sum over the hidden dimension and to the weights'
 gradients. Each of its operators treats every place of that dimension by itself, which
-:mod:`zerograph.graph.token_region` knows of tokens. What is read from outside with the
-dimension, such as a bias, is cut.
+:mod:`zerograph.graph.token_region` knows of tokens. An input from outside with the dimension, such as a bias, is cut.
 
 A graph may need several *loops* over the dimension, one after another: where a sum is read by what leads to the middle
 again, as in a backward that first computes its layer anew, or of weights that are used twice.
@@ -36,13 +35,13 @@ Counts = Callable[[fx.Node], bool]
 
 @dataclass(slots=True)
 class Middle:
-    """What runs for some of the hidden dimension at a time.
+    """The operators that run for some of the hidden dimension at a time.
 
     Attributes:
         weights: markers that gather the weights, with the dimension of each that is hidden.
         dims: by operator inside, the dimension of its result that is hidden; None of a sum over it.
-        given: by operator inside and argument from outside, the dimension of that one that is hidden. What is not here
-            every tile reads whole.
+        given: by operator inside and argument from outside, the dimension of that one that is hidden. Every tile reads
+            other arguments whole.
         gradients: of what is inside, the markers that reduce the gradients of the weights.
     """
 
@@ -52,7 +51,8 @@ class Middle:
     gradients: set[fx.Node] = field(default_factory=set)
 
     def exits(self, counts: Counts = lambda _: True) -> list[fx.Node]:
-        """What is whole behind a loop, in order: sums, and what is read outside, by what ``counts``, or returned."""
+        """The nodes whole behind a loop, in order: sums, and those returned or read outside by a node that
+        ``counts``."""
 
         def leaves(node: fx.Node) -> bool:
             if self.dims[node] is None:
@@ -82,7 +82,7 @@ class Middle:
         return [[node for node in exits if level[node] == number] for number in sorted({level[n] for n in exits})]
 
     def needed(self, exits: list[fx.Node]) -> set[fx.Node]:
-        """What of the inside ``exits`` are computed from, themselves included."""
+        """The nodes inside that ``exits`` are computed from, themselves included."""
         found, waiting = set[fx.Node](), list(exits)
         while waiting:
             node = waiting.pop()
@@ -94,7 +94,7 @@ class Middle:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What a graph gathers.
+    """The parameters that a graph gathers.
 
     Attributes:
         markers: by parameter, the ``unshard`` markers of it.
@@ -159,7 +159,7 @@ class _Finder:
             heapq.heappush(self.waiting, user)
 
     def _settle(self) -> None:
-        """What was found inside after it was given is none of the given."""
+        """Remove from the given arguments those that were found inside afterwards."""
         for (node, source), dim in list(self.middle.given.items()):
             found = self._inside(source)
             if found is not None:

@@ -1,4 +1,4 @@
-"""What passes share: reading markers, no-op views, and the typed facts they leave on nodes."""
+"""Tools that passes share: reading markers, no-op views, and the typed facts they leave on nodes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Transfer:
 
     @property
     def part(self) -> tuple[int, ...]:
-        """What it moves, as the node's arguments have it: the bucket, and of one in tiles the tile."""
+        """The part that it moves, as the node's arguments have it: the bucket, and in a bucket of tiles the tile."""
         return (self.bucket,) if self.tiles == 1 else (self.bucket, self.tile)
 
 
@@ -116,13 +116,13 @@ class Marker:
 
 
 def part_of_plan(marker: Marker, bucket: Bucket) -> tuple[int, ...]:
-    """What moves the parameter of ``marker``, or its tile, as :attr:`Transfer.part` has it."""
+    """The part that has the parameter of ``marker``, or its tile, as :attr:`Transfer.part` has it."""
     tile = marker.tile
     return Transfer(bucket.index, (), *((tile.index, bucket.tiles) if tile is not None else ())).part
 
 
 def transfer_of(found: Sequence[Marker], bucket: Bucket) -> Transfer:
-    """What moves the parameters of markers: of one bucket, or of one tile."""
+    """The transfer of the parameters of markers: of one bucket, or of one tile."""
     tile = found[0].tile
     if tile is not None:
         return Transfer(bucket.index, (tile.param,), tile.index, bucket.tiles)
@@ -141,7 +141,7 @@ def markers(graph: fx.Graph, target: Any) -> list[Marker]:
 
 
 def backward_nodes(graph: fx.Graph) -> set[fx.Node]:
-    """What is tagged so, and whatever depends on it."""
+    """The nodes that are tagged as backward, and all nodes that depend on them."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         # What passes insert has no tag of its own.
@@ -181,7 +181,7 @@ def behind_identity(node: fx.Node) -> fx.Node:
 
 
 def readings_of_overwritten(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """What reads, or views, an input that one of ``nodes``, in order, overwrites (a counter in a buffer)."""
+    """The nodes that read, or view, an input that one of ``nodes``, in order, overwrites (a counter in a buffer)."""
     changing, found = {n.args[0] for n in nodes if n.target is aten.copy_.default}, list[fx.Node]()
     for node in nodes:
         reads = node.op == "call_function" and node.target is not aten.copy_.default
@@ -255,7 +255,7 @@ def added(graph: fx.Graph, terms: Sequence[fx.Node], into: fx.Node | None, like:
 
 
 def move_users_after(node: fx.Node) -> None:
-    """What reads a gradient (views, a sum that did not merge) cannot stay before what now gives it."""
+    """Move readers of a gradient (views, a sum that did not merge) behind ``node``, which now gives it."""
 
     def moved(node: fx.Node) -> Iterator[tuple[fx.Node]]:
         for user in list(node.users):

@@ -1,6 +1,6 @@
 """Which parameters can be used in tiles of their rows: those that nothing but products and lookups use.
 
-Of ``x @ W.T`` a tile of W's rows makes columns, and of ``x @ W`` a term, a bias added or not. One is the other's
+A tile of W's rows makes columns of ``x @ W.T``, and a term of ``x @ W``, a bias added or not. One is the other's
 backward: linear layers, whose rows are outputs, make columns forward and terms backward; layers whose rows are inputs
 (``Conv1D`` of transformers, ``x @ self.weight``) the other way round. A lookup, ``embedding(W, ids)``, is ``x @ W`` of
 an x of zeros with a one for each id, so that a tile makes a term of it too. The gradient is a product or the lookup's
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @dataclass(slots=True)
 class Products:
-    """What a graph computes of one parameter.
+    """The uses of one parameter in a graph.
 
     Attributes:
         columns: products ``x @ W.T``, of which rows make columns.
@@ -50,7 +50,7 @@ def tilable(graph: fx.Graph) -> Iterator[str]:
 
 
 def products_of(marker: Marker) -> Products:
-    """What its graph computes of the parameter of an ``unshard`` marker."""
+    """The uses of the parameter of an ``unshard`` marker in its graph."""
     found = Products()
     for user, weight, transposed in readers_of(marker.node):
         if _is_linear(user, weight):
@@ -63,7 +63,7 @@ def products_of(marker: Marker) -> Products:
 
 
 def readers_of(matrix: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, bool]]:
-    """What reads ``matrix``, with the transpose, cast or view of it that it reads, and whether that is transposed."""
+    """The readers of ``matrix``, with the transpose, cast or view that each reads, and whether that is transposed."""
     waiting = [(matrix, False)]
     for node, transposed in waiting:
         for user in node.users:
@@ -111,7 +111,7 @@ class Part:
 
     @property
     def sources(self) -> list[Part]:
-        """Of a transpose, cast, view or sum what it is made of; none of what else is made."""
+        """The parts that a transpose, cast, view or sum is made of; none for any other node."""
         given: Any = self.node.args
         if is_transpose(self.node):
             return [Part(given[0], not self.transposed)]
@@ -121,7 +121,7 @@ class Part:
 
 
 def parts_of(grad: fx.Node, transposed: bool = False) -> Iterator[Part]:
-    """What makes a full gradient, or its transpose: each part once, behind those that it is made of."""
+    """The parts of a full gradient, or of its transpose: each part once, behind those that it is made of."""
     done, waiting = set[Part](), [Part(grad, transposed)]
     while waiting:
         missing = [source for source in waiting[-1].sources if source not in done]

@@ -33,11 +33,11 @@ class Shares:
         return largest(self.size, self.ranks)
 
     def width(self, begin: int, end: int) -> int:
-        """What a tile has, with what pads it."""
+        """The size of a tile, with its padding."""
         return self.ranks * (end - begin)
 
     def there(self, begin: int, end: int) -> int:
-        """What a tile has, without what pads it."""
+        """The size of a tile, without its padding."""
         ends = (min(self.size - rank * self.share, end) for rank in range(self.ranks))
         return sum(max(0, last - begin) for last in ends)
 
@@ -51,7 +51,7 @@ class Shares:
         return self._split(node, dim, self.share)
 
     def part(self, wide: fx.Node, dim: int, begin: int, end: int) -> fx.Node:
-        """What a tile has of what :meth:`wide` gave, side by side."""
+        """A tile's part of every share in the result of :meth:`wide`, side by side."""
         part = part_of(self.graph, wide, dim + 1, begin, end, wide)
         dense = self._call(aten.clone.default, part, part, memory_format=torch.contiguous_format)
         return self.cut(self._joined(dense, dim), dim, begin, end)

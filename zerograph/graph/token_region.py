@@ -1,4 +1,4 @@
-"""What of a graph can run for some tokens at a time: the head's product, and all that is as large as its logits.
+"""The part of a graph that can run for some tokens at a time: the head's product, and all as large as its logits.
 
 A *region* begins at the product that makes logits, of tokens by words. It holds whatever reads or makes a value as
 large, and what lies between. Each of its operators treats every token by itself, or sums over tokens. So the region can
@@ -49,14 +49,14 @@ class NotByToken(Exception):
 
 @dataclass(slots=True)
 class Region:
-    """What runs for some tokens at a time.
+    """The operators that run for some tokens at a time.
 
     Attributes:
         count: of all tokens that the loss looks at.
         large: numbers per token of what may not exist for all of them.
         tokens: by operator inside, which dimensions of its result are tokens; None of a sum over them.
-        given: by operator inside and argument from outside, which of that one's dimensions are tokens. What is not
-            here every tile reads whole.
+        given: by operator inside and argument from outside, which of that one's dimensions are tokens. Every tile reads
+            other arguments whole.
         window: the tokens that the loss looks at; None where it looks at all.
     """
 
@@ -88,7 +88,7 @@ class Region:
         return self.window is not None and math.prod(tokens.sizes(_shape(node))) == self.window.all
 
     def exits(self) -> list[fx.Node]:
-        """What is read outside, in order."""
+        """The nodes that are read outside, in order."""
         return [node for node in self.nodes if any(user not in self.tokens for user in node.users)]
 
 
@@ -125,7 +125,7 @@ def copy_of_tile(
 ) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """Insert the region's operators for ``count`` tokens; returns what stands for each.
 
-    That is one node. Of a product that sums over tokens it is its two factors, as whoever adds up tiles multiplies.
+    That is one node. A product that sums over tokens has its two factors instead, as whoever adds up tiles multiplies.
     Constants from outside that count no tokens are made anew: a kernel that has to load them may write a tensor of
     logits' size for it.
 
@@ -189,7 +189,7 @@ class Finder:
                 self._check_exit(node, inside[node], zero)
 
     def _check_exit(self, node: fx.Node, tokens: Tokens | None, zero: Set[fx.Node]) -> None:
-        """What is read outside is of tokens that the loss looks at, zero for others, and can be put together."""
+        """Refuse a node read outside that is not zero for tokens the loss ignores, or cannot be put together."""
         inside = self.region.tokens
         of_tokens = [node] if tokens is not None else [n for n in node.all_input_nodes if n in inside]
         counts_all = any(self.region.counts_all(n, t) for n in of_tokens if (t := inside[n]) is not None)
@@ -274,11 +274,11 @@ class Finder:
         self.forget_given()
 
     def forget_given(self) -> None:
-        """What was given to others before it was found inside is none of the given."""
+        """Remove the arguments that were given to others before they were found inside."""
         self.region.given = {key: value for key, value in self.region.given.items() if key[1] not in self.region.tokens}
 
     def between(self) -> list[fx.Node]:
-        """What depends on the region, and the region on it, in order."""
+        """The nodes that depend on the region, and the region on them, in order."""
         behind = sorted(self.behind(max(self.region.tokens)))
         ahead = set(self.region.tokens)
         for node in reversed(behind):
@@ -287,7 +287,7 @@ class Finder:
         return [node for node in behind if node in ahead]
 
     def behind(self, last: fx.Node) -> set[fx.Node]:
-        """What depends on the region, and stands in front of ``last``."""
+        """The nodes that depend on the region, and stand in front of ``last``."""
         inside, found = self.region.tokens, set[fx.Node]()
         waiting = [user for node in inside for user in node.users]
         while waiting:
@@ -398,7 +398,7 @@ def _dim(node: fx.Node) -> int:
 
 
 def _sliced(node: fx.Node) -> fx.Node:
-    """What a slice is of, or what it writes."""
+    """The tensor that a slice is of, or that it writes."""
     return node.args[1 if node.target is aten.slice_scatter.default else 0]  # type: ignore[return-value]
 
 
@@ -452,10 +452,10 @@ def _same_numbers(node: fx.Node, ahead: int, count: int, sizes: Sequence[int]) -
 
 
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
-"""What a region begins at."""
+"""The products at which a region begins."""
 SUMS = frozenset({aten.sum.dim_IntList, aten.sum.default})
 MEANS = frozenset({aten.mean.default, aten.mean.dim})
-"""Of all tokens a mean is the sum over tiles of their means, each times its share of the tokens."""
+"""Means: over all tokens, the sum of the tiles' means, each times its share of the tokens."""
 _REDUCTIONS = SUMS | MEANS | {aten.amax.default, aten.argmax.default, aten.any.dim, aten.any.dims}
 _SIZED: Mapping[Any, int] = {
     aten.view.default: 1, aten.reshape.default: 1, aten._unsafe_view.default: 1, aten.expand.default: 1,

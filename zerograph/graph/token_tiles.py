@@ -108,7 +108,7 @@ class _Tiles:
         return computed(self.graph, aten.slice.Tensor, args, source)
 
     def _among_zeros(self, made: fx.Node, dim: int) -> fx.Node:
-        """What is ``made`` of the tokens that the loss looks at, among zeros for all others."""
+        """``made``, the values of the tokens that the loss looks at, among zeros for all others."""
         window, val = self.region.window, made.meta["val"]
         assert window is not None
         kept, whole = ([*val.shape[:dim], *sizes, *val.shape[dim + 1 :]] for sizes in (window.kept, window.sizes))
@@ -131,7 +131,7 @@ class _Tiles:
         return call(self.graph, PLACE, (terms, into, shape, tokens.dim, begin), val, node)
 
     def _as_before(self, node: fx.Node, made: fx.Node) -> fx.Node:
-        """What tiles made, with the shape and dtype of ``node``."""
+        """``made``, the result of the tiles, with the shape and dtype of ``node``."""
         val, tokens = node.meta["val"], self.region.tokens[node]
         if tokens is not None and self.region.counts_all(node, tokens):
             made = self._among_zeros(made, tokens.dim)

@@ -117,7 +117,7 @@ def _dim(node: fx.Node) -> int:
 
 
 def zero_outside(inside: Mapping[fx.Node, Tokens | None]) -> set[fx.Node]:
-    """What is zero for the tokens that a slice leaves out, or a sum to which they add nothing.
+    """The nodes that are zero for the tokens that a slice leaves out, or a sum to which they add nothing.
 
     Args:
         inside: by node, which dimensions of its result are tokens.

@@ -1,4 +1,4 @@
-"""What reading FX graphs needs of torch that has no public name.
+"""The private names of torch that reading FX graphs needs, where no public name exists.
 
 Other rooms have a file of this name too; nothing else touches private names. Each entry says what it is for, why no
 public name does, and where it was seen: 2.11 in torch's sources, 2.13 by the tests of this file,
@@ -35,8 +35,8 @@ LOOKUP_SEED = torch.ops.prims.inductor_lookup_seed.default
 def behind_generator(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """The operator that a node calls, and its arguments.
 
-    What draws random numbers (attention may) and is computed again is called through others by the partitioner, which
-    save the generator's state and restore it. Only importing a private module registers those. Seen in 2.11, 2.13.
+    The partitioner calls a recomputed operator that draws random numbers (attention may) through others, which save the
+    generator's state and restore it. Only importing a private module registers those. Seen in 2.11, 2.13.
     """
     operators = torch.ops.higher_order
     if target in (operators.run_and_save_rng_state, operators.graphsafe_run_with_rng_state):

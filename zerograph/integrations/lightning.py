@@ -40,7 +40,7 @@ from zerograph.integrations.models import compile_call, held_back
 from zerograph.sharding.module_classes import plain_class
 
 State = dict[str, Any]
-"""What goes into a checkpoint: modules, optimizers and anything else, by name."""
+"""The content of a checkpoint: modules, optimizers and anything else, by name."""
 
 
 _Mixed: Any = FabricModelParallel if TYPE_CHECKING else object
@@ -232,7 +232,7 @@ def _tensors(state: State, full: bool) -> dict[str, Any]:
 
 
 def _read(path: Path, state: State, weights_only: bool | None) -> State:
-    """What a folder, or a file, holds; of a folder this rank's shards of what ``state`` has."""
+    """The content of a folder, or a file; from a folder, this rank's shards of the entries in ``state``."""
     if path.is_file():
         return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)  # type: ignore[no-any-return]
     if not (path / _METADATA_FILENAME).is_file():

@@ -1,4 +1,4 @@
-"""What all integrations do with a model's calls and its micro-batches."""
+"""The handling of a model's calls and its micro-batches that all integrations share."""
 
 from __future__ import annotations
 

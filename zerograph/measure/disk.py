@@ -30,8 +30,8 @@ _NO_DIRECT = (errno.EINVAL, errno.EOPNOTSUPP)
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """What was measured. ``both`` is bytes per second of reads and writes that go on together; ``capacity`` the free
-    space in bytes, 0 where the folder is memory; ``direct`` whether O_DIRECT was possible."""
+    """The measurements of a disk. ``both`` is bytes per second of reads and writes that go on together; ``capacity``
+    the free space in bytes, 0 where the folder is memory; ``direct`` whether O_DIRECT was possible."""
 
     read: Link
     write: Link

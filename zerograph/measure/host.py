@@ -38,14 +38,15 @@ def may_have_gpu() -> bool:
 
 
 class Others:
-    """What other processes take of the processors, from when it is made: time stolen by a hypervisor's guests, too."""
+    """The load of other processes on the processors, from when it is made: time stolen by a hypervisor's guests,
+    too."""
 
     def __init__(self) -> None:
         self._before = busy_seconds(), _ours(), time.monotonic()
 
     @property
     def share(self) -> float:
-        """Of all processors until now, that of others. Our children count once they have ended."""
+        """The share of all processors until now that others took. Our children count once they have ended."""
         busy, ours, start = self._before
         elapsed = (time.monotonic() - start) * (os.cpu_count() or 1)
         return max(0.0, (busy_seconds() - busy) - (_ours() - ours)) / max(elapsed, 1e-9)

@@ -1,4 +1,4 @@
-"""What the ranks of a measurement are told, and what they answer. No torch in here."""
+"""The job of the ranks of a measurement, and their answers. No torch in here."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ QUICK = Effort(seconds=0.02, elements=2**18, matmul=128, gathers=(2**16, 2**20),
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What every rank is told."""
+    """The job that every rank is told."""
 
     device: Literal["cuda", "cpu"]
     world_size: int
@@ -57,7 +57,7 @@ Gathers = tuple[tuple[int, tuple[tuple[float, ...], ...]], ...]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one rank measured: bytes, seconds and rates as in :class:`~zerograph.core.machine.Machine`.
+    """The measurements of one rank: bytes, seconds and rates as in :class:`~zerograph.core.machine.Machine`.
 
     ``gathers`` holds, for every size of the full tensor, the seconds of the repetitions of each round; ``optimizer`` is
     this rank's part of the node's rate; ``transport`` is what carried the collectives; ``gpu`` is the device's name,

@@ -1,4 +1,4 @@
-"""What one rank measures while all others measure the same: compute, copies, collectives, the optimizer."""
+"""The measurements of one rank while all others measure the same: compute, copies, collectives, the optimizer."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Lab:
         return Link(to.nbytes / seconds, least)
 
     def gathers(self) -> Gathers:
-        """Of this round."""
+        """The seconds of this round's all-gathers."""
         if self.communicator is None:
             return ()
         self.begin("all-gathers")

@@ -1,4 +1,4 @@
-"""What distinguishes one native optimizer from another: a record; :mod:`zerograph.optim.host` does the rest."""
+"""The record that distinguishes one native optimizer from another; :mod:`zerograph.optim.host` does the rest."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class OnDevice:
 
     @property
     def targets(self) -> list[Tensor]:
-        """What is updated."""
+        """The tensors that are updated."""
         return [m.target for m in self.members]
 
     @property
@@ -48,12 +48,12 @@ class OnDevice:
         return [m.step for m in self.members if m.step is not None]
 
     def states(self, slot: int) -> list[Tensor]:
-        """Of each its state in that slot; none where the algorithm has no such slot."""
+        """The state of each member in that slot; none where the algorithm has no such slot."""
         return [m.states[slot] for m in self.members if slot < len(m.states)]
 
     @property
     def scale(self) -> Tensor | None:
-        """What gradients are to be divided by; None for 1."""
+        """The divisor of the gradients; None for 1."""
         return self.factor.divisor(self.grads[0].device)
 
     @property

@@ -127,7 +127,7 @@ class OptimizerCheck:
                 )
 
     def overlapping(self) -> list[EarlySteps]:
-        """Of the optimizers that update parameters of the backend inside of backwards, looked at as before a step."""
+        """The optimizers that update parameters of the backend inside of backwards, looked at as before a step."""
         found = []
         for early in overlapping():
             optimizer = early.optimizer
@@ -263,7 +263,7 @@ class OptimizerCheck:
 
 
 class _Memory(NamedTuple):
-    """Of a DTensor, by weak references: what is freed must not be taken for what is then made at its address."""
+    """Weak references to a DTensor: what is freed must not be taken for what is then made at its address."""
 
     param: weakref.ref[Tensor]
     storage: StorageWeakRef  # stands for all of the parameter and holds nothing

@@ -148,7 +148,7 @@ def power_sum(grads: list[Tensor], p: float) -> Tensor:
 
 
 def power_sums(tensors: list[Tensor], p: float) -> Tensor:
-    """Of each tensor by itself: the sum of ``|x|**p`` over its elements, or the largest absolute value."""
+    """For each tensor by itself, the sum of ``|x|**p`` over its elements, or the largest absolute value."""
     if p == 2.0 and on_host(tensors):
         dense = [t if is_dense(t) else t.contiguous() for t in tensors]
         return torch.tensor([sum_of(_core.squares(pieces([t]))) for t in dense], dtype=torch.float64)
@@ -165,7 +165,7 @@ def power_sums(tensors: list[Tensor], p: float) -> Tensor:
 
 
 def _precision(grads: list[Tensor]) -> torch.dtype:
-    """Of the sums; of all gradients, empty ones too, as ranks add up theirs."""
+    """The dtype of the sums; of all gradients, empty ones too, as ranks add up theirs."""
     return functools.reduce(torch.promote_types, {g.dtype for g in grads}, torch.float32)
 
 

@@ -3,8 +3,8 @@ al., 2021).
 
 A step begins to update what programs gather copies of, on the host beside the next forward and backward. The next step
 waits for it, lets the copies follow, and begins its own update. One copy is enough: it changes in a step, while nothing
-computes. Whatever programs read itself cannot change beside them. Its gradients and the values of its groups are kept,
-and the next step updates it first, so that all parameters are equally late.
+computes. A parameter that programs read itself cannot change beside them. Its gradients and the values of its groups
+are kept, and the next step updates it first, so that all parameters are equally late.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class DelayedSteps(StepsOf):
         update.stream_beside(self._background.start)
 
     def _rows(self, apart: set[int]) -> tuple[list[Row], list[Row]]:
-        """What is updated beside programs, and what is not."""
+        """The rows that are updated beside programs, and those that are not."""
         rows: tuple[list[Row], list[Row]] = [], []
         for index, group in enumerate(self.optimizer.param_groups):
             values = {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()}  # of this step

@@ -1,4 +1,4 @@
-"""What a step multiplies gradients by, and whether it is skipped: decided on the host, or on the device that has all
+"""The factor of gradients in a step, and whether it is skipped: decided on the host, or on the device that has all
 gradients, for which nothing then waits."""
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Factor(NamedTuple):
         return self.by
 
     def divisor(self, device: torch.device) -> Tensor | None:
-        """What torch's kernels divide by in its place; None for 1."""
+        """The divisor that torch's kernels take in its place; None for 1."""
         if isinstance(self.by, Tensor):
             return self.by.reciprocal().float()
         # Filled there: a number that is copied from the host would wait for what the device does.
@@ -45,7 +45,7 @@ def _is_away(scale: float | Tensor) -> TypeGuard[Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a step was asked to do with gradients.
+    """The arguments of a step that concern its gradients.
 
     Attributes:
         scales: what the loss was multiplied by, a number or a tensor of one element each.
@@ -89,7 +89,7 @@ class Asked:
         return scale
 
     def decided(self, norm: float, scale: float) -> Factor | None:
-        """What follows from the norm of all gradients, divided by ``scale``; None to skip the step."""
+        """The factor that follows from the norm of all gradients, divided by ``scale``; None to skip the step."""
         if self.skips and not math.isfinite(norm):
             return None
         ratio = self.clip / (norm + 1e-6) if self.clip is not None else 1.0

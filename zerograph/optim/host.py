@@ -1,8 +1,8 @@
-"""What all native optimizers share: gather, decide, update.
+"""The step that all native optimizers share: gather, decide, update.
 
 A step gathers the gradients' addresses, decides by which factor they are multiplied and whether to skip them, and
 hands everything that lies on the host to one call of the native core, which reads gradients, parameters and states
-once and writes what changed. What lies on a device goes to torch's kernels meanwhile.
+once and writes what changed. Tensors on a device go to torch's kernels meanwhile.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class HostOptimizer(Optimizer):
             clip: the largest norm of all gradients together, after that division.
 
         Returns:
-            What ``closure`` returned.
+            The result of ``closure``.
 
         Raises:
             UnsupportedError: a parameter or gradient that cannot be updated; nothing has changed then.
@@ -210,7 +210,7 @@ class HostOptimizer(Optimizer):
         return pending
 
     def _rows(self, index: int, done: Container[int]) -> list[Row]:
-        """What of a group a step updates: all that backwards have not ``done``, by ``id``."""
+        """The rows of a group that a step updates: all that backwards have not ``done``, by ``id``."""
         group = self.param_groups[index]
         params = [p for p in group["params"] if id(p) not in done] if done else group["params"]
         layout = self.layout((index,), group, params)
@@ -218,7 +218,7 @@ class HostOptimizer(Optimizer):
         return [Row((index,), group, layout, grads)] if not done or any(grads.addresses) else []
 
     def layout(self, key: tuple[int, ...], group: Mapping[str, Any], params: Sequence[Tensor]) -> GroupLayout:
-        """Of some ``params`` of a group, kept under ``key``."""
+        """The layout of some ``params`` of a group, kept under ``key``."""
         layout = self._layouts.get(key)
         if layout is None or not layout.describes(params):
             layout = self._layouts[key] = GroupLayout(group, params)
@@ -230,7 +230,7 @@ class HostOptimizer(Optimizer):
         grad_scale: float | Tensor | None,
         clip: float | None,
     ) -> Factor | None:
-        """What gradients are multiplied by; None to skip the step."""
+        """The factor of the gradients; None to skip the step."""
         scales = [s for s in (self.__dict__.get("grad_scale"), grad_scale) if s is not None]
         asked = Asked(scales, clip, self.skip_nonfinite, self.__dict__.get("found_inf"))  # the latter by GradScaler
         if self._decides_there(rows, asked):
@@ -269,7 +269,7 @@ class HostOptimizer(Optimizer):
         return factor
 
     def _sums_of_squares(self, rows: Sequence[Row]) -> tuple[Tensor, Tensor]:
-        """Of the gradients of all ranks that are split, and of those that are whole, in one pass over this rank's and
+        """The sums of squares of all ranks' split gradients, and of their whole ones, in one pass over this rank's and
         one scalar reduction."""
         layouts = [row.layout for row in rows]
         groups = frozenset[ProcessGroup]().union(*(layout.process_groups for layout in layouts))
@@ -354,7 +354,7 @@ class HostOptimizer(Optimizer):
     def _streamed(
         self, store: ShardStore, stored: list[Stored], apart: list[tuple[_core.Rule, Gradients]], factor: float
     ) -> Callable[[], None]:
-        """What updates parts whose states are on NVMe."""
+        """The function that updates parts whose states are on NVMe."""
         key = tuple(id(s.part) for s in stored)
         if key not in self._streams:
             self._streams[key] = Stream(self, store, stored)
@@ -431,7 +431,7 @@ class HostOptimizer(Optimizer):
         return Member(index, local, target, states, state.get("step"), fresh, place, copy, streamed, lifted)
 
     def _kept_of(self, param: Tensor) -> tuple[Tensor | None, tuple[tuple[str, torch.dtype], ...], str]:
-        """What is gathered in place of ``param``, what of it is on NVMe, and its name if it is updated elsewhere."""
+        """The copy gathered in place of ``param``, its tensors on NVMe, and its name if it is updated elsewhere."""
         store = self.store
         return (
             (store.copy_of(param), store.streamed(param), store.lifted(param)) if store is not None else (None, (), "")

@@ -141,7 +141,7 @@ class Lifted:
 
 
 def _pair(tensor: Tensor, slot: Tensor, piece: _Piece, at: int) -> tuple[Tensor, Tensor]:
-    """What ``piece`` has of ``tensor``: where it lives, and in its slot."""
+    """The part of ``tensor`` in ``piece``: where it lives, and in its slot."""
     there = flat(tensor)[piece.first : piece.first + piece.size]
     return there, slot[at : at + there.nbytes].view(there.dtype)
 
@@ -191,7 +191,7 @@ def _count(member: Member, piece: _Piece) -> Tensor | None:
 
 
 def _tensors(part: Part, pieces: Sequence[_Piece], slot: int, counts: Sequence[Tensor]) -> _core.TensorSet:
-    """What kernels see of ``pieces`` in the slot at that address."""
+    """The tensors of ``pieces`` in the slot at that address, as kernels see them."""
     first = part.members[0]
     return _core.TensorSet(
         [(slot + p.at[0], TAGS[first.target.dtype], p.size) for p in pieces],

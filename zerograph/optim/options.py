@@ -1,4 +1,4 @@
-"""What users may ask of every native optimizer, besides the values of its algorithm."""
+"""The options of every native optimizer, besides the values of its algorithm."""
 
 from __future__ import annotations
 

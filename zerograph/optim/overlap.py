@@ -199,6 +199,6 @@ def overlapping() -> list[EarlySteps]:
 
 
 def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says of its updates, as numbers that stay."""
+    """The values of a group for its updates, as numbers that stay."""
     own = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
     return {name: float(value) if isinstance(value, Tensor) else value for name, value in own.items()}

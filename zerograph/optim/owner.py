@@ -1,4 +1,4 @@
-"""What updates beside a backward or a forward need of the optimizer whose updates they are."""
+"""The interface of an optimizer for updates that run beside a backward or a forward."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zerograph.runtime.torch_private import versions
 
 
 class Owner(Protocol):
-    """What is needed of :class:`~zerograph.optim.host.HostOptimizer`."""
+    """The part of :class:`~zerograph.optim.host.HostOptimizer` that is needed."""
 
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
@@ -32,10 +32,10 @@ class Owner(Protocol):
         """Its updates inside of backwards, where it makes some."""
 
     def layout(self, key: tuple[int, ...], group: Mapping[str, Any], params: Sequence[Tensor]) -> GroupLayout:
-        """Of some ``params`` of a group, kept under ``key``."""
+        """The layout of some ``params`` of a group, kept under ``key``."""
 
     def factor(self, rows: Sequence[Row], grad_scale: float | Tensor | None, clip: float | None) -> Factor | None:
-        """What gradients are multiplied by; None to skip the step."""
+        """The factor of the gradients; None to skip the step."""
 
     def start(self, grad_scale: float | Tensor | None, clip: float | None) -> PendingUpdate:
         """Begin an ordinary step."""
@@ -70,7 +70,7 @@ class StepsOf:
 
     @property
     def optimizer(self) -> Owner:
-        """Whose updates these are."""
+        """The optimizer whose updates these are."""
         found = self._optimizer()
         assert found is not None  # whoever asks has it, or an update is under way and keeps it
         return found

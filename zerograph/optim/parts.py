@@ -255,5 +255,5 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def address(tensor: Tensor, element: int = 0) -> int:
-    """Of an element of ``tensor``, counted in memory; never 0."""
+    """The address of an element of ``tensor``, counted in memory; never 0."""
     return (tensor.data_ptr() or NOTHING) + element * tensor.itemsize

@@ -59,7 +59,7 @@ class _Piece(NamedTuple):
 
 @dataclass(slots=True)
 class _Work:
-    """What one chunk has of one part."""
+    """The tensors of one part in one chunk."""
 
     part: int
     tensors: _core.TensorSet
@@ -138,7 +138,7 @@ class Stream:
         slot: Tensor,
         kinds: Mapping[tuple[str, torch.dtype], _Slotted],
     ) -> Iterator[_Work]:
-        """What elements from ``begin`` to ``end`` of ``block`` hold of each part."""
+        """The work on each part for elements from ``begin`` to ``end`` of ``block``."""
         for index, (part, slots) in enumerate(stored):
             pieces = list(_pieces(part.members, block, begin, end))
             if not pieces:
@@ -348,7 +348,7 @@ def _place(member: Member) -> Place:
 
 
 def _pieces(members: Sequence[Member], block: Block, begin: int, end: int) -> Iterator[_Piece]:
-    """What of ``members`` lies between two elements of ``block``."""
+    """The pieces of ``members`` between two elements of ``block``."""
     for index, member in enumerate(members):
         place = _place(member)
         if place.block is block:
@@ -359,7 +359,7 @@ def _pieces(members: Sequence[Member], block: Block, begin: int, end: int) -> It
 
 
 def _kept(member: Member, part: Part, slots: Sequence[str]) -> Iterator[tuple[str, torch.dtype]]:
-    """What of a member is on NVMe, and is written there by each update."""
+    """The tensors of a member on NVMe, by name and dtype, which each update writes there."""
     yield from ((slot, state.dtype) for slot, state in zip(slots, member.states, strict=True))
     if part.mastered:
         yield "master", member.target.dtype

@@ -1,4 +1,4 @@
-"""What the native optimizers see of a parameter group: local tensors, and gradients laid out like them."""
+"""A parameter group as the native optimizers see it: local tensors, and gradients laid out like them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TAGS: dict[torch.dtype, _core.DType] = {
     torch.bfloat16: _core.DType.bfloat16,
     torch.float16: _core.DType.float16,
 }
-"""What the kernels compute on."""
+"""The dtypes that the kernels compute on."""
 
 _NOTHING = torch.zeros(1)
 NOTHING = _NOTHING.data_ptr()
@@ -41,7 +41,7 @@ def uses_kernels(local: Tensor) -> bool:
 
 
 def pieces(tensors: Sequence[Tensor]) -> list[Piece]:
-    """Of dense ``tensors``, in whatever order their elements lie."""
+    """The pieces of dense ``tensors``, in whatever order their elements lie."""
     return [(t.data_ptr(), TAGS[t.dtype], t.numel()) for t in tensors]
 
 
@@ -278,6 +278,6 @@ class GroupLayout:
         self.changes += 1
 
     def name(self, index: int) -> str:
-        """What errors call a parameter."""
+        """The name of a parameter in errors."""
         known = self.names[index] if index < len(self.names) else f"{index} of its group"
         return f"parameter {known}"

@@ -1,4 +1,4 @@
-"""What watching the steps of optimizers needs of torch that it offers no hook for.
+"""The private names of torch that watching the steps of optimizers needs, where it offers no hook.
 
 Other rooms have a file of this name too; nothing else touches private names. Each entry says what it is for, why
 nothing public does, and where it was seen: 2.11 in torch's sources, 2.13 by the tests of this file,

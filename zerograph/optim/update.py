@@ -13,7 +13,7 @@ from zerograph.optim.tensors import Gradients
 
 
 class PendingUpdate:
-    """What :meth:`HostOptimizer.start_step` returns. It keeps all tensors alive that kernels are working on."""
+    """The result of :meth:`HostOptimizer.start_step`. It keeps all tensors alive that kernels are working on."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""What must be true of a plan for the step that it is made for: a backend asks before anything of it is carried out.
+"""Rules that a plan must keep for the step that it is made for: a backend asks before anything of it is carried out.
 
-Of the design's invariants, those that can be told from decisions alone, in milliseconds. What is about the plan without
-a step is part of ``zerograph check`` too, which goes on with the programs that a file carries
+They are the design's invariants that can be told from decisions alone, in milliseconds. Rules about the plan without a
+step are part of ``zerograph check`` too, which goes on with the programs that a file carries
 (:mod:`~zerograph.planner.check_file`); gathers, frees and reductions of what is then compiled are looked at one by one
 in its graphs (:mod:`zerograph.passes.verify`).
 """
@@ -211,7 +211,7 @@ PLAN_CHECKS: Mapping[str, tuple[str, Callable[[Plan], Iterator[Found]]]] = {
     "buckets": ("every parameter is in exactly one bucket", buckets),
     "tiles": ("tiles cover every row of their parameter exactly once", tiles),
 }
-"""What needs no step."""
+"""The checks that need no step."""
 
 CHECKS: Mapping[str, tuple[str, Finder]] = {
     **{name: (text, _of_plan(finder)) for name, (text, finder) in PLAN_CHECKS.items()},

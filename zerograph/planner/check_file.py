@@ -1,4 +1,4 @@
-"""What must be true of every plan file: of its plan, of its programs, and of the forecast and the budget beside them.
+"""Rules that every plan file must keep: of its plan, of its programs, and of the forecast and the budget beside them.
 
 The planner calls :func:`check_file` on what it made over all tiers; ``zerograph check`` on what somebody was handed.
 """

@@ -1,7 +1,7 @@
 """The search of a step so deep that a simulation of it takes long.
 
 Plans are judged by few layers (:mod:`~zerograph.planner.few_layers`), and only those that may be the best within a
-budget are simulated whole. Of every tier some levels are taken as references, and from the fastest plan within them
+budget are simulated whole. Some levels of every tier are taken as references, and from the fastest plan within them
 knobs are turned one after another, for as long as that makes it faster. References follow from what plans hold: no
 budget enters.
 
@@ -20,7 +20,7 @@ from zerograph.planner.space import Candidate, Space, frontier, way_of
 
 Knobs = Mapping[Space, Sequence[Knob]]
 Look = tuple[Knobs, Knobs]
-"""What may be turned of plans that stay on the device, and of all."""
+"""The knobs of plans that stay on the device, and of all plans."""
 LEVELS = 4, 3, 2
 """Levels of each tier that references are made of, at most."""
 STAYING, LEAVING = (16, 8), (70, 30)
@@ -28,7 +28,7 @@ STAYING, LEAVING = (16, 8), (70, 30)
 ROUNDS = 2
 """Times that what lies between is halved."""
 ALIKE = 0.02
-"""Of two plans the slower one is simulated whole where it holds so much less of a tier."""
+"""The slower of two plans is simulated whole where it holds so much less of a tier."""
 CLOSE = 0.003
 """By how much a plan may be faster than few layers say."""
 ROOM = 0.03
@@ -96,7 +96,7 @@ def _explored(knobs_of: Knobs, known: Sequence[Candidate], most: tuple[int, int]
 
 
 def _descents(knobs_of: Knobs, found: Mapping[Candidate, None]) -> Iterator[Candidate]:
-    """What the descents within each reference look at; ``found`` grows meanwhile."""
+    """The candidates that the descents within each reference look at; ``found`` grows meanwhile."""
     for most in spread(_references(frontier(found))):
         now, before = min(found, key=lambda c: _within(c, most)), None
         while now is not before:
@@ -109,7 +109,7 @@ def _descents(knobs_of: Knobs, found: Mapping[Candidate, None]) -> Iterator[Cand
 
 
 def _halves(knobs_of: Knobs, found: Mapping[Candidate, None]) -> Iterator[Candidate]:
-    """What lies between plans that are neighbours in what they hold; ``found`` grows meanwhile."""
+    """The candidates between plans that are neighbours in what they hold; ``found`` grows meanwhile."""
     for _ in range(ROUNDS):
         best = frontier(found)
         for space, own in knobs_of.items():

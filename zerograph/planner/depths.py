@@ -36,5 +36,5 @@ def peaks_by_part(run: Tasks, held: Memory) -> list[list[tuple[int, Moment]]]:
 
 
 def continued(less: float, more: float, times: float) -> float:
-    """What a number grows to that is ``less`` at one depth and ``more`` at another, ``times`` as many layers on."""
+    """The value, ``times`` as many layers on, of a number that is ``less`` at one depth and ``more`` at another."""
     return more + (more - less) * times

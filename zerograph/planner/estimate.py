@@ -29,7 +29,7 @@ system's own memory."""
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked.
+    """The question that an estimate answers.
 
     Attributes:
         size, training, world_size, machine: what is trained, how, on how many ranks of which machine.
@@ -124,7 +124,7 @@ class Row:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
+        """Tokens per second of all ranks together."""
         training = self.question.training
         return training.tokens * training.accumulate * self.question.world_size / self.outcome.seconds
 

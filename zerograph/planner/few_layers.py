@@ -139,7 +139,7 @@ def _readers(space: Space) -> list[set[str]]:
 
 
 def _without(space: Space, left_out: Sequence[str]) -> dict[str, Any]:
-    """What makes the space without these layers, which follow one another."""
+    """The arguments of the space without these layers, which follow one another."""
     scheduler, plan, gone = space.scheduler, space.plan, set(left_out)
     stay = [b for b, layers in zip(plan.buckets, _readers(space), strict=True) if not layers or layers - gone]
     buckets = tuple(replace(bucket, index=i) for i, bucket in enumerate(stay))

@@ -81,11 +81,11 @@ KINDS: Mapping[Kind, str] = {
     "activation": "activations",
     "temporary": "temporaries",
 }
-"""What memory is used for, as people call it."""
+"""The uses of memory, as people call them."""
 
 
 def _one_by_one(profile: Profile, lives: Sequence[Life], together: Holding) -> Iterator[Holding]:
-    """What is held together, as one life after another; of a part of it as many as it has bytes for."""
+    """``together`` as one life after another; of a part of it as many as it has bytes for."""
     room = together.bytes
     for life in lives:
         region, size = profile.regions[life.start], min(life.bytes, room)

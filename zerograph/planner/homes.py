@@ -19,7 +19,7 @@ HOMES: tuple[Homes, ...] = (
     Homes("host", "host", "nvme"),
     Homes("nvme", "nvme", "nvme"),
 )
-"""What the search looks at, from near to far."""
+"""The homes that the search looks at, from near to far."""
 
 
 def open_tiers(

@@ -1,6 +1,6 @@
 """Why no plan of a step fits: which tier is short, when, what is held then, and which change would help how much.
 
-The error describes the plan that overruns its tiers by the smallest share. Of every change only those plans are
+The error describes the plan that overruns its tiers by the smallest share. For every change only those plans are
 simulated that need the least. A search for the change looks at these too, so "then it fits" is true.
 """
 
@@ -119,13 +119,13 @@ def _computing(forecast: Forecast, task: int) -> Span:
 
 
 def _largest(found: Candidate, span: Span) -> Life | None:
-    """What takes the most of what lives through the compute task ``span``."""
+    """The largest life that spans the compute task ``span``."""
     alive = found.space.scheduler.alive(span.phase, layer_of(span.module), found.space.scheduler.levels(found.plan))
     return max(alive, key=lambda life: life.bytes, default=None)
 
 
 def _turn(change: Change, search: Search, machine: Machine, need: int, short: int) -> Remedy:
-    """What ``change`` takes off the ``need`` of the tier ``short``."""
+    """The remedy of ``change``: the bytes that it takes off the ``need`` of the tier ``short``."""
     found, most = change.smallest(machine, search.moments), limits(change.budget)
     after = min(found, key=lambda c: (overrun(c.peaks, most)[0], c.rank))
     return Remedy(change.text, need - after.peaks[short], any(c.fits(most) for c in found))

@@ -20,7 +20,7 @@ MOST_POINTS = 3
 
 
 def outline(step: Step) -> object:
-    """What of a step depends on no size: steps with equal ones do the same operations."""
+    """The parts of a step that depend on no size: steps with equal ones do the same operations."""
     ops = tuple(replace(op, flops=0, moved=0, packed=0) for op in step.ops)
     values = tuple(replace(value, bytes=0) for value in step.values)
     lookups = tuple(replace(lookup, last=0) for lookup in step.lookups)
@@ -51,7 +51,7 @@ def interpolated(known: Mapping[int, Step], size: int) -> Step:
 
 
 def _polynomial(sizes: tuple[int, ...], size: int) -> Callable[[tuple[int, ...]], int]:
-    """What numbers at ``sizes`` come to at ``size`` (Lagrange), rounded up, and at least nothing.
+    """The function from numbers at ``sizes`` to the one at ``size`` (Lagrange), rounded up, and at least nothing.
 
     Deep models repeat layers: few numbers differ, and those are computed.
     """

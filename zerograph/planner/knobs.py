@@ -1,4 +1,4 @@
-"""What the search may turn: one knob per decision of a plan, with its choices and how each is applied.
+"""The knobs of the search: one per decision of a plan, with its choices and how each is applied.
 
 A knob has items, which it turns one by one, in groups or all together: buckets, layers, or the step as a whole. A new
 decision is a field of :class:`~zerograph.core.plan.Plan` or :class:`~zerograph.core.plan.Bucket` and a knob in here.
@@ -52,7 +52,7 @@ class Knob:
     def changes(self, plan: Plan, groups: int) -> Iterator[Plan]:
         """``plan`` with this knob turned for one of at most so many groups of items.
 
-        Of several items in a group, those that are alike and have the same values count as interchangeable, whatever
+        In a group of several items, those that are alike and have the same values count as interchangeable, whatever
         else is decided of them: one group of each kind is turned. Single items are all turned.
         """
         now = self.read(plan)
@@ -96,7 +96,7 @@ class Knob:
         return turned, more
 
     def steps(self, a: Plan, b: Plan) -> Iterator[tuple[float, Item, Any]]:
-        """What leads from ``a`` to ``b``, item by item and choice by choice, with the seconds per byte of each."""
+        """The steps from ``a`` to ``b``, item by item and choice by choice, with the seconds per byte of each."""
         before, after = self.read(a), self.read(b)
         for item, choices in self.choices.items():
             old, new = before[item], after[item]

@@ -92,6 +92,6 @@ def _least(search: Search, budget: Budget, tier: Tier) -> int:
 
 
 def fullest(search: Search, budget: Budget) -> tuple[float, int, Tier]:
-    """Of the plan that fits ``budget`` best, the tier that it fills most (:func:`~zerograph.planner.space.overrun`)."""
+    """The tier that the plan that fits ``budget`` best fills most (:func:`~zerograph.planner.space.overrun`)."""
     most = limits(budget)
     return min((overrun(candidate.peaks, most) for candidate in search.best), key=itemgetter(0))

@@ -1,4 +1,4 @@
-"""What a backward finds saved and what it computes again: what the partitioner will decide, predicted from a step.
+"""The values that a backward finds saved or computes again: the partitioner's decisions, predicted from a step.
 
 The min-cut partitioner of AOTAutograd is modelled plainly: what the backward reads is saved, unless it is cheap to
 compute from what is saved already and fuses into its reader (what a product reads does not), or from what is smaller
@@ -87,7 +87,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What one mode, were it that of all layers, saves and repeats.
+    """The values that one mode, were it that of all layers, saves and repeats.
 
     Attributes:
         since, until: of each value with memory that is saved, the first and last operation of the backward that needs
@@ -101,7 +101,7 @@ class Saved:
 
 
 def saved(graph: Graph, mode: Mode, spared: Set[str] = frozenset()) -> Saved:
-    """What is saved when all layers are treated in ``mode``.
+    """The values that are saved when all layers are treated in ``mode``.
 
     Args:
         spared: activations of recomputed layers that are saved all the same.
@@ -168,10 +168,10 @@ def _kept(
 
 
 def _smaller(graph: Graph, mode: Mode, kept: Set[int], there: Sequence[bool], whole: Set[int]) -> set[int]:
-    """What is saved in the place of others of ``kept``: that they are cheap to compute from, and that takes less.
+    """The values saved in the place of others of ``kept``, which are cheap to compute from them and take more.
 
     A loss makes values as large as the logits. Where the model returns logits these are there anyway, and in 16 bits
-    they take half as much. What layers save is left as it is: sources of one value are those of others, too.
+    they take half as much. Values that layers save are left as they are: sources of one value are those of others, too.
     """
     found: set[int] = set()
 

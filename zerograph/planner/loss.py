@@ -73,7 +73,7 @@ def _of_others(head: Head) -> str:
 
 
 def _head_or_why(graph: Graph) -> Head | str:
-    """What the model returns has to exist whole, and so does what a layer or another product behind it reads."""
+    """The head, or why it stays whole: its logits are returned, or read by a layer or another product behind it."""
     last = max((i for i in range(graph.backward) if graph.layer[i]), default=-1)
     behind = range(last + 1, graph.backward)
     products = [i for i in behind if graph.ops[i].flops and "convolution" not in graph.ops[i].target]
@@ -161,8 +161,9 @@ def _is_given(graph: Graph, value: int) -> bool:
 def tiled(step: Step, head: Head, tiles: int) -> Step:
     """``step`` with its head and loss in ``tiles`` parts.
 
-    Of what is as large as the logits a tile is held at a time. Products read their weight, or add to its gradient, once
-    per tile, and the logits themselves are read from memory all the same. Each tile packs the weight again, too.
+    One tile is held at a time of all that is as large as the logits. Products read their weight, or add to its
+    gradient, once per tile, and the logits themselves are read from memory all the same. Each tile packs the weight
+    again, too.
     """
     ahead = frozenset(step.loss_gradients)
 

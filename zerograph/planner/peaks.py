@@ -93,7 +93,7 @@ class _Watch:
 
 @dataclass(slots=True)
 class _Short:
-    """What is wanted of a bucket: its gathers not before ``gather``, and ``size`` bytes less of it while it is used."""
+    """The relief asked of a bucket: its gathers not before ``gather``, and ``size`` bytes less while it is used."""
 
     gather: int | None = None
     size: int = 0

@@ -83,7 +83,7 @@ class Shards:
 
     @classmethod
     def of(cls, params: Sequence[Param], world_size: int, moments: int, staging: Tier) -> Shards:
-        """Of the sharded ones of ``params``; buffers of NVMe are on ``staging``."""
+        """The shards of the sharded ones of ``params``; buffers of NVMe are on ``staging``."""
         found: dict[tuple[bool, bool, bool], tuple[int, int]] = {}
         for p in params:
             if p.sharded:
@@ -99,7 +99,7 @@ class Shards:
         return replace(self, alike=alike, gradient=part(self.gradient), moments=part(self.moments))
 
     def at(self, homes: Homes) -> Placed:
-        """What there is where it lives at ``homes``."""
+        """The bytes of each kind where it lives at ``homes``."""
         masters = copies = shared = frozen = frozen_copies = fetched = in_place = left = 0
         for some in self.alike:
             left += some.values * (values_tier(some, homes, self.split) != "device")
@@ -120,7 +120,7 @@ class Shards:
         return Placed(masters, copies, shared, frozen, fetched, in_place, left, optimizer, traffic, parameters)
 
     def moved(self, homes: Homes) -> Memory:
-        """What ``homes`` add to each tier between steps, and take off the device (below zero)."""
+        """The bytes that ``homes`` add to each tier between steps, and take off the device (below zero)."""
         if homes.optimizer == "device":
             return ()
         own = self.at(homes)
@@ -216,7 +216,7 @@ def ring_bytes(buckets: Iterable[tuple[Homes, int]], staging: Tier) -> int:
 
 
 def between_steps(plan: Plan, kept: Mapping[str, int], staging: Tier) -> Iterator[Holding]:
-    """What lies on each tier between steps, bucket by bucket; gradients come with the backward.
+    """The holdings on each tier between steps, bucket by bucket; gradients come with the backward.
 
     ``kept`` are bytes of optimizer states by parameter (:func:`~zerograph.core.param_bytes.kept_states`).
     """

@@ -26,7 +26,7 @@ UNPROGRAMMED = (
 
 
 ALONE = ("that one rank gathers and reduces in place: whole copies and reduced gradients are counted beside shards",)
-"""What more is not, on one rank."""
+"""Further effects on one rank that a forecast does not count."""
 _REPORT = "this is a bug in the planner: report it with the model and the command"
 
 
@@ -72,7 +72,7 @@ def file_from_sketch(
 
 
 def _verify(file: PlanFile, found: Candidate) -> None:
-    """What is handed out is what was found, and passes ``zerograph check``."""
+    """Check that the file handed out is the plan that was found, and passes ``zerograph check``."""
     peaks = tuple(file.forecast.peaks[tier].bytes if tier in file.forecast.peaks else 0 for tier in TIERS)
     # Two roads to one number: the search measures, the forecast simulates with everything named.
     if peaks != found.peaks:

@@ -1,4 +1,4 @@
-"""What a step of a GPT does under the plan that one row of an estimate stands for: bytes per tier, seconds per stream.
+"""A step of a GPT under the plan that one row of an estimate stands for: bytes per tier, seconds per stream.
 
 Nothing is searched. The row says what lives where, which activations are kept and in how many tiles large operators
 run; buckets are those of the rules. The plan is sketched and simulated as those of the search are. A step of many
@@ -68,7 +68,7 @@ class Outcome:
 
     @property
     def seconds(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return sum(self.lengths)
 
     @property
@@ -106,7 +106,7 @@ class Preset:
 
     @property
     def needs(self) -> tuple[Need, ...]:
-        """What the bytes of each tier are for when it holds the most; they add up to its peak."""
+        """The uses of each tier's bytes when it holds the most; they add up to its peak."""
         kinds, peaks, needs = self._continued(_by_kind), self._continued(_measured), list[Need]()
         for tier in TIERS:
             parts = _parts(peaks, tier)
@@ -148,7 +148,7 @@ def _profile(
 
 @lru_cache(maxsize=32)
 def _scheduler(preset: Preset, layers: int, sharded: bool, moments: int) -> Scheduler:
-    """What plans have in common that differ in where what lives; it is asked with a preset that says nothing of it."""
+    """The scheduler of plans that differ in where what lives; it is asked with a preset that says nothing of it."""
     size, training, machine, world, strategy = (
         preset.size, preset.training, preset.machine, preset.world_size, preset.strategy,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What one rank pays for the parts of a step: seconds of compute and collectives, bytes of parameters and states.
+"""The costs of the parts of a step for one rank: seconds of compute and collectives, bytes of parameters and states.
 
 Forecasts of real programs and the search over plans count by these same rules.
 """

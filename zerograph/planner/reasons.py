@@ -82,7 +82,7 @@ def _activations(plan: Plan, why: str, again: float) -> Iterator[Reason]:
 
 
 def under_way(plan: Plan) -> Iterator[Reason]:
-    """What is waited for later than as soon as possible, and why."""
+    """The transfers that are waited for later than as soon as possible, and why."""
     if plan.reductions > 1:
         yield Reason("reductions", f"up to {plan.reductions} under way", "the backward would wait for a long one")
     if plan.fetch_ahead > 1:
@@ -91,7 +91,7 @@ def under_way(plan: Plan) -> Iterator[Reason]:
 
 
 def _updated(step: Step, plan: Plan) -> Iterator[Reason]:
-    """What the optimizer does, and when."""
+    """The updates of the optimizer, and when they run."""
     updates = step.updates
     if updates:
         done = f"{len(updates)} parameter" + ("" if len(updates) == 1 else "s") + " updated"
@@ -101,7 +101,7 @@ def _updated(step: Step, plan: Plan) -> Iterator[Reason]:
 
 
 def recomputed(plan: Plan) -> str:
-    """What is computed again, for people."""
+    """The recomputed layers, for people."""
     layers = "layer" if len(plan.recompute) == 1 else "layers"
     text = f"{len(plan.recompute)} {layers} recomputed in the backward: {', '.join(runs(plan.recompute))}"
     if not plan.save:
@@ -129,7 +129,7 @@ _SHOWN = 4
 
 
 def _decided(bucket: Bucket) -> str:
-    """What is gathered together, when, how long it stays, and where its shards are, for people."""
+    """The bucket, for people: what is gathered together, when, how long it stays, and where its shards are."""
     count = f"{len(bucket.params)} parameter" + ("" if len(bucket.params) == 1 else "s")
     tied = "".join(f", {p.name} is also {' and '.join(p.tied_to)}" for p in bucket.params if p.tied_to)
     ahead = "" if bucket.ahead is None else f", gathered {bucket.ahead} ahead"
@@ -152,7 +152,7 @@ def _stays(bucket: Bucket, rates: Rates, searched: bool) -> str:
 
 
 def _leaves(bucket: Bucket, rates: Rates, moments: int) -> str:
-    """What it costs that ``bucket`` lives off the device, and what that frees."""
+    """The cost of keeping ``bucket`` off the device, and the bytes that it frees."""
     shards = Shards.of(bucket.params, rates.world_size, moments, rates.staging)
     placed = shards.at(bucket.homes)
     freed = -sum(size for tier, size in shards.moved(bucket.homes) if tier == "device")

@@ -35,7 +35,7 @@ class Atom:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a region does in one mode, and the memory it holds; what it is given is named by the value's number."""
+    """The operations of a region in one mode, and the memory it holds; an input is named by the value's number."""
 
     atoms: tuple[Atom, ...]
     memory: Stretch
@@ -174,7 +174,7 @@ def _spans(graph: Graph) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Crossing:
-    """Of each memory that is read in another region than the one that makes it, the last such region of its phase.
+    """For each memory that is read in another region than the one that makes it, the last such region of its phase.
 
     ``gradients``: full gradients by the parameter they belong to; they live until they are reduced.
     """
@@ -229,7 +229,7 @@ def _lives(graph: Graph, region_of: Sequence[int], found: Sequence[Saved], cross
 
 
 def _gradients_of_outputs(graph: Graph, region_of: Sequence[int]) -> Iterator[Life]:
-    """What the backward is given besides what the forward saved, until it is read last."""
+    """The gradients that the backward is given besides what the forward saved, until they are read last."""
     users = {r for reads in graph.reads[: graph.backward] for r in reads}
     ends: dict[int, int] = {}
     for i in range(graph.backward, len(graph.ops)):
@@ -258,7 +258,7 @@ def _region(graph: Graph, span: tuple[int, int], found: Sequence[Saved], crossin
 
 
 def _sequence(graph: Graph, begin: int, end: int, kept: Saved) -> list[int]:
-    """What runs in a region: its operations, each after what it needs again of the forward."""
+    """The operations that run in a region, each after what it needs again of the forward."""
     if begin < graph.backward:
         return list(range(begin, end))
     # Right before its first reader, where torch's partitioner puts it (`reordering_to_mimic_autograd_engine`).

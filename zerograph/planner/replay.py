@@ -93,7 +93,7 @@ def _for_evaluation(given: GivenPlan, step: Step) -> Plan:
 
 
 def _of_activations(plan: Plan, step: Step) -> Plan:
-    """What ``plan`` decides of activations that ``step`` makes, which reads no sharded parameters."""
+    """``plan`` with its decisions on activations that ``step`` makes, which reads no sharded parameters."""
     layers, head = {layer_of(op.module) for op in step.passes}, head_of(Graph.of(step)) if plan.head else None
     if head is None or head.activation != plan.head:
         plan = replace(plan, loss_tiles=1, head="")

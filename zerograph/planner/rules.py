@@ -66,7 +66,7 @@ def plan_step(
 
 
 def _homes(params: Iterable[Param], homes: Homes) -> Homes:
-    """Of what does not train only the parameters leave."""
+    """The homes of ``params`` by ``homes``: where nothing trains, only the parameters leave."""
     return homes if homes.parameters != "device" or any(p.trainable for p in params) else DEVICE
 
 

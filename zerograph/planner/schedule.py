@@ -4,7 +4,7 @@ It follows what the passes and the lowering will do, at the grain of one piece p
 than programs that run: what is saved follows :mod:`~zerograph.planner.liveness`, memory of a layer that a plan cuts in
 several is taken with its first part, and several short layers are not merged into one segment.
 
-What plans of the same buckets, tiles, prefetch and recomputation share is worked out here, once, because the search
+The work that plans of the same buckets, tiles, prefetch and recomputation share is done here, once, because the search
 changes residencies and homes hundreds of times; from it :mod:`~zerograph.planner.sketch` makes the programs of a plan.
 """
 
@@ -185,7 +185,7 @@ class Scheduler:
         return self._all[tiles]
 
     def moved(self, plan: Plan) -> Memory:
-        """What homes of buckets off the device change of the memory that is held between steps, by tier."""
+        """The change of memory held between steps by homes of buckets off the device, by tier."""
         found: dict[Tier, int] = {}
         for bucket in plan.buckets:
             key = (bucket.index, bucket.homes)
@@ -207,7 +207,7 @@ class Scheduler:
         return found
 
     def alive(self, phase: str, layer: str, levels: tuple[int, ...]) -> list[Life]:
-        """What is held while ``layer`` computes, besides buckets, gradients and temporaries."""
+        """The lives held while ``layer`` computes, besides buckets, gradients and temporaries."""
         at = levels_of(self.profile, levels)
         regions = [k for k, r in enumerate(self.profile.regions) if (r.phase, r.layer) == (phase, layer)]
         found = []

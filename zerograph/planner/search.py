@@ -4,15 +4,15 @@ One local search over all that is free (Pareto local search; Paquete et al. 2004
 rules make, and with those that need the least of each tier, in buckets of each size. From plans that no other beats in
 both time and the memory of every tier it turns one knob at a time (:mod:`~zerograph.planner.knobs`): for all items,
 then, between two neighbours, for half of what tells them apart, those first that save the most seconds per byte, then
-for fewer items. Of small steps it looks at every plan, but for those that differ only in when something begins. Where a
+for fewer items. In small steps it looks at every plan, but for those that differ only in when something begins. Where a
 plan has its peak, gathers wait and operators are tiled (:mod:`~zerograph.planner.peaks`). Every plan is simulated.
 
 A local search may miss what it finds with less to turn. Where nothing is fixed it therefore also looks as if one thing
 were, so that fixing one never helps; in large steps at fewer things.
 
-No budget enters, so more of one never finds a slower plan. What stays on the device is searched as where nothing can
-leave it, and then the rest from there: another tier never makes a plan slower either. All ranks that are given the same
-step, machine and budget find the same plan.
+No budget enters, so more of one never finds a slower plan. Plans that stay on the device are searched as where nothing
+can leave it, and then the rest from there: another tier never makes a plan slower either. All ranks that are given the
+same step, machine and budget find the same plan.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ WORK = 60_000
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What the user fixed; None and "auto" leave the choice to the search.
+    """The arguments that the user fixed; None and "auto" leave the choice to the search.
 
     Attributes:
         stage: 0 to 3 fix every bucket's residency; "auto" shards parameters and chooses it per bucket.
@@ -122,7 +122,7 @@ class Wish:
 
     @classmethod
     def of(cls, config: Config, world_size: int, **fixed: Any) -> Wish:
-        """What was given to ``config``; ``fixed`` are further fields, or other values of them."""
+        """The arguments that were given to ``config``; ``fixed`` are further fields, or other values of them."""
         given = {
             "bucket_size": config.bucket_size if "bucket_size" in config.given else None,
             "prefetch": config.prefetch if "prefetch" in config.given else None,
@@ -391,7 +391,7 @@ def _work(spaces: Iterable[Space]) -> int:
 
 
 def _look(wish: Wish, few: Sequence[Space], tiers: Sequence[Tier]) -> Look:
-    """What ``wish`` leaves open of plans that stay on the device, and of all."""
+    """The knobs that ``wish`` leaves open for plans that stay on the device, and for all."""
     tiers = () if wish.offload == "none" else tuple(tier for tier in tiers if wish.tier in (None, tier))
     homes = open_homes(wish.offload, tiers, wish.sharding)
     leaves = bool(tiers) or wish.tiles
@@ -402,7 +402,7 @@ def _look(wish: Wish, few: Sequence[Space], tiers: Sequence[Tier]) -> Look:
 
 
 def _fixed_once(wish: Wish, tiers: Sequence[Tier]) -> Iterator[Wish]:
-    """What ``wish`` becomes with one thing fixed; none where something is."""
+    """The wishes that ``wish`` becomes with one thing fixed; none where something is."""
     if (wish.stage, wish.prefetch, wish.recompute, wish.offload, wish.tier, wish.saved) == (
         *("auto", None, "auto", "auto", None, None),
     ):
@@ -419,7 +419,7 @@ def _same_ways(wish: Wish, other: Wish) -> bool:
 
 
 def _staying(space: Space, wish: Wish) -> list[Knob]:
-    """What may be turned of plans that leave everything on the device."""
+    """The knobs of plans that leave everything on the device."""
     profile, rates = space.scheduler.profile, space.scheduler.rates
     found = []
     if profile.training and wish.sharding == 3:
@@ -444,7 +444,7 @@ def _only(knob: Knob, choice: object) -> Knob:
 
 
 def _all_knobs(space: Space, wish: Wish, homes: Sequence[Homes], tiers: Sequence[Tier]) -> list[Knob]:
-    """What may be turned where something may leave the device, or be tiled."""
+    """The knobs where something may leave the device, or be tiled."""
     found = _staying(space, wish)
     if wish.tiles:
         found.append(knobs.tiles(space))
@@ -521,7 +521,7 @@ def _loss_tiles(wish: Wish, head: Head) -> tuple[int, ...]:
 
 
 def _regions(step: Step, wish: Wish) -> list[TokenRegion]:
-    """What is in tiles of tokens where any is: of layers that are recomputed, with weights that are whole."""
+    """The regions in tiles of tokens where any is: in layers that are recomputed, with weights that are whole."""
     layers = recomputed_layers(step, "full" if wish.recompute == "auto" else wish.recompute)
     tiled = tiles_wanted(wish.tiling, step, wish.world_size, wish.bucket_size or DEFAULT_BUCKET_SIZE)
     return [r for r in step.token_regions if r.layer in layers and tiled.keys().isdisjoint(r.params)]

@@ -62,7 +62,7 @@ def stops(graph: Graph, rates: Rates) -> dict[str, tuple[frozenset[str], ...]]:
 
 
 class _Layer:
-    """What can be saved of one layer, and what it takes to compute the rest again."""
+    """The activations of one layer that can be saved, and the cost to compute the rest again."""
 
     def __init__(
         self, graph: Graph, layer: str, inside: Sequence[int], wanted: set[int], kept: Mapping[int, int], rates: Rates
@@ -79,7 +79,7 @@ class _Layer:
         self.signature = tuple(self._facts(i, len(layer)) for i in inside)
 
     def _facts(self, i: int, prefix: int) -> tuple[object, ...]:
-        """What makes an operation another one than its twin in a layer that is alike."""
+        """The facts that tell an operation from its twin in a layer that is alike."""
         graph, value = self.graph, self.graph.writes[i]
         op, name = graph.ops[i], graph.activation[i][prefix:]
         return name, op.flops, op.moved, op.packed, graph.size[value], value in self.wanted, value in graph.leaves
@@ -103,7 +103,7 @@ class _Layer:
         return Stop(spared, sum(self.sizes[name] for name in spared), self._seconds(spared))
 
     def _seconds(self, spared: frozenset[str]) -> float:
-        """What computing again everything but ``spared`` takes."""
+        """The seconds to compute everything but ``spared`` again."""
         graph, wanted = self.graph, set(self.wanted)
         flops = moved = packed = 0
         for i in reversed(self.inside):

@@ -58,7 +58,7 @@ class Shortage:
 
 
 def shortage(found: tuple[Row, ...]) -> Shortage | None:
-    """What is missing in the row that is least over; None when a row fits."""
+    """The shortage of the row that is least over; None when a row fits."""
     if any(row.fits for row in found):
         return None
     row = min(found, key=lambda row: row.over)

@@ -120,7 +120,7 @@ class _Sketch:
         )  # fmt: skip
 
     def _once(self, make: Callable[..., T], *key: object) -> T:
-        """What ``make`` makes of ``key``, which tells it apart from all else that it makes."""
+        """The result of ``make`` for ``key``, which tells it apart from all else that it makes."""
         found: T | None = self.made.get((make, *key))
         if found is None:
             found = self.made[make, *key] = make(self.scheduler, *key)
@@ -535,7 +535,7 @@ def _wait_reduce(scheduler: Scheduler, reduce: Reduce, leaves: bool, last: bool)
 
 
 class Buckets(Protocol):
-    """What an update needs to know of buckets."""
+    """The facts about buckets that an update needs."""
 
     names: Sequence[str]
     rates: Rates

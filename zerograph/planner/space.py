@@ -32,13 +32,13 @@ class Candidate:
 
     @property
     def peak(self) -> int:
-        """Of the device."""
+        """Peak bytes of the device."""
         return self.peaks[0]
 
     @property
     def rank(self) -> tuple[float, Peaks, int]:
-        """Faster first, then off the device before on it, then smaller. Of equals the one that was found first counts,
-        which is the same on all ranks."""
+        """Faster first, then off the device before on it, then smaller. Among equals the one that was found first
+        counts, which is the same on all ranks."""
         return (self.seconds, self.peaks[1:], self.peak)
 
     @property

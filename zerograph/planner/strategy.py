@@ -18,7 +18,7 @@ ACTIVATIONS: tuple[Activations, ...] = ("keep", "recompute", "host", "nvme")
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """What a row of the estimate stands for.
+    """The strategy that a row of the estimate stands for.
 
     Attributes:
         stage: what is sharded over ranks: nothing (0), optimizer states (1), gradients too (2), parameters too (3).

@@ -1,8 +1,8 @@
 """A training step of a GPT made from its sizes alone: what an estimate plans when there is no model to trace.
 
-Every layer has attention of four matrices and an MLP of four times the width; the head is tied to the embedding. What
-the backward reads are the activations that Korthikanti et al. ("Reducing Activation Recomputation in Large Transformer
-Models", 2022) count: ``s*b*h*(34 + 5*a*s/h)`` bytes a layer in 16 bit, dropout masks and all.
+Every layer has attention of four matrices and an MLP of four times the width; the head is tied to the embedding. The
+backward reads the activations that Korthikanti et al. ("Reducing Activation Recomputation in Large Transformer Models",
+2022) count: ``s*b*h*(34 + 5*a*s/h)`` bytes a layer in 16 bit, dropout masks and all.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _Gpt:
     ) -> str:  # fmt: skip
         """One operation that makes one value of ``size`` bytes; what is ``cheap`` fuses into what is around it.
 
-        Of attention that is ``fused`` what is multiplied stays in the cache.
+        Matrices that ``fused`` attention multiplies stay in the cache.
         """
         moves = not cheap and kind == "temporary"
         moved = size + sum(self.bytes[read] for read in reads) if moves else 0

@@ -74,7 +74,7 @@ def _why_apart(mlp: Mlp, own: Sequence[Bucket], world_size: int) -> str:
 
 def looped(step: Step, plan: Plan) -> Step:
     """``step`` with MLPs in the loops of ``plan``: of their middles a tile is held at a time, and the backward computes
-    them again. What each product moves is about the same: its weights are read once, in tiles or whole.
+    them again. Each product moves about the same bytes: its weights are read once, in tiles or whole.
 
     Two tiles are counted: gathers and sums cut a loop where a whole layer's kernels would fuse, and what crosses such a
     cut is in memory beside what is made of it.
@@ -89,7 +89,7 @@ def looped(step: Step, plan: Plan) -> Step:
 
 
 def unknown_loops(plan: Plan, step: Step) -> Iterator[str]:
-    """What ``plan`` says of loops that ``step`` has not, of the parameters that it reads."""
+    """The loops of ``plan`` that ``step`` has not, of the parameters that it reads."""
     for loop in strange_loops(plan, step):
         names = (f"{'columns' if b.dim else 'rows'} of {b.params[0].name}" for b in plan.loops()[loop])
         yield f"{loop} is in one loop over {' and '.join(names)}, and they are no MLP that can be"

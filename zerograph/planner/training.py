@@ -60,7 +60,7 @@ class Training:
 
     @property
     def dtypes(self) -> tuple[str, str, str]:
-        """Of a shard, of the parameter that is gathered, and of its gradient."""
+        """The dtypes of a shard, of the parameter that is gathered, and of its gradient."""
         if self.optimizer == "mixed":
             return self.dtype, self.dtype, self.dtype
         return "float32", "float32" if self.optimizer == "fp32" else self.dtype, "float32"

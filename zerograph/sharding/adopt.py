@@ -72,7 +72,7 @@ def refuse_flattened(models: Iterable[nn.Module]) -> None:
 
 
 def wrapped_by(wrapper: type[nn.Module]) -> UnsupportedError:
-    """What to raise for a model in, or under, a module of class ``wrapper``."""
+    """The error for a model in, or under, a module of class ``wrapper``."""
     return UnsupportedError(
         f"the model is wrapped by {wrapper.__name__}, which synchronizes gradients itself",
         "leave the wrapper out, and compile and call the plain model: ZeroGraph does what the wrapper did "

@@ -199,7 +199,7 @@ def _refuse_meta(params: Sequence[nn.Parameter]) -> None:
 
 
 def _given(config: Config, roots: Sequence[nn.Module], objects: Sequence[Any]) -> list[str]:
-    """What must be the same on all ranks before anything is sharded, a line each. Budgets and batches may differ."""
+    """Facts that must be equal on all ranks before anything is sharded, a line each. Budgets and batches may differ."""
     names = ("stage", "dtype", "reduce_dtype", "bucket_size", "prefetch", "recompute")
     lines = [f"{name}={getattr(config, name)}" for name in names]
     for root in roots:

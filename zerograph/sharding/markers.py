@@ -29,7 +29,7 @@ _OF_GROUPS: dict[str, tuple[dist.ProcessGroup, UncompiledReads]] = {}
 
 
 def reads_of_group(name: str, device: torch.device) -> UncompiledReads:
-    """What reads parameters over the process group ``name`` that belong to no backend. All its ranks call this first
+    """The reader of parameters over the process group ``name`` that belong to no backend. All its ranks call this first
     together."""
     group = resolve_group(name)
     known, reads = _OF_GROUPS.get(name, (None, None))

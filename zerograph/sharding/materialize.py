@@ -52,7 +52,7 @@ class Slot:
 
 
 def files_to_read(init: object, files: object) -> tuple[str, ...]:
-    """What :func:`zerograph.materialize` was given as ``files``, none if it was not.
+    """The ``files`` that :func:`zerograph.materialize` was given, none if it was not.
 
     Raises:
         ConfigError: ``files`` are no paths, or no file, or ``init`` is no function: a path, perhaps.
@@ -79,7 +79,7 @@ def fill(
     files: Sequence[str],
     store: ShardStore | None = None,
 ) -> nn.Module:
-    """What :func:`zerograph.materialize` does, for a model that ``adoption`` has sharded; in ``store``, if it is given,
+    """Carry out :func:`zerograph.materialize` for a model that ``adoption`` has sharded; in ``store``, if it is given,
     as parameters then leave the device."""
     slots = _empty_slots(model)
     if not slots:

@@ -77,7 +77,7 @@ class ShardedModule:
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """``module.to(dtype)`` and its like, which torch refuses for compiled DTensors (it wants to swap objects that
-        Dynamo's guards refer to). What computes in a parameter's own dtype follows it.
+        Dynamo's guards refer to). Programs that compute in a parameter's own dtype follow it.
         """
         params: dict[str, Any] = self._parameters  # type: ignore[attr-defined]
         order = list(params)
@@ -141,7 +141,7 @@ def _kept(name: str, done: str) -> ShardingError:
 
 
 def _converted(param: nn.Parameter, fn: Callable[[Tensor], Tensor], spec: ShardSpec) -> Tensor:
-    """What ``fn``, which converts or moves tensors, makes of ``param``.
+    """The result of ``fn``, which converts or moves tensors, for ``param``.
 
     One on the host of an accelerator stays there, and ``fn`` may not move what it computes on: ``model.cuda()`` does
     nothing to it.
@@ -195,7 +195,7 @@ def _rebuild(base: type[nn.Module], names: frozenset[str], routed: bool, *args: 
 
 
 def _getter(name: str) -> Any:
-    """What the generated property ``name`` of a sharded module calls."""
+    """The getter of the generated property ``name`` of a sharded module."""
 
     def read(self: Any) -> Tensor | None:
         # Dynamo takes this for a constant: its graph has the marker, and no branch.

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 
 def early_states(named: Mapping[str, Tensor], objects: Iterable[Any]) -> dict[str, Any]:
-    """What the optimizers among ``objects`` keep of the parameters ``named``, in an order that ranks share.
+    """The states that the optimizers among ``objects`` keep of the parameters ``named``, in an order that ranks share.
 
     Keys describe the state, for ranks to compare; values are the tensors, or the numbers that their keys tell.
     """

@@ -120,7 +120,7 @@ def _owned(roots: Sequence[nn.Module], taken: Container[str]) -> tuple[dict[str,
 
 
 def other_names(roots: Sequence[nn.Module], params: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:
-    """Of each of ``params`` that its model has more than one name for: the other ones."""
+    """For each of ``params`` that its model has more than one name for, the other ones."""
     first = {id(param): name for name, param in params.items()}
     found: dict[str, tuple[str, ...]] = {}
     for root in roots:

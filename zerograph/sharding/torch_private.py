@@ -1,4 +1,4 @@
-"""What adopting a model needs of Dynamo and DTensor that has no public name.
+"""The private names of Dynamo and DTensor that adopting a model needs, where no public name exists.
 
 Other rooms have a file of this name too; nothing else touches private names. Each entry says what it is for, why no
 public name does, and where it was seen: 2.11 in torch's sources, 2.13 by the tests of this file,
@@ -101,7 +101,7 @@ def original(model: nn.Module) -> nn.Module:
 
 
 def backend_given(module: nn.Module) -> Any:
-    """What torch.compile was given as the backend for ``module``; None where it was not given this module.
+    """The backend that torch.compile was given for ``module``; None where it was not given this module.
 
     It puts the backend behind wrappers of its own, and ``module.compile()`` all of them into a closure.
     Seen in 2.11, 2.13.
@@ -203,7 +203,8 @@ def code_of(function: Callable[..., Any]) -> CodeType | None:
 
 def running_codes() -> dict[CodeType, CodeType]:
     """The user's code that runs in this thread as it was written, each with the part of it that runs: behind a graph
-    break Dynamo goes on with a part as a function of its own. What it has compiled runs as other code. Seen in 2.13."""
+    break Dynamo goes on with a part as a function of its own. Code that it has compiled runs as other code. Seen in
+    2.13."""
     frame, codes = sys._getframe(1), dict[CodeType, CodeType]()
     while frame is not None:
         codes.setdefault(_original_code(frame.f_code), frame.f_code)
@@ -274,7 +275,7 @@ def _outermost_module(source: Any, scopes: Mapping[type, Any]) -> nn.Module | No
 
 
 def _follow(step: Any, value: Any, scopes: Mapping[type, Any]) -> Any:
-    """What a source stands for, of which the one that it builds on stands for ``value``."""
+    """The value of a source, where the source that it builds on has ``value``."""
     match step:
         case LocalSource():
             return scopes[LocalSource][step.local_name]

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""The finding of a check."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Finding:
 
 
 def attempt(name: str, check: Callable[[], Finding]) -> Finding:
-    """What ``check`` found; a check that fails itself is a finding too and stops no other one."""
+    """The finding of ``check``; a check that fails itself is a finding too and stops no other one."""
     try:
         return check()
     except Exception as error:

@@ -134,7 +134,7 @@ def _block(address: int, size: int, state: str, frames: list[dict[str, Any]]) ->
 
 
 def _frames(holding: Holding) -> list[dict[str, Any]]:
-    """What it is as the innermost frame, where it comes from, and its module as the outer one."""
+    """The frames of ``holding``: its name, kind and source line as the innermost one, its module as the outer one."""
     name, _, line = holding.source.rpartition(":")
     where = (name, int(line)) if name and line.isdigit() else (holding.source or "unknown", 0)
     frames = [{"filename": where[0], "line": where[1], "name": f"{holding.name} ({holding.kind})"}]

@@ -33,11 +33,11 @@ class Module:
         return self.spans + [span for child in self.children for span in child.all_spans()]
 
     def all_holdings(self) -> list[Holding]:
-        """What it and everything in it holds."""
+        """The holdings of the module and of everything in it."""
         return self.holdings + [holding for child in self.children for holding in child.all_holdings()]
 
     def seconds(self) -> tuple[float, float, float]:
-        """Of computing, of collectives, and of everything else."""
+        """The seconds of computing, of collectives, and of everything else."""
         compute = communication = other = 0.0
         for span in self.all_spans():
             length = span.end - span.start

@@ -1,4 +1,4 @@
-"""What the page's scripts read: a plan file as compact JSON, column by column, and names as places in ``texts``."""
+"""The data that the page's scripts read: a plan file as compact JSON, by column, and names as places in ``texts``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from zerograph.core.timeline import Forecast
 
 NANOSECOND_DIGITS = 9
 MEASURED = "measured-"
-"""What the keys of a run's streams and tiers begin with."""
+"""The prefix of the keys of a run's streams and tiers."""
 _NOTHING = Forecast((), {}, {})
 FEW_REASONS = 2
 """So many fit into a row of a module."""
@@ -52,7 +52,7 @@ class Texts:
 
 
 def page_data(file: PlanFile, beside: Beside | None = None) -> dict[str, Any]:
-    """Plain data for ``JSON.parse``. What a run measured are further streams and tiers, below the plan's."""
+    """Plain data for ``JSON.parse``. Measurements of a run are further streams and tiers, below the plan's."""
     texts = Texts()
     forecast, measured = file.forecast, beside.measured if beside is not None else _NOTHING
     ran = replace(file, forecast=measured, holdings=())  # a run tells how much is held, and not what
@@ -165,7 +165,7 @@ def _row(module: Module, tasks: int, texts: Texts) -> dict[str, Any]:
 
 
 def _why(module: Module) -> str:
-    """What was decided about it, or about all of the repeated layers that it stands for."""
+    """The decisions about it, or about all of the repeated layers that it stands for."""
     layers = module.children if len(module.paths) > 1 else []
     reasons = [r for part in (module, *layers) for r in part.reasons]
     different = list(dict.fromkeys(f"{r.decision}: {r.why}" for r in reasons))

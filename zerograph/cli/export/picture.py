@@ -1,4 +1,4 @@
-"""What drawings of a timeline share: ticks, the range of a memory curve, instructions too short to be seen alone."""
+"""Shared parts of timeline drawings: ticks, the range of a memory curve, instructions too short to be seen alone."""
 
 from __future__ import annotations
 

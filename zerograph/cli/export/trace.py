@@ -41,7 +41,7 @@ def _all(file: PlanFile, beside: Beside | None) -> Iterator[Event]:
 
 
 def _events(name: str, forecast: Forecast, process: int) -> Iterator[Event]:
-    """Of one process, which they do not name."""
+    """The events of one process, which they do not name."""
     threads = {stream: row for row, stream in enumerate(streams_used(forecast), 1)}
     yield from _names(name, threads)
     critical = set(forecast.critical_path)

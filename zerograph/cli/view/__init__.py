@@ -1,1 +1,1 @@
-"""What ``zerograph show`` and ``zerograph diff`` make of plan files, before it is written anywhere."""
+"""The views of plan files for ``zerograph show`` and ``zerograph diff``, before they are written anywhere."""

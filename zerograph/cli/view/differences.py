@@ -1,4 +1,4 @@
-"""What differs between two plan files, as data."""
+"""The differences between two plan files, as data."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Difference:
 
     @property
     def title(self) -> str:
-        """What differs, for people."""
+        """The name of the difference, for people."""
         return folded_name(self.name, self.last, self.count)
 
     def text(self, value: Told) -> str:
@@ -99,7 +99,7 @@ def _decisions(a: PlanFile, b: PlanFile) -> Iterator[Difference]:
 
 
 def _activations(plan: Plan) -> dict[str, str]:
-    """What happens to the activations of layers, and to single ones, where they are not just saved."""
+    """The handling of layers' activations, and of single ones, where they are not just saved."""
     offload = dict(plan.offload)
     found = {
         layer: ("recomputed, inputs " if layer in plan.recompute else "") + f"on {offload[layer]}"
@@ -115,7 +115,7 @@ def _told(value: object) -> str:
 
 
 def _content(old: Bucket | None, new: Bucket | None) -> tuple[Told, Told]:
-    """What is in one bucket and not in the other, or the whole bucket where the other plan has none."""
+    """The parameters in one bucket and not in the other, or the whole bucket where the other plan has none."""
     kept = set(old.params if old else ()) & set(new.params if new else ())
     return _params(old, kept), _params(new, kept)
 
@@ -160,6 +160,6 @@ def _rest(a: PlanFile, b: PlanFile) -> Iterator[Difference]:
 
 
 def _figures(a: Machine, b: Machine) -> dict[str, tuple[Told, Told]]:
-    """What was measured of machines of one name."""
+    """The measured figures of machines of one name."""
     names = [field.name for field in fields(Machine) if field.compare] if a.name == b.name else []
     return {f"machine's {name}": (str(getattr(a, name)), str(getattr(b, name))) for name in names}

@@ -1,4 +1,4 @@
-"""What the bytes of a tier are, kind by kind, over a step: the parts of its memory curve."""
+"""The bytes of a tier, kind by kind, over a step: the parts of its memory curve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is held at one moment of a planned step."""
+"""The holdings at one moment of a planned step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``show`` and ``plan`` write to stdout first: what a plan comes to, memory per tier, work per stream."""
+"""The first output of ``show`` and ``plan`` on stdout: a plan's totals, memory per tier, work per stream."""
 
 from __future__ import annotations
 

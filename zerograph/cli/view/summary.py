@@ -1,4 +1,4 @@
-"""What a plan comes to: speed, memory per tier and work per stream, as data and as rows for people."""
+"""The totals of a plan: speed, memory per tier and work per stream, as data and as rows for people."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def headline(file: PlanFile, beside: Beside | None) -> list[Sequence[Cell]]:
 
 
 def _retimed(measured: Forecast, retimed: Forecast) -> str:
-    """What the forecast is with the seconds of a run; its streams overlap as planned, so its peaks may be others."""
+    """The forecast with the seconds of a run; its streams overlap as planned, so its peaks may be others."""
     peaks = ", ".join(f"{format_bytes(peak.bytes)} of {tier}" for tier, peak in retimed.peaks.items())
     return f"{format_seconds(retimed.seconds)}{_against(retimed.seconds, measured.seconds)}, {peaks}"
 
 
 def _bound(forecast: Forecast) -> str:
-    """What the critical path consists of, the most first."""
+    """The streams of the critical path with their seconds, the most first."""
     path = [forecast.spans[task] for task in forecast.critical_path]
     seconds = {stream: sum(s.end - s.start for s in path if s.stream == stream) for stream in STREAMS}
     parts = sorted((item for item in seconds.items() if item[1]), key=lambda item: -item[1])
@@ -106,7 +106,7 @@ def _speed(file: PlanFile, measured: Forecast | None) -> Iterator[str]:
 
 
 def of_peak(file: PlanFile) -> str:
-    """What utilization is relative to."""
+    """The peak rate that utilization is relative to."""
     rate, source = file.machine.peak_rate(file.plan.compute_dtype)
     return f"{rate / 1e12:.3g} TFLOP/s {source}"
 
@@ -154,7 +154,7 @@ def _used(size: int, budget: int) -> str:
 
 
 def _where(file: PlanFile, tier: Tier, peak: Peak) -> str:
-    """What reaches the peak, and what computes then: it may be a gather of a few KiB beside the loss's backward."""
+    """The task that reaches the peak, and the one that computes then: the first may be a gather of a few KiB."""
     during = _computing(file, peak) or peak
     sources = (during.source, *(h.source for h in file.holdings if h.first == peak.task != START and h.tier == tier))
     place = _in_parentheses(short_source(next(filter(None, sources), "")))

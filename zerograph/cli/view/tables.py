@@ -74,7 +74,7 @@ def moment_data(file: PlanFile, at: Moment) -> dict[str, Any]:
 
 
 def moment_lines(file: PlanFile, at: Moment) -> list[Cell]:
-    """What runs at that moment, and how full the tiers are."""
+    """The task that runs at that moment, and the levels of the tiers."""
     span = None if at.task == START else file.forecast.spans[at.task]
     what = _task(file, START) if span is None else f"task {span.task}, {span.name}, on {span.stream}"
     place = "" if span is None else " ".join(text for text in (span.module, span.source) if text)
@@ -90,7 +90,7 @@ def _level(file: PlanFile, at: Moment, tier: Tier) -> str:
 
 
 def moment_table(file: PlanFile, at: Moment, top: int | None = None) -> Table:
-    """What is held, alike layers folded, each tier's largest first; only the ``top`` largest of all when given."""
+    """The holdings, alike layers folded, each tier's largest first; only the ``top`` largest of all when given."""
     folds = fold_rows(interleaved(at.holdings, _identity), _identity, _alike)
     folds.sort(key=_size, reverse=True)
     shown = sorted(folds[:top], key=lambda rows: TIERS.index(rows.first.tier))
