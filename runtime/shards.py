@@ -157,6 +157,8 @@ class ShardStore:
         Raises:
             StorageError: there is no room.
         """
+        for update in list(self.following):
+            update.settle()  # a frame is compiled between a step and the end of its forward: memory moves
         self.updates = plan.update
         own = {param.name: bucket.homes for bucket in plan.buckets for param in bucket.params}
         masters = any(p.is_master for b in plan.buckets for p in b.params)
@@ -780,6 +782,8 @@ class ShardStore:
         """Raises:
         StorageError: an update ended half done.
         """
+        for update in list(self.following) if self.half_done else ():
+            update.settle()  # one that failed beside the caller says itself why
         for why in self.half_done.values():
             raise StorageError(
                 f"the last update ended half done ({why}): some parameters and states are those after it",

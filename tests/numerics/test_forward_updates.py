@@ -139,7 +139,8 @@ def test_whoever_looks_sees_the_step(world_size: int, options: dict[str, Any], t
 
 
 class Broken(nn.Module):
-    """A tied weight over a graph break, a module that only some forwards call, and one that code outside reads."""
+    """A tied weight over a graph break, and a module that only some forwards call, from the second one on: it gets
+    homes while updates of others are under way."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +156,7 @@ class Broken(nn.Module):
         torch._dynamo.graph_break()
         x = x + self.second(x).relu()
         torch._dynamo.graph_break()
-        if self.calls % 2:
+        if self.calls % 2 == 0:
             x = x + self.seldom(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 

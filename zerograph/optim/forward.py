@@ -141,6 +141,8 @@ class ForwardSteps(StepsOf):
             with contextlib.suppress(Exception):  # the first error is on its way to the caller
                 bucket.update.wait()
         self._under_way.clear()
+        if self.optimizer.store is not None:
+            self.optimizer.store.take_slots()  # after Ctrl-C nothing waits for what streams
         self._end()
         self.optimizer.leave_half_done(reason_of(error))
         tell_failed_step(self.optimizer, error)  # type: ignore[arg-type]
