@@ -22,6 +22,7 @@ from torch import nn
 
 import zerograph
 from zerograph.core.plan import Bucket, Homes, Param, Plan
+from zerograph.optim.ring import through_slots
 from zerograph.runtime.nvme import Arena
 from zerograph.runtime.shards import ShardStore
 
@@ -42,8 +43,9 @@ def main() -> None:
     optimizer = zerograph.optim.AdamW(params.values(), skip_nonfinite=False)  # looks at no gradient before the update
     optimizer.store = store  # as a backend sets it
     optimizer.step()  # makes the states
-    stream, moved = optimizer._stream, sum(store.bytes().values()) * 2
-    assert stream is not None
+    (stream,), moved = optimizer._streams.values(), sum(store.bytes().values()) * 2
+    arena = store.arena
+    assert arena is not None
     updates, bare = [], []
     for number in range(args.rounds):
         for which in ("update", "bare") if number % 2 else ("bare", "update"):
@@ -52,7 +54,13 @@ def main() -> None:
                 optimizer.step()
                 updates.append(time.perf_counter() - begin)
             else:
-                stream._run(lambda chunk: Nothing())  # what is read is written again
+                through_slots(
+                    stream._chunks,
+                    lambda chunk: stream._start(arena.read, chunk),
+                    stream._settle,
+                    lambda chunk: Nothing(),  # what is read is written again
+                    lambda chunk: stream._start(arena.write, chunk),
+                )
                 bare.append(time.perf_counter() - begin)
     ratios = [b / u for b, u in zip(bare, updates, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
@@ -66,7 +74,7 @@ def main() -> None:
 
 def plan_of(params: dict[str, nn.Parameter]) -> Plan:
     """Every parameter a bucket, its states on NVMe."""
-    described = (Param(name, tuple(p.shape), *["float32"] * 3, True, False) for name, p in params.items())
+    described = (Param(name, tuple(p.shape), *["float32"] * 3, True, sharded=True) for name, p in params.items())
     buckets = (Bucket(i, p.name, (p,), "use", Homes(optimizer="nvme")) for i, p in enumerate(described))
     return Plan(3, 1, tuple(buckets), 1)
 
