@@ -37,6 +37,7 @@ class Background:
         """Return when nothing is under way, whatever became of it; at once in the thread itself."""
         if not hasattr(self._here, "is_own"):
             wait(self._mine)
+            self._under_way[os.getpid()] = []  # an error would keep all that its frames refer to
 
     @property
     def is_idle(self) -> bool:

@@ -11,6 +11,7 @@ sees ordinary tensors: mappings of them (:func:`~zerograph.runtime.store.mapped_
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import weakref
@@ -133,6 +134,7 @@ class ShardStore:
         self.updates: Update = "host"
         self.unsettled: set[DelayedUpdate] = set()
         self.following: set[ForwardUpdate] = set()
+        self._keeps_pages = False
         self._gathers: dict[str, int] = {}  # by parameter, in the order in which forwards first gather them
         self.half_done: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
 
@@ -355,7 +357,7 @@ class ShardStore:
 
     def know_gathers(self, forward: Program) -> None:
         """Number the gathers of ``forward``, in whose order parameters may be updated inside of it."""
-        first = len(self._gathers)
+        first = 1 + max(self._gathers.values(), default=-1)
         for number, instruction in enumerate(forward.instructions, first):
             for param in instruction.params if isinstance(instruction, Gather) else ():
                 self._gathers.setdefault(param.name, number)
@@ -364,11 +366,20 @@ class ShardStore:
         """By ``id`` of a parameter, the number of the first gather of it."""
         return {id(self._params[name]): number for name, number in self._gathers.items() if name in self._params}
 
+    def neighbours(self, params: Iterable[Tensor]) -> list[Tensor]:
+        """The other parameters on NVMe that an update of ``params`` reads and writes again: those of their buckets."""
+        names = self._names() if self._parameters else {}
+        own = {names[id(p)] for p in params if id(p) in names}
+        blocks = dict.fromkeys(self._blocks[name] for name in own if name in self._blocks)
+        beside = (name for block in blocks if block in self._parameters for name in block.begins)
+        return [self._params[name] for name in beside if name not in own]
+
     def end_forward_updates(self) -> None:
         """A backward begins, whose forward has gathered what it reads: let updates inside of that end."""
         if self.following:
             for update in list(self.following):
                 update.settle()
+        if self._keeps_pages:
             self.drop_pages()
 
     def start_fetch(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Fetch:
@@ -763,7 +774,10 @@ class ShardStore:
         return self._background.start(works)
 
     def abandon(self) -> None:
-        """A program failed: wait for what it wrote, whatever becomes of it."""
+        """A program failed: wait for what it wrote, whatever becomes of it, and for updates beside it."""
+        for update in list(self.following):
+            with contextlib.suppress(Exception):  # the program's error is on its way; half_done has this one
+                update.settle()
         if self.host is not None:
             self.host.abandon()
         self.saved.abandon()
@@ -772,7 +786,8 @@ class ShardStore:
 
     def drop_pages(self) -> None:
         """Give back the memory of what somebody touched since the last step: a stock optimizer, a checkpoint."""
-        if self.following:  # they use the slots; when they have ended is soon enough
+        self._keeps_pages = bool(self.following)  # they use the slots; when they have ended is soon enough
+        if self._keeps_pages:
             return
         self.take_slots()  # a step that was skipped
         if self.arena is not None:
@@ -784,7 +799,7 @@ class ShardStore:
         """
         for update in list(self.following) if self.half_done else ():
             update.settle()  # one that failed beside the caller says itself why
-        for why in self.half_done.values():
+        for why in list(self.half_done.values()):
             raise StorageError(
                 f"the last update ended half done ({why}): some parameters and states are those after it",
                 "load a checkpoint of the model and of its optimizer",

@@ -279,3 +279,113 @@ def test_where_no_forward_gathers() -> None:
 def test_arguments_that_do_not_fit(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         adamw(nn.Linear(4, 4), **options)
+
+
+class Sharded(nn.Module):
+    """Every parameter is sharded; biases share buckets with matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(37, 90), nn.Linear(90, 40), nn.Linear(40, 37, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.first(F.one_hot(tokens, 37).float()).relu()
+        if torch.compiler.is_dynamo_compiling():
+            torch._dynamo.graph_break()
+        return F.cross_entropy(self.head(self.second(x)).flatten(0, 1), tokens.flatten())
+
+
+class ShardedRun(Run):
+    net = Sharded
+
+
+def _matrices(model: nn.Module, **options: Any) -> zerograph.optim.AdamW:
+    return zerograph.optim.AdamW([p for p in model.parameters() if p.ndim > 1], lr=1e-2, **options)
+
+
+def _biases(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.ndim == 1]
+
+
+def _beside_neighbours(overlap: Any, path: str) -> list[float]:
+    training = ShardedRun(partial(_matrices, overlap=overlap), stage=3, **OFF | {"offload": "parameters"}, path=path)
+    stock = torch.optim.SGD(_biases(training.model), lr=0.5)
+    for _ in range(6):
+        training.backward()
+        training.optimizer.step()
+        stock.step()
+        training.optimizer.zero_grad()
+        stock.zero_grad()
+    with torch.no_grad(), zerograph.gathered(training.model.first, writeback=True):
+        training.model.first.bias.add_(0.5)  # type: ignore[union-attr, operator]
+    training.backward()
+    return training.losses
+
+
+def _neighbours(path: str) -> None:
+    assert _beside_neighbours(False, path) == _beside_neighbours("forward", path)
+    training = ShardedRun(partial(_matrices, overlap="forward"), stage=3, **OFF | {"offload": "parameters"}, path=path)
+    training.steps(2)
+    with torch.no_grad():
+        _biases(training.model)[0].add_(0.5)
+    with pytest.raises(ZeroGraphError, match=r"1 parameters(?s:.*)were written to before the forward"):
+        training.backward()
+
+
+def test_neighbours_on_nvme_that_the_optimizer_does_not_have(tmp_path: Path) -> None:
+    run(1, _neighbours, str(tmp_path))
+
+
+def _an_old_forward(options: dict[str, Any]) -> None:
+    for overlap in (False, "forward"):
+        training = ShardedRun(partial(adamw, overlap=overlap), **options)
+        training.steps(2)
+        first, second = (training.compiled(training.tokens()) for _ in range(2))
+        first.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            second.backward()
+        gathers = training.backend._store.gathers()
+        frames = training.backend.frames
+        assert len(frames) > 1
+        numbers = [{gathers[id(p)] for p in m.parameters()} for m in (training.model.first, training.model.head)]
+        assert max(numbers[0]) < min(numbers[1])
+
+
+@pytest.mark.parametrize("options", [HOST, OFF, {**OFF, "offload": "parameters"}])
+def test_a_backward_of_a_forward_before_the_step_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    more = {"path": str(tmp_path)} if options["tier"] == "nvme" else {}
+    run(1, _an_old_forward, {"stage": 3, **options, **more})
+
+
+def _two_fail(path: str) -> None:
+    training = ShardedRun(partial(_matrices, overlap="forward"), stage=3, **OFF | {"offload": "parameters"}, path=path)
+    biases = zerograph.optim.SGD(_biases(training.model), lr=0.1, momentum=0.9, overlap="forward")
+    both: tuple[Any, Any] = (training.optimizer, biases)
+
+    def step() -> None:
+        training.backward()
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def twice() -> None:
+        step()
+        step()
+
+    twice()
+    kept = copy.deepcopy(({k: full(v) for k, v in training.model.state_dict().items()}, [o.state_dict() for o in both]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "through_slots", _fails)
+        with pytest.raises(MemoryError):  # of the second step, or of the forward behind it
+            twice()
+    for optimizer, states in zip(both, kept[1], strict=True):
+        training.model.load_state_dict(kept[0])
+        optimizer.load_state_dict(states)
+        optimizer.zero_grad()
+    twice()
+
+
+def test_two_updates_that_fail_need_one_checkpoint(tmp_path: Path) -> None:
+    run(1, _two_fail, str(tmp_path))

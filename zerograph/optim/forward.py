@@ -16,12 +16,15 @@ import torch
 from torch import Tensor
 
 from zerograph.core.errors import ConfigError, ZeroGraphError
+from zerograph.optim.factor import Factor
 from zerograph.optim.owner import Owner, StepsOf, Untouched
 from zerograph.optim.parts import Row
 from zerograph.optim.torch_private import tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime import delayed
 from zerograph.runtime.entry import reason_of
+from zerograph.runtime.shards import ShardStore
+from zerograph.runtime.torch_private import local_tensor
 
 AT_ONCE = -1
 """Stands for the gather of parameters that no program gathers: the step itself updates them."""
@@ -39,7 +42,7 @@ class ForwardSteps(StepsOf):
     """A :class:`~zerograph.runtime.delayed.ForwardUpdate`.
 
     Attributes:
-        changing: the parameters whose updates are under way.
+        changing: the parameters whose updates are under way, and those that are written to NVMe together with them.
     """
 
     def __init__(self, optimizer: Owner) -> None:
@@ -77,18 +80,26 @@ class ForwardSteps(StepsOf):
         try:
             if now:
                 opt.update(now, factor).wait()
+            # All are made before the first one streams: making one may write to states.
             for number in (order := sorted(rows)):
-                update = opt.update(rows[number], factor)
-                given = [p for row in rows[number] for p in row.layout.params if p.grad is not None]
-                grads = [p.grad for p in given if p.grad is not None]
-                # An update on the device writes to what is on the host as anybody does.
-                watched = given if store.updates == "host" else []
-                self._under_way[number] = _Bucket(update, Untouched(watched), Untouched(grads))
-                self.changing += given
-                update.stream_beside(functools.partial(store.in_background, more=number != order[-1]))
+                self._under_way[number] = self._begin(store, rows[number], factor)
+            for number in order:
+                beside = functools.partial(store.in_background, more=number != order[-1])
+                self._under_way[number].update.stream_beside(beside)
         except BaseException as error:
             self._fail(error)
             raise
+
+    def _begin(self, store: ShardStore, rows: list[Row], factor: Factor) -> _Bucket:
+        update = self.optimizer.update(rows, factor)
+        given = [p for row in rows for p in row.layout.params if p.grad is not None]
+        # A backward of a forward before this step must not find them: autograd refuses it by their versions.
+        torch.autograd.graph.increment_version([t for p in given for t in (p, local_tensor(p))])
+        changing = [*given, *store.neighbours(given)]
+        self.changing += changing
+        # An update on the device writes to what is on the host as anybody does.
+        watched = changing if store.updates == "host" else []
+        return _Bucket(update, Untouched(watched), Untouched([p.grad for p in given if p.grad is not None]))
 
     def _rows(self, gathers: dict[int, int]) -> dict[int, list[Row]]:
         """The rows of each gather, whose number ``gathers`` has by ``id`` of the parameter."""
