@@ -23,8 +23,8 @@ from torch import nn
 import zerograph
 from zerograph.core.plan import Bucket, Homes, Param, Plan
 from zerograph.optim.ring import through_slots
-from zerograph.runtime.nvme import Arena
-from zerograph.runtime.shards import ShardStore
+from zerograph.runtime.homes.nvme import Arena
+from zerograph.runtime.homes.shards import ShardStore
 
 WIDTH = 4096
 BLOCK_ROWS = 2048  # 8 Mi parameters in a bucket, 32 MiB each

@@ -17,13 +17,13 @@ from torch import Tensor
 from zerograph.core.plan import Bucket, Plan
 from zerograph.core.program import Compute, Free, Gather, Instruction, Program, Segment, WaitGather
 from zerograph.core.step import Param
-from zerograph.runtime.entry import Entry
-from zerograph.runtime.executor import Executor, Runtime
-from zerograph.runtime.hold import GradientHold
-from zerograph.runtime.nvme import Arena
-from zerograph.runtime.residency import GatheredCache, StepCount
-from zerograph.runtime.shards import ShardStore
-from zerograph.runtime.telemetry import Telemetry
+from zerograph.runtime.comm.entry import Entry
+from zerograph.runtime.executor.executor import Executor, Runtime
+from zerograph.runtime.executor.hold import GradientHold
+from zerograph.runtime.executor.residency import GatheredCache, StepCount
+from zerograph.runtime.executor.telemetry import Telemetry
+from zerograph.runtime.homes.nvme import Arena
+from zerograph.runtime.homes.shards import ShardStore
 
 BUCKETS, PARAMS, RUNS = 48, 12, 300
 

@@ -84,8 +84,8 @@ def measure(layers: int, hidden: int, world: int, fold: bool) -> Cost:
     from zerograph.dryrun.compile_only import compile_only
     from zerograph.dryrun.forecast import forecast_file
     from zerograph.planner import plan_step
-    from zerograph.planner.estimate import RESERVE
-    from zerograph.planner.search import Search, Wish
+    from zerograph.planner.estimate.estimate import RESERVE
+    from zerograph.planner.search.search import Search, Wish
 
     work = Workload(layers=layers, dim=hidden, heads=hidden // 128, vocab=VOCAB, batch=1, seq=SEQ)
 

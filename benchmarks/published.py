@@ -39,7 +39,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from zerograph.core.machine import GB, PRESETS, Machine
 from zerograph.dryrun.forecast import plan_file
-from zerograph.planner.estimate import RESERVE
+from zerograph.planner.estimate.estimate import RESERVE
 
 Again = Literal["none", "op", "layer", "full"]
 

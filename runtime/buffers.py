@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerograph.core.buffers import FreeBuffers
 from zerograph.core.plan import Param, ParamTile
 from zerograph.core.rows import largest, rows_of
 from zerograph.runtime.torch_private import memory_is_unshared
+from zerograph.sim.buffers import FreeBuffers
 
 ALIGNMENT = 128
 """Bytes at which every full parameter starts: vector loads of any kernel, and of NCCL, are aligned."""

@@ -33,8 +33,8 @@ from zerograph.core.config import Config
 from zerograph.core.garbage import without_gc
 from zerograph.core.rows import rows_of
 from zerograph.dryrun.compile_only import Compiled, simulated_rank
-from zerograph.runtime.comm import LoneCommunicator
-from zerograph.runtime.executor import Executor
+from zerograph.runtime.comm.collectives import LoneCommunicator
+from zerograph.runtime.executor.executor import Executor
 from zerograph.runtime.torch_private import as_dtensor, local_tensor
 from zerograph.sharding.adopt import _MESHES
 from zerograph.sharding.ranks import Ranks

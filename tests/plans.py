@@ -7,14 +7,14 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from zerograph.core.files.planfile import Holding, PassRecord, PlanFile, Reason
+from zerograph.core.files.runfile import Beside, Measured, Run
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Bucket, Plan
-from zerograph.core.planfile import Holding, PassRecord, PlanFile, Reason
-from zerograph.core.runfile import Beside, Measured, Run
-from zerograph.core.simulate import again
 from zerograph.core.step import Param
 from zerograph.core.timeline import Forecast, Span, Stream
-from zerograph.planner.retime import retimed, tasks_of
+from zerograph.planner.explain.retime import retimed, tasks_of
+from zerograph.sim.simulate import again
 
 MIB = 2**20
 

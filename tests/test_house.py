@@ -14,7 +14,7 @@ _PATH = re.compile(r"``((?:\w+/)*\w+\.py)``")
 
 
 def modules() -> dict[str, Path]:
-    """Every module by its path within the package: ``runtime/comm.py``, ``core/program.py``, ``api.py``."""
+    """Every module by its path within the package: ``runtime/comm/collectives.py``, ``core/program.py``, ``api.py``."""
     inner = ROOT / "zerograph"
     found = {str(p.relative_to(inner)): p for p in inner.rglob("*.py")}
     found |= {str(p.relative_to(ROOT)): p for room in ("passes", "runtime") for p in (ROOT / room).rglob("*.py")}

@@ -19,8 +19,8 @@ from torch import Tensor
 from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import allocate_full, torch_dtype
-from zerograph.runtime.entry import Entry, describe_difference
-from zerograph.runtime.packing import gradient_message, padded_shards
+from zerograph.runtime.comm.entry import Entry, describe_difference
+from zerograph.runtime.comm.packing import gradient_message, padded_shards
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -111,7 +111,7 @@ class _Pending:
 
 
 class ThreadCommunicator:
-    """One rank's end of a :class:`ThreadGroup`; see :class:`~zerograph.runtime.comm.Communicator`.
+    """One rank's end of a :class:`ThreadGroup`; see :class:`~zerograph.runtime.comm.collectives.Communicator`.
 
     A result holds not-a-number until it is waited for, and what was sent may change from then on only.
     """

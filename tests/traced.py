@@ -17,15 +17,15 @@ from torch.distributed.tensor import DTensor
 from zerograph.api import Backend
 from zerograph.compiler.compilation import Compilation, Plain
 from zerograph.compiler.driver import _checked, _planned, compile_joint, to_program
-from zerograph.compiler.fold import _Traced, joint_of
 from zerograph.compiler.frame import Frame
-from zerograph.compiler.segments import Callee
+from zerograph.compiler.lowering.segments import Callee
+from zerograph.compiler.repetition.fold import _Traced, joint_of
+from zerograph.compiler.repetition.unfold import Joint
 from zerograph.compiler.shard_inputs import _exchanging
 from zerograph.compiler.torch_private import as_when_called, lazily_coded, trace_and_split
-from zerograph.compiler.unfold import Joint
 from zerograph.core.garbage import without_gc
 from zerograph.graph.nodes import output_of
-from zerograph.runtime.executor import Executor
+from zerograph.runtime.executor.executor import Executor
 from zerograph.runtime.torch_private import local_tensor
 
 CPU = torch.device("cpu")

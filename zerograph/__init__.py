@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zerograph.core import errors
     from zerograph.optim.clip import clip_grad_norm_
     from zerograph.optim.norms import norms
-    from zerograph.sharding.export import export
+    from zerograph.sharding.files.export import export
     from zerograph.sharding.gathered import gathered
 
 __version__ = "0.1.0"
@@ -26,7 +26,7 @@ _HOMES = {
     "backend": "api",
     "backend_of": "api",
     "clip_grad_norm_": "optim.clip",
-    "export": "sharding.export",
+    "export": "sharding.files.export",
     "gathered": "sharding.gathered",
     "materialize": "api",
     "norms": "optim.norms",

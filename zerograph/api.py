@@ -16,10 +16,10 @@ from zerograph.compiler.compilation import Compilation
 from zerograph.compiler.driver import compile_frame
 from zerograph.compiler.frame import Frame, traced_function
 from zerograph.compiler.frame_plan import MOMENTS, Planner, farthest, machine_of
+from zerograph.compiler.lowering.segments import SegmentCache
 from zerograph.compiler.recording import Recording
 from zerograph.compiler.report import BucketReport, Report, TokenTiles
 from zerograph.compiler.room import memory_here
-from zerograph.compiler.segments import SegmentCache
 from zerograph.compiler.torch_private import graph_breaks
 from zerograph.core.arguments import require, require_kind
 from zerograph.core.config import Config
@@ -28,24 +28,24 @@ from zerograph.core.plan import Plan
 from zerograph.core.program import Program
 from zerograph.optim.check import OptimizerCheck
 from zerograph.optim.overlap import EarlySteps
-from zerograph.planner.loss import why_whole
-from zerograph.planner.tiling import apart
+from zerograph.planner.profile.loss import why_whole
+from zerograph.planner.profile.tiling import apart
 from zerograph.runtime import delayed
-from zerograph.runtime.comm import Communicator
-from zerograph.runtime.early import EarlyUpdates
-from zerograph.runtime.executor import Runtime
-from zerograph.runtime.hold import GradientHold
-from zerograph.runtime.hosted import HostShards
-from zerograph.runtime.nvme import Arena
-from zerograph.runtime.residency import GatheredCache, StepCount
-from zerograph.runtime.saved import room_for
-from zerograph.runtime.shards import ShardStore
-from zerograph.runtime.telemetry import Telemetry
+from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.executor.early import EarlyUpdates
+from zerograph.runtime.executor.executor import Runtime
+from zerograph.runtime.executor.hold import GradientHold
+from zerograph.runtime.executor.residency import GatheredCache, StepCount
+from zerograph.runtime.executor.telemetry import Telemetry
+from zerograph.runtime.executor.uncompiled import UncompiledReads
+from zerograph.runtime.homes.hosted import HostShards
+from zerograph.runtime.homes.nvme import Arena
+from zerograph.runtime.homes.saved import room_for
+from zerograph.runtime.homes.shards import ShardStore
 from zerograph.runtime.testing.simulated_host import SimulatedHost
-from zerograph.runtime.uncompiled import UncompiledReads
 from zerograph.sharding import adopt
 from zerograph.sharding.adoption import Adoption
-from zerograph.sharding.materialize import Files, Init, files_to_read, fill
+from zerograph.sharding.files.materialize import Files, Init, files_to_read, fill
 from zerograph.sharding.ranks import Ranks, home_of
 from zerograph.sharding.torch_private import Retrace, before_traces, called_model, errors_reach_users
 

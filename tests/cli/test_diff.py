@@ -17,8 +17,8 @@ from plans import plan_file
 
 from zerograph.cli import main
 from zerograph.cli.view.differences import Difference, differences
+from zerograph.core.files.planfile import PlanFile
 from zerograph.core.plan import Bucket, Plan
-from zerograph.core.planfile import PlanFile
 
 FILE = plan_file(6)
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from zerograph.cli import main
-from zerograph.core.planfile import PlanFile
+from zerograph.core.files.planfile import PlanFile
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -22,12 +22,12 @@ import zerograph
 from zerograph.cli import main
 from zerograph.cli.plan import explanation
 from zerograph.core.errors import ConfigError, UnsupportedError
+from zerograph.core.files.planfile import PlanFile
 from zerograph.core.machine import TIERS, machine_named
 from zerograph.core.plan import Homes
-from zerograph.core.planfile import PlanFile
 from zerograph.core.timeline import STREAMS
 from zerograph.dryrun.forecast import plan_file
-from zerograph.planner.check_file import check_file
+from zerograph.planner.explain.check_file import check_file
 
 pytestmark = pytest.mark.costly
 

@@ -26,7 +26,7 @@ from zerograph.cli.view.drawing import ASCII_BLOCKS, BLOCKS, bar, sparkline
 from zerograph.cli.view.folding import fold_rows, folded_name, layer_or_name, short_source, skeleton
 from zerograph.cli.view.groups import grouped
 from zerograph.cli.view.moment import START, find_task, moment
-from zerograph.core.planfile import Holding, PlanFile, Reason
+from zerograph.core.files.planfile import Holding, PlanFile, Reason
 
 
 @pytest.fixture

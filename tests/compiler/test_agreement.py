@@ -20,8 +20,8 @@ from zerograph.core.plan import GivenPlan
 from zerograph.core.program import Compute, Gather, Program
 from zerograph.core.step import Param
 from zerograph.dryrun.compile_only import simulated_rank
-from zerograph.runtime.comm import connect
-from zerograph.runtime.meeting import Meeting
+from zerograph.runtime.comm.collectives import connect
+from zerograph.runtime.comm.meeting import Meeting
 
 CPU = torch.device("cpu")
 

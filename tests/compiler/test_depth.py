@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import zerograph
 from zerograph import passes, runtime
 from zerograph.dryrun.compile_only import compile_only
-from zerograph.planner.check import check_plan
+from zerograph.planner.explain.check import check_plan
 
 pytestmark = pytest.mark.costly
 

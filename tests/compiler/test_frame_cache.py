@@ -29,11 +29,12 @@ from torch.utils.checkpoint import checkpoint
 
 import zerograph
 from zerograph import api
-from zerograph.compiler import driver, frame_cache, segments
+from zerograph.compiler import driver, frame_cache
 from zerograph.compiler.frame import Frame
 from zerograph.compiler.frame_cache import Entry
 from zerograph.compiler.frame_plan import Planner
-from zerograph.core.private_folder import PrivateFolder
+from zerograph.compiler.lowering import segments
+from zerograph.core.files.private_folder import PrivateFolder
 
 pytestmark = pytest.mark.costly
 

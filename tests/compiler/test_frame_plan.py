@@ -16,14 +16,14 @@ from torch import nn
 import zerograph
 from zerograph.compiler import frame_plan
 from zerograph.core.errors import InvariantError
+from zerograph.core.files.planfile import PlanFile
 from zerograph.core.machine import machine_named
 from zerograph.core.param_bytes import shard_bytes, update_bytes
 from zerograph.core.plan import Plan
-from zerograph.core.planfile import PlanFile
 from zerograph.core.program import Update
 from zerograph.dryrun.forecast import plan_file
-from zerograph.planner.estimate import RESERVE
-from zerograph.planner.rates import Rates
+from zerograph.planner.build.rates import Rates
+from zerograph.planner.estimate.estimate import RESERVE
 
 
 def first_call(made: list[zerograph.Backend] | None = None, **options: Any) -> zerograph.Backend:

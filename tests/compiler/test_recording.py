@@ -19,14 +19,14 @@ from toy import Toy, adamw, compiled
 import zerograph
 from zerograph.compiler.recording import Recording
 from zerograph.core.errors import ConfigError, ZeroGraphError
+from zerograph.core.files.planfile import PlanFile
+from zerograph.core.files.runfile import Measured, Run
 from zerograph.core.machine import machine_named
-from zerograph.core.planfile import PlanFile
 from zerograph.core.program import Update
-from zerograph.core.runfile import Measured, Run
 from zerograph.dryrun.forecast import plan_file
-from zerograph.planner.rates import Rates
-from zerograph.planner.retime import retimed, tasks_of
-from zerograph.runtime.telemetry import LABEL
+from zerograph.planner.build.rates import Rates
+from zerograph.planner.explain.retime import retimed, tasks_of
+from zerograph.runtime.executor.telemetry import LABEL
 
 pytestmark = pytest.mark.costly
 

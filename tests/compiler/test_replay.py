@@ -1,6 +1,6 @@
 """``zerograph.backend(plan=...)``: a plan file trains as the options that made it do, and no other model or run.
 
-Tests ``planner/replay.py``.
+Tests ``planner/explain/replay.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph.core.errors import CollectiveMismatch, ConfigError
-from zerograph.core.files import read_plan
+from zerograph.core.files.reading import read_plan
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Plan
 from zerograph.core.program import Program, Reduce, WaitReduce

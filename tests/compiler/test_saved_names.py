@@ -19,7 +19,7 @@ from zerograph.core.machine import machine_named
 from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.forecast import forecast_file
 from zerograph.graph.nodes import Activation
-from zerograph.planner.liveness import Graph, saved
+from zerograph.planner.profile.liveness import Graph, saved
 
 pytestmark = pytest.mark.costly
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph.core.program import Gather, Reduce
-from zerograph.runtime.comm import GroupCommunicator
+from zerograph.runtime.comm.collectives import GroupCommunicator
 
 pytestmark = pytest.mark.slow
 

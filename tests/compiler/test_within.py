@@ -9,7 +9,7 @@ import pytest
 
 from zerograph.core.errors import InfeasibleError
 from zerograph.dryrun.forecast import within
-from zerograph.planner.estimate import RESERVE
+from zerograph.planner.estimate.estimate import RESERVE
 
 FRONTIER = ((13, 20, 1.0), (10, 10, 2.0), (8, 8, 3.0))
 """Bytes that the search counts and that the programs hold, and seconds: the fastest first."""

@@ -1,6 +1,6 @@
 """Dry runs that trace a few of many layers, against dry runs that trace them all.
 
-Tests ``compiler/fold.py``, ``compiler/layer_nodes.py`` and ``compiler/unfold.py``.
+Tests ``compiler/repetition/fold.py``, ``compiler/repetition/layer_nodes.py`` and ``compiler/repetition/unfold.py``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import zerograph
-from zerograph.compiler.fold import LEAST, Folded, fold
-from zerograph.compiler.layer_nodes import NotFoldable
+from zerograph.compiler.repetition.fold import LEAST, Folded, fold
+from zerograph.compiler.repetition.layer_nodes import NotFoldable
 from zerograph.core.machine import machine_named
 from zerograph.dryrun.compile_only import Compiled, compile_only
 from zerograph.dryrun.forecast import forecast_file
@@ -383,7 +383,7 @@ def test_training_from_the_trace_of_a_few_layers_changes_no_bit(
         torch.manual_seed(0)
         model, backend = make(), zerograph.backend(stage=3, compute="eager")
         if not folds:
-            monkeypatch.setattr("zerograph.compiler.fold.few_layers", lambda *_: None)
+            monkeypatch.setattr("zerograph.compiler.repetition.fold.few_layers", lambda *_: None)
         model.compile(backend=backend)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         losses = []

@@ -17,8 +17,8 @@ from zerograph.core.step import Dimension
 from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.largest_fit import Probe, describe_answer, largest_by_stage, largest_file
 from zerograph.dryrun.traced_steps import Steps
-from zerograph.planner.largest_size import LargestSize
-from zerograph.planner.search import Search, Wish
+from zerograph.planner.search.largest_size import LargestSize
+from zerograph.planner.search.search import Search, Wish
 
 pytestmark = pytest.mark.costly
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from models import GPT, MLP, Padded, Rigid, Windows, ids, llama
 
-from zerograph.compiler.fold import LEAST
+from zerograph.compiler.repetition.fold import LEAST
 from zerograph.core.errors import SizeError, UnsupportedError
 from zerograph.core.machine import machine_named
 from zerograph.core.step import Dimension, Step
 from zerograph.dryrun import traced_steps
 from zerograph.dryrun.compile_only import compile_only
 from zerograph.dryrun.traced_steps import Steps
-from zerograph.planner.search import Search, Wish
+from zerograph.planner.search.search import Search, Wish
 
 pytestmark = pytest.mark.costly
 

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from zerograph.core.step import Param
-from zerograph.runtime.comm import GroupCommunicator
+from zerograph.runtime.comm.collectives import GroupCommunicator
 
 
 def _param(rows: int) -> Param:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import zerograph
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.machine import machine_named
-from zerograph.planner.estimate import RESERVE
-from zerograph.planner.search import Search, Wish
+from zerograph.planner.estimate.estimate import RESERVE
+from zerograph.planner.search.search import Search, Wish
 
 WIDTH, LAYERS = 64, 4
 ROWS = (4, 4, 4)

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import zerograph
 from zerograph.core.errors import CollectiveMismatch, RankError, ShardingError
-from zerograph.runtime import meeting as meetings
-from zerograph.runtime.comm import Communicator, GroupCommunicator
-from zerograph.runtime.meeting import Meeting, timeout_of
+from zerograph.runtime.comm import meeting as meetings
+from zerograph.runtime.comm.collectives import Communicator, GroupCommunicator
+from zerograph.runtime.comm.meeting import Meeting, timeout_of
 
 TRANSPORTS = ["auto", "group"]
 

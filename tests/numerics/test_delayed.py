@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 import zerograph
 from zerograph.optim import host
 from zerograph.runtime.torch_private import local_tensor
-from zerograph.sharding.export import unique_tensors
+from zerograph.sharding.files.export import unique_tensors
 
 Make = Callable[..., Optimizer]
 BF16 = {"dtype": torch.bfloat16}

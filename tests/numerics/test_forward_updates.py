@@ -1,6 +1,6 @@
 """Updates inside of the next forward (``overlap="forward"``) equal ordinary steps to the bit.
 
-They are made by ``optim/forward.py``, and awaited by ``runtime/shards.py``.
+They are made by ``optim/forward.py``, and awaited by ``runtime/homes/shards.py``.
 """
 
 from __future__ import annotations

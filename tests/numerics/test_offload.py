@@ -26,7 +26,7 @@ from traced import TracedOnce
 import zerograph
 from zerograph.core.errors import ConfigError, UnsupportedError
 from zerograph.core.machine import machine_named
-from zerograph.runtime import shards
+from zerograph.runtime.homes import shards
 from zerograph.runtime.torch_private import local_tensor
 
 OFF = {"offload": "optimizer", "tier": "nvme"}

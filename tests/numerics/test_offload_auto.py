@@ -19,9 +19,9 @@ from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.executable import Executable
 from zerograph.core.machine import Machine, machine_named
 from zerograph.core.step import Step
-from zerograph.planner.estimate import RESERVE
-from zerograph.planner.search import Search, Wish
-from zerograph.runtime import shards
+from zerograph.planner.estimate.estimate import RESERVE
+from zerograph.planner.search.search import Search, Wish
+from zerograph.runtime.homes import shards
 
 
 def _small_slots() -> None:

@@ -34,7 +34,7 @@ import zerograph
 from zerograph import _core
 from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError, ZeroGraphError
-from zerograph.runtime import shards
+from zerograph.runtime.homes import shards
 
 ENGINES = ["threads"] + ["uring"] * (_core.has_uring() and _core.probe_uring() == 0)
 

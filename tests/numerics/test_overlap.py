@@ -1,6 +1,6 @@
 """Updates inside of backwards (``overlap=True``) equal those of ``step()`` to the bit.
 
-They are begun by ``runtime/early.py``, and made by ``optim/overlap.py``.
+They are begun by ``runtime/executor/early.py``, and made by ``optim/overlap.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 import zerograph
 from zerograph.optim.stream import Stream
-from zerograph.runtime import shards
+from zerograph.runtime.homes import shards
 
 Make = Callable[[nn.Module], Optimizer]
 

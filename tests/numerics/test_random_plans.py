@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zerograph.core.machine import TIERS, machine_named
 from zerograph.core.plan import OFFLOADS, Homes
 from zerograph.dryrun.forecast import forecast_file
-from zerograph.runtime import shards
+from zerograph.runtime.homes import shards
 
 SLOTS = 2**10, 2**16
 """Bytes of a slot: smaller than parameters, and larger than buckets."""

@@ -26,9 +26,9 @@ from zerograph.core.machine import TIERS, Tier, machine_named
 from zerograph.core.plan import OFFLOADS, Bucket, Homes, Plan
 from zerograph.core.step import Step, layer_of_activation
 from zerograph.dryrun.forecast import forecast_file
-from zerograph.planner.check_file import check_file
-from zerograph.planner.token_tiles import with_token_tiles
-from zerograph.runtime import shards
+from zerograph.planner.explain.check_file import check_file
+from zerograph.planner.profile.token_tiles import with_token_tiles
+from zerograph.runtime.homes import shards
 
 WORDS, LAYERS = 41, 3
 SLOTS = 2**10, 2**16

@@ -14,10 +14,10 @@ from numerics.compare import assert_same
 from numerics.test_tiles import NVME, Net, Tables, backward, evaluated, planned, trained
 from torch import Tensor, nn
 
+from zerograph.core.files.planfile import PlanFile
 from zerograph.core.machine import TIERS
 from zerograph.core.plan import Homes
-from zerograph.core.planfile import PlanFile
-from zerograph.runtime import shards
+from zerograph.runtime.homes import shards
 
 SLOTS = 2**10, 2**16
 """Bytes of a slot: smaller than tiles, and larger than parameters."""

@@ -2,7 +2,8 @@
 
 At stages 0 to 2 such a model computes what plain PyTorch does with the whole batch, whatever each rank routes where; at
 stage 3, and where ranks differ in other ways, all ranks raise and name what they read. With it are tested
-``runtime/uncompiled.py``, ``runtime/late_gradients.py``, ``sharding/uncompiled.py`` and ``sharding/unsharded.py``.
+``runtime/executor/uncompiled.py``, ``runtime/executor/late_gradients.py``, ``sharding/uncompiled.py`` and
+``sharding/unsharded.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The native optimizers go where torch's go, and their state dicts are torch's.
 
-Tests ``optim/algorithm.py``, ``optim/adagrad.py``, ``optim/adam.py``, ``optim/lion.py`` and ``optim/sgd.py``.
+Tests ``optim/algorithm.py``, ``optim/algorithms/adagrad.py``, ``optim/algorithms/adam.py``,
+``optim/algorithms/lion.py`` and ``optim/algorithms/sgd.py``.
 """
 
 from __future__ import annotations

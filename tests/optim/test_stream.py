@@ -21,10 +21,10 @@ import zerograph
 from zerograph import _core
 from zerograph.core.errors import StorageError
 from zerograph.core.plan import Bucket, Homes, Param, Plan
-from zerograph.runtime import shards
-from zerograph.runtime.extents import Extent
-from zerograph.runtime.nvme import Arena
-from zerograph.runtime.shards import ShardStore
+from zerograph.runtime.homes import shards
+from zerograph.runtime.homes.extents import Extent
+from zerograph.runtime.homes.nvme import Arena
+from zerograph.runtime.homes.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor
 
 MAKE: dict[str, Callable[[Any], Optimizer]] = {

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from zerograph.core.machine import Tier
 from zerograph.core.step import ITEM_SIZE
-from zerograph.planner.preset import Need
-from zerograph.planner.sizes import ModelSize
-from zerograph.planner.strategy import Strategy
-from zerograph.planner.training import Training
+from zerograph.planner.estimate.preset import Need
+from zerograph.planner.estimate.sizes import ModelSize
+from zerograph.planner.estimate.strategy import Strategy
+from zerograph.planner.estimate.training import Training
 
 
 @dataclass(frozen=True, slots=True)

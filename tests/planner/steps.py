@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 from zerograph.core.plan import Plan
 from zerograph.core.step import ITEM_SIZE, Op, Param, Step, Value, layer_of_activation
-from zerograph.planner.liveness import Mode
-from zerograph.planner.optimizer import with_updates
-from zerograph.planner.regions import Profile, profile
+from zerograph.planner.profile.liveness import Mode
+from zerograph.planner.profile.optimizer import with_updates
+from zerograph.planner.profile.regions import Profile, profile
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from planner.steps import Layer, step_of
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import Bucket, Homes, Plan
-from zerograph.core.simulate import time_and_peaks
 from zerograph.core.step import Step
 from zerograph.planner import plan_step
-from zerograph.planner.rates import Rates
-from zerograph.planner.regions import profile
-from zerograph.planner.schedule import Scheduler
-from zerograph.planner.search import Search, Wish
-from zerograph.planner.sketch import sketch
+from zerograph.planner.build.rates import Rates
+from zerograph.planner.build.schedule import Scheduler
+from zerograph.planner.build.sketch import sketch
+from zerograph.planner.profile.regions import profile
+from zerograph.planner.search.search import Search, Wish
+from zerograph.sim.simulate import time_and_peaks
 
 GPU, WORLD, SIZE = machine_named("h100-80gb"), 8, 2**26
 TOLERANCE = 1.05

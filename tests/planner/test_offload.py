@@ -1,6 +1,6 @@
 """Steps that offload and tile: bytes as the formulas count them, invariants of every schedule, and what is refused.
 
-Tests ``planner/placement.py`` and ``planner/plan_file.py``.
+Tests ``planner/build/placement.py`` and ``planner/explain/plan_file.py``.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from quick import examples
 
 from zerograph.core.errors import ZeroGraphError
 from zerograph.core.executable import Executable
+from zerograph.core.files.planfile import PlanFile
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.param_bytes import gathered_bytes, state_bytes
 from zerograph.core.plan import Bucket, Homes, Offload, Plan, tile_rows
-from zerograph.core.planfile import PlanFile
 from zerograph.core.program import Write
-from zerograph.core.simulate import Memory, time_and_peaks
 from zerograph.core.slots import SLOTS
 from zerograph.core.step import Step
 from zerograph.core.timeline import Forecast
-from zerograph.planner.check_file import check_file
-from zerograph.planner.forecasts import forecast_sketch
-from zerograph.planner.homes import HOMES
-from zerograph.planner.offloaded import offloaded
-from zerograph.planner.placement import Shards, bucket_parts
-from zerograph.planner.plan_file import file_from_sketch
-from zerograph.planner.rates import Rates
-from zerograph.planner.rules import plan_step
-from zerograph.planner.schedule import Scheduler
-from zerograph.planner.search import Search, Wish
-from zerograph.planner.sizes import ModelSize
-from zerograph.planner.sketch import settled, sketch
-from zerograph.planner.strategy import Activations, Strategy, placements
-from zerograph.planner.training import Training
+from zerograph.planner.build.forecasts import forecast_sketch
+from zerograph.planner.build.homes import HOMES
+from zerograph.planner.build.placement import Shards, bucket_parts
+from zerograph.planner.build.rates import Rates
+from zerograph.planner.build.rules import plan_step
+from zerograph.planner.build.schedule import Scheduler
+from zerograph.planner.build.sketch import settled, sketch
+from zerograph.planner.estimate.sizes import ModelSize
+from zerograph.planner.estimate.strategy import Activations, Strategy, placements
+from zerograph.planner.estimate.training import Training
+from zerograph.planner.explain.check_file import check_file
+from zerograph.planner.explain.plan_file import file_from_sketch
+from zerograph.planner.profile.offloaded import offloaded
+from zerograph.planner.search.search import Search, Wish
+from zerograph.sim.simulate import Memory, time_and_peaks
 
 GPU, CPU = machine_named("h100-80gb"), machine_named("cpu")
 MIB = 2**20

@@ -1,6 +1,6 @@
 """Bytes by formula, against published tables: ZeRO, ZeRO-Infinity, and Korthikanti et al. on activations.
 
-Tests ``planner/strategy.py``, ``planner/sizes.py`` and ``planner/training.py``.
+Tests ``planner/estimate/strategy.py``, ``planner/estimate/sizes.py`` and ``planner/estimate/training.py``.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from planner.formulas import (
 )
 
 from zerograph.core.errors import ConfigError
-from zerograph.planner.sizes import ModelSize, format_count, parse_count
-from zerograph.planner.strategy import STAGES, Strategy
-from zerograph.planner.training import Training
+from zerograph.planner.estimate.sizes import ModelSize, format_count, parse_count
+from zerograph.planner.estimate.strategy import STAGES, Strategy
+from zerograph.planner.estimate.training import Training
 
 GB, TB, GIB, TIB = 10**9, 10**12, 2**30, 2**40
 MIXED = Training(dtype="float16", optimizer="mixed", attention="whole")

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from zerograph.runtime import torch_private
-from zerograph.runtime.comm import _all_gather
+from zerograph.runtime.comm.collectives import _all_gather
 
 CPU = torch.device("cpu")
 

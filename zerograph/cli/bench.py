@@ -9,7 +9,7 @@ import click
 
 from zerograph.cli.options import as_json, folder
 from zerograph.cli.terminal import Cell, progress, show_table
-from zerograph.core.files import check_writable
+from zerograph.core.files.reading import check_writable
 from zerograph.core.units import format_bytes
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ import click
 
 from zerograph.cli.options import SIZE, as_json, plan_argument
 from zerograph.cli.terminal import Cell, show_table
-from zerograph.core.files import read_plan, told_digest
-from zerograph.core.planfile import PlanFile
-from zerograph.planner.check import Violation
-from zerograph.planner.check_file import CHECKS, check_file
+from zerograph.core.files.planfile import PlanFile
+from zerograph.core.files.reading import read_plan, told_digest
+from zerograph.planner.explain.check import Violation
+from zerograph.planner.explain.check_file import CHECKS, check_file
 
 VERSION = 1
 DIGEST = "digest"

@@ -13,7 +13,7 @@ import click
 from zerograph.cli.options import as_json
 from zerograph.cli.terminal import Cell, show_table
 from zerograph.cli.view.differences import Difference, differences
-from zerograph.core.files import read_plan
+from zerograph.core.files.reading import read_plan
 
 VERSION = 1
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)

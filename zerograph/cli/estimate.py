@@ -18,15 +18,15 @@ from zerograph.cli.verbosity import model_code, verbose_option
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import PRESETS, TIERS, Tier, machine_from
 from zerograph.core.plan import OFFLOADS, Offload
-from zerograph.planner.estimate import RESERVE, Question, Row, estimate_rows, fastest
-from zerograph.planner.largest_estimate import WHATS, What, largest_estimate
-from zerograph.planner.shortage import Shortage, shortage
-from zerograph.planner.sizes import ModelSize, format_count
-from zerograph.planner.strategy import ACTIVATIONS, STAGES
-from zerograph.planner.training import ATTENTIONS, OPTIMIZERS, Training
+from zerograph.planner.estimate.estimate import RESERVE, Question, Row, estimate_rows, fastest
+from zerograph.planner.estimate.largest_estimate import WHATS, What, largest_estimate
+from zerograph.planner.estimate.shortage import Shortage, shortage
+from zerograph.planner.estimate.sizes import ModelSize, format_count
+from zerograph.planner.estimate.strategy import ACTIVATIONS, STAGES
+from zerograph.planner.estimate.training import ATTENTIONS, OPTIMIZERS, Training
 
 if TYPE_CHECKING:
-    from zerograph.planner.largest_size import Budget, LargestSize
+    from zerograph.planner.search.largest_size import Budget, LargestSize
 
 Solved: TypeAlias = "tuple[LargestSize, Budget]"
 """The largest size of a traced step, and the bytes of the device, or of each tier, that it could use."""

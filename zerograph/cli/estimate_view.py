@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from zerograph.cli.terminal import Cell
 from zerograph.core.machine import TIERS
 from zerograph.core.units import format_bytes
-from zerograph.planner.estimate import Question, Row
-from zerograph.planner.shortage import Shortage
-from zerograph.planner.sizes import format_count
+from zerograph.planner.estimate.estimate import Question, Row
+from zerograph.planner.estimate.shortage import Shortage
+from zerograph.planner.estimate.sizes import format_count
 
 if TYPE_CHECKING:
-    from zerograph.planner.largest_size import Budget, LargestSize
+    from zerograph.planner.search.largest_size import Budget, LargestSize
 
 VERSION = 2
 

@@ -14,8 +14,8 @@ import click
 from zerograph.cli.options import as_json
 from zerograph.cli.terminal import Cell, show_lines, show_table
 from zerograph.core.errors import ConfigError
-from zerograph.core.files import read_plan
-from zerograph.core.planfile import PassRecord, PlanFile
+from zerograph.core.files.planfile import PassRecord, PlanFile
+from zerograph.core.files.reading import read_plan
 
 VERSION = 1
 _STYLES = {"+": "green", "-": "red", "@": "cyan"}

@@ -16,14 +16,14 @@ from zerograph.cli.verbosity import model_code, verbose_option
 from zerograph.cli.view.screen import show_summary
 from zerograph.core.config import ACTIVATIONS, OFFLOAD, OFFLOAD_TIERS
 from zerograph.core.errors import ConfigError
-from zerograph.core.files import check_writable
+from zerograph.core.files.planfile import PlanFile
+from zerograph.core.files.reading import check_writable
 from zerograph.core.machine import DTYPES, PRECISIONS, machine_from
-from zerograph.core.planfile import PlanFile
 from zerograph.core.step import Dimension
 from zerograph.core.units import format_bytes
-from zerograph.planner.estimate import RESERVE
-from zerograph.planner.reasons import runs
-from zerograph.planner.sizes import ModelSize, format_count
+from zerograph.planner.estimate.estimate import RESERVE
+from zerograph.planner.estimate.sizes import ModelSize, format_count
+from zerograph.planner.explain.reasons import runs
 
 
 def _recompute(text: str) -> str | float:

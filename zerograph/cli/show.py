@@ -18,9 +18,9 @@ from zerograph.cli.view.moment import Moment, find_task, moment
 from zerograph.cli.view.screen import show_summary
 from zerograph.cli.view.tables import Table, group_data, group_table, moment_data, moment_lines, moment_table
 from zerograph.core.errors import ConfigError
-from zerograph.core.files import read_plan, read_run
-from zerograph.core.planfile import PlanFile
-from zerograph.core.runfile import Beside, Run
+from zerograph.core.files.planfile import PlanFile
+from zerograph.core.files.reading import read_plan, read_run
+from zerograph.core.files.runfile import Beside, Run
 
 VERSION = 1
 
@@ -40,7 +40,7 @@ EXPORTS: Mapping[str, tuple[str, str, str, bool]] = {
     "graphml": ("dot", "write_graphml", "the tasks as a graph in GraphML.", True),
 }
 """Option -> module in ``zerograph.cli.export``, its function ``(PlanFile, Path) -> None``, the help, and whether the
-function takes a :class:`~zerograph.core.runfile.Beside` too."""
+function takes a :class:`~zerograph.core.files.runfile.Beside` too."""
 
 
 def exports(command: F) -> F:
@@ -104,7 +104,7 @@ def show(
 
 def _beside(file: PlanFile, run: Run) -> Beside:
     """The measurements of ``run``, and the forecast of ``file`` with its seconds."""
-    from zerograph.planner.retime import retimed, tasks_of  # late: it simulates, and few shows do
+    from zerograph.planner.explain.retime import retimed, tasks_of  # late: it simulates, and few shows do
 
     return Beside(run, retimed(file, run), tasks_of(file, run))
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from zerograph.cli.options import Parsed
-from zerograph.planner.sizes import parse_count
+from zerograph.planner.estimate.sizes import parse_count
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -1,4 +1,5 @@
-"""``MODEL`` told by its sizes alone: the transformer that :class:`~zerograph.planner.sizes.ModelSize` describes."""
+"""``MODEL`` told by its sizes alone: the transformer of a
+:class:`~zerograph.planner.estimate.sizes.ModelSize`."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zerograph.planner.sizes import ModelSize
+from zerograph.planner.estimate.sizes import ModelSize
 
 
 class Block(nn.Module):

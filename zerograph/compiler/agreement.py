@@ -21,9 +21,9 @@ import torch.distributed as dist
 from zerograph.core.errors import CollectiveMismatch
 from zerograph.core.plan import GivenPlan
 from zerograph.core.program import Program
-from zerograph.runtime.comm import Communicator
-from zerograph.runtime.entry import ROUTES, reason_of
-from zerograph.runtime.meeting import Meeting, shared
+from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.comm.entry import ROUTES, reason_of
+from zerograph.runtime.comm.meeting import Meeting, shared
 from zerograph.runtime.torch_private import backend_name
 
 
@@ -53,7 +53,7 @@ class Agreement:
         """Inside, this rank compiles the user's function ``code``; others, who may wait, hear if that fails."""
         try:
             # After a failure on another rank this compilation belongs to the next generation of ranks
-            # (runtime/meeting.py).
+            # (runtime/comm/meeting.py).
             communicator.rejoin()
             with self.meeting.compiling(code):
                 yield

@@ -33,9 +33,9 @@ from zerograph.graph.nodes import SPEC_AT, Activation, Marker, backward_nodes, i
 from zerograph.graph.ops import REDUCE_GRAD, UNSHARD
 from zerograph.graph.products import tilable
 from zerograph.graph.token_region import PRODUCTS, NotByToken, Region, region_of
-from zerograph.planner.liveness import Graph
-from zerograph.planner.loss import head_of
-from zerograph.planner.optimizer import with_updates
+from zerograph.planner.profile.liveness import Graph
+from zerograph.planner.profile.loss import head_of
+from zerograph.planner.profile.optimizer import with_updates
 from zerograph.runtime.buffers import dtype_name
 
 log = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from zerograph.compiler.agreement import Agreement
-from zerograph.compiler.segments import SegmentCache
+from zerograph.compiler.lowering.segments import SegmentCache
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
 from zerograph.core.step import Step
-from zerograph.runtime.executor import Runtime
+from zerograph.runtime.executor.executor import Runtime
 
 
 class Plain(NamedTuple):

@@ -20,17 +20,18 @@ from typing import Any
 from torch import fx, nn
 
 from zerograph.compiler.capture import Setting, capture
-from zerograph.compiler.fold import few_layers, joint_of, tracing_few
 from zerograph.compiler.frame import Frame
 from zerograph.compiler.frame_cache import Entry
 from zerograph.compiler.frame_plan import Planner, plain
 from zerograph.compiler.loss_only import return_loss_only
-from zerograph.compiler.lower import lower, returned_names
+from zerograph.compiler.lowering.lower import lower, returned_names
+from zerograph.compiler.lowering.segments import Callee
 from zerograph.compiler.parameter_mutations import refuse_mutations
+from zerograph.compiler.repetition.fold import few_layers, joint_of, tracing_few
+from zerograph.compiler.repetition.simplify import simplified
+from zerograph.compiler.repetition.unfold import Joint, Repeat
 from zerograph.compiler.rewrite import rewrite
-from zerograph.compiler.segments import Callee
 from zerograph.compiler.shard_inputs import take_local_shards
-from zerograph.compiler.simplify import simplified
 from zerograph.compiler.torch_private import (
     as_when_called,
     ends_at_graph_break,
@@ -40,14 +41,13 @@ from zerograph.compiler.torch_private import (
     split_by_minimum_cut,
     trace_and_split,
 )
-from zerograph.compiler.unfold import Joint, Repeat
 from zerograph.compiler.whole_parameters import compute_with_whole, explaining_mixtures
 from zerograph.core.garbage import without_gc
 from zerograph.graph.layers import name_model
 from zerograph.graph.nodes import Pair
 from zerograph.graph.ops import REDUCE_GRAD
 from zerograph.passes import Kind
-from zerograph.runtime.executor import Executor
+from zerograph.runtime.executor.executor import Executor
 
 log = logging.getLogger(__name__)
 never_fold(REDUCE_GRAD)  # a gradient that is the same everywhere is reduced like any other

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from zerograph.compiler.compilation import Compilation, Plain
+from zerograph.compiler.repetition.unfold import Repeat
 from zerograph.compiler.torch_private import traced_code
-from zerograph.compiler.unfold import Repeat
+from zerograph.core.files.planfile import PassRecord
 from zerograph.core.plan import Plan
-from zerograph.core.planfile import PassRecord
 from zerograph.core.program import Program
 from zerograph.core.step import Step
-from zerograph.runtime.executor import Runtime
+from zerograph.runtime.executor.executor import Runtime
 
 
 @dataclass(slots=True, eq=False)

@@ -39,12 +39,12 @@ from zerograph.compiler.torch_private import (
     vector_instructions,
     with_wrappers,
 )
+from zerograph.core.files.planfile import PassRecord
+from zerograph.core.files.private_folder import PrivateFolder
 from zerograph.core.plan import Plan
-from zerograph.core.planfile import PassRecord
-from zerograph.core.private_folder import PrivateFolder
 from zerograph.core.program import Compute, Program
 from zerograph.core.step import Step
-from zerograph.runtime.executor import Executor
+from zerograph.runtime.executor.executor import Executor
 
 log = logging.getLogger(__name__)
 

@@ -31,17 +31,17 @@ from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Plan
 from zerograph.core.step import Param, Step
 from zerograph.core.units import format_bytes, format_seconds
 from zerograph.planner import plan_step, refuse_world_size, replay
-from zerograph.planner.check import require_plan
-from zerograph.planner.estimate import RESERVE
-from zerograph.planner.infeasible import infeasible
-from zerograph.planner.liveness import Graph
-from zerograph.planner.loss import head_of, in_loss_tiles
-from zerograph.planner.offloaded import offloaded
-from zerograph.planner.placement import Shards, kept_on
-from zerograph.planner.replay import restricted_to_step
-from zerograph.planner.search import Search, Wish
-from zerograph.planner.tiling import in_loops, refuse_unknown, tiles_wanted
-from zerograph.planner.token_tiles import in_token_tiles
+from zerograph.planner.build.placement import Shards, kept_on
+from zerograph.planner.estimate.estimate import RESERVE
+from zerograph.planner.explain.check import require_plan
+from zerograph.planner.explain.infeasible import infeasible
+from zerograph.planner.explain.replay import restricted_to_step
+from zerograph.planner.profile.liveness import Graph
+from zerograph.planner.profile.loss import head_of, in_loss_tiles
+from zerograph.planner.profile.offloaded import offloaded
+from zerograph.planner.profile.tiling import in_loops, refuse_unknown, tiles_wanted
+from zerograph.planner.profile.token_tiles import in_token_tiles
+from zerograph.planner.search.search import Search, Wish
 from zerograph.runtime.buffers import dtype_name
 
 log = logging.getLogger(__name__)

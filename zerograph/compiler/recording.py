@@ -20,6 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from zerograph.compiler.frame import Frame
 from zerograph.compiler.report import RecordedStep
 from zerograph.core.errors import ZeroGraphError
+from zerograph.core.files.runfile import Measured, Run
 from zerograph.core.machine import Machine
 from zerograph.core.param_bytes import kept_states
 from zerograph.core.plan import Plan
@@ -37,11 +38,10 @@ from zerograph.core.program import (
     WaitGather,
     WaitReduce,
 )
-from zerograph.core.runfile import Measured, Run
 from zerograph.core.timeline import Forecast, Peak, Span, Stream
-from zerograph.planner.forecasts import ProgramForecast, forecast_programs, update_program
-from zerograph.runtime.shards import ShardStore
-from zerograph.runtime.telemetry import LABEL
+from zerograph.planner.build.forecasts import ProgramForecast, forecast_programs, update_program
+from zerograph.runtime.executor.telemetry import LABEL
+from zerograph.runtime.homes.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor
 
 NOT_COUNTED = (

@@ -7,7 +7,7 @@ import logging
 from torch import fx
 
 from zerograph.compiler.frame import Frame
-from zerograph.core.planfile import PassRecord, graph_diff
+from zerograph.core.files.planfile import PassRecord, graph_diff
 from zerograph.graph.nodes import Pair
 from zerograph.passes import PIPELINE, Stage
 

@@ -381,7 +381,7 @@ def _replayed(options: dict[str, Any]) -> dict[str, Any]:
             f"{', '.join(beside)} given beside plan={os.fspath(path)!r}, which decides that",
             f"leave {'it' if len(beside) == 1 else 'them'} out, or give them to `zerograph plan` and replay its file",
         )
-    from zerograph.core.files import read_plan  # late: few replay a plan
+    from zerograph.core.files.reading import read_plan  # late: few replay a plan
 
     file = read_plan(Path(path))
     plan, unexecuted = file.plan, file.unexecuted

@@ -252,7 +252,7 @@ class Step:
     """Forward and, when training, backward of one frame and the optimizer's update, in execution order.
 
     Attributes:
-        ops: updates are one per trainable parameter, see :mod:`zerograph.planner.optimizer`.
+        ops: updates are one per trainable parameter, see :mod:`zerograph.planner.profile.optimizer`.
         params: in order of first use in the forward.
         training: whether a backward follows.
         outputs: values that the forward returns to the user.

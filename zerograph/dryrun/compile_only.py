@@ -22,8 +22,8 @@ from zerograph.compiler.compilation import Compilation, Plain
 from zerograph.compiler.driver import compile_joint, plan_joint, trace
 from zerograph.compiler.frame import Frame, traced_function
 from zerograph.compiler.frame_plan import Planner, plain
-from zerograph.compiler.segments import SegmentCache
-from zerograph.compiler.unfold import Joint, Repeat
+from zerograph.compiler.lowering.segments import SegmentCache
+from zerograph.compiler.repetition.unfold import Joint, Repeat
 from zerograph.core.config import Config
 from zerograph.core.errors import UnsupportedError, ZeroGraphError
 from zerograph.core.garbage import without_gc

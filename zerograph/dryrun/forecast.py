@@ -9,18 +9,18 @@ from typing import Any, Literal
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.executable import Executable
+from zerograph.core.files.planfile import PlanFile
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import Offload
-from zerograph.core.planfile import PlanFile
 from zerograph.core.step import Dimension, Step
 from zerograph.dryrun.compile_only import Compiled, compile_only
-from zerograph.planner.estimate import RESERVE
-from zerograph.planner.forecasts import forecast_programs
-from zerograph.planner.homes import open_homes, open_tiers
-from zerograph.planner.plan_file import file_from_sketch
-from zerograph.planner.rates import Rates
-from zerograph.planner.reasons import reasons
-from zerograph.planner.search import Wish
+from zerograph.planner.build.forecasts import forecast_programs
+from zerograph.planner.build.homes import open_homes, open_tiers
+from zerograph.planner.build.rates import Rates
+from zerograph.planner.estimate.estimate import RESERVE
+from zerograph.planner.explain.plan_file import file_from_sketch
+from zerograph.planner.explain.reasons import reasons
+from zerograph.planner.search.search import Wish
 
 ATTEMPTS = 8
 """Plans that are compiled in search of one whose programs hold no more than they may, after the first."""
@@ -57,7 +57,8 @@ def plan_file(
             at any stage, and inputs that the model brings are resized.
         memory: bytes of the device that a search may fill: then the plan is searched at any stage, for what the
             options leave open.
-        offload, tier: as in :class:`~zerograph.planner.search.Wish`. Unless it is "none", the plan is searched over
+        offload, tier: as in :class:`~zerograph.planner.search.search.Wish`. Unless it is "none", the plan is searched
+        over
             all tiers of ``machine``, and forecast from its schedule: no program can be lowered for it yet.
         fold: see :func:`zerograph.dryrun.compile_only.compile_only`.
         options: further arguments of :func:`zerograph.backend`. At stage "auto" the plan fills ``machine``'s memory.

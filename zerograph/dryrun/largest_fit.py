@@ -8,21 +8,21 @@ from typing import Any, Literal
 
 from zerograph.core.config import Config
 from zerograph.core.errors import InfeasibleError, UnsupportedError
+from zerograph.core.files.planfile import PlanFile
 from zerograph.core.garbage import without_gc
 from zerograph.core.machine import Machine, Tier
 from zerograph.core.plan import Offload
-from zerograph.core.planfile import PlanFile
 from zerograph.core.step import Dimension, Step
 from zerograph.core.units import format_bytes
 from zerograph.dryrun.compile_only import Compiled, compile_only
 from zerograph.dryrun.forecast import forecast_file, movable, refuse_offload, torch_compute_dtype
 from zerograph.dryrun.traced_steps import Steps
-from zerograph.planner.estimate import RESERVE
-from zerograph.planner.infeasible import infeasible
-from zerograph.planner.largest_size import MOST, Budget, LargestSize, fullest, largest_size
-from zerograph.planner.plan_file import file_from_sketch
-from zerograph.planner.search import Search, Wish
-from zerograph.planner.space import Candidate
+from zerograph.planner.estimate.estimate import RESERVE
+from zerograph.planner.explain.infeasible import infeasible
+from zerograph.planner.explain.plan_file import file_from_sketch
+from zerograph.planner.search.largest_size import MOST, Budget, LargestSize, fullest, largest_size
+from zerograph.planner.search.search import Search, Wish
+from zerograph.planner.search.space import Candidate
 
 ATTEMPTS = 4
 """Sizes whose programs are compiled: they may turn out to hold more than the step told, a few percent where they do."""

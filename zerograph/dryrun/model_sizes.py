@@ -9,8 +9,8 @@ from torch import nn
 
 from zerograph.core.errors import UnsupportedError
 from zerograph.dryrun.compile_only import on_meta
-from zerograph.planner.shapes import size_of_shapes
-from zerograph.planner.sizes import ModelSize
+from zerograph.planner.estimate.shapes import size_of_shapes
+from zerograph.planner.estimate.sizes import ModelSize
 
 HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "heads")
 """The names by which attention modules, and the configs that they hold, have the number of their heads."""

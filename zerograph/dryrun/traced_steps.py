@@ -15,7 +15,7 @@ from zerograph.core.errors import SizeError, UnsupportedError
 from zerograph.core.step import Dimension, Step
 from zerograph.dryrun.compile_only import Compiled, compile_only, on_meta
 from zerograph.dryrun.inputs import arguments, sizes_of
-from zerograph.planner.interpolate import MOST_POINTS, POINTS, interpolated, outline
+from zerograph.planner.profile.interpolate import MOST_POINTS, POINTS, interpolated, outline
 
 log = logging.getLogger(__name__)
 

@@ -15,18 +15,18 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zerograph.core.errors import ShardingError, UnsupportedError, ZeroGraphError
+from zerograph.optim.algorithms.stock import make_states
 from zerograph.optim.clip import is_split
 from zerograph.optim.host import HostOptimizer
 from zerograph.optim.overlap import EarlySteps, overlapping
-from zerograph.optim.stock import make_states
 from zerograph.optim.torch_private import register_failed_step_hook
 from zerograph.runtime import delayed
-from zerograph.runtime.comm import Communicator
-from zerograph.runtime.entry import reason_of
-from zerograph.runtime.hold import GradientHold
-from zerograph.runtime.residency import StepCount
-from zerograph.runtime.shards import ShardStore
-from zerograph.runtime.telemetry import Telemetry
+from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.comm.entry import reason_of
+from zerograph.runtime.executor.hold import GradientHold
+from zerograph.runtime.executor.residency import StepCount
+from zerograph.runtime.executor.telemetry import Telemetry
+from zerograph.runtime.homes.shards import ShardStore
 
 _NOT_ELEMENTWISE = {
     "LBFGS": "it works on the dot products of whole gradients",

@@ -16,7 +16,7 @@ from zerograph import _core
 from zerograph.core.arguments import number, require, require_flag
 from zerograph.core.errors import UnsupportedError
 from zerograph.optim.tensors import is_dense, on_gpu, on_host, pieces, sum_of
-from zerograph.runtime import late_gradients
+from zerograph.runtime.executor import late_gradients
 from zerograph.runtime.torch_private import local_tensor
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from zerograph.optim.parts import Row
 from zerograph.optim.torch_private import tell_failed_step
 from zerograph.optim.update import PendingUpdate
 from zerograph.runtime import delayed
-from zerograph.runtime.background import Background
-from zerograph.runtime.entry import reason_of
+from zerograph.runtime.comm.entry import reason_of
+from zerograph.runtime.homes.background import Background
 
 
 class DelayedSteps(StepsOf):

@@ -37,11 +37,11 @@ from zerograph.optim.stream import Stored, Stream
 from zerograph.optim.tensors import TAGS, Gradients, GroupLayout, sum_of, uses_kernels
 from zerograph.optim.torch_private import hooked_step, tell_failed_step
 from zerograph.optim.update import PendingUpdate
-from zerograph.runtime.blocks import Place
-from zerograph.runtime.comm import Communicator, sum_over_ranks
-from zerograph.runtime.early import Arrival
-from zerograph.runtime.residency import StepCount
-from zerograph.runtime.shards import ShardStore
+from zerograph.runtime.comm.collectives import Communicator, sum_over_ranks
+from zerograph.runtime.executor.early import Arrival
+from zerograph.runtime.executor.residency import StepCount
+from zerograph.runtime.homes.blocks import Place
+from zerograph.runtime.homes.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor, placed_as
 
 log = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ from zerograph.core.slots import SLOTS
 from zerograph.optim.parts import Member, Part, flat
 from zerograph.optim.ring import through_slots
 from zerograph.optim.tensors import TAGS, Gradients
-from zerograph.runtime.entry import reason_of
-from zerograph.runtime.host import Transfer
-from zerograph.runtime.shards import ShardStore
+from zerograph.runtime.comm.entry import reason_of
+from zerograph.runtime.homes.host import Transfer
+from zerograph.runtime.homes.shards import ShardStore
 
 _APART = 256
 """Bytes: what is in a slot begins at multiples, where vector loads are aligned."""

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from zerograph.core.errors import ShardingError
 from zerograph.optim.clip import is_split, order_of_norm, power_sums
-from zerograph.runtime import delayed, late_gradients
+from zerograph.runtime import delayed
+from zerograph.runtime.executor import late_gradients
 from zerograph.runtime.torch_private import local_tensor
 from zerograph.sharding.adopt import model_given
 

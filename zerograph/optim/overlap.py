@@ -17,13 +17,13 @@ from zerograph.optim.owner import Owner, StepsOf
 from zerograph.optim.parts import Row
 from zerograph.optim.torch_private import tell_failed_step
 from zerograph.optim.update import PendingUpdate
-from zerograph.runtime.early import Arrival
-from zerograph.runtime.entry import reason_of
+from zerograph.runtime.comm.entry import reason_of
+from zerograph.runtime.executor.early import Arrival
 from zerograph.runtime.torch_private import local_tensor
 
 
 class EarlySteps(StepsOf):
-    """An :class:`~zerograph.runtime.early.Updater`.
+    """An :class:`~zerograph.runtime.executor.early.Updater`.
 
     Attributes:
         updated: by ``id``, the parameters that backwards have updated since the last step.

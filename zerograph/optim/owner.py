@@ -12,9 +12,9 @@ from zerograph.optim.factor import Factor
 from zerograph.optim.parts import Row
 from zerograph.optim.tensors import GroupLayout
 from zerograph.optim.update import PendingUpdate
-from zerograph.runtime.early import Arrival
-from zerograph.runtime.residency import StepCount
-from zerograph.runtime.shards import ShardStore
+from zerograph.runtime.executor.early import Arrival
+from zerograph.runtime.executor.residency import StepCount
+from zerograph.runtime.homes.shards import ShardStore
 from zerograph.runtime.torch_private import versions
 
 

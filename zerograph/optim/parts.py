@@ -13,8 +13,8 @@ from torch import Tensor
 
 from zerograph import _core
 from zerograph.optim.tensors import NOTHING, TAGS, Gradients, GroupLayout, uses_kernels
-from zerograph.runtime.blocks import Place
-from zerograph.runtime.shards import ShardStore
+from zerograph.runtime.homes.blocks import Place
+from zerograph.runtime.homes.shards import ShardStore
 
 
 @dataclass(slots=True)

@@ -26,12 +26,12 @@ from zerograph.core.slots import SLOTS
 from zerograph.optim.parts import Member, Part, address, flat
 from zerograph.optim.ring import through_slots
 from zerograph.optim.tensors import TAGS, Gradients
-from zerograph.runtime.blocks import UNIT, Block, Place
-from zerograph.runtime.entry import reason_of
-from zerograph.runtime.extents import Extent
-from zerograph.runtime.host import Transfer
-from zerograph.runtime.nvme import Priority, Ticket
-from zerograph.runtime.shards import COPY, GRADIENT, PARAMETER, ShardStore
+from zerograph.runtime.comm.entry import reason_of
+from zerograph.runtime.homes.blocks import UNIT, Block, Place
+from zerograph.runtime.homes.extents import Extent
+from zerograph.runtime.homes.host import Transfer
+from zerograph.runtime.homes.nvme import Priority, Ticket
+from zerograph.runtime.homes.shards import COPY, GRADIENT, PARAMETER, ShardStore
 
 
 class Stored(NamedTuple):

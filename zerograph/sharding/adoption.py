@@ -17,7 +17,7 @@ from zerograph.compiler.torch_private import traced_code
 from zerograph.core.config import Config
 from zerograph.core.errors import ShardingError, UnsupportedError
 from zerograph.core.plan import Plan
-from zerograph.runtime.uncompiled import UncompiledReads
+from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.sharding import adopt
 from zerograph.sharding.forward import has_opened
 from zerograph.sharding.gathered import is_open

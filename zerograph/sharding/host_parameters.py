@@ -11,8 +11,8 @@ from zerograph.compiler.frame_plan import homes_of
 from zerograph.core.config import Config
 from zerograph.core.placement import Unplanned, values_tier
 from zerograph.core.plan import Homes, Plan
-from zerograph.runtime.host import HostMemory
-from zerograph.runtime.hosted import home_for
+from zerograph.runtime.homes.host import HostMemory
+from zerograph.runtime.homes.hosted import home_for
 from zerograph.runtime.torch_private import local_tensor, placed_as
 
 

@@ -17,12 +17,12 @@ from zerograph.core.plan import Param
 from zerograph.graph import ops
 from zerograph.graph.torch_private import resolve_group, skip_frame
 from zerograph.runtime.buffers import dtype_name
-from zerograph.runtime.comm import connect
-from zerograph.runtime.hold import GradientHold
-from zerograph.runtime.meeting import Meeting
-from zerograph.runtime.residency import StepCount
+from zerograph.runtime.comm.collectives import connect
+from zerograph.runtime.comm.meeting import Meeting
+from zerograph.runtime.executor.hold import GradientHold
+from zerograph.runtime.executor.residency import StepCount
+from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.runtime.torch_private import backend_name
-from zerograph.runtime.uncompiled import UncompiledReads
 
 _OF_GROUPS: dict[str, tuple[dist.ProcessGroup, UncompiledReads]] = {}
 # Operators get constants: of a group they know the name.

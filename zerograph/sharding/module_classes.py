@@ -25,8 +25,8 @@ from zerograph.core.errors import ShardingError, UnsupportedError
 from zerograph.graph.ops import UNSHARD
 from zerograph.graph.torch_private import skip_frame
 from zerograph.runtime import delayed
+from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.runtime.torch_private import local_tensor
-from zerograph.runtime.uncompiled import UncompiledReads
 from zerograph.sharding.adopt import move_to_one_mesh, skip_getters
 from zerograph.sharding.foreign_code import explained_methods
 from zerograph.sharding.forward import before_reading, count_own_forward, counting, inside

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from zerograph.core.config import Config
 from zerograph.core.errors import UnsupportedError
 from zerograph.core.units import format_bytes
-from zerograph.runtime.host import HostMemory
-from zerograph.runtime.uncompiled import UncompiledReads
+from zerograph.runtime.executor.uncompiled import UncompiledReads
+from zerograph.runtime.homes.host import HostMemory
 from zerograph.sharding.adopt import modules_holding, replace_everywhere
 from zerograph.sharding.forward import count_running_call
 from zerograph.sharding.host_parameters import homes_by_name, is_outward_there, moved

@@ -15,12 +15,12 @@ from zerograph.compiler.agreement import Agreement
 from zerograph.core.arguments import require
 from zerograph.core.config import Config
 from zerograph.core.errors import ConfigError
-from zerograph.runtime.comm import Communicator, LoneCommunicator, connect, keeps_to_group
-from zerograph.runtime.host import AcceleratorHost, HostMemory
-from zerograph.runtime.roster import Roster
+from zerograph.runtime.comm.collectives import Communicator, LoneCommunicator, connect, keeps_to_group
+from zerograph.runtime.comm.roster import Roster
+from zerograph.runtime.homes.host import AcceleratorHost, HostMemory
 from zerograph.runtime.torch_private import reach_host
 from zerograph.sharding.adopt import one_mesh
-from zerograph.sharding.checkpoint_folders import watch_checkpoints
+from zerograph.sharding.files.checkpoint_folders import watch_checkpoints
 from zerograph.sharding.foreign_code import explain_shards
 from zerograph.sharding.grad_scaler import find_inf_on_all_ranks
 from zerograph.sharding.shards import default_group

@@ -13,7 +13,7 @@ from zerograph.core.plan import Param
 from zerograph.core.tracebacks import running_line
 from zerograph.graph.ops import UNSHARD
 from zerograph.runtime import delayed
-from zerograph.runtime.uncompiled import UncompiledReads
+from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.sharding.markers import reads_of_group
 from zerograph.sharding.spec import ShardSpec
 

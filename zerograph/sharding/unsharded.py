@@ -4,7 +4,7 @@ A loop over experts that leaves out those without tokens breaks the graph in a l
 rank reads the weights of other experts. At these stages a step has parameters whole on every rank, so nothing need be
 gathered where it is read. All ranks call the module, and when it is called its parameters are gathered, all that it and
 its children own. Inside of its forward these are plain full tensors, in code that Dynamo compiles there too. Their
-gradients are reduced together when the backward ends (:mod:`~zerograph.runtime.late_gradients`).
+gradients are reduced together when the backward ends (:mod:`~zerograph.runtime.executor.late_gradients`).
 
 Which module that is, is known once something in it is read or called that would not be if its code were compiled: the
 outermost forward that runs uncompiled then. A rank that reads nothing of it takes part when the forward ends.
@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from zerograph.core.plan import Param
 from zerograph.core.units import format_bytes
 from zerograph.runtime import delayed
+from zerograph.runtime.executor.uncompiled import UncompiledReads
 from zerograph.runtime.torch_private import local_tensor
-from zerograph.runtime.uncompiled import UncompiledReads
 from zerograph.sharding.spec import ShardSpec
 from zerograph.sharding.torch_private import (
     code_of,

@@ -11,7 +11,7 @@ import pytest
 from plans import beside, plan_file
 
 from zerograph.cli.export import dot
-from zerograph.core.planfile import PlanFile
+from zerograph.core.files.planfile import PlanFile
 
 
 def waits(file: PlanFile) -> set[tuple[str, str]]:

@@ -17,8 +17,8 @@ from overlaps import overlapping_labels
 from plans import MIB, Task, beside, plan_file, play
 
 from zerograph.cli.export import html
-from zerograph.core.planfile import Holding, PlanFile
-from zerograph.core.runfile import Beside
+from zerograph.core.files.planfile import Holding, PlanFile
+from zerograph.core.files.runfile import Beside
 from zerograph.core.timeline import Forecast, Span
 
 SIZE = {"width": 1280, "height": 900}

@@ -15,7 +15,7 @@ import pytest
 from plans import plan_file
 
 from zerograph.cli.export import memory_viz
-from zerograph.core.planfile import Holding
+from zerograph.core.files.planfile import Holding
 
 READABLE = {
     *("PROTO", "FRAME", "STOP", "MEMOIZE", "MARK", "APPEND", "APPENDS", "SETITEM", "SETITEMS", "EMPTY_DICT"),

@@ -12,7 +12,7 @@ from plans import plan_file
 
 from zerograph.cli.export.labels import picture_seconds
 from zerograph.cli.export.modules import module_tree, most_held
-from zerograph.core.planfile import Holding
+from zerograph.core.files.planfile import Holding
 
 
 def test_repeated_layers_are_one_row() -> None:

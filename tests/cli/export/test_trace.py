@@ -12,7 +12,7 @@ import pytest
 from plans import beside, plan_file
 
 from zerograph.cli.export import trace
-from zerograph.core.planfile import PlanFile
+from zerograph.core.files.planfile import PlanFile
 
 
 def events(file: PlanFile, path: Path) -> dict[str, list[dict[str, Any]]]:

@@ -12,14 +12,14 @@ from plans import MIB, Task, plan_file, play
 from quick import examples
 
 from zerograph.cli.view.levels import levels
+from zerograph.core.files.planfile import Holding, PlanFile
 from zerograph.core.machine import TIERS, machine_named
 from zerograph.core.plan import Homes
-from zerograph.core.planfile import Holding, PlanFile
 from zerograph.core.timeline import STREAMS
-from zerograph.planner.forecasts import forecast_sketch
-from zerograph.planner.rates import Rates
-from zerograph.planner.rules import plan_step
-from zerograph.planner.schedule import Scheduler
+from zerograph.planner.build.forecasts import forecast_sketch
+from zerograph.planner.build.rates import Rates
+from zerograph.planner.build.rules import plan_step
+from zerograph.planner.build.schedule import Scheduler
 
 KINDS = ("param", "gathered", "activation", "gradient", "state", "temporary", "input")
 

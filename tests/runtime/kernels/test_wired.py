@@ -27,7 +27,7 @@ def _as_on_a_gpu() -> Iterator[None]:
         patch.setattr(kernels, "available", lambda device: True)
         for module in ("tensors", "parts", "host", "factor"):
             patch.setattr(f"zerograph.optim.{module}.uses_kernels", lambda local: False)
-        patch.setattr("zerograph.optim.adam.adam", None)  # torch's, which is not to be called
+        patch.setattr("zerograph.optim.algorithms.adam.adam", None)  # torch's, which is not to be called
         patch.setattr(torch, "_foreach_norm", None)
         yield
 
@@ -128,7 +128,7 @@ def _packed(world: int) -> None:
     import torch
 
     from zerograph.core.step import Param
-    from zerograph.runtime.packing import gradient_message, padded_shards
+    from zerograph.runtime.comm.packing import gradient_message, padded_shards
 
     cpu = torch.device("cpu")
     params = [

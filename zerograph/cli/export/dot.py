@@ -13,8 +13,8 @@ from typing import Any
 import networkx as nx
 
 from zerograph.cli.export.labels import STREAM_COLOURS, picture_seconds
-from zerograph.core.planfile import PlanFile
-from zerograph.core.runfile import Beside
+from zerograph.core.files.planfile import PlanFile
+from zerograph.core.files.runfile import Beside
 from zerograph.core.timeline import Forecast, Stream
 
 

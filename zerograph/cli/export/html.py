@@ -26,8 +26,8 @@ from zerograph.cli.export.labels import (
 from zerograph.cli.export.page_data import MEASURED, page_data
 from zerograph.cli.export.picture import peak_bytes
 from zerograph.cli.view.summary import of_peak
-from zerograph.core.planfile import PlanFile
-from zerograph.core.runfile import Beside
+from zerograph.core.files.planfile import PlanFile
+from zerograph.core.files.runfile import Beside
 from zerograph.core.units import format_bytes
 
 SCRIPTS = ("base.js", "view.js", "timeline.js", "instruction.js", "tables.js", "main.js")

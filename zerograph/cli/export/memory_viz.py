@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zerograph.core.files.planfile import Holding, PlanFile
 from zerograph.core.machine import TIERS
-from zerograph.core.planfile import Holding, PlanFile
 from zerograph.core.timeline import Span
 
 PROTOCOL = 4

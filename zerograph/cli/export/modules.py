@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from zerograph.core.planfile import Holding, PlanFile, Reason
+from zerograph.core.files.planfile import Holding, PlanFile, Reason
 from zerograph.core.timeline import COMMUNICATION, Span
 
 

@@ -19,9 +19,9 @@ from zerograph.cli.export.modules import Module, module_tree, most_held
 from zerograph.cli.export.picture import memory_top, peak_bytes, peak_time
 from zerograph.cli.view.levels import levels
 from zerograph.cli.view.moment import by_kind, moment
+from zerograph.core.files.planfile import PlanFile
+from zerograph.core.files.runfile import Beside
 from zerograph.core.machine import Tier
-from zerograph.core.planfile import PlanFile
-from zerograph.core.runfile import Beside
 from zerograph.core.timeline import Forecast
 
 NANOSECOND_DIGITS = 9

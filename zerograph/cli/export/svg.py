@@ -28,9 +28,9 @@ from zerograph.cli.export.picture import (
     peak_time,
     time_ticks,
 )
+from zerograph.core.files.planfile import PlanFile
+from zerograph.core.files.runfile import Beside
 from zerograph.core.machine import Tier
-from zerograph.core.planfile import PlanFile
-from zerograph.core.runfile import Beside
 from zerograph.core.timeline import Forecast, Stream
 from zerograph.core.units import format_bytes
 

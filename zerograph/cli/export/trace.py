@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from zerograph.cli.export.labels import STREAM_NAMES, TIER_NAMES, streams_used, tiers_used
-from zerograph.core.planfile import PlanFile
-from zerograph.core.runfile import Beside
+from zerograph.core.files.planfile import PlanFile
+from zerograph.core.files.runfile import Beside
 from zerograph.core.timeline import Forecast, Span, Stream
 
 Event = dict[str, Any]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields, replace
 from math import isclose
 
 from zerograph.cli.view.folding import fold_rows, folded_name, skeleton
+from zerograph.core.files.planfile import PlanFile
 from zerograph.core.machine import TIERS, Machine
 from zerograph.core.plan import Bucket, Plan, decided
-from zerograph.core.planfile import PlanFile
 from zerograph.core.step import Param
 from zerograph.core.timeline import STREAMS
 from zerograph.core.units import format_bytes, format_seconds

@@ -10,8 +10,8 @@ from typing import Literal, get_args
 
 from zerograph.cli.view.folding import Fold, fold_rows, interleaved, layer_or_name, skeleton
 from zerograph.cli.view.moment import START, Moment, by_kind, moment
+from zerograph.core.files.planfile import Holding, PlanFile
 from zerograph.core.machine import TIERS, Tier
-from zerograph.core.planfile import Holding, PlanFile
 from zerograph.core.timeline import Forecast, Span
 from zerograph.core.units import format_bytes
 

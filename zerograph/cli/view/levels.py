@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from itertools import accumulate
 
+from zerograph.core.files.planfile import PlanFile
 from zerograph.core.machine import Tier
-from zerograph.core.planfile import PlanFile
 
 
 def levels(file: PlanFile, tier: Tier) -> tuple[dict[str, list[int]], list[int]]:

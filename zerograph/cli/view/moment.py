@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from zerograph.core.errors import ConfigError
+from zerograph.core.files.planfile import Holding, PlanFile
 from zerograph.core.machine import TIERS, Tier
-from zerograph.core.planfile import Holding, PlanFile
 
 START = -1
 """Stands for the moment before the first task."""

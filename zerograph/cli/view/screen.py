@@ -7,8 +7,8 @@ import click
 from zerograph.cli.terminal import drawable, show_table, width
 from zerograph.cli.view import summary
 from zerograph.cli.view.drawing import BAR, BLOCKS
-from zerograph.core.planfile import PlanFile
-from zerograph.core.runfile import Beside
+from zerograph.core.files.planfile import PlanFile
+from zerograph.core.files.runfile import Beside
 
 NARROWEST, WIDEST = 16, 60
 BESIDE_SPARKLINE = 44

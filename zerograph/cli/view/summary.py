@@ -11,9 +11,9 @@ from zerograph.cli.view.drawing import ASCII_BAR, ASCII_BLOCKS, BAR, BLOCKS, bar
 from zerograph.cli.view.folding import short_source
 from zerograph.cli.view.groups import peak_moments
 from zerograph.cli.view.moment import START, Moment, by_kind
+from zerograph.core.files.planfile import PlanFile
+from zerograph.core.files.runfile import Beside
 from zerograph.core.machine import TIERS, Tier
-from zerograph.core.planfile import PlanFile
-from zerograph.core.runfile import Beside
 from zerograph.core.timeline import STREAMS, Forecast, Peak, Span
 from zerograph.core.units import format_bytes, format_seconds
 

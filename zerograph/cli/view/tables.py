@@ -10,8 +10,8 @@ from zerograph.cli.terminal import Cell
 from zerograph.cli.view.folding import Fold, fold_rows, folded_name, interleaved, short_source
 from zerograph.cli.view.groups import By, Group, largest_rows
 from zerograph.cli.view.moment import START, Moment
+from zerograph.core.files.planfile import Holding, PlanFile
 from zerograph.core.machine import TIERS, Tier
-from zerograph.core.planfile import Holding, PlanFile
 from zerograph.core.units import format_bytes, format_seconds
 
 _WHY = {"tier": "what it holds"}

@@ -1,0 +1,470 @@
+"""Collectives of whole buckets over one process group.
+
+A communicator starts and finishes two operations: gathering shards into full parameters, and averaging full gradients
+into shards (parameters that every rank holds whole are all-reduced). Every rank must issue the same operations on the
+same parameters in the same order; programs see to that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from math import prod
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerograph.core.errors import ConfigError, RankError
+from zerograph.core.plan import Param
+from zerograph.runtime.buffers import Full, allocate_full, torch_dtype
+from zerograph.runtime.comm.entry import Entry, describe_difference, reason_of, sequence_of
+from zerograph.runtime.comm.meeting import Meeting
+from zerograph.runtime.comm.packing import gradient_message, padded_shards
+from zerograph.runtime.comm.waiting import Wait
+from zerograph.runtime.torch_private import backend_name, coalescing, gloo_group, second_group
+
+# Renamed in torch 2.13, which warns about the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Communicator(Protocol):
+    """The transport, as the executor needs it. :mod:`zerograph.runtime.comm.meeting` recovers from errors."""
+
+    name: str
+    rank: int
+    world_size: int
+    steps: int
+    """Optimizer steps, as told at the last entry."""
+
+    @property
+    def meeting(self) -> Meeting | None:
+        """How ranks meet after an error; None where they are simulated."""
+
+    @property
+    def generation(self) -> int:
+        """Counts the errors that ranks have recovered from."""
+
+    def trim(self) -> None:
+        """Let go of memory that is kept to be used again."""
+
+    def rejoin(self) -> None:
+        """Meet the other ranks after an error, if there was one: before a program is entered, or compiled.
+
+        Raises:
+            RankError: another rank does not come.
+        """
+
+    def enter(self, entry: Entry, *, compared: bool = False) -> None:
+        """This rank begins a program with collectives; after an error, once all ranks do.
+
+        Args:
+            compared: whether it is compared with what the others begin also where that waits for the device.
+
+        Raises:
+            RankError: another rank failed, or does not come.
+            CollectiveMismatch: another rank begins another program, or has taken more or fewer optimizer steps.
+        """
+
+    def leave(self) -> None:
+        """Wait until all ranks have come to the end of the program they entered.
+
+        Raises:
+            RankError: another rank failed in it.
+        """
+
+    def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> Any:
+        """Begin to gather ``shards`` (this rank's rows, maybe none); returns what :meth:`finish_gather` takes."""
+
+    def finish_gather(self, pending: Any) -> list[Tensor]:
+        """The full parameters, in compute dtype, contiguous."""
+
+    def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> Any:
+        """Begin to average full gradients; they may not change before :meth:`finish_reduce`."""
+
+    def finish_reduce(self, pending: Any) -> list[Tensor]:
+        """This rank's rows of the averaged gradients, in the shard's dtype."""
+
+    def abort(self, reason: str) -> None:
+        """This rank failed: let the others fail too, and meet them at the next program."""
+
+
+@contextlib.contextmanager
+def together(comm: Communicator, entry: Entry) -> Iterator[None]:
+    """Enter and leave around the collectives of a block; an error in it is one on all ranks."""
+    try:
+        comm.enter(entry)
+        yield
+        comm.leave()
+    except BaseException as error:
+        comm.abort(reason_of(error))
+        raise
+
+
+def sum_over_ranks(comm: Communicator, value: Tensor, program: str) -> Tensor:
+    """Sum of a number over the ranks, who all call this: a ``program`` of its own, so they hear of one that failed.
+
+    Every rank adds up all values in the order of ranks, in float64, so all have the same sum.
+    """
+    double = "float64"
+    param = Param(f"a number of the {program}", (comm.world_size,), double, double, double, False, True)
+    with together(comm, Entry(program, sequence_of([param.name]), comm.steps)):
+        (values,) = comm.finish_gather(comm.start_gather([param], [value.double().reshape(1)]))
+    return values.sum()
+
+
+class LoneCommunicator:
+    """The transport of a lone rank: its shards are whole, so that a gather casts them at most."""
+
+    name, rank, world_size, steps, generation = "no communication", 0, 1, 0, 0
+    meeting = None
+
+    def trim(self) -> None:
+        """There is none."""
+
+    def rejoin(self) -> None:
+        """There is nobody."""
+
+    def enter(self, entry: Entry, *, compared: bool = False) -> None:
+        """There is nobody to agree with."""
+        self.steps = entry.steps
+
+    def leave(self) -> None:
+        """There is nobody to wait for."""
+
+    def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> list[Tensor]:
+        """See :class:`Communicator`."""
+        return [
+            shard.detach().to(torch_dtype(p.compute_dtype)).contiguous()
+            for p, shard in zip(params, shards, strict=True)
+        ]
+
+    def finish_gather(self, pending: list[Tensor]) -> list[Tensor]:
+        """See :class:`Communicator`."""
+        return pending
+
+    def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor]:
+        """See :class:`Communicator`."""
+        return [
+            grad.to(torch_dtype(p.reduce_dtype)).to(torch_dtype(p.dtype)) for p, grad in zip(params, grads, strict=True)
+        ]
+
+    def finish_reduce(self, pending: list[Tensor]) -> list[Tensor]:
+        """See :class:`Communicator`."""
+        return pending
+
+    def abort(self, reason: str) -> None:
+        """There is nobody to tell."""
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A collective under way; without its work once that has ended, or was given up.
+
+    Nothing else may hold the work: tracebacks of caught errors keep local variables.
+    """
+
+    work: dist.Work | None
+
+
+@dataclass(slots=True)
+class _PendingGather:
+    params: Sequence[Param]
+    full: Full
+    works: list[_Flight]
+    received: list[Tensor] = field(default_factory=list)
+    sent: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _PendingReduce:
+    params: Sequence[Param]
+    results: list[Tensor]
+    works: list[_Flight]
+    kept: list[Tensor]
+
+
+class GroupCommunicator:
+    """Collectives of ``torch.distributed``: NCCL, gloo, or any other backend.
+
+    On NCCL the all-gathers of a bucket are coalesced into one launch and write straight into the full parameters;
+    elsewhere a bucket travels as one flat message and is copied out. An NCCL group runs its collectives on one stream
+    of its own, so reductions get a second group: they overlap gathers as well as compute.
+
+    After an error on gloo ranks go on with new connections: what was begun on the old ones and never finished would
+    else meet later messages. They are ZeroGraph's own from the start, so the user's group is as it was.
+
+    On NCCL an operation in flight cannot be taken back, and comparing would wait for the device. Ranks that all raise
+    at the same instruction have enqueued the same operations, and go on as if nothing was. A rank cannot know that of
+    the others, so after an error the next program begins when all have told, through the store, how many operations
+    they have enqueued; if these differ, every rank that failed raises, then and at every later program. A rank that
+    did not fail waits on its device, which NCCL's own watchdog ends after the group's timeout.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, meeting: Meeting | None = None) -> None:
+        self.group, self.device, self.meeting = group, device, meeting
+        self._enqueued = 0  # collectives so far
+        self._lost = ""  # why this rank can never meet the others again
+        self._doing, self.steps = "", 0
+        self._flying: set[_Flight] = set()
+        self._connected = 0  # the generation of the connections
+        self.reduce_group = group
+        if backend_name(group, device) == "nccl" and group.size() > 1:
+            self.reduce_group = second_group(group, device)
+        self.name = f"torch.distributed ({backend_name(group, device)})"
+        self.rank, self.world_size = group.rank(), group.size()
+        self.coalesces = backend_name(group, device) == "nccl"
+        self.compares = meeting is not None and backend_name(group, device) == "gloo"
+        if self.compares:
+            self._connect()
+
+    def _connect(self) -> None:
+        """Connections between the ranks for this generation."""
+        assert self.meeting is not None
+        self._connected = self.meeting.generation  # even if it fails: nobody connects twice in a generation
+        store = dist.PrefixStore(f"gloo/{self.meeting.generation}", self.meeting.store.raw)
+        timeout = timedelta(seconds=self.meeting.timeout)
+        self.group = self.reduce_group = gloo_group(store, self.rank, self.world_size, timeout, self.device)
+
+    @property
+    def generation(self) -> int:
+        """See :class:`Communicator`."""
+        return self.meeting.generation if self.meeting is not None else 0
+
+    def trim(self) -> None:
+        """There is none."""
+
+    def enter(self, entry: Entry, *, compared: bool = False) -> None:
+        """Compare with the other ranks, on gloo; on NCCL that would wait for the device. See :class:`Communicator`."""
+        self.rejoin()
+        self.steps = entry.steps
+        if self.meeting is None or not (self.compares or compared):
+            return
+        self._doing = f"in the {entry.program}"
+        self.meeting.programs += 1
+        device = torch.device("cpu") if self.compares else self.device
+        everyone = torch.empty(self.world_size, 2, dtype=torch.int64, device=device)
+        mine = torch.tensor([[entry.sequence, entry.steps]], device=device)
+        self._wait(self._fly(_all_gather(everyone, mine, group=self.group, async_op=True)))
+        found = everyone.tolist()
+        if all(theirs == found[self.rank] for theirs in found):
+            return
+        told = [Entry.from_json(text) for text in self._told("entered", entry.to_json())]
+        rank = next(rank for rank, theirs in enumerate(told) if theirs != entry)
+        raise describe_difference(entry, rank, told[rank], self.rank)
+
+    def _told(self, key: str, mine: str) -> list[str]:
+        """The texts of all ranks under ``key``, after an exchange that they all have seen differ."""
+        assert self.meeting is not None
+        name = f"{self.generation}/{key}"
+        self.meeting.store.set(f"{name}/{self.rank}", mine)
+        keys = {rank: f"{name}/{rank}" for rank in range(self.world_size)}
+        self.meeting.wait(keys, "to learn what other ranks run", heed=False)
+        return [self.meeting.store.get(key) for key in keys.values()]
+
+    def rejoin(self) -> None:
+        """See :class:`Communicator`."""
+        meeting = self.meeting
+        if meeting is None:
+            return
+        if meeting.failed:
+            self._meet(meeting)
+        self._follow(meeting)
+
+    def _follow(self, meeting: Meeting) -> None:
+        """Connect in the meeting's generation, which a Ctrl-C after ranks met may have kept this one from."""
+        if self.compares and self._connected != meeting.generation:
+            # Closes the old connections on the ranks that have begun least, which ends what the others still wait for.
+            # A work keeps them open, and tracebacks of caught errors keep everything else.
+            for flight in self._flying:
+                flight.work = None
+            self._flying.clear()
+            self._connect()
+
+    def _meet(self, meeting: Meeting) -> None:
+        if self._lost:
+            raise RankError(self._lost, "start all ranks again from a checkpoint")
+        if not self.compares:
+            found = self._told("enqueued", f"{self._enqueued} collectives begun, {self.steps} optimizer steps taken")
+            if len(set(found)) > 1:
+                places = "; ".join(f"rank {rank}: {place}" for rank, place in enumerate(found))
+                self._lost = f"ranks failed at different places and cannot go on together ({places})"
+                raise RankError(self._lost, "start all ranks again from a checkpoint")
+        meeting.meet()
+
+    def leave(self) -> None:
+        """See :class:`Communicator`; on NCCL that would wait for the device."""
+        if self.compares:
+            everyone = torch.empty(self.world_size, dtype=torch.int64)
+            mine = torch.zeros(1, dtype=torch.int64)
+            self._wait(self._fly(_all_gather(everyone, mine, group=self.group, async_op=True)))
+
+    def _fly(self, work: Any) -> _Flight:
+        flight = _Flight(work)
+        self._flying.add(flight)
+        return flight
+
+    def _wait(self, flight: _Flight) -> None:
+        """Wait for a collective, and on gloo see meanwhile whether a rank failed."""
+        assert flight.work is not None
+        if not self.compares:
+            flight.work.wait()
+        else:
+            assert self.meeting is not None
+            # gloo does not say which ranks have not come.
+            others = [rank for rank in range(self.world_size) if rank != self.rank]
+            with Wait(self.meeting, self._doing, lambda: others) as wait:
+                while not self._ends_soon(flight):
+                    wait.look()
+        self._flying.discard(flight)
+        flight.work = None
+
+    def _ends_soon(self, flight: _Flight) -> bool:
+        assert flight.work is not None
+        try:
+            flight.work.wait(_SLICE)
+        except RuntimeError as error:
+            # The slice of time is over. gloo raises for that as for a lost connection, but then the work has not ended.
+            if not flight.work.is_completed():
+                return False
+            assert self.meeting is not None
+            raise self.meeting.disconnected(self._doing, str(error).partition("\n")[0]) from error
+        return True
+
+    def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> _PendingGather:
+        """See :class:`Communicator`."""
+        full = allocate_full(params, self.world_size, self.device)
+        sends = padded_shards(params, shards, self.world_size, self.device)
+        self._enqueued += 1
+        if self.coalesces:
+            with coalescing(self.group) as manager:
+                for out, send in zip(full.padded, sends, strict=True):
+                    _all_gather(out, send, group=self.group, async_op=True)
+            # What is sent must stay alive until the collective has ended.
+            return _PendingGather(params, full, [self._fly(manager)], sent=sends)
+        # As bytes: the parameters of a bucket may have several dtypes, and travel in one message.
+        flat = torch.cat([s.view(torch.uint8) for s in sends])
+        received = flat.new_empty(self.world_size * flat.numel())
+        flight = self._fly(_all_gather(received, flat, group=self.group, async_op=True))
+        return _PendingGather(params, full, [flight], [received], [flat])
+
+    def finish_gather(self, pending: _PendingGather) -> list[Tensor]:
+        """See :class:`Communicator`."""
+        for work in pending.works:
+            self._wait(work)
+        for received in pending.received:
+            by_rank = received.view(self.world_size, -1)
+            offset = 0
+            for padded in pending.full.padded:
+                out = padded.view(torch.uint8).view(self.world_size, -1)
+                out.copy_(by_rank[:, offset : offset + out.shape[1]])
+                offset += out.shape[1]
+        return pending.full.tensors
+
+    def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _PendingReduce:
+        """See :class:`Communicator`."""
+        results: list[Tensor] = [None] * len(params)  # type: ignore[list-item]
+        # One message for each dtype and kind, in the order in which parameters stand: the same on all ranks.
+        works, kept = [], []
+        self._enqueued += 1
+        for dtype, sharded in dict.fromkeys((p.reduce_dtype, p.sharded) for p in params):
+            members = [i for i, p in enumerate(params) if (p.reduce_dtype, p.sharded) == (dtype, sharded)]
+            chosen = [params[i] for i in members]
+            run = self._reduce_scatter if sharded else self._all_reduce
+            parts, flight, send = run(chosen, [grads[i] for i in members], torch_dtype(dtype))
+            works.append(flight)
+            kept.append(send)
+            for i, part in zip(members, parts, strict=True):
+                results[i] = part
+        return _PendingReduce(params, results, works, kept)
+
+    def _reduce_scatter(
+        self, params: Sequence[Param], grads: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[list[Tensor], _Flight, Tensor]:
+        lengths = [p.chunk_elements(self.world_size) for p in params]
+        send = gradient_message(params, grads, dtype, self.world_size, self.device)
+        if self.compares:  # as gloo does by itself, in twice the time, and then its wait has no timeout
+            out = send[self.rank]
+            flight = self._fly(dist.all_reduce(send, group=self.reduce_group, async_op=True))
+        else:
+            out = send.new_empty(sum(lengths))
+            flight = self._fly(_reduce_scatter(out, send.view(-1), group=self.reduce_group, async_op=True))
+        parts = [
+            part[: prod(p.shard_shape(self.rank, self.world_size))]
+            for p, part in zip(params, out.split(lengths), strict=True)
+        ]
+        return parts, flight, send
+
+    def _all_reduce(
+        self, params: Sequence[Param], grads: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[list[Tensor], _Flight, Tensor]:
+        flat = torch.cat([g.reshape(-1).to(dtype) for g in grads])
+        flight = self._fly(dist.all_reduce(flat, group=self.reduce_group, async_op=True))
+        return list(flat.split([p.elements for p in params])), flight, flat
+
+    def finish_reduce(self, pending: _PendingReduce) -> list[Tensor]:
+        """See :class:`Communicator`."""
+        for work in pending.works:
+            self._wait(work)
+        return [
+            (result / self.world_size).to(torch_dtype(p.dtype)).view(p.shard_shape(self.rank, self.world_size))
+            for p, result in zip(pending.params, pending.results, strict=True)
+        ]
+
+    def abort(self, reason: str) -> None:
+        """See :class:`Communicator`."""
+        if self.meeting is not None:
+            try:
+                self._follow(self.meeting)  # the others wait for this rank to connect, and hear nothing meanwhile
+            finally:
+                self.meeting.fail(reason)
+        if not self.compares:
+            self._land()
+
+    def _land(self) -> None:
+        """Let the device's stream wait for what is in flight: the caller frees its memory, in the stream's order."""
+        for flight in list(self._flying):
+            with contextlib.suppress(RuntimeError):  # the first error is on its way to the caller
+                self._wait(flight)
+        self._flying.clear()
+
+
+_SLICE = timedelta(seconds=0.5)
+"""How long to wait for gloo before looking whether a rank failed."""
+
+
+def keeps_to_group() -> bool:
+    """Whether ``ZEROGRAPH_TRANSPORT=group`` asks for collectives of the process group, whatever else is faster: the
+    shared memory of a CPU's ranks, and no communication in a group of one.
+
+    Raises:
+        ConfigError: it is neither "auto" nor "group".
+    """
+    wanted = os.environ.get("ZEROGRAPH_TRANSPORT", "auto")
+    if wanted not in ("auto", "group"):
+        raise ConfigError(f"ZEROGRAPH_TRANSPORT={wanted!r} names no transport", 'set it to "auto" or "group"')
+    return wanted == "group"
+
+
+def connect(group: dist.ProcessGroup, device: torch.device, meeting: Meeting | None = None) -> Communicator:
+    """The fastest transport between the ranks of ``group``, who all call this; of a group of one, its collectives.
+
+    CPU ranks of one host share memory, unless :func:`keeps_to_group` says otherwise. Simulated ranks have no
+    ``meeting``.
+
+    Raises:
+        ConfigError: ``ZEROGRAPH_TRANSPORT`` is neither "auto" nor "group".
+    """
+    shares = not keeps_to_group()
+    if device.type == "cpu" and shares and backend_name(group, device) == "gloo":
+        from zerograph.runtime.comm.mailbox import open_mailbox  # needs the native core, which other transports do not
+
+        mailbox = open_mailbox(group, meeting)
+        if mailbox is not None:
+            return mailbox
+    return GroupCommunicator(group, device, meeting)

@@ -1,0 +1,280 @@
+"""Collectives between CPU ranks of one host, through shared memory.
+
+Starting an operation copies this rank's data into memory that its peers can map, and never waits; finishing it waits
+for the peers and reads theirs. There is no thread: the calling one does all copies, in C++, without the GIL. Gradients
+travel in their own dtype and are summed in rank order in float32 (float64 for float64), so every rank and every stage
+gets the same bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import random
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerograph import _core
+from zerograph.core.errors import CollectiveMismatch, RankError
+from zerograph.core.plan import Param
+from zerograph.runtime.buffers import BufferPool, Full, allocate_full, torch_dtype
+from zerograph.runtime.comm.entry import Entry, describe_difference
+from zerograph.runtime.comm.meeting import Meeting, shared
+from zerograph.runtime.comm.store_client import StoreLost
+from zerograph.runtime.comm.waiting import LOOK, Wait
+
+log = logging.getLogger(__name__)
+
+EXPLAINING = 5.0
+"""Seconds to wait for what other ranks run, when their messages are not those of this rank's program."""
+
+_WIRE = {
+    torch.float32: _core.DType.float32,
+    torch.bfloat16: _core.DType.bfloat16,
+    torch.float16: _core.DType.float16,
+    torch.float64: _core.DType.float64,
+}
+_ODD, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
+_RAW = {1: _core.DType.raw1, 2: _core.DType.raw2, 4: _core.DType.raw4, 8: _core.DType.raw8}
+
+
+@dataclass(slots=True)
+class _Gathering:
+    params: Sequence[Param]
+    ticket: int
+
+
+@dataclass(slots=True)
+class _Reducing:
+    """``parts`` are the two kinds of one bucket: split gradients and whole ones, each with its ticket."""
+
+    params: Sequence[Param]
+    grads: list[Tensor]
+    scattered: tuple[int, list[int]] | None
+    whole: tuple[int, list[int]] | None
+
+
+class MailboxCommunicator:
+    """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+
+    name = "shared memory"
+
+    def __init__(self, mailbox: _core.Mailbox, meeting: Meeting) -> None:
+        self.mailbox, self.meeting = mailbox, meeting
+        self.rank, self.world_size = meeting.rank, meeting.world_size
+        self.pool = BufferPool()
+        self._recovered = meeting.generation  # the mailbox's generation
+        self.entry, self.steps = Entry("start", 0, 0), 0
+        self._salt = 0  # a part of every tag: of messages in other programs, and after other steps, none is equal
+        meeting.present = mailbox.is_present
+        weakref.finalize(self, mailbox.close)
+
+    @property
+    def generation(self) -> int:
+        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        return self.meeting.generation
+
+    def trim(self) -> None:
+        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        self.pool.trim()
+
+    def start_gather(self, params: Sequence[Param], shards: Sequence[Tensor]) -> _Gathering:
+        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        sources = [shard.contiguous() for shard in shards]  # copies live until the core has read them: when it returns
+        pieces = []
+        for p, source in zip(params, sources, strict=True):
+            wire = torch_dtype(p.compute_dtype)
+            pieces.append((source.data_ptr(), source.numel(), _wire_of(source.dtype), _wire_of(wire)))
+        with self._explained("gather", params):
+            return _Gathering(params, self.mailbox.start_gather(self._tag(params), pieces))
+
+    def finish_gather(self, pending: _Gathering) -> list[Tensor]:
+        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        full: Full = allocate_full(pending.params, self.world_size, torch.device("cpu"), self.pool)
+        # Only now: until the peers' data is read, the bucket needs no memory of its own.
+        outs = [(flat.data_ptr(), flat.numel() // self.world_size) for flat in full.padded]
+        ticket = pending.ticket
+        self._finish("gather", pending.params, ticket, lambda wait: self.mailbox.finish_gather(ticket, outs, wait))
+        return full.tensors
+
+    def enter(self, entry: Entry, *, compared: bool = False) -> None:
+        """Begin a program, whose entry is in the tag of every message."""
+        self.rejoin()
+        if self.mailbox.aborted():
+            self.meeting.check(f"with the {entry.program}")
+        self.entry, self.steps = entry, entry.steps
+        self.meeting.programs += 1
+        # An odd factor spreads the steps over 64 bits: a sum of small numbers could equal another program's.
+        self._salt = (entry.sequence + entry.steps * _ODD) & _MASK
+
+    def rejoin(self) -> None:
+        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        if self.meeting.failed:
+            self.meeting.meet()
+        self._follow()
+
+    def _follow(self) -> None:
+        """Bring the mailbox to the meeting's generation, which a Ctrl-C after they met may have kept from it."""
+        if self._recovered != self.meeting.generation:
+            self._recovered = self.meeting.generation  # first: a signal is handled after the next call, not before it
+            self.mailbox.recover(self._recovered)
+
+    def leave(self) -> None:
+        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        with self._explained("end"):
+            ticket = self.mailbox.start_gather(self._salt, [])
+        self._finish("end", (), ticket, lambda wait: self.mailbox.finish_gather(ticket, [], wait))
+
+    def _finish(self, verb: str, params: Sequence[Param], ticket: int, finish: Callable[[float], None]) -> None:
+        """``finish(seconds)``, which may be called again after its TimeoutError, as long as there is hope."""
+        first = min(self.meeting.notice_after, self.meeting.timeout)
+        with self._explained(verb, params):
+            if _in_time(finish, first):
+                return
+            missing = partial(self.mailbox.missing, ticket)
+            with Wait(self.meeting, self._doing(verb, params), missing, waited=first) as wait:
+                wait.look()
+                while not _in_time(finish, LOOK):
+                    wait.look()
+
+    def _doing(self, verb: str, params: Sequence[Param]) -> str:
+        what = f"{verb} {_names(params)} in" if params else verb
+        return f"to {what} the {self.entry.program}"
+
+    def _tag(self, params: Sequence[Param]) -> int:
+        return _digest(params) ^ self._salt
+
+    def start_reduce(self, params: Sequence[Param], grads: Sequence[Tensor]) -> _Reducing:
+        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        dense = [_summable(g, p).contiguous() for p, g in zip(params, grads, strict=True)]
+        scattered = self._start(params, dense, sharded=True)
+        return _Reducing(params, dense, scattered, self._start(params, dense, sharded=False))
+
+    def _start(self, params: Sequence[Param], grads: list[Tensor], *, sharded: bool) -> tuple[int, list[int]] | None:
+        members = [i for i, p in enumerate(params) if p.sharded == sharded]
+        if not members:
+            return None
+        pieces = []
+        for i in members:
+            own = params[i].summed_elements(self.world_size)
+            pieces.append((grads[i].data_ptr(), grads[i].numel(), own, _wire_of(grads[i].dtype)))
+        begin = self.mailbox.start_reduce if sharded else self.mailbox.start_all_reduce
+        with self._explained("reduce", params):
+            return begin(self._tag([params[i] for i in members]), pieces), members
+
+    def finish_reduce(self, pending: _Reducing) -> list[Tensor]:
+        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        shapes = [p.shard_shape(self.rank, self.world_size) for p in pending.params]
+        results = [torch.empty(s, dtype=torch_dtype(p.dtype)) for s, p in zip(shapes, pending.params, strict=True)]
+        scale = 1.0 / self.world_size
+        finish = {True: self.mailbox.finish_reduce, False: self.mailbox.finish_all_reduce}
+        for sharded, part in ((True, pending.scattered), (False, pending.whole)):
+            if part is not None:
+                outs = [(results[i].data_ptr(), _wire_of(results[i].dtype)) for i in part[1]]
+                self._finish("reduce", pending.params, part[0], partial(finish[sharded], part[0], outs, scale))
+        return results
+
+    def abort(self, reason: str) -> None:
+        """See :class:`~zerograph.runtime.comm.collectives.Communicator`."""
+        self._follow()  # else the mailbox ends a generation that is over, and nobody hears
+        self.meeting.fail(reason)
+        self.mailbox.abort(reason)
+
+    @contextlib.contextmanager
+    def _explained(self, verb: str, params: Sequence[Param] = ()) -> Iterator[None]:
+        """Name program, parameters and ranks in what the core raises."""
+        try:
+            yield
+        except _core.MismatchError as error:
+            raise self._difference(self._doing(verb, params), error) from error
+        except _core.PeerError as error:
+            doing = self._doing(verb, params)
+            with contextlib.suppress(StoreLost):  # if it ended with the peer: the mailbox says who and why as well
+                self.meeting.check(doing)
+                self.meeting.refuse_gone(range(self.world_size), doing)
+            raise RankError(f"cannot go on {doing}: {error}", "look at the output of the rank that is named") from error
+
+    def _difference(self, doing: str, error: _core.MismatchError) -> CollectiveMismatch:
+        """The error with another rank's program; all see that messages differ as soon as they read one, and tell."""
+        store, name, mine = self.meeting.store, f"{self.generation}/entered", self.entry
+        store.set(f"{name}/{self.rank}", mine.to_json())
+        deadline = time.monotonic() + EXPLAINING
+        for rank in [r for r in range(self.world_size) if r != self.rank]:
+            while not store.has(f"{name}/{rank}") and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if store.has(f"{name}/{rank}"):
+                theirs = Entry.from_json(store.get(f"{name}/{rank}"))
+                if theirs != mine:
+                    return describe_difference(mine, rank, theirs, self.rank)
+        return CollectiveMismatch(
+            f"rank {self.rank} waits {doing}, after {mine.steps} optimizer steps; another rank is at another "
+            f"operation: {error}",
+            "every rank must run the same forward and backward calls in the same order",
+        )
+
+
+def _in_time(finish: Callable[[float], None], seconds: float) -> bool:
+    try:
+        finish(seconds)
+    except TimeoutError:
+        return False
+    return True
+
+
+def _wire_of(dtype: torch.dtype) -> _core.DType:
+    return _WIRE.get(dtype) or _RAW[dtype.itemsize]
+
+
+def _summable(grad: Tensor, param: Param) -> Tensor:
+    """The mailbox sums in float32 at least; only a wider reduction needs a wider gradient."""
+    return grad.double() if param.reduce_dtype == "float64" else grad
+
+
+def _digest(params: Sequence[Param]) -> int:
+    text = "|".join(p.name for p in params)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _names(params: Sequence[Param]) -> str:
+    return params[0].name + (f" and {len(params) - 1} more parameters" if len(params) > 1 else "")
+
+
+def open_mailbox(group: dist.ProcessGroup, meeting: Meeting | None = None) -> MailboxCommunicator | None:
+    """A mailbox between the ranks of ``group``, who all call this; None when they cannot share memory."""
+    meeting = meeting or Meeting.open(group, torch.device("cpu"))
+    rank, world = group.rank(), group.size()
+    # Another job's mailbox on this host must not be taken for one of ours.
+    token = random.SystemRandom().getrandbits(63)
+    mine = _core.Mailbox(rank, world, shared(group, token)[0])
+    peers = shared(group, (_host(), mine.pid, mine.control_fd))
+    reason = "ranks on several hosts" if len({host for host, *_ in peers}) > 1 else _connect(mine, peers)
+    # All decide together: a rank that cannot map its peers would leave them waiting in shared memory.
+    reasons = [r for r in shared(group, reason) if r]
+    if reasons:
+        log.info("no shared memory between ranks, using gloo: %s", reasons[0])
+        mine.close(0.0)
+        return None
+    return MailboxCommunicator(mine, meeting)
+
+
+def _connect(mailbox: _core.Mailbox, peers: list[tuple[str, int, int]]) -> str:
+    try:
+        mailbox.connect([(pid, fd) for _, pid, fd in peers])
+    except _core.ConnectError as error:
+        return str(error)
+    return ""
+
+
+def _host() -> str:
+    # Host names repeat, among containers for one; the kernel's boot id does not.
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{os.uname().nodename} {file.read().strip()}"

@@ -1,0 +1,379 @@
+"""Run a program: segments, collectives, and the memory in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from zerograph.core.plan import ParamTile
+from zerograph.core.program import (
+    Accumulate,
+    Compute,
+    Fetch,
+    Free,
+    Gather,
+    Instruction,
+    Place,
+    Program,
+    Read,
+    Reduce,
+    Scale,
+    Spill,
+    View,
+    WaitFetch,
+    WaitGather,
+    WaitReduce,
+    Write,
+)
+from zerograph.core.slots import LEAVING
+from zerograph.runtime.buffers import padded
+from zerograph.runtime.comm.collectives import Communicator
+from zerograph.runtime.comm.entry import Entry, reason_of
+from zerograph.runtime.executor.early import EarlyUpdates
+from zerograph.runtime.executor.hold import GradientHold
+from zerograph.runtime.executor.residency import GatheredCache
+from zerograph.runtime.executor.telemetry import Telemetry, label
+from zerograph.runtime.homes.saved import Returning
+from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.torch_private import is_held_alone
+
+Callee = Callable[[list[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """The state that the programs of one frame share.
+
+    Attributes:
+        frame: number of the frame, for telemetry.
+        comm: the transport; None where programs hold no collectives.
+        cache: buckets that stay whole between programs.
+        hold: gradients kept back by ``no_sync``, shared by all frames of the backend.
+        store: where shards live, of all frames of the backend.
+        device: where segments run.
+        code: the user's function that was compiled, for messages.
+        early: parameters that are updated inside of backwards, of all frames of the backend.
+    """
+
+    frame: int
+    comm: Communicator | None
+    cache: GatheredCache
+    hold: GradientHold
+    telemetry: Telemetry
+    store: ShardStore
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  immutable
+    code: str = "the model"
+    early: EarlyUpdates = field(default_factory=lambda: EarlyUpdates({}, lambda: ()))
+
+
+class Executor:
+    """One program, ready to be called with a list of inputs, which it clears (AOTAutograd's boxed convention)."""
+
+    def __init__(self, program: Program, segments: Sequence[Callee], runtime: Runtime) -> None:
+        # AOTAutograd hands over its only references, so inputs die as early as they can. On the instance, because
+        # Dynamo's wrapper of the backward copies only those attributes.
+        self._boxed_call = True
+        self.program, self.segments = program, segments
+        self.runtime, self.frame = runtime, runtime.frame
+        self.comm: Communicator = runtime.comm  # type: ignore[assignment]  # None where programs have no collectives
+        self.cache, self.hold, self.telemetry = runtime.cache, runtime.hold, runtime.telemetry
+        self.store, self.early = runtime.store, runtime.early
+        # What the transport keeps is then of no use before the next forward.
+        self.trims = program.kind == "backward" and not program.gathers_again
+        self.synchronizes = runtime.device.type != "cpu"
+        self.unread = _unread_inputs(program)
+        # 60 bits: it travels in a signed 64-bit integer. 0 stands for no collectives, where ranks need not meet.
+        self.sequence = int(program.digest[:15], 16) if any(program.collectives()) else 0
+        self.name = f"{program.kind} of {runtime.code}"
+        self.names = {p.name for i in program.instructions if isinstance(i, Gather | Reduce) for p in i.params}
+        reduced = {i.bucket for i in program.instructions if isinstance(i, Reduce)}
+        last = {getattr(i, "bucket", None): i for i in program.instructions}
+        self.last = {id(last[bucket]) for bucket in reduced}
+        # Looked up once, not for every instruction of every step.
+        self.instructions = [(i, self._method(i), i.dead) for i in program.instructions]
+
+    def __call__(self, args: list[Any]) -> list[Any]:
+        """Run the program once: on all ranks to its end, or on none (:mod:`zerograph.runtime.comm.meeting`)."""
+        program = self.program
+        # A new list: the caller's is cleared, so that inputs die where the program says.
+        registers: list[Any] = args + [None] * (program.registers - program.inputs)
+        args.clear()
+        for register in self.unread:
+            registers[register] = None
+        held = self.hold.state
+        if program.kind == "inference":
+            self.store.settle_updates(self.names)
+        elif program.kind == "backward":
+            self.store.end_forward_updates()
+        try:
+            self.early.enter(program.kind, self.names)
+            if self.sequence:
+                self.comm.enter(Entry(self.name, self.sequence, self.cache.steps))
+            self.store.refuse_half_done()
+            if program.kind != "backward":
+                self.store.drop_pages()
+            elif not self.hold.active:
+                self.store.read_ahead()
+            self.cache.enter(program.kind, self.comm.generation if self.sequence else 0)
+            if self.trims and self.sequence:
+                self.comm.trim()
+            for instruction, run, dead in self.marked if self.telemetry.recording else self.instructions:
+                run(instruction, registers)
+                for register in dead:
+                    registers[register] = None
+            self.store.wait_for_gradients()
+            self.store.saved.wait()
+            self.store.wait_for_parameters()
+            if self.sequence:
+                self.comm.leave()
+            self.early.leave(program.kind, self.names)
+            if program.kind == "backward":
+                self.store.stamp()
+        # Ctrl-C too: the others wait for this rank, and a bucket that is half gathered must not count as whole.
+        except BaseException as error:
+            self.cache.clear()
+            self.store.abandon()
+            self.hold.state = held
+            if self.comm is not None:
+                self.comm.abort(reason_of(error))
+            self.early.abandon(reason_of(error))
+            registers.clear()  # which the traceback holds
+            raise
+        self.telemetry.finished(program.kind)
+        return [None if r is None else registers[r] for r in program.outputs]
+
+    @cached_property
+    def marked(self) -> list[tuple[Instruction, Callable[..., None], tuple[int, ...]]]:
+        """``instructions`` for a recording, made when there is one."""
+        return [
+            (instruction, self._marked(i, run), dead) for i, (instruction, run, dead) in enumerate(self.instructions)
+        ]
+
+    def _marked(self, index: int, run: Callable[..., None]) -> Callable[..., None]:
+        """``run`` as a span that torch's profiler sees; on an accelerator it then waits for what it started."""
+        name = label(self.frame, self.program.kind, index)
+
+        def marked(instruction: Instruction, registers: list[Any]) -> None:
+            with record_function(name):
+                run(instruction, registers)
+                if self.synchronizes:
+                    torch.accelerator.synchronize()
+
+        return marked
+
+    def _method(self, instruction: Instruction) -> Callable[..., None]:
+        run: Callable[..., None] = getattr(self, _method(instruction))
+        return partial(self._update_after, run) if id(instruction) in self.last else run
+
+    def _update_after(self, run: Callable[..., None], instruction: Reduce, registers: list[Any]) -> None:
+        """``run``, of the last instruction of a bucket, which may then be updated."""
+        run(instruction, registers)
+        self.early.start(instruction.bucket)
+
+    def _compute(self, instruction: Compute, registers: list[Any]) -> None:
+        args = [registers[r] for r in instruction.args]
+        for register in instruction.dead:
+            registers[register] = None  # the segment's list is the last to know them
+        for register, value in zip(instruction.outs, self.segments[instruction.segment](args), strict=True):
+            registers[register] = value
+
+    def _view(self, instruction: View, registers: list[Any]) -> None:
+        length = instruction.end - instruction.begin
+        registers[instruction.out] = registers[instruction.source].narrow(instruction.dim, instruction.begin, length)
+
+    def _place(self, instruction: Place, registers: list[Any]) -> None:
+        tile: Tensor = registers[instruction.terms[0]]
+        if instruction.first:
+            sizes = zip(instruction.shape, tile.shape, strict=True)
+            registers[instruction.out] = tile.new_empty([own if size < 0 else size for size, own in sizes])
+        whole: Tensor = registers[instruction.out]
+        # Behind the end lies what pads the last shards.
+        length = min(tile.shape[instruction.dim], whole.shape[instruction.dim] - instruction.begin)
+        place = whole.narrow(instruction.dim, instruction.begin, length)
+        place.copy_(tile.narrow(instruction.dim, 0, length))
+
+    def _accumulate(self, instruction: Accumulate, registers: list[Any]) -> None:
+        terms: list[Tensor] = [registers[r] for r in instruction.terms]
+        total: Tensor | None = None if instruction.first else registers[instruction.out]
+        registers[instruction.out] = added(total, terms)
+
+    def _scale(self, instruction: Scale, registers: list[Any]) -> None:
+        by = registers[instruction.by]
+        # A backward with retain_graph=True finds it again.
+        ours = instruction.source in instruction.dead and is_held_alone(registers, instruction.source)
+        source: Tensor = registers[instruction.source]
+        registers[instruction.out] = source.mul_(by) if ours else source * by
+
+    def _gather(self, instruction: Gather, registers: list[Any]) -> None:
+        shards = [registers[r] for r in instruction.reads]
+        cached = self.cache.lookup(instruction.bucket, instruction.params)
+        if cached is None:
+            self.telemetry.gathering(self.frame, instruction.bucket, instruction.tile)
+            if not instruction.fetched:
+                shards = self.store.finish_fetch(self.store.start_fetch(instruction.params, shards))
+            shards = [padded(p, shard) for p, shard in zip(instruction.params, shards, strict=True)]
+            cached = self.comm.start_gather(instruction.params, shards)
+            registers[instruction.out] = (instruction.params, cached)
+        else:
+            registers[instruction.out] = (None, cached)
+
+    def _wait_gather(self, instruction: WaitGather, registers: list[Any]) -> None:
+        params, pending = registers[instruction.pending]
+        full = pending
+        if params is not None:
+            full = self.comm.finish_gather(pending)
+            if instruction.kept:
+                self.cache.store(instruction.bucket, params, full)
+        for register, tensor in zip(instruction.outs, full, strict=True):
+            registers[register] = tensor
+
+    def _free(self, instruction: Free, registers: list[Any]) -> None:
+        for register in instruction.params:
+            registers[register] = None
+        if instruction.ends:
+            self.cache.drop(instruction.bucket)
+        if not self.cache.holds(instruction.bucket):
+            self.telemetry.freed(self.frame, instruction.bucket, instruction.tile)
+        if instruction.ends:
+            self.comm.trim()  # it would wait for the next forward
+
+    def _read(self, instruction: Read | Fetch, registers: list[Any]) -> None:
+        whole = self.cache.lookup(instruction.bucket, instruction.params) is not None
+        shards = [registers[r] for r in instruction.reads]
+        registers[instruction.writes[0]] = None if whole else self.store.start_read(instruction.params, shards)
+
+    def _fetch(self, instruction: Fetch, registers: list[Any]) -> None:
+        (out,) = instruction.writes
+        if instruction.staged:  # on its way from NVMe
+            registers[out] = registers[instruction.reads[0]]
+        else:
+            self._read(instruction, registers)
+        if registers[out] is not None:
+            registers[out] = self.store.lift(registers[out])
+
+    def _wait_fetch(self, instruction: WaitFetch, registers: list[Any]) -> None:
+        pending = registers[instruction.pending]
+        found: Sequence[Tensor | None] = [None] * len(instruction.outs)
+        if isinstance(pending, Returning):
+            found = self.store.saved.finish(pending)
+        elif pending is not None:
+            found = self.store.finish_fetch(pending)
+        for register, tensor in zip(instruction.outs, found, strict=True):
+            registers[register] = tensor
+
+    def _spill_saved(self, instruction: Write | Spill, registers: list[Any]) -> None:
+        away = self.store.saved.spill([registers[r] for r in instruction.reads], instruction.moves[1])
+        for register, tensor in zip(instruction.writes, away, strict=True):
+            registers[register] = tensor
+
+    def _fetch_saved(self, instruction: Read | Fetch, registers: list[Any]) -> None:
+        (out,) = instruction.writes
+        if instruction.staged:  # on its way from NVMe
+            registers[out] = self.store.saved.lift(registers[instruction.reads[0]])
+        else:
+            away = [registers[r] for r in instruction.reads]
+            registers[out] = self.store.saved.fetch(away, instruction.moves[0])
+
+    def _spill(self, instruction: Write | Spill, registers: list[Any]) -> None:
+        there: list[Tensor | None] = [registers[r] for r in instruction.reads[: len(instruction.params)]]
+        first = instruction.params[0]
+        if isinstance(first, ParamTile) and not instruction.staged:
+            there = [self._with_tile(instruction, first, there[0], registers)]
+        elif not self.hold.active:
+            there = (self.store.stage if instruction.staged else self.store.spill)(instruction.params, there)
+        # What no_sync holds back is whole, and here; autograd gets marks in its place.
+        if not self.hold.active and instruction.complete:
+            if isinstance(instruction, Spill):
+                there = self.early.take(instruction.bucket, instruction.params, there, self.store.arrival())
+            else:
+                self.early.wait(LEAVING)
+        for register, tensor in zip(instruction.writes, there, strict=True):
+            registers[register] = tensor
+
+    def _with_tile(
+        self, instruction: Write | Spill, tile: ParamTile, grad: Tensor | None, registers: list[Any]
+    ) -> Tensor | None:
+        """The tensor for autograd in place of a gradient, as one more of its tiles moves."""
+        into: Tensor | None = None if tile.begin == 0 else registers[instruction.writes[0]]
+        if not self.hold.active:
+            assert grad is not None
+            return self.store.spill_tile(tile, grad, into)
+        return self.hold.mark(tile.name) if tile.begin == 0 else into
+
+    def _reduce(self, instruction: Reduce, registers: list[Any]) -> None:
+        grads: list[Tensor] = [registers[r] for r in instruction.reads]
+        if self.hold.active:
+            registers[instruction.out] = (None, self.hold.add(instruction.params, grads, self.comm))
+        else:
+            registers[instruction.out] = (
+                instruction.params,
+                self.comm.start_reduce(instruction.params, self.hold.take(instruction.params, grads)),
+            )
+
+    def _wait_reduce(self, instruction: WaitReduce, registers: list[Any]) -> None:
+        params, pending = registers[instruction.pending]
+        results: list[Tensor | None] = pending
+        if params is not None:
+            results = list(self.comm.finish_reduce(pending))
+            if not instruction.leaves and self.store.left_behind(params):
+                results = self.store.spill(params, results)
+                if instruction.tiles > 1:
+                    self.store.wait_for_gradients()  # before a tile is put in its place
+            else:
+                here = instruction.updatable
+                left = self.early.take(instruction.bucket, [params[k] for k in here], [results[k] for k in here])
+                for k, grad in zip(here, left, strict=True):
+                    results[k] = grad
+        for register, tensor in zip(instruction.outs, results, strict=True):
+            registers[register] = tensor
+
+
+_METHODS: dict[type, str] = {
+    Compute: "_compute",
+    View: "_view",
+    Place: "_place",
+    Accumulate: "_accumulate",
+    Scale: "_scale",
+    Gather: "_gather",
+    WaitGather: "_wait_gather",
+    Free: "_free",
+    Reduce: "_reduce",
+    WaitReduce: "_wait_reduce",
+    Read: "_read",
+    Fetch: "_fetch",
+    WaitFetch: "_wait_fetch",
+    Write: "_spill",
+    Spill: "_spill",
+}
+
+
+def _method(instruction: Instruction) -> str:
+    """The name of the executor's method that runs it."""
+    if isinstance(instruction, Read | Fetch | Write | Spill) and instruction.what == "activations":
+        return "_spill_saved" if isinstance(instruction, Write | Spill) else "_fetch_saved"
+    return _METHODS[type(instruction)]
+
+
+def added(total: Tensor | None, terms: Sequence[Tensor]) -> Tensor:
+    """``total``, in place, plus the one term, or the matrix product of two; the first sum where there is none yet."""
+    if len(terms) == 2 and total is not None and total.dtype == terms[0].dtype:
+        return torch.addmm(total, *terms, out=total)
+    term = torch.mm(*terms) if len(terms) == 2 else terms[0]
+    if total is not None:
+        return total.add_(term)
+    # What is computed in 16 bits is rounded once per tile, and not once more with each sum.
+    return term.to(torch.promote_types(term.dtype, torch.float32), copy=len(terms) == 1)
+
+
+def _unread_inputs(program: Program) -> list[int]:
+    used = {r for r in program.outputs if r is not None}
+    for instruction in program.instructions:
+        used.update(instruction.dead)
+        used.update(instruction.reads)
+    return [r for r in range(program.inputs) if r not in used]

@@ -1,0 +1,267 @@
+"""Full gradients that ``no_sync`` keeps back until the next synchronized backward.
+
+Meanwhile each parameter's ``.grad`` gets nothing from them, and marks them: where it would be zero it is *negative*
+zero, which adds like zero and tells, whatever zeroed it, that the user dropped the gradients (``zero_grad``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from zerograph.core.errors import ZeroGraphError
+from zerograph.core.plan import Param, ParamTile
+from zerograph.runtime.buffers import add_to_tile, torch_dtype
+from zerograph.runtime.comm.collectives import Communicator, together
+from zerograph.runtime.comm.entry import Entry, sequence_of
+from zerograph.runtime.torch_private import after_backward, current_backward, local_tensor
+
+
+class GradientHold:
+    """The held gradients of one backend, over all its frames."""
+
+    def __init__(self, params: Mapping[str, Tensor]) -> None:
+        """``params`` are the outward parameters by name, now and later."""
+        self.active = False
+        self.apart: set[str] = set()  # parameters whose held gradients others reduce
+        self._params = params
+        self._held: dict[_Part, tuple[Param, Tensor]] = {}
+        self._left: dict[str, tuple[Tensor, int]] = {}  # each gradient and its version as the last backward left it
+        self._flushing: int | None = None  # the backward at whose end the rest is reduced
+        self._seen: dict[str, Values] = {}  # of gradients on a device, since the beginning of a backward
+        self._seen_in: int | None = None  # that backward
+        self._comm: Communicator
+
+    @property
+    def state(self) -> tuple[dict[_Part, tuple[Param, Tensor]], dict[str, tuple[Tensor, int]]]:
+        """The gradients held now; set to it again when a backward fails, the hold is as before that backward."""
+        return dict(self._held), dict(self._left)
+
+    @state.setter
+    def state(self, before: tuple[dict[_Part, tuple[Param, Tensor]], dict[str, tuple[Tensor, int]]]) -> None:
+        self._held, self._left = dict(before[0]), dict(before[1])
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Parameters whose gradients are held."""
+        return tuple(dict.fromkeys(name for name, _ in self._held))
+
+    @property
+    def open(self) -> bool:
+        """Whether gradients are held that the user did not drop, as one of them tells."""
+        name, _ = next(iter(self._held), (None, 0))
+        left = self._left.get(name) if name is not None else None
+        self._seen.clear()
+        return name is not None and (left is None or not self._dropped(name, *left))
+
+    def add(self, params: Sequence[Param], grads: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
+        """Hold ``grads`` back; returns negative zeros of the shards' shapes for autograd."""
+        self._comm = comm
+        for param, total in zip(params, self._merged(params, grads), strict=True):
+            self._held[_part(param)] = (param, total)
+            self._follow(param.name)
+        return [_nothing(p, local_tensor(self._params[p.name]).device, comm) for p in params]
+
+    def mark(self, name: str) -> Tensor:
+        """The tensor for autograd in place of a gradient that is held back in tiles."""
+        return torch.full_like(local_tensor(self._params[name]), -0.0)
+
+    def take(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor]:
+        """``grads`` of a synchronized backward, plus what was held for the same parameters, which is no longer.
+
+        Gradients held for other parameters are reduced when this backward ends.
+        """
+        merged = self._merged(params, grads)
+        if self._held:
+            self._flush_after_backward()
+        return merged
+
+    def _merged(self, params: Sequence[Param], grads: Sequence[Tensor]) -> list[Tensor]:
+        return [self._with_held(p, g) for p, g in zip(params, grads, strict=True)]
+
+    def _with_held(self, param: Param, grad: Tensor) -> Tensor:
+        held = self.withdraw(param)
+        # In the dtype of the reduction: micro-batches in 16 bit would round away small gradients.
+        return grad if held is None else held.to(torch_dtype(param.reduce_dtype)) + grad
+
+    def withdraw(self, param: Param) -> Tensor | None:
+        """The gradient held for ``param``, unless the user dropped it; nothing is held for it afterwards."""
+        left = self._left.get(param.name)
+        if left is not None:
+            # Asked once: the first tiles of a gradient may be there, off the device, before the others come.
+            dropped = self._dropped(param.name, *left)
+            del self._left[param.name]
+            if dropped:
+                for part in [part for part in self._held if part[0] == param.name]:
+                    del self._held[part]
+        _, held = self._held.pop(_part(param), (None, None))
+        return held
+
+    def _dropped(self, name: str, left: Tensor, version: int) -> bool:
+        """Whether the gradient that the last backward left was taken away or zeroed.
+
+        Raises:
+            ZeroGraphError: it was changed in another way, which the held part did not see.
+        """
+        grad = self._params[name].grad
+        if grad is None:
+            return True
+        values = self._values(name, local_tensor(grad))
+        if values == "zeros" or (grad is not left and values != "marks"):
+            return True
+        if grad is not left or grad._version != version:  # another tensor with the mark was computed from the gradient
+            raise ZeroGraphError(
+                f"the gradient of {name} was changed while no_sync() held back a part of it",
+                "change gradients after a backward outside of no_sync(), which completes them",
+            )
+        return False
+
+    def _values(self, name: str, local: Tensor) -> Values:
+        """A rank without rows has no element to mark: there, only a gradient that is gone says that it was dropped."""
+        if not local.numel():
+            return "others"
+        if _is_read_at_once(local):
+            return values_of([local])[0]
+        if name not in self._seen or self._seen_in != current_backward():
+            self._look()
+        return self._seen[name]
+
+    def _look(self) -> None:
+        """Read all gradients that a backward left on a device, so that it is waited for once."""
+        grads = {name: self._params[name].grad for name in self._left}
+        there = {name: local_tensor(grad) for name, grad in grads.items() if grad is not None}
+        there = {name: local for name, local in there.items() if local.numel() and not _is_read_at_once(local)}
+        self._seen = dict(zip(there, values_of(list(there.values())), strict=True))
+        self._seen_in = current_backward()
+
+    def _follow(self, name: str) -> None:
+        """Let a hook record what each backward leaves in ``.grad``; once for each tensor that bears the name."""
+        param = self._params[name]
+        if "_zg_followed" in param.__dict__:
+            return
+        # A hook lives as long as its parameter, and must not keep a backend that is gone, with its gradients.
+        hold = weakref.ref(self)
+
+        def accumulated(p: Tensor) -> None:
+            live = hold()
+            if live is not None and (name, 0) in live._held:
+                live._accumulated(name, p)
+
+        param.__dict__["_zg_followed"] = param.register_post_accumulate_grad_hook(accumulated).id
+
+    def _accumulated(self, name: str, param: Tensor) -> None:
+        self._seen.pop(name, None)
+        if not self.active:  # a backward that no program reduced: the model ran uncompiled
+            left, version = self._left.get(name, (None, 0))
+            # One bump is autograd's own addition. More than one: the user changed the gradient as well, and
+            # ``_dropped`` will say so.
+            if param.grad is left and left is not None and left._version == version + 1:
+                self._left[name] = (left, version + 1)
+            self._flush_after_backward()
+        elif param.grad is not None:
+            # The version alone cannot tell: _foreach_zero_ of a DTensor, which zero_grad(set_to_none=False) may call,
+            # bumps none. So a gradient of zeros becomes negative zeros: they add like zeros, and whatever zeroes them
+            # writes positive ones. Marked anew after each backward, since -0.0 + 0.0 is 0.0.
+            _mark_zeros(local_tensor(param.grad))
+            self._left[name] = (param.grad, param.grad._version)
+
+    def _flush_after_backward(self) -> None:
+        backward = current_backward()
+        if self._flushing != backward:  # one that failed has not flushed
+            self._flushing = backward
+            after_backward(self._flush)
+
+    @torch.no_grad()
+    def _flush(self) -> None:
+        """Reduce what this backward left held: gradients of parameters that it did not read."""
+        self._flushing, before = None, self.state
+        held_here = [param for param, _ in self._held.values() if param.name not in self.apart]
+        found = [(param, self.withdraw(param)) for param in held_here]
+        kept = [(param, held.to(torch_dtype(param.reduce_dtype))) for param, held in found if held is not None]
+        if not kept:
+            return
+        params = [param for param, _ in kept]
+        comm = self._comm
+        sequence = sequence_of(param.name for param in params)
+        try:
+            with together(comm, Entry("reduction of gradients that no_sync() held back", sequence, comm.steps)):
+                results = comm.finish_reduce(comm.start_reduce(params, [held for _, held in kept]))
+        except BaseException:
+            self.state = before
+            raise
+        for param, result in zip(params, results, strict=True):
+            grad = self._params[param.name].grad
+            assert grad is not None  # else nothing would have been left to reduce
+            add_to_tile(param, local_tensor(grad), result)
+
+    def refuse_step(self) -> None:
+        """Raises:
+        ZeroGraphError: an optimizer steps on gradients that lack a part held back.
+        """
+        self._seen.clear()
+        for param, _ in list(self._held.values()):
+            left = self._left.get(param.name)
+            if left is not None and self._dropped(param.name, *left):
+                self.withdraw(param)
+        if self._held:
+            raise ZeroGraphError(
+                f"an optimizer steps while no_sync() holds back gradients of {len(self.names)} parameters, "
+                f"the first of {self.names[0]}",
+                "run the backward of the last micro-batch outside of no_sync()",
+            )
+
+
+_Part = tuple[str, int]
+"""A parameter's name, and the row of its shards at which a tile of it begins."""
+
+
+def _part(param: Param) -> _Part:
+    return param.name, param.begin if isinstance(param, ParamTile) else 0
+
+
+Values = Literal["marks", "zeros", "others"]
+"""All that a gradient has: negative zeros, the mark of one that is held back; other zeros too; or anything else."""
+
+
+def values_of(locals: Sequence[Tensor]) -> list[Values]:
+    """The kind of values in each of the tensors, none of which is empty. A device is waited for once."""
+    there = [flag for t in locals if not _is_read_at_once(t) for flag in (t.any(), t.signbit().all())]
+    read = iter(torch.stack(there).tolist() if there else ())
+    found: list[Values] = []
+    for t in locals:
+        if _is_read_at_once(t):
+            some = bool(t.any())
+            all_signed = not some and bool(t.signbit().all())
+        else:
+            some, all_signed = next(read), next(read)
+        found.append("others" if some else "marks" if all_signed else "zeros")
+    return found
+
+
+def are_marks(grads: Sequence[Tensor | None]) -> list[bool]:
+    """Whether each ``.grad`` is none, or has nothing but the marks of a gradient that was held back."""
+    local = [None if grad is None else local_tensor(grad) for grad in grads]
+    values = iter(values_of([t for t in local if t is not None and t.numel()]))
+    return [t is None or not t.numel() or next(values) == "marks" for t in local]
+
+
+def _mark_zeros(local: Tensor) -> None:
+    """Make zeros negative, if nothing else is there."""
+    if not _is_read_at_once(local):
+        local.masked_fill_(~local.any(), -0.0)
+    elif not local.any():
+        local.fill_(-0.0)
+
+
+def _nothing(param: Param, device: torch.device, comm: Communicator) -> Tensor:
+    shape = param.shard_shape(comm.rank, comm.world_size)
+    return torch.full(shape, -0.0, dtype=torch_dtype(param.dtype), device=device)
+
+
+def _is_read_at_once(local: Tensor) -> bool:
+    """Whether the host can look at ``local`` without waiting for a device."""
+    return local.is_cpu

@@ -1,0 +1,127 @@
+"""Which gathered buckets stay whole, and when they are stale.
+
+Shards change in ways that no version counter records: fused and foreach optimizers update a DTensor's local tensor
+below autograd, and ``p.data`` edits and loaded checkpoints are invisible by design. A kept bucket is therefore trusted
+from a forward to its backward, and across forwards only while ``no_sync`` holds gradients back: until they are reduced
+nothing can have stepped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from zerograph.core.plan import Param
+from zerograph.runtime.executor.hold import GradientHold
+
+
+class StepCount:
+    """Steps of optimizers so far; shared by all frames of one backend.
+
+    Attributes:
+        value: of any optimizer.
+        own: of those that hold parameters of the backend, as all ranks must have taken alike. Not counted is the step
+            with a learning rate of 0 by which DCP makes states: a rank that has them takes none.
+    """
+
+    def __init__(self, own: Container[int] = ()) -> None:
+        """``own`` are the ids of the backend's parameters, now and later."""
+        self.value = self.own = 0
+        self._params = own
+        count = weakref.ref(self)
+
+        def stepped(optimizer: Optimizer, *_: Any) -> None:
+            live = count()
+            if live is not None:
+                live._stepped(optimizer)
+
+        # torch's hooks are global: without the weak reference every backend would live to the end of the process.
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+    def begin_again(self) -> None:
+        """A checkpoint was loaded, by all ranks alike: whatever steps they had taken before counts no longer."""
+        self.own = 0
+
+    def settled(self) -> None:
+        """Programs see an update that has ended behind its step: for what they keep, and for other ranks, that is a
+        step of its own."""
+        self.value += 1
+        self.own += 1
+
+    def _stepped(self, optimizer: Optimizer) -> None:
+        self.value += 1
+        moving = (p for group in optimizer.param_groups if group.get("lr") != 0 for p in group["params"])
+        self.own += any(id(p) in self._params for p in moving)
+
+
+class GatheredCache:
+    """The buckets of one frame that stay whole after their last use in a program."""
+
+    def __init__(self, steps: StepCount, hold: GradientHold) -> None:
+        self._steps, self._hold = steps, hold
+        self._full: dict[int, Mapping[str, Tensor]] = {}
+        self._stale: set[int] = set()  # of these the buckets that the forward has not gathered anew yet
+        self._gathered_at = (-1, 0)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps over the backend's parameters."""
+        return self._steps.own
+
+    def enter(self, kind: str, generation: int = 0) -> None:
+        """Called at the start of every program: drop what may be stale.
+
+        A forward drops it bucket by bucket, as it gathers: each then finds its own memory free. Dropped at once, most
+        of it would go back to the system, to be asked for again page by page.
+
+        Ranks that met after an error may have kept different buckets: those of an older ``generation`` go.
+        """
+        now = (self._steps.value, generation)
+        # Any optimizer counts, not only those of the backend: a step of a foreign one may write to the same tensors.
+        # Whether gradients are held may have to be read from a device: it is asked where it matters.
+        if now != self._gathered_at or (kind != "backward" and self._full and not self._hold.open):
+            self._gathered_at = now
+            self._stale = set(self._full)
+        if kind != "forward":
+            for bucket in self._stale:
+                del self._full[bucket]
+            self._stale.clear()
+
+    def clear(self) -> None:
+        """Called when a program fails."""
+        self._full.clear()
+        self._stale.clear()
+
+    def lookup(self, bucket: int, params: Sequence[Param]) -> list[Tensor] | None:
+        """The full ``params``, when the bucket is whole."""
+        if bucket in self._stale:
+            self._stale.remove(bucket)
+            del self._full[bucket]
+        full = self._full.get(bucket)
+        if full is None or any(p.name not in full for p in params):
+            return None
+        return [full[p.name] for p in params]
+
+    def store(self, bucket: int, params: Sequence[Param], full: Sequence[Tensor]) -> None:
+        """Keep what a program gathered."""
+        kept = {p.name: tensor for p, tensor in zip(params, full, strict=True)}
+        # A program gathers those parameters of a bucket that it reads; another one may have gathered the others.
+        self._full[bucket] = {**self._full.get(bucket, {}), **kept}
+
+    def drop(self, bucket: int) -> None:
+        """No later program finds the bucket, if it is here."""
+        self._full.pop(bucket, None)
+
+    def holds(self, bucket: int) -> bool:
+        """Whether anything of the bucket stays whole."""
+        return bucket in self._full
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that stay whole between programs."""
+        return sum(t.numel() * t.element_size() for full in self._full.values() for t in full.values())

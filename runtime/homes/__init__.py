@@ -1,0 +1,1 @@
+"""Where parameters, gradients, states and saved activations live: on the device, on the host, on NVMe."""

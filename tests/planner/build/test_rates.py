@@ -1,0 +1,76 @@
+"""Seconds of instructions: what ZeRO counts of collectives (Rajbhandari et al. 2019, section 7).
+
+Tests ``core/param_bytes.py`` too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zerograph.core.machine import Link, machine_named
+from zerograph.core.param_bytes import gathered_bytes, kept_states, reduced_bytes
+from zerograph.core.program import Accumulate, Compute, Gather, Read, Reduce, Segment, Write
+from zerograph.core.step import Param
+from zerograph.planner.build.rates import Rates
+
+WORLD = 8
+GPU = machine_named("h100-80gb")
+FREE = replace(GPU, intra=replace(GPU.intra, latency=0.0))
+RATES = Rates(FREE, WORLD, "float32")
+WEIGHT = Param("weight", (1024, 1024), "float32", "float32", "float32", True, True)
+PASS = WEIGHT.gathered_bytes * (WORLD - 1) / WORLD / FREE.intra.rate
+"""Seconds in which every rank sends or receives the others' parts of the whole tensor."""
+
+
+def reduction(*params: Param) -> float:
+    return RATES.seconds(Reduce(0, params, (), 0, bytes=reduced_bytes(params)), ())
+
+
+def test_a_gather_and_a_reduce_scatter_take_a_pass_each() -> None:
+    gather = Gather(0, (WEIGHT,), (), 0, bytes=gathered_bytes((WEIGHT,), WORLD))
+    assert RATES.seconds(gather, ()) == pytest.approx(PASS)
+    assert reduction(WEIGHT) == pytest.approx(PASS)
+
+
+def test_an_all_reduce_takes_as_long_as_both() -> None:
+    whole = replace(WEIGHT, sharded=False)
+    assert reduction(whole) == pytest.approx(2 * PASS)
+    assert reduction(WEIGHT, whole) == pytest.approx(3 * PASS)
+
+
+def test_nothing_is_gathered_of_what_every_rank_holds_as_kernels_read_it() -> None:
+    whole = replace(WEIGHT, sharded=False)
+    assert gathered_bytes((whole,), WORLD) == 0
+    assert gathered_bytes((replace(whole, compute_dtype="bfloat16"), WEIGHT), WORLD) == (2 + 4) * WEIGHT.elements
+
+
+def test_states_are_kept_of_what_trains() -> None:
+    frozen = replace(WEIGHT, name="frozen", trainable=False)
+    assert kept_states([WEIGHT, frozen], WORLD, 2) == {"weight": 2 * 4 * WEIGHT.elements // WORLD}
+
+
+def test_states_that_an_update_reads_and_writes_share_the_disk() -> None:
+    machine = replace(machine_named("cpu"), nvme_read=Link(4e9), nvme_write=Link(2e9), nvme_both=3e9, ranks_per_node=1)
+    rates = Rates(machine, 1, "float32")
+
+    def seconds(kind: type[Read | Write], what: str) -> float:
+        return rates.seconds(kind(what, "", "", 12 * 10**9, (), ()), ())
+
+    assert (seconds(Read, "shard"), seconds(Write, "gradient")) == (3, 6)
+    assert (seconds(Read, "states"), seconds(Write, "states")) == (8, 8)
+    unmeasured = Rates(replace(machine, nvme_both=0.0), 1, "float32")
+    assert unmeasured.seconds(Read("states", "", "", 12 * 10**9, (), ()), ()) == 3
+
+
+def test_a_cpu_copies_what_it_multiplies_into_blocks() -> None:
+    """Of few rows that takes a product as long as its operations do (RESULTS)."""
+    cpu = Rates(replace(machine_named("cpu"), launch=0.0, device_bandwidth=1e9), 1, "float32")
+    weight, work = 4 * 10**9, 10**9
+    alone, packed = Segment("", 1, work, weight), Segment("", 1, work, weight, packed=weight)
+    compute, product = Compute(0, (), ()), Accumulate((), 0, False, flops=work, moved=weight, packed=weight)
+    more = 2 * weight / 1e9
+    assert cpu.seconds(compute, [packed]) == pytest.approx(cpu.seconds(compute, [alone]) + more)
+    assert cpu.seconds(product, []) == pytest.approx(cpu.seconds(compute, [packed]))
+    assert RATES.seconds(compute, [packed]) == RATES.seconds(compute, [alone])

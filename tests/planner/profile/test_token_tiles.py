@@ -1,0 +1,135 @@
+"""Layers in tiles of tokens: what is wide is held a tile at a time, in layers that are recomputed and have whole
+weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planner.steps import Layer, step_of
+
+from zerograph.core.config import Config
+from zerograph.core.errors import ConfigError
+from zerograph.core.machine import machine_named
+from zerograph.core.plan import GivenPlan, Plan
+from zerograph.core.step import Step, TokenRegion
+from zerograph.planner import replay
+from zerograph.planner.build.rules import plan_step
+from zerograph.planner.explain.check import check_plan
+from zerograph.planner.explain.replay import restricted_to_step
+from zerograph.planner.profile.token_tiles import TOKEN_TILES, by_token, in_token_tiles, with_token_tiles
+from zerograph.planner.search.search import Search, Wish
+
+GPU, WORLD, MIB = machine_named("h100-80gb"), 2, 2**20
+STREAM, INSIDE, ROWS, WEIGHT = 10**7, 10**9, 2**20, 2**28
+
+
+def wide(layers: int = 3) -> Step:
+    """Layers whose inside is a hundred times their stream, by token."""
+    step = step_of([Layer(rows=ROWS, stream=STREAM, inside=INSIDE, flops=10**12)] * layers)
+    regions = []
+    for i in range(layers):
+        names = tuple(v.name for v in step.values if v.bytes == INSIDE and v.name.strip("upactd_") == str(i))
+        assert len(names) >= 3
+        moved = ((f"up{i}", WEIGHT), (f"down{i}", WEIGHT))
+        regions.append(TokenRegion(f"blocks.{i}", f"blocks.{i}:up", (f"blocks.{i}.weight",), names, moved))
+    return replace(step, token_regions=tuple(regions))
+
+
+def ruled(step: Step, recompute: str | float = "full", **options: object) -> Plan:
+    return plan_step(step, stage=3, world_size=WORLD, bucket_size=MIB, prefetch=1, recompute=recompute, **options)  # type: ignore[arg-type]
+
+
+def test_recomputed_layers_with_whole_weights_are_in_tiles() -> None:
+    step = wide()
+    every = with_token_tiles(ruled(step), step, 4)
+    assert (every.token_tiles, every.token_regions) == (4, ("blocks.0:up", "blocks.1:up", "blocks.2:up"))
+    assert check_plan(step, every) == [] and Plan.from_json(every.to_json()) == every
+    some = with_token_tiles(ruled(step, tiles={"blocks.1.weight": 2}), step, 4)
+    assert some.token_regions == ("blocks.0:up", "blocks.2:up")
+    third = with_token_tiles(ruled(step, 0.34), step, 4)
+    assert third.token_regions == tuple(f"{layer}:up" for layer in third.recompute) and len(third.recompute) == 1
+    assert with_token_tiles(ruled(step, "none"), step, 4).token_tiles == 1
+    assert with_token_tiles(ruled(step), step, 1) == ruled(step)
+
+
+def test_who_asks_for_tiles_hears_why_there_are_none(caplog: pytest.LogCaptureFixture) -> None:
+    step = wide()
+    in_token_tiles(ruled(step), step, 4)
+    assert caplog.text == ""
+    in_token_tiles(ruled(step, tiles={f"blocks.{i}.weight": 2 for i in range(3)}), step, 4)
+    assert (
+        "token_tiles=4: layers run for all tokens at once, because the weights of their MLPs are in tiles"
+        in caplog.text
+    )
+    in_token_tiles(ruled(step), replace(step, token_regions=()), 4)
+    assert "because none has an MLP of linear layers" in caplog.text
+
+
+def test_a_tile_of_what_is_inside_is_held_and_weights_are_read_by_each() -> None:
+    step = wide()
+    tiled = by_token(step, step.token_regions[1:2], 4)
+    sizes, before = ({v.name: v.bytes for v in one.values} for one in (tiled, step))
+    assert {name for name in sizes if sizes[name] != before[name]} == set(step.token_regions[1].values)
+    assert all(sizes[name] == INSIDE // 4 for name in step.token_regions[1].values)
+    ops, was = ({op.name: op for op in one.ops} for one in (tiled, step))
+    assert {name for name, op in ops.items() if op.token_tiles == 4} >= {"up1", "act1", "d_up1", "d_full1"}
+    changed = {name: ops[name].moved - was[name].moved for name in ops}
+    # Weights three times more; what is inside is read and written as before, which its sizes no longer tell.
+    assert {name: size for name, size in changed.items() if size} == dict.fromkeys(
+        ("up1", "down1"), 3 * WEIGHT + INSIDE * 3 // 4
+    )
+
+
+def test_with_less_memory_than_one_layer_takes_tokens_are_in_tiles() -> None:
+    step = wide()
+    whole = Search(step, Wish(3, WORLD, recompute="full"), GPU)
+    assert {c.plan.token_tiles for c in whole.best} == {1}
+    parts = Search(step, Wish(3, WORLD, tokens="auto"), GPU)
+    assert {c.plan.token_tiles for c in parts.best} == {1, *TOKEN_TILES}
+    budget = whole.smallest.peak - INSIDE
+    assert whole.within(budget) is None
+    found = parts.within(budget)
+    assert found is not None and found.plan.token_tiles == TOKEN_TILES[0]  # as few as fit
+    assert found.plan.recompute == ("blocks.0", "blocks.1", "blocks.2") and check_plan(step, found.plan) == []
+    last = float("inf")
+    low, high = parts.best[0].peak, parts.best[-1].peak
+    for share in range(11):
+        best = parts.within(low + share * (high - low) // 10)
+        assert best is not None and best.seconds <= last
+        last = best.seconds
+
+
+def test_tiles_of_tokens_that_were_told_are_searched_alone() -> None:
+    step = wide()
+    told = Wish.of(Config.of(stage=3, token_tiles=8, memory="80GiB"), WORLD)
+    assert {c.plan.token_tiles for c in Search(step, told, GPU).best} == {8}
+    one = Wish.of(Config.of(stage=3, token_tiles=1, memory="80GiB"), WORLD)
+    assert {c.plan.token_tiles for c in Search(step, one, GPU).best} == {1}
+
+
+def test_a_plan_of_another_step_is_refused_or_restricted() -> None:
+    step = wide()
+    plan = with_token_tiles(ruled(step), step, 4)
+    other = replace(step, token_regions=step.token_regions[1:])
+    assert [v.message for v in check_plan(other, plan)] == [
+        "blocks.0:up is in 4 tiles of tokens, and needs all at once"
+    ]
+    assert restricted_to_step(plan, other).token_regions == ("blocks.1:up", "blocks.2:up")
+    assert restricted_to_step(plan, replace(step, token_regions=())).token_tiles == 1
+    with pytest.raises(ConfigError, match=r"blocks.0:up is made in 4 tiles of tokens in the plan, and cannot be here"):
+        replay(GivenPlan("plan.json", plan), other)
+    assert replay(GivenPlan("plan.json", plan), step) == plan
+    evaluation = replay(GivenPlan("plan.json", plan), replace(step, training=False))
+    assert (evaluation.token_tiles, evaluation.token_regions) == (1, ())
+
+
+def test_one_process_that_moves_no_parameters_replays_what_is_decided_of_activations() -> None:
+    """Its parameters are the user's own, and in no bucket."""
+    step = wide()
+    plan = with_token_tiles(ruled(step), step, 4)
+    alone = replay(GivenPlan("plan.json", plan), replace(step, params=()))
+    assert alone == replace(plan, buckets=()) and alone.recompute
+    behind = replace(step, params=(), ops=tuple(op for op in step.ops if not op.module), token_regions=())
+    broken = replay(GivenPlan("plan.json", plan), behind)  # what a graph break leaves without layers
+    assert (broken.recompute, broken.token_tiles, broken.token_regions) == ((), 1, ())

@@ -1,0 +1,81 @@
+"""The search of deep steps where nothing is fixed: few layers tell what all do, and what it finds fits.
+
+Tests ``planner/search/few_layers.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from planner.steps import transformer
+
+from zerograph.core.machine import TIERS, Tier, machine_named
+from zerograph.planner.build.forecasts import forecast_sketch
+from zerograph.planner.search.few_layers import by_few_layers
+from zerograph.planner.search.search import Search, Wish
+
+OPEN = Wish("auto", 16, offload="auto")
+DGX2 = machine_named("v100-32gb-dgx2")
+LAYERS = 40
+
+
+@cache
+def searched(wish: Wish = OPEN) -> Search:
+    return Search(transformer(LAYERS, 12288, 4096), wish, DGX2)
+
+
+def budget(*shares: float) -> dict[Tier, int]:
+    return {tier: int(DGX2.capacity(tier, 16) * share) for tier, share in zip(TIERS, shares, strict=True)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "wish",
+    [
+        replace(OPEN, prefetch=0),
+        replace(OPEN, offload="optimizer"),
+        replace(OPEN, stage=3),
+    ],
+)
+def test_fixing_something_does_not_help(wish: Wish) -> None:
+    for shares in ((1, 1, 1), (0.7, 1, 1), (1, 0.3, 1)):
+        best, found = searched().within(budget(*shares)), searched(wish).within(budget(*shares))
+        assert found is None or (best is not None and best.seconds <= found.seconds)
+
+
+@pytest.mark.slow
+def test_more_is_never_worse_and_what_is_found_fits() -> None:
+    seconds = float("inf")
+    for share in (0.3, 0.5, 0.7, 0.9, 1.1):
+        most = budget(share, 0.9, 0.9)
+        found = searched().within(most)
+        if found is None:
+            assert seconds == float("inf")
+            continue
+        assert found.seconds <= seconds
+        seconds = found.seconds
+        forecast, _ = forecast_sketch(found.space.scheduler, found.plan)
+        peaks = tuple(forecast.peaks[tier].bytes if tier in forecast.peaks else 0 for tier in TIERS)
+        assert (forecast.seconds, peaks) == (found.seconds, found.peaks)
+        assert all(peak <= most[tier] for tier, peak in zip(TIERS, peaks, strict=True))
+        assert len(found.plan.buckets) == 4 * LAYERS and not list(found.plan.mistakes())
+    assert seconds < float("inf")
+
+
+@pytest.mark.slow
+def test_few_layers_tell_what_all_of_them_do() -> None:
+    (space,) = searched().spaces
+    few = by_few_layers(space)
+    # Two of the layers that are alike, and the first and the last, which are not.
+    assert few is not None and len(few.plan.buckets) == 16
+    rough = few.of(few.plan)
+    whole = few.whole_of(rough)
+    assert rough.seconds == pytest.approx(whole.seconds, rel=0.001)
+    assert rough.peaks == pytest.approx(whole.peaks, rel=0.001)
+
+
+def test_few_layers_are_not_asked_where_all_are_cheap_to_simulate() -> None:
+    (space,) = Search(transformer(8, 12288, 4096), replace(OPEN, offload="none"), DGX2).spaces
+    assert by_few_layers(space) is None

@@ -1,0 +1,133 @@
+"""Knobs: every turn is a plan that makes sense, and half the way lies between two plans.
+
+Tests ``planner/search/space.py``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planner.steps import Layer, step_of
+from quick import examples
+
+from zerograph.core.machine import machine_named
+from zerograph.core.plan import Bucket, Plan, decided
+from zerograph.planner.explain.check import check_plan
+from zerograph.planner.search import knobs
+from zerograph.planner.search.knobs import Knob, by_reward, halfway, in_runs, neighbours, spread
+from zerograph.planner.search.search import Search, Wish, _all_knobs
+from zerograph.planner.search.space import Space
+
+GPU = machine_named("h100-80gb")
+STEP = step_of([Layer(rows=2**20, stream=1024, inside=10**6, flops=10**12)] * 5)
+SEARCH = Search(STEP, Wish("auto", 8, bucket_size=2**20, offload="auto"), GPU, work=300)
+SPACE = SEARCH.spaces[0]
+STEP_LAYER = "blocks.0"
+
+
+def all_knobs(space: Space) -> dict[str, Knob]:
+    return {
+        "residency": knobs.residency(space),
+        "levels": knobs.levels(space),
+        "prefetch": knobs.prefetch((0, 1, 2, 4)),
+        "starts": knobs.starts(space, 4),
+        "tiles": knobs.tiles(space),
+        "homes": knobs.homes(space, SEARCH.homes),
+        "layers_away": knobs.layers_away(space, SEARCH.tiers),
+        "activations_away": knobs.activations_away(space, SEARCH.tiers),
+        "reductions": knobs.of_step("reductions", (1, 2)),
+        "fetch_ahead": knobs.of_step("fetch_ahead", (1, 2)),
+    }
+
+
+KNOBS = all_knobs(SPACE)
+
+
+@st.composite
+def turned(draw: st.DrawFn) -> Plan:
+    """A plan after a few turns of single items of any knob."""
+    plan = SPACE.plan
+    for _ in range(draw(st.integers(0, 12))):
+        knob = draw(st.sampled_from([knob for knob in KNOBS.values() if knob.choices]))
+        item = draw(st.sampled_from(list(knob.choices)))
+        plan = knob.turn(plan, {item: draw(st.sampled_from(list(knob.choices[item])))})
+    return plan
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(plan=turned())
+def test_whatever_is_turned_the_plan_makes_sense(plan: Plan) -> None:
+    assert list(plan.mistakes()) == []
+    assert check_plan(STEP, plan) == []
+    assert Plan.from_json(plan.to_json()) == plan
+    found = SPACE.of(plan)
+    assert found.seconds > 0 and found.peak > 0
+    assert SPACE.of(plan) is found
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(plan=turned(), groups=st.sampled_from([1, 2, 100]))
+def test_changes_turn_one_knob(plan: Plan, groups: int) -> None:
+    for name, knob in KNOBS.items():
+        for changed in neighbours([knob], plan, groups):
+            others = [
+                other for other in KNOBS if other != name and KNOBS[other].read(plan) != KNOBS[other].read(changed)
+            ]
+            # Prefetch bounds starts, tiles are not kept, and both knobs of activations turn one field.
+            allowed = {
+                "prefetch": {"starts"}, "tiles": {"residency"}, "layers_away": {"activations_away"},
+                "activations_away": {"layers_away"},
+            }  # fmt: skip
+            assert set(others) <= allowed.get(name, set()), name
+
+
+@settings(max_examples=examples(30), deadline=None)
+@given(a=turned(), b=turned())
+def test_half_the_way_has_the_values_of_either(a: Plan, b: Plan) -> None:
+    own = [KNOBS[name] for name in ("residency", "homes", "reductions", "tiles")]
+    middle = halfway(own, a, b)
+    assert list(middle.mistakes()) == []
+    for knob in (KNOBS["homes"], KNOBS["reductions"]):
+        before, after, now = knob.read(a), knob.read(b), knob.read(middle)
+        assert all(now[item] in (before[item], after[item]) for item in now)
+        differ = sum(before[item] != after[item] for item in now)
+        assert sum(now[item] != before[item] for item in now) == differ // 2
+
+
+def test_one_group_of_those_that_are_alike_is_turned() -> None:
+    step = step_of([Layer(rows=2**20, stream=1024, inside=10**6, flops=10**12)] * 16)
+    search = Search(step, Wish("auto", 8, bucket_size=2**20, offload="auto"), GPU, work=300)
+    knob, plan = knobs.homes(search.spaces[0], search.homes), search.spaces[0].plan
+    assert len(list(knob.changes(plan, 4))) == len(search.homes) - 1
+    assert len(list(knob.changes(plan, 100))) == 16 * (len(search.homes) - 1)
+
+
+def test_every_decision_is_turned_by_the_search() -> None:
+    """But for those that the wish, the buckets, or the tiles of the profile fix; loops follow from tiles."""
+    plan = replace(SPACE.plan, offload=((STEP_LAYER, "host"),), prefetch=2)
+    moved: set[str] = set()
+    for knob in _all_knobs(SPACE, SEARCH.wish, SEARCH.homes, SEARCH.tiers):
+        for changed in knob.changes(plan, 1):
+            moved |= {name for name in decided(Plan) if getattr(plan, name) != getattr(changed, name)}
+            for old, new in zip(plan.buckets, changed.buckets, strict=True):
+                moved |= {f"bucket.{name}" for name in decided(Bucket) if getattr(old, name) != getattr(new, name)}
+    fixed = {"stage", "world_size", "save_others", "loss_tiles", "token_tiles", "update"}
+    of_buckets = {f"bucket.{name}" for name in decided(Bucket) if name not in ("dim", "loop")}
+    assert moved == set(decided(Plan)) - fixed | of_buckets
+
+
+def test_orders() -> None:
+    assert [list(run) for run in in_runs(range(5), 2)] == [[0, 1], [2, 3, 4]]
+    assert [list(run) for run in in_runs((), 4)] == []
+    assert sorted(spread(range(9))) == list(range(9)) and spread(range(9))[0] == 8
+    assert by_reward(["a", "b", "c"], {"a": 1.0, "b": 2.0, "c": 1.0}.__getitem__) == ["b", "c", "a"]
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_spread_leaves_no_large_gap(count: int) -> None:
+    first = sorted(spread(range(64))[:count])
+    gaps = [b - a for a, b in zip([-1, *first], [*first, 64], strict=True)]
+    assert max(gaps) <= 2 * 64 // count + 1

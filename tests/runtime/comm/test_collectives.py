@@ -1,0 +1,239 @@
+"""Collectives of whole buckets, over both transports, against what plain tensors give."""
+
+from __future__ import annotations
+
+import os
+import weakref
+import zlib
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run
+from torch import Tensor
+
+from zerograph.core.errors import CollectiveMismatch, ConfigError, RankError
+from zerograph.core.step import Param
+from zerograph.runtime.comm.collectives import Communicator, GroupCommunicator, connect, together
+from zerograph.runtime.comm.entry import Entry
+from zerograph.runtime.comm.meeting import Meeting
+
+CPU = torch.device("cpu")
+TRANSPORTS = ["auto", "group"]
+PARAMS = (
+    Param("even", (4, 3), "float32", "float32", "float32", True, True),
+    Param("uneven", (5,), "float32", "float32", "float32", True, True),
+    Param("fewer rows than ranks", (1, 2), "float32", "float32", "float32", True, True),
+    Param("cast", (3, 2), "float32", "bfloat16", "float32", True, True),
+    Param("summed in bfloat16", (6,), "float32", "bfloat16", "bfloat16", True, True),
+    Param("whole", (2, 2), "float32", "float32", "float32", True, False),
+    Param("scalar", (), "float32", "float32", "float32", True, False),
+)
+
+
+def opened(transport: str) -> Communicator:
+    group = dist.group.WORLD
+    assert group is not None
+    os.environ["ZEROGRAPH_TRANSPORT"] = transport
+    try:
+        return connect(group, CPU, Meeting.open(group, CPU))
+    finally:
+        del os.environ["ZEROGRAPH_TRANSPORT"]
+
+
+def values(param: Param, rank: int = 0) -> Tensor:
+    """Whole numbers, whose sums over ranks and their halves and quarters are exact in all dtypes."""
+    seed = torch.Generator().manual_seed(zlib.crc32(param.name.encode()) + rank)
+    return torch.randint(-8, 8, param.shape, generator=seed).to(torch.float32)
+
+
+def rows(param: Param, full: Tensor) -> Tensor:
+    return full[param.shard_rows(dist.get_rank(), dist.get_world_size())] if param.sharded else full
+
+
+def _collectives(transport: str) -> str:
+    comm, world = opened(transport), dist.get_world_size()
+    sharded = [p for p in PARAMS if p.sharded]
+    with together(comm, Entry("test", 1, 0)):
+        pending = comm.start_gather(sharded, [rows(p, values(p)) for p in sharded])
+        full = comm.finish_gather(pending)
+        grads = [values(p, dist.get_rank()).to(getattr(torch, p.compute_dtype)) for p in PARAMS]
+        mine = comm.finish_reduce(comm.start_reduce(PARAMS, grads))
+    for p, found in zip(sharded, full, strict=True):
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, values(p).to(getattr(torch, p.compute_dtype)), rtol=0, atol=0)
+    for p, found in zip(PARAMS, mine, strict=True):
+        summed = torch.stack([values(p, rank) for rank in range(world)]).sum(0).to(getattr(torch, p.reduce_dtype))
+        torch.testing.assert_close(found, rows(p, (summed / world).float()), rtol=0, atol=0)
+    return comm.name
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_buckets_are_gathered_whole_and_gradients_averaged(world: int, transport: str) -> None:
+    (name,) = set(run(world, _collectives, transport))
+    assert ("torch.distributed" in name) is (transport == "group")
+
+
+def _not_contiguous(transport: str) -> None:
+    """Of transposed shards, one copy of which may not take the place of another, and of a gradient with strides."""
+    comm, p = opened(transport), PARAMS[0]
+    several = [replace(p, name=f"{p.name}{i}", shape=(64, 96)) for i in range(3)]
+    shards = [rows(each, values(each)).t().contiguous().t() for each in several]
+    grad = values(several[0]).t().contiguous().t()
+    with together(comm, Entry("test", 1, 0)):
+        full = comm.finish_gather(comm.start_gather(several, shards))
+        (mean,) = comm.finish_reduce(comm.start_reduce(several[:1], [grad]))
+    assert all(torch.equal(found, values(each)) for found, each in zip(full, several, strict=True))
+    assert torch.equal(mean, shards[0])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_elements_may_lie_in_any_order(transport: str) -> None:
+    run(2, _not_contiguous, transport)
+
+
+def _differ(transport: str) -> tuple[str, str]:
+    """What ranks say that begin different programs, and that have taken different numbers of steps."""
+    comm, rank, told = opened(transport), dist.get_rank(), []
+    for entry in (Entry(f"program {rank}", rank, 0), Entry("program", 2, rank)):
+        with pytest.raises(CollectiveMismatch) as caught, together(comm, entry):
+            pass  # the mailbox compares at the end
+        told.append(str(caught.value))
+    with together(comm, Entry("the same", 3, 5)):
+        assert comm.generation == 2 and comm.steps == 5
+    return told[0], told[1]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_enter_different_programs_are_all_told_and_go_on(transport: str) -> None:
+    for rank, (programs, steps) in enumerate(run(2, _differ, transport)):
+        assert programs.startswith(f"rank {rank} and rank {1 - rank} are about to run different programs")
+        assert "program 0" in programs and "program 1" in programs
+        assert f"rank {rank} has taken {rank} optimizer steps and rank {1 - rank} {1 - rank}" in steps
+
+
+def _fails(transport: str) -> None:
+    comm = opened(transport)
+    if dist.get_rank() == 0:
+        with pytest.raises(ZeroDivisionError), together(comm, Entry("program", 1, 0)):
+            raise ZeroDivisionError("by rank 0")
+    else:
+        told = "rank 0 failed: ZeroDivisionError: by rank 0"
+        with pytest.raises(RankError, match=told), together(comm, Entry("program", 1, 0)):
+            comm.finish_gather(comm.start_gather([PARAMS[0]], [rows(PARAMS[0], values(PARAMS[0]))]))
+    comm.rejoin()
+    with together(comm, Entry("the next", 2, 0)):
+        (full,) = comm.finish_gather(comm.start_gather([PARAMS[0]], [rows(PARAMS[0], values(PARAMS[0]))]))
+    assert torch.equal(full, values(PARAMS[0])), "nothing of the old generation is taken for a message of the new one"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_error_on_one_rank_is_one_on_all_and_the_next_program_runs(transport: str) -> None:
+    run(2, _fails, transport)
+
+
+def test_a_transport_that_is_none(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROGRAPH_TRANSPORT", "pigeon")
+    with pytest.raises(
+        ConfigError, match=r"(?s)ZEROGRAPH_TRANSPORT='pigeon' names no transport.*\"auto\" or \"group\""
+    ):
+        connect(group, CPU)
+
+
+class Landing:
+    """A collective of NCCL: waiting lets the stream wait, and only then may its memory be used for something else."""
+
+    def __init__(self, work: dist.Work, memory: Tensor) -> None:
+        self.work, self.memory = work, weakref.ref(memory)
+
+    def wait(self) -> None:
+        assert self.memory() is not None
+        self.work.wait()
+        self.work = None
+
+
+def _given_up() -> None:
+    """As on NCCL: a bucket's gathers in one launch, and an error before they are waited for."""
+    comm = GroupCommunicator(dist.group.WORLD, CPU)
+    comm.coalesces = True
+    sharded = [p for p in PARAMS if p.sharded]
+    shards = [rows(p, values(p)) for p in sharded]
+    full = comm.finish_gather(comm.start_gather(sharded, shards))
+    assert all(torch.equal(f, values(p).to(f)) for p, f in zip(sharded, full, strict=True))
+    pending = comm.start_gather(sharded, shards)
+    (flight,) = pending.works
+    flight.work = landing = Landing(flight.work, pending.full.tensors[0])
+    comm.abort("an error")
+    assert landing.work is None and flight.work is None
+    del pending
+    assert landing.memory() is None, "nothing of the communicator's holds what was given up"
+    comm.abort("another one")
+
+
+def test_what_is_in_flight_on_a_stream_is_waited_for_after_an_error() -> None:
+    run(2, _given_up)
+
+
+class Splitting(dist.ProcessGroupGloo):
+    """What ProcessGroupNCCL does where groups are made: all ranks of a communicator split it."""
+
+    Options = SimpleNamespace
+    supports_splitting = True
+    made: ClassVar[list[Splitting]] = []  # Python's part of them lives no longer than they do here
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: SimpleNamespace) -> None:
+        super().__init__(store, rank, size, timedelta(seconds=5))
+        self.connected: torch.device | None = None
+        self.made.append(self)
+        if parent := getattr(options, "split_from", None):
+            parent.perform_nocolor_split(CPU)
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        self.barrier().wait()
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected = device
+
+    def name(self) -> str:
+        return "nccl"
+
+
+def _bound_to_devices(folder: str) -> None:
+    """``init_process_group("nccl", device_id=...)``, a mesh of ranks 0 and 1, and nothing more from rank 2."""
+    rank, world, device = dist.get_rank(), dist.get_world_size(), torch.device("cuda", 0)
+    stores = [dist.FileStore(f"{folder}/{name}", world) for name in ("nccl", "gloo")]
+    dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_NCCL_AVAILABLE", True)
+        patch.setattr(dist.distributed_c10d, "ProcessGroupNCCL", Splitting, raising=False)
+        dist.init_process_group("nccl", store=stores[0], rank=rank, world_size=world)
+        dist.group.WORLD.bound_device_id = device
+        group = dist.new_group([0, 1])
+        if rank < 2:
+            comm = GroupCommunicator(group, device)
+            assert comm.reduce_group is not group and comm.reduce_group.size() == 2
+            assert Splitting.made[-1].connected == device, "the first reduction does not have to"
+            assert dist.group.WORLD.bound_device_id == device
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=stores[1], rank=rank, world_size=world)
+
+
+def test_the_group_of_reductions_is_made_by_its_own_ranks(tmp_path: Path) -> None:
+    run(3, _bound_to_devices, str(tmp_path))
+
+
+def test_without_a_meeting_nothing_is_compared(group: dist.ProcessGroup) -> None:
+    """As simulated ranks have it."""
+    comm = GroupCommunicator(group, CPU)
+    assert (comm.compares, comm.generation) == (False, 0)
+    with together(comm, Entry("program", 1, 7)):
+        (full,) = comm.finish_gather(comm.start_gather([PARAMS[1]], [values(PARAMS[1])]))
+    assert torch.equal(full, values(PARAMS[1])) and comm.steps == 7
+    comm.abort("nobody hears it")
+    comm.rejoin()

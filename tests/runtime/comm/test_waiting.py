@@ -1,0 +1,116 @@
+"""How long a rank waits for others: several meetings in one process, in threads, are the ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from zerograph.core.errors import CollectiveMismatch, RankError
+from zerograph.runtime.comm.meeting import Meeting
+from zerograph.runtime.comm.waiting import Place, Wait
+
+
+def each(path: Path, *actions: Callable[[Meeting], None], timeout: float) -> list[Exception | None]:
+    """What every rank's action raises."""
+    found: list[Exception | None] = [None] * len(actions)
+    meetings = [
+        Meeting(dist.FileStore(str(path / "store"), len(actions)), "test", rank, len(actions), timeout)
+        for rank in range(len(actions))
+    ]
+
+    def act(rank: int) -> None:
+        meetings[rank].notice_after, meetings[rank].beat_every = 0.1, 0.2
+        try:
+            actions[rank](meetings[rank])
+        except Exception as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=act, args=(rank,)) for rank in range(len(actions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    return found
+
+
+PROGRAM_3 = Place(0, 3, "", "in the forward")
+
+
+@pytest.mark.parametrize(
+    ("other", "in_vain"),
+    [
+        (Place(1, 2, "plan", "for a plan"), True),  # it comes to the program only afterwards
+        (Place(1, 3, "plan", "for a plan"), False),  # it has been in the program
+        (Place(1, 2, "", "in another program"), False),  # it may be slower
+        (Place(1, 3, "", "in another program"), False),  # which was compared when it began
+    ],
+)
+def test_who_waits_in_vain(other: Place, in_vain: bool) -> None:
+    assert PROGRAM_3.deadlocks_with(other) is other.deadlocks_with(PROGRAM_3) is in_vain
+    plan = Place(0, 0, "plan", "for a plan")
+    assert plan.deadlocks_with(Place(1, 5, "budget", "for a budget"))
+    assert not plan.deadlocks_with(Place(1, 5, "plan", "for a plan"))
+
+
+def asks(what: str, rank: int) -> Callable[[Meeting], None]:
+    return lambda meeting: meeting.wait({rank: f"{what}/{rank}"}, f"for rank {rank} to tell {what}", what)
+
+
+def runs(meeting: Meeting) -> None:
+    meeting.programs += 1
+    with Wait(meeting, "in the forward", lambda: [1]) as wait:
+        while True:
+            wait.look()
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("other", [asks("a plan", 1), runs], ids=["asks for something else", "runs"])
+def test_ranks_at_different_places_are_told_at_once(tmp_path: Path, other: Callable[[Meeting], None]) -> None:
+    start = time.monotonic()
+    errors = each(tmp_path, other, asks("a budget", 0), timeout=60.0)
+    assert time.monotonic() - start < 20
+    assert all(isinstance(error, CollectiveMismatch) for error in errors), errors
+    assert str(errors[0]) == str(errors[1])
+    for doing in ("rank 1 waits for rank 0 to tell a budget", "rank 0 waits"):
+        assert doing in str(errors[0])
+
+
+def test_a_wait_that_ended_well_is_no_place(tmp_path: Path) -> None:
+    def late(meeting: Meeting) -> None:
+        time.sleep(1)
+        meeting.store.set("a plan/0", "")
+        asks("a budget", 1)(meeting)
+
+    def soon(meeting: Meeting) -> None:
+        asks("a plan", 0)(meeting)
+        time.sleep(1)
+        meeting.store.set("a budget/1", "")
+
+    assert each(tmp_path, late, soon, timeout=20.0) == [None, None]
+
+
+def test_a_rank_that_compiles_is_waited_for(tmp_path: Path) -> None:
+    def compiles(meeting: Meeting) -> None:
+        with meeting.compiling("forward"):
+            time.sleep(4)
+            meeting.store.set("a plan/0", "")
+
+    assert each(tmp_path, compiles, asks("a plan", 0), timeout=1.0) == [None, None]
+
+
+def test_one_that_itself_waits_does_not_count_as_compiling(tmp_path: Path) -> None:
+    def compiles(meeting: Meeting) -> None:
+        with meeting.compiling("forward"):
+            asks("a plan", 2)(meeting)
+
+    start = time.monotonic()
+    errors = each(tmp_path, compiles, asks("a plan", 0), lambda _: time.sleep(5), timeout=1.5)
+    assert time.monotonic() - start < 15
+    for error in errors[:2]:
+        assert isinstance(error, RankError) and ("did not come" in str(error) or "failed" in str(error))

@@ -1,0 +1,196 @@
+"""Gradients that are held back: summed with the next ones, dropped when the user drops them, never lost in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from waits import Unread
+
+from zerograph.core.errors import ZeroGraphError
+from zerograph.core.step import Param
+from zerograph.runtime.comm.collectives import GroupCommunicator
+from zerograph.runtime.executor import hold
+from zerograph.runtime.executor.hold import GradientHold
+
+CPU = torch.device("cpu")
+
+
+def spec(name: str) -> Param:
+    return Param(name, (2,), "float32", "float32", "float32", True, True)
+
+
+class Programs:
+    """What programs do with a hold, for parameters that are multiplied by a number and summed."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.params = {name: nn.Parameter(torch.ones(2)) for name in ("w", "v")}
+        self.hold = GradientHold(self.params)
+        self.comm = GroupCommunicator(group, CPU)
+
+    def backward(self, *names: str, by: float, held: bool = False) -> None:
+        self.hold.active = held
+        sum(Read.apply(self.params[name], self, spec(name), by) for name in names).backward()
+
+    def uncompiled(self, name: str, by: float) -> None:
+        """A backward that no program has part in."""
+        self.hold.active = False
+        (self.params[name].sum() * by).backward()
+
+    def grads(self, name: str = "w") -> list[float]:
+        grad = self.params[name].grad
+        assert grad is not None
+        return grad.tolist()
+
+
+class Read(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, programs: Programs, spec: Param, by: float) -> Tensor:
+        ctx.programs, ctx.spec, ctx.by = programs, spec, by
+        return param.sum() * by
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:
+        hold, grad = ctx.programs.hold, torch.full((2,), ctx.by)
+        if hold.active:
+            (result,) = hold.add([ctx.spec], [grad], ctx.programs.comm)
+        else:
+            (result,) = hold.take([ctx.spec], [grad])
+        return result, None, None, None
+
+
+@pytest.fixture(params=["host", "device"])
+def programs(group: dist.ProcessGroup, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    """Of gradients that the host can look at, and of those that are read as a device's are."""
+    if request.param == "device":
+        monkeypatch.setattr(hold, "_is_read_at_once", lambda local: False)
+    return Programs(group)
+
+
+def test_a_device_is_waited_for_once_in_a_backward(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hold, "_is_read_at_once", lambda local: False, raising=False)
+    programs = Programs(group)
+    for held, reads in ((True, 0), (True, 1), (False, 1), (False, 0)):
+        with Unread() as seen:
+            programs.backward("w", "v", by=1.0, held=held)
+        assert seen.stacked == reads
+    assert programs.grads("w") == programs.grads("v") == [4.0, 4.0]
+
+
+def test_what_is_held_comes_with_the_next_gradient(programs: Programs) -> None:
+    programs.backward("w", by=1.0, held=True)
+    assert programs.grads() == [0.0, 0.0]
+    assert programs.hold.open and programs.hold.names == ("w",)
+    programs.backward("w", by=2.0, held=True)
+    assert programs.grads() == [0.0, 0.0]
+    programs.backward("w", by=4.0)
+    assert programs.grads() == [7.0, 7.0]
+    assert not programs.hold.open and programs.hold.names == ()
+    programs.hold.refuse_step()
+
+
+def test_it_adds_to_a_gradient_that_is_there(programs: Programs) -> None:
+    programs.backward("w", by=8.0)
+    programs.backward("w", by=1.0, held=True)
+    assert programs.grads() == [8.0, 8.0]
+    programs.backward("w", by=2.0)
+    assert programs.grads() == [11.0, 11.0]
+
+
+def test_what_the_next_backward_does_not_read_is_reduced_at_its_end(programs: Programs) -> None:
+    programs.backward("w", "v", by=1.0, held=True)
+    programs.backward("v", by=2.0)
+    assert (programs.grads("w"), programs.grads("v")) == ([1.0, 1.0], [3.0, 3.0])
+    assert programs.hold.names == ()
+
+
+def test_an_uncompiled_backward_ends_it_too(programs: Programs) -> None:
+    programs.backward("w", "v", by=1.0, held=True)
+    programs.uncompiled("w", by=2.0)
+    assert (programs.grads("w"), programs.grads("v")) == ([3.0, 3.0], [1.0, 1.0])
+
+
+DROPS: list[Callable[[nn.Parameter], object]] = [
+    lambda p: setattr(p, "grad", None),
+    lambda p: p.grad.zero_(),  # type: ignore[union-attr]
+    lambda p: p.grad.mul_(0.0).abs_(),  # type: ignore[union-attr]
+    lambda p: torch._foreach_zero_([p.grad]),
+    lambda p: setattr(p, "grad", torch.zeros(2)),
+]
+
+
+@pytest.mark.parametrize("drop", DROPS, ids=["none", "zero", "times zero", "foreach", "zeros"])
+@pytest.mark.parametrize("before", [0.0, 8.0])
+def test_gradients_that_the_user_drops_are_dropped_whole(
+    programs: Programs, drop: Callable[[nn.Parameter], object], before: float
+) -> None:
+    if before:
+        programs.backward("w", by=before)
+    programs.backward("w", by=1.0, held=True)
+    drop(programs.params["w"])
+    assert not programs.hold.open
+    programs.hold.refuse_step()
+    assert programs.hold.names == ()
+    programs.backward("w", by=2.0)
+    assert programs.grads() == [2.0, 2.0]
+
+
+CHANGES: list[Callable[[nn.Parameter], object]] = [
+    lambda p: p.grad.mul_(0.5),  # type: ignore[union-attr]
+    lambda p: p.grad.add_(1.0),  # type: ignore[union-attr]
+    lambda p: setattr(p, "grad", p.grad * 0.5),  # type: ignore[operator]
+    lambda p: setattr(p, "grad", p.grad.clone()),  # type: ignore[union-attr]
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=["scaled", "added to", "scaled copy", "copy"])
+@pytest.mark.parametrize(
+    "then",
+    [
+        lambda programs: programs.hold.refuse_step(),
+        lambda programs: programs.backward("w", by=2.0, held=True),
+        lambda programs: programs.backward("w", by=2.0),
+    ],
+    ids=["step", "held", "synchronized"],
+)
+def test_gradients_that_the_user_changes_are_refused(
+    programs: Programs, change: Callable[[nn.Parameter], object], then: Callable[[Programs], None]
+) -> None:
+    """What is held would not be changed with them."""
+    programs.backward("w", by=1.0, held=True)
+    change(programs.params["w"])
+    with pytest.raises(ZeroGraphError, match=r"(?s)the gradient of w was changed while .*hint: change gradients after"):
+        then(programs)
+
+
+def test_a_step_on_a_part_of_the_gradients_is_refused(programs: Programs) -> None:
+    programs.backward("w", "v", by=1.0, held=True)
+    programs.params["v"].grad = None
+    with pytest.raises(ZeroGraphError, match="holds back gradients of 1 parameters, the first of w"):
+        programs.hold.refuse_step()
+
+
+def test_a_backward_that_fails_can_be_undone(programs: Programs) -> None:
+    programs.backward("w", by=1.0, held=True)
+    before = programs.hold.state
+    programs.hold.take([spec("w")], [torch.ones(2)])
+    assert programs.hold.names == ()
+    programs.hold.state = before
+    programs.backward("w", by=2.0)
+    assert programs.grads() == [3.0, 3.0]
+
+
+def test_held_gradients_are_summed_in_the_dtype_of_reductions(group: dist.ProcessGroup) -> None:
+    """Many small ones are not lost beside a large one, as they would be in bfloat16."""
+    low = Param("w", (2,), "bfloat16", "bfloat16", "float32", True, True)
+    hold = GradientHold({"w": nn.Parameter(torch.ones(2, dtype=torch.bfloat16))})
+    comm = GroupCommunicator(group, CPU)
+    for number in (256.0, 1.0, 1.0):
+        (mark,) = hold.add([low], [torch.full((2,), number, dtype=torch.bfloat16)], comm)
+        assert mark.dtype is torch.bfloat16 and mark.signbit().all() and not mark.any()
+    (total,) = hold.take([low], [torch.ones(2, dtype=torch.bfloat16)])
+    assert (total.dtype, total.tolist()) == (torch.float32, [259.0, 259.0])

@@ -1,0 +1,1 @@
+"""Graphs become segments, and segments and the nodes between them a program."""

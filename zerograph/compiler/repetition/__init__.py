@@ -1,0 +1,1 @@
+"""Layers that are alike are compiled once."""

@@ -1,0 +1,1 @@
+"""The files that people keep: plans, runs, and how they are read, written and compared."""

@@ -1,0 +1,135 @@
+"""The measurements of a run, as a file: which plan ran, what happened, and seconds to forecast it with again.
+
+``backend.record()`` makes it and ``zerograph show PLAN --measured RUN`` reads it. No torch in here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerograph.core.errors import ConfigError
+from zerograph.core.filekinds import refuse_other_kind
+from zerograph.core.files.planfile import canonical, forecast_data, forecast_of
+from zerograph.core.program import Compute, Gather, Reduce, Segment, Timed, Update
+from zerograph.core.timeline import Forecast, Span
+from zerograph.core.units import is_number
+
+VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds that a run took, to forecast with instead of rates: by segment digest, by bucket, of the update."""
+
+    segments: Mapping[str, float] = field(default_factory=dict)
+    gathers: Mapping[int, float] = field(default_factory=dict)
+    reduces: Mapping[int, float] = field(default_factory=dict)
+    update: float | None = None
+
+    def of(self, instruction: Timed, segments: Sequence[Segment]) -> float | None:
+        """Seconds of an instruction in a program with these segments; None where it was not measured."""
+        match instruction:
+            case Compute():
+                return self.segments.get(segments[instruction.segment].digest)
+            case Gather():
+                return self.gathers.get(instruction.bucket)
+            case Reduce():
+                return self.reduces.get(instruction.bucket)
+            case Update():
+                return self.update
+            case _:
+                return None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One recorded step.
+
+    Attributes:
+        plan: digest of the plan that ran (:attr:`zerograph.core.plan.Plan.digest`): its decisions, whatever the batch.
+        device: "cpu" or "cuda".
+        forecast: what happened, in the schema of a forecast; spans name the segment or the bucket that they ran.
+        measured: mean seconds of each distinct segment and each bucket's collectives.
+    """
+
+    plan: str
+    device: str
+    forecast: Forecast
+    measured: Measured
+
+    def to_json(self) -> str:
+        """The text that :meth:`from_json` reads."""
+        measured = self.measured
+        data = {
+            "version": VERSION,
+            "plan": self.plan,
+            "device": self.device,
+            "segments": dict(measured.segments),
+            "gathers": {str(bucket): seconds for bucket, seconds in measured.gathers.items()},
+            "reduces": {str(bucket): seconds for bucket, seconds in measured.reduces.items()},
+            "update": measured.update,
+        }
+        return canonical({**data, **forecast_data(self.forecast)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Run:
+        """The run that :meth:`to_json` wrote.
+
+        Raises:
+            ConfigError: another version, or no run.
+        """
+        hint = "give what `run.save(path)` wrote after `with backend.record() as run` (docs/guide/recording.md)"
+        try:
+            data: dict[str, Any] = json.loads(text)
+            refuse_other_kind(data, "a measured run", hint)
+            # A plan file has a version, too: its number would say nothing here.
+            version = data.get("version") if "segments" in data else None
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            raise ConfigError("the file holds no measured run", hint) from None
+        if version is None:
+            raise ConfigError("the file holds no measured run: it names no plan and no segments", hint)
+        if version != VERSION:
+            raise ConfigError(f"the run has version {version}, this ZeroGraph reads {VERSION}", "record it again")
+        try:
+            return cls(str(data["plan"]), str(data["device"]), forecast_of(data), _measured(data))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"the measured run is incomplete: {error}", hint) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """A run beside the forecast of the plan that it ran.
+
+    Attributes:
+        run: what happened.
+        retimed: the forecast again, with the seconds of ``run``.
+        spans: by task of the plan, the spans of ``run`` that are that task.
+    """
+
+    run: Run
+    retimed: Forecast
+    spans: Mapping[int, list[Span]]
+
+    @property
+    def measured(self) -> Forecast:
+        """The measured run, in the schema of a forecast."""
+        return self.run.forecast
+
+
+def _measured(data: Mapping[str, Any]) -> Measured:
+    by_bucket = {part: {int(bucket): s for bucket, s in data[part].items()} for part in ("gathers", "reduces")}
+    found = Measured(segments=dict(data["segments"]), update=data["update"], **by_bucket)
+    updates = [] if found.update is None else [found.update]
+    _require_seconds([*found.segments.values(), *found.gathers.values(), *found.reduces.values(), *updates])
+    return found
+
+
+def _require_seconds(values: Iterable[object]) -> None:
+    for value in values:
+        if not (is_number(value, int | float) and value >= 0):  # type: ignore[operator]
+            raise ValueError(f"{value!r} are no seconds")

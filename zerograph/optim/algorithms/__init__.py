@@ -1,0 +1,1 @@
+"""One record for each algorithm: its states, its rule and its kernels."""

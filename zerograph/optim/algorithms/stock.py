@@ -1,0 +1,66 @@
+"""Optimizers of torch.optim over parameters whose states are on NVMe: they step through mappings of these.
+
+They are slower than the native ones, as every byte passes the page cache, and compute the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+
+from zerograph.core.errors import UnsupportedError
+from zerograph.optim.algorithm import Algorithm
+from zerograph.optim.algorithms.adagrad import ADAGRAD
+from zerograph.optim.algorithms.adam import ADAM
+from zerograph.optim.algorithms.sgd import MOMENTUM
+from zerograph.runtime.homes.blocks import Place
+from zerograph.runtime.homes.shards import ShardStore
+from zerograph.runtime.torch_private import local_tensor, placed_as
+
+_KNOWN: dict[type[Optimizer], Algorithm] = {Adam: ADAM, AdamW: ADAM, Adagrad: ADAGRAD, SGD: MOMENTUM}
+
+
+def make_states(optimizer: Optimizer, store: ShardStore) -> None:
+    """Let the states of ``optimizer`` be on NVMe, made there before its first step.
+
+    Raises:
+        UnsupportedError: nothing is known of the states that it keeps.
+        StorageError: there is no room for them.
+    """
+    places = store.places()
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            # A closure brings gradients only later: what it has then made comes home before the next step.
+            if id(param) in places and (param.grad is not None or param in optimizer.state):
+                _make(optimizer, group, param, store, places[id(param)])
+
+
+def _make(optimizer: Optimizer, group: dict[str, object], param: Tensor, store: ShardStore, place: Place) -> None:
+    names = _names(optimizer, group)
+    if not names:
+        return  # an empty dict in `state` would count as one
+    state, like = optimizer.state[param], local_tensor(param)
+    for name in names:
+        value = state.get(name)
+        if value is None:
+            state[name] = placed_as(store.state(optimizer, place, name, param.dtype, like, 0.0), param)
+        elif not store.is_home(optimizer, place, name, local_tensor(value)):
+            home = store.state(optimizer, place, name, value.dtype, like, 0.0)
+            home.copy_(local_tensor(value))
+            state[name] = placed_as(home, param)
+    if "step" not in state and not isinstance(optimizer, Adagrad):
+        double = torch.get_default_dtype() == torch.float64 and not group["fused"]
+        state["step"] = torch.tensor(0.0, dtype=torch.float64 if double else torch.float32)  # as torch has it
+
+
+def _names(optimizer: Optimizer, group: dict[str, object]) -> tuple[str, ...]:
+    known = _KNOWN.get(type(optimizer))  # subclasses may keep more
+    names = known.slots(group) if known is not None else ()
+    # A state that starts from a gradient is made with the first one.
+    if known is None or (names and known.starts_from_gradient):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} cannot keep its states on NVMe: ZeroGraph does not know which it makes",
+            "use zerograph.optim, or AdamW, Adam or Adagrad of torch.optim, or train without offload",
+        )
+    return names

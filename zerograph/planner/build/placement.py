@@ -1,0 +1,244 @@
+"""Bytes of one bucket, or of one tile of it: what lies on which tier between steps, and what a step moves.
+
+:mod:`zerograph.core.placement` says where. Scalars and parameters of fewer rows than ranks are not sharded, so they
+stay on the device wherever their bucket goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+from zerograph.core.machine import Tier
+from zerograph.core.param_bytes import copy_bytes, gathered_bytes, reduced_bytes, shard_bytes
+from zerograph.core.placement import copy_tier, values_tier
+from zerograph.core.plan import Homes, Plan, tile_rows
+from zerograph.core.files.planfile import Holding
+from zerograph.sim.simulate import Memory
+from zerograph.core.slots import SLOTS, slot_bytes
+from zerograph.core.step import Kind, Param
+from zerograph.planner.build.rates import Rates
+
+APART = Homes(gradients="nvme", optimizer="nvme")
+"""Where all that can be updated off the device is, and what is gathered is on it."""
+
+
+class Alike(NamedTuple):
+    """Parameters that :mod:`zerograph.core.placement` puts in one place: bytes of their shards, and of these in the
+    compute dtype, which for ``cast`` ones is another."""
+
+    trainable: bool
+    is_master: bool
+    cast: bool
+    values: int
+    copy: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """Bytes of the shards of one bucket where these have their homes.
+
+    Attributes:
+        masters: values of trained parameters beside which there is a copy.
+        copies: in the compute dtype, of those.
+        shared: values of the other trained ones, which are gathered themselves.
+        frozen: values that are not trained.
+        fetched: what comes to the device before a gather, when the parameters live elsewhere.
+        in_place: of what is gathered, what one rank need not cast where parameters live on the device.
+        left: values that are off the device.
+        optimizer: masters and moments.
+        traffic: that an update on the host reads and writes: gradient, states and parameters twice, the new copy.
+        parameters: copies, and values that left without one.
+    """
+
+    masters: int
+    copies: int
+    shared: int
+    frozen: int
+    fetched: int
+    in_place: int
+    left: int
+    optimizer: int
+    traffic: int
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Bytes of what of one bucket can leave the device, on one rank.
+
+    Attributes:
+        alike: its sharded parameters.
+        gradient: shards of their reduced gradients.
+        moments: that the optimizer keeps of them.
+        split: whether the host has another memory than the device.
+    """
+
+    alike: tuple[Alike, ...]
+    gradient: int
+    moments: int
+    split: bool
+
+    @classmethod
+    def of(cls, params: Sequence[Param], world_size: int, moments: int, staging: Tier) -> Shards:
+        """The shards of the sharded ones of ``params``; buffers of NVMe are on ``staging``."""
+        found: dict[tuple[bool, bool, bool], tuple[int, int]] = {}
+        for p in params:
+            if p.sharded:
+                values, copy = found.get(key := (p.trainable, p.is_master, p.dtype != p.compute_dtype), (0, 0))
+                found[key] = values + shard_bytes(p, world_size), copy + copy_bytes(p, world_size)
+        alike = tuple(Alike(*key, *sizes) for key, sizes in found.items())
+        gradient = sum(some.values for some in alike if some.trainable)
+        return cls(alike, gradient, gradient * moments, staging != "device")
+
+    def cut(self, part: Callable[[int], int]) -> Shards:
+        """A part of all that there is."""
+        alike = tuple(some._replace(values=part(some.values), copy=part(some.copy)) for some in self.alike)
+        return replace(self, alike=alike, gradient=part(self.gradient), moments=part(self.moments))
+
+    def at(self, homes: Homes) -> Placed:
+        """The bytes of each kind where it lives at ``homes``."""
+        masters = copies = shared = frozen = frozen_copies = fetched = in_place = left = 0
+        for some in self.alike:
+            left += some.values * (values_tier(some, homes, self.split) != "device")
+            copied = copy_tier(some, homes, self.split) is not None
+            fetched += some.copy if copied else some.values
+            in_place += some.copy * (copied or not some.cast)
+            if not some.trainable:
+                frozen += some.values
+                frozen_copies += some.copy * copied
+            elif copied:
+                masters += some.values
+                copies += some.copy
+            else:
+                shared += some.values
+        optimizer = masters + self.moments
+        traffic = self.gradient + 2 * (optimizer + shared) + copies
+        parameters = copies + frozen_copies + left - masters
+        return Placed(masters, copies, shared, frozen, fetched, in_place, left, optimizer, traffic, parameters)
+
+    def moved(self, homes: Homes) -> Memory:
+        """The bytes that ``homes`` add to each tier between steps, and take off the device (below zero)."""
+        if homes.optimizer == "device":
+            return ()
+        own = self.at(homes)
+        left = own.left + self.moments
+        return ("device", -left), (homes.optimizer, own.optimizer), (homes.parameters, own.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class BucketPart:
+    """A bucket, or a tile of its one parameter: tile *i* is the *i*-th slice of the rows of every rank's shard.
+
+    Attributes:
+        name: of the bucket.
+        label: of this part, for people: the name, or ``blocks.3 tile 2/4``.
+        whole: bytes when gathered.
+        summed: bytes of the full gradients as they are summed over ranks.
+        reduced: bytes of the shards of all its gradients.
+        gradients: bytes of the full gradients that a reduction frees.
+        shards: what can leave the device.
+        updated: parameters whose states can.
+    """
+
+    name: str
+    label: str
+    whole: int
+    summed: int
+    reduced: int
+    gradients: int
+    shards: Shards
+    updated: int
+
+
+def bucket_parts(
+    name: str, params: Sequence[Param], tiles: int, whole: Mapping[str, int], rates: Rates, moments: int
+) -> tuple[BucketPart, ...]:
+    """The bucket of ``params`` in ``tiles`` parts; ``whole`` are bytes of full gradients by parameter."""
+    world = rates.world_size
+    trainable = [p for p in params if p.trainable]
+    gathered, reduced = gathered_bytes(params, world), reduced_bytes(trainable)
+    shard = sum(shard_bytes(p, world) for p in trainable)
+    gradients = sum(whole.get(p.name, 0) for p in trainable)
+    shards = Shards.of(params, world, moments, rates.staging)
+    # Columns may be in more tiles than there are rows; of either a tile has its share of the bytes.
+    rows = max(params[0].chunk(world), tiles) if tiles > 1 else 1
+    slices = tile_rows(rows, tiles)
+
+    def part(size: int, tile: int) -> int:
+        """Bytes of ``size`` in the rows of a tile; parts of what is not padded add up all the same."""
+        begin, end = slices[tile]
+        # As a difference of two shares, so that tiles add up to the whole to the byte.
+        return size * end // rows - size * begin // rows
+
+    return tuple(
+        BucketPart(
+            name=name,
+            label=name if tiles == 1 else f"{name} tile {tile + 1}/{tiles}",
+            whole=part(gathered, tile),
+            summed=part(reduced, tile),
+            reduced=part(shard, tile),
+            gradients=part(gradients, tile),
+            shards=shards.cut(partial(part, tile=tile)),
+            updated=sum(p.sharded for p in trainable),
+        )
+        for tile in range(tiles)
+    )
+
+
+def kept_on(tier: Tier, plan: Plan, moments: int, staging: Tier) -> dict[str, int]:
+    """Bytes that a rank keeps on ``tier``, which is not the device, under ``plan``, by what they are for."""
+    found = dict.fromkeys(("parameters", "gradients", "optimizer states"), 0)
+    for bucket in plan.buckets:
+        homes = bucket.homes
+        shards = Shards.of(bucket.params, plan.world_size, moments, staging)
+        placed = shards.at(homes)
+        found["parameters"] += placed.parameters * (homes.parameters == tier)
+        found["gradients"] += shards.gradient * (homes.spilled == tier)
+        found["optimizer states"] += placed.optimizer * (homes.optimizer == tier)
+    return found
+
+
+def streamed(params: Sequence[Param], world_size: int) -> int:
+    """Elements of this rank that an update of ``params`` streams where their states are on NVMe."""
+    return sum(p.chunk_elements(world_size) for p in params if p.sharded and p.trainable)
+
+
+def ring_bytes(buckets: Iterable[tuple[Homes, int]], staging: Tier) -> int:
+    """Bytes of the slots that pass what NVMe has of some buckets, given their homes and what :func:`streamed` counts.
+
+    On a CPU only: plans that stage on the host have a buffer for each bucket or tile.
+    """
+    away = (elements for homes, elements in buckets if homes.optimizer == "nvme") if staging == "device" else ()
+    return SLOTS * slot_bytes(max(away, default=0))
+
+
+def between_steps(plan: Plan, kept: Mapping[str, int], staging: Tier) -> Iterator[Holding]:
+    """The holdings on each tier between steps, bucket by bucket; gradients come with the backward.
+
+    ``kept`` are bytes of optimizer states by parameter (:func:`~zerograph.core.param_bytes.kept_states`).
+    """
+    for bucket in plan.buckets:
+        homes = bucket.homes
+        placed = Shards.of(bucket.params, plan.world_size, 0, staging).at(homes)
+        whole = sum(shard_bytes(p, plan.world_size) for p in bucket.params)
+        states = sum(kept.get(p.name, 0) for p in bucket.params)
+        away = sum(kept.get(p.name, 0) for p in bucket.params if p.sharded)
+        found: list[tuple[str, Kind, Tier, int]]
+        if homes.optimizer == "device":
+            found = [("shards", "param", "device", whole), ("states", "state", "device", states)]
+        else:
+            found = [
+                ("shards", "param", "device", whole - placed.left),
+                ("states", "state", "device", states - away),
+                ("shards in the compute dtype", "param", homes.parameters, placed.parameters),
+                ("master copy and states", "state", homes.optimizer, placed.masters + away),
+            ]
+        for what, kind, tier, size in found:
+            if size:
+                yield Holding(f"{what} of {bucket.name}", kind, tier, size, -1, -1, bucket.name)
+    ring = ring_bytes(((b.homes, streamed(b.params, plan.world_size)) for b in plan.buckets), staging)
+    if ring:
+        yield Holding("slots that states pass through", "temporary", staging, ring, -1, -1)

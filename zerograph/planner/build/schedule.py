@@ -1,0 +1,478 @@
+"""Divides a step into pieces of work and visits of buckets, before anything is partitioned or lowered.
+
+It follows what the passes and the lowering will do, at the grain of one piece per layer and visit of a bucket. Coarser
+than programs that run: what is saved follows :mod:`~zerograph.planner.profile.liveness`, memory of a layer that a plan cuts in
+several is taken with its first part, and several short layers are not merged into one segment.
+
+The work that plans of the same buckets, tiles, prefetch and recomputation share is done here, once, because the search
+changes residencies and homes hundreds of times; from it :mod:`~zerograph.planner.build.sketch` makes the programs of a plan.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise
+from types import MappingProxyType
+from typing import Any
+
+from zerograph.core.machine import Tier
+from zerograph.core.param_bytes import kept_states
+from zerograph.core.plan import Homes, Plan
+from zerograph.core.prefetching import Visit, gathers_by_start, visits
+from zerograph.core.program import Compute, Register, Segment, Update
+from zerograph.sim.simulate import Costs, Memory
+from zerograph.core.step import Kind, Param, Phase
+from zerograph.core.stretch import Stretch
+from zerograph.planner.build.placement import BucketPart, bucket_parts, ring_bytes, streamed
+from zerograph.planner.build.rates import Rates, device_update
+from zerograph.planner.profile.regions import Atom, Life, Profile
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """One piece of work of every sketch with the same tiles, prefetch and recomputation.
+
+    Attributes:
+        compute: as it runs whole, where nothing is offloaded.
+        region: that it belongs to; ``first`` and ``last`` say whether it begins and ends that.
+        visits: those that start before it.
+        ready: buckets whose last gradient it makes.
+        slices: how many slices it runs in, one after another; more than 1 where it works on tiles.
+        reads, makes: tiled buckets that it reads, and whose gradient it makes.
+        made: registers of the full gradients that it makes of buckets that are not tiled.
+        work: what it computes; without what it holds of its own where it runs in slices.
+        temporary: bytes that it holds of its own.
+    """
+
+    compute: Compute
+    region: int
+    first: bool
+    last: bool
+    visits: tuple[int, ...]
+    ready: tuple[int, ...]
+    slices: int = 1
+    reads: tuple[int, ...] = ()
+    makes: tuple[int, ...] = ()
+    made: tuple[int, ...] = ()
+    work: int = 0
+    temporary: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseWork:
+    """Forward or backward, divided.
+
+    Attributes:
+        regions: in order.
+        gathers: visit -> those whose gather begins at its start.
+        frees: visit, or their number for the end -> those freed at its start.
+        gradients: bucket -> registers of the full gradients that its reduction reads.
+    """
+
+    name: Phase
+    regions: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    visits: tuple[Visit, ...]
+    gathers: Mapping[int, Sequence[int]]
+    frees: Mapping[int, Sequence[int]]
+    gradients: Mapping[int, tuple[int, ...]]
+
+
+class Registers:
+    """The registers of all sketches of a scheduler, behind those that are there; what has the same key is one.
+
+    Attributes:
+        contents: what each holds.
+        bucket: of those that hold a gathered bucket or tile, or its full gradient.
+    """
+
+    def __init__(self, contents: Iterable[Register] = ()) -> None:
+        self.contents = list(contents)
+        self.bucket: dict[int, int] = {}
+        self._of: dict[object, int] = {}
+
+    def get(
+        self, key: object, name: str, size: int, kind: Kind, tier: Tier = "device", *, bucket: int = -1,
+        storage: int | None = None,
+    ) -> int:  # fmt: skip
+        """The register of ``key``, which holds that."""
+        found = self._of.get(key)
+        if found is None:
+            found = self._of[key] = len(self.contents)
+            self.contents.append(Register(name, size, found if storage is None else storage, kind, tier))
+            if bucket >= 0:
+                self.bucket[found] = bucket
+        return found
+
+
+class Scheduler:
+    """Divides one step as plans whose buckets hold the same parameters do, for sketches of them on one machine.
+
+    Attributes:
+        registers, segments: of all sketches.
+        costs: of their instructions.
+        made: instructions by what tells them apart, as sketches share them.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        buckets: Sequence[Sequence[Param]],
+        names: Sequence[str],
+        rates: Rates,
+        moments: int = 2,
+    ) -> None:
+        self.profile, self.rates, self.moments = profile, rates, moments
+        self.names, self.buckets = names, buckets
+        self.bucket_of = {p.name: i for i, params in enumerate(buckets) for p in params}
+        self.registers, self.segments, self.costs = Registers(), list[Segment](), Costs(rates)
+        self.made: dict[tuple[Any, ...], Any] = {}
+        work = [region.work[0] for region in profile.regions]  # gradients are the same at all levels
+        self._whole = {name: size for w in work for atom in w.atoms for name, size in atom.gradients}
+        self._segments: dict[tuple[int, ...], int] = {}
+        self._bucket_parts: dict[tuple[int, int], tuple[BucketPart, ...]] = {}
+        self._all: dict[tuple[int, ...], tuple[tuple[BucketPart, ...], ...]] = {}
+        self._parts: dict[tuple[int, int], list[_RegionPart]] = {}
+        self._levels: dict[tuple[tuple[str, ...], tuple[str, ...]], tuple[int, ...]] = {}
+        self._phases: dict[tuple[tuple[int, ...], int, tuple[int, ...]], tuple[PhaseWork, ...]] = {}
+        self._later: dict[tuple[object, ...], tuple[PhaseWork, ...]] = {}  # the same, with gathers that wait
+        self._saved: dict[tuple[object, ...], SavedRegisters] = {}
+        self._held: dict[tuple[int, int, tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        self._moved: dict[tuple[int, Homes], Memory] = {}
+        self._streamed = [streamed(params, rates.world_size) for params in buckets]
+
+    def fresh(self) -> Scheduler:
+        """The same without the registers and segments of sketches so far."""
+        return Scheduler(self.profile, self.buckets, self.names, self.rates, self.moments)
+
+    def levels(self, plan: Plan) -> tuple[int, ...]:
+        """The level of every layer of the profile under ``plan``."""
+        key = (plan.recompute, plan.save)
+        if key not in self._levels:
+            self._levels[key] = self.profile.levels(*key)
+        return self._levels[key]
+
+    def phases(self, plan: Plan) -> tuple[PhaseWork, ...]:
+        """Forward and backward, divided as ``plan`` cuts them."""
+        # Everything that a division depends on: homes and residencies change what is moved, not where work is cut.
+        key = (tuple(bucket.tiles for bucket in plan.buckets), plan.prefetch, self.levels(plan))
+        if key not in self._phases:
+            self._phases[key] = tuple(_phases(self, *key))
+        found, ahead = self._phases[key], plan.ahead()
+        if all(one == plan.prefetch for one in ahead):
+            return found
+        if (*key, ahead) not in self._later:  # only what begins when differs
+            self._later[*key, ahead] = tuple(
+                replace(phase, gathers=gathers_by_start(phase.visits, plan.prefetch, ahead)) for phase in found
+            )
+        return self._later[*key, ahead]
+
+    def bucket_parts(self, bucket: int, tiles: int) -> tuple[BucketPart, ...]:
+        """The parts of a bucket; one if it is not tiled."""
+        key = (bucket, tiles)
+        if key not in self._bucket_parts:
+            self._bucket_parts[key] = bucket_parts(
+                self.names[bucket], self.buckets[bucket], tiles, self._whole, self.rates, self.moments
+            )
+        return self._bucket_parts[key]
+
+    def all_bucket_parts(self, tiles: tuple[int, ...]) -> tuple[tuple[BucketPart, ...], ...]:
+        """The parts of every bucket."""
+        if tiles not in self._all:
+            self._all[tiles] = tuple(self.bucket_parts(bucket, count) for bucket, count in enumerate(tiles))
+        return self._all[tiles]
+
+    def moved(self, plan: Plan) -> Memory:
+        """The change of memory held between steps by homes of buckets off the device, by tier."""
+        found: dict[Tier, int] = {}
+        for bucket in plan.buckets:
+            key = (bucket.index, bucket.homes)
+            if key not in self._moved:
+                self._moved[key] = self.bucket_parts(bucket.index, 1)[0].shards.moved(bucket.homes)
+            for tier, size in self._moved[key]:
+                found[tier] = found.get(tier, 0) + size
+        homes, staging = (bucket.homes for bucket in plan.buckets), self.rates.staging
+        return *found.items(), (staging, ring_bytes(zip(homes, self._streamed, strict=True), staging))
+
+    def update(self, host: Sequence[int]) -> Update:
+        """The update on the device, when the states of the buckets ``host`` live off it."""
+        key = ("update", frozenset(host))
+        found: Update | None = self.made.get(key)
+        if found is None:
+            world = self.rates.world_size
+            kept = kept_states(chain.from_iterable(self.buckets), world, self.moments)
+            found = self.made[key] = device_update(self.buckets, host, world, kept)
+        return found
+
+    def alive(self, phase: str, layer: str, levels: tuple[int, ...]) -> list[Life]:
+        """The lives held while ``layer`` computes, besides buckets, gradients and temporaries."""
+        at = levels_of(self.profile, levels)
+        regions = [k for k, r in enumerate(self.profile.regions) if (r.phase, r.layer) == (phase, layer)]
+        found = []
+        for life in self.profile.lives:
+            end = end_of(life, at)
+            if any(life.start <= k and (end is None or k <= end) for k in regions):
+                found.append(life)
+        return found
+
+    def segment(self, flops: int, moved: int, packed: int, temporary: int, slices: int = 1) -> int:
+        """The segment of that much work."""
+        key = (flops, moved, packed, temporary, slices)
+        found = self._segments.get(key)
+        if found is None:
+            found = self._segments[key] = len(self.segments)
+            self.segments.append(Segment("", 0, flops, moved, Stretch((temporary,)), slices, packed))
+        return found
+
+    def held(self, region: int, level: int, saved: SavedRegisters) -> Sequence[int]:
+        """By interval of a region's memory, the most bytes that it holds beyond those that were there before, and
+        beyond what it makes for other regions but for gradients."""
+        begins, ends = saved.begins.get(region, ()), saved.ends.get(region, ())
+        key = (region, level, begins, ends)
+        if key not in self._held:
+            lives = (life.members for register in ends for life in saved.lives[register] if life.start != region)
+            memory = self.profile.regions[region].work[level].memory
+            made = sum(self.registers.contents[register].bytes for register in begins)
+            self._held[key] = [size - made for size in memory.held(chain.from_iterable(lives))]
+        return self._held[key]
+
+    def compute(
+        self,
+        work: int,
+        outs: tuple[int, ...],
+        dead: tuple[int, ...],
+        module: str,
+        source: str,
+        args: tuple[int, ...] = (),
+        token_tiles: int = 1,
+    ) -> Compute:
+        """The instruction that does that."""
+        key = (work, outs, dead, module, source, args, token_tiles)
+        found: Compute | None = self.made.get(key)
+        if found is None:
+            found = self.made[key] = Compute(work, args, outs, dead, module, source, token_tiles)
+        return found
+
+    def saved(self, levels: tuple[int, ...], offload: tuple[tuple[str, Tier], ...]) -> SavedRegisters:
+        """The registers of what lives from region to region."""
+        if (levels, offload) not in self._saved:
+            at = levels_of(self.profile, levels)
+            self._saved[levels, offload] = SavedRegisters(self.profile, at, dict(offload), self.registers)
+        return self._saved[levels, offload]
+
+    def parts(self, region: int, level: int) -> list[_RegionPart]:
+        """The work of a region, divided where buckets are first read."""
+        key = (region, level)
+        if key not in self._parts:
+            self._parts[key] = _parts(self.profile.regions[region].work[level].atoms, self.bucket_of)
+        return self._parts[key]
+
+
+def _phases(
+    scheduler: Scheduler, tiles: tuple[int, ...], prefetch: int, levels: tuple[int, ...]
+) -> Iterator[PhaseWork]:
+    """Divide the regions of each phase into pieces and visits."""
+    profile, at = scheduler.profile, levels_of(scheduler.profile, levels)
+    saved = scheduler.saved(levels, ())
+    forward, backward = (
+        [k for k, region in enumerate(profile.regions) if region.phase == name] for name in ("forward", "backward")
+    )
+    # A loss in tiles makes gradients in the forward: those of buckets that get more in the backward wait for these.
+    later = frozenset(bucket for k in backward for part in scheduler.parts(k, at[k]) for bucket in part.gradients)
+    first = _phase(scheduler, "forward", forward, at, tiles, prefetch, saved, later)
+    yield first
+    if profile.training:
+        made = {bucket: grads for bucket, grads in first.gradients.items() if bucket in later}
+        yield _phase(scheduler, "backward", backward, at, tiles, prefetch, saved, frozenset(), made)
+
+
+def levels_of(profile: Profile, levels: Sequence[int]) -> list[int]:
+    """The level of each region: its layer's, and outside of layers the last."""
+    of_layer = dict(zip(profile.layers, levels, strict=True))
+    return [of_layer.get(region.layer, profile.all_saved) for region in profile.regions]
+
+
+class SavedRegisters:
+    """The registers of values that live from one region to another; those that begin, move and end alike share one.
+
+    Attributes:
+        begins, ends: region -> registers.
+        leaves: what is offloaded, by the region of the forward that reads it last, by the plan's name for it, and by
+            the region of the backward that needs it first.
+        comes: the same by the region of the backward that needs it first, and by the plan's name for it.
+        lives: by register, what it stands for.
+    """
+
+    def __init__(self, profile: Profile, levels: Sequence[int], tier_of: Mapping[str, Tier], registers: Registers):
+        groups: dict[tuple[int, int | None, str, int, int], int] = {}
+        members: dict[tuple[int, int | None, str, int, int], list[Life]] = {}
+        for life in profile.lives:
+            end, what, need = end_of(life, levels), None, None
+            if end == life.start:
+                continue  # the region's memory tells of it
+            region = profile.regions[life.start]
+            # Only what layers save may leave; what the model returns (`read` is None) the user gets on the device.
+            if tier_of and region.layer and region.phase == "forward" and life.read is not None:
+                what = next((name for name in (life.activation, region.layer) if name in tier_of), None)
+                need = need_of(life, levels) if what is not None else None
+            if what is None or need is None or life.read is None:
+                key = (life.start, end, "", -1, -1)
+            else:
+                key = (life.start, end, what, life.read, need)
+            groups[key] = groups.get(key, 0) + life.bytes
+            members.setdefault(key, []).append(life)
+        self.begins: dict[int, tuple[int, ...]] = {}
+        self.ends: dict[int, tuple[int, ...]] = {}
+        self.leaves: dict[int, dict[str, dict[int, list[int]]]] = {}
+        self.comes: dict[int, dict[str, list[int]]] = {}
+        self.lives: dict[int, list[Life]] = {}
+        for key, size in groups.items():
+            start, end, what, read, need = key
+            name = max(members[key], key=lambda life: life.bytes).name
+            # With the size: at another level the same regions save something else.
+            register = registers.get(("saved", *key, size), name, size, "activation")
+            self.lives[register] = members[key]
+            self.begins[start] = (*self.begins.get(start, ()), register)
+            if end is not None:
+                self.ends[end] = (*self.ends.get(end, ()), register)
+            if what:
+                self.leaves.setdefault(read, {}).setdefault(what, {}).setdefault(need, []).append(register)
+                self.comes.setdefault(need, {}).setdefault(what, []).append(register)
+
+
+def end_of(life: Life, levels: Sequence[int]) -> int | None:
+    """The region that a life ends with; None where the user gets it.
+
+    The layer that makes it says how long it is saved, and so does the one that reads it last: a layer that computes
+    itself again begins with what entered it.
+    """
+    if life.read is None:
+        return None
+    own, end = levels[life.start], life.read
+    for level, region in life.saved.items():
+        if region > end and (level == own or levels[region] == level):
+            end = region
+    return end
+
+
+def need_of(life: Life, levels: Sequence[int]) -> int | None:
+    """The region of the backward that first reads what a life holds; None where none does."""
+    own = levels[life.start]
+    found = [life.needed[k] for k, region in life.saved.items() if k == own or levels[region] == k]
+    return min(found, default=None)
+
+
+def _phase(
+    scheduler: Scheduler,
+    name: Phase,
+    regions: Sequence[int],
+    levels: Sequence[int],
+    tiles: tuple[int, ...],
+    prefetch: int,
+    saved: SavedRegisters,
+    later: frozenset[int] = frozenset(),
+    made_before: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
+) -> PhaseWork:
+    """One phase in pieces and visits. Gradients of buckets that get some ``later`` are not ready in it, and those that
+    were ``made_before`` are reduced with those that it makes."""
+    parts: list[tuple[int, _RegionPart]] = []
+    begins: list[int] = []
+    for k in regions:
+        found = scheduler.parts(k, levels[k])
+        begins += [len(parts)] * len(found)
+        parts += [(k, part) for part in found]
+    found_visits = visits([part.buckets for _, part in parts], begins, prefetch)
+    tiled = frozenset(bucket for bucket, count in enumerate(tiles) if count > 1)
+    # Work on tiles runs in slices, so that it is cut off from what stands before it and behind it.
+    alone = [i for i, (_, part) in enumerate(parts) if tiled and not tiled.isdisjoint((*part.buckets, *part.gradients))]
+    cuts = sorted({*begins, *(v.start for v in found_visits), *alone, *(i + 1 for i in alone if i + 1 < len(parts))})
+    starts: dict[int, list[int]] = {}
+    for number, visit in enumerate(found_visits):
+        starts.setdefault(visit.start, []).append(number)
+    ready: dict[int, list[int]] = {}
+    # Of several parts that make gradients of a bucket, the dict keeps the last: then the bucket can be reduced.
+    for bucket, at in {bucket: i for i, (_, part) in enumerate(parts) for bucket in part.gradients}.items():
+        if bucket not in tiled and bucket not in later:
+            ready.setdefault(at, []).append(bucket)
+    pieces, gradients, whole = [], dict(made_before), 0
+    for begin, end in pairwise((*cuts, len(parts))):
+        k, inside = parts[begin][0], [part for _, part in parts[begin:end]]
+        region = scheduler.profile.regions[k]
+        first, last = begins[begin] == begin, end == len(parts) or parts[end][0] != k
+        whole = 0 if first else whole  # bytes of the full gradients that the region has made
+        sizes: dict[int, int] = {}
+        for part in inside:
+            for bucket, size in part.gradients.items():
+                sizes[bucket] = sizes.get(bucket, 0) + size
+        made = []
+        for bucket, size in sizes.items():
+            if bucket not in tiled:
+                key = ("full", bucket, len(gradients.get(bucket, ())), size)
+                text = f"full gradient of {scheduler.names[bucket]}"
+                made.append(scheduler.registers.get(key, text, size, "gradient", bucket=bucket))
+                gradients[bucket] = (*gradients.get(bucket, ()), made[-1])
+        whole += sum(sizes.values())
+        intervals = region.work[levels[k]].memory.begins
+        held = scheduler.held(k, levels[k], saved)[
+            bisect_left(intervals, 0 if first else parts[begin - 1][1].end) : bisect_left(intervals, inside[-1].end)
+        ]
+        temporary = max(held) - whole
+        reads = tuple(bucket for part in inside for bucket in part.buckets if bucket in tiled)
+        makes = tuple(bucket for bucket in sizes if bucket in tiled)
+        slices = max((tiles[bucket] for bucket in (*reads, *makes)), default=1)
+        flops, moved, packed = (sum(getattr(p, part) for p in inside) for part in ("flops", "moved", "packed"))
+        outs = (*(saved.begins.get(k, ()) if first else ()), *made)
+        dead = saved.ends.get(k, ()) if last else ()
+        # What it makes can take the place of what dies with it alone. In slices what it holds lives from the first to
+        # the last: the sketch has a register for it.
+        ending = sum(scheduler.registers.contents[register].bytes for register in dead) if slices == 1 else 0
+        temporary = max(temporary, -ending)
+        work = scheduler.segment(flops, moved, packed, temporary if slices == 1 else 0, slices)
+        compute = scheduler.compute(work, outs, dead, region.module, region.source, (), region.token_tiles)
+        done = tuple(bucket for at in range(begin, end) for bucket in ready.get(at, ()))
+        visited = tuple(starts.get(begin, ()))
+        pieces.append(Piece(compute, k, first, last, visited, done, slices, reads, makes, tuple(made), work, temporary))
+    gathered = gathers_by_start(found_visits, prefetch, ())
+    frees = _frees(found_visits)
+    return PhaseWork(name, tuple(regions), tuple(pieces), found_visits, gathered, frees, gradients)
+
+
+@dataclass(frozen=True, slots=True)
+class _RegionPart:
+    """Consecutive atoms that read the same buckets; ``gradients`` are bytes by bucket, ``end`` is the last atom's."""
+
+    buckets: tuple[int, ...]
+    flops: int
+    moved: int
+    packed: int
+    gradients: dict[int, int]
+    end: int
+
+
+def _parts(atoms: Sequence[Atom], bucket_of: dict[str, int]) -> list[_RegionPart]:
+    parts: list[_RegionPart] = []
+    for atom in atoms:
+        buckets = tuple(dict.fromkeys(bucket_of[name] for name in atom.params))
+        gradients: dict[int, int] = {}
+        for name, size in atom.gradients:
+            gradients[bucket_of[name]] = gradients.get(bucket_of[name], 0) + size
+        # It reads nothing that the part before has not made whole, so no visit can begin here.
+        if parts and set(buckets) <= set(parts[-1].buckets):
+            old = parts.pop()
+            for bucket, size in old.gradients.items():
+                gradients[bucket] = gradients.get(bucket, 0) + size
+            work = old.flops + atom.flops, old.moved + atom.moved, old.packed + atom.packed
+            parts.append(_RegionPart(old.buckets, *work, gradients, atom.end))
+        else:
+            parts.append(_RegionPart(buckets, atom.flops, atom.moved, atom.packed, gradients, atom.end))
+    return parts
+
+
+def _frees(found: Sequence[Visit]) -> dict[int, list[int]]:
+    """Which visits' buckets are freed at the start of each visit."""
+    frees: dict[int, list[int]] = {}
+    for i, visit in enumerate(found):
+        frees.setdefault(visit.freed, []).append(i)
+    return frees

@@ -1,0 +1,659 @@
+"""One step under one plan as programs, before anything is partitioned or lowered: forward, backward and update.
+
+Shards that live off the device are fetched into their slice of the gathered bucket (an in-place all-gather) when its
+gather could begin. Reduced gradients are spilled one bucket after another. Saved activations leave after the last
+layer that reads them, and begin to come back as many layers before the backward needs them as the plan says. Tiles of
+an oversized operator follow one another, at most one more of them whole than is gathered ahead.
+
+Gradients may be clipped by their norm, so no update begins before the whole backward has ended. Where optimizer states
+live off the device, updates then run on the host as a pipeline: gradients that stayed on the device come down, states
+on NVMe are read, updated and written through at most :data:`SLOTS` staging buffers, and new parameters go up again
+where they live on the device. Or they run on the device, through which states on the host pass in as many buffers.
+
+The search makes sketches by the thousand: instructions are made once for a
+:class:`~zerograph.planner.build.schedule.Scheduler` and shared, and a sketch is a list of them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+from zerograph.core.machine import Tier
+from zerograph.core.plan import Homes, Plan
+from zerograph.core.plan import Update as UpdatePlace
+from zerograph.core.program import (
+    Compute,
+    DeviceUpdate,
+    Fetch,
+    Free,
+    Gather,
+    HostUpdate,
+    Instruction,
+    Program,
+    Read,
+    Reduce,
+    Spill,
+    WaitFetch,
+    WaitGather,
+    WaitReduce,
+    Write,
+    ends_whole,
+    stays_whole,
+)
+from zerograph.core.slots import SLOTS
+from zerograph.core.step import Kind, layer_of_activation
+from zerograph.planner.build.placement import BucketPart
+from zerograph.planner.build.rates import Rates
+from zerograph.planner.build.schedule import PhaseWork, Piece, Registers, SavedRegisters, Scheduler
+
+T = TypeVar("T")
+
+
+def sketch(scheduler: Scheduler, plan: Plan, leaving: int = sys.maxsize, *, adds: bool = False) -> tuple[Program, ...]:
+    """The programs of a step under ``plan``; each carries the registers of the one before it.
+
+    Args:
+        leaving: moves off the device that may be under way at a time; the compute waits for the one so many before.
+        adds: reduced gradients are added to those of earlier micro-batches, whose memory is held anyway.
+    """
+    return tuple(_Sketch(scheduler, plan, leaving, adds).programs)
+
+
+def settled(programs: Sequence[Program]) -> tuple[Program, ...]:
+    """A sketch that later ones of its scheduler do not add to."""
+    return tuple(
+        replace(
+            each, instructions=tuple(each.instructions), segments=tuple(each.segments), contents=tuple(each.contents),
+            buckets=tuple(each.buckets),
+        )
+        for each in programs
+    )  # fmt: skip
+
+
+class _Sketch:
+    def __init__(self, scheduler: Scheduler, plan: Plan, leaving: int, adds: bool) -> None:
+        self.scheduler, self.plan, self.rates = scheduler, plan, scheduler.rates
+        self.most_leaving, self.leaving = leaving, deque[int]()  # registers that moves off the device fill
+        self.buckets = plan.buckets
+        self.made, self.registers = scheduler.made, scheduler.registers
+        self.programs: list[Program] = []
+        self.instructions: list[Instruction] = []
+        self.kind = "forward"
+        self.parts = scheduler.all_bucket_parts(tuple(bucket.tiles for bucket in plan.buckets))
+        self.ahead = plan.ahead()
+        self.saved: SavedRegisters | None = None  # registers of activations, where some are offloaded
+        if plan.offload:
+            self.saved = scheduler.saved(scheduler.levels(plan), plan.offload)
+        self.tier_of = dict(plan.offload)  # layer or activation -> tier of what is saved of it
+        self.whole: set[int] = set()  # buckets; of tiled ones the first tile
+        self.fetched: set[int] = set()  # buckets whose gathers follow
+        self.under_way: list[tuple[Reduce, bool, bool]] = []  # not waited for; if some leave; added to others
+        self.reduced: dict[int, None] = {}  # buckets, in the order in which their gradients were reduced
+        # Buckets and tiles that have a reduced gradient, to which others are added.
+        self.summed = {(i, tile) for i, tiles in enumerate(self.parts) for tile in range(len(tiles)) if adds}
+        self.spilled: dict[tuple[int, int], int] = {}  # bucket and tile -> the register of its gradient, away from here
+        # Layer or activation -> region -> registers of what of it is away until then.
+        self.waiting: dict[str, dict[int, list[int]]] = {}
+        self.arriving: dict[int, list[WaitFetch]] = {}  # region -> waits for what it needs
+        self.spills = 0  # through staging buffers, so far
+        self.norm = -1  # the register that is ready when all gradients are
+        for phase in scheduler.phases(plan):
+            self.kind, self.instructions = phase.name, []
+            self._phase(phase)
+            self._end()
+        if scheduler.profile.training:
+            self.kind, self.instructions = "update", []
+            self._update()
+            self._end()
+
+    def _end(self) -> None:
+        scheduler = self.scheduler
+        self.programs.append(
+            Program(
+                self.kind, 0, len(self.registers.contents), self.instructions, (), scheduler.segments,
+                self.registers.contents, scheduler.names, carries=True,
+            )
+        )  # fmt: skip
+
+    def _once(self, make: Callable[..., T], *key: object) -> T:
+        """The result of ``make`` for ``key``, which tells it apart from all else that it makes."""
+        found: T | None = self.made.get((make, *key))
+        if found is None:
+            found = self.made[make, *key] = make(self.scheduler, *key)
+        return found
+
+    def _phase(self, phase: PhaseWork) -> None:
+        instructions = self.instructions
+        backward = phase.name == "backward"
+        for visit in phase.gathers.get(0, ()):
+            self._gather(phase.visits[visit].bucket)
+        if backward and self.saved is not None:
+            self._fetch_saved(phase, 0)
+        ready: tuple[int, ...] = ()
+        place = 0
+        for piece in phase.pieces:
+            if piece.first and self.saved is not None:
+                # Here the compute waits for activations that it needs, and no earlier.
+                instructions += self.arriving.pop(piece.region, ())
+                place += 1
+                if backward:
+                    self._fetch_saved(phase, place)
+            for visit in piece.visits:
+                self._free(phase, visit)
+                # Those of the first visit began above, before anything computes.
+                for other in phase.gathers.get(visit, ()) if visit else ():
+                    self._gather(phase.visits[other].bucket)
+                bucket = phase.visits[visit].bucket
+                if bucket in self.fetched:
+                    self.fetched.remove(bucket)
+                    instructions.append(self._once(_gather_fetched, bucket, self.buckets[bucket].homes))
+                instructions.append(self._once(_wait_gather, bucket, 0, self.buckets[bucket].tiles, self._own(bucket)))
+            # Behind the frees and gathers of visits that begin here: the pass `reduce` uses the next cut, too.
+            for bucket in ready:
+                self._reduce(bucket, 0, phase.gradients[bucket])
+            ready = piece.ready
+            if piece.slices > 1:
+                self._tiled(piece)
+            elif self.saved is not None and (piece.first or piece.last):
+                instructions.append(self._offloading(piece))
+            else:
+                instructions.append(piece.compute)
+            if piece.last and not backward and self.saved is not None:
+                self._offload_saved(piece.region)
+        for bucket in ready:
+            self._reduce(bucket, 0, phase.gradients[bucket])
+        self._free(phase, len(phase.visits))
+        while self.under_way:
+            self._wait_reduce(last=len(self.under_way) == 1)
+
+    def _offloading(self, piece: Piece) -> Compute:
+        """``piece`` with the registers of activations of which some are offloaded."""
+        assert self.saved is not None
+        key = (piece, self.saved)
+        if key not in self.made:
+            compute, begins, ends = piece.compute, self.saved.begins, self.saved.ends
+            outs = (*(begins.get(piece.region, ()) if piece.first else ()), *piece.made)
+            dead = ends.get(piece.region, ()) if piece.last else ()
+            self.made[key] = replace(compute, outs=outs, dead=dead)
+        found: Compute = self.made[key]
+        return found
+
+    def _tiled(self, piece: Piece) -> None:
+        """Slices of a piece: the tiles that each works on come before it, and are free and reduced after it."""
+        instructions, slices = self.instructions, piece.slices
+        whole = self._offloading(piece) if self.saved is not None else piece.compute
+        # The first tile may be there: the visit's gather, which began ahead, is of that one.
+        brought = {bucket: int(bucket in self.whole) for bucket in piece.reads}
+        self.whole.difference_update(piece.reads)
+        for i in range(slices):
+            read: list[int] = []
+            makes: list[int] = []
+            free: list[tuple[int, int]] = []
+            ends: list[tuple[int, int]] = []
+            for bucket in (*piece.reads, *(b for b in piece.makes if b not in piece.reads)):
+                tiles = self.buckets[bucket].tiles
+                # A piece runs in as many slices as its finest bucket has tiles: others keep a tile for several slices.
+                tile = i * tiles // slices
+                begins = i == 0 or tile != (i - 1) * tiles // slices
+                ended = i == slices - 1 or tile != (i + 1) * tiles // slices
+                if bucket in brought:
+                    for ahead in range(brought[bucket], min(tiles, tile + self.ahead[bucket] + 1) if begins else 0):
+                        self._bring(bucket, ahead)
+                        brought[bucket] += 1
+                    instructions.append(self._once(_wait_gather, bucket, tile, tiles, None))
+                    read.append(self._once(_whole, bucket, tile, tiles, None))
+                    free += [(bucket, tile)] if ended else []
+                if bucket in piece.makes:
+                    makes += [self._once(_full, bucket, tile, tiles)] if begins else []
+                    ends += [(bucket, tile)] if ended else []
+            instructions.append(self._once(_slice, piece, whole, i, tuple(read), tuple(makes)))
+            for bucket, tile in free:
+                instructions.append(self._once(_free, bucket, tile, self.buckets[bucket].tiles, None, False))
+            for bucket, tile in ends:
+                self._reduce(bucket, tile, (self._once(_full, bucket, tile, self.buckets[bucket].tiles),))
+
+    def _gather(self, bucket: int) -> None:
+        if bucket not in self.whole:
+            self.whole.add(bucket)
+            if self._gathers_late(bucket):
+                self.fetched.add(bucket)
+                self.instructions += self._once(_fetch, bucket, self.buckets[bucket].homes)
+            else:
+                self._bring(bucket, 0)
+
+    def _gathers_late(self, bucket: int) -> bool:
+        """Whether only what is fetched begins ahead, and the gather where the bucket is needed: on a CPU it would
+        keep what computes waiting for the disk."""
+        away = self.buckets[bucket].homes.parameters != "device" and self.buckets[bucket].tiles == 1
+        return away and not self.rates.overlaps and bool(self.parts[bucket][0].shards.alike)
+
+    def _bring(self, bucket: int, tile: int) -> None:
+        """Gather a bucket or a tile of it, after fetching its shards."""
+        homes, tiles = self.buckets[bucket].homes, self.buckets[bucket].tiles
+        self.instructions += self._once(_bring, bucket, tile, tiles, homes, self._own(bucket))
+
+    def _own(self, bucket: int) -> Homes | None:
+        """The homes of a bucket of which this rank's slice of the whole is what the device holds anyway."""
+        homes = self.buckets[bucket].homes
+        if self.rates.world_size == 1:
+            held = self.buckets[bucket].tiles == 1
+        else:  # a gather of CPU ranks is not in place
+            held = self.rates.overlaps and self.buckets[bucket].residency == "step" and homes.optimizer != "device"
+        return homes if held and homes.parameters == "device" else None
+
+    def _free(self, phase: PhaseWork, visit: int) -> None:
+        for i in phase.frees.get(visit, ()):
+            bucket = phase.visits[i].bucket
+            if self.buckets[bucket].tiles > 1:
+                continue  # tiles are freed one by one
+            if not stays_whole(self.buckets[bucket].residency, phase.name):
+                self.whole.remove(bucket)
+                ends = ends_whole(self.buckets[bucket].residency, phase.name)
+                self.instructions.append(self._once(_free, bucket, 0, 1, self._own(bucket), ends))
+
+    def _reduce(self, bucket: int, tile: int, grads: tuple[int, ...]) -> None:
+        """Start a reduction, for which the compute waits when a later one starts."""
+        tiles = self.buckets[bucket].tiles
+        self.reduced[bucket] = None
+        if len(self.under_way) == self.plan.reductions:
+            self._wait_reduce()
+        # A bucket whose gradients are whole on every rank has none that could leave.
+        leaves = self.buckets[bucket].homes.spilled != "device" and self.parts[bucket][tile].shards.gradient > 0
+        again = (bucket, tile) in self.summed  # a tied parameter's tiles: the head's gradient, then the embedding's
+        self.summed.add((bucket, tile))
+        reduce = self._once(_reduce, bucket, tile, tiles, leaves, grads, again and not leaves)
+        self.under_way.append((reduce, leaves, again))
+        self.instructions.append(reduce)
+
+    def _wait_reduce(self, last: bool = False) -> None:
+        """The next compute waits for the oldest reduction, whose gradient goes home; with the ``last`` one all
+        gradients are there."""
+        reduce, leaves, again = self.under_way.pop(0)
+        self.instructions.append(self._once(_wait_reduce, reduce, leaves and not again, last))
+        if last:
+            self.norm = _norm(self.scheduler)
+        if leaves:
+            bucket, tile, tier = reduce.bucket, reduce.tile, self.buckets[reduce.bucket].homes.spilled
+            part = self.parts[bucket][tile]
+            key, name = ("away", bucket, tile, reduce.tiles, tier), f"gradient of {part.label}"
+            away = self.registers.get(key, name, part.shards.gradient, "gradient", tier)
+            there = (away,) if again else ()
+            self._down("gradient", part.label, bucket, tile, (reduce.out,), (away,), tier, there)
+            self.spilled[bucket, tile] = away
+
+    def _offload_saved(self, region: int) -> None:
+        """Move away what no later layer of the forward reads, of layers whose activations are offloaded."""
+        assert self.saved is not None
+        contents = self.registers.contents
+        for what, by_need in self.saved.leaves.get(region, {}).items():
+            tier, away = self.tier_of[what], {}
+            for need, registers in by_need.items():
+                size = sum(contents[register].bytes for register in registers)
+                key = ("away", what, region, need, size, tier)
+                away[need] = self.registers.get(key, f"activations of {what}", size, "activation", tier)
+                self.waiting.setdefault(what, {}).setdefault(need, []).append(away[need])
+            here = tuple(register for registers in by_need.values() for register in registers)
+            self._down("activations", what, -1, 0, here, tuple(away.values()), tier)
+
+    def _fetch_saved(self, phase: PhaseWork, place: int) -> None:
+        """Begin to bring back what regions from ``place`` on need, so many as the plan fetches ahead."""
+        assert self.saved is not None
+        for region in phase.regions[place : place + self.plan.fetch_ahead]:
+            for what, back in self.saved.comes.get(region, {}).items() if region not in self.arriving else ():
+                there = tuple(register for registers in self.waiting[what].values() for register in registers)
+                own = tuple(self.waiting[what].pop(region))
+                self.instructions += self._once(_up, what, there, own, tuple(back), self.tier_of[what])
+                self.arriving.setdefault(region, []).append(self._once(_wait_fetch, back[0]))
+
+    def _down(
+        self, what: str, label: str, bucket: int, tile: int, here: tuple[int, ...], away: tuple[int, ...], tier: Tier,
+        there: tuple[int, ...] = (),
+    ) -> None:  # fmt: skip
+        """Move what is in registers on the device to ``away`` on ``tier``; what is ``there`` already it is added to."""
+        slot = -1
+        if tier == "nvme" and self.rates.staging == "host":
+            slot = _slot(self.scheduler, "spill", self.spills)
+            self.spills += 1
+        self.instructions += self._once(_down, what, label, bucket, tile, here, away, tier, slot, there)
+        self.leaving.append(away[0])
+        if len(self.leaving) > self.most_leaving:
+            self.instructions.append(self._once(_wait_fetch, self.leaving.popleft()))
+
+    def _update(self) -> None:
+        """The optimizer, when all gradients are there: what lives on the device beside the rest."""
+        scheduler, buckets = self.scheduler, self.buckets
+        host = [bucket for bucket in self._by_readiness() if buckets[bucket].homes.optimizer != "device"]
+        update, updates = scheduler.update(host), 0
+        here = [update] if update.sizes or not host else []
+        # On a CPU the same processor updates both, one after the other; what is read for the second is read then.
+        if self.rates.staging == "device":
+            self.instructions += here
+        for bucket in host:
+            tiles = buckets[bucket].tiles
+            for tile, part in enumerate(self.parts[bucket]):
+                if part.shards.gradient:
+                    arrived: tuple[int, ...] = ()
+                    if (bucket, tile) in self.spilled:
+                        arrived = (self.spilled[bucket, tile],)
+                    elif bucket in self.reduced:
+                        arrived = (_reduced(scheduler, bucket, tile, tiles, False),)
+                    self.instructions += self._once(
+                        update_away,
+                        bucket,
+                        tile,
+                        tiles,
+                        self.plan.update,
+                        buckets[bucket].homes,
+                        updates,
+                        arrived,
+                        self.norm,
+                    )
+                    updates += 1
+        if self.rates.staging != "device":
+            self.instructions += here
+
+    def _by_readiness(self) -> list[int]:
+        """All buckets, those whose gradients were reduced first before the others."""
+        return list(dict.fromkeys((*self.reduced, *range(len(self.buckets)))))
+
+
+# Instructions and registers, made once for a scheduler from what tells them apart.
+
+
+def _whole(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Homes | None) -> int:
+    """The register of a gathered bucket or tile; where it has its ``own`` homes, this rank's slice is held anyway."""
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
+    size = part.whole
+    if own is not None:
+        placed = part.shards.at(own)
+        size -= placed.in_place if scheduler.rates.world_size == 1 else placed.copies
+    return scheduler.registers.get(("whole", bucket, tile, tiles, own), part.label, size, "gathered", bucket=bucket)
+
+
+def _full(scheduler: Scheduler, bucket: int, tile: int, tiles: int) -> int:
+    """The register of the full gradient of a tile."""
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
+    name = f"full gradient of {part.label}"
+    return scheduler.registers.get(("tile", bucket, tile, tiles), name, part.gradients, "gradient", bucket=bucket)
+
+
+def _reduced(scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: bool) -> int:
+    """The register of this rank's shards of reduced gradients; of some that ``leaves``, those that leave the device."""
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
+    size = part.shards.gradient if leaves else part.reduced
+    key = ("reduced", bucket, tile, tiles, leaves)
+    return scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient")
+
+
+def _norm(scheduler: Scheduler) -> int:
+    return scheduler.registers.get("norm", "norm of the gradients", 0, "temporary")
+
+
+def _slot(scheduler: Buckets, ring: str, number: int) -> int:
+    """The register of the staging buffer that the ``number``-th of those works in that share a ring."""
+    tier, name = scheduler.rates.staging, "staging buffer"
+    place = scheduler.registers.get((ring, number % SLOTS), name, 0, "temporary", tier)
+    return scheduler.registers.get((ring, number), name, 0, "temporary", tier, storage=place)
+
+
+def _wait_gather(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Homes | None) -> WaitGather:
+    return WaitGather(_whole(scheduler, bucket, tile, tiles, own), bucket=bucket, tile=tile, tiles=tiles)
+
+
+def _free(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Homes | None, ends: bool) -> Free:
+    whole = (_whole(scheduler, bucket, tile, tiles, own),)
+    return Free(bucket, whole, whole, False, tile, tiles, ends)
+
+
+def _wait_fetch(scheduler: Scheduler, register: int) -> WaitFetch:
+    return WaitFetch(register)
+
+
+def _slice(
+    scheduler: Scheduler, piece: Piece, whole: Compute, number: int, read: tuple[int, ...], makes: tuple[int, ...]
+) -> Compute:
+    """One slice of a piece, which holds what the piece holds from the first to the last of them."""
+    name = f"work of {scheduler.profile.regions[piece.region].phase} {piece.compute.module or 'outside of layers'}"
+    key = ("work", piece.region, piece.temporary)
+    work = (scheduler.registers.get(key, name, piece.temporary, "temporary"),)
+    outs = (*whole.outs, *work, *makes) if number == 0 else makes
+    dead = (*whole.dead, *work) if number == piece.slices - 1 else ()
+    return scheduler.compute(whole.segment, outs, dead, whole.module, whole.source, read, whole.token_tiles)
+
+
+def _bring(
+    scheduler: Scheduler, bucket: int, tile: int, tiles: int, homes: Homes, own: Homes | None
+) -> tuple[Instruction, ...]:
+    """Fetch the shards of a bucket or tile from their home into its slice of the whole, and gather it."""
+    part, name = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
+    whole = _whole(scheduler, bucket, tile, tiles, own)
+    home = homes.parameters
+    size = part.shards.at(homes).fetched if home != "device" else 0
+    instructions: list[Instruction] = []
+    if size:
+        instructions += _fetched(scheduler, "shard", part.label, name, size, (), (), (whole,), home, bucket, tile)
+    shards = (whole,) if size else ()
+    return *instructions, Gather(bucket, (), shards, whole, (), part.whole, tile, tiles)
+
+
+def _fetch(scheduler: Scheduler, bucket: int, homes: Homes) -> list[Instruction]:
+    """Fetch the shards of a bucket on a CPU: those of a lone rank into the whole, which they are."""
+    part, name = scheduler.bucket_parts(bucket, 1)[0], scheduler.names[bucket]
+    size, shards = part.shards.at(homes).fetched, (_shards(scheduler, bucket, homes),)
+    return _fetched(scheduler, "shard", part.label, name, size, (), (), shards, homes.parameters, bucket, 0)
+
+
+def _gather_fetched(scheduler: Scheduler, bucket: int, homes: Homes) -> Instruction:
+    part, shards, whole = (
+        scheduler.bucket_parts(bucket, 1)[0],
+        _shards(scheduler, bucket, homes),
+        _whole(scheduler, bucket, 0, 1, None),
+    )
+    return Gather(bucket, (), (shards,), whole, () if shards == whole else (shards,), part.whole)
+
+
+def _shards(scheduler: Scheduler, bucket: int, homes: Homes) -> int:
+    """The register of the fetched shards of a bucket."""
+    if scheduler.rates.world_size == 1:
+        return _whole(scheduler, bucket, 0, 1, None)
+    part = scheduler.bucket_parts(bucket, 1)[0]
+    size = part.shards.at(homes).fetched
+    return scheduler.registers.get(("shards", bucket, size), f"shards of {part.label}", size, "param", bucket=bucket)
+
+
+def _up(
+    scheduler: Scheduler, what: str, there: tuple[int, ...], own: tuple[int, ...], back: tuple[int, ...], tier: Tier
+) -> list[Instruction]:
+    """Bring activations back into their registers."""
+    size = sum(scheduler.registers.contents[register].bytes for register in back)
+    module = layer_of_activation(what) or what
+    return _fetched(scheduler, "activations", what, module, size, there, own, back, tier, -1, 0)
+
+
+def _fetched(
+    scheduler: Scheduler, what: str, label: str, module: str, size: int, reads: tuple[int, ...], dead: tuple[int, ...],
+    writes: tuple[int, ...], tier: Tier, bucket: int, tile: int,
+) -> list[Instruction]:  # fmt: skip
+    """Copy ``size`` bytes from ``tier`` into registers on the device."""
+    if tier != "nvme":
+        return [Fetch(what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
+    if scheduler.rates.staging == "device":
+        return [Read(what, label, module, size, reads, writes, dead, bucket, tile, home=tier)]
+    kind: Kind = "activation" if what == "activations" else "param"
+    staged = (scheduler.registers.get(("staged", writes), f"{what} of {label}", size, kind, "host"),)
+    return [
+        Read(what, label, module, size, reads, staged, dead, bucket, tile, home=tier),
+        Fetch(what, label, module, size, staged, writes, staged, bucket, tile, home=tier),
+    ]
+
+
+def _down(
+    scheduler: Scheduler, what: str, label: str, bucket: int, tile: int, here: tuple[int, ...], away: tuple[int, ...],
+    tier: Tier, slot: int, there: tuple[int, ...],
+) -> list[Instruction]:  # fmt: skip
+    """Move registers on the device to ``away`` on ``tier``; of these, those ``there`` hold something that it is added
+    to, which NVMe is read for."""
+    contents = scheduler.registers.contents
+    size = sum(contents[register].bytes for register in here)
+    module = scheduler.names[bucket] if bucket >= 0 else layer_of_activation(label) or label
+    kind, staged, moves = contents[away[0]].kind, here, list[Instruction]()
+    if tier != "nvme":
+        return [Spill(what, label, module, size, here + there, away, here, bucket, tile, home=tier)]
+    if scheduler.rates.staging != "device":
+        staged = (scheduler.registers.get(("staged", away), f"{what} of {label}", size, kind, "host"),)
+        moves.append(Spill(what, label, module, size, here, staged, here, bucket, tile, slot, home=tier))
+    if there:
+        # They are added up in the staging buffer, or where the reduced gradient is.
+        back = (scheduler.registers.get(("added", away), f"earlier {what} of {label}", 0, kind),)
+        moves.append(Read(what, label, module, size, staged + there, back, (), bucket, tile, home=tier))
+        staged += back
+    return [*moves, Write(what, label, module, size, staged + there, away, staged, bucket, tile, slot, home=tier)]
+
+
+def _reduce(
+    scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: bool, grads: tuple[int, ...], again: bool
+) -> Reduce:
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
+    out = _reduced(scheduler, bucket, tile, tiles, leaves)
+    reads = (*grads, out) if again else grads  # it is added to what is there
+    return Reduce(bucket, (), reads, out, grads, part.summed, tile, tiles)
+
+
+def _wait_reduce(scheduler: Scheduler, reduce: Reduce, leaves: bool, last: bool) -> WaitReduce:
+    outs: tuple[int, ...] = (_norm(scheduler),) if last else ()
+    if leaves:
+        part = scheduler.bucket_parts(reduce.bucket, reduce.tiles)[reduce.tile]
+        key = ("stays", reduce.bucket, reduce.tile, reduce.tiles)
+        # What is not sharded stays on the device.
+        size = part.reduced - part.shards.gradient
+        outs += (scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient"),)
+    return WaitReduce(reduce.out, outs, bucket=reduce.bucket, tile=reduce.tile, tiles=reduce.tiles)
+
+
+class Buckets(Protocol):
+    """The facts about buckets that an update needs."""
+
+    names: Sequence[str]
+    rates: Rates
+    registers: Registers
+
+    def bucket_parts(self, bucket: int, tiles: int) -> tuple[BucketPart, ...]:
+        """A bucket in so many tiles."""
+
+
+def update_away(
+    scheduler: Buckets,
+    bucket: int,
+    tile: int,
+    tiles: int,
+    where: UpdatePlace,
+    homes: Homes,
+    number: int,
+    arrived: tuple[int, ...],
+    norm: int,
+) -> list[Instruction]:  # fmt: skip
+    """The update of a bucket or tile whose states live off the device, computed there or on the device; the other
+    arguments are those of :func:`host_update`."""
+    update = _lifted_update if where == "device" and homes.optimizer == "host" else host_update
+    return update(scheduler, bucket, tile, tiles, homes, number, arrived, norm)
+
+
+def _lifted_update(
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, arrived: tuple[int, ...],
+    norm: int,
+) -> list[Instruction]:  # fmt: skip
+    """The update on the device of a bucket or tile whose states live on the host, where its gradient is too."""
+    part, module = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
+    gradient, placed = part.shards.gradient, part.shards.at(homes)
+    slot, beside = _slot(scheduler, "update", number), homes.parameters == "host"
+
+    def lifted(what: str, size: int, kind: Kind) -> tuple[int, ...]:
+        key = ("lifted", what, bucket, tile, tiles)
+        return (scheduler.registers.get(key, f"lifted {what} of {part.label}", size, kind),) if size else ()
+
+    # New parameters that live on the device are written there; what has no copy passes through like states.
+    states = placed.optimizer + placed.shared * beside
+    gradients, kept = lifted("gradient", gradient, "gradient"), lifted("states", states, "state")
+    copy = lifted("copy", placed.copies * beside, "param")
+    start = (norm,) if norm >= 0 else ()
+    up, down = states + gradient, states + placed.copies * beside
+    what, label = "states", part.label
+    return [
+        Fetch(what, label, module, up, (*start, *arrived), (*kept, *gradients), (), bucket, tile, slot),
+        DeviceUpdate(
+            what, label, module, placed.traffic, (*kept, *gradients), (*kept, *copy), gradients, bucket, tile, slot,
+            updated=part.updated, tiles=tiles,
+        ),
+        Spill(what, label, module, down, (*kept, *copy), (), (*kept, *copy), bucket, tile, slot),
+    ]  # fmt: skip
+
+
+def host_update(
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, arrived: tuple[int, ...],
+    norm: int,
+) -> list[Instruction]:  # fmt: skip
+    """The update of a bucket or tile whose states live off the device.
+
+    Args:
+        number: of host updates before it.
+        arrived: the registers of its gradient, wherever that is.
+        norm: the register that is ready when all gradients are; -1 where there are none.
+    """
+    part, module, rates = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket], scheduler.rates
+    gradient, placed = part.shards.gradient, part.shards.at(homes)
+    staging, slot = rates.staging, _slot(scheduler, "update", number)
+    start = (norm,) if norm >= 0 else ()
+    # An update on the host reads gradients from the host's memory: others come into a staging buffer first.
+    copies = homes.spilled == "nvme" or (homes.spilled == "device" and staging == "host")
+
+    def staged(what: str, size: int, kind: Kind) -> tuple[int, ...]:
+        key = ("staged", what, bucket, tile, tiles)
+        name = f"staged {what} of {part.label}"
+        # On a CPU all of it passes through slots, which are held from step to step.
+        held = size if staging != "device" else 0
+        return (scheduler.registers.get(key, name, held, kind, staging),) if size else ()
+
+    instructions: list[Instruction] = []
+    gradients = staged("gradient", gradient, "gradient") if copies else ()
+    # Parameters without a copy are read and written like states, where they live on NVMe.
+    shared = placed.shared if homes.parameters == "nvme" else 0
+    states = staged("states", placed.optimizer + shared, "state") if homes.optimizer == "nvme" else ()
+    if homes.spilled == "device" and copies:
+        reads = (*start, *arrived)
+        instructions.append(Spill("gradient", part.label, module, gradient, reads, gradients, (), bucket, tile, slot))
+    read = states + (gradients if homes.gradients == "nvme" else ())
+    if read:
+        size = (placed.optimizer + shared) * bool(states) + gradient * (homes.gradients == "nvme")
+        reads = (*start, *(() if homes.gradients == "device" else arrived))
+        instructions.append(Read("states", part.label, module, size, reads, read, (), bucket, tile, slot))
+    # New parameters that live on the host are written straight there; for another tier they pass a buffer.
+    lands = homes.parameters != "host" and not (staging == "device" and homes.parameters == "device")
+    copy = staged("copy", placed.copies, "param") if lands else ()
+    inputs = (*start, *(() if copies else arrived), *gradients, *states)
+    instructions.append(
+        HostUpdate(
+            "states",
+            part.label,
+            module,
+            placed.traffic,
+            inputs,
+            (*states, *copy),
+            gradients,
+            bucket,
+            tile,
+            slot,
+            updated=part.updated,
+            tiles=tiles,
+        )
+    )
+    if states:
+        writes = states + (copy if homes.parameters == "nvme" else ())
+        size = placed.optimizer + shared + placed.copies * (homes.parameters == "nvme")
+        instructions.append(Write("states", part.label, module, size, writes, (), writes, bucket, tile, slot))
+    if homes.parameters == "device" and copy:
+        instructions.append(Fetch("parameters", part.label, module, placed.copies, copy, (), copy, bucket, tile, slot))
+    return instructions

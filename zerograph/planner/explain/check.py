@@ -1,0 +1,227 @@
+"""Rules that a plan must keep for the step that it is made for: a backend asks before anything of it is carried out.
+
+They are the design's invariants that can be told from decisions alone, in milliseconds. Rules about the plan without a
+step are part of ``zerograph check`` too, which goes on with the programs that a file carries
+(:mod:`~zerograph.planner.explain.check_file`); gathers, frees and reductions of what is then compiled are looked at one
+by one in its graphs (:mod:`zerograph.passes.verify`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+from zerograph.core.errors import InvariantError
+from zerograph.core.plan import Plan, tile_rows
+from zerograph.core.step import Op, Param, Step, layer_of, layer_of_activation
+from zerograph.planner.profile.liveness import Graph
+from zerograph.planner.profile.loss import head_of
+from zerograph.planner.profile.tiling import unknown_loops
+
+BEFORE = -1
+"""The task that stands for the start of the step."""
+_SHOWN = 5
+"""Violations that an error names; more are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """Something that is not as it must be.
+
+    Attributes:
+        check: which of the checks found it.
+        task: where, as the index of a step's operation or of a forecast's task; -1 when it is before the first or about
+            none.
+        module, source: of that, or of what else is wrong; empty when unknown.
+        message: what is wrong, with numbers and names.
+    """
+
+    check: str
+    task: int
+    module: str
+    source: str
+    message: str
+
+
+Found = tuple[int, str, str, str]
+"""A violation without the name of its check."""
+
+
+def check_plan(step: Step, plan: Plan) -> list[Violation]:
+    """Everything that is wrong with ``plan`` as one for ``step``; empty when nothing is."""
+    return [Violation(name, *found) for name, (_, finder) in CHECKS.items() for found in finder(step, plan)]
+
+
+def require_plan(step: Step, plan: Plan, hint: str) -> None:
+    """Refuse a plan that does not fit ``step``.
+
+    Raises:
+        InvariantError: naming the operation, the parameter or module and the user's source line; ends with ``hint``.
+    """
+    wrong = check_plan(step, plan)
+    if not wrong:
+        return
+    lines = [f"  {violation.check}: {violation.message}{_where(step, violation)}" for violation in wrong[:_SHOWN]]
+    if len(wrong) > _SHOWN:
+        lines.append(f"  and {len(wrong) - _SHOWN} more")
+    raise InvariantError(f"the plan {plan.digest} cannot be carried out:\n" + "\n".join(lines), hint)
+
+
+def _where(step: Step, violation: Violation) -> str:
+    operation = f"operation {step.ops[violation.task].name}" if violation.task != BEFORE else ""
+    known = [text for text in (operation, violation.module, violation.source) if text]
+    return f" (at {', '.join(known)})" if known else ""
+
+
+def sense(plan: Plan) -> Iterator[Found]:
+    """The plan says nothing that no plan may say."""
+    return ((BEFORE, "", "", text) for text in plan.mistakes())
+
+
+def buckets(plan: Plan) -> Iterator[Found]:
+    """Every parameter is in exactly one bucket."""
+    owner: dict[str, str] = {}
+    for place, bucket in enumerate(plan.buckets):
+        if bucket.index != place:
+            yield BEFORE, bucket.name, "", f"bucket {bucket.name} has index {bucket.index} in place {place}"
+        if not bucket.params:
+            yield BEFORE, bucket.name, "", f"bucket {bucket.name} is empty"
+        for param in bucket.params:
+            if param.name in owner:
+                yield BEFORE, param.name, "", f"{param.name} is in buckets {owner[param.name]} and {bucket.name}"
+            owner.setdefault(param.name, bucket.name)
+
+
+def tiles(plan: Plan) -> Iterator[Found]:
+    """Tiles of a parameter follow one another from its shards' first row to their last, or column."""
+    for bucket in plan.buckets:
+        if bucket.tiles > 1 and bucket.params and plan.world_size >= 1:
+            rows = bucket.params[0].chunk(plan.world_size, bucket.dim)
+            cuts = tile_rows(rows, bucket.tiles)
+            joined = all(end == begin for (_, end), (begin, _) in pairwise(cuts))
+            if not joined or (cuts[0][0], cuts[-1][1]) != (0, rows) or any(begin == end for begin, end in cuts):
+                what = "columns" if bucket.dim else "rows"
+                yield BEFORE, bucket.name, "", f"{bucket.tiles} tiles of {bucket.name} are not its {rows} {what} once"
+
+
+def _parameters(step: Step, plan: Plan) -> Iterator[Found]:
+    planned, here = {p.name: p for b in plan.buckets for p in b.params}, {p.name: p for p in step.params}
+    for name in {**here, **planned}:
+        if name not in planned:
+            yield BEFORE, name, "", f"{name} is read by the step and in no bucket"
+        elif name not in here:
+            yield BEFORE, name, "", f"{name} is in a bucket and the step does not read it"
+        elif planned[name] != here[name]:
+            yield BEFORE, name, "", f"{name} is planned with another {' and '.join(_other(planned[name], here[name]))}"
+
+
+def _other(a: Param, b: Param) -> list[str]:
+    return [f.name for f in fields(Param) if getattr(a, f.name) != getattr(b, f.name)]
+
+
+def _layers(step: Step, plan: Plan) -> Iterator[Found]:
+    named = [*plan.recompute, *plan.save, *(name for name, _ in plan.offload)]
+    there = {layer_of(op.module) for op in step.passes} if named else set()
+    if any(map(layer_of_activation, named)):
+        there.update(op.activation for op in step.ops)
+    for name in named:
+        if name not in there:
+            kind = "activation" if layer_of_activation(name) else "layer"
+            yield BEFORE, name, "", f"what {name} saves was decided, and the step has no such {kind}"
+
+
+def _loss(step: Step, plan: Plan) -> Iterator[Found]:
+    head = head_of(Graph.of(step)) if plan.loss_tiles > 1 else None
+    if plan.loss_tiles > 1 and (head is None or head.activation != plan.head):
+        yield BEFORE, "", "", f"the loss is in {plan.loss_tiles} tiles, and the step has none behind logits of its own"
+
+
+def _token_regions(step: Step, plan: Plan) -> Iterator[Found]:
+    by_token = {region.activation: region for region in step.token_regions}
+    tiled = {param.name for bucket in plan.buckets if bucket.tiles > 1 for param in bucket.params}
+    for name in plan.token_regions:
+        if name not in by_token:
+            yield BEFORE, name, "", f"{name} is in {plan.token_tiles} tiles of tokens, and needs all at once"
+        elif not tiled.isdisjoint(by_token[name].params):
+            yield BEFORE, name, "", f"{name} is in tiles of tokens, and a weight that each of them reads is in tiles"
+
+
+def _loops(step: Step, plan: Plan) -> Iterator[Found]:
+    yield from ((BEFORE, "", "", text) for text in unknown_loops(plan, step))
+
+
+def _reads(step: Step, plan: Plan) -> Iterator[Found]:
+    written = {name for op in step.ops for name in op.writes}
+    there = {value.name for value in step.values if value.name not in written}  # inputs
+    for place, op in enumerate(step.ops):
+        if not there.issuperset(op.reads):
+            for name in (name for name in op.reads if name not in there):
+                when = "before it is made" if name in written else "which is neither an input nor made"
+                yield _at(place, op, f"{op.name} reads {name}, {when}")
+        if not there.isdisjoint(op.writes):
+            yield _at(place, op, f"{op.name} makes {', '.join(there.intersection(op.writes))}, which is there")
+        there.update(op.writes)
+
+
+def _reductions(step: Step, plan: Plan) -> Iterator[Found]:
+    gradients = _gradients(step)
+    done = Counter(name for op in step.ops if not gradients.isdisjoint(op.writes) for name in op.params)
+    for name, wanted in _trained(step, done):
+        if done[name] != wanted:
+            yield BEFORE, name, "", f"the gradient of {name} is reduced {done[name]} times, not {wanted}"
+
+
+def _updates(step: Step, plan: Plan) -> Iterator[Found]:
+    gradients = _gradients(step)
+    done = Counter(name for op in step.updates for name in op.params)
+    for name, wanted in _trained(step, done):
+        if done[name] != wanted:
+            yield BEFORE, name, "", f"{name} is updated {done[name]} times, not {wanted}"
+    for place, op in enumerate(step.ops):
+        if op.phase == "update" and gradients.isdisjoint(op.reads):
+            yield _at(place, op, f"{op.name} reads no gradient")
+
+
+def _gradients(step: Step) -> set[str]:
+    return {value.name for value in step.values if value.kind == "gradient"}
+
+
+def _trained(step: Step, done: Counter[str]) -> Iterator[tuple[str, int]]:
+    """Every parameter that the step has, or does something with, and how often that is to be done."""
+    trained = {p.name for p in step.params if p.trainable and step.training}
+    names = dict.fromkeys((*(p.name for p in step.params), *done))
+    return ((name, 1 if name in trained else 0) for name in names)
+
+
+def _at(place: int, op: Op, message: str) -> Found:
+    return place, op.module, op.source, message
+
+
+Finder = Callable[[Step, Plan], Iterator[Found]]
+
+
+def _of_plan(finder: Callable[[Plan], Iterator[Found]]) -> Finder:
+    return lambda step, plan: finder(plan)
+
+
+PLAN_CHECKS: Mapping[str, tuple[str, Callable[[Plan], Iterator[Found]]]] = {
+    "plan": ("homes, tiles and stage of the plan go together", sense),
+    "buckets": ("every parameter is in exactly one bucket", buckets),
+    "tiles": ("tiles cover every row of their parameter exactly once", tiles),
+}
+"""The checks that need no step."""
+
+CHECKS: Mapping[str, tuple[str, Finder]] = {
+    **{name: (text, _of_plan(finder)) for name, (text, finder) in PLAN_CHECKS.items()},
+    "parameters": ("the plan is about the very parameters of the step", _parameters),
+    "layers": ("layers that are recomputed or offloaded exist", _layers),
+    "loss": ("a loss that is tiled is the model's own, behind its logits", _loss),
+    "tokens": ("layers in tiles of tokens can run so, with their weights whole", _token_regions),
+    "loops": ("weights that run in one loop are those of an MLP of the step", _loops),
+    "reads": ("every value is made once, before it is read", _reads),
+    "reductions": ("every gradient is reduced once", _reductions),
+    "updates": ("every trainable parameter is updated once, with its gradient", _updates),
+}
+"""Name of a check, what it makes sure of, and what finds the violations."""

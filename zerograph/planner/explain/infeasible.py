@@ -1,0 +1,231 @@
+"""Why no plan of a step fits: which tier is short, when, what is held then, and which change would help how much.
+
+The error describes the plan that overruns its tiers by the smallest share. For every change only those plans are
+simulated that need the least. A search for the change looks at these too, so "then it fits" is true.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from zerograph.core.errors import InfeasibleError
+from zerograph.core.files.planfile import Holding
+from zerograph.core.machine import TIERS, Machine, Tier
+from zerograph.core.param_bytes import state_bytes
+from zerograph.core.plan import OFFLOADS, Offload
+from zerograph.core.step import Kind, Step, layer_of
+from zerograph.core.timeline import Forecast, Peak, Span
+from zerograph.core.units import format_bytes
+from zerograph.planner.build.forecasts import KINDS, forecast_sketch
+from zerograph.planner.estimate.shortage import Remedy, ranked
+from zerograph.planner.profile.regions import Life, Profile, Work
+from zerograph.planner.search.search import BUCKET_SIZES, Search, Way, Wish, limits, smallest
+from zerograph.planner.search.space import Candidate, overrun
+
+_PLANNED = " (can be planned, not run yet)"
+
+Budget = int | Mapping[Tier, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing done otherwise, and what a search is then asked.
+
+    Attributes:
+        text: for people.
+        step, wish, budget: what is then searched.
+        states: bytes on the device between steps.
+        ways: of ``step``, where they are known.
+    """
+
+    text: str
+    step: Step
+    wish: Wish
+    budget: Budget
+    states: int
+    ways: Sequence[Way] = ()
+
+    def smallest(self, machine: Machine, moments: int) -> list[Candidate]:
+        """Plans of which one overruns the budget the least: a search finds no worse ones."""
+        return smallest(self.step, self.wish, machine, self.states, moments, self.ways)
+
+
+def infeasible(search: Search, step: Step, machine: Machine, budget: Budget) -> InfeasibleError:
+    """The error for a ``search`` of ``step`` that found nothing within ``budget`` bytes, of the device or per tier."""
+    closest, most = search.closest(budget), limits(budget)
+    short = TIERS.index(overrun(closest.peaks, most)[2])
+    found = [
+        _turn(change, search, machine, closest.peaks[short], short) for change in changes(search, step, machine, budget)
+    ]
+    lines = [str(remedy) for remedy in ranked(found)]
+    tiers = [short, *(i for i, peak in enumerate(closest.peaks) if peak > most[i] and i != short)]
+    lines.append(" and ".join(_more(TIERS[i], closest.peaks[i] - most[i]) for i in tiers))
+    needs = ", and ".join(_need(search, closest, i, most[i]) for i in tiers)
+    return InfeasibleError(
+        f"the step needs {needs}, the reserve taken off\n{_moment(search, closest, TIERS[short])}",
+        "what would help: " + "; ".join(lines),
+    )
+
+
+def _need(search: Search, closest: Candidate, tier: int, have: int) -> str:
+    need = closest.peaks[tier]
+    least = " at least" if need == min(c.peaks[tier] for c in search.best) else ""
+    return f"{format_bytes(need)} of {TIERS[tier]} memory per rank{least} and may use {format_bytes(have)}"
+
+
+def _more(tier: Tier, size: int) -> str:
+    return f"{format_bytes(size)} more {'' if tier == 'device' else f'{tier} '}memory"
+
+
+def _moment(search: Search, found: Candidate, tier: Tier) -> str:
+    forecast, holdings = forecast_sketch(found.space.scheduler, found.plan)
+    peak = forecast.peaks[tier]
+    if tier != "device":
+        return _elsewhere(forecast, holdings, peak, tier)
+    held = found.held
+    states = f"{format_bytes(held)} of shards and optimizer states"
+    if peak.task < 0:
+        return f"it holds {states} before it begins"
+    span = _computing(forecast, peak.task)
+    where = span.name + (f" ({span.source})" if span.source else "")
+    rest = format_bytes(found.peak - held)
+    text = f"most is held in {where}: {states}, {rest} of activations, gradients and gathered parameters"
+    life = _largest(found, span)
+    if life is None:
+        return text
+    source = f" ({life.source})" if life.source else ""
+    return f"{text}, of which {format_bytes(life.bytes)} are {life.name}{source} and what lives as long"
+
+
+def _elsewhere(forecast: Forecast, holdings: tuple[Holding, ...], peak: Peak, tier: Tier) -> str:
+    """The moment at which ``tier`` holds the most, and what takes most of it."""
+    at = 0.0 if peak.task < 0 else forecast.spans[peak.task].start
+    there = [h for h in holdings if h.tier == tier and h.held_at(at, forecast.spans)]
+    kinds = Counter[Kind]()
+    for holding in there:
+        kinds[holding.kind] += holding.bytes
+    held = ", ".join(f"{format_bytes(size)} of {KINDS[kind]}" for kind, size in kinds.most_common())
+    largest = max(there, key=lambda h: h.bytes)
+    return f"most is held in {peak.name}: {held}; the largest is {largest.name} with {format_bytes(largest.bytes)}"
+
+
+def _computing(forecast: Forecast, task: int) -> Span:
+    """The compute task that runs when ``task`` starts; ``task`` itself when none does."""
+    at = forecast.spans[task].start
+    running = [s for s in forecast.spans if s.stream == "compute" and s.start <= at < s.end]
+    return running[0] if running else forecast.spans[task]
+
+
+def _largest(found: Candidate, span: Span) -> Life | None:
+    """The largest life that spans the compute task ``span``."""
+    alive = found.space.scheduler.alive(span.phase, layer_of(span.module), found.space.scheduler.levels(found.plan))
+    return max(alive, key=lambda life: life.bytes, default=None)
+
+
+def _turn(change: Change, search: Search, machine: Machine, need: int, short: int) -> Remedy:
+    """The remedy of ``change``: the bytes that it takes off the ``need`` of the tier ``short``."""
+    found, most = change.smallest(machine, search.moments), limits(change.budget)
+    after = min(found, key=lambda c: (overrun(c.peaks, most)[0], c.rank))
+    return Remedy(change.text, need - after.peaks[short], any(c.fits(most) for c in found))
+
+
+def changes(search: Search, step: Step, machine: Machine, budget: Budget) -> Iterator[Change]:
+    """Every single change of what the user fixed, of the batch, and of the world."""
+    wish, states = search.wish, search.states
+    for text, changed in (*_fixed(wish), *_placements(wish, machine)):
+        # Ways hold what is saved and tiled; where a change touches neither, counting them again would give the same.
+        same = changed.recompute == wish.recompute and changed.tiles == wish.tiles
+        yield Change(text, step, changed, budget, states, search.ways if same else ())
+    if wish.stage == 0 and wish.world_size > 1:
+        yield _sharded(search, step, budget)
+    elif wish.stage != 0:
+        yield _wider(search, step, machine, budget)
+    halved = [way._replace(profile=_halved(way.profile)) for way in search.ways]
+    yield Change("half the batch, if activations shrink with it", step, wish, budget, states, halved)
+
+
+def _fixed(wish: Wish) -> Iterator[tuple[str, Wish]]:
+    if wish.recompute not in ("auto", "full"):
+        yield 'recompute="full"', replace(wish, recompute="full")
+    if wish.stage in (1, 2):
+        yield 'stage="auto"', replace(wish, stage="auto")
+    if wish.bucket_size is not None and wish.bucket_size > BUCKET_SIZES[0]:
+        size = BUCKET_SIZES[0]
+        yield f'bucket_size="{format_bytes(size).replace(" ", "")}"', replace(wish, bucket_size=size)
+    if wish.prefetch:
+        yield "prefetch=0", replace(wish, prefetch=0)
+
+
+def _sharded(search: Search, step: Step, budget: Budget) -> Change:
+    """A stage that shards, for a step that was traced with whole parameters."""
+    wish = replace(search.wish, stage="auto")
+    world = wish.world_size
+    params = tuple(replace(p, sharded=bool(p.shape) and p.shape[0] >= world) for p in step.params)
+    states = search.states + sum(state_bytes(params, world, search.moments))
+    states -= sum(state_bytes(step.params, world, search.moments))
+    return Change('stage="auto"', replace(step, params=params), wish, budget, states)
+
+
+def _wider(search: Search, step: Step, machine: Machine, budget: Budget) -> Change:
+    """Twice the ranks, which share a host where there is room for them on one."""
+    old = search.wish.world_size
+    new = 2 * old
+    rest = search.states - sum(state_bytes(step.params, old, search.moments))
+    if not step.params:
+        rest //= 2  # all of it is of parameters that other graphs read, most of which are sharded
+    states = rest + sum(state_bytes(step.params, new, search.moments))
+    if not isinstance(budget, int):
+        # More ranks on one host have less of its memory and NVMe each.
+        budget = {t: b * machine.capacity(t, new) // max(1, machine.capacity(t, old)) for t, b in budget.items()}
+    return Change(f"world size {new}", step, replace(search.wish, world_size=new), budget, states, search.ways)
+
+
+def _halved(known: Profile) -> Profile:
+    """The same step with half the activations and temporaries, and half the work; parameters stay."""
+    regions = tuple(replace(region, work=tuple(map(_half, region.work))) for region in known.regions)
+    lives = tuple(
+        replace(life, bytes=-(-life.bytes // 2), members=tuple((value, size // 2) for value, size in life.members))
+        for life in known.lives
+    )
+    return replace(known, regions=regions, lives=lives)
+
+
+def _half(work: Work) -> Work:
+    atoms = tuple(
+        replace(atom, flops=atom.flops // 2, moved=atom.moved // 2, packed=atom.packed // 2) for atom in work.atoms
+    )
+    # Full gradients stay as large as they are.
+    stays = sum(size for atom in work.atoms for _, size in atom.gradients)
+    levels = tuple(min(level, -(-(level + stays) // 2)) for level in work.memory.levels)
+    return Work(atoms, replace(work.memory, levels=levels))
+
+
+def _placements(wish: Wish, machine: Machine) -> Iterator[tuple[str, Wish]]:
+    """Every other offload, to each tier there is, and tiles; with a note where the plan need not be executable."""
+    if wish.offload == "none" and not wish.tiles and wish.sharding == 3:
+        runs = wish.executable is not None
+        yield (
+            "tile= for large linear layers" if runs else "tiling of large operators" + _PLANNED,
+            replace(wish, tile=True),
+        )
+    if wish.executable is not None and wish.saved is None and wish.offload != "auto":
+        for tier in wish.executable.tiers:
+            if machine.capacity(tier, wish.world_size):
+                yield f'activations="{tier}"', replace(wish, saved=tier)
+    if wish.executable is not None and isinstance(wish.loss, int):
+        yield 'loss_tiles="auto"', replace(wish, loss="auto")
+    if wish.executable is not None and isinstance(wish.tokens, int) and wish.recompute in ("auto", "full"):
+        yield 'token_tiles="auto"', replace(wish, tokens="auto")
+    if wish.offload == "auto":
+        if wish.executable is None and wish.tier is not None:
+            yield "offload to any tier" + _PLANNED, replace(wish, tier=None)
+        return
+    kinds: list[Offload] = [kind for level, kind in enumerate(OFFLOADS) if 0 < level <= wish.sharding]
+    for tier in TIERS[1:]:
+        run = wish.executable is not None and tier in wish.executable.tiers
+        for kind in kinds if machine.capacity(tier, wish.world_size) else ():
+            if (kind, tier) != (wish.offload, wish.tier) and not (wish.offload == kind and wish.tier is None):
+                other = replace(wish, offload=kind, tier=tier, executable=wish.executable if run else None)
+                yield f'offload="{kind}", tier="{tier}"' + ("" if run else _PLANNED), other

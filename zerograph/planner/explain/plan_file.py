@@ -1,0 +1,83 @@
+"""A plan file from a traced step alone: where plans may offload or tile, as no program of those can be lowered yet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zerograph.core.errors import InvariantError
+from zerograph.core.files.planfile import PlanFile
+from zerograph.core.machine import TIERS, Machine
+from zerograph.core.step import Step
+from zerograph.core.timeline import NOT_COUNTED
+from zerograph.planner.build.forecasts import forecast_sketch
+from zerograph.planner.build.sketch import settled, sketch
+from zerograph.planner.explain.check import require_plan
+from zerograph.planner.explain.check_file import check_file
+from zerograph.planner.explain.infeasible import infeasible
+from zerograph.planner.explain.reasons import reasons
+from zerograph.planner.search.search import Search, Wish
+from zerograph.planner.search.space import Candidate
+
+UNPROGRAMMED = (
+    "what lowering changes: tasks follow the traced step, not a program",
+    *NOT_COUNTED,
+    "aligning and rounding of extents on NVMe",
+)
+
+
+ALONE = ("that one rank gathers and reduces in place: whole copies and reduced gradients are counted beside shards",)
+"""Further effects on one rank that a forecast does not count."""
+_REPORT = "this is a bug in the planner: report it with the model and the command"
+
+
+def file_from_sketch(
+    name: str, step: Step, wish: Wish, machine: Machine, *, moments: int = 2, reserve: float = 0.0, tokens: int = 0
+) -> PlanFile:
+    """Search the plan of ``step`` that fits every tier of ``machine``, and forecast it from its schedule.
+
+    Args:
+        name: of the model, for people.
+        moments: tensors that the optimizer keeps per parameter.
+        reserve: share of every tier to leave free.
+        tokens: of one rank's batch.
+
+    Raises:
+        InfeasibleError: no plan fits.
+        InvariantError: the plan fails its own checks, which is a bug of the planner.
+        ConfigError: what was wished for does not exist on the machine, or at the stage.
+    """
+    search = Search(step, wish, machine, moments=moments)
+    budget = machine.budget(wish.world_size, reserve)
+    found = search.within(budget)
+    if found is None:
+        raise infeasible(search, step, machine, budget)
+    plan, scheduler = found.plan, found.space.scheduler.fresh()
+    require_plan(step, plan, _REPORT)
+    forecast, holdings = forecast_sketch(scheduler, plan, UNPROGRAMMED + ALONE * (plan.world_size == 1))
+    made = PlanFile(
+        model=name,
+        plan=plan,
+        machine=machine,
+        budget=budget,
+        forecast=forecast,
+        holdings=holdings,
+        tokens=tokens,
+        flops=sum(op.flops for op in step.ops),
+        programs=settled(sketch(scheduler, plan)),
+    )
+    told = reasons(plan, step, wish, scheduler.rates, forecast, moments=moments, unexecuted=made.unexecuted)
+    file = replace(made, reasons=tuple(told))
+    _verify(file, found)
+    return file
+
+
+def _verify(file: PlanFile, found: Candidate) -> None:
+    """Check that the file handed out is the plan that was found, and passes ``zerograph check``."""
+    peaks = tuple(file.forecast.peaks[tier].bytes if tier in file.forecast.peaks else 0 for tier in TIERS)
+    # Two roads to one number: the search measures, the forecast simulates with everything named.
+    if peaks != found.peaks:
+        raise InvariantError(f"the planner found peaks of {found.peaks} bytes and forecasts {peaks}", _REPORT)
+    for wrong in check_file(file):
+        raise InvariantError(
+            f"the planner made a plan that fails its own check of {wrong.check}: {wrong.message}", _REPORT
+        )

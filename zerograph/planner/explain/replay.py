@@ -1,0 +1,195 @@
+"""Use the decisions of a plan that the user gave, after comparing it with what was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from zerograph.core.errors import ConfigError
+from zerograph.core.plan import Bucket, GivenPlan, Plan
+from zerograph.core.step import Param, Step, layer_of, layer_of_activation
+from zerograph.planner.profile.liveness import Graph
+from zerograph.planner.profile.loss import head_of
+from zerograph.planner.profile.tiling import strange_loops, unknown_loops
+
+_SHOWN = 6
+"""Differences that an error names; more are counted."""
+
+
+def replay(given: GivenPlan, step: Step) -> Plan:
+    """The plan for ``step`` that ``given`` holds.
+
+    A training step must have the very parameters that were planned. Evaluation may use fewer of them and trains none:
+    it gets the same buckets, less what it does not read. Where parameters are the user's own, as in one process that
+    moves none, and in what a graph break leaves without them, there are no buckets.
+
+    Raises:
+        ConfigError: the step is not the one that was planned; says what differs.
+    """
+    if not step.training:
+        return _for_evaluation(given, step)
+    if not step.params and given.plan.buckets:
+        return _of_activations(given.plan, step)
+    planned = {p.name: p for bucket in given.plan.buckets for p in bucket.params}
+    _refuse(
+        given,
+        [
+            *_parameters(planned, {p.name: p for p in step.params}),
+            *_layers(given.plan, step),
+            *_tiles(given.plan, step),
+            *unknown_loops(given.plan, step),
+        ],
+    )
+    return given.plan
+
+
+def restricted_to_step(plan: Plan, step: Step) -> Plan:
+    """``plan`` without the saved activations that ``step`` does not make.
+
+    The plan may be that of another program of the frame, or of another rank; in evaluation a dropout makes nothing, for
+    one. Which activations of a layer are saved, and where, decides no collective, so ranks may differ in that.
+    """
+    if not plan.save and not plan.offload and not plan.head and not plan.token_regions:
+        return plan
+    made = {op.activation for op in step.ops}
+    by_token = {region.activation for region in step.token_regions}
+    regions = tuple(name for name in plan.token_regions if name in by_token)
+    if regions != plan.token_regions:
+        plan = replace(plan, token_tiles=plan.token_tiles if regions else 1, token_regions=regions)
+    if plan.head not in made:
+        plan = replace(plan, loss_tiles=1, head="")
+    save = tuple(name for name in plan.save if name in made)
+    offload = tuple((name, tier) for name, tier in plan.offload if name in made or not layer_of_activation(name))
+    offload = offload if step.training else ()
+    return plan if (save, offload) == (plan.save, plan.offload) else replace(plan, save=save, offload=offload)
+
+
+def refuse_world_size(given: GivenPlan, world_size: int) -> None:
+    """Shards of another number of ranks have other sizes.
+
+    Raises:
+        ConfigError: the plan is for another number.
+    """
+    planned = given.plan.world_size
+    if planned != world_size:
+        raise ConfigError(
+            f"the plan {given} is for {_ranks(planned)}, and this is a run of {_ranks(world_size)}",
+            f"make one for this run: zerograph plan MODEL --world {world_size} -o plan.json",
+        )
+
+
+def _for_evaluation(given: GivenPlan, step: Step) -> Plan:
+    read = {p.name: p for p in step.params}
+    planned = {p.name: replace(p, trainable=False) for bucket in given.plan.buckets for p in bucket.params}
+    here = {name: replace(p, trainable=False) for name, p in read.items()}
+    _refuse(given, [d for d in _parameters(planned, here) if not d.endswith(_NOT_READ)] + [*_tiles(given.plan, step)])
+    parts = [tuple(read[p.name] for p in bucket.params if p.name in read) for bucket in given.plan.buckets]
+    kept = [replace(bucket, params=part) for bucket, part in zip(given.plan.buckets, parts, strict=True) if part]
+    first = {p.name: at for at, p in enumerate(step.params)}
+    # Buckets stand in order of first use, which evaluation may change.
+    kept.sort(key=lambda bucket: min(first[p.name] for p in bucket.params))
+    buckets: list[Bucket] = [replace(bucket, index=index) for index, bucket in enumerate(kept)]
+    return _loops_of(replace(_without_activations(given.plan), buckets=tuple(buckets)), step)
+
+
+def _of_activations(plan: Plan, step: Step) -> Plan:
+    """``plan`` with its decisions on activations that ``step`` makes, which reads no sharded parameters."""
+    layers, head = {layer_of(op.module) for op in step.passes}, head_of(Graph.of(step)) if plan.head else None
+    if head is None or head.activation != plan.head:
+        plan = replace(plan, loss_tiles=1, head="")
+    recompute = tuple(layer for layer in plan.recompute if layer in layers)
+    offload = tuple((name, tier) for name, tier in plan.offload if (layer_of_activation(name) or name) in layers)
+    return restricted_to_step(replace(plan, buckets=(), recompute=recompute, offload=offload), step)
+
+
+def _without_activations(plan: Plan) -> Plan:
+    """``plan`` without what it decides of activations."""
+    return replace(plan, recompute=(), save=(), offload=(), loss_tiles=1, head="", token_tiles=1, token_regions=())
+
+
+def _loops_of(plan: Plan, step: Step) -> Plan:
+    """``plan`` without the loops that ``step`` has not: their weights are in tiles of rows, one by one."""
+    gone = strange_loops(plan, step)
+    return replace(plan, buckets=tuple(_by_rows(b, plan.world_size) if b.loop in gone else b for b in plan.buckets))
+
+
+def _by_rows(bucket: Bucket, world_size: int) -> Bucket:
+    return replace(bucket, dim=0, loop="", tiles=min(bucket.tiles, bucket.params[0].chunk(world_size)))
+
+
+_NOT_READ = "is in the plan, and the model does not read it"
+
+
+def _parameters(planned: dict[str, Param], here: dict[str, Param]) -> Iterator[str]:
+    for name in {**planned, **here}:
+        if name not in here:
+            yield f"parameter {name} {_NOT_READ}"
+        elif name not in planned:
+            yield f"parameter {name} is not in the plan"
+        elif parts := list(_fields(planned[name], here[name])):
+            yield f"parameter {name}: {'; '.join(parts)}"
+
+
+def _fields(told: Param, found: Param) -> Iterator[str]:
+    for field, text in _FIELDS.items():
+        if (before := getattr(told, field)) != (now := getattr(found, field)):
+            yield f"{text} {_text(before)} in the plan, {_text(now)} here"
+
+
+_FIELDS = {
+    "shape": "shape",
+    "dtype": "dtype",
+    "compute_dtype": "compute dtype",
+    "reduce_dtype": "dtype of the reduction",
+    "trainable": "trainable",
+    "sharded": "sharded",
+    "tied_to": "other names",
+}
+
+
+def _layers(plan: Plan, step: Step) -> Iterator[str]:
+    layers = {layer_of(op.module) for op in step.passes} if plan.recompute or plan.offload else set()
+    yield from (
+        f"layer {layer} is recomputed in the plan, and not here" for layer in plan.recompute if layer not in layers
+    )
+    made = {op.activation for op in step.ops}
+    yield from (f"{name} is saved in the plan, and not made here" for name in plan.save if name not in made)
+    if plan.head and plan.head not in made:
+        yield f"{plan.head} is made in {plan.loss_tiles} tiles in the plan, and not made here"
+    by_token = {region.activation for region in step.token_regions}
+    yield from (
+        f"{name} is made in {plan.token_tiles} tiles of tokens in the plan, and cannot be here"
+        for name in plan.token_regions
+        if name not in by_token
+    )
+    off = (name for name, _ in plan.offload if name not in layers and name not in made)
+    yield from (f"activations of {name} leave the device in the plan, and are not made here" for name in off)
+
+
+def _tiles(plan: Plan, step: Step) -> Iterator[str]:
+    """Evaluation may use a parameter otherwise than training does."""
+    read, tilable = {p.name for p in step.params}, set(step.tilable or ())
+    for bucket in plan.buckets:
+        names = [p.name for p in bucket.params if p.name in read - tilable]
+        if bucket.tiles > 1 and names:
+            yield f"parameter {names[0]} is in {bucket.tiles} tiles, and not used by products and lookups alone"
+
+
+def _refuse(given: GivenPlan, differences: list[str]) -> None:
+    if not differences:
+        return
+    shown = [f"  {difference}" for difference in differences[:_SHOWN]]
+    if len(differences) > _SHOWN:
+        shown.append(f"  and {len(differences) - _SHOWN} more differences")
+    raise ConfigError(
+        f"the plan {given} is not one of this model:\n" + "\n".join(shown),
+        "make the plan again from this model (zerograph plan MODEL -o plan.json), with the dtype that the backend gets",
+    )
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def _text(value: object) -> str:
+    return str(list(value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,112 @@
+"""A plan's forecast again, with the seconds of a run of it in place of a machine's rates; nothing is compiled.
+
+Tasks and what they wait for are the plan's, and so is the memory that they take and give back, which its holdings tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zerograph.core.errors import ConfigError
+from zerograph.core.files.planfile import PlanFile
+from zerograph.core.files.runfile import Run
+from zerograph.core.timeline import Forecast, Span
+from zerograph.sim.simulate import again
+
+_RECORD = 'record a run of this plan: zerograph.backend(plan="plan.json") trains by it, backend.record() records'
+
+
+def retimed(file: PlanFile, run: Run) -> Forecast:
+    """The forecast of ``file`` with the seconds that ``run`` measured.
+
+    Raises:
+        ConfigError: the run is not one of this plan, or of another batch or device; says what differs.
+    """
+    _refuse(file, run)
+    before = file.forecast
+    planned = [span.end - span.start for span in before.spans]
+    # The plan's own seconds must give the plan's own peaks: else its holdings leave memory out.
+    if again(before, planned, file.holdings).peaks != before.peaks:
+        raise ConfigError("the plan does not say what all of its memory is for", "make the plan again")
+    seconds = dict(_seconds(file, run))
+    return again(before, [seconds.get(task, length) for task, length in enumerate(planned)], file.holdings)
+
+
+def tasks_of(file: PlanFile, run: Run) -> dict[int, list[Span]]:
+    """By task of ``file``, the spans of ``run`` that are that task: of a collective its start and its wait, and
+    every optimizer's update.
+
+    Raises:
+        ConfigError: as :func:`retimed`.
+    """
+    _refuse(file, run)
+    measured: dict[tuple[object, ...], list[list[Span]]] = {}
+    for span in run.forecast.spans:
+        before = measured.setdefault(_identity(span), [])
+        together = span.operation == "update" or (span.stream != "compute" and before and len(before[-1]) == 1)
+        if before and together:  # every optimizer's update; a collective's start and its wait
+            before[-1].append(span)
+        else:
+            before.append([span])
+    found: dict[int, list[Span]] = {}
+    for span in file.forecast.spans:
+        same = measured.get(_identity(span), [])
+        if same:
+            found[span.task] = same.pop(0)
+    return found
+
+
+def _identity(span: Span) -> tuple[object, ...]:
+    """The fields by which a task of the plan is found in a run; tasks with equal fields are matched in order."""
+    if span.operation == "compute":
+        return span.phase, span.module
+    return span.operation, span.bucket, span.tile
+
+
+def _refuse(file: PlanFile, run: Run) -> None:
+    if run.plan != file.plan.digest:
+        raise ConfigError(f"the run is one of plan {run.plan}, and this is plan {file.plan.digest}", _RECORD)
+    if run.device != file.machine.device:
+        raise ConfigError(
+            f"the run was on {run.device}, and the plan is for {file.machine.name} ({file.machine.device}), where "
+            "other things run side by side",
+            "make the plan with --machine cpu, or for the machine that `zerograph bench` measured",
+        )
+    planned, ran = list(_segments(file.forecast)), list(_segments(run.forecast))
+    if not all(span.key for span in planned):
+        raise ConfigError("the plan was forecast from its schedule, not from segments that run", _RECORD)
+    if list(map(_identity, planned)) != list(map(_identity, ran)):
+        pairs = enumerate(zip(planned, ran, strict=False))
+        at = next((i for i, (a, b) in pairs if _identity(a) != _identity(b)), -1)
+        first = f"; the first that differs is {planned[at].name}, not {ran[at].name}" if at >= 0 else ""
+        raise ConfigError(f"the run has {len(ran)} segments and the plan {len(planned)}{first}", _RECORD)
+    for a, b in zip(planned, ran, strict=True):
+        if a.flops != b.flops:
+            raise ConfigError(
+                f"{a.name} has {a.flops} operations in the plan and {b.flops} in the run: it was of another batch or "
+                "sequence",
+                "make the plan at the size that runs: zerograph plan MODEL --batch B --seq S",
+            )
+
+
+def _segments(forecast: Forecast) -> Iterator[Span]:
+    return (span for span in forecast.spans if span.operation == "compute")
+
+
+def _seconds(file: PlanFile, run: Run) -> Iterator[tuple[int, float]]:
+    measured, ran = run.measured, _segments(run.forecast)
+    by_bucket = {"gather": measured.gathers, "reduce": measured.reduces}
+    segments = {span.task for span in _segments(file.forecast)}
+    for span in file.forecast.spans:
+        if span.task in segments:
+            key = next(ran).key
+            if key not in measured.segments:
+                raise ConfigError(f"the run has no seconds of the segment {key}", _RECORD)
+            yield span.task, measured.segments[key]
+        elif span.operation in by_bucket:
+            seconds = by_bucket[span.operation].get(span.bucket)
+            if seconds is None:
+                raise ConfigError(f"the run has no {span.name}", _RECORD)
+            yield span.task, seconds
+        elif span.operation == "update" and measured.update is not None:
+            yield span.task, measured.update

@@ -1,0 +1,243 @@
+"""Plans of a deep step, judged by few of its layers.
+
+A plan says what :data:`PERIOD` layers of a run of alike ones do, and the others do the same in turn. It is simulated at
+two small depths, and what a period more adds is added once for every period that is left out
+(:mod:`~zerograph.planner.build.depths`). That costs as much for 1,000 layers as for fourteen, and tells which
+plans are worth a simulation of the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+from zerograph.core.param_bytes import state_bytes
+from zerograph.core.plan import Bucket, Plan, decided
+from zerograph.core.step import layer_of_activation
+from zerograph.planner.build.depths import continued, peaks_by_part
+from zerograph.planner.build.sketch import sketch
+from zerograph.planner.profile.regions import Life, Profile
+from zerograph.planner.search.space import Candidate, Space
+from zerograph.sim.simulate import Peaks, walk
+
+PERIOD = 2
+"""Layers that are told apart: what half of the layers do, one of these does."""
+SIMULATED = 6, 8
+"""Layers of a run that are simulated, by period."""
+DEEP = 32
+"""Layers of a run up to which a step is simulated as it is."""
+MANY = 128
+"""Buckets up to which it is: a simulation is then no matter of tens of milliseconds."""
+
+
+class FewLayers(Space):
+    """The plans of a space of many layers, as plans of few of them.
+
+    Attributes:
+        whole: the space of all layers.
+    """
+
+    def __init__(self, whole: Space, run: Sequence[str]) -> None:
+        self.whole = whole
+        half = PERIOD // 2
+        few = [*run[:half], *run[-half:]]
+        super().__init__(**_without(whole, run[half:-half]))
+        self._as = {layer: few[i % PERIOD] for i, layer in enumerate(run)}
+        self._depths = []
+        for depth in SIMULATED:
+            space = Space(**_without(whole, run[depth - half : -half]))
+            layers = [*run[: depth - half], *run[-half:]]
+            self._depths.append((space, {layer: few[i % PERIOD] for i, layer in enumerate(layers)}))
+        self._times = (len(run) - SIMULATED[1]) / (SIMULATED[1] - SIMULATED[0])
+
+    def whole_of(self, candidate: Candidate) -> Candidate:
+        return self.whole.of(_carried(candidate.plan, self, self.whole, self._as))
+
+    def _judged(self, plan: Plan) -> tuple[float, Peaks, int]:
+        (less, short, few), (more, long, many) = (
+            self._measured(space, _carried(plan, self, space, does_as)) for space, does_as in self._depths
+        )
+        peaks = tuple(
+            int(max(continued(a, b, self._times) for a, b in zip(one, two, strict=True)))
+            for one, two in zip(short, long, strict=True)
+        )
+        return continued(less, more, self._times), peaks, few + many
+
+    def _measured(self, space: Space, plan: Plan) -> tuple[float, list[list[int]], int]:
+        """Seconds, by tier the peaks of each part of the step, and tasks."""
+        scheduler = space.scheduler
+        run = walk(sketch(scheduler, plan), scheduler.costs)
+        peaks = peaks_by_part(run, space.held + scheduler.moved(plan))
+        return max(run.ends, default=0.0), [[size for size, _ in parts] for parts in peaks], len(run.ends)
+
+
+def by_few_layers(space: Space) -> FewLayers | None:
+    """The same plans judged by few layers, where there are many alike."""
+    run = _run(space)
+    return FewLayers(space, run) if run else None
+
+
+def _run(space: Space) -> list[str]:
+    """The longest run of layers that are alike; empty where it is short, or its buckets are not its layers' own."""
+    profile = space.scheduler.profile
+    if len(profile.layers) <= DEEP or len(space.plan.buckets) <= MANY:
+        return []
+    kinds = _kinds(space)
+    runs = [list(members) for _, members in groupby(profile.layers, key=kinds.__getitem__)]
+    run = max(runs, key=len, default=[])
+    if len(run) <= DEEP:
+        return []
+    readers = _readers(space)
+    inside = set(run)
+    if any(1 < len(read & inside) < len(run) for read in readers):
+        return []  # one bucket for several small layers
+    for phase in ("forward", "backward"):
+        places = [k for k, region in enumerate(profile.regions) if region.phase == phase and region.layer in inside]
+        if places and places[-1] - places[0] + 1 != len(places):
+            return []  # something else is computed in between
+    return run
+
+
+def _kinds(space: Space) -> dict[str, object]:
+    """By layer what it computes, saves and reads, without names."""
+    profile, found = space.scheduler.profile, dict[str, list[object]]()
+    for layer in profile.layers:
+        found[layer] = []
+    for region in profile.regions:
+        if region.layer in found:
+            work = tuple(
+                (
+                    w.memory.levels,
+                    w.memory.left,
+                    *((a.flops, a.moved, a.packed, len(a.params), tuple(s for _, s in a.gradients)) for a in w.atoms),
+                )
+                for w in region.work
+            )
+            found[region.layer].append((region.phase, work))
+    for life in profile.lives:
+        layer = profile.regions[life.start].layer
+        if layer in found:
+            found[layer].append((life.bytes, tuple(life.saved)))
+    for bucket, layers in enumerate(_readers(space)):
+        if len(layers) == 1:
+            (part,) = space.scheduler.bucket_parts(bucket, 1)
+            found.get(next(iter(layers)), []).append((part.whole, part.shards))
+    return {layer: tuple(own) for layer, own in found.items()}
+
+
+def _readers(space: Space) -> list[set[str]]:
+    """By bucket the layers that read it; the empty string stands for what is in none."""
+    scheduler = space.scheduler
+    found: list[set[str]] = [set() for _ in space.plan.buckets]
+    for region in scheduler.profile.regions:
+        for atom in region.work[0].atoms:
+            for name in (*atom.params, *(name for name, _ in atom.gradients)):
+                found[scheduler.bucket_of[name]].add(region.layer)
+    return found
+
+
+def _without(space: Space, left_out: Sequence[str]) -> dict[str, Any]:
+    """The arguments of the space without these layers, which follow one another."""
+    scheduler, plan, gone = space.scheduler, space.plan, set(left_out)
+    stay = [b for b, layers in zip(plan.buckets, _readers(space), strict=True) if not layers or layers - gone]
+    buckets = tuple(replace(bucket, index=i) for i, bucket in enumerate(stay))
+    dropped = [p for bucket in plan.buckets for p in bucket.params]
+    kept = {p.name for bucket in stay for p in bucket.params}
+    size = sum(state_bytes([p for p in dropped if p.name not in kept], plan.world_size, scheduler.moments))
+    return {
+        "profile": _shortened(scheduler.profile, left_out, kept),
+        "plan": replace(
+            plan,
+            buckets=buckets,
+            recompute=tuple(layer for layer in plan.recompute if layer not in gone),
+            save=tuple(name for name in plan.save if layer_of_activation(name) not in gone),
+            token_regions=tuple(name for name in plan.token_regions if layer_of_activation(name) not in gone),
+        ),
+        "rates": scheduler.rates,
+        "held": (*space.held, ("device", -size)),
+        "moments": scheduler.moments,
+        "most_tiles": tuple(space.most_tiles[bucket.index] for bucket in stay),
+        "size": space.size,
+    }
+
+
+def _shortened(profile: Profile, left_out: Sequence[str], params: set[str]) -> Profile:
+    gone, regions = set(left_out), profile.regions
+    layers = profile.layers
+    before, after = layers[layers.index(left_out[0]) - 1], layers[layers.index(left_out[-1]) + 1]
+    at: dict[tuple[str, str], list[int]] = {}
+    for k, region in enumerate(regions):
+        at.setdefault((region.phase, region.layer), []).append(k)
+    new = {k: i for i, k in enumerate(k for k, region in enumerate(regions) if region.layer not in gone)}
+
+    def place(k: int, start: int) -> int:
+        """Where region ``k`` is now, for what was made in ``start``: of layers that are gone, the next one's."""
+        if k in new:
+            return new[k]
+        phase, layer = regions[k].phase, regions[k].layer
+        other = after if regions[start].phase == "forward" else before
+        return new[at[phase, other][at[phase, layer].index(k)]]
+
+    def moved(life: Life) -> Life:
+        start = life.start
+        return replace(
+            life,
+            start=new[start],
+            read=None if life.read is None else place(life.read, start),
+            saved={level: place(k, start) for level, k in life.saved.items()},
+            needed={level: place(k, start) for level, k in life.needed.items()},
+        )
+
+    stay = [k for k, layer in enumerate(layers) if layer not in gone]
+    return replace(
+        profile,
+        regions=tuple(regions[k] for k in new),
+        lives=tuple(moved(life) for life in profile.lives if life.start in new),
+        layers=tuple(layers[k] for k in stay),
+        spared=tuple(profile.spared[k] for k in stay),
+        params=tuple(p for p in profile.params if p.name in params),
+    )
+
+
+def _carried(plan: Plan, source: Space, target: Space, does_as: Mapping[str, str]) -> Plan:
+    """``plan`` of ``source`` for ``target``, whose layers do as those of the same name, or as ``does_as`` says."""
+    profile = target.scheduler.profile
+    index = {bucket.name: bucket for bucket in plan.buckets}
+    own, other = _by_layer(target), _by_layer(source)
+    for layer, like in does_as.items():
+        for mine, theirs in zip(own[layer], other[like], strict=True):
+            index[target.plan.buckets[mine].name] = plan.buckets[theirs]
+    buckets = tuple(
+        replace(bucket, **{name: getattr(index[bucket.name], name) for name in _OF_BUCKET})
+        for bucket in target.plan.buckets
+    )
+    found = {name: getattr(plan, name) for name in _OF_PLAN}
+    # A share of layers that the user wants recomputed is the rule's, layer by layer.
+    if set(profile.recomputed(target.scheduler.levels(target.plan))[0]) in (set(), set(profile.layers)):
+        now = dict(zip(source.scheduler.profile.layers, source.scheduler.levels(plan), strict=True))
+        found["recompute"], found["save"] = profile.recomputed(
+            [now[does_as.get(layer, layer)] for layer in profile.layers]
+        )
+    away: dict[str, list[tuple[str, Any]]] = {}
+    for name, tier in plan.offload:
+        layer = layer_of_activation(name) or name
+        away.setdefault(layer, []).append((name[len(layer) :], tier))
+    found["offload"] = tuple(
+        (layer + rest, tier) for layer in profile.layers for rest, tier in away.get(does_as.get(layer, layer), ())
+    )
+    return replace(target.plan, buckets=buckets, **found)
+
+
+def _by_layer(space: Space) -> dict[str, list[int]]:
+    """The buckets that only one layer reads."""
+    found: dict[str, list[int]] = {layer: [] for layer in space.scheduler.profile.layers}
+    for bucket, layers in enumerate(_readers(space)):
+        if len(layers) == 1 and (layer := next(iter(layers))) in found:
+            found[layer].append(bucket)
+    return found
+
+
+_OF_BUCKET = tuple(decided(Bucket))
+_OF_PLAN = tuple(name for name in decided(Plan) if name not in ("buckets", "recompute", "save", "offload"))

@@ -1,0 +1,414 @@
+"""The knobs of the search: one per decision of a plan, with its choices and how each is applied.
+
+A knob has items, which it turns one by one, in groups or all together: buckets, layers, or the step as a whole. A new
+decision is a field of :class:`~zerograph.core.plan.Plan` or :class:`~zerograph.core.plan.Bucket` and a knob in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, TypeVar
+
+from zerograph.core.machine import Tier
+from zerograph.core.param_bytes import gathered_bytes
+from zerograph.core.plan import DEVICE, Homes, Plan
+from zerograph.planner.build.placement import APART
+from zerograph.planner.search.space import Space
+
+T = TypeVar("T")
+Item = Any
+"""A bucket by its place, a layer or an activation by its name; the empty string for the whole step."""
+Values = dict[Item, Any]
+MOST_SINGLE = 32
+"""Activations of a step up to which single ones are offloaded: of more, layers are."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Knob:
+    """One decision, for every item that it is made for.
+
+    Attributes:
+        choices: by item, the most rewarding item first; if they are ``ordered``, from the least memory to the fewest
+            seconds.
+        read: the value of every item under a plan.
+        turn: a plan with other values for some items.
+        alike: a key for each item; items with equal keys are interchangeable.
+        gain: seconds per byte of an item's step from one choice to the next.
+        frugal: values for all items together; for each tier one of these needs the least.
+        fine: whether it only says when something begins, which matters little before the rest is decided.
+    """
+
+    choices: Mapping[Item, Sequence[Any]]
+    read: Callable[[Plan], Mapping[Item, Any]]
+    turn: Callable[[Plan, Values], Plan]
+    ordered: bool = True
+    alike: Mapping[Item, object] | None = None
+    gain: Callable[[Item, Any], float] | None = None
+    frugal: Sequence[Values] = ()
+    fine: bool = False
+
+    def changes(self, plan: Plan, groups: int) -> Iterator[Plan]:
+        """``plan`` with this knob turned for one of at most so many groups of items.
+
+        In a group of several items, those that are alike and have the same values count as interchangeable, whatever
+        else is decided of them: one group of each kind is turned. Single items are all turned.
+        """
+        now = self.read(plan)
+        for target in self._targets():
+            found: dict[object, Values] = {}
+            for group in in_runs(tuple(self.choices), groups):
+                turned, more = self._turned(group, now, target)
+                if turned:
+                    alike = self.alike if len(group) > 1 and self.alike else {}
+                    key = tuple((alike.get(item, item), now[item]) for item in group)
+                    # Towards more, the first of those that are alike, the most rewarding; back, the last, which is
+                    # missed least.
+                    if key not in found or not more:
+                        found[key] = turned
+            for turned in found.values():
+                yield self.turn(plan, turned)
+
+    def _targets(self) -> Sequence[object]:
+        if self.ordered:
+            return ("last", "more", "next", "previous", "less", "first")
+        return list(dict.fromkeys(value for choices in self.choices.values() for value in choices))
+
+    def _turned(self, group: Sequence[Item], now: Mapping[Item, Any], target: object) -> tuple[Values, bool]:
+        """The new values of what changes in ``group``, and whether they come later among the choices."""
+        turned, more = {}, True
+        for item in group:
+            choices = self.choices[item]
+            if self.ordered:
+                at = _index(choices, now[item])
+                last = len(choices) - 1
+                to = {
+                    "last": last, "more": (at + last + 1) // 2, "next": at + 1,
+                    "previous": at - 1, "less": at // 2, "first": 0,
+                }[str(target)]  # fmt: skip
+                value = choices[max(0, min(to, last))]
+            else:
+                value = target if target in choices else now[item]
+            if value != now[item]:
+                turned[item] = value
+                more = _index(choices, value) > _index(choices, now[item])
+        return turned, more
+
+    def steps(self, a: Plan, b: Plan) -> Iterator[tuple[float, Item, Any]]:
+        """The steps from ``a`` to ``b``, item by item and choice by choice, with the seconds per byte of each."""
+        before, after = self.read(a), self.read(b)
+        for item, choices in self.choices.items():
+            old, new = before[item], after[item]
+            if old == new or new is None:
+                continue
+            gain = self.gain or (lambda item, value: 0.0)
+            here, there = (_index(choices, value) for value in (old, new))
+            between = choices[here + 1 : there] if self.ordered else ()
+            yield from ((gain(item, value), item, value) for value in (*between, new))
+
+
+def halfway(knobs: Iterable[Knob], a: Plan, b: Plan) -> Plan:
+    """The plan half the way from ``a`` to ``b``: of each knob half the steps, the most rewarding first."""
+    for knob in knobs:
+        steps = sorted(knob.steps(a, b), key=lambda step: -step[0])
+        if len(steps) > 1:
+            a = knob.turn(a, {item: value for _, item, value in steps[: len(steps) // 2]})
+    return a
+
+
+# The knobs ------------------------------------------------------------------------------------------------------------
+
+
+def of_step(field: str, choices: Sequence[Any]) -> Knob:
+    """A decision for the step as a whole, on when something begins: a field of the plan."""
+    return Knob(
+        {"": choices},
+        lambda plan: {"": getattr(plan, field)},
+        lambda plan, values: replace(plan, **{field: values[""]}) if values else plan,
+        frugal=[{"": choices[0]}],
+        fine=True,
+    )
+
+
+def prefetch(choices: Sequence[int]) -> Knob:
+    """How many buckets are gathered ahead, at most; those that begin later still do."""
+
+    def turn(plan: Plan, values: Values) -> Plan:
+        most = values.get("", plan.prefetch)
+        # Their own starts would no longer be earlier than the new limit: they follow the plan's again.
+        late = {b.index: None for b in plan.buckets if b.ahead is not None and b.ahead >= most}
+        return replace(_with_buckets(plan, "ahead", late), prefetch=most)
+
+    return Knob({"": choices}, lambda plan: {"": plan.prefetch}, turn, frugal=[{"": choices[0]}])
+
+
+def residency(space: Space) -> Knob:
+    """Which gathered buckets stay whole from the forward to the backward; those in tiles cannot."""
+    rates = space.scheduler.rates
+    sizes = {b.index: max(1, gathered_bytes(b.params, rates.world_size)) for b in space.plan.buckets}
+    rewards = {index: rates.collective(size) / size for index, size in sizes.items()}
+
+    def turn(plan: Plan, values: Values) -> Plan:
+        return _with_buckets(plan, "residency", {b: v for b, v in values.items() if plan.buckets[b].tiles == 1})
+
+    return Knob(
+        dict.fromkeys(by_reward(list(rewards), rewards.__getitem__), ("use", "backward")),
+        lambda plan: {index: plan.buckets[index].residency for index in rewards},
+        turn,
+        alike=_parts(space),
+        gain=lambda item, _: rewards[item],
+        frugal=[dict.fromkeys(rewards, "use")],
+    )
+
+
+def starts(space: Space, most: int) -> Knob:
+    """How many visits before its own each bucket is gathered, at most."""
+
+    choices = dict.fromkeys(range(len(space.plan.buckets)), range(most + 1))
+    return Knob(
+        choices, lambda plan: dict(enumerate(plan.ahead())), with_starts, alike=_parts(space),
+        frugal=[dict.fromkeys(choices, 0)], fine=True,
+    )  # fmt: skip
+
+
+def tiles(space: Space) -> Knob:
+    """In how many tiles the parameter of a bucket is gathered and used; what is in tiles is not kept."""
+    most = space.most_tiles
+    every = space.finest == most
+    choices: dict[Item, Sequence[int]] = {}
+    for bucket, (count, fitting) in enumerate(zip(most, space.fewest_tiles(), strict=True)):
+        if count > 1:
+            # Of many tiles only some numbers are looked at.
+            some = range(1, count + 1) if every else {1, fitting, count, *(2**k for k in range(count.bit_length()))}
+            choices[bucket] = sorted(some, reverse=True)
+
+    finest = {bucket: space.finest[bucket] for bucket in choices}
+    return Knob(
+        choices, lambda plan: {index: plan.buckets[index].tiles for index in choices}, with_tiles, alike=_parts(space),
+        frugal=[dict.fromkeys(choices, 1), finest],
+    )  # fmt: skip
+
+
+def homes(space: Space, open_homes: Sequence[Homes]) -> Knob:
+    """Where the shards of each bucket live; what has nothing to move to a home stays on the device."""
+    parts = {b.index: space.scheduler.bucket_parts(b.index, 1)[0].shards.at(APART) for b in space.plan.buckets}
+    sizes = {index: part.optimizer + part.frozen for index, part in parts.items()}
+    choices: dict[Item, Sequence[Homes]] = {}
+    for index in by_reward([index for index, size in sizes.items() if size], sizes.__getitem__):
+        trained = any(p.sharded and p.trainable for p in space.plan.buckets[index].params)
+        choices[index] = tuple(
+            # A bucket that trains nothing has no gradients and states: homes of these alone would move nothing.
+            dict.fromkeys(home if trained or home.parameters != "device" else DEVICE for home in open_homes)
+        )
+    frugal = [home for home in open_homes if home.on_one_tier] or open_homes
+    return Knob(
+        choices,
+        lambda plan: {index: plan.buckets[index].homes for index in choices},
+        lambda plan, values: _with_buckets(plan, "homes", values),
+        ordered=False,
+        alike=_parts(space),
+        frugal=[{index: home for index, own in choices.items() if home in own} for home in frugal],
+    )
+
+
+def levels(space: Space) -> Knob:
+    """How much of what each layer could save it saves: stops from nothing to all that the partitioner would save."""
+    scheduler, rates = space.scheduler, space.scheduler.rates
+    profile = scheduler.profile
+    top = profile.all_saved
+    seconds = {layer: [0.0] * (top + 1) for layer in profile.layers}
+    size = {layer: [0] * (top + 1) for layer in profile.layers}
+    for region in profile.regions:
+        if region.layer in seconds:
+            for level, work in enumerate(region.work):
+                cost = rates.compute(*(sum(getattr(a, n) for a in work.atoms) for n in ("flops", "moved", "packed")))
+                seconds[region.layer][level] += cost
+    for life in profile.lives:
+        layer = profile.regions[life.start].layer
+        for level in life.saved if layer in size else ():
+            size[layer][level] += life.bytes
+    choices: dict[str, list[int]] = {}
+    gains: dict[tuple[Item, int], float] = {}
+    for layer, spared in zip(profile.layers, profile.spared, strict=True):
+        found = choices[layer] = [0]
+        for level in range(1, top + 1):
+            if level < top and spared[level - 1] in (frozenset(), *spared[: level - 1]):
+                continue  # the same as one before
+            gain = seconds[layer][found[-1]] - seconds[layer][level]
+            gains[layer, level] = gain / max(1, size[layer][level] - size[layer][found[-1]])
+            found.append(level)
+
+    def turn(plan: Plan, values: Values) -> Plan:
+        changed = dict(zip(profile.layers, scheduler.levels(plan), strict=True)) | values
+        recompute, save = profile.recomputed([changed[layer] for layer in profile.layers])
+        return replace(plan, recompute=recompute, save=save)
+
+    best = {layer: max((gains[layer, level] for level in choices[layer][1:]), default=0.0) for layer in choices}
+    return Knob(
+        {layer: choices[layer] for layer in by_reward(list(choices), best.__getitem__)},
+        lambda plan: dict(zip(profile.layers, scheduler.levels(plan), strict=True)),
+        turn,
+        alike={layer: tuple(sizes) for layer, sizes in size.items()},
+        gain=lambda item, level: gains.get((item, level), 0.0),
+        frugal=[dict.fromkeys(choices, 0)],
+    )
+
+
+def layers_away(space: Space, tiers: Sequence[Tier]) -> Knob:
+    """Where all that a layer saves waits for the backward."""
+    saved = _saved(space)
+
+    def read(plan: Plan) -> dict[Item, Tier | None]:
+        named = dict(plan.offload)
+        return {
+            layer: named.get(layer, None if any(name in named for name in names) else "device")
+            for layer, names in saved.items()
+        }
+
+    def turn(plan: Plan, values: Values) -> Plan:
+        tier_of = _tiers(saved, plan) | {name: tier for layer, tier in values.items() for name in saved[layer]}
+        return replace(plan, offload=_named(saved, tier_of))
+
+    sizes = dict.fromkeys(saved, 0)
+    profile = space.scheduler.profile
+    for life in profile.lives:
+        layer = profile.regions[life.start].layer
+        if layer in sizes and life.saved:
+            sizes[layer] += life.bytes
+    places = ("device", *tiers)
+    frugal = [dict.fromkeys(saved, tier) for tier in places]
+    return Knob(dict.fromkeys(saved, places), read, turn, ordered=False, alike=sizes, frugal=frugal)
+
+
+def activations_away(space: Space, tiers: Sequence[Tier]) -> Knob:
+    """Where each saved activation waits for the backward, for steps of few."""
+    saved = _saved(space)
+    names = [name for own in saved.values() if len(own) > 1 for name in own]
+
+    def turn(plan: Plan, values: Values) -> Plan:
+        return replace(plan, offload=_named(saved, _tiers(saved, plan) | values))
+
+    choices = dict.fromkeys(names if sum(map(len, saved.values())) <= MOST_SINGLE else (), ("device", *tiers))
+    return Knob(choices, lambda plan: _tiers(saved, plan), turn, ordered=False)
+
+
+def _saved(space: Space) -> dict[str, tuple[str, ...]]:
+    """The activations that each layer may save; its own name where none has a name."""
+    profile = space.scheduler.profile
+    found: dict[str, dict[str, None]] = {layer: {} for layer in profile.layers}
+    for life in profile.lives:
+        layer = profile.regions[life.start].layer
+        if life.activation and life.saved:
+            found[layer][life.activation] = None
+    return {layer: tuple(names) or (layer,) for layer, names in found.items()}
+
+
+def _tiers(saved: Mapping[str, Sequence[str]], plan: Plan) -> Values:
+    """Where every activation waits under ``plan``."""
+    named = dict(plan.offload)
+    return {name: named.get(name, named.get(layer, "device")) for layer, names in saved.items() for name in names}
+
+
+def _named(saved: Mapping[str, Sequence[str]], tier_of: Mapping[Item, Tier]) -> tuple[tuple[str, Tier], ...]:
+    """Where activations wait, as plans have it: by layer where all of it waits on one tier."""
+    found: list[tuple[str, Tier]] = []
+    for layer, names in saved.items():
+        tiers = {tier_of[name] for name in names}
+        together = [(layer, tier) for tier in tiers] if len(tiers) == 1 else [(name, tier_of[name]) for name in names]
+        found += [(name, tier) for name, tier in together if tier != "device"]
+    return tuple(found)
+
+
+def with_starts(plan: Plan, ahead: Mapping[Item, int]) -> Plan:
+    """``plan`` with buckets that are gathered so many visits ahead, or as many as all where that is fewer."""
+    return _with_buckets(plan, "ahead", {b: None if v >= plan.prefetch else v for b, v in ahead.items()})
+
+
+def with_tiles(plan: Plan, tiles: Mapping[Item, int]) -> Plan:
+    """``plan`` with buckets in so many tiles; what is in tiles is not kept."""
+    whole = {b: "use" for b, v in tiles.items() if v > 1 and plan.buckets[b].residency == "backward"}
+    return _with_buckets(_with_buckets(plan, "residency", whole), "tiles", tiles)
+
+
+def _with_buckets(plan: Plan, field: str, values: Mapping[Any, Any]) -> Plan:
+    buckets = list(plan.buckets)
+    for index, value in values.items():
+        buckets[index] = replace(buckets[index], **{field: value})
+    return replace(plan, buckets=tuple(buckets)) if values else plan
+
+
+def _parts(space: Space) -> dict[Item, object]:
+    """By bucket what makes two interchangeable: bytes of everything that is moved of them."""
+    parts = (space.scheduler.bucket_parts(b.index, 1)[0] for b in space.plan.buckets)
+    return {index: (part.whole, part.shards) for index, part in enumerate(parts)}
+
+
+# Orders ---------------------------------------------------------------------------------------------------------------
+
+
+def in_runs(items: Sequence[T], groups: int) -> Iterator[Sequence[T]]:
+    """``items`` in at most ``groups`` runs of about the same length."""
+    count = min(groups, len(items))
+    return (items[i * len(items) // count : (i + 1) * len(items) // count] for i in range(count))
+
+
+def by_reward(items: Sequence[T], reward: Callable[[T], float]) -> list[T]:
+    """The most rewarding first. Equally rewarding ones from the last, which are needed for the shortest time, then
+    evenly spread, so that what is left over overlaps with what is not."""
+    groups: dict[float, list[T]] = {}
+    for item in items:
+        groups.setdefault(float(f"{reward(item):.6g}"), []).append(item)  # what differs by rounding is alike
+    return [item for value in sorted(groups, reverse=True) for item in spread(groups[value])]
+
+
+def spread(items: Sequence[T]) -> list[T]:
+    """The last, then those in the middle of the largest gaps (van der Corput's sequence)."""
+    order = sorted(range(len(items)), key=lambda i: _reversed_bits(len(items) - 1 - i, len(items)))
+    return [items[i] for i in order]
+
+
+def _reversed_bits(number: int, count: int) -> int:
+    width = max(1, (count - 1).bit_length())
+    return int(f"{number:0{width}b}"[::-1], 2)
+
+
+def _index(choices: Sequence[Any], value: Any) -> int:
+    """Where ``value`` is among ``choices``, or the last before it: tiles may be of any number."""
+    if value in choices:
+        return choices.index(value)
+    if value is None:  # activations of one layer that wait on several tiers
+        return -1
+    # Tiles fall from many to one; other choices rise.
+    falling = len(choices) > 1 and choices[0] > choices[-1]
+    return sum(bool(one > value) if falling else bool(one < value) for one in choices) - 1
+
+
+def first(start: Plan, own: Sequence[Knob], *, least: bool) -> Iterator[Plan]:
+    """The plan ``start`` of the rules, as far as it is open, and those that need the least of each tier."""
+    for knob in own:
+        now = knob.read(start)
+        # Where a rule decided what is no choice here (the user fixed it otherwise), the first choice stands in.
+        start = knob.turn(start, {item: open_[0] for item, open_ in knob.choices.items() if now[item] not in open_})
+    yield start
+    for values in product(*(knob.frugal or ({},) for knob in own)) if least else ():
+        plan = start
+        for knob, frugal in zip(own, values, strict=True):
+            plan = knob.turn(plan, frugal) if frugal else plan
+        yield plan
+
+
+def every(knobs: Sequence[Knob], plan: Plan) -> Iterator[Plan]:
+    """``plan`` with every choice of every item of ``knobs``."""
+    if not knobs:
+        yield plan
+        return
+    knob, *rest = knobs
+    for values in product(*knob.choices.values()):
+        yield from every(rest, knob.turn(plan, dict(zip(knob.choices, values, strict=True))))
+
+
+def neighbours(knobs: Iterable[Knob], plan: Plan, groups: int) -> Iterator[Plan]:
+    """``plan`` with one knob turned, for one of so many groups of its items."""
+    for knob in knobs:
+        yield from knob.changes(plan, groups)

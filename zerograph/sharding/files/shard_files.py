@@ -1,0 +1,157 @@
+"""Reading one rank's rows from full safetensors files."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from zerograph.core.errors import CheckpointError
+from zerograph.core.rows import rows_of
+from zerograph.sharding.files.export import DTYPES
+from zerograph.sharding.files.room import Room
+from zerograph.sharding.shards import describe, is_first, is_sharded, local_of
+
+log = logging.getLogger(__name__)
+
+
+class Wanted(Protocol):
+    """A tensor to be read: see :class:`zerograph.sharding.files.materialize.Slot`."""
+
+    tensor: Tensor
+    persistent: bool
+    names: list[str]
+    local: Tensor | None
+    leaves: bool
+    home: bool
+
+
+def read_files(
+    slots: Sequence[Wanted],
+    files: Sequence[str],
+    room: Room,
+    group: dist.ProcessGroup | None,
+    *,
+    strict: bool,
+) -> None:
+    """Fill ``slots`` from ``files``, each rank with its own rows. Collective only in agreeing on failures.
+
+    Args:
+        strict: every parameter and persistent buffer must be there.
+
+    Raises:
+        CheckpointError: on every rank, when any rank cannot read, or names, shapes or dtypes do not fit.
+    """
+    with ExitStack() as stack:
+        found: dict[int, tuple[Any, str]] = {}
+        _all_agree(group, lambda: found.update(_match(slots, _open_all(files, stack), strict)))
+        missing = [slot.names[0] for slot in slots if slot.persistent and id(slot) not in found]
+        if missing and is_first(group):
+            log.warning("the files lack %s, which are initialized", _some("parameters or buffers", missing))
+        _all_agree(group, lambda: _read_all([s for s in slots if id(s) in found], found, room))
+
+
+def _open_all(files: Sequence[str], stack: ExitStack) -> dict[str, Any]:
+    """The open file of each name."""
+    holders: dict[str, Any] = {}
+    for path in files:
+        try:
+            file = stack.enter_context(safe_open(path, framework="pt"))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}", "give full safetensors files") from error
+        holders |= dict.fromkeys(file.keys(), file)
+    return holders
+
+
+def _match(slots: Sequence[Wanted], holders: dict[str, Any], strict: bool) -> dict[int, tuple[Any, str]]:
+    """The file and the name to read each slot from, by ``id`` of the slot."""
+    found = {}
+    for slot in slots:
+        name = next((n for n in slot.names if n in holders), None)
+        if name is not None:
+            found[id(slot)] = (holders[name], name)
+    missing = [s.names[0] for s in slots if s.persistent and id(s) not in found] if strict else []
+    unexpected = sorted(holders.keys() - {n for s in slots for n in s.names})
+    if missing or unexpected:
+        raise CheckpointError(
+            "the files do not fit the model: "
+            + "; ".join(_some(kind, n) for kind, n in (("missing", missing), ("unexpected", unexpected)) if n),
+            "names must be those of the plain model's state_dict(); "
+            "pass init= as well to initialize what the files do not hold",
+        )
+    for slot in slots:
+        if id(slot) in found:
+            _check(slot, *found[id(slot)])
+    return found
+
+
+def _some(kind: str, names: list[str]) -> str:
+    shown = 5
+    more = f", and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{len(names)} {kind} ({', '.join(names[:shown])}{more})"
+
+
+def _check(slot: Wanted, file: Any, name: str) -> None:
+    stored = file.get_slice(name)
+    if list(stored.get_shape()) != list(slot.tensor.shape):
+        raise CheckpointError(
+            f"{name} has shape {list(stored.get_shape())} in the files and {list(slot.tensor.shape)} in the model",
+            "build the model with the configuration that the files were written with",
+        )
+    dtype = next((d for d, text in DTYPES.items() if text == stored.get_dtype()), None)
+    wanted = slot.tensor.dtype
+    if dtype is None or not _widens(dtype, wanted):
+        raise CheckpointError(
+            f"{name} is {stored.get_dtype()} in the files and {wanted} in the model: values would be lost",
+            f"build the model with {dtype} parameters (and choose the compute dtype by zerograph.backend(dtype=...)), "
+            "or convert the files",
+        )
+
+
+def _widens(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    return torch.promote_types(stored, wanted) == wanted and stored.is_floating_point == wanted.is_floating_point
+
+
+def _read_all(slots: Sequence[Wanted], found: dict[int, tuple[Any, str]], room: Room) -> None:
+    for slot in slots:
+        _read(slot, *found[id(slot)], room)
+
+
+def _read(slot: Wanted, file: Any, name: str, room: Room) -> None:
+    local = room.empty(local_of(slot.tensor), leaves=slot.leaves, home=slot.home)
+    if slot.tensor.ndim == 0:
+        # safetensors cuts slices of at least one dimension.
+        local.copy_(file.get_tensor(name))
+    elif is_sharded(slot.tensor):
+        mesh = slot.tensor.device_mesh  # type: ignore[attr-defined]
+        rows = rows_of(slot.tensor.shape[0], mesh.get_local_rank(), mesh.size())
+        if rows.stop > rows.start:
+            local.copy_(file.get_slice(name)[rows])
+    else:
+        local.copy_(file.get_slice(name)[:])
+    room.filled(local)
+    slot.local = local
+
+
+def _all_agree(group: dist.ProcessGroup | None, action: Callable[[], Any]) -> None:
+    """Run ``action`` on every rank; when it fails on any, all raise."""
+    caught: Exception | None = None
+    try:
+        action()
+    except Exception as error:
+        caught = error
+    mine = None if caught is None else (describe(caught), getattr(caught, "hint", ""))
+    failures: list[Any] = [mine]
+    if group is not None and group.size() > 1:
+        failures = [None] * group.size()
+        dist.all_gather_object(failures, mine, group=group)
+    first = next(((rank, *f) for rank, f in enumerate(failures) if f is not None), None)
+    if first is not None:
+        rank, text, hint = first
+        raise CheckpointError(f"{text} (on rank {rank})" if len(failures) > 1 else text, hint) from caught

@@ -1,0 +1,283 @@
+"""Rules that the programs of a whole training step must keep by its plan: check by check. No torch in here."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from zerograph.core.plan import Bucket, Plan
+from zerograph.core.program import (
+    Compute,
+    DeviceUpdate,
+    Fetch,
+    Free,
+    Gather,
+    HostUpdate,
+    Instruction,
+    Move,
+    Program,
+    Read,
+    Reduce,
+    Spill,
+    Update,
+    View,
+    Wait,
+    WaitFetch,
+    WaitGather,
+    Write,
+)
+from zerograph.core.step import layer_of, layer_of_activation
+
+
+@dataclass(frozen=True, slots=True)
+class Wrong:
+    """Something that is not as it must be.
+
+    Attributes:
+        check: that found it (:data:`zerograph.sim.check.CHECKS`).
+        message: what is wrong.
+        program, place: the kind of program, and the place of the instruction in it; -1 where it is about none.
+        module, source: what the instruction works for, and the user's line; empty when unknown.
+    """
+
+    check: str
+    message: str
+    program: str = ""
+    place: int = -1
+    module: str = ""
+    source: str = ""
+
+    @classmethod
+    def at(cls, check: str, program: Program, place: int, message: str) -> Wrong:
+        """The instruction in that place of ``program`` is wrong."""
+        instruction = program.instructions[place]
+        source = instruction.source if isinstance(instruction, Compute) else ""
+        text = f"{program.name(instruction)} {message}"
+        return cls(check, text, program.kind, place, program.module(instruction), source)
+
+    def __str__(self) -> str:
+        where = f"{self.program} instruction {self.place}: " if self.place >= 0 else ""
+        return where + self.message
+
+
+Part = tuple[int, int]
+"""A bucket and a tile of it."""
+Trail = frozenset[tuple[str, str, Part | str]]
+"""Operations, what each moved, and whose that is: a bucket's and tile's, or an activation's by its label."""
+
+
+def check_step(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
+    """Everything that is wrong with ``programs`` as the step of ``plan``, check by check."""
+    return (wrong for _, finder in STEP_CHECKS.values() for wrong in finder(programs, plan))
+
+
+def _parts(bucket: Bucket) -> list[Part]:
+    return [(bucket.index, tile) for tile in range(bucket.tiles)]
+
+
+def _label(plan: Plan, part: Part) -> tuple[str, str]:
+    """The bucket's name, and what people call that part of it."""
+    index, tile = part
+    if not 0 <= index < len(plan.buckets):
+        return "", f"bucket {index}"
+    bucket = plan.buckets[index]
+    return bucket.name, bucket.name if bucket.tiles == 1 else f"{bucket.name} tile {tile + 1}/{bucket.tiles}"
+
+
+def _each(programs: Sequence[Program]) -> Iterator[tuple[Program, int, Instruction]]:
+    return ((program, place, each) for program in programs for place, each in enumerate(program.instructions))
+
+
+def _reductions(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
+    # On one rank gradients are whole: there is nothing to reduce.
+    if plan.world_size == 1:
+        return
+    wanted = Counter(part for b in plan.buckets if any(p.trainable for p in b.params) for part in _parts(b))
+    done = Counter((each.bucket, each.tile) for *_, each in _each(programs) if isinstance(each, Reduce))
+    for part in {**wanted, **done}:
+        if wanted[part] != done[part]:
+            name, label = _label(plan, part)
+            text = f"gradients of {label} are reduced {done[part]} times, not {wanted[part]}"
+            yield Wrong("reductions", text, module=name)
+
+
+def _updates(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
+    wanted, done = Counter[Part](), Counter[Part]()
+    here = Counter[int]()
+    for *_, each in _each(programs):
+        if isinstance(each, HostUpdate | DeviceUpdate):
+            whole = each.tiles == 1 and 0 <= each.bucket < len(plan.buckets)
+            done.update(_parts(plan.buckets[each.bucket]) if whole else [(each.bucket, each.tile)])
+        elif isinstance(each, Update):
+            here.update(each.buckets)
+    for bucket in plan.buckets:
+        trained, away = [p for p in bucket.params if p.trainable], bucket.homes.optimizer != "device"
+        # A parameter that every rank holds whole stays on the device, also in a bucket whose shards live elsewhere.
+        if away and any(p.sharded for p in trained):
+            wanted.update(_parts(bucket))
+        times, once = here[bucket.index], int(any(not away or not p.sharded for p in trained))
+        if times != once:
+            text = f"{bucket.name} is updated on the device {times} times, not {once}"
+            yield Wrong("updates", text, module=bucket.name)
+    for part in {**wanted, **done}:
+        if wanted[part] != done[part]:
+            name, label = _label(plan, part)
+            text = f"{label} is updated on the host {done[part]} times, not {wanted[part]}"
+            yield Wrong("updates", text, module=name)
+
+
+def _arrivals(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
+    wanted = _Wanted(programs, plan)
+    # By register, what has written into it; lowered programs know what the one before them returned by its name.
+    came, saved = dict[int, Trail](), dict[str, Trail]()
+    for program in programs:
+        contents = program.contents
+        if not program.carries:
+            came = {at: saved[c.name] for at, c in enumerate(contents[: program.inputs]) if c.name in saved}
+        for place, each in enumerate(program.instructions):
+            there = Trail().union(*(came.get(register, ()) for register in each.reads))
+            whose = _whose(each)
+            for operations, what in wanted.of(program, each):
+                if there.isdisjoint((operation, what, whose) for operation in operations):
+                    text = f"does not read what the {operations[0]} of its {what} wrote"
+                    yield Wrong.at("arrivals", program, place, text)
+            own = Trail({(each.operation, getattr(each, "what", ""), whose)})
+            passed = there if isinstance(each, Wait | View) else Trail()
+            for register in each.writes:
+                # It may be written into what is there.
+                came[register] = own | (came.get(register, passed) if register in each.reads else passed)
+        saved = {contents[at].name: came[at] for at in program.outputs if at in came}
+
+
+class _Wanted:
+    """The data that instructions have to read, by where the plan has it live."""
+
+    def __init__(self, programs: Sequence[Program], plan: Plan) -> None:
+        self.buckets, self.tier_of = plan.buckets, dict(plan.offload)
+        reads = (each for *_, each in _each(programs) if isinstance(each, Read))
+        self.read = {each.bucket for each in reads if each.what == "states"}
+
+    def of(self, program: Program, each: Instruction) -> Iterator[tuple[tuple[str, ...], str]]:
+        """Operations, one of which has written something that ``each`` reads, and what they moved."""
+        if isinstance(each, Fetch | Read) and each.what == "activations" and each.label in self.tier_of:
+            away = self.tier_of[each.label] == "nvme"
+            yield ("read" if isinstance(each, Fetch) and away else "write" if away else "spill",), "activations"
+        if not 0 <= (index := getattr(each, "bucket", -1)) < len(self.buckets):
+            return
+        bucket = self.buckets[index]
+        homes = bucket.homes
+        match each:
+            # A CPU has no host tier of its own: NVMe is read straight to where it is used.
+            case Gather() if homes.parameters != "device":
+                yield ("fetch", "read"), "shard"
+            case Fetch(what="shard") if homes.parameters == "nvme":
+                yield ("read",), "shard"
+            case Fetch(what="states"):
+                yield ("spill",), "gradient"
+            case Read(what="states") if homes.spilled == "nvme":
+                yield ("write",), "gradient"
+            case DeviceUpdate():
+                yield ("fetch",), "states"
+            case HostUpdate():
+                # Slots are on the host where that has another memory than the device.
+                staged = each.slot is not None and program.contents[each.slot].tier == "host"
+                yield from self._of_update(bucket, staged)
+            case Spill(what="states") | Write(what="states") | Fetch(what="parameters"):
+                yield ("update",), "states"
+            case _:
+                pass
+
+    def _of_update(self, bucket: Bucket, staged: bool) -> Iterator[tuple[tuple[str, ...], str]]:
+        homes = bucket.homes
+        # On a CPU plain SGD of parameters that compute in their own dtype keeps nothing anywhere else.
+        masters = any(p.trainable and p.is_master for p in bucket.params)
+        if homes.spilled == "nvme" or (homes.optimizer == "nvme" and (staged or masters or bucket.index in self.read)):
+            yield ("read",), "states"
+        if homes.spilled == "host" or (homes.spilled == "device" and staged):
+            yield ("spill",), "gradient"
+
+
+def _whose(each: Instruction) -> Part | str:
+    if isinstance(each, Move) and each.what == "activations":
+        return each.label
+    return getattr(each, "bucket", -1), getattr(each, "tile", 0)
+
+
+def _use(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
+    # Gathers, and registers on the device of activations that come back, by where they begin.
+    begun, unread = dict[Part | int, tuple[Program, int]](), list[tuple[Program, int]]()
+    gathered = set[int]()
+    for program, place, each in _each(programs):
+        match each:
+            case Gather():
+                gathered.add(each.bucket)
+                part = each.bucket, each.tile
+                unread += [begun[part]] if part in begun else []
+                begun[part] = program, place
+            case WaitGather():
+                begun.pop((each.bucket, each.tile), None)
+            case Fetch(what="activations") | Read(what="activations"):
+                if program.contents[each.writes[0]].tier == "device":
+                    begun[each.writes[0]] = program, place
+            case WaitFetch():
+                begun.pop(each.pending, None)
+            case _:
+                pass
+    for program, place in (*unread, *begun.values()):
+        yield Wrong.at("use", program, place, "is waited for by nothing")
+    for bucket in plan.buckets if plan.world_size > 1 and plan.stage > 0 else ():
+        if bucket.index not in gathered and any(p.sharded for p in bucket.params):
+            yield Wrong("use", f"{bucket.name} is sharded and never gathered", module=bucket.name)
+
+
+def _tiles(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
+    whole, ahead = set[Part](), plan.ahead()
+    for program, place, each in _each(programs):
+        if isinstance(each, Gather) and each.tiles > 1 and 0 <= each.bucket < len(ahead):
+            whole.add((each.bucket, each.tile))
+            now = sum(bucket == each.bucket for bucket, _ in whole)
+            if now > ahead[each.bucket] + 1:
+                text = f"makes {now} tiles whole at a time, {ahead[each.bucket] + 1} may be"
+                yield Wrong.at("tiles ahead", program, place, text)
+        elif isinstance(each, Free) and not each.kept:
+            whole.discard((each.bucket, each.tile))
+
+
+def _layers(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
+    there = {layer_of(program.module(each)) for program, _, each in _each(programs)}
+    for name in (*plan.recompute, *plan.save, *(name for name, _ in plan.offload)):
+        if (layer_of_activation(name) or name) not in there:
+            text = f"what {name} saves was decided, and nothing runs in such a layer"
+            yield Wrong("layers", text, module=name)
+
+
+def _tokens(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
+    regions = {layer_of_activation(name): name for name in plan.token_regions}
+    tiles = {"": plan.loss_tiles, **dict.fromkeys(regions, plan.token_tiles)}  # by layer; the loss is in none
+    left = {layer: count for layer, count in tiles.items() if count > 1}
+    for program, place, each in _each(programs):
+        if isinstance(each, Compute):
+            layer = layer_of(each.module)
+            wanted = tiles.get(layer, 1)
+            if each.token_tiles == wanted:
+                left.pop(layer, None)
+            elif each.token_tiles > 1:
+                text = f"runs in {each.token_tiles} tiles of tokens, the plan has {wanted}"
+                yield Wrong.at("tokens", program, place, text)
+    for layer, wanted in left.items():
+        name = regions[layer] if layer else plan.head
+        yield Wrong("tokens", f"{name} is in {wanted} tiles of tokens, and nothing makes one", module=layer or name)
+
+
+Finder = Callable[[Sequence[Program], Plan], Iterator[Wrong]]
+STEP_CHECKS: Mapping[str, tuple[str, Finder]] = {
+    "use": ("sharded parameters are gathered, and something waits for all that comes to the device", _use),
+    "tiles ahead": ("no more tiles are whole at a time than are gathered ahead", _tiles),
+    "arrivals": ("what is read has come from the tier where it lives", _arrivals),
+    "reductions": ("gradients of every bucket are reduced once, tile by tile", _reductions),
+    "updates": ("every shard is updated once, where its states live", _updates),
+    "layers": ("layers that are recomputed or offloaded exist", _layers),
+    "tokens": ("what is divided over tokens runs in as many tiles", _tokens),
+}
+"""Name of a check, what it makes sure of, and what finds what is wrong."""
