@@ -27,7 +27,7 @@ import psutil
 import torch
 from facts import Load, append_json, describe, machine_facts, version
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph._core import Algorithm, DType, Rule, TensorSet
 
 RULE: dict[str, float] = {"lr": 1e-4, "eps": 1e-8, "weight_decay": 0.01}

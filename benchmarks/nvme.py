@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from facts import Load, append_json, describe, machine_facts, version
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph._core import Direction, IoEngine, Priority, Slab
 from zerograph.runtime.homes.nvme import huge_tensor
 

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph._core import Algorithm, Direction, DType, FaultEffect, FaultPoint, IoEngine, Priority, Rule, Slab
 
 COUNT = 200_000

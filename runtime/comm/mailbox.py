@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph.core.errors import CollectiveMismatch, RankError
 from zerograph.core.plan import Param
 from zerograph.runtime.buffers import BufferPool, Full, allocate_full, torch_dtype

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph._core import CancelledError, Direction, Priority
 from zerograph.core.errors import StorageError
 from zerograph.core.units import format_bytes

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph.core.errors import StorageError
 from zerograph.core.plan import ParamTile
 from zerograph.runtime.homes.blocks import UNIT, Block, Run

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn import functional as F
 
 import zerograph
-from zerograph import _core
+import zerograph._core as _core
 from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError, ZeroGraphError
 from zerograph.runtime.homes import shards

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph._core import Algorithm, DType, Rule, TensorSet
 
 F32, BF16, F16, F64 = DType.float32, DType.bfloat16, DType.float16, DType.float64
@@ -423,7 +423,7 @@ def test_a_ticket_may_be_waited_for_by_several_threads() -> None:
 def run_python(body: str, **environment: str) -> subprocess.CompletedProcess[str]:
     prelude = (
         "import ctypes, os, sys, threading\n"
-        "from zerograph import _core\n"
+        "import zerograph._core as _core\n"
         "from zerograph._core import *\n"
         "n = 3_000_000\n"
         "memory = (ctypes.c_float * n)()\n"

@@ -19,8 +19,8 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from waits import DEVICE, NoWaits
 
 import zerograph
+import zerograph._core as _core
 import zerograph.optim as native
-from zerograph import _core
 from zerograph.core.errors import CheckpointError, ConfigError, UnsupportedError
 from zerograph.optim import host
 from zerograph.runtime.torch_private import as_dtensor

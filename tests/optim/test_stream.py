@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import zerograph
-from zerograph import _core
+import zerograph._core as _core
 from zerograph.core.errors import StorageError
 from zerograph.core.plan import Bucket, Homes, Param, Plan
 from zerograph.runtime.homes import shards

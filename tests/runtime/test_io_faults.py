@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph._core import Direction, FaultEffect, FaultPoint, IoEngine, Priority, Slab
 from zerograph.core.errors import StorageError
 from zerograph.runtime.homes.extents import Extent

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph.optim.factor import Factor
 from zerograph.optim.parts import Member, Part
 from zerograph.runtime import kernels

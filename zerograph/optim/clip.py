@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Shard
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph.core.arguments import number, require, require_flag
 from zerograph.core.errors import UnsupportedError
 from zerograph.optim.tensors import is_dense, on_gpu, on_host, pieces, sum_of

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph.core import slots
 from zerograph.core.errors import CheckpointError, UnsupportedError
 from zerograph.optim.algorithm import Algorithm, OnDevice

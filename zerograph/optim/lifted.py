@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph.core.slots import SLOTS
 from zerograph.optim.parts import Member, Part, flat
 from zerograph.optim.ring import through_slots

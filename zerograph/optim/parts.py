@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph.optim.tensors import NOTHING, TAGS, Gradients, GroupLayout, uses_kernels
 from zerograph.runtime.homes.blocks import Place
 from zerograph.runtime.homes.shards import ShardStore

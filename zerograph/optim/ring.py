@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph.core.slots import SLOTS
 
 C = TypeVar("C")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph.core.errors import UnsupportedError
 from zerograph.runtime import kernels
 from zerograph.runtime.torch_private import local_tensor

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 from torch import Tensor
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph.optim.parts import Part
 from zerograph.optim.tensors import Gradients
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph._core import DType, Mailbox, MismatchError, PeerError
 
 F32, BF16, F16, F64 = DType.float32, DType.bfloat16, DType.float16, DType.float64

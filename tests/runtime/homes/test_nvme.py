@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick import examples
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph._core import FaultEffect, FaultPoint
 from zerograph.core.errors import StorageError
 from zerograph.runtime.homes import nvme
@@ -430,7 +430,7 @@ def test_a_closed_arena_has_given_its_files_back(engine: str, tmp_path: Path) ->
 
 _BUSY = """
 import sys, time
-from zerograph import _core
+import zerograph._core as _core
 from zerograph.runtime.homes.nvme import huge_tensor
 size, memory = 32 * 2**20, huge_tensor(32 * 2**20)
 slab = _core.Slab(sys.argv[1], size, naming=_core.Naming.named)
@@ -455,7 +455,7 @@ def test_a_run_killed_with_transfers_in_flight_is_dead(engine: str, tmp_path: Pa
 
 _HOLDER = """
 import sys, time
-from zerograph import _core
+import zerograph._core as _core
 slabs = []
 print("ready", flush=True)
 while True:

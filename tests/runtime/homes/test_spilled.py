@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph.core.errors import StorageError
 from zerograph.core.plan import tile_params
 from zerograph.core.step import Param

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quick import examples
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph.runtime.homes.extents import Extent
 from zerograph.runtime.homes.nvme import Arena, huge_tensor
 from zerograph.runtime.homes.store import mapped_tensor

@@ -72,7 +72,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 def native_core() -> Finding:
     """The C++ extension loads, and its kernels use what the processor has."""
     try:
-        from zerograph import _core
+        import zerograph._core as _core
     except ImportError as error:
         fact = f"cannot be imported: {first_line(error)}"
         return Finding("native core", "missing", fact, "pip install --force-reinstall --no-deps zerograph")

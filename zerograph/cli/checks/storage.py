@@ -79,7 +79,7 @@ def _round_trip(path: Path) -> None:
 
 def io_engine(path: Path) -> Finding:
     """The engine that moves offloaded tensors really writes and reads a slab on ``path``; nothing of it stays."""
-    from zerograph import _core
+    import zerograph._core as _core
 
     wanted = os.environ.get("ZEROGRAPH_IO") or "auto"
     try:

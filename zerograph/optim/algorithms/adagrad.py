@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.adagrad import adagrad
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph.optim.algorithm import Algorithm, OnDevice
 from zerograph.optim.host import HostOptimizer
 from zerograph.optim.options import Options

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph.core.arguments import require
 from zerograph.optim.algorithm import Algorithm, Group, OnDevice
 from zerograph.optim.host import HostOptimizer

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from zerograph import _core
+import zerograph._core as _core
 from zerograph.optim.algorithm import Algorithm, OnDevice
 from zerograph.optim.host import HostOptimizer
 from zerograph.optim.options import Options
