@@ -15,7 +15,7 @@ unless its file is given. Each case has fresh processes, which train 4 steps, re
 5 more; "step" is the median of those 5, of the slowest rank. "Forecast" simulates the programs by the machine's rates
 alone; "re-timed" with the recorded step's seconds per segment and collective in their place. "Process" is the growth of
 resident memory from before the model was built to the peak of the last steps, as the kernel counts it; its forecast is
-the peak and what `zerograph/planner/build/process_memory.py` adds.
+the peak and what `zerograph/planner/programs/process_memory.py` adds.
 
 With `--budgets` each case is trained again with `stage="auto"` and `memory=` of so many times its recorded peak.
 Prediction: no recorded peak is above its budget.

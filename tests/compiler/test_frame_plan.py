@@ -22,8 +22,8 @@ from zerograph.core.param_bytes import shard_bytes, update_bytes
 from zerograph.core.plan import Plan
 from zerograph.core.program import Update
 from zerograph.dryrun.forecast import plan_file
-from zerograph.planner.build.rates import Rates
 from zerograph.planner.estimate.estimate import RESERVE
+from zerograph.planner.programs.rates import Rates
 
 
 def first_call(made: list[zerograph.Backend] | None = None, **options: Any) -> zerograph.Backend:

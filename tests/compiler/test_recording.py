@@ -24,8 +24,8 @@ from zerograph.core.files.runfile import Measured, Run
 from zerograph.core.machine import machine_named
 from zerograph.core.program import Update
 from zerograph.dryrun.forecast import plan_file
-from zerograph.planner.build.rates import Rates
 from zerograph.planner.explain.retime import retimed, tasks_of
+from zerograph.planner.programs.rates import Rates
 from zerograph.runtime.executor.telemetry import LABEL
 
 pytestmark = pytest.mark.costly

@@ -19,7 +19,7 @@ from zerograph.core.placement import copy_tier, values_tier
 from zerograph.core.plan import Homes
 from zerograph.core.program import Fetch, Gather, Read
 from zerograph.core.step import Param
-from zerograph.planner.build.placement import Shards, kept_on
+from zerograph.planner.programs.placement import Shards, kept_on
 
 CPU = machine_named("cpu")
 SPLIT = replace(CPU, split=True)

@@ -19,10 +19,10 @@ from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import Bucket, Homes, Plan
 from zerograph.core.step import Step
 from zerograph.planner import plan_step
-from zerograph.planner.build.rates import Rates
-from zerograph.planner.build.schedule import Scheduler
-from zerograph.planner.build.sketch import sketch
 from zerograph.planner.profile.regions import profile
+from zerograph.planner.programs.rates import Rates
+from zerograph.planner.programs.schedule import Scheduler
+from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search.search import Search, Wish
 from zerograph.sim.simulate import time_and_peaks
 

@@ -1,6 +1,6 @@
 """Steps that offload and tile: bytes as the formulas count them, invariants of every schedule, and what is refused.
 
-Tests ``planner/build/placement.py`` and ``planner/explain/plan_file.py``.
+Tests ``planner/programs/placement.py`` and ``planner/explain/plan_file.py``.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from zerograph.core.program import Write
 from zerograph.core.slots import SLOTS
 from zerograph.core.step import Step
 from zerograph.core.timeline import Forecast
-from zerograph.planner.build.forecasts import forecast_sketch
-from zerograph.planner.build.homes import HOMES
-from zerograph.planner.build.placement import Shards, bucket_parts
-from zerograph.planner.build.rates import Rates
-from zerograph.planner.build.rules import plan_step
-from zerograph.planner.build.schedule import Scheduler
-from zerograph.planner.build.sketch import settled, sketch
 from zerograph.planner.estimate.sizes import ModelSize
 from zerograph.planner.estimate.strategy import Activations, Strategy, placements
 from zerograph.planner.estimate.training import Training
 from zerograph.planner.explain.check_file import check_file
 from zerograph.planner.explain.plan_file import file_from_sketch
 from zerograph.planner.profile.offloaded import offloaded
+from zerograph.planner.programs.forecasts import forecast_sketch
+from zerograph.planner.programs.homes import HOMES
+from zerograph.planner.programs.placement import Shards, bucket_parts
+from zerograph.planner.programs.rates import Rates
+from zerograph.planner.programs.rules import plan_step
+from zerograph.planner.programs.schedule import Scheduler
+from zerograph.planner.programs.sketch import settled, sketch
 from zerograph.planner.search.search import Search, Wish
 from zerograph.sim.simulate import Memory, time_and_peaks
 

@@ -13,7 +13,7 @@ from zerograph.core.machine import machine_named
 from zerograph.core.plan import tile_params
 from zerograph.core.program import Compute, Free, Gather, Instruction, Program, Register, Segment, WaitGather
 from zerograph.core.step import Param
-from zerograph.planner.build.rates import Rates
+from zerograph.planner.programs.rates import Rates
 from zerograph.runtime.buffers import BufferPool, add_to_tile, tile_of
 from zerograph.sim.simulate import simulate
 

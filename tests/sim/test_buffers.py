@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from zerograph.core.machine import machine_named
 from zerograph.core.program import Compute, Free, Gather, Instruction, Program, Register, Segment, WaitGather
 from zerograph.core.timeline import Forecast
-from zerograph.planner.build.rates import Rates
+from zerograph.planner.programs.rates import Rates
 from zerograph.sim.buffers import FreeBuffers
 from zerograph.sim.simulate import simulate
 

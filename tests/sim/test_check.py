@@ -12,8 +12,8 @@ from quick import examples
 
 from zerograph.core.errors import InvariantError
 from zerograph.core.program import Compute, Fetch, Free, Gather, Instruction, Program, Reduce, WaitGather
-from zerograph.planner.build.homes import HOMES
-from zerograph.planner.build.sketch import sketch
+from zerograph.planner.programs.homes import HOMES
+from zerograph.planner.programs.sketch import sketch
 from zerograph.sim.check import check_programs, require_programs
 
 

@@ -29,8 +29,8 @@ from zerograph.core.program import (
     WaitGather,
     Write,
 )
-from zerograph.planner.build.homes import HOMES
-from zerograph.planner.build.sketch import sketch
+from zerograph.planner.programs.homes import HOMES
+from zerograph.planner.programs.sketch import sketch
 from zerograph.sim.check import CHECKS, check_programs
 
 STEP = step_of([Layer(rows=MIB, stream=MIB)] * 2)

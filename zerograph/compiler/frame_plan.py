@@ -31,7 +31,6 @@ from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Plan
 from zerograph.core.step import Param, Step
 from zerograph.core.units import format_bytes, format_seconds
 from zerograph.planner import plan_step, refuse_world_size, replay
-from zerograph.planner.build.placement import Shards, kept_on
 from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.explain.check import require_plan
 from zerograph.planner.explain.infeasible import infeasible
@@ -41,6 +40,7 @@ from zerograph.planner.profile.loss import head_of, in_loss_tiles
 from zerograph.planner.profile.offloaded import offloaded
 from zerograph.planner.profile.tiling import in_loops, refuse_unknown, tiles_wanted
 from zerograph.planner.profile.token_tiles import in_token_tiles
+from zerograph.planner.programs.placement import Shards, kept_on
 from zerograph.planner.search.search import Search, Wish
 from zerograph.runtime.buffers import dtype_name
 

@@ -39,7 +39,8 @@ from zerograph.core.program import (
     WaitReduce,
 )
 from zerograph.core.timeline import Forecast, Peak, Span, Stream
-from zerograph.planner.build.forecasts import ProgramForecast, forecast_programs, update_program
+from zerograph.planner.programs.forecasts import ProgramForecast, forecast_programs
+from zerograph.planner.programs.updates import update_program
 from zerograph.runtime.executor.telemetry import LABEL
 from zerograph.runtime.homes.shards import ShardStore
 from zerograph.runtime.torch_private import local_tensor

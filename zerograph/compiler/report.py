@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from zerograph.core.config import Stage
 from zerograph.core.units import format_bytes
-from zerograph.planner.build.process_memory import Resident
+from zerograph.planner.programs.process_memory import Resident
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A program: the instructions of one forward, backward or update, as plain data that describe themselves.
 
-Three builders emit them: the planner a sketch of a step (:mod:`zerograph.planner.build.sketch`), lowering what will run
-(``compiler/lowering/lower.py``), the optimizer its update. Four read them: :mod:`zerograph.sim.simulate`,
+Three builders emit them: the planner a sketch of a step (:mod:`zerograph.planner.programs.sketch`), lowering what will
+run (``compiler/lowering/lower.py``), the optimizer its update. Four read them: :mod:`zerograph.sim.simulate`,
 :mod:`zerograph.sim.check`, the executor, and the viewers. Registers are integers; an instruction names those it reads
 and writes, those that are dead after it, the stream it runs on, and the tiers it moves bytes between.
 """

@@ -14,12 +14,12 @@ from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.plan import Offload
 from zerograph.core.step import Dimension, Step
 from zerograph.dryrun.compile_only import Compiled, compile_only
-from zerograph.planner.build.forecasts import forecast_programs
-from zerograph.planner.build.homes import open_homes, open_tiers
-from zerograph.planner.build.rates import Rates
 from zerograph.planner.estimate.estimate import RESERVE
 from zerograph.planner.explain.plan_file import file_from_sketch
 from zerograph.planner.explain.reasons import reasons
+from zerograph.planner.programs.forecasts import forecast_programs
+from zerograph.planner.programs.homes import open_homes, open_tiers
+from zerograph.planner.programs.rates import Rates
 from zerograph.planner.search.search import Wish
 
 ATTEMPTS = 8

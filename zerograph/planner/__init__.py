@@ -1,13 +1,12 @@
 """The planner: a step, a machine and a configuration in, a plan out. Pure Python; never imports torch.
 
 The compiler, the dry runs and the command line import it; it imports ``core`` and ``sim`` alone. Its floors, from the
-lowest up: ``profile`` (the step), ``build`` (programs of it), ``search``, ``estimate`` (tables from sizes alone), and
-``explain``. Begin with
-:mod:`~zerograph.planner.build.rules`, a plan without a search, then :mod:`~zerograph.planner.search.search`, the
-fastest plan within a budget.
+lowest up: ``profile`` (the step), ``programs`` (of it, sketched), ``search``, ``estimate`` (tables from sizes alone),
+and ``explain``. Begin with :mod:`~zerograph.planner.programs.rules`, a plan without a search, then
+:mod:`~zerograph.planner.search.search`, the fastest plan within a budget.
 """
 
-from zerograph.planner.build.rules import plan_step
 from zerograph.planner.explain.replay import refuse_world_size, replay
+from zerograph.planner.programs.rules import plan_step
 
 __all__ = ["plan_step", "refuse_world_size", "replay"]

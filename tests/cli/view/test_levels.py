@@ -16,10 +16,10 @@ from zerograph.core.files.planfile import Holding, PlanFile
 from zerograph.core.machine import TIERS, machine_named
 from zerograph.core.plan import Homes
 from zerograph.core.timeline import STREAMS
-from zerograph.planner.build.forecasts import forecast_sketch
-from zerograph.planner.build.rates import Rates
-from zerograph.planner.build.rules import plan_step
-from zerograph.planner.build.schedule import Scheduler
+from zerograph.planner.programs.forecasts import forecast_sketch
+from zerograph.planner.programs.rates import Rates
+from zerograph.planner.programs.rules import plan_step
+from zerograph.planner.programs.schedule import Scheduler
 
 KINDS = ("param", "gathered", "activation", "gradient", "state", "temporary", "input")
 

@@ -19,7 +19,7 @@ from zerograph.core.files.programs_data import programs_data, programs_of
 from zerograph.core.plan import Param, tile_params
 from zerograph.core.program import Compute, Free, Gather, Place, Program, Register, Segment, View, WaitGather
 from zerograph.core.stretch import Stretch
-from zerograph.planner.build.sketch import settled, sketch
+from zerograph.planner.programs.sketch import settled, sketch
 
 
 @settings(max_examples=examples(20), deadline=None)

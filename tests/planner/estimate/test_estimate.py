@@ -1,6 +1,6 @@
 """What fits, how fast, and what is the largest that fits, against what ZeRO's papers report; then properties.
 
-Tests ``planner/estimate/preset.py``, ``planner/build/depths.py``, ``planner/estimate/synthetic.py``,
+Tests ``planner/estimate/preset.py``, ``planner/programs/depths.py``, ``planner/estimate/synthetic.py``,
 ``planner/estimate/largest_estimate.py`` and ``planner/estimate/shortage.py``.
 """
 
@@ -18,10 +18,6 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.machine import PRESETS, TIERS, Machine, Tier, machine_named
 from zerograph.core.plan import Homes, Offload
 from zerograph.core.program import Read, Reduce
-from zerograph.planner.build.rates import Rates
-from zerograph.planner.build.rules import plan_step
-from zerograph.planner.build.schedule import Scheduler
-from zerograph.planner.build.sketch import sketch
 from zerograph.planner.estimate.estimate import Question, Row, estimate_rows, fastest
 from zerograph.planner.estimate.largest_estimate import WHATS, largest_estimate
 from zerograph.planner.estimate.preset import DEPTHS, Outcome, Preset
@@ -31,6 +27,10 @@ from zerograph.planner.estimate.strategy import ACTIVATIONS, Activations, Stage,
 from zerograph.planner.estimate.synthetic import gpt
 from zerograph.planner.estimate.training import OPTIMIZERS, Attention, Optimizer, Training
 from zerograph.planner.profile.regions import profile
+from zerograph.planner.programs.rates import Rates
+from zerograph.planner.programs.rules import plan_step
+from zerograph.planner.programs.schedule import Scheduler
+from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search.knobs import with_tiles
 from zerograph.sim.simulate import walk
 

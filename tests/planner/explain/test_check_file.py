@@ -13,9 +13,9 @@ from planner.steps import Layer, step_of
 from planner.test_offload import GPU, MIB, file_of, placed, ruled
 
 from zerograph.core.files.planfile import Holding, PlanFile
-from zerograph.planner.build.homes import HOMES
 from zerograph.planner.explain.check import Violation
 from zerograph.planner.explain.check_file import CHECKS, check_file
+from zerograph.planner.programs.homes import HOMES
 
 STEP = step_of([Layer(rows=MIB, stream=MIB)] * 4)
 FILE = file_of(STEP, placed(ruled(STEP), HOMES[-1]), GPU)

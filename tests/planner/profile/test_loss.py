@@ -15,12 +15,12 @@ from zerograph.core.machine import TIERS, machine_named
 from zerograph.core.plan import GivenPlan, Plan
 from zerograph.core.step import Op, Param, Step, Value
 from zerograph.planner import replay
-from zerograph.planner.build.forecasts import forecast_sketch
-from zerograph.planner.build.rules import plan_step
 from zerograph.planner.explain.check import check_plan
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import MOST_LOSS_TILES, head_of, loss_tiles, tiled, why_whole, with_loss_tiles
 from zerograph.planner.profile.optimizer import with_updates
+from zerograph.planner.programs.forecasts import forecast_sketch
+from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.search.search import Search, Wish
 
 pytestmark = pytest.mark.costly

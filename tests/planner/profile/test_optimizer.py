@@ -14,11 +14,11 @@ from zerograph.core.machine import machine_named
 from zerograph.core.program import Update
 from zerograph.core.step import Step
 from zerograph.planner import plan_step
-from zerograph.planner.build.rates import Rates
-from zerograph.planner.build.schedule import Scheduler
-from zerograph.planner.build.sketch import sketch
 from zerograph.planner.profile.optimizer import with_updates
 from zerograph.planner.profile.regions import profile
+from zerograph.planner.programs.rates import Rates
+from zerograph.planner.programs.schedule import Scheduler
+from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search.search import Search, Wish
 
 KINDS = st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=3)

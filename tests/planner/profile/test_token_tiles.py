@@ -14,10 +14,10 @@ from zerograph.core.machine import machine_named
 from zerograph.core.plan import GivenPlan, Plan
 from zerograph.core.step import Step, TokenRegion
 from zerograph.planner import replay
-from zerograph.planner.build.rules import plan_step
 from zerograph.planner.explain.check import check_plan
 from zerograph.planner.explain.replay import restricted_to_step
 from zerograph.planner.profile.token_tiles import TOKEN_TILES, by_token, in_token_tiles, with_token_tiles
+from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.search.search import Search, Wish
 
 GPU, WORLD, MIB = machine_named("h100-80gb"), 2, 2**20

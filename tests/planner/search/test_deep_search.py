@@ -12,7 +12,7 @@ import pytest
 from planner.steps import transformer
 
 from zerograph.core.machine import TIERS, Tier, machine_named
-from zerograph.planner.build.forecasts import forecast_sketch
+from zerograph.planner.programs.forecasts import forecast_sketch
 from zerograph.planner.search.few_layers import by_few_layers
 from zerograph.planner.search.search import Search, Wish
 

@@ -15,8 +15,8 @@ from quick import examples
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Plan
-from zerograph.planner.build.forecasts import forecast_sketch
 from zerograph.planner.explain.reasons import under_way
+from zerograph.planner.programs.forecasts import forecast_sketch
 from zerograph.planner.search.search import MOST_TILES, Search, Wish
 from zerograph.planner.search.space import Candidate
 

@@ -19,8 +19,8 @@ from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.plan import Homes, Plan
 from zerograph.core.slots import SLOT, SLOTS
 from zerograph.core.step import Step
-from zerograph.planner.build.forecasts import forecast_sketch
-from zerograph.planner.build.sketch import sketch
+from zerograph.planner.programs.forecasts import forecast_sketch
+from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search import knobs
 from zerograph.planner.search.search import Search, Wish, limits
 from zerograph.planner.search.space import Candidate, frontier

@@ -17,12 +17,12 @@ from quick import examples
 from zerograph.core.machine import machine_named
 from zerograph.core.plan import Plan
 from zerograph.core.step import activation_names, layer_of_activation
-from zerograph.planner.build.rates import Rates
-from zerograph.planner.build.rules import plan_step
 from zerograph.planner.explain.reasons import recomputed
 from zerograph.planner.explain.replay import restricted_to_step
 from zerograph.planner.profile.liveness import Graph, saved
 from zerograph.planner.profile.regions import profile
+from zerograph.planner.programs.rates import Rates
+from zerograph.planner.programs.rules import plan_step
 from zerograph.planner.search.search import WORK, Search, Wish
 from zerograph.planner.search.selective import STOPS, stops
 from zerograph.planner.search.space import Candidate

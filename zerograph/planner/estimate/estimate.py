@@ -13,11 +13,11 @@ from functools import cached_property
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import Machine, Tier
 from zerograph.core.plan import Offload
-from zerograph.planner.build.homes import open_tiers
 from zerograph.planner.estimate.preset import Outcome, Preset
 from zerograph.planner.estimate.sizes import ModelSize
 from zerograph.planner.estimate.strategy import Activations, Stage, Strategy, placements
 from zerograph.planner.estimate.training import Training
+from zerograph.planner.programs.homes import open_tiers
 from zerograph.planner.search.space import overrun
 
 TILES = (1, 8, 64)

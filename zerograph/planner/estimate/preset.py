@@ -2,7 +2,7 @@
 
 Nothing is searched. The row says what lives where, which activations are kept and in how many tiles large operators
 run; buckets are those of the rules. The plan is sketched and simulated as those of the search are. A step of many
-equal layers is simulated at two smaller depths (:mod:`~zerograph.planner.build.depths`).
+equal layers is simulated at two smaller depths (:mod:`~zerograph.planner.programs.depths`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,6 @@ from zerograph.core.plan import Bucket, Plan
 from zerograph.core.program import Collective, Program, WaitGather, WaitReduce
 from zerograph.core.slots import SLOTS
 from zerograph.core.step import ITEM_SIZE, Step
-from zerograph.planner.build.depths import continued, peaks_by_part
-from zerograph.planner.build.forecasts import KINDS
-from zerograph.planner.build.placement import between_steps
-from zerograph.planner.build.rates import Rates
-from zerograph.planner.build.rules import plan_step
-from zerograph.planner.build.schedule import Scheduler
-from zerograph.planner.build.sketch import sketch
 from zerograph.planner.estimate.sizes import ModelSize
 from zerograph.planner.estimate.strategy import Strategy
 from zerograph.planner.estimate.synthetic import gpt
@@ -33,6 +26,13 @@ from zerograph.planner.estimate.training import Training
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import Head, head_of, tiled, with_loss_tiles
 from zerograph.planner.profile.regions import Profile, profile
+from zerograph.planner.programs.depths import continued, peaks_by_part
+from zerograph.planner.programs.forecasts import KINDS
+from zerograph.planner.programs.placement import between_steps
+from zerograph.planner.programs.rates import Rates
+from zerograph.planner.programs.rules import plan_step
+from zerograph.planner.programs.schedule import Scheduler
+from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search.knobs import with_tiles
 from zerograph.sim.simulate import Tasks, simulate, walk
 

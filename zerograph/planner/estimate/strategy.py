@@ -8,7 +8,7 @@ from typing import Literal
 from zerograph.core.errors import ConfigError
 from zerograph.core.machine import Tier
 from zerograph.core.plan import OFFLOADS, Homes, Offload, level_at
-from zerograph.planner.build.homes import HOMES, open_homes
+from zerograph.planner.programs.homes import HOMES, open_homes
 
 Stage = Literal[0, 1, 2, 3]
 Activations = Literal["keep", "recompute", "host", "nvme"]

@@ -14,8 +14,8 @@ from zerograph.core.files.planfile import Holding, PlanFile
 from zerograph.core.machine import Tier
 from zerograph.core.timeline import Span
 from zerograph.core.units import format_bytes
-from zerograph.planner.build.rates import Rates
 from zerograph.planner.explain.check import BEFORE, PLAN_CHECKS, Violation
+from zerograph.planner.programs.rates import Rates
 from zerograph.sim import check as programs
 from zerograph.sim.simulate import simulate
 

@@ -18,9 +18,9 @@ from zerograph.core.plan import OFFLOADS, Offload
 from zerograph.core.step import Kind, Step, layer_of
 from zerograph.core.timeline import Forecast, Peak, Span
 from zerograph.core.units import format_bytes
-from zerograph.planner.build.forecasts import KINDS, forecast_sketch
 from zerograph.planner.estimate.shortage import Remedy, ranked
 from zerograph.planner.profile.regions import Life, Profile, Work
+from zerograph.planner.programs.forecasts import KINDS, forecast_sketch
 from zerograph.planner.search.search import BUCKET_SIZES, Search, Way, Wish, limits, smallest
 from zerograph.planner.search.space import Candidate, overrun
 

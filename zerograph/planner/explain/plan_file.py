@@ -9,12 +9,12 @@ from zerograph.core.files.planfile import PlanFile
 from zerograph.core.machine import TIERS, Machine
 from zerograph.core.step import Step
 from zerograph.core.timeline import NOT_COUNTED
-from zerograph.planner.build.forecasts import forecast_sketch
-from zerograph.planner.build.sketch import settled, sketch
 from zerograph.planner.explain.check import require_plan
 from zerograph.planner.explain.check_file import check_file
 from zerograph.planner.explain.infeasible import infeasible
 from zerograph.planner.explain.reasons import reasons
+from zerograph.planner.programs.forecasts import forecast_sketch
+from zerograph.planner.programs.sketch import settled, sketch
 from zerograph.planner.search.search import Search, Wish
 from zerograph.planner.search.space import Candidate
 

@@ -11,9 +11,9 @@ from zerograph.core.plan import DEVICE, Bucket, Plan
 from zerograph.core.step import Step, layer_of_activation
 from zerograph.core.timeline import Forecast
 from zerograph.core.units import format_bytes, format_seconds
-from zerograph.planner.build.placement import Shards
-from zerograph.planner.build.rates import Rates
 from zerograph.planner.profile.tiling import apart
+from zerograph.planner.programs.placement import Shards
+from zerograph.planner.programs.rates import Rates
 from zerograph.planner.search.search import Wish
 
 _FASTEST = "predicted to be the fastest of the plans that were searched and fit"

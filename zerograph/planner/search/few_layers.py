@@ -2,7 +2,7 @@
 
 A plan says what :data:`PERIOD` layers of a run of alike ones do, and the others do the same in turn. It is simulated at
 two small depths, and what a period more adds is added once for every period that is left out
-(:mod:`~zerograph.planner.build.depths`). That costs as much for 1,000 layers as for fourteen, and tells which
+(:mod:`~zerograph.planner.programs.depths`). That costs as much for 1,000 layers as for fourteen, and tells which
 plans are worth a simulation of the whole step.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import Bucket, Plan, decided
 from zerograph.core.step import layer_of_activation
-from zerograph.planner.build.depths import continued, peaks_by_part
-from zerograph.planner.build.sketch import sketch
 from zerograph.planner.profile.regions import Life, Profile
+from zerograph.planner.programs.depths import continued, peaks_by_part
+from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search.space import Candidate, Space
 from zerograph.sim.simulate import Peaks, walk
 

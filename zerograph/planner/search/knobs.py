@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import gathered_bytes
 from zerograph.core.plan import DEVICE, Homes, Plan
-from zerograph.planner.build.placement import APART
+from zerograph.planner.programs.placement import APART
 from zerograph.planner.search.space import Space
 
 T = TypeVar("T")

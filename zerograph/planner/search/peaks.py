@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from zerograph.core.plan import Plan
 from zerograph.core.program import Compute, Fetch, Free, Gather, Read, Reduce, WaitGather
-from zerograph.planner.build.sketch import sketch
+from zerograph.planner.programs.sketch import sketch
 from zerograph.planner.search.knobs import with_starts, with_tiles
 from zerograph.planner.search.space import Candidate, Space
 from zerograph.sim.simulate import LATE, walk

@@ -35,14 +35,14 @@ from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Offload, Plan, Update, compute_dtype
 from zerograph.core.step import Step, TokenRegion
-from zerograph.planner.build.homes import open_homes, open_tiers
-from zerograph.planner.build.rates import Rates
-from zerograph.planner.build.rules import plan_step, recomputed_layers
 from zerograph.planner.profile.liveness import Graph, Mode
 from zerograph.planner.profile.loss import LOSS_TILES, Head, head_of, loss_tiles, tiled, with_loss_tiles
 from zerograph.planner.profile.regions import Profile, profile
 from zerograph.planner.profile.tiling import in_loops, looped, tiles_wanted
 from zerograph.planner.profile.token_tiles import TOKEN_TILES, by_token, with_token_tiles
+from zerograph.planner.programs.homes import open_homes, open_tiers
+from zerograph.planner.programs.rates import Rates
+from zerograph.planner.programs.rules import plan_step, recomputed_layers
 from zerograph.planner.search import knobs
 from zerograph.planner.search.deep_search import DeepSearch, Look
 from zerograph.planner.search.few_layers import by_few_layers

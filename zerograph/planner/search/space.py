@@ -8,10 +8,10 @@ from operator import attrgetter, itemgetter, le
 
 from zerograph.core.machine import TIERS, Tier
 from zerograph.core.plan import Bucket, Plan, decided
-from zerograph.planner.build.rates import Rates
-from zerograph.planner.build.schedule import Scheduler
-from zerograph.planner.build.sketch import sketch
 from zerograph.planner.profile.regions import Profile
+from zerograph.planner.programs.rates import Rates
+from zerograph.planner.programs.schedule import Scheduler
+from zerograph.planner.programs.sketch import sketch
 from zerograph.sim.simulate import Memory, Peaks, time_and_peaks
 
 FINEST = 128

@@ -6,21 +6,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from zerograph.core.files.planfile import Holding
+from zerograph.core.files.runfile import Measured
 from zerograph.core.machine import Machine
 from zerograph.core.param_bytes import kept_states
-from zerograph.core.plan import Bucket, Plan
-from zerograph.core.files.planfile import Holding
-from zerograph.core.program import Instruction, Program, Spill, Write
-from zerograph.core.files.runfile import Measured
-from zerograph.sim.simulate import simulate
+from zerograph.core.plan import Plan
+from zerograph.core.program import Program
 from zerograph.core.step import Kind
 from zerograph.core.timeline import NOT_COUNTED, Forecast
-from zerograph.planner.build.placement import APART, BucketPart, between_steps, bucket_parts
-from zerograph.planner.build.process_memory import Resident, resident
-from zerograph.planner.build.rates import Rates, device_update
 from zerograph.planner.profile.regions import Life, Profile
-from zerograph.planner.build.schedule import Registers, Scheduler
-from zerograph.planner.build.sketch import sketch, update_away
+from zerograph.planner.programs.placement import between_steps
+from zerograph.planner.programs.process_memory import Resident, resident
+from zerograph.planner.programs.rates import Rates
+from zerograph.planner.programs.schedule import Scheduler
+from zerograph.planner.programs.sketch import sketch
+from zerograph.planner.programs.updates import update_program
+from zerograph.sim.simulate import simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,53 +97,3 @@ def _one_by_one(profile: Profile, lives: Sequence[Life], together: Holding) -> I
 
 def _kept(plan: Plan, moments: int) -> dict[str, int]:
     return kept_states((param for bucket in plan.buckets for param in bucket.params), plan.world_size, moments)
-
-
-def update_program(
-    plan: Plan, kept: Mapping[str, int], streams: Rates | None = None, backward: Program | None = None
-) -> Program:
-    """The optimizer's update of the parameters in ``kept`` (:func:`~zerograph.core.param_bytes.kept_states`).
-
-    With ``streams``, the rates of a machine, states off the device are updated there, bucket by bucket, when what moves
-    their gradients off the device in ``backward`` has ended.
-    Without, all of it is one instruction, as a recording sees it.
-    """
-    names, instructions = tuple(bucket.name for bucket in plan.buckets), list[Instruction]()
-    registers, arrived = Registers(backward.contents if backward is not None else ()), dict[int, tuple[int, ...]]()
-    for each in backward.instructions if backward is not None else ():
-        if isinstance(each, Spill | Write) and each.what == "gradient":
-            arrived[each.bucket] = each.writes
-    away = list[int]()
-    if streams is not None:
-        known = _Known(names, streams, registers, plan.buckets, kept)
-        there = (b.index for b in plan.buckets if b.homes.optimizer != "device")
-        away = [index for index in there if known.bucket_parts(index, 1)[0].shards.at(APART).optimizer]
-        for number, bucket in enumerate(away):
-            homes = plan.buckets[bucket].homes
-            instructions += update_away(known, bucket, 0, 1, plan.update, homes, number, arrived.get(bucket, ()), -1)
-    whole = device_update([bucket.params for bucket in plan.buckets], away, plan.world_size, kept)
-    if whole.sizes or not away:
-        last = streams is not None and streams.staging != "device"
-        instructions.insert(len(instructions) if last else 0, whole)  # as sketches have it
-    contents, segments = tuple(registers.contents), backward.segments if backward is not None else ()
-    return Program(
-        "update", 0, len(contents), tuple(instructions), (), segments, contents, names, carries=backward is not None
-    )
-
-
-@dataclass(slots=True)
-class _Known:
-    """Buckets whose optimizer is known: bytes that it keeps are told, not assumed."""
-
-    names: Sequence[str]
-    rates: Rates
-    registers: Registers
-    buckets: Sequence[Bucket]
-    kept: Mapping[str, int]
-
-    def bucket_parts(self, bucket: int, tiles: int) -> tuple[BucketPart, ...]:
-        """The bucket, as a whole."""
-        rates, params = self.rates, self.buckets[bucket].params
-        (part,) = bucket_parts(self.names[bucket], params, tiles, {}, rates, 0)
-        states = sum(self.kept.get(p.name, 0) for p in params if p.sharded)
-        return (replace(part, shards=replace(part.shards, moments=states)),)

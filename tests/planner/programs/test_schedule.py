@@ -1,6 +1,6 @@
 """Schedules of plans, made before anything is partitioned or lowered, against forecasts of the programs that result.
 
-Tests ``planner/profile/regions.py`` and ``planner/build/sketch.py``.
+Tests ``planner/profile/regions.py`` and ``planner/programs/sketch.py``.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from planner.test_forecasts import Stack
 from torch import Tensor, nn
 
 import zerograph
+from zerograph.core.files.planfile import Holding, PlanFile
 from zerograph.core.machine import TIERS, Machine, machine_named
 from zerograph.core.param_bytes import state_bytes
 from zerograph.core.plan import Homes
-from zerograph.core.files.planfile import Holding, PlanFile
 from zerograph.core.program import Read
-from zerograph.sim.simulate import simulate
 from zerograph.core.timeline import Forecast
 from zerograph.dryrun.compile_only import Compiled
 from zerograph.dryrun.forecast import forecast_file
 from zerograph.planner.explain.check_file import check_file
-from zerograph.planner.build.forecasts import forecast_programs, forecast_sketch
 from zerograph.planner.profile.liveness import Graph
 from zerograph.planner.profile.loss import head_of, tiled
-from zerograph.planner.build.rates import Rates
-from zerograph.planner.build.schedule import Scheduler
-from zerograph.planner.build.sketch import sketch
+from zerograph.planner.programs.forecasts import forecast_programs, forecast_sketch
+from zerograph.planner.programs.rates import Rates
+from zerograph.planner.programs.schedule import Scheduler
+from zerograph.planner.programs.sketch import sketch
+from zerograph.sim.simulate import simulate
 
 pytestmark = pytest.mark.costly
 

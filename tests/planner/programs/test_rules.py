@@ -13,7 +13,7 @@ from zerograph.core.machine import Tier
 from zerograph.core.plan import Plan
 from zerograph.core.step import Op, Param, Step
 from zerograph.planner import plan_step
-from zerograph.planner.build.rules import layer_of_param
+from zerograph.planner.programs.rules import layer_of_param
 
 
 def param(name: str, rows: int, dtype: str = "float32") -> Param:

@@ -11,7 +11,7 @@ on NVMe are read, updated and written through at most :data:`SLOTS` staging buff
 where they live on the device. Or they run on the device, through which states on the host pass in as many buffers.
 
 The search makes sketches by the thousand: instructions are made once for a
-:class:`~zerograph.planner.build.schedule.Scheduler` and shared, and a sketch is a list of them.
+:class:`~zerograph.planner.programs.schedule.Scheduler` and shared, and a sketch is a list of them.
 """
 
 from __future__ import annotations
@@ -20,18 +20,15 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from zerograph.core.machine import Tier
 from zerograph.core.plan import Homes, Plan
-from zerograph.core.plan import Update as UpdatePlace
 from zerograph.core.program import (
     Compute,
-    DeviceUpdate,
     Fetch,
     Free,
     Gather,
-    HostUpdate,
     Instruction,
     Program,
     Read,
@@ -44,11 +41,9 @@ from zerograph.core.program import (
     ends_whole,
     stays_whole,
 )
-from zerograph.core.slots import SLOTS
 from zerograph.core.step import Kind, layer_of_activation
-from zerograph.planner.build.placement import BucketPart
-from zerograph.planner.build.rates import Rates
-from zerograph.planner.build.schedule import PhaseWork, Piece, Registers, SavedRegisters, Scheduler
+from zerograph.planner.programs.schedule import PhaseWork, Piece, SavedRegisters, Scheduler
+from zerograph.planner.programs.updates import slot_of, update_away
 
 T = TypeVar("T")
 
@@ -316,7 +311,7 @@ class _Sketch:
         """Move what is in registers on the device to ``away`` on ``tier``; what is ``there`` already it is added to."""
         slot = -1
         if tier == "nvme" and self.rates.staging == "host":
-            slot = _slot(self.scheduler, "spill", self.spills)
+            slot = slot_of(self.scheduler, "spill", self.spills)
             self.spills += 1
         self.instructions += self._once(_down, what, label, bucket, tile, here, away, tier, slot, there)
         self.leaving.append(away[0])
@@ -391,13 +386,6 @@ def _reduced(scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: b
 
 def _norm(scheduler: Scheduler) -> int:
     return scheduler.registers.get("norm", "norm of the gradients", 0, "temporary")
-
-
-def _slot(scheduler: Buckets, ring: str, number: int) -> int:
-    """The register of the staging buffer that the ``number``-th of those works in that share a ring."""
-    tier, name = scheduler.rates.staging, "staging buffer"
-    place = scheduler.registers.get((ring, number % SLOTS), name, 0, "temporary", tier)
-    return scheduler.registers.get((ring, number), name, 0, "temporary", tier, storage=place)
 
 
 def _wait_gather(scheduler: Scheduler, bucket: int, tile: int, tiles: int, own: Homes | None) -> WaitGather:
@@ -532,128 +520,3 @@ def _wait_reduce(scheduler: Scheduler, reduce: Reduce, leaves: bool, last: bool)
         size = part.reduced - part.shards.gradient
         outs += (scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient"),)
     return WaitReduce(reduce.out, outs, bucket=reduce.bucket, tile=reduce.tile, tiles=reduce.tiles)
-
-
-class Buckets(Protocol):
-    """The facts about buckets that an update needs."""
-
-    names: Sequence[str]
-    rates: Rates
-    registers: Registers
-
-    def bucket_parts(self, bucket: int, tiles: int) -> tuple[BucketPart, ...]:
-        """A bucket in so many tiles."""
-
-
-def update_away(
-    scheduler: Buckets,
-    bucket: int,
-    tile: int,
-    tiles: int,
-    where: UpdatePlace,
-    homes: Homes,
-    number: int,
-    arrived: tuple[int, ...],
-    norm: int,
-) -> list[Instruction]:  # fmt: skip
-    """The update of a bucket or tile whose states live off the device, computed there or on the device; the other
-    arguments are those of :func:`host_update`."""
-    update = _lifted_update if where == "device" and homes.optimizer == "host" else host_update
-    return update(scheduler, bucket, tile, tiles, homes, number, arrived, norm)
-
-
-def _lifted_update(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, arrived: tuple[int, ...],
-    norm: int,
-) -> list[Instruction]:  # fmt: skip
-    """The update on the device of a bucket or tile whose states live on the host, where its gradient is too."""
-    part, module = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
-    gradient, placed = part.shards.gradient, part.shards.at(homes)
-    slot, beside = _slot(scheduler, "update", number), homes.parameters == "host"
-
-    def lifted(what: str, size: int, kind: Kind) -> tuple[int, ...]:
-        key = ("lifted", what, bucket, tile, tiles)
-        return (scheduler.registers.get(key, f"lifted {what} of {part.label}", size, kind),) if size else ()
-
-    # New parameters that live on the device are written there; what has no copy passes through like states.
-    states = placed.optimizer + placed.shared * beside
-    gradients, kept = lifted("gradient", gradient, "gradient"), lifted("states", states, "state")
-    copy = lifted("copy", placed.copies * beside, "param")
-    start = (norm,) if norm >= 0 else ()
-    up, down = states + gradient, states + placed.copies * beside
-    what, label = "states", part.label
-    return [
-        Fetch(what, label, module, up, (*start, *arrived), (*kept, *gradients), (), bucket, tile, slot),
-        DeviceUpdate(
-            what, label, module, placed.traffic, (*kept, *gradients), (*kept, *copy), gradients, bucket, tile, slot,
-            updated=part.updated, tiles=tiles,
-        ),
-        Spill(what, label, module, down, (*kept, *copy), (), (*kept, *copy), bucket, tile, slot),
-    ]  # fmt: skip
-
-
-def host_update(
-    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, arrived: tuple[int, ...],
-    norm: int,
-) -> list[Instruction]:  # fmt: skip
-    """The update of a bucket or tile whose states live off the device.
-
-    Args:
-        number: of host updates before it.
-        arrived: the registers of its gradient, wherever that is.
-        norm: the register that is ready when all gradients are; -1 where there are none.
-    """
-    part, module, rates = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket], scheduler.rates
-    gradient, placed = part.shards.gradient, part.shards.at(homes)
-    staging, slot = rates.staging, _slot(scheduler, "update", number)
-    start = (norm,) if norm >= 0 else ()
-    # An update on the host reads gradients from the host's memory: others come into a staging buffer first.
-    copies = homes.spilled == "nvme" or (homes.spilled == "device" and staging == "host")
-
-    def staged(what: str, size: int, kind: Kind) -> tuple[int, ...]:
-        key = ("staged", what, bucket, tile, tiles)
-        name = f"staged {what} of {part.label}"
-        # On a CPU all of it passes through slots, which are held from step to step.
-        held = size if staging != "device" else 0
-        return (scheduler.registers.get(key, name, held, kind, staging),) if size else ()
-
-    instructions: list[Instruction] = []
-    gradients = staged("gradient", gradient, "gradient") if copies else ()
-    # Parameters without a copy are read and written like states, where they live on NVMe.
-    shared = placed.shared if homes.parameters == "nvme" else 0
-    states = staged("states", placed.optimizer + shared, "state") if homes.optimizer == "nvme" else ()
-    if homes.spilled == "device" and copies:
-        reads = (*start, *arrived)
-        instructions.append(Spill("gradient", part.label, module, gradient, reads, gradients, (), bucket, tile, slot))
-    read = states + (gradients if homes.gradients == "nvme" else ())
-    if read:
-        size = (placed.optimizer + shared) * bool(states) + gradient * (homes.gradients == "nvme")
-        reads = (*start, *(() if homes.gradients == "device" else arrived))
-        instructions.append(Read("states", part.label, module, size, reads, read, (), bucket, tile, slot))
-    # New parameters that live on the host are written straight there; for another tier they pass a buffer.
-    lands = homes.parameters != "host" and not (staging == "device" and homes.parameters == "device")
-    copy = staged("copy", placed.copies, "param") if lands else ()
-    inputs = (*start, *(() if copies else arrived), *gradients, *states)
-    instructions.append(
-        HostUpdate(
-            "states",
-            part.label,
-            module,
-            placed.traffic,
-            inputs,
-            (*states, *copy),
-            gradients,
-            bucket,
-            tile,
-            slot,
-            updated=part.updated,
-            tiles=tiles,
-        )
-    )
-    if states:
-        writes = states + (copy if homes.parameters == "nvme" else ())
-        size = placed.optimizer + shared + placed.copies * (homes.parameters == "nvme")
-        instructions.append(Write("states", part.label, module, size, writes, (), writes, bucket, tile, slot))
-    if homes.parameters == "device" and copy:
-        instructions.append(Fetch("parameters", part.label, module, placed.copies, copy, (), copy, bucket, tile, slot))
-    return instructions

@@ -11,14 +11,15 @@ from graphs import fake_world
 from torch import Tensor, nn
 
 import zerograph
-from zerograph.sim.check import check_programs
+from zerograph.core.files.runfile import Measured
 from zerograph.core.machine import machine_named
 from zerograph.core.param_bytes import kept_states, shard_bytes
 from zerograph.core.plan import Homes
 from zerograph.core.program import Fetch, Read, Reduce, Spill, Write
-from zerograph.core.files.runfile import Measured
-from zerograph.planner.build.forecasts import ProgramForecast, forecast_programs, update_program
-from zerograph.planner.build.rates import Rates
+from zerograph.planner.programs.forecasts import ProgramForecast, forecast_programs
+from zerograph.planner.programs.rates import Rates
+from zerograph.planner.programs.updates import update_program
+from zerograph.sim.check import check_programs
 
 WIDTH, LAYERS, WORLD = 64, 6, 4
 WEIGHT = 2 * (WIDTH * WIDTH + WIDTH) * 4  # bytes of one block

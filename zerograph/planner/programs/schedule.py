@@ -1,11 +1,12 @@
 """Divides a step into pieces of work and visits of buckets, before anything is partitioned or lowered.
 
 It follows what the passes and the lowering will do, at the grain of one piece per layer and visit of a bucket. Coarser
-than programs that run: what is saved follows :mod:`~zerograph.planner.profile.liveness`, memory of a layer that a plan cuts in
-several is taken with its first part, and several short layers are not merged into one segment.
+than programs that run: what is saved follows :mod:`~zerograph.planner.profile.liveness`, memory of a layer that a plan
+cuts in several is taken with its first part, and several short layers are not merged into one segment.
 
 The work that plans of the same buckets, tiles, prefetch and recomputation share is done here, once, because the search
-changes residencies and homes hundreds of times; from it :mod:`~zerograph.planner.build.sketch` makes the programs of a plan.
+changes residencies and homes hundreds of times; from it :mod:`~zerograph.planner.programs.sketch` makes the programs of
+a plan.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from zerograph.core.param_bytes import kept_states
 from zerograph.core.plan import Homes, Plan
 from zerograph.core.prefetching import Visit, gathers_by_start, visits
 from zerograph.core.program import Compute, Register, Segment, Update
-from zerograph.sim.simulate import Costs, Memory
 from zerograph.core.step import Kind, Param, Phase
 from zerograph.core.stretch import Stretch
-from zerograph.planner.build.placement import BucketPart, bucket_parts, ring_bytes, streamed
-from zerograph.planner.build.rates import Rates, device_update
 from zerograph.planner.profile.regions import Atom, Life, Profile
+from zerograph.planner.programs.placement import BucketPart, bucket_parts, ring_bytes, streamed
+from zerograph.planner.programs.rates import Rates, device_update
+from zerograph.sim.simulate import Costs, Memory
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,7 +12,7 @@ from ranks import run
 
 from zerograph.core.program import Compute, Free, Gather, Instruction, Program, Reduce, Segment, WaitGather, WaitReduce
 from zerograph.core.step import Param
-from zerograph.planner.build.process_memory import FRAGMENTATION, PER_OPERATOR, resident, transport_bytes
+from zerograph.planner.programs.process_memory import FRAGMENTATION, PER_OPERATOR, resident, transport_bytes
 from zerograph.runtime.buffers import torch_dtype
 from zerograph.runtime.comm.mailbox import open_mailbox
 

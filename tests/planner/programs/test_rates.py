@@ -13,7 +13,7 @@ from zerograph.core.machine import Link, machine_named
 from zerograph.core.param_bytes import gathered_bytes, kept_states, reduced_bytes
 from zerograph.core.program import Accumulate, Compute, Gather, Read, Reduce, Segment, Write
 from zerograph.core.step import Param
-from zerograph.planner.build.rates import Rates
+from zerograph.planner.programs.rates import Rates
 
 WORLD = 8
 GPU = machine_named("h100-80gb")

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from zerograph.core.files.planfile import Holding
 from zerograph.core.machine import Tier
 from zerograph.core.param_bytes import copy_bytes, gathered_bytes, reduced_bytes, shard_bytes
 from zerograph.core.placement import copy_tier, values_tier
 from zerograph.core.plan import Homes, Plan, tile_rows
-from zerograph.core.files.planfile import Holding
-from zerograph.sim.simulate import Memory
 from zerograph.core.slots import SLOTS, slot_bytes
 from zerograph.core.step import Kind, Param
-from zerograph.planner.build.rates import Rates
+from zerograph.planner.programs.rates import Rates
+from zerograph.sim.simulate import Memory
 
 APART = Homes(gradients="nvme", optimizer="nvme")
 """Where all that can be updated off the device is, and what is gathered is on it."""

@@ -1,0 +1,204 @@
+"""The optimizer's update as instructions: of buckets whose states live off the device, and of all the rest.
+
+Where optimizer states live off the device, updates run on the host as a pipeline: gradients that stayed on the device
+come down, states on NVMe are read, updated and written through at most :data:`SLOTS` staging buffers, and new
+parameters go up again where they live on the device. Or they run on the device, through which states on the host pass
+in as many buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from zerograph.core.plan import Bucket, Homes, Plan
+from zerograph.core.plan import Update as UpdatePlace
+from zerograph.core.program import DeviceUpdate, Fetch, HostUpdate, Instruction, Program, Read, Spill, Write
+from zerograph.core.slots import SLOTS
+from zerograph.core.step import Kind
+from zerograph.planner.programs.placement import APART, BucketPart, bucket_parts
+from zerograph.planner.programs.rates import Rates, device_update
+from zerograph.planner.programs.schedule import Registers
+
+
+class Buckets(Protocol):
+    """The facts about buckets that an update needs."""
+
+    names: Sequence[str]
+    rates: Rates
+    registers: Registers
+
+    def bucket_parts(self, bucket: int, tiles: int) -> tuple[BucketPart, ...]:
+        """A bucket in so many tiles."""
+
+
+def slot_of(scheduler: Buckets, ring: str, number: int) -> int:
+    """The register of the staging buffer that the ``number``-th of those works in that share a ring."""
+    tier, name = scheduler.rates.staging, "staging buffer"
+    place = scheduler.registers.get((ring, number % SLOTS), name, 0, "temporary", tier)
+    return scheduler.registers.get((ring, number), name, 0, "temporary", tier, storage=place)
+
+
+def update_away(
+    scheduler: Buckets,
+    bucket: int,
+    tile: int,
+    tiles: int,
+    where: UpdatePlace,
+    homes: Homes,
+    number: int,
+    arrived: tuple[int, ...],
+    norm: int,
+) -> list[Instruction]:  # fmt: skip
+    """The update of a bucket or tile whose states live off the device, computed there or on the device; the other
+    arguments are those of :func:`host_update`."""
+    update = _lifted_update if where == "device" and homes.optimizer == "host" else host_update
+    return update(scheduler, bucket, tile, tiles, homes, number, arrived, norm)
+
+
+def _lifted_update(
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, arrived: tuple[int, ...],
+    norm: int,
+) -> list[Instruction]:  # fmt: skip
+    """The update on the device of a bucket or tile whose states live on the host, where its gradient is too."""
+    part, module = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
+    gradient, placed = part.shards.gradient, part.shards.at(homes)
+    slot, beside = slot_of(scheduler, "update", number), homes.parameters == "host"
+
+    def lifted(what: str, size: int, kind: Kind) -> tuple[int, ...]:
+        key = ("lifted", what, bucket, tile, tiles)
+        return (scheduler.registers.get(key, f"lifted {what} of {part.label}", size, kind),) if size else ()
+
+    # New parameters that live on the device are written there; what has no copy passes through like states.
+    states = placed.optimizer + placed.shared * beside
+    gradients, kept = lifted("gradient", gradient, "gradient"), lifted("states", states, "state")
+    copy = lifted("copy", placed.copies * beside, "param")
+    start = (norm,) if norm >= 0 else ()
+    up, down = states + gradient, states + placed.copies * beside
+    what, label = "states", part.label
+    return [
+        Fetch(what, label, module, up, (*start, *arrived), (*kept, *gradients), (), bucket, tile, slot),
+        DeviceUpdate(
+            what, label, module, placed.traffic, (*kept, *gradients), (*kept, *copy), gradients, bucket, tile, slot,
+            updated=part.updated, tiles=tiles,
+        ),
+        Spill(what, label, module, down, (*kept, *copy), (), (*kept, *copy), bucket, tile, slot),
+    ]  # fmt: skip
+
+
+def host_update(
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, arrived: tuple[int, ...],
+    norm: int,
+) -> list[Instruction]:  # fmt: skip
+    """The update of a bucket or tile whose states live off the device.
+
+    Args:
+        number: of host updates before it.
+        arrived: the registers of its gradient, wherever that is.
+        norm: the register that is ready when all gradients are; -1 where there are none.
+    """
+    part, module, rates = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket], scheduler.rates
+    gradient, placed = part.shards.gradient, part.shards.at(homes)
+    staging, slot = rates.staging, slot_of(scheduler, "update", number)
+    start = (norm,) if norm >= 0 else ()
+    # An update on the host reads gradients from the host's memory: others come into a staging buffer first.
+    copies = homes.spilled == "nvme" or (homes.spilled == "device" and staging == "host")
+
+    def staged(what: str, size: int, kind: Kind) -> tuple[int, ...]:
+        key = ("staged", what, bucket, tile, tiles)
+        name = f"staged {what} of {part.label}"
+        # On a CPU all of it passes through slots, which are held from step to step.
+        held = size if staging != "device" else 0
+        return (scheduler.registers.get(key, name, held, kind, staging),) if size else ()
+
+    instructions: list[Instruction] = []
+    gradients = staged("gradient", gradient, "gradient") if copies else ()
+    # Parameters without a copy are read and written like states, where they live on NVMe.
+    shared = placed.shared if homes.parameters == "nvme" else 0
+    states = staged("states", placed.optimizer + shared, "state") if homes.optimizer == "nvme" else ()
+    if homes.spilled == "device" and copies:
+        reads = (*start, *arrived)
+        instructions.append(Spill("gradient", part.label, module, gradient, reads, gradients, (), bucket, tile, slot))
+    read = states + (gradients if homes.gradients == "nvme" else ())
+    if read:
+        size = (placed.optimizer + shared) * bool(states) + gradient * (homes.gradients == "nvme")
+        reads = (*start, *(() if homes.gradients == "device" else arrived))
+        instructions.append(Read("states", part.label, module, size, reads, read, (), bucket, tile, slot))
+    # New parameters that live on the host are written straight there; for another tier they pass a buffer.
+    lands = homes.parameters != "host" and not (staging == "device" and homes.parameters == "device")
+    copy = staged("copy", placed.copies, "param") if lands else ()
+    inputs = (*start, *(() if copies else arrived), *gradients, *states)
+    instructions.append(
+        HostUpdate(
+            "states",
+            part.label,
+            module,
+            placed.traffic,
+            inputs,
+            (*states, *copy),
+            gradients,
+            bucket,
+            tile,
+            slot,
+            updated=part.updated,
+            tiles=tiles,
+        )
+    )
+    if states:
+        writes = states + (copy if homes.parameters == "nvme" else ())
+        size = placed.optimizer + shared + placed.copies * (homes.parameters == "nvme")
+        instructions.append(Write("states", part.label, module, size, writes, (), writes, bucket, tile, slot))
+    if homes.parameters == "device" and copy:
+        instructions.append(Fetch("parameters", part.label, module, placed.copies, copy, (), copy, bucket, tile, slot))
+    return instructions
+
+
+def update_program(
+    plan: Plan, kept: Mapping[str, int], streams: Rates | None = None, backward: Program | None = None
+) -> Program:
+    """The optimizer's update of the parameters in ``kept`` (:func:`~zerograph.core.param_bytes.kept_states`).
+
+    With ``streams``, the rates of a machine, states off the device are updated there, bucket by bucket, when what moves
+    their gradients off the device in ``backward`` has ended.
+    Without, all of it is one instruction, as a recording sees it.
+    """
+    names, instructions = tuple(bucket.name for bucket in plan.buckets), list[Instruction]()
+    registers, arrived = Registers(backward.contents if backward is not None else ()), dict[int, tuple[int, ...]]()
+    for each in backward.instructions if backward is not None else ():
+        if isinstance(each, Spill | Write) and each.what == "gradient":
+            arrived[each.bucket] = each.writes
+    away = list[int]()
+    if streams is not None:
+        known = _Known(names, streams, registers, plan.buckets, kept)
+        there = (b.index for b in plan.buckets if b.homes.optimizer != "device")
+        away = [index for index in there if known.bucket_parts(index, 1)[0].shards.at(APART).optimizer]
+        for number, bucket in enumerate(away):
+            homes = plan.buckets[bucket].homes
+            instructions += update_away(known, bucket, 0, 1, plan.update, homes, number, arrived.get(bucket, ()), -1)
+    whole = device_update([bucket.params for bucket in plan.buckets], away, plan.world_size, kept)
+    if whole.sizes or not away:
+        last = streams is not None and streams.staging != "device"
+        instructions.insert(len(instructions) if last else 0, whole)  # as sketches have it
+    contents, segments = tuple(registers.contents), backward.segments if backward is not None else ()
+    return Program(
+        "update", 0, len(contents), tuple(instructions), (), segments, contents, names, carries=backward is not None
+    )
+
+
+@dataclass(slots=True)
+class _Known:
+    """Buckets whose optimizer is known: bytes that it keeps are told, not assumed."""
+
+    names: Sequence[str]
+    rates: Rates
+    registers: Registers
+    buckets: Sequence[Bucket]
+    kept: Mapping[str, int]
+
+    def bucket_parts(self, bucket: int, tiles: int) -> tuple[BucketPart, ...]:
+        """The bucket, as a whole."""
+        rates, params = self.rates, self.buckets[bucket].params
+        (part,) = bucket_parts(self.names[bucket], params, tiles, {}, rates, 0)
+        states = sum(self.kept.get(p.name, 0) for p in params if p.sharded)
+        return (replace(part, shards=replace(part.shards, moments=states)),)
