@@ -19,6 +19,7 @@ from zerograph.core.errors import ConfigError
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.files.reading import check_writable
 from zerograph.core.machine import DTYPES, PRECISIONS, machine_from
+from zerograph.core.plan import OVERLAPS
 from zerograph.core.step import Dimension
 from zerograph.core.units import format_bytes
 from zerograph.planner.estimate.estimate import RESERVE
@@ -47,6 +48,9 @@ def _stage(text: str) -> int | str:
 _OFFLOADED = (
     "Tensors that may leave the device; each choice includes those before it. Backends run plans with NVMe on CPUs, "
     "and with shards on the host on GPUs."
+)
+_BESIDE = (
+    'The optimizer: forward has overlap="forward", so that updates of what left the device run beside the forward.'
 )
 _SAVED = "Where saved activations wait for the backward; auto is the device, or with --offload a choice by layer."
 _TILE = "Tiles of each large weight of a linear layer; auto has none, or chooses with --offload."
@@ -87,6 +91,7 @@ TILES = Parsed("auto|N", _tiles)
 @click.option("--largest", "what", type=click.Choice(["batch", "seq"]), help="Find the largest that fits.")
 @click.option("--offload", type=click.Choice(OFFLOAD), default="none", show_default=True, help=_OFFLOADED)
 @click.option("--tier", type=click.Choice(OFFLOAD_TIERS), help="Offload there only.  [default: chosen]")
+@click.option("--overlap", type=click.Choice(OVERLAPS), default="none", show_default=True, help=_BESIDE)
 @click.option("--activations", type=click.Choice(ACTIVATIONS), default="auto", show_default=True, help=_SAVED)
 @click.option("--tile", type=TILE, default="auto", show_default=True, help=_TILE)
 @click.option("--loss-tiles", type=TILES, default="auto", show_default=True, help=_LOSS_TILES)

@@ -17,6 +17,7 @@ from zerograph.core.units import is_number
 __all__ = [
     "DEVICE",
     "OFFLOADS",
+    "OVERLAPS",
     "UPDATES",
     "VERSION",
     "Bucket",
@@ -35,7 +36,7 @@ __all__ = [
     "token_tiles",
 ]
 
-VERSION = 8
+VERSION = 9
 
 Residency = Literal["use", "backward", "step"]
 """How long a gathered bucket stays whole: until its last use in a graph, until its use in the backward, or until
@@ -51,6 +52,8 @@ gradients from stage 2, parameters from stage 3, so that the place in here is th
 
 Update = Literal["host", "device"]
 UPDATES: tuple[Update, ...] = ("host", "device")
+Overlap = Literal["none", "forward"]
+OVERLAPS: tuple[Overlap, ...] = ("none", "forward")
 """Where an update of states on the host computes."""
 
 
@@ -243,6 +246,9 @@ class Plan:
         fetch_ahead: layers before its own in the backward at which what a layer offloaded begins to come back.
         update: where an update of states on the host computes: "host", beside them, or "device", through which they
             pass in slots and back.
+        overlap: what updates of states off the device run beside: "none", or "forward", that of the next step, where
+            each gather waits for the update of its bucket. The optimizer's ``overlap`` decides; a plan says what it was
+            made for.
         loss_tiles: parts over tokens that the head and its loss run in, one after another, so that logits never exist
             whole; the backward computes each part again.
         head: lasting name of the logits that are cut so; empty where they are whole, or their step was never traced.
@@ -264,6 +270,7 @@ class Plan:
     loss_tiles: int = field(default=1, metadata={"decided": "tiles of the loss"})
     token_tiles: int = field(default=1, metadata={"decided": "tiles of tokens"})
     update: Update = field(default="host", metadata={"decided": "where updates compute"})
+    overlap: Overlap = field(default="none", metadata={"decided": "what updates run beside"})
     head: str = ""
     token_regions: tuple[str, ...] = ()
 
@@ -364,6 +371,10 @@ class Plan:
         yield from (f"{name} is saved, of a layer that is not recomputed" for name in whole)
         if self.update not in UPDATES:
             yield f"updates on {self.update!r}"
+        if self.overlap not in OVERLAPS:
+            yield f"updates beside {self.overlap!r}"
+        if self.overlap == "forward" and self.update == "device":
+            yield "updates on the device beside the forward, which computes there"
         for bucket in self.buckets:
             yield from (f"bucket {bucket.name} {wrong}" for wrong in _mistakes(bucket, self))
         yield from _unlike(self)

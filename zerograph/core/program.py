@@ -477,6 +477,7 @@ class Program:
         contents: what each register holds; empty in programs made by hand.
         buckets: their names, for people.
         carries: its registers are those of the program before it: what that leaves alive, it finds.
+        given: registers that the step before has filled: gradients, by which the first program of this one updates.
     """
 
     kind: str
@@ -488,6 +489,7 @@ class Program:
     contents: Sequence[Register] = ()
     buckets: Sequence[str] = ()
     carries: bool = False
+    given: tuple[int, ...] = ()
 
     def collectives(self) -> Iterator[str]:
         """Every collective in order, one line each: what has to be the same on all ranks."""

@@ -11,7 +11,7 @@ from zerograph.core.errors import ConfigError, InfeasibleError
 from zerograph.core.executable import Executable
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.machine import TIERS, Machine, Tier
-from zerograph.core.plan import Offload
+from zerograph.core.plan import Offload, Overlap
 from zerograph.core.step import Dimension, Step
 from zerograph.dryrun.compile_only import Compiled, compile_only
 from zerograph.planner.estimate.estimate import RESERVE
@@ -41,6 +41,7 @@ def plan_file(
     memory: int | None = None,
     offload: Offload | Literal["auto"] = "none",
     tier: Tier | None = None,
+    overlap: Overlap = "none",
     fold: bool = True,
     **options: Any,
 ) -> PlanFile:
@@ -57,22 +58,22 @@ def plan_file(
             at any stage, and inputs that the model brings are resized.
         memory: bytes of the device that a search may fill: then the plan is searched at any stage, for what the
             options leave open.
-        offload, tier: as in :class:`~zerograph.planner.search.search.Wish`. Unless it is "none", the plan is searched
-        over
-            all tiers of ``machine``, and forecast from its schedule: no program can be lowered for it yet.
+        offload, tier, overlap: as in :class:`~zerograph.planner.search.search.Wish`. Unless ``offload`` is "none", the
+            plan is searched over all tiers of ``machine``, and forecast from its schedule: no program can be lowered
+            for it yet.
         fold: see :func:`zerograph.dryrun.compile_only.compile_only`.
         options: further arguments of :func:`zerograph.backend`. At stage "auto" the plan fills ``machine``'s memory.
             Plans with ``activations`` on a tier that no program reaches on ``machine`` are forecast like others that
             are offloaded.
 
     Raises:
-        ConfigError: a tier without offload, ``memory`` with it, or an offload that the stage or the machine does not
-            allow.
+        ConfigError: a tier without offload, ``memory`` with it, an offload that the stage or the machine does not
+            allow, or an overlap without it or on a CPU.
         InfeasibleError: no plan that is searched for fits.
         UnsupportedError: the model cannot be traced whole, or does not train.
     """
     compute = torch_compute_dtype(dtype, world, offload)
-    refuse_offload(offload, tier, machine, world, options.get("stage", 3))
+    refuse_offload(offload, tier, machine, world, options.get("stage", 3), overlap)
     if offload != "none" and memory is not None:
         raise ConfigError("memory cannot be given with offload", "give a machine with that memory")
     saved = options.get("activations", "auto")
@@ -82,7 +83,7 @@ def plan_file(
         if saved in TIERS:
             open_tiers(machine, world, "optimizer", saved)  # which refuses what is not there
         config = Config.of(**options)
-        wish = Wish.of(config, world, offload=offload, tier=tier)
+        wish = Wish.of(config, world, offload=offload, tier=tier, overlap=overlap)
         compiled = compile_only(
             make, world_size=world, batch=batch, seq=seq, sizes=sizes, fold=fold, programs=False, moments=moments,
             dtype=compute, stage=config.sharding, token_tiles=config.token_tiles,
@@ -145,17 +146,32 @@ def movable(step: Step, world: int) -> Step:
 
 
 def refuse_offload(
-    offload: Offload | Literal["auto"], tier: Tier | None, machine: Machine, world: int, stage: Any
+    offload: Offload | Literal["auto"],
+    tier: Tier | None,
+    machine: Machine,
+    world: int,
+    stage: Any,
+    overlap: Overlap = "none",
 ) -> None:
     """Refuse an impossible offload before minutes of tracing.
 
     Raises:
-        ConfigError: a tier without offload, or an offload that the stage or the machine does not allow.
+        ConfigError: a tier or an overlap without offload, or an offload that the stage or the machine does not allow.
     """
     if offload == "none":
         if tier is not None:
             raise ConfigError(f"tier {tier} is given, and offload is none", "say what goes there: --offload optimizer")
+        if overlap != "none":
+            raise ConfigError(
+                f"overlap {overlap} is given, and offload is none: updates on the device hide behind nothing there",
+                "say what leaves it: --offload optimizer",
+            )
         return
+    if overlap != "none" and machine.device == "cpu":
+        raise ConfigError(
+            f"on {machine.name} the cores that update are those that compute: no forecast tells how they share",
+            'plan without it, and measure overlap="forward"',
+        )
     open_homes(offload, open_tiers(machine, world, offload, tier), 3 if stage == "auto" else stage)
 
 

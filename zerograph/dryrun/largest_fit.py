@@ -11,7 +11,7 @@ from zerograph.core.errors import InfeasibleError, UnsupportedError
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.garbage import without_gc
 from zerograph.core.machine import Machine, Tier
-from zerograph.core.plan import Offload
+from zerograph.core.plan import Offload, Overlap
 from zerograph.core.step import Dimension, Step
 from zerograph.core.units import format_bytes
 from zerograph.dryrun.compile_only import Compiled, compile_only
@@ -122,11 +122,12 @@ def probe(
     fold: bool = True,
     offload: Offload | Literal["auto"] = "none",
     tier: Tier | None = None,
+    overlap: Overlap = "none",
     **options: Any,
 ) -> Probe:
     """The plans of a model by batch or sequence; see :func:`largest_file`."""
     config = Config.of(**options)
-    wish = Wish.of(config, world, offload=offload, tier=tier)
+    wish = Wish.of(config, world, offload=offload, tier=tier, overlap=overlap)
     compute = torch_compute_dtype(dtype, world, offload)
     steps = Steps(
         make, what, world=world, batch=batch, seq=seq, dtype=compute, stage=wish.sharding, moments=moments, fold=fold,
@@ -172,6 +173,7 @@ def largest_file(
     fold: bool = True,
     offload: Offload | Literal["auto"] = "none",
     tier: Tier | None = None,
+    overlap: Overlap = "none",
     **options: Any,
 ) -> LargestPlan:
     """Plan the largest step that fits: solve for it on a few traces, then compile its programs.
@@ -181,17 +183,18 @@ def largest_file(
 
     Args:
         what: the dimension to solve for; the other is as given, or as in the inputs that the model brings.
-        name, make, machine, world, batch, seq, dtype, moments, reserve, fold, offload, tier, options: as for
-            :func:`zerograph.dryrun.forecast.plan_file`.
+        name, make, machine, world, batch, seq, dtype, moments, reserve, fold, offload, tier, overlap, options: as
+            for :func:`zerograph.dryrun.forecast.plan_file`.
 
     Raises:
         ConfigError: an offload that the stage or the machine does not allow.
         InfeasibleError: not even a size of 1 fits.
         UnsupportedError: the model cannot be traced whole, does not train, or works at one size only.
     """
-    refuse_offload(offload, tier, machine, world, options.get("stage", 3))
+    refuse_offload(offload, tier, machine, world, options.get("stage", 3), overlap)
     model: dict[str, Any] = {"batch": batch, "seq": seq, "moments": moments, "fold": fold}
-    plans = probe(make, what, machine, world=world, dtype=dtype, offload=offload, tier=tier, **model, **options)
+    wished: dict[str, Any] = {"offload": offload, "tier": tier, "overlap": overlap}
+    plans = probe(make, what, machine, world=world, dtype=dtype, **wished, **model, **options)
     if offload != "none":
         budget = machine.budget(world, reserve)
         found = plans.largest(budget)

@@ -83,6 +83,7 @@ class _Check:
         # Lowered programs have registers of their own; a sketch's programs go on with those of the one before.
         if not program.carries:
             self.alive, self.dead = set(range(program.inputs)), set()
+        self.alive.update(program.given)
         for place, instruction in enumerate(program.instructions):
             for message in self._registers(program, instruction):
                 yield Wrong.at("reads", program, place, message)

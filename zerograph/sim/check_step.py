@@ -128,9 +128,16 @@ def _updates(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
 
 
 def _arrivals(programs: Sequence[Program], plan: Plan) -> Iterator[Wrong]:
-    wanted = _Wanted(programs, plan)
-    # By register, what has written into it; lowered programs know what the one before them returned by its name.
-    came, saved = dict[int, Trail](), dict[str, Trail]()
+    wanted, came = _Wanted(programs, plan), dict[int, Trail]()
+    if any(program.given for program in programs):  # by the step before, which is like this one
+        for _ in _read_elsewhere(programs, wanted, came):
+            pass
+    yield from _read_elsewhere(programs, wanted, came)
+
+
+def _read_elsewhere(programs: Sequence[Program], wanted: _Wanted, came: dict[int, Trail]) -> Iterator[Wrong]:
+    """``came`` is by register what has written into it; here the programs go on."""
+    saved = dict[str, Trail]()  # lowered programs know what the one before them returned by its name
     for program in programs:
         contents = program.contents
         if not program.carries:

@@ -340,6 +340,10 @@ def walk(programs: Sequence[Program], costs: Costs, cells: _Cells | None = None)
             buffers.trim(last)
         if cells is not None:
             cells.enter(program, run)
+        else:
+            for register in program.given:
+                content = program.contents[register]
+                events[content.tier].append((0.0, -1, begin, content.bytes))
         for each in program.instructions:
             fact = known.get(id(each)) or costs.learn(each, program)
             instruction, role, stream, seconds, reads, writes, takes, gives, part, slot, kept, over, replaced = fact
@@ -488,6 +492,11 @@ class _Cells:
         """
         self._leave()
         self._run, self._program = run, program
+        for register in program.given:
+            content = program.contents[register]
+            self._at[content.storage] = _Cell(
+                content.name, content.kind, content.tier, content.bytes, -1, "", "", register, 1
+            )
         if program.carries:
             return
         self._at = {}
@@ -637,7 +646,7 @@ class _Cells:
         cell.gone = True
         room, before = self._replaced
         # By time, not by number: what a transfer brings may have a later task than what computed before.
-        there = before >= 0 and self._run.starts[cell.task] <= self._run.ends[before]
+        there = before >= 0 and (cell.task < 0 or self._run.starts[cell.task] <= self._run.ends[before])
         early = min(room, cell.bytes) if there else 0
         if early:
             # A task takes all at its start: what it leaves behind takes the place of this part.

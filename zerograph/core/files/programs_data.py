@@ -40,6 +40,7 @@ def programs_data(programs: Sequence[Program]) -> dict[str, Any]:
                 "contents": table(Register, program.contents[known[0] :]),
                 "buckets": list(program.buckets),
                 "carries": program.carries,
+                "given": list(program.given),
             }
         )
     return {"params": mixed_table(params), "programs": found}
@@ -67,6 +68,7 @@ def programs_of(data: dict[str, Any]) -> tuple[Program, ...]:
             contents=(*contents, *from_table(Register, part["contents"])),
             buckets=tuple(part["buckets"]),
             carries=part["carries"],
+            given=tuple(part["given"]),
         )
         _require_places(program)
         found.append(program)
@@ -90,6 +92,8 @@ def _stretch(levels: list[int], begins: list[int], left: int, until: list[tuple[
 
 def _require_places(program: Program) -> None:
     """Refuse registers and segments that ``program`` does not have, before anything looks them up."""
+    if not all(0 <= register < len(program.contents) for register in program.given):
+        raise ValueError(f"the {program.kind} is given a register that is not there")
     for at, each in enumerate(program.instructions):
         if not all(0 <= register < len(program.contents) for register in (*each.reads, *each.writes, *each.dead)):
             raise ValueError(f"{program.kind} instruction {at} names a register that is not there")

@@ -98,6 +98,8 @@ def _updated(step: Step, plan: Plan) -> Iterator[Reason]:
         if all(bucket.homes.optimizer == "device" for bucket in plan.buckets):
             done += f", {format_bytes(sum(op.moved for op in updates))} read and written"
         yield Reason("optimizer", done, "gradients may be clipped by their norm, so it waits for the whole backward")
+        if plan.overlap == "forward":
+            yield Reason("updates", "of what left the device run beside the next forward", _ASKED)
 
 
 def recomputed(plan: Plan) -> str:

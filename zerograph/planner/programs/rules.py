@@ -12,7 +12,7 @@ from itertools import groupby
 
 from zerograph.core.config import Recompute
 from zerograph.core.machine import Tier
-from zerograph.core.plan import DEVICE, Bucket, Homes, Plan, Residency, Update
+from zerograph.core.plan import DEVICE, Bucket, Homes, Overlap, Plan, Residency, Update
 from zerograph.core.step import Param, Step, layer_of
 
 log = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ def plan_step(
     homes: Homes = DEVICE,
     saved: Tier = "device",
     update: Update = "host",
+    overlap: Overlap = "none",
     tiles: Mapping[str, int] | None = None,
 ) -> Plan:
     """The plan for ``step`` at a fixed stage.
@@ -45,6 +46,7 @@ def plan_step(
         homes: of buckets with trained parameters.
         saved: where what repeated layers save waits for the backward.
         update: where states on the host are updated.
+        overlap: what updates of states off the device run beside.
         tiles: of parameters that are in several, by name; each has a bucket of its own.
     """
     tiles = tiles or {}
@@ -62,6 +64,7 @@ def plan_step(
         save_others=recompute == "none",
         offload=tuple((layer, saved) for layer in _layers(step, f"activations={saved!r}")) if saved != "device" else (),
         update=update,
+        overlap=overlap,
     )
 
 

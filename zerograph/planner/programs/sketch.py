@@ -5,10 +5,9 @@ gather could begin. Reduced gradients are spilled one bucket after another. Save
 layer that reads them, and begin to come back as many layers before the backward needs them as the plan says. Tiles of
 an oversized operator follow one another, at most one more of them whole than is gathered ahead.
 
-Gradients may be clipped by their norm, so no update begins before the whole backward has ended. Where optimizer states
-live off the device, updates then run on the host as a pipeline: gradients that stayed on the device come down, states
-on NVMe are read, updated and written through at most :data:`SLOTS` staging buffers, and new parameters go up again
-where they live on the device. Or they run on the device, through which states on the host pass in as many buffers.
+Gradients may be clipped by their norm, so no update (:mod:`~zerograph.planner.programs.updates`) begins before the
+whole backward has ended. Updates of states off the device follow it, or run beside the next forward, whose gathers wait
+for them: a sketch then begins with those of the step before.
 
 The search makes sketches by the thousand: instructions are made once for a
 :class:`~zerograph.planner.programs.schedule.Scheduler` and shared, and a sketch is a list of them.
@@ -41,9 +40,10 @@ from zerograph.core.program import (
     ends_whole,
     stays_whole,
 )
+from zerograph.core.slots import SLOTS
 from zerograph.core.step import Kind, layer_of_activation
 from zerograph.planner.programs.schedule import PhaseWork, Piece, SavedRegisters, Scheduler
-from zerograph.planner.programs.updates import slot_of, update_away
+from zerograph.planner.programs.updates import slot_of, update_away, update_beside, updated
 
 T = TypeVar("T")
 
@@ -96,8 +96,14 @@ class _Sketch:
         self.arriving: dict[int, list[WaitFetch]] = {}  # region -> waits for what it needs
         self.spills = 0  # through staging buffers, so far
         self.norm = -1  # the register that is ready when all gradients are
+        self.late: deque[int] = deque()  # buckets that the forward is still to update, in the order of its gathers
+        self.updated: set[int] = set()  # those that it has updated
+        self.given: tuple[int, ...] = ()  # registers that the step before has filled
         for phase in scheduler.phases(plan):
             self.kind, self.instructions = phase.name, []
+            if phase.name == "forward" and plan.overlap == "forward":
+                self.late.extend(dict.fromkeys(visit.bucket for visit in phase.visits))
+                self._update_ahead()
             self._phase(phase)
             self._end()
         if scheduler.profile.training:
@@ -110,9 +116,10 @@ class _Sketch:
         self.programs.append(
             Program(
                 self.kind, 0, len(self.registers.contents), self.instructions, (), scheduler.segments,
-                self.registers.contents, scheduler.names, carries=True,
+                self.registers.contents, scheduler.names, carries=True, given=self.given,
             )
         )  # fmt: skip
+        self.given = ()
 
     def _once(self, make: Callable[..., T], *key: object) -> T:
         """The result of ``make`` for ``key``, which tells it apart from all else that it makes."""
@@ -214,11 +221,15 @@ class _Sketch:
     def _gather(self, bucket: int) -> None:
         if bucket not in self.whole:
             self.whole.add(bucket)
+            while bucket in self.late:
+                self._update_late()
             if self._gathers_late(bucket):
                 self.fetched.add(bucket)
-                self.instructions += self._once(_fetch, bucket, self.buckets[bucket].homes)
+                self.instructions += self._once(_fetch, bucket, self.buckets[bucket].homes, self._waits(bucket))
             else:
                 self._bring(bucket, 0)
+            if self.late:
+                self._update_late()
 
     def _gathers_late(self, bucket: int) -> bool:
         """Whether only what is fetched begins ahead, and the gather where the bucket is needed: on a CPU it would
@@ -229,7 +240,11 @@ class _Sketch:
     def _bring(self, bucket: int, tile: int) -> None:
         """Gather a bucket or a tile of it, after fetching its shards."""
         homes, tiles = self.buckets[bucket].homes, self.buckets[bucket].tiles
-        self.instructions += self._once(_bring, bucket, tile, tiles, homes, self._own(bucket))
+        self.instructions += self._once(_bring, bucket, tile, tiles, homes, self._own(bucket), self._waits(bucket))
+
+    def _waits(self, bucket: int) -> bool:
+        """Whether gathers wait for the update of a bucket."""
+        return self.kind == "forward" and bucket in self.updated
 
     def _own(self, bucket: int) -> Homes | None:
         """The homes of a bucket of which this rank's slice of the whole is what the device holds anyway."""
@@ -273,11 +288,9 @@ class _Sketch:
             self.norm = _norm(self.scheduler)
         if leaves:
             bucket, tile, tier = reduce.bucket, reduce.tile, self.buckets[reduce.bucket].homes.spilled
-            part = self.parts[bucket][tile]
-            key, name = ("away", bucket, tile, reduce.tiles, tier), f"gradient of {part.label}"
-            away = self.registers.get(key, name, part.shards.gradient, "gradient", tier)
-            there = (away,) if again else ()
-            self._down("gradient", part.label, bucket, tile, (reduce.out,), (away,), tier, there)
+            away = self._once(_away, bucket, tile, reduce.tiles, tier)
+            there, label = (away,) if again else (), self.parts[bucket][tile].label
+            self._down("gradient", label, bucket, tile, (reduce.out,), (away,), tier, there)
             self.spilled[bucket, tile] = away
 
     def _offload_saved(self, region: int) -> None:
@@ -318,6 +331,29 @@ class _Sketch:
         if len(self.leaving) > self.most_leaving:
             self.instructions.append(self._once(_wait_fetch, self.leaving.popleft()))
 
+    def _update_ahead(self) -> None:
+        """Begin the updates of the step before: all at once, but for those whose parameters the disk then reads again,
+        which would wait for all of them."""
+        begun = 0
+        while self.late and (begun < SLOTS or self.buckets[self.late[0]].homes.parameters != "nvme"):
+            self._update_late()
+            begun += 1
+
+    def _update_late(self) -> None:
+        """Begin the next of them."""
+        bucket = self.late.popleft()
+        homes, tiles = self.buckets[bucket].homes, self.buckets[bucket].tiles
+        for tile, part in enumerate(self.parts[bucket] if homes.optimizer != "device" else ()):
+            if part.shards.gradient:
+                if homes.spilled == "device":
+                    gradient = _reduced(self.scheduler, bucket, tile, tiles, False)
+                else:
+                    gradient = self._once(_away, bucket, tile, tiles, homes.spilled)
+                key = (bucket, tile, tiles, self.plan.update, homes, len(self.given), gradient)
+                self.instructions += self._once(update_beside, *key)
+                self.given += (gradient,)
+                self.updated.add(bucket)
+
     def _update(self) -> None:
         """The optimizer, when all gradients are there: what lives on the device beside the rest."""
         scheduler, buckets = self.scheduler, self.buckets
@@ -327,7 +363,7 @@ class _Sketch:
         # On a CPU the same processor updates both, one after the other; what is read for the second is read then.
         if self.rates.staging == "device":
             self.instructions += here
-        for bucket in host:
+        for bucket in (bucket for bucket in host if bucket not in self.updated):
             tiles = buckets[bucket].tiles
             for tile, part in enumerate(self.parts[bucket]):
                 if part.shards.gradient:
@@ -384,6 +420,13 @@ def _reduced(scheduler: Scheduler, bucket: int, tile: int, tiles: int, leaves: b
     return scheduler.registers.get(key, f"gradient of {part.label}", size, "gradient")
 
 
+def _away(scheduler: Scheduler, bucket: int, tile: int, tiles: int, tier: Tier) -> int:
+    """The register of reduced gradients that have left the device for ``tier``."""
+    part = scheduler.bucket_parts(bucket, tiles)[tile]
+    key, name = ("away", bucket, tile, tiles, tier), f"gradient of {part.label}"
+    return scheduler.registers.get(key, name, part.shards.gradient, "gradient", tier)
+
+
 def _norm(scheduler: Scheduler) -> int:
     return scheduler.registers.get("norm", "norm of the gradients", 0, "temporary")
 
@@ -414,25 +457,27 @@ def _slice(
 
 
 def _bring(
-    scheduler: Scheduler, bucket: int, tile: int, tiles: int, homes: Homes, own: Homes | None
-) -> tuple[Instruction, ...]:
-    """Fetch the shards of a bucket or tile from their home into its slice of the whole, and gather it."""
+    scheduler: Scheduler, bucket: int, tile: int, tiles: int, homes: Homes, own: Homes | None, waits: bool
+) -> list[Instruction]:
+    """Fetch the shards of a bucket or tile from their home into its slice of the whole, and gather it; where it
+    ``waits``, behind its update."""
     part, name = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
     whole = _whole(scheduler, bucket, tile, tiles, own)
     home = homes.parameters
     size = part.shards.at(homes).fetched if home != "device" else 0
-    instructions: list[Instruction] = []
-    if size:
-        instructions += _fetched(scheduler, "shard", part.label, name, size, (), (), (whole,), home, bucket, tile)
-    shards = (whole,) if size else ()
-    return *instructions, Gather(bucket, (), shards, whole, (), part.whole, tile, tiles)
+    behind = (updated(scheduler, bucket, tile, tiles),) if waits else ()
+    if not size:
+        return [Gather(bucket, (), behind, whole, (), part.whole, tile, tiles)]
+    fetched = _fetched(scheduler, "shard", part.label, name, size, behind, (), (whole,), home, bucket, tile)
+    return [*fetched, Gather(bucket, (), (whole,), whole, (), part.whole, tile, tiles)]
 
 
-def _fetch(scheduler: Scheduler, bucket: int, homes: Homes) -> list[Instruction]:
+def _fetch(scheduler: Scheduler, bucket: int, homes: Homes, waits: bool) -> list[Instruction]:
     """Fetch the shards of a bucket on a CPU: those of a lone rank into the whole, which they are."""
     part, name = scheduler.bucket_parts(bucket, 1)[0], scheduler.names[bucket]
     size, shards = part.shards.at(homes).fetched, (_shards(scheduler, bucket, homes),)
-    return _fetched(scheduler, "shard", part.label, name, size, (), (), shards, homes.parameters, bucket, 0)
+    behind = (updated(scheduler, bucket, 0, 1),) if waits else ()
+    return _fetched(scheduler, "shard", part.label, name, size, behind, (), shards, homes.parameters, bucket, 0)
 
 
 def _gather_fetched(scheduler: Scheduler, bucket: int, homes: Homes) -> Instruction:

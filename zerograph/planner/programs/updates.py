@@ -57,6 +57,25 @@ def update_away(
     return update(scheduler, bucket, tile, tiles, homes, number, arrived, norm)
 
 
+def update_beside(
+    scheduler: Buckets, bucket: int, tile: int, tiles: int, where: UpdatePlace, homes: Homes, number: int, gradient: int
+) -> list[Instruction]:
+    """The same beside a forward, by a gradient of the step before, which goes with it. The last instruction writes the
+    register :func:`updated`."""
+    made = update_away(scheduler, bucket, tile, tiles, where, homes, number, (gradient,), -1)
+    reader = max(at for at, each in enumerate(made) if gradient in each.reads)
+    done = updated(scheduler, bucket, tile, tiles)
+    for at, fields in ((reader, {"dead": gradient}), (-1, {"writes": done})):
+        made[at] = replace(made[at], **{name: (*getattr(made[at], name), one) for name, one in fields.items()})
+    return made
+
+
+def updated(scheduler: Buckets, bucket: int, tile: int, tiles: int) -> int:
+    """The register that stands for parameters behind their update."""
+    label = scheduler.bucket_parts(bucket, tiles)[tile].label
+    return scheduler.registers.get(("updated", bucket, tile, tiles), f"update of {label}", 0, "param")
+
+
 def _lifted_update(
     scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, arrived: tuple[int, ...],
     norm: int,

@@ -33,7 +33,7 @@ from zerograph.core.executable import Executable
 from zerograph.core.garbage import without_gc
 from zerograph.core.machine import TIERS, Machine, Tier
 from zerograph.core.param_bytes import state_bytes
-from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Offload, Plan, Update, compute_dtype
+from zerograph.core.plan import DEVICE, OFFLOADS, Homes, Offload, Overlap, Plan, Update, compute_dtype
 from zerograph.core.step import Step, TokenRegion
 from zerograph.planner.profile.liveness import Graph, Mode
 from zerograph.planner.profile.loss import LOSS_TILES, Head, head_of, loss_tiles, tiled, with_loss_tiles
@@ -103,6 +103,7 @@ class Wish:
         tokens: tiles of tokens in layers, all of which are then recomputed; "auto" looks at some, None at none.
         tiling: of which parameters the number of tiles is fixed, as in :class:`~zerograph.core.config.Config`.
         update: where states on the host are updated; on the device only what the host has can be.
+        overlap: what updates of states off the device run beside, by the optimizer's argument of that name.
         executable: what the one who runs the plan can carry out, and nothing else is searched; None searches all.
     """
 
@@ -119,6 +120,7 @@ class Wish:
     tokens: int | Literal["auto"] | None = None
     tiling: Tile = "auto"
     update: Update = "host"
+    overlap: Overlap = "none"
     executable: Executable | None = None
 
     @classmethod
@@ -569,6 +571,7 @@ def _spaces(
             recompute="full" if way.token_tiles > 1 and wish.recompute == "auto" else wish.recompute,
             saved=wish.saved or "device",
             update=wish.update,
+            overlap=wish.overlap,
             tiles=tiles_wanted(wish.tiling, step, wish.world_size, size),
         )
         whole: tuple[str, ...] = ()
