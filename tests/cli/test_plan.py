@@ -287,6 +287,8 @@ def test_what_cannot_be_offloaded_is_refused_before_tracing(model: Path) -> None
         (("--tier", "nvme"), "tier nvme is given, and offload is none"),
         (("--offload", "parameters", "--stage", "1"), "stage 1 cannot offload parameters"),
         (("--offload", "optimizer", "--tier", "host", "--machine", "cpu"), "cpu has no host memory to offload to"),
+        (("--overlap", "forward"), "overlap forward is given, and offload is none"),
+        (("--offload", "optimizer", "--machine", "cpu", "--overlap", "forward"), "no forecast tells how they share"),
     ):
         result = run(f"{model}:branches", *arguments)
         assert result.exit_code == 2 and message in result.stderr, result.stderr

@@ -92,7 +92,10 @@ def compiled(make: Callable[[], Any], fold: bool, **options: Any) -> tuple[Compi
 @contextmanager
 def compiler_says() -> Iterator[list[str]]:
     """What the compiler logs of layers. Not by caplog, which would have torch format all of its own debugging."""
-    logs, found = [logging.getLogger(f"zerograph.compiler.{name}") for name in ("fold", "simplify")], list[str]()
+    logs, found = (
+        [logging.getLogger(f"zerograph.compiler.repetition.{name}") for name in ("fold", "simplify")],
+        list[str](),
+    )
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
     before = [log.level for log in logs]

@@ -22,7 +22,7 @@ from zerograph.core.executable import Executable
 from zerograph.core.files.planfile import PlanFile
 from zerograph.core.machine import TIERS, Machine, Tier, machine_named
 from zerograph.core.param_bytes import gathered_bytes, state_bytes
-from zerograph.core.plan import Bucket, Homes, Offload, Plan, tile_rows
+from zerograph.core.plan import OVERLAPS, Bucket, Homes, Offload, Plan, tile_rows
 from zerograph.core.program import Write
 from zerograph.core.slots import SLOTS
 from zerograph.core.step import Step
@@ -241,6 +241,8 @@ def plans(draw: st.DrawFn) -> Drawn:
     plan = replace(plan, buckets=tuple(buckets), offload=offload, recompute=recompute, save=save)
     lifts = not any(bucket.homes.optimizer == "nvme" for bucket in buckets)
     plan = replace(plan, update=draw(st.sampled_from(["host", "device"])) if lifts else "host")
+    if plan.update == "host":
+        plan = replace(plan, overlap=draw(st.sampled_from(OVERLAPS)))
     plan = replace(plan, fetch_ahead=draw(st.integers(1, 4)), reductions=draw(st.integers(1, 3)))
     return Drawn(step, plan, machine, draw(st.integers(0, 2)))
 

@@ -17,8 +17,8 @@ import harness
 import pytest
 import torch
 from compiler.test_scale import GPT
+from planner.programs.test_forecasts import Stack
 from planner.steps import profile_of
-from planner.test_forecasts import Stack
 from torch import Tensor, nn
 
 import zerograph

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from zerograph.core.plan import Bucket, Homes, Plan
 from zerograph.core.plan import Update as UpdatePlace
-from zerograph.core.program import DeviceUpdate, Fetch, HostUpdate, Instruction, Program, Read, Spill, Write
+from zerograph.core.program import DeviceUpdate, Fetch, HostUpdate, Instruction, Move, Program, Read, Spill, Write
 from zerograph.core.slots import SLOTS
 from zerograph.core.step import Kind
 from zerograph.planner.programs.placement import APART, BucketPart, bucket_parts
@@ -50,7 +50,7 @@ def update_away(
     number: int,
     arrived: tuple[int, ...],
     norm: int,
-) -> list[Instruction]:  # fmt: skip
+) -> list[Move]:  # fmt: skip
     """The update of a bucket or tile whose states live off the device, computed there or on the device; the other
     arguments are those of :func:`host_update`."""
     update = _lifted_update if where == "device" and homes.optimizer == "host" else host_update
@@ -59,14 +59,13 @@ def update_away(
 
 def update_beside(
     scheduler: Buckets, bucket: int, tile: int, tiles: int, where: UpdatePlace, homes: Homes, number: int, gradient: int
-) -> list[Instruction]:
+) -> list[Move]:
     """The same beside a forward, by a gradient of the step before, which goes with it. The last instruction writes the
     register :func:`updated`."""
     made = update_away(scheduler, bucket, tile, tiles, where, homes, number, (gradient,), -1)
     reader = max(at for at, each in enumerate(made) if gradient in each.reads)
-    done = updated(scheduler, bucket, tile, tiles)
-    for at, fields in ((reader, {"dead": gradient}), (-1, {"writes": done})):
-        made[at] = replace(made[at], **{name: (*getattr(made[at], name), one) for name, one in fields.items()})
+    made[reader] = replace(made[reader], dead=(*made[reader].dead, gradient))
+    made[-1] = replace(made[-1], writes=(*made[-1].writes, updated(scheduler, bucket, tile, tiles)))
     return made
 
 
@@ -79,7 +78,7 @@ def updated(scheduler: Buckets, bucket: int, tile: int, tiles: int) -> int:
 def _lifted_update(
     scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, arrived: tuple[int, ...],
     norm: int,
-) -> list[Instruction]:  # fmt: skip
+) -> list[Move]:  # fmt: skip
     """The update on the device of a bucket or tile whose states live on the host, where its gradient is too."""
     part, module = scheduler.bucket_parts(bucket, tiles)[tile], scheduler.names[bucket]
     gradient, placed = part.shards.gradient, part.shards.at(homes)
@@ -109,7 +108,7 @@ def _lifted_update(
 def host_update(
     scheduler: Buckets, bucket: int, tile: int, tiles: int, homes: Homes, number: int, arrived: tuple[int, ...],
     norm: int,
-) -> list[Instruction]:  # fmt: skip
+) -> list[Move]:  # fmt: skip
     """The update of a bucket or tile whose states live off the device.
 
     Args:
@@ -131,7 +130,7 @@ def host_update(
         held = size if staging != "device" else 0
         return (scheduler.registers.get(key, name, held, kind, staging),) if size else ()
 
-    instructions: list[Instruction] = []
+    instructions: list[Move] = []
     gradients = staged("gradient", gradient, "gradient") if copies else ()
     # Parameters without a copy are read and written like states, where they live on NVMe.
     shared = placed.shared if homes.parameters == "nvme" else 0
