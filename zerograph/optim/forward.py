@@ -128,6 +128,7 @@ class ForwardSteps(StepsOf):
     @torch.no_grad()
     def wait_for(self, gathers: Iterable[int]) -> None:
         """Return when the updates of what ``gathers``, by their numbers, bring have ended; raises as :meth:`settle`."""
+        keeps = self._optimizer()  # which the updates under way refer to, and nobody else perhaps
         try:
             for number in gathers:
                 bucket = self._under_way.get(number)
@@ -138,7 +139,7 @@ class ForwardSteps(StepsOf):
         except BaseException as error:
             self._fail(error)
             raise
-        if not self._under_way:
+        if not self._under_way and keeps is not None:
             self._end()
 
     def _end(self) -> None:
